@@ -1,0 +1,1 @@
+"""placeholder; its author replaces this line."""

@@ -1,0 +1,54 @@
+"""Every exception that embershard raises on purpose.
+
+::
+
+    EmbershardError
+    ├── ConfigError (ValueError)            a setting is wrong, missing, or has no effect
+    ├── DataError (ValueError)              the input is malformed: file, row and column are named
+    │   └── IdOutOfRangeError (IndexError)  an id is not a row of its table
+    ├── CacheError (RuntimeError)           the cache cannot do what was asked
+    │   └── CacheOverflowError              one batch needs more rows than there are slots
+    ├── ShardingError (ValueError)          a plan cannot be made, or does not fit the model
+    ├── CheckpointError (RuntimeError)      a checkpoint is incomplete, or belongs to another model
+    └── SetupError (RuntimeError)           versions, devices or process groups do not fit together
+
+Messages say what was got, what was needed, and how to fix it.
+"""
+
+from __future__ import annotations
+
+
+class EmbershardError(Exception):
+    """Base of all errors that embershard raises on purpose."""
+
+
+class ConfigError(EmbershardError, ValueError):
+    """A setting is wrong, missing, contradicts another one, or would have no effect."""
+
+
+class DataError(EmbershardError, ValueError):
+    """The input data are malformed."""
+
+
+class IdOutOfRangeError(DataError, IndexError):
+    """A sparse id is negative, or not smaller than its table's number of rows."""
+
+
+class CacheError(EmbershardError, RuntimeError):
+    """The cache cannot do what was asked of it."""
+
+
+class CacheOverflowError(CacheError):
+    """One batch needs more rows at a time than the cache has slots, and ``overflow="raise"``."""
+
+
+class ShardingError(EmbershardError, ValueError):
+    """A sharding plan cannot be made, or does not fit the model it is applied to."""
+
+
+class CheckpointError(EmbershardError, RuntimeError):
+    """A checkpoint is missing, incomplete, or was written by a model of another shape."""
+
+
+class SetupError(EmbershardError, RuntimeError):
+    """Versions, devices or process groups do not fit together."""
