@@ -1,0 +1,110 @@
+"""Builds TorchRec's DLRM and DLRM-DCNv2 for a data set's schema. No model here knows what a rank is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torchrec.models.dlrm import DLRM, DLRM_DCN, DLRMTrain
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from ..errors import ConfigError
+from .config import ModelConfig
+
+#: Defaults of the cross network, kept here because they only exist for one architecture.
+DCN_NUM_LAYERS = 3
+DCN_LOW_RANK_DIM = 32
+TABLE_PREFIX = "t_"
+
+
+class SparseFeatureLike(Protocol):
+    """One sparse feature of a schema."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def num_rows(self) -> int: ...
+
+
+class SchemaLike(Protocol):
+    """What a model needs to know of the data: `embershard.data.Schema` is one."""
+
+    @property
+    def dense(self) -> Sequence[str]: ...
+
+    @property
+    def sparse(self) -> Sequence[SparseFeatureLike]: ...
+
+
+def table_name(feature: str) -> str:
+    """The name of a feature's table: ``t_<feature>``."""
+    return TABLE_PREFIX + feature
+
+
+def build_model(config: ModelConfig, schema: SchemaLike, device: torch.device) -> DLRMTrain:
+    """The model of a run, its tables on the meta device (sharding gives them memory and values).
+
+    Args:
+        config: sizes and architecture.
+        schema: dense and sparse features, with the number of rows of each table.
+        device: where the dense layers are made.
+
+    Returns:
+        A module from a batch with `dense_features` [B, num_dense], `sparse_features` and `labels` [B] to
+        ``(loss [], (loss [], logits [B], labels [B]))``.
+
+    Raises:
+        ConfigError: the schema has no dense or no sparse feature, a name twice, or a table without rows.
+    """
+    tables = embedding_tables(config, schema)
+    dense = list(config.dense_arch_layer_sizes)
+    over = list(config.over_arch_layer_sizes)
+    collection = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+    with device:
+        if config.arch == "dlrm":
+            return DLRMTrain(DLRM(collection, len(schema.dense), dense, over, dense_device=device))
+        return DLRMTrain(
+            DLRM_DCN(
+                collection,
+                len(schema.dense),
+                dense,
+                over,
+                dcn_num_layers=config.dcn_num_layers or DCN_NUM_LAYERS,
+                dcn_low_rank_dim=config.dcn_low_rank_dim or DCN_LOW_RANK_DIM,
+                dense_device=device,
+            )
+        )
+
+
+def embedding_tables(config: ModelConfig, schema: SchemaLike) -> list[EmbeddingBagConfig]:
+    """One table ``t_<feature>`` per sparse feature, in the schema's order; raises `ConfigError` as `build_model`."""
+    _check_schema(schema)
+    dtype = DataType.FP16 if config.table_dtype == "fp16" else DataType.FP32
+    return [
+        EmbeddingBagConfig(
+            name=table_name(feature.name),
+            num_embeddings=feature.num_rows,
+            embedding_dim=config.embedding_dim,
+            feature_names=[feature.name],
+            data_type=dtype,
+        )
+        for feature in schema.sparse
+    ]
+
+
+def _check_schema(schema: SchemaLike) -> None:
+    for kind, names in (("dense", list(schema.dense)), ("sparse", [f.name for f in schema.sparse])):
+        if not names:
+            raise ConfigError(f"The schema has no {kind} features; a DLRM needs at least one.")
+        twice = sorted(name for name, count in Counter(names).items() if count > 1)
+        if twice:
+            raise ConfigError(f"The schema names {kind} feature {twice[0]!r} more than once; names must be unique.")
+    for feature in schema.sparse:
+        if feature.num_rows < 1:
+            raise ConfigError(
+                f"Sparse feature {feature.name!r}: its table has {feature.num_rows} rows, needed at least 1."
+            )
