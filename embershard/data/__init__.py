@@ -1,1 +1,22 @@
-"""placeholder; its author replaces this line."""
+"""Samples: where they come from, in which order, and how they become batches. See docs/data.md."""
+
+from __future__ import annotations
+
+from embershard.data.batch import Batch, Schema, SparseFeature
+from embershard.data.config import CriteoConfig, DataConfig, ParquetConfig, SyntheticConfig
+from embershard.data.source import Source, open_source
+from embershard.data.stream import BatchStream, StreamState
+
+__all__ = [
+    "Batch",
+    "BatchStream",
+    "CriteoConfig",
+    "DataConfig",
+    "ParquetConfig",
+    "Schema",
+    "Source",
+    "SparseFeature",
+    "StreamState",
+    "SyntheticConfig",
+    "open_source",
+]

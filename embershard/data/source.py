@@ -1,0 +1,165 @@
+"""What every source can do, and how one is opened."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from threading import Lock
+from typing import Generic, Literal, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from embershard.data.batch import Schema
+from embershard.data.block import Block
+from embershard.data.config import DataConfig
+from embershard.data.order import ChunkTable
+from embershard.errors import ConfigError, DataError
+
+Split = Literal["train", "eval"]
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+
+class Source(Protocol):
+    """Samples that can be read chunk by chunk, by several threads at a time.
+
+    Sources know nothing of ranks, batches or order: see :class:`~embershard.data.BatchStream`.
+    """
+
+    @property
+    def schema(self) -> Schema:
+        """The columns of a sample."""
+
+    def chunks(self, split: Split) -> ChunkTable:
+        """How the split is cut into chunks. Empty when nothing is held out and ``split`` is "eval"."""
+
+    def read(self, split: Split, chunk: int, rows: NDArray[np.int64]) -> Block:
+        """The samples number ``rows`` of a chunk, in that order.
+
+        Raises:
+            DataError: the chunk holds something that is not a sample; file, row and column are named.
+        """
+
+
+def open_source(config: DataConfig) -> Source:
+    """The source that ``config`` describes.
+
+    Raises:
+        ConfigError: a setting that this kind of source needs is missing.
+        DataError: files are missing, empty, or not what they should be.
+    """
+    if config.kind == "synthetic":
+        from embershard.data.synthetic import SyntheticSource
+
+        return SyntheticSource(config)
+    if config.path is None:
+        raise ConfigError(f'data.kind = "{config.kind}" needs data.path: a file, or a folder of files')
+    if config.kind == "criteo":
+        from embershard.data.criteo import CriteoSource
+
+        return CriteoSource(config)
+    from embershard.data.parquet import ParquetSource
+
+    return ParquetSource(config)
+
+
+def list_files(path: str, patterns: tuple[str, ...], setting: str) -> list[Path]:
+    """The data files at ``path``, sorted by name: the file itself, or the folder's files that match a pattern.
+
+    Raises:
+        DataError: there is nothing at ``path``, or no file of the folder matches, or a file has no bytes.
+    """
+    root = Path(path).expanduser()
+    if not root.exists():
+        raise DataError(f"{root}: no such file or folder; check data.path and data.eval_path")
+    files = [root]
+    if root.is_dir():
+        there = sorted(p for p in root.iterdir() if p.is_file() and not p.name.startswith((".", "_")))
+        files = [p for p in there if any(fnmatch.fnmatch(p.name, pattern) for pattern in patterns)]
+        skipped = [p.name for p in there if p not in files]
+        if not files:
+            raise DataError(
+                f"{root}: none of its {len(there)} files matches {', '.join(patterns)}"
+                f" (there are: {', '.join(skipped[:5]) or 'none'}); set {setting} to the names of your files"
+            )
+        if skipped:
+            _log.info("%s: not read, as no pattern of %s matches: %s", root, setting, ", ".join(skipped))
+    for file in files:
+        if file.stat().st_size == 0:
+            raise DataError(f"{file}: the file is empty (0 bytes); remove it, or fetch it again")
+    return files
+
+
+class SplitChunks:
+    """Assigns the rows of physical chunks (what is parsed as a whole) to the train or the eval split.
+
+    The last ``eval_fraction`` of every file is held out. Where the border cuts a physical chunk, both splits
+    have a chunk that refers to a part of it.
+
+    Args:
+        file: the file of every physical chunk. rows: its number of rows.
+        eval_fraction: share of the rows, rounded to whole rows; one number per file.
+    """
+
+    def __init__(self, file: ArrayLike, rows: ArrayLike, eval_fraction: ArrayLike) -> None:
+        owner, size = np.asarray(file, np.int64), np.asarray(rows, np.int64)
+        share = np.asarray(eval_fraction, np.float64)
+        total = np.bincount(owner, weights=size, minlength=len(share)).astype(np.int64)
+        num_train = total - np.rint(total * share).astype(np.int64)
+        before_file = np.cumsum(total) - total
+        first = np.cumsum(size) - size - before_file[owner]
+        cut = np.clip(num_train[owner] - first, 0, size)
+        self._parts = {"train": _part(owner, np.zeros_like(cut), cut), "eval": _part(owner, cut, size)}
+
+    def table(self, split: Split) -> ChunkTable:
+        """The chunks of a split."""
+        return self._parts[split][0]
+
+    def place(self, split: Split, chunk: int) -> tuple[int, int]:
+        """Physical chunk of a split's chunk, and the row of it that is the chunk's row 0."""
+        _, physical, first = self._parts[split]
+        return int(physical[chunk]), int(first[chunk])
+
+
+def _part(
+    owner: NDArray[np.int64], first: NDArray[np.int64], end: NDArray[np.int64]
+) -> tuple[ChunkTable, NDArray[np.int64], NDArray[np.int64]]:
+    keep = np.flatnonzero(end > first)
+    return ChunkTable(owner[keep], (end - first)[keep]), keep, first[keep]
+
+
+class RecentlyUsed(Generic[T]):
+    """The last few results of a slow function of an integer, shared by threads.
+
+    A second thread that asks for what a first one is making waits for it, and does not make it again.
+    """
+
+    def __init__(self, make: Callable[[int], T], capacity: int) -> None:
+        self._make = make
+        self._capacity = capacity
+        self._lock = Lock()
+        self._made: OrderedDict[int, Future[T]] = OrderedDict()
+
+    def get(self, number: int) -> T:
+        """The result for ``number``; an exception of the function is raised, and not kept."""
+        with self._lock:
+            future = self._made.get(number)
+            mine = future is None
+            if future is None:
+                future = self._made[number] = Future()
+                while len(self._made) > self._capacity:
+                    self._made.popitem(last=False)
+            self._made.move_to_end(number)
+        if mine:
+            try:
+                future.set_result(self._make(number))
+            except BaseException as error:
+                with self._lock:
+                    self._made.pop(number, None)
+                future.set_exception(error)
+        return future.result()
