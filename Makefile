@@ -1,0 +1,56 @@
+# The first two a newcomer needs: `make train` and `make test`. `make help` lists the rest.
+#
+# PYTHON=/path/to/python uses an environment of yours as it is, and skips the set-up.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+VENV ?= $(or $(EMBERSHARD_VENV),.venv)
+ifdef PYTHON
+  SETUP :=
+else
+  override PYTHON := $(VENV)/bin/python
+  SETUP := setup
+endif
+
+CONFIG ?= examples/quickstart.toml
+NPROC ?= 2
+ARGS ?=
+CODE := embershard tests scripts benchmarks examples
+
+.PHONY: help setup train test check format bench doctor clean clean-venv
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+setup: ## make .venv, or repair it; a second run is immediate
+	@EMBERSHARD_VENV="$(VENV)" $(or $(EMBERSHARD_PYTHON),python3) scripts/setup_env.py
+
+train: $(SETUP) ## train a small DLRM (CONFIG=..., NPROC=..., ARGS="--set key=value")
+	@$(PYTHON) -m embershard.launch.cli train --config $(CONFIG) --nproc $(NPROC) $(ARGS)
+
+test: $(SETUP) ## the whole test suite (ARGS="-k cache" for a part)
+	@$(PYTHON) -m pytest -q $(ARGS)
+
+check: $(SETUP) ## lint, format, types and the import contract
+	$(PYTHON) -m ruff check $(CODE)
+	$(PYTHON) -m ruff format --check $(CODE)
+	$(PYTHON) -m mypy
+	$(PYTHON) -c "from importlinter.cli import lint_imports_command as main; main()"
+
+format: $(SETUP) ## format the code, and fix what ruff can fix
+	$(PYTHON) -m ruff check --fix-only $(CODE)
+	$(PYTHON) -m ruff format $(CODE)
+
+bench: $(SETUP) ## all benchmarks; each prints JSON
+	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(PYTHON) $$script; done
+
+doctor: $(SETUP) ## versions, devices and limits, each with its remedy
+	@$(PYTHON) -m embershard.launch.cli doctor $(ARGS)
+
+clean: ## remove caches and build folders; runs and .venv stay
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find embershard tests scripts benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+clean-venv: ## remove .venv
+	rm -rf $(VENV)

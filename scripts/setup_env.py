@@ -1,0 +1,275 @@
+"""Makes ``.venv`` and everything in it, and repairs it: ``python3 scripts/setup_env.py [--force]``.
+
+Standard library only, because it runs before anything is installed. Versions that belong together are pinned
+in requirements.txt and in ``setup_rules.PINS``. pip's own configuration says where packages come from.
+
+What is special is FBGEMM. It comes as two distributions, ``fbgemm-gpu`` (CUDA) and ``fbgemm-gpu-cpu``, that
+own the *same* folder ``fbgemm_gpu``: the second one installed overwrites the first, and uninstalling one
+breaks the other. torchrec asks for ``fbgemm-gpu`` without a version, so a plain ``pip install torchrec`` puts
+the newest CUDA build over a CPU one. Here torchrec comes with ``--no-deps``, and of FBGEMM exactly one is
+left: the one this machine can load.
+
+A stamp in the venv makes the second run immediate. It is void when a requirement file, these scripts, the GPU
+driver, or the torch, torchrec or FBGEMM files in the venv have changed.
+
+Environment: ``EMBERSHARD_PYTHON`` is the interpreter the venv is made from, ``EMBERSHARD_VENV`` its folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from setup_rules import (
+    CPU_FBGEMM,
+    STAMP,
+    SetupError,
+    choose_python,
+    digest,
+    dist_infos,
+    explain_pip,
+    has_driver,
+    is_damaged,
+    plan_fbgemm,
+    plan_torchrec,
+    python_problem,
+    python_version,
+    site_packages_of,
+    snapshot,
+    stamp_is_valid,
+    torch_requirement,
+    wanted_fbgemm,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+INPUTS = (
+    "requirements.txt",
+    "requirements-dev.txt",
+    "setup.cfg",
+    "pyproject.toml",
+    "scripts/setup_env.py",
+    "scripts/setup_rules.py",
+)
+LOG = ".embershard-setup.log"
+
+# Run by the venv's python. It prints one JSON line, whatever is broken.
+INSPECT = """
+import json, sys
+out = {"version": list(sys.version_info[:2]), "torch": None, "torch_cuda": None, "error": None}
+try:
+    import torch
+    out["torch"], out["torch_cuda"] = torch.__version__, torch.version.cuda
+except Exception as error:
+    out["error"] = f"{type(error).__name__}: {error}"
+print(json.dumps(out))
+"""
+
+# The proof that the set-up works: one forward of a table-batched embedding, with a known answer.
+PROOF = """
+import torch, fbgemm_gpu, torchrec
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
+)
+cuda = torch.cuda.is_available()
+device = "cuda" if cuda else "cpu"
+place = (EmbeddingLocation.DEVICE if cuda else EmbeddingLocation.HOST, getattr(ComputeDevice, device.upper()))
+tbe = SplitTableBatchedEmbeddingBagsCodegen([(8, 4, *place)], device=torch.device(device))
+rows = torch.arange(32.0, device=device).view(8, 4)
+tbe.split_embedding_weights()[0].copy_(rows)
+ids, offsets = torch.tensor([1, 2, 7], device=device), torch.tensor([0, 2, 3], device=device)
+got, want = tbe(ids, offsets), torch.stack([rows[1] + rows[2], rows[7]])
+assert torch.equal(got, want), f"FBGEMM summed rows to {got}, and not to {want}"
+print(f"torch {torch.__version__}, torchrec {torchrec.__version__}, FBGEMM {fbgemm_gpu.__version__} "
+      f"({fbgemm_gpu.__variant__}), on {torch.cuda.get_device_name() if cuda else 'the CPU'}")
+"""
+
+
+def venv_python(venv: Path) -> Path:
+    """The venv's interpreter."""
+    return venv / "bin" / "python"
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Only one set-up at a time in this folder; a second one waits for the first."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"another set-up is at work in {folder}; waiting for it")
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def ensure_venv(venv: Path, environ: Mapping[str, str]) -> None:
+    """Makes the venv; makes it anew when its python no longer runs or is of a wrong version."""
+    have = python_version(str(venv_python(venv))) if venv_python(venv).exists() else None
+    asked = environ.get("EMBERSHARD_PYTHON")
+    if have and not python_problem(have):
+        if asked and python_version(asked) not in (None, have):
+            raise SetupError(
+                f"{venv} has Python {have[0]}.{have[1]}, but EMBERSHARD_PYTHON={asked} is another version.\n"
+                "Remove that folder (make clean-venv), or set EMBERSHARD_VENV to a new one."
+            )
+        return
+    python = choose_python(environ, python_version)
+    if venv.exists() and any(venv.iterdir()) and not (venv / "pyvenv.cfg").exists():
+        raise SetupError(
+            f"{venv} is not empty and not a virtual environment. Move it, or set EMBERSHARD_VENV."
+        )
+    say(
+        f"{venv}: a new virtual environment from {python}"
+        + (" (the old one does not run)" if venv.exists() else "")
+    )
+    made = subprocess.run([python, "-m", "venv", "--clear", str(venv)], capture_output=True, text=True)
+    if made.returncode:
+        raise SetupError(
+            f"{python} cannot make a virtual environment:\n{(made.stdout + made.stderr).strip()}\n"
+            "On Debian and Ubuntu: apt install python3-venv."
+        )
+
+
+class Pip:
+    """Runs the venv's pip, says what it does, and keeps the output in a log file of the venv."""
+
+    def __init__(self, venv: Path) -> None:
+        self.venv = venv
+        self.log = venv / LOG
+
+    def __call__(self, why: str, *args: str) -> None:
+        start = time.monotonic()
+        say(f"{why} ...")
+        command = [
+            str(venv_python(self.venv)),
+            "-m",
+            "pip",
+            "--no-input",
+            "--disable-pip-version-check",
+            *args,
+        ]
+        if args[0] == "install":
+            command += ["--progress-bar", "off"]
+        run = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=str(ROOT)
+        )
+        with self.log.open("a") as log:
+            log.write(f"$ {' '.join(command)}\n{run.stdout}\n")
+        if run.returncode:
+            raise SetupError(f"{explain_pip(' '.join(args), run.stdout)}\nFull log: {self.log}")
+        seconds = time.monotonic() - start
+        if seconds > 5:
+            say(f"    {seconds:.0f} s")
+
+
+def inspect(venv: Path) -> dict[str, object]:
+    """What the venv's own python says of itself and of its torch."""
+    run = subprocess.run([str(venv_python(venv)), "-c", INSPECT], capture_output=True, text=True)
+    try:
+        found: dict[str, object] = json.loads(run.stdout.strip().splitlines()[-1])
+    except (ValueError, IndexError):
+        raise SetupError(f"{venv_python(venv)} does not run:\n{run.stderr.strip()[-2000:]}") from None
+    return found
+
+
+def install(venv: Path, driver: bool) -> None:
+    """Brings the venv to what the requirement files say; every step leaves alone what is right already."""
+    pip = Pip(venv)
+    torch_pin = torch_requirement((ROOT / "requirements.txt").read_text())
+    pip(f"install {torch_pin} (up to 3 GB with CUDA)", "install", torch_pin)
+    found = inspect(venv)
+    if found["error"]:
+        pip(
+            f"torch does not import ({found['error']}); install it again",
+            "install",
+            "--force-reinstall",
+            torch_pin,
+        )
+        found = inspect(venv)
+    if found["error"]:
+        raise SetupError(f"torch does not import: {found['error']}")
+    pip(
+        "install requirements.txt and requirements-dev.txt",
+        "install",
+        "-r",
+        "requirements.txt",
+        "-r",
+        "requirements-dev.txt",
+    )
+
+    site_packages = site_packages_of(venv)
+    assert site_packages is not None
+    infos = dist_infos(site_packages)
+    installed = {name: version for name, (version, _) in infos.items()}
+    damaged = [name for name, (_, info) in infos.items() if name != "torch" and is_damaged(info)]
+    cuda = found["torch_cuda"]
+    wanted = wanted_fbgemm(str(cuda) if cuda else None, driver)
+    if cuda and not driver:
+        say(f"torch is a CUDA {cuda} build, but there is no NVIDIA driver here: taking {CPU_FBGEMM}")
+    for step in [*plan_fbgemm(wanted, installed, damaged), *plan_torchrec(installed, damaged)]:
+        if step.remove:
+            shutil.rmtree(site_packages / step.remove, ignore_errors=True)
+        else:
+            pip(step.why, *step.pip_args)
+    pip("install embershard itself, editable", "install", "--no-deps", "--no-build-isolation", "-e", ".")
+
+
+def prove(venv: Path) -> str:
+    """Imports torchrec and FBGEMM and runs one embedding forward; returns what it says."""
+    environ = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    run = subprocess.run([str(venv_python(venv)), "-c", PROOF], capture_output=True, text=True, env=environ)
+    if run.returncode:
+        raise SetupError(
+            "everything is installed, but torchrec and FBGEMM do not work together:\n"
+            f"{run.stderr.strip()[-3000:]}\n"
+            f"Try: rm -r {venv} && make setup. `{venv}/bin/embershard doctor` says more."
+        )
+    return run.stdout.strip().splitlines()[-1]
+
+
+def say(text: str) -> None:
+    """One line of progress."""
+    print(f"[setup] {text}", flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Sets up the venv. Returns 0, or 1 after saying what went wrong."""
+    parser = argparse.ArgumentParser(description="Make or repair embershard's virtual environment.")
+    parser.add_argument("--force", action="store_true", help="go through all steps, whatever the stamp says")
+    arguments = parser.parse_args(argv)
+    venv = Path(os.environ.get("EMBERSHARD_VENV") or ROOT / ".venv").absolute()
+    driver = has_driver()
+    want = digest({name: (ROOT / name).read_bytes() for name in INPUTS}, driver)
+    try:
+        with locked(venv.parent):
+            if not arguments.force and stamp_is_valid(venv, want):
+                say(f"{venv} is up to date")
+                return 0
+            start = time.monotonic()
+            ensure_venv(venv, os.environ)
+            (venv / STAMP).unlink(missing_ok=True)
+            install(venv, driver)
+            say(prove(venv))
+            (venv / STAMP).write_text(json.dumps({"digest": want, "snapshot": snapshot(venv)}, indent=1))
+            say(f"done in {time.monotonic() - start:.0f} s")
+    except SetupError as error:
+        print(f"[setup] FAILED: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

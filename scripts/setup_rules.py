@@ -1,0 +1,211 @@
+"""What scripts/setup_env.py decides: pure functions of what was found, and the functions that look.
+
+Standard library only, because it runs before anything is installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import ctypes
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 12)
+PINS = {"torchrec": "1.8.0", "fbgemm-gpu": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"}
+CUDA_FBGEMM, CPU_FBGEMM = "fbgemm-gpu", "fbgemm-gpu-cpu"
+STAMP = ".embershard-setup.json"
+
+
+class SetupError(Exception):
+    """The environment cannot be made; the message says what to do about it."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing to do: ``pip_args`` for pip, or ``remove`` a left-over folder of site-packages."""
+
+    why: str
+    pip_args: tuple[str, ...] = ()
+    remove: str = ""
+
+
+def python_problem(version: tuple[int, int]) -> str:
+    """What is wrong with this Python, or an empty string."""
+    if OLDEST_PYTHON <= version <= NEWEST_PYTHON:
+        return ""
+    got, oldest, newest = (".".join(map(str, v)) for v in (version, OLDEST_PYTHON, NEWEST_PYTHON))
+    reason = (
+        "is too old" if version < OLDEST_PYTHON else "is newer than what is tested with these pinned packages"
+    )
+    return f"Python {got} {reason}. Needed: {oldest} to {newest}."
+
+
+def wanted_fbgemm(torch_cuda: str | None, driver: bool) -> str:
+    """The FBGEMM distribution that this machine can load.
+
+    A CUDA torch also runs on a machine without a GPU, and then needs the CPU build: the CUDA one is linked
+    against the driver's ``libnvidia-ml.so.1`` and cannot be loaded without it.
+    """
+    return CUDA_FBGEMM if torch_cuda and driver else CPU_FBGEMM
+
+
+def plan_fbgemm(wanted: str, installed: Mapping[str, str], damaged: Sequence[str]) -> list[Step]:
+    """Steps that leave exactly ``wanted``, whole and in the pinned version.
+
+    ``installed``: distribution -> version. ``damaged``: those of which files are missing or were overwritten.
+    """
+    found = {name: installed[name] for name in (CUDA_FBGEMM, CPU_FBGEMM) if name in installed}
+    requirement = f"{wanted}=={PINS[wanted]}"
+    if found == {wanted: PINS[wanted]} and wanted not in damaged:
+        return []
+    clean = Step("remove what is left of fbgemm_gpu", remove="fbgemm_gpu")
+    if not found:
+        return [clean, Step(f"install {requirement}", ("install", "--no-deps", requirement))]
+    names = " and ".join(f"{name} {version}" for name, version in found.items())
+    repair = f"found {names}{' (damaged)' if damaged else ''}; exactly {requirement} is right here"
+    return [
+        Step(f"FBGEMM: {repair}", ("uninstall", "--yes", *found)),
+        clean,
+        Step(f"install {requirement}", ("install", "--no-deps", "--force-reinstall", requirement)),
+    ]
+
+
+def plan_torchrec(installed: Mapping[str, str], damaged: Sequence[str]) -> list[Step]:
+    """Steps that leave the pinned torchrec, without what it would pull in."""
+    if installed.get("torchrec") == PINS["torchrec"] and "torchrec" not in damaged:
+        return []
+    requirement = f"torchrec=={PINS['torchrec']}"
+    return [Step(f"install {requirement}", ("install", "--no-deps", "--force-reinstall", requirement))]
+
+
+def torch_requirement(requirements: str) -> str:
+    """The line of requirements.txt that pins torch."""
+    return next(line.strip() for line in requirements.splitlines() if line.startswith("torch=="))
+
+
+def explain_pip(requirement: str, output: str) -> str:
+    """A message for a failed pip run, from what it printed."""
+    tail = "\n".join(f"    {line[:300]}" for line in output.strip().splitlines()[-6:])
+    unreachable = re.search(
+        r"NewConnectionError|ConnectTimeout|ReadTimeout|ProxyError|SSLError"
+        r"|Temporary failure in name resolution|Network is unreachable|Connection refused"
+        r"|\(from versions: none\)",
+        output,
+    )
+    if unreachable:
+        fix = (
+            "pip cannot reach a package index that has it. Check the network, then what pip is set to use:\n"
+            "    pip config list; env | grep -i -E '^(pip|https?_proxy)'"
+        )
+    elif "No matching distribution" in output:
+        fix = "The index has it, but not for this Python and platform (see the versions listed in the log)."
+    elif "No space left" in output:
+        fix = "The disk is full: a CPU environment takes 2 GB, a CUDA one 8 GB."
+    else:
+        fix = "pip failed; its last lines are above."
+    return f"could not run: pip {requirement}\n{tail}\n{fix}"
+
+
+def digest(inputs: Mapping[str, bytes], driver: bool) -> str:
+    """Hash of all that decides what the venv should hold."""
+    hashed = hashlib.sha256(f"driver={driver}".encode())
+    for name in sorted(inputs):
+        hashed.update(f"\n{name} {len(inputs[name])}\n".encode() + inputs[name])
+    return hashed.hexdigest()
+
+
+def has_driver() -> bool:
+    """Whether NVIDIA's driver is here: what FBGEMM's CUDA build is linked against can be loaded."""
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libnvidia-ml.so.1")
+        return True
+    return False
+
+
+def dist_infos(site_packages: Path) -> dict[str, tuple[str, Path]]:
+    """torch, torchrec and FBGEMM: distribution name -> (version, its ``.dist-info`` folder)."""
+    found = {}
+    for folder in site_packages.glob("*.dist-info"):
+        name, _, version = folder.name[: -len(".dist-info")].partition("-")
+        name = re.sub(r"[-_.]+", "-", name).lower()
+        if name in ("torch", "torchrec", CUDA_FBGEMM, CPU_FBGEMM):
+            found[name] = (version, folder)
+    return found
+
+
+def is_damaged(info: Path) -> bool:
+    """Whether a file that the distribution owns is missing, or has another size than its RECORD says."""
+    try:
+        with (info / "RECORD").open(newline="") as record:
+            for path, _, size in csv.reader(record):
+                file = info.parent / path
+                if "__pycache__" not in path and size and file.stat().st_size != int(size):
+                    return True
+    except (OSError, ValueError):
+        return True
+    return False
+
+
+def site_packages_of(venv: Path) -> Path | None:
+    """The venv's site-packages folder, without starting its python."""
+    return next(iter(sorted(venv.glob("lib/python3*/site-packages"))), None)
+
+
+def snapshot(venv: Path) -> dict[str, str]:
+    """What is in the venv now of torch, torchrec and FBGEMM: name -> version, or "damaged"."""
+    site_packages = site_packages_of(venv)
+    infos = dist_infos(site_packages) if site_packages else {}
+    return {
+        name: "damaged" if name != "torch" and is_damaged(info) else version
+        for name, (version, info) in sorted(infos.items())
+    }
+
+
+def stamp_is_valid(venv: Path, want: str) -> bool:
+    """Whether a set-up with the same inputs was finished here, and nothing has broken it since."""
+    try:
+        stamp = json.loads((venv / STAMP).read_text())
+        runs = (venv / "bin" / "python").exists()
+        return bool(runs and stamp["digest"] == want and stamp["snapshot"] == snapshot(venv))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def python_version(python: str) -> tuple[int, int] | None:
+    """major, minor of an interpreter; None when it does not run."""
+    code = "import sys; print(*sys.version_info[:2])"
+    try:
+        run = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+        major, minor = run.stdout.split()
+        return int(major), int(minor)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+
+
+def choose_python(environ: Mapping[str, str], version_of: Callable[[str], tuple[int, int] | None]) -> str:
+    """The venv's base interpreter: the one asked for, this one, or the newest on the PATH that fits."""
+    asked = environ.get("EMBERSHARD_PYTHON")
+    if asked:
+        version = version_of(asked)
+        if version is None:
+            raise SetupError(f"EMBERSHARD_PYTHON={asked} is not a Python that runs. Give the path of one.")
+        if python_problem(version):
+            raise SetupError(f"EMBERSHARD_PYTHON={asked}: {python_problem(version)}")
+        return asked
+    minors = range(NEWEST_PYTHON[1], OLDEST_PYTHON[1] - 1, -1)
+    for python in (sys.executable, *(f"python3.{minor}" for minor in minors)):
+        version = version_of(python)
+        if version and not python_problem(version):
+            return python
+    problem = python_problem(version_of(sys.executable) or (0, 0))
+    raise SetupError(
+        f"{problem}\nInstall one (for example: apt install python3.11 python3.11-venv), then run this again; "
+        "or point EMBERSHARD_PYTHON at one."
+    )

@@ -1,0 +1,83 @@
+"""Fixtures and settings that every test shares. Fixtures of one subject live in that subject's folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: tests run side by side, on few cores
+
+import pytest
+import torch
+from hypothesis import settings
+
+PROJECT = Path(__file__).resolve().parent.parent
+SHARED_VARIABLE = "EMBERSHARD_SHARED"
+CRITEO_SAMPLE = Path("data", "criteo_1tb_day0_10k")
+
+# The same examples on every run, and no deadline: a slow machine is not a bug.
+settings.register_profile("embershard", derandomize=True, deadline=None, print_blob=True)
+settings.load_profile("embershard")
+
+torch.set_num_threads(1)
+
+
+def cuda_problem() -> str:
+    """Why GPU tests cannot run here; an empty string when they can."""
+    if torch.cuda.is_available():
+        return ""
+    build = f"torch {torch.__version__}"
+    if torch.version.cuda is None:
+        return f"{build} is a CPU build"
+    return f"{build} is a CUDA {torch.version.cuda} build, but finds no GPU"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked ``gpu``, and all of tests/gpu, are skipped where there is no GPU."""
+    problem = cuda_problem()
+    for item in items:
+        if PROJECT / "tests" / "gpu" in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+        if problem and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {problem}"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says at the end how many GPU tests did not run, and why."""
+    skipped = [report for report in terminalreporter.stats.get("skipped", []) if "gpu" in report.keywords]
+    if skipped:
+        terminalreporter.write_line(f"{len(skipped)} GPU tests were skipped: {cuda_problem()}.", yellow=True)
+
+
+@pytest.fixture(scope="session")
+def project_dir() -> Path:
+    """The root of the project's working tree."""
+    return PROJECT
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """The folder of shared test data: ``$EMBERSHARD_SHARED``, or ``../shared`` beside the project."""
+    folder = Path(os.environ.get(SHARED_VARIABLE) or PROJECT.parent / "shared")
+    if not folder.is_dir():
+        pytest.skip(f"no shared data: {folder} does not exist; point {SHARED_VARIABLE} at it")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def criteo_sample(shared_dir: Path) -> Path:
+    """A small sample of the Criteo 1TB click logs: a folder of tab-separated files."""
+    folder = shared_dir / CRITEO_SAMPLE
+    if not folder.exists():
+        pytest.skip(
+            f"no Criteo sample: {folder} does not exist; point {SHARED_VARIABLE} at a folder that has it"
+        )
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _one_torch_thread() -> Iterator[None]:
+    """A test that changes the number of torch threads does not change the next one."""
+    yield
+    torch.set_num_threads(1)
