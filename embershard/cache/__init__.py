@@ -1,1 +1,24 @@
-"""placeholder; its author replaces this line."""
+"""The cache: pure machinery. It knows tensors, not TorchRec and not process groups."""
+
+from embershard.cache.config import CacheConfig
+from embershard.cache.host_store import HostStore
+from embershard.cache.planner import CachePlan, CachePlanner
+from embershard.cache.profile import FrequencyProfile
+from embershard.cache.row_cache import CacheGrowthWarning, RowCache, Ticket
+from embershard.cache.scores import make_scores
+from embershard.cache.slot_map import SlotMap
+from embershard.cache.statistics import TableStats
+
+__all__ = [
+    "CacheConfig",
+    "CacheGrowthWarning",
+    "CachePlan",
+    "CachePlanner",
+    "FrequencyProfile",
+    "HostStore",
+    "RowCache",
+    "SlotMap",
+    "TableStats",
+    "Ticket",
+    "make_scores",
+]

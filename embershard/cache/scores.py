@@ -1,0 +1,144 @@
+"""The policies: scoring rules over slots. The slot with the lowest score leaves first; ties go to the longest unused.
+
+A score follows its row: it sits beside the slot while the row is cached, and beside the row in host memory otherwise.
+So the device holds 4 bytes per slot, not per row, and history survives eviction.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from embershard.cache.config import Policy
+
+_RESCALE_AT = 2.0**64  # float32 reaches 2**127: room for a full count on top of this
+
+
+class SlotScores(Protocol):
+    """What the planner asks of a policy. Slots are int64 [M], keys int64 [M]."""
+
+    device_bytes: int
+    host_bytes: int
+
+    def of_slots(self) -> Tensor | None:
+        """Score of every slot, non-negative float32 [S + 1]; None when only recency counts."""
+
+    def used(self, slots: Tensor) -> None:
+        """A batch used these slots (int64 [N], with repeats)."""
+
+    def admit(self, keys: Tensor, slots: Tensor) -> None:
+        """These rows were put into these slots."""
+
+    def retire(self, keys: Tensor, slots: Tensor) -> None:
+        """These rows are about to leave these slots."""
+
+    def of_rows(self) -> Tensor | None:
+        """Score of every row before anything is cached, float32 [R] in host memory; None when there is none."""
+
+    def grow(self, num_slots: int) -> None:
+        """The pool now has ``num_slots`` slots."""
+
+
+class RecencyScores:
+    """``lru``: no score, so the tie-break (longest unused first) decides alone."""
+
+    device_bytes = 0
+    host_bytes = 0
+
+    def __init__(self, initial: Tensor | None = None) -> None:
+        self._initial = initial
+
+    def of_slots(self) -> Tensor | None:
+        return None
+
+    def used(self, slots: Tensor) -> None:
+        pass
+
+    def admit(self, keys: Tensor, slots: Tensor) -> None:
+        pass
+
+    def retire(self, keys: Tensor, slots: Tensor) -> None:
+        pass
+
+    def of_rows(self) -> Tensor | None:
+        return self._initial
+
+    def grow(self, num_slots: int) -> None:
+        pass
+
+
+class FrequencyScores:
+    """``frequency``: the row's count in a profile; it never changes."""
+
+    def __init__(self, row_scores: Tensor, num_slots: int, device: torch.device) -> None:
+        self._row_scores = row_scores
+        self._slot_scores = torch.zeros(num_slots + 1, dtype=torch.float32, device=device)
+
+    @property
+    def device_bytes(self) -> int:
+        return self._slot_scores.numel() * self._slot_scores.element_size()
+
+    @property
+    def host_bytes(self) -> int:
+        return self._row_scores.numel() * self._row_scores.element_size()
+
+    def of_slots(self) -> Tensor | None:
+        return self._slot_scores
+
+    def used(self, slots: Tensor) -> None:
+        pass
+
+    def admit(self, keys: Tensor, slots: Tensor) -> None:
+        self._slot_scores[slots] = self._row_scores[keys.to(self._row_scores.device)].to(slots.device)
+
+    def retire(self, keys: Tensor, slots: Tensor) -> None:
+        pass
+
+    def of_rows(self) -> Tensor | None:
+        return self._row_scores
+
+    def grow(self, num_slots: int) -> None:
+        extra = num_slots + 1 - self._slot_scores.numel()
+        self._slot_scores = torch.cat([self._slot_scores, self._slot_scores.new_zeros(extra)])
+
+
+class LfuScores(FrequencyScores):
+    """``lfu``: in how many batches the row was used, plus the profile's count where there is one.
+
+    With ``decay``, a use n batches ago counts ``decay ** n``. Instead of shrinking every count with every batch, the
+    weight of a new use grows by ``1 / decay`` per batch; long before float32 overflows everything is scaled back.
+    """
+
+    def __init__(self, row_scores: Tensor, num_slots: int, device: torch.device, decay: float | None) -> None:
+        super().__init__(row_scores, num_slots, device)
+        self._decay = decay
+        self._weight = 1.0
+
+    def used(self, slots: Tensor) -> None:
+        # Repeats of a slot all read the old count and write the same new one: one use per batch, without a unique.
+        self._slot_scores.scatter_(0, slots, self._slot_scores.gather(0, slots).add_(self._weight))
+        if self._decay is not None:
+            self._weight /= self._decay
+            if self._weight > _RESCALE_AT:
+                self._slot_scores /= self._weight
+                self._row_scores /= self._weight
+                self._weight = 1.0
+
+    def retire(self, keys: Tensor, slots: Tensor) -> None:
+        device = self._row_scores.device
+        self._row_scores[keys.to(device)] = self._slot_scores[slots].to(device)
+
+
+def make_scores(
+    policy: Policy, num_keys: int, num_slots: int, device: torch.device, initial: Tensor | None, decay: float | None
+) -> SlotScores:
+    """The scoring rule of ``policy``; ``initial`` are the profile's counts per key, [R], or None."""
+    counts = None if initial is None else initial.to(torch.float32, copy=True)
+    if policy == "lru":
+        return RecencyScores(counts)
+    if policy == "frequency":
+        assert counts is not None, "the frequency policy needs a profile"
+        return FrequencyScores(counts, num_slots, device)
+    return LfuScores(torch.zeros(num_keys) if counts is None else counts, num_slots, device, decay)

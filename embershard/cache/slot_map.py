@@ -1,0 +1,117 @@
+"""Which row sits in which slot, and when each slot was last used.
+
+A *key* numbers the rows of all tables in one pool, 0 <= key < R. Slots are numbered 1..S; slot 0 is the **null
+slot**: a key that is not cached maps to it. So the map of a new cache is all zeros (which the allocator gives without
+touching memory), and a scatter over a batch's slots needs no mask for the misses.
+
+All maps are int32 and live where planning happens. A pool has fewer than 2**31 rows; more belong on more ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from embershard.errors import CacheError
+
+NULL_SLOT = 0
+_FREE = -1
+_BATCH_SHIFT = 32  # a use stamp is (batch << 32) | position in the batch
+
+
+class SlotMap:
+    """The bijection between cached keys and used slots, with a use stamp per slot.
+
+    Args:
+        num_keys: R, rows of the pool.
+        num_slots: S, usable slots.
+        device: where planning happens.
+
+    Attributes:
+        slot_of_key: int32 [R]; 0 when not cached.
+        key_of_slot: int32 [S + 1]; -1 when free.
+        use_stamp: int64 [S + 1]; high half: the last batch that used the slot (0: none yet).
+        num_used: slots 1..num_used hold rows. An evicted slot is refilled at once, so there are no holes.
+    """
+
+    def __init__(self, num_keys: int, num_slots: int, device: torch.device | str = "cpu") -> None:
+        if num_keys >= 2**31:
+            raise CacheError(
+                f"a pool of {num_keys} rows passes the int32 slot map's 2147483647; shard its tables over more ranks"
+            )
+        self.num_keys = num_keys
+        self.num_slots = num_slots
+        self.device = torch.device(device)
+        self.slot_of_key = torch.zeros(num_keys, dtype=torch.int32, device=device)
+        self.key_of_slot = torch.full((num_slots + 1,), _FREE, dtype=torch.int32, device=device)
+        self.use_stamp = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+        self.num_used = 0
+
+    @property
+    def num_free(self) -> int:
+        """Slots that hold no row."""
+        return self.num_slots - self.num_used
+
+    @property
+    def device_bytes(self) -> int:
+        """Memory of all maps, in bytes."""
+        return sum(t.numel() * t.element_size() for t in (self.slot_of_key, self.key_of_slot, self.use_stamp))
+
+    def lookup(self, keys: Tensor) -> Tensor:
+        """Slots of ``keys`` (int64 [N]); :data:`NULL_SLOT` where a key is not cached. int64 [N]."""
+        return self.slot_of_key.gather(0, keys).long()
+
+    def touch(self, slots: Tensor, batch: int) -> Tensor:
+        """Stamp ``slots`` (int64 [N]) as used by ``batch``; bool [N], True once per distinct slot.
+
+        Every position writes its own stamp and reads the slot's stamp back: where several positions share a slot
+        one of them wins, whichever it is. That counts distinct slots without sorting the batch.
+        """
+        first = batch << _BATCH_SHIFT
+        stamps = torch.arange(first, first + slots.numel(), dtype=torch.int64, device=self.device)
+        self.use_stamp.scatter_(0, slots, stamps)
+        return self.use_stamp.gather(0, slots) == stamps
+
+    def last_batch(self, slots: Tensor) -> Tensor:
+        """The last batch that used each of ``slots``: int64, same shape; 0 for none."""
+        return self.use_stamp[slots] >> _BATCH_SHIFT
+
+    def used_slots(self) -> Tensor:
+        """All slots that hold a row: int64 [num_used]."""
+        return torch.arange(1, self.num_used + 1, device=self.device)
+
+    def keys(self, slots: Tensor) -> Tensor:
+        """Keys held by ``slots``: int64, same shape."""
+        return self.key_of_slot[slots].long()
+
+    def take_free(self, count: int) -> Tensor:
+        """Claim the next ``count`` free slots: int64 [count]. They must be bound right away."""
+        assert count <= self.num_free, f"{count} slots asked for, {self.num_free} are free"
+        slots = torch.arange(self.num_used + 1, self.num_used + count + 1, device=self.device)
+        self.num_used += count
+        return slots
+
+    def bind(self, keys: Tensor, slots: Tensor, batch: int) -> None:
+        """Put ``keys`` into ``slots`` (both int64 [M], distinct), used by ``batch``."""
+        self.slot_of_key[keys] = slots.int()
+        self.key_of_slot[slots] = keys.int()
+        self.use_stamp[slots] = batch << _BATCH_SHIFT
+
+    def unbind(self, keys: Tensor) -> None:
+        """Forget where ``keys`` are; their slots are bound again right away."""
+        self.slot_of_key[keys] = NULL_SLOT
+
+    def clear(self) -> None:
+        """Forget every row: all slots are free."""
+        self.slot_of_key[self.keys(self.used_slots())] = NULL_SLOT
+        self.key_of_slot.fill_(_FREE)
+        self.use_stamp.zero_()
+        self.num_used = 0
+
+    def grow(self, num_slots: int) -> None:
+        """Add free slots, up to ``num_slots`` in all."""
+        extra = num_slots - self.num_slots
+        assert extra > 0, f"growing from {self.num_slots} to {num_slots} slots"
+        self.key_of_slot = torch.cat([self.key_of_slot, self.key_of_slot.new_full((extra,), _FREE)])
+        self.use_stamp = torch.cat([self.use_stamp, self.use_stamp.new_zeros(extra)])
+        self.num_slots = num_slots

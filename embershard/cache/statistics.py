@@ -1,0 +1,124 @@
+"""What the cache did, per table: counted with a few small tensor operations per batch, read only when asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from embershard.cache.planner import CachePlan
+
+
+@dataclass(frozen=True)
+class TableStats:
+    """Totals of one table on one rank since the cache was made. Bytes in bytes, ``seconds`` in seconds.
+
+    Hits are counted per distinct id of a batch (``hits_unique`` of ``unique_ids``) and per lookup (``hits_lookups``
+    of ``lookups``). ``fills`` brought a row to the device, ``critical_path_fills`` made a training step wait.
+    ``slots`` are those that the table's rows hold now, plus its share (by rows) of those still free; likewise
+    ``device_bytes`` (slots, optimizer states, maps and scores) and ``seconds`` (planning and copies), so that the
+    sum over tables is the rank's true total. An overflow growth counts for the table with the most misses.
+    """
+
+    table: str
+    rows: int
+    slots: int
+    lookups: int
+    unique_ids: int
+    hits_unique: int
+    hits_lookups: int
+    fills: int
+    critical_path_fills: int
+    write_backs: int
+    evictions: int
+    overflow_growths: int
+    bytes_to_device: int
+    bytes_to_host: int
+    device_bytes: int
+    host_bytes: int
+    seconds: float
+
+    @property
+    def hit_rate_unique(self) -> float | None:
+        """Share of a batch's distinct ids found on the device; None before the first."""
+        return self.hits_unique / self.unique_ids if self.unique_ids else None
+
+    @property
+    def hit_rate_lookups(self) -> float | None:
+        """Share of lookups found on the device; None before the first."""
+        return self.hits_lookups / self.lookups if self.lookups else None
+
+
+class Counter(IntEnum):
+    """Columns of :attr:`CacheCounters.values`."""
+
+    LOOKUPS = 0
+    MISSED_LOOKUPS = 1
+    HITS_UNIQUE = 2
+    FILLS = 3
+    CRITICAL_PATH_FILLS = 4
+    WRITE_BACKS = 5
+    EVICTIONS = 6
+    PRELOADS = 7
+    OVERFLOW_GROWTHS = 8
+
+
+class CacheCounters:
+    """Counters of one pool.
+
+    Attributes:
+        values: int64 [T, len(Counter)] on the planning device.
+        seconds: host time spent planning and copying.
+    """
+
+    def __init__(self, row_offsets: Sequence[int], table_of_feature: Sequence[int], device: torch.device) -> None:
+        self._starts = torch.tensor(row_offsets[1:], dtype=torch.int64, device=device)
+        self._table_of_feature = torch.tensor(table_of_feature, dtype=torch.int64, device=device)
+        self._num_tables = len(row_offsets)
+        self.values = torch.zeros(self._num_tables, len(Counter), dtype=torch.int64, device=device)
+        self.seconds = 0.0
+
+    def add_plan(self, plan: CachePlan, feature_lengths: Tensor, critical_path: bool) -> None:
+        """Count a planned batch; ``feature_lengths`` int64 [F] splits its N ids by feature."""
+        self._add_by_feature(Counter.LOOKUPS, feature_lengths)
+        if plan.slots.numel():
+            ends = feature_lengths.cumsum(0)
+            running = torch.nn.functional.pad(plan.first_hits.cumsum(0), (1, 0))
+            self._add_by_feature(Counter.HITS_UNIQUE, running[ends] - running[ends - feature_lengths])
+        if plan.fill_keys.numel():
+            self.add_rows(Counter.MISSED_LOOKUPS, plan.miss_keys)
+            self.add_rows(Counter.FILLS, plan.fill_keys)
+            if critical_path:
+                self.add_rows(Counter.CRITICAL_PATH_FILLS, plan.fill_keys)
+            self.add_rows(Counter.EVICTIONS, plan.evicted_keys)
+            self.add_rows(Counter.WRITE_BACKS, plan.write_back_keys)
+
+    def add_rows(self, counter: Counter, keys: Tensor) -> None:
+        """Add one per key to its table's ``counter``."""
+        if keys.numel():
+            tables = torch.bucketize(keys, self._starts, right=True)
+            self.values[:, counter] += torch.bincount(tables, minlength=self._num_tables)
+
+    def add_growth(self, miss_keys: Tensor) -> None:
+        """The pool grew for a batch with these misses: the table with the most of them is named."""
+        tables = torch.bucketize(miss_keys, self._starts, right=True)
+        self.values[torch.bincount(tables, minlength=self._num_tables).argmax(), Counter.OVERFLOW_GROWTHS] += 1
+
+    def _add_by_feature(self, counter: Counter, counts: Tensor) -> None:
+        self.values[:, counter].index_add_(0, self._table_of_feature, counts)
+
+
+def apportion(total: int, weights: Sequence[int]) -> list[int]:
+    """Split ``total`` into whole parts in proportion to ``weights``; the parts add up to ``total``."""
+    whole = sum(weights)
+    if whole == 0:
+        return [total, *[0] * (len(weights) - 1)]
+    bounds = [0]
+    running = 0
+    for weight in weights:
+        running += weight
+        bounds.append(total * running // whole)
+    return [high - low for low, high in zip(bounds, bounds[1:], strict=False)]

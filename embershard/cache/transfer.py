@@ -1,0 +1,43 @@
+"""Moving row payloads between the host tier and the slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Transfer(Protocol):
+    """Executes the copies of a plan. Keys number host rows, slots device rows; both int64 [M] without repeats."""
+
+    def fill(self, keys: Tensor, slots: Tensor) -> None:
+        """Host rows ``keys`` -> ``slots``."""
+
+    def write_back(self, slots: Tensor, keys: Tensor) -> None:
+        """``slots`` -> host rows ``keys``."""
+
+
+class PlainTransfer:
+    """Indexed copies with torch's own kernels: for slots in host memory, and correct (not fast) on any device.
+
+    Args:
+        device: payload tensors by slot, [S + 1, ...] each.
+        host: payload tensors by key, [R, ...] each, in the same order.
+
+    All copies go through ``.data``: views made by ``detach`` share autograd's version counter, and filling rows
+    between a forward and its backward would raise "modified by an inplace operation". Pins make it safe.
+    """
+
+    def __init__(self, device: Sequence[Tensor], host: Sequence[Tensor]) -> None:
+        self._pairs = [(d.data, h.data) for d, h in zip(device, host, strict=True)]
+
+    def fill(self, keys: Tensor, slots: Tensor) -> None:
+        if keys.numel():
+            for device, host in self._pairs:
+                device[slots] = host.index_select(0, keys.to(host.device)).to(device.device)
+
+    def write_back(self, slots: Tensor, keys: Tensor) -> None:
+        if keys.numel():
+            for device, host in self._pairs:
+                host[keys.to(host.device)] = device.index_select(0, slots).to(host.device)
