@@ -60,14 +60,14 @@ def permutation(key: int, size: int) -> Ids:
     return np.argsort(random_words(key, np.arange(size)), kind="stable")
 
 
-def map_ids(ids: Ids | Words, num_rows: int, mapping: str) -> Ids:
+def map_ids(ids: Ids | Words, num_rows: int | Ids, mapping: str) -> Ids:
     """Rows of raw ids: 1 + id mod (num_rows - 1), after ``mix64`` when ``mapping`` is "hash".
 
-    Row 0 is never returned: it stands for a missing value. Negative ids wrap around as 64-bit words do.
+    ``num_rows`` is one number, or an array that broadcasts against ``ids``. Row 0 is never returned: it stands for a missing value. Negative ids wrap around as 64-bit words do.
     """
     words = ids.astype(np.uint64)
     if mapping == "hash":
         words = mix64(words)
-    rows = (words % np.uint64(num_rows - 1)).astype(np.int64)
+    rows = (words % np.asarray(num_rows - 1, np.uint64)).astype(np.int64)
     rows += 1
     return rows

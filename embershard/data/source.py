@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Lock
@@ -21,6 +21,7 @@ from embershard.data.order import ChunkTable
 from embershard.errors import ConfigError, DataError
 
 Split = Literal["train", "eval"]
+K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
@@ -133,33 +134,33 @@ def _part(
     return ChunkTable(owner[keep], (end - first)[keep]), keep, first[keep]
 
 
-class RecentlyUsed(Generic[T]):
-    """The last few results of a slow function of an integer, shared by threads.
+class RecentlyUsed(Generic[K, T]):
+    """The last few results of a slow function, shared by threads.
 
     A second thread that asks for what a first one is making waits for it, and does not make it again.
     """
 
-    def __init__(self, make: Callable[[int], T], capacity: int) -> None:
+    def __init__(self, make: Callable[[K], T], capacity: int) -> None:
         self._make = make
         self._capacity = capacity
         self._lock = Lock()
-        self._made: OrderedDict[int, Future[T]] = OrderedDict()
+        self._made: OrderedDict[K, Future[T]] = OrderedDict()
 
-    def get(self, number: int) -> T:
-        """The result for ``number``; an exception of the function is raised, and not kept."""
+    def get(self, key: K) -> T:
+        """The result for ``key``; an exception of the function is raised, and not kept."""
         with self._lock:
-            future = self._made.get(number)
+            future = self._made.get(key)
             mine = future is None
             if future is None:
-                future = self._made[number] = Future()
+                future = self._made[key] = Future()
                 while len(self._made) > self._capacity:
                     self._made.popitem(last=False)
-            self._made.move_to_end(number)
+            self._made.move_to_end(key)
         if mine:
             try:
-                future.set_result(self._make(number))
+                future.set_result(self._make(key))
             except BaseException as error:
                 with self._lock:
-                    self._made.pop(number, None)
+                    self._made.pop(key, None)
                 future.set_exception(error)
         return future.result()
