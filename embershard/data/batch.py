@@ -49,7 +49,7 @@ class Schema:
         names = [*self.dense, *(feature.name for feature in self.sparse), self.label]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ConfigError(f"the schema names columns twice: {', '.join(twice)}; every name must be unique")
+            raise ConfigError(f"the schema has columns twice: {', '.join(twice)}; every name must be unique")
         if not self.sparse:
             raise ConfigError("the schema has no sparse column; a recommendation model needs at least one")
 

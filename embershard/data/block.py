@@ -1,4 +1,4 @@
-"""Samples as numpy arrays, before they become a batch: what sources read, and what the stream cuts and joins."""
+"""Samples as numpy arrays: what sources read, and what the stream cuts and joins into batches."""
 
 from __future__ import annotations
 

@@ -32,11 +32,11 @@ class SyntheticConfig:
     num_samples: int = 1_000_000
     """Samples in an epoch, the held-out part included. Every epoch has the same samples."""
     scale: float = 0.01
-    """Rows of every table relative to Criteo Kaggle (1.0: 26 tables, 33,762,577 rows), at least 3 rows each."""
+    """Rows of every table relative to Criteo Kaggle (1.0: 26 tables, 33,762,577 rows); at least 3 each."""
     num_dense: int = 13
     """Dense features of a sample."""
     bag_sizes: tuple[int, ...] = ()
-    """Ids per sample and table: empty = 1 each; one number = the same for all tables; or one number per table.
+    """Ids per sample and table: empty = 1 each; one number = the same for all tables; or a number per table.
     The first id of a bag is drawn, the others are a fixed function of it (as MLPerf makes multi-hot data)."""
     drift: float = 0.0
     """Share of the popularity ranks that belong to another row at the end of an epoch than at its start."""
@@ -83,7 +83,9 @@ class CriteoConfig:
             self.num_rows,
             f"one number or {NUM_CRITEO_SPARSE} numbers, each at least 2 (row 0 is reserved for missing)",
         )
-        _need(self.id_mapping in ("modulo", "hash"), "criteo.id_mapping", self.id_mapping, '"modulo" or "hash"')
+        _need(
+            self.id_mapping in ("modulo", "hash"), "criteo.id_mapping", self.id_mapping, '"modulo" or "hash"'
+        )
         _need(
             self.dense_transform in ("log1p", "none"),
             "criteo.dense_transform",
@@ -111,7 +113,7 @@ class ParquetConfig:
     label: str = "label"
     """Name of the column of clicks: 0 or 1."""
     id_mapping: Literal["modulo", "hash", "none"] = "modulo"
-    """How an id becomes a row in 1..num_rows-1, as for Criteo. "none": ids are rows already, and are checked."""
+    """How an id becomes a row in 1..num_rows-1, as for Criteo. "none": ids are rows, and are checked."""
     dense_transform: Literal["log1p", "none"] = "none"
     """What is done to the dense columns: log(1 + max(x, 0)), or nothing."""
     files: tuple[str, ...] = ("*.parquet",)
@@ -146,15 +148,16 @@ class DataConfig:
     path: str | None = None
     """A file, or a folder of files. Needed by "criteo" and "parquet"."""
     eval_path: str | None = None
-    """Held-out file or folder. Without it the tail of every training file is held out (``eval_fraction``)."""
+    """Held-out file or folder. Without it the tail of every file is held out (``eval_fraction``)."""
     eval_fraction: float = 0.1
-    """Share of every file, at its end, that is held out for evaluation. Not used when ``eval_path`` is given."""
+    """Share of every file, at its end, that is held out. Not used when ``eval_path`` is given."""
     seed: int = 0
     """Fixes the order of the samples and, for "synthetic", the samples themselves."""
     shuffle: bool = True
-    """Read the training samples in a seeded order, another one each epoch. False: in the order of the files."""
+    """Read the training samples in a seeded order, another one each epoch. False: in the files' order."""
     chunk_rows: int = 4096
-    """Rows that are parsed, and mixed with each other, together. About a rank's batch is right."""
+    """Rows that are parsed, and mixed with each other, together. About a rank's batch is right. Parquet files
+    bring their own chunks: their row groups."""
     shuffle_window: int = 64
     """Chunks among which the order of chunks is mixed."""
     num_workers: int = 2

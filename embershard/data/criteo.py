@@ -73,8 +73,8 @@ def parse_criteo(data: memoryview, config: CriteoConfig, where: _Place) -> Block
     """The samples of some whole lines.
 
     Raises:
-        DataError: a line has not 40 columns, a label is not 0 or 1, an integer is not a number, or a categorical is
-            not hexadecimal.
+        DataError: a line has not 40 columns, a label is not 0 or 1, an integer is not a number, or a
+            categorical is not hexadecimal.
     """
     table = _read_columns(data, where)
     labels = table.column("label").to_numpy()
@@ -101,9 +101,7 @@ def _read_columns(data: memoryview, where: _Place) -> Any:
         table = csv.read_csv(
             pa.py_buffer(data),
             csv.ReadOptions(use_threads=False, block_size=len(data) + 1, column_names=COLUMNS),
-            csv.ParseOptions(
-                delimiter="\t", quote_char=False, double_quote=False, ignore_empty_lines=False
-            ),
+            csv.ParseOptions(delimiter="\t", quote_char=False, double_quote=False, ignore_empty_lines=False),
             csv.ConvertOptions(column_types=types, null_values=[""], strings_can_be_null=False),
         )
     except pa.ArrowInvalid as error:
@@ -138,7 +136,8 @@ def _explain(data: memoryview, where: _Place, error: Exception | None = None) ->
         if len(cells) != len(COLUMNS):
             where.fail(
                 number,
-                f"has {len(cells)} tab-separated columns; needed {len(COLUMNS)}: label, 13 integers, 26 categoricals",
+                f"has {len(cells)} tab-separated columns; needed {len(COLUMNS)}: "
+                "label, 13 integers, 26 categoricals",
             )
         for name, cell in zip(COLUMNS, cells, strict=True):
             if (problem := _cell_problem(name, cell)) is not None:
@@ -149,7 +148,7 @@ def _explain(data: memoryview, where: _Place, error: Exception | None = None) ->
 def _cell_problem(name: str, cell: str) -> str | None:
     if name in SPARSE:
         is_hex = len(cell) <= MAX_DIGITS and all(c in "0123456789abcdefABCDEF" for c in cell)
-        return None if is_hex else f"needed 1 to {MAX_DIGITS} hexadecimal digits, or nothing where it is missing"
+        return None if is_hex else f"needed 1 to {MAX_DIGITS} hexadecimal digits, or nothing"
     try:
         number = float(cell) if cell or name == "label" else 0.0
     except ValueError:

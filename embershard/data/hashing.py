@@ -20,8 +20,11 @@ _MULTIPLY_2 = 0x94D049BB133111EB
 
 
 def mix64(words: Words) -> Words:
-    """A fixed bijection of 64-bit words whose output bits look independent (the finaliser of SplitMix64,
-    Steele, Lea and Flood, OOPSLA 2014). It has no seed, so an id keeps its hash for ever. Returns a new array."""
+    """A fixed bijection of 64-bit words whose output bits look independent; returns a new array.
+
+    It is the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014). It has no seed, so an id keeps its
+    hash for ever.
+    """
     z = words >> np.uint64(30)
     z ^= words
     z *= np.uint64(_MULTIPLY_1)
@@ -52,7 +55,7 @@ def random_words(key: int, counters: Ids) -> Words:
 
 def unit_floats(words: Words) -> NDArray[np.float64]:
     """Floats in [0, 1) made of the upper 53 bits of the words."""
-    return (words >> np.uint64(11)) * 2.0**-53
+    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def permutation(key: int, size: int) -> Ids:
@@ -63,7 +66,8 @@ def permutation(key: int, size: int) -> Ids:
 def map_ids(ids: Ids | Words, num_rows: int | Ids, mapping: str) -> Ids:
     """Rows of raw ids: 1 + id mod (num_rows - 1), after ``mix64`` when ``mapping`` is "hash".
 
-    ``num_rows`` is one number, or an array that broadcasts against ``ids``. Row 0 is never returned: it stands for a missing value. Negative ids wrap around as 64-bit words do.
+    ``num_rows`` is one number, or an array that broadcasts against ``ids``. Row 0 is never returned: it
+    stands for a missing value. Negative ids wrap around as 64-bit words do.
     """
     words = ids.astype(np.uint64)
     if mapping == "hash":

@@ -20,7 +20,9 @@ def _digit_values() -> NDArray[np.uint8]:
 _VALUES = _digit_values()
 
 
-def parse_hex(data: NDArray[np.uint8], lengths: NDArray[np.int64]) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
+def parse_hex(
+    data: NDArray[np.uint8], lengths: NDArray[np.int64]
+) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
     """The numbers that cells of 0 to 8 hexadecimal digits stand for.
 
     Args:
@@ -50,8 +52,8 @@ def parse_hex(data: NDArray[np.uint8], lengths: NDArray[np.int64]) -> tuple[NDAr
 def _join_digits(digits: NDArray[np.uint8]) -> NDArray[np.uint64]:
     """uint64 [N] of 8 digit values each, uint8 [N, 8], the most significant first.
 
-    The 8 bytes are read as one little-endian word; neighbours are joined in three steps: 4-bit digits to bytes,
-    bytes to 16 bits, 16 to 32 bits.
+    The 8 bytes are read as one little-endian word; neighbours are joined in three steps: digits of 4 bits to
+    bytes, bytes to 16 bits, 16 to 32 bits.
     """
     word = np.ascontiguousarray(digits).view("<u8").ravel().astype(np.uint64)
     for shift, mask in ((4, 0x000F000F000F000F), (8, 0x000000FF000000FF), (16, 0x000000000000FFFF)):

@@ -1,7 +1,7 @@
-"""The order of samples: a function of (seed, epoch) and of how the files are cut into chunks, of nothing else.
+"""The order of samples: a function of (seed, epoch) and of how files are cut into chunks, of nothing else.
 
-Files come in a seeded order; each is a sequence of chunks; the order of chunks is mixed inside windows of a few
-dozen chunks; the rows of a chunk are mixed with each other. So whoever wants the samples at positions
+Files come in a seeded order; each is a sequence of chunks; the order of chunks is mixed inside windows of a
+few dozen chunks; the rows of a chunk are mixed with each other. So whoever wants the samples at positions
 [start, stop) of an epoch knows at once which chunks to parse, and no rank reads the others.
 """
 
@@ -40,7 +40,9 @@ class EpochOrder:
     """The order of one epoch: position (0 .. num_samples-1) -> chunk, and row of the chunk."""
 
     def __init__(self, chunks: ChunkTable, *, seed: int, epoch: int, shuffle: bool, window: int) -> None:
-        order = _chunk_order(chunks, make_key(seed, epoch), window) if shuffle else np.arange(len(chunks.rows))
+        order = (
+            _chunk_order(chunks, make_key(seed, epoch), window) if shuffle else np.arange(len(chunks.rows))
+        )
         self._chunks = order
         self._rows = chunks.rows[order]
         self._ends = np.cumsum(self._rows)
@@ -48,7 +50,7 @@ class EpochOrder:
         self.num_samples = chunks.num_samples
 
     def locate(self, start: int, stop: int) -> list[tuple[int, NDArray[np.int64]]]:
-        """Where the samples at positions [start, stop) lie: pairs of a chunk and row numbers in it, in order."""
+        """Where the samples at positions [start, stop) lie: pairs of a chunk and rows of it, in order."""
         parts: list[tuple[int, NDArray[np.int64]]] = []
         place = int(np.searchsorted(self._ends, start, side="right"))
         while start < stop:

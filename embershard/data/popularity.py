@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 NUM_HEAD = 10
 _LEAST_TAIL = 0.0003
-"""Published shares have three digits: a tail of "0.000" is at most half of the last digit, and not nothing."""
+"""Published shares have three digits: a tail of "0.000" is at most half of the last digit, not nothing."""
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def open_source(config: DataConfig) -> Source:
 
 
 def list_files(path: str, patterns: tuple[str, ...], setting: str) -> list[Path]:
-    """The data files at ``path``, sorted by name: the file itself, or the folder's files that match a pattern.
+    """The data files at ``path``, by name: the file itself, or the folder's files that match a pattern.
 
     Raises:
         DataError: there is nothing at ``path``, or no file of the folder matches, or a file has no bytes.

@@ -70,7 +70,8 @@ class BatchStream:
         pin_memory: put batches into page-locked memory.
 
     Raises:
-        ConfigError: nothing is held out and ``split`` is "eval"; the state is of another seed; no CUDA to pin for.
+        ConfigError: nothing is held out and ``split`` is "eval"; the state is of another seed; there is no
+            CUDA to pin for.
         DataError: the training data are smaller than a global batch. While iterating: bad input.
     """
 
@@ -152,7 +153,7 @@ class BatchStream:
     def _check_size(self) -> None:
         if self._split == "eval" and self.num_samples == 0:
             raise ConfigError(
-                "nothing is held out to evaluate on; set data.eval_fraction (for example 0.1) or data.eval_path"
+                "nothing is held out to evaluate on; set data.eval_fraction (say 0.1) or data.eval_path"
             )
         if self._split == "train" and self.num_samples < self._global_size:
             raise DataError(
@@ -175,7 +176,7 @@ class BatchStream:
 
 
 class _Reader:
-    """Makes the batch of a step. Holds no stream, so that an abandoned stream is collected and its threads end."""
+    """Makes the batch of a step. Holds no stream, so that a forgotten stream is collected and threads end."""
 
     def __init__(self, source: Source, split: Split, config: DataConfig, pin_memory: bool) -> None:
         self._source, self._split, self._config = source, split, config

@@ -90,7 +90,9 @@ class SyntheticSource:
 class SyntheticTable:
     """The ids of one table: popularity rank -> row, the same rank mostly being the same row."""
 
-    def __init__(self, seed: int, number: int, statistics: TableStatistics, settings: SyntheticConfig) -> None:
+    def __init__(
+        self, seed: int, number: int, statistics: TableStatistics, settings: SyntheticConfig
+    ) -> None:
         self.statistics = statistics
         self.num_rows = max(3, round(statistics.num_rows * settings.scale))
         self.weight_key = make_key(seed, _WEIGHT, number)
@@ -137,13 +139,16 @@ class SyntheticTable:
 class HiddenModel:
     """Where labels come from: the sum of a weight per row and a weight per dense feature, through a sigmoid.
 
-    Rows' weights are uniform hashes of (table, row), times the share of the table's ten most popular rows: most of the
-    signal lies in rows that occur often enough to be learned soon. A first set of samples sets scale and bias.
+    Rows' weights are uniform hashes of (table, row), times the share of the table's ten most popular rows:
+    most of the signal lies in rows that occur often enough to be learned soon. The first samples set scale
+    and bias.
     """
 
     def __init__(self, source: SyntheticSource, settings: SyntheticConfig) -> None:
         self._tables = source._tables
-        weights = unit_floats(random_words(make_key(source._seed, _DENSE, _WEIGHT), np.arange(settings.num_dense)))
+        weights = unit_floats(
+            random_words(make_key(source._seed, _DENSE, _WEIGHT), np.arange(settings.num_dense))
+        )
         self._dense_weights = (weights - 0.5).astype(np.float32)
         ids, dense = source.features(np.arange(_NUM_PROBES))
         by_rows, by_dense = self._parts(ids, dense)
@@ -168,7 +173,7 @@ class HiddenModel:
 
 
 def _scatter(key: int, num_ids: int) -> tuple[int, int]:
-    """Step and shift of a bijection rank -> (rank * step + shift) mod num_ids that parts neighbours widely."""
+    """Step and shift of the bijection rank -> (rank * step + shift) mod num_ids; neighbours come far apart."""
     step = max(1, round(num_ids * (math.sqrt(5) - 1) / 2))
     while math.gcd(step, num_ids) != 1:
         step += 1

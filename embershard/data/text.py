@@ -67,7 +67,7 @@ class PlainFile:
 
     def read(self, start: int, stop: int) -> memoryview:
         """Bytes [start, stop), without a copy."""
-        return memoryview(self._bytes[start:stop])
+        return self._bytes[start:stop].data
 
 
 class GzipFile:
@@ -115,7 +115,9 @@ class GzipFile:
                 try:
                     out = inflater.decompress(data)
                 except zlib.error as error:
-                    raise DataError(f"{self._path}: not a sound gzip file ({error}); fetch it again") from None
+                    raise DataError(
+                        f"{self._path}: not a sound gzip file ({error}); fetch it again"
+                    ) from None
                 yield place, before, out
                 place += len(data)
                 if inflater.eof:
@@ -138,8 +140,9 @@ class TextFiles:
         num_workers: threads that scan files at the same time.
 
     Attributes:
-        file: int64 [C], each chunk's file. rows: int64 [C], its lines. first_row: int64 [C], its first line's number
-            in the file, from 0.
+        file: int64 [C], each chunk's file.
+        rows: int64 [C], its lines.
+        first_row: int64 [C], the number of its first line in the file, from 0.
 
     Raises:
         DataError: a file has no line, or is not sound.
@@ -163,9 +166,11 @@ class TextFiles:
         file = self._files[number]
         if isinstance(file, PlainFile):
             return file.read(start, stop)
-        parts = file.segments(start, stop)
-        data = b"".join(self._segments.get((number, part)) for part, _ in parts)
-        return memoryview(data)[start - parts[0][1] : stop - parts[0][1]]
+        parts = [
+            memoryview(self._segments.get((number, part)))[max(0, start - begin) : stop - begin]
+            for part, begin in file.segments(start, stop)
+        ]
+        return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
 
     def path(self, chunk: int) -> Path:
         """The file of a chunk."""
