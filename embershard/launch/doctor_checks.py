@@ -1,0 +1,189 @@
+"""The checks of ``embershard doctor``: each a function of plain facts, returning a :class:`CheckResult`.
+
+Nothing here imports torch or torchrec, so that the doctor can speak when they are what is broken.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+PASS, WARN, FAIL, SKIP = "PASS", "WARN", "FAIL", "SKIP"
+GIB = 1 << 30
+
+# Releases of torch, torchrec and FBGEMM that were built for each other; whether embershard is tested on them.
+RELEASES = (
+    ("2.13", "1.8", "1.8", True),
+    ("2.12", "1.7", "1.7", False),
+    ("2.11", "1.6", "1.6", True),
+)
+CUDA_FBGEMM, CPU_FBGEMM = "fbgemm-gpu", "fbgemm-gpu-cpu"
+PAIR = "torchrec==1.8.0 with FBGEMM 1.8.0 for torch 2.13"
+SETUP = "make setup repairs .venv; by hand, see docs/installation.md"
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One line of the doctor's report."""
+
+    name: str
+    status: str  # PASS, WARN, FAIL or SKIP
+    detail: str
+    remedy: str = ""  # what to do; empty when there is nothing to do
+
+
+def check_python(version: tuple[int, int]) -> CheckResult:
+    """Python 3.10 to 3.12 is tested; older ones cannot work."""
+    text = f"{version[0]}.{version[1]}"
+    if version < (3, 10):
+        return CheckResult(
+            "python", FAIL, f"{text}; needed: 3.10 or newer", "make the venv with a newer Python"
+        )
+    if version > (3, 12):
+        return CheckResult(
+            "python", WARN, f"{text}; tested: 3.10 to 3.12", "if something fails, try Python 3.12"
+        )
+    return CheckResult("python", PASS, text)
+
+
+def minor(version: str) -> str:
+    """``2.13.0+cpu`` -> ``2.13``."""
+    return ".".join(re.split(r"[.+]", version)[:2])
+
+
+def check_versions(torch: str | None, torchrec: str | None, fbgemm: str | None) -> CheckResult:
+    """torch, torchrec and FBGEMM must be releases that were built for each other."""
+    got = {"torch": torch, "torchrec": torchrec, "FBGEMM": fbgemm}
+    detail = ", ".join(f"{name} {version or 'is missing'}" for name, version in got.items())
+    if not (torch and torchrec and fbgemm):
+        return CheckResult("versions", FAIL, detail, f"{SETUP} (needed: {PAIR})")
+    found = (minor(torch), minor(torchrec), minor(fbgemm))
+    for *release, tested in RELEASES:
+        if found == tuple(release):
+            if tested:
+                return CheckResult("versions", PASS, detail)
+            return CheckResult("versions", WARN, f"{detail}: they fit, but are not tested", f"tested: {PAIR}")
+    fitting = next((release for release in RELEASES if release[0] == found[0]), None)
+    if fitting:
+        remedy = f"torch {fitting[0]} needs torchrec {fitting[1]}.x and FBGEMM {fitting[2]}.x: {SETUP}"
+        return CheckResult("versions", FAIL, f"{detail}: they do not fit", remedy)
+    return CheckResult("versions", WARN, f"{detail}: an unknown set", f"tested: {PAIR}")
+
+
+def check_fbgemm_build(dists: Mapping[str, str], torch_cuda: str | None, driver: bool) -> CheckResult:
+    """Exactly one FBGEMM, and the one that this torch and this machine can load.
+
+    ``dists``: the FBGEMM distributions installed, name -> version. ``torch_cuda``: ``torch.version.cuda``.
+    ``driver``: whether NVIDIA's driver is on this machine.
+    """
+    name = "fbgemm build"
+    build = f"torch is a {f'CUDA {torch_cuda}' if torch_cuda else 'CPU'} build"
+    wanted = CUDA_FBGEMM if torch_cuda and driver else CPU_FBGEMM
+    by_hand = f"pip uninstall -y {CUDA_FBGEMM} {CPU_FBGEMM}, then pip install --no-deps {wanted}==1.8.0"
+    remedy = f"make setup, or: {by_hand}"
+    if not dists:
+        return CheckResult(name, FAIL, f"none is installed; {build}", remedy)
+    found = " and ".join(f"{dist} {version}" for dist, version in sorted(dists.items()))
+    if len(dists) > 1:
+        return CheckResult(name, FAIL, f"{found} are both installed, over each other; {build}", remedy)
+    if wanted not in dists:
+        where = "" if driver or not torch_cuda else ", without an NVIDIA driver"
+        return CheckResult(name, FAIL, f"{found}, but {build}{where}: needs {wanted}", remedy)
+    return CheckResult(name, PASS, f"{found}; {build}")
+
+
+def check_import(module: str, error: str, seconds: float) -> CheckResult:
+    """``error``: what the import said on stderr; empty when it worked."""
+    name = f"import {module}"
+    if not error:
+        return CheckResult(name, PASS, f"{seconds:.1f} s")
+    lines = [line.strip() for line in error.strip().splitlines() if line.strip()]
+    causes = [line for line in lines if re.match(r"[A-Za-z_.]*(Error|Exception|Interrupt)\b", line)]
+    detail = " <- ".join(reversed(causes[-3:])) or lines[-1]
+    missing = re.search(r"No module named '([\w.]+)'", error)
+    if missing and missing[1].partition(".")[0] != module:
+        remedy = f"pip install {missing[1].partition('.')[0].replace('_', '-')}, or make setup"
+    elif "libnvidia-ml" in error or "libcuda" in error:
+        remedy = f"FBGEMM's CUDA build needs NVIDIA's driver; on this machine take {CPU_FBGEMM}: make setup"
+    elif "undefined symbol" in error or "no attribute" in error:
+        remedy = f"the versions were not built for each other; needed: {PAIR}; {SETUP}"
+    else:
+        remedy = SETUP
+    return CheckResult(name, FAIL, detail[:500], remedy)
+
+
+def check_cpu(cores: int, memory_bytes: int) -> CheckResult:
+    """Cores this process may use, and the machine's memory."""
+    detail = f"{cores} cores, {memory_bytes / GIB:.0f} GiB of memory"
+    if memory_bytes < 4 * GIB:
+        return CheckResult("cpu", WARN, detail, "tables live in host memory: keep them under half of it")
+    return CheckResult("cpu", PASS, detail)
+
+
+def check_gpus(names: tuple[str, ...], torch_cuda: str | None, driver: bool) -> CheckResult:
+    """``names``: each GPU that torch sees, with its memory."""
+    if names:
+        return CheckResult("gpus", PASS, ", ".join(names))
+    if driver and torch_cuda is None:
+        remedy = "for the GPU: install a CUDA build of torch, then make setup"
+        return CheckResult("gpus", WARN, "NVIDIA's driver is here, but torch is a CPU build", remedy)
+    if driver:
+        remedy = f"does nvidia-smi show a driver for CUDA {torch_cuda}? Is CUDA_VISIBLE_DEVICES set?"
+        return CheckResult("gpus", WARN, "NVIDIA's driver is here, but torch finds no GPU", remedy)
+    return CheckResult("gpus", SKIP, "none: training runs on the CPU, with gloo")
+
+
+def check_collective(backend: str, error: str, seconds: float, remedy: str) -> CheckResult:
+    """Two processes and one all-reduce. ``error``: what went wrong; empty when it worked."""
+    name = f"{backend}, two ranks"
+    if error:
+        return CheckResult(name, FAIL, error, remedy)
+    return CheckResult(name, PASS, f"all-reduce in {seconds:.1f} s, start of two processes included")
+
+
+def check_shared_memory(free_bytes: int | None, num_gpus: int) -> CheckResult:
+    """/dev/shm: worker processes and NCCL pass data through it; containers often have 64 MiB."""
+    name = "shared memory"
+    remedy = "in a container: docker run --shm-size=8g; else: mount -o remount,size=8G /dev/shm"
+    if free_bytes is None:
+        return CheckResult(name, WARN, "there is no /dev/shm", remedy)
+    detail = f"{free_bytes / GIB:.2f} GiB free in /dev/shm"
+    if free_bytes < GIB:
+        return CheckResult(name, FAIL if num_gpus > 1 else WARN, f"{detail}; wanted: 1 GiB", remedy)
+    return CheckResult(name, PASS, detail)
+
+
+def check_open_files(limit: int) -> CheckResult:
+    """``ulimit -n``; -1 is unlimited. Sockets between ranks and files of data are counted."""
+    detail = f"ulimit -n is {'unlimited' if limit < 0 else limit}"
+    if 0 <= limit < 256:
+        return CheckResult("open files", FAIL, f"{detail}; needed: 256", "ulimit -n 65536")
+    if 0 <= limit < 1024:
+        return CheckResult("open files", WARN, f"{detail}; wanted: 1024 or more", "ulimit -n 65536")
+    return CheckResult("open files", PASS, detail)
+
+
+def check_locked_memory(limit_bytes: int, num_gpus: int) -> CheckResult:
+    """``ulimit -l``; -1 is unlimited. RDMA between nodes registers memory under this limit."""
+    name = "locked memory"
+    detail = f"ulimit -l is {'unlimited' if limit_bytes < 0 else f'{limit_bytes // 1024} KiB'}"
+    if limit_bytes < 0:
+        return CheckResult(name, PASS, detail)
+    if num_gpus == 0:
+        return CheckResult(name, SKIP, f"{detail}; it matters only to RDMA between GPU machines")
+    if limit_bytes < GIB:
+        remedy = "only for RDMA between machines: ulimit -l unlimited, or docker run --ulimit memlock=-1"
+        return CheckResult(name, WARN, detail, remedy)
+    return CheckResult(name, PASS, detail)
+
+
+def check_disk(folder: str, free_bytes: int) -> CheckResult:
+    """Free disk where runs and checkpoints go."""
+    detail = f"{free_bytes / GIB:.1f} GiB free in {folder}"
+    remedy = "checkpoints are as large as the tables with their optimizer states: --run-dir on a larger disk"
+    if free_bytes < GIB:
+        return CheckResult("disk", FAIL, f"{detail}; needed: 1 GiB", remedy)
+    if free_bytes < 10 * GIB:
+        return CheckResult("disk", WARN, detail, remedy)
+    return CheckResult("disk", PASS, detail)
