@@ -1,1 +1,24 @@
-"""placeholder; its author replaces this line."""
+"""Process group and checkpoints."""
+
+from .checkpoint import (
+    CheckpointConfig,
+    complete_checkpoints,
+    load_tensors,
+    read_scalars,
+    rng_state,
+    save_checkpoint,
+    set_rng_state,
+)
+from .process_group import Ranks, process_group
+
+__all__ = [
+    "CheckpointConfig",
+    "Ranks",
+    "complete_checkpoints",
+    "load_tensors",
+    "process_group",
+    "read_scalars",
+    "rng_state",
+    "save_checkpoint",
+    "set_rng_state",
+]

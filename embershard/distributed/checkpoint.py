@@ -1,0 +1,200 @@
+"""Checkpoints: tensors through torch.distributed.checkpoint, scalars in a JSON beside them.
+
+::
+
+    checkpoints/
+      step_200/            complete: it got this name only after every rank had written and synced its part
+        *.distcp .metadata   tensors, written by all ranks
+        scalars.json         step, position in the data, tables, sizes of the files above
+      step_300.tmp/        being written, or left by a run that died; never read
+
+A checkpoint's ``.metadata`` is a pickle: load only checkpoints that you, or someone you trust, have written.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+
+from ..errors import CheckpointError, ConfigError
+from .process_group import Ranks
+
+SCALARS = "scalars.json"
+_COMPLETE = re.compile(r"step_(\d+)")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When to save, and how much to keep."""
+
+    every_steps: int | None = None
+    """Steps between checkpoints; none in between when absent."""
+
+    at_end: bool = True
+    """Also save when training ends."""
+
+    keep_last: int = 2
+    """Complete checkpoints to keep; older ones are removed."""
+
+    def __post_init__(self) -> None:
+        for name in ("every_steps", "keep_last"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"checkpoint.{name}: got {value}, needed at least 1.")
+
+
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    tensors: dict[str, Any],
+    scalars: Mapping[str, Any],
+    ranks: Ranks,
+    *,
+    keep_last: int,
+) -> Path:
+    """Writes ``folder/step_<step>`` and removes all but the newest `keep_last` complete ones. Called by every rank.
+
+    Args:
+        folder: shared by all ranks.
+        step: steps trained so far.
+        tensors: a state dict of tensors and sharded tensors; an empty dict in it must be left out.
+        scalars: what JSON can hold; the same on every rank.
+        ranks: the calling process's place.
+        keep_last: complete checkpoints to keep, this one included; at least 1.
+
+    Returns:
+        The folder of this checkpoint.
+
+    Raises:
+        CheckpointError: a complete checkpoint of this step exists already.
+    """
+    final, partial = folder / f"step_{step}", folder / f"step_{step}.tmp"
+    if any(ranks.all_gather_objects(final.exists())):
+        raise CheckpointError(
+            f"{final} exists already and is not overwritten. Remove it, or use another --run-dir."
+        )
+    if ranks.is_first:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    ranks.barrier()
+    with _without_known_warnings():
+        dcp.save(
+            tensors, storage_writer=FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
+        )
+    ranks.barrier()
+    if ranks.is_first:
+        files = {p.name: p.stat().st_size for p in sorted(partial.iterdir())}
+        _write_synced(partial / SCALARS, json.dumps({**scalars, "step": step, "files": files}, indent=1))
+        _sync_folder(partial)
+        os.rename(partial, final)
+        _sync_folder(folder)
+        for old in complete_checkpoints(folder)[:-keep_last]:
+            shutil.rmtree(old)
+    ranks.barrier()
+    return final
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """The complete checkpoints in `folder`, oldest first; found by their names, so nothing can point astray."""
+    found = [
+        (int(m[1]), p) for p in folder.glob("step_*") if (m := _COMPLETE.fullmatch(p.name)) and p.is_dir()
+    ]
+    return [path for _, path in sorted(found)]
+
+
+def read_scalars(checkpoint: Path) -> dict[str, Any]:
+    """The scalars of a checkpoint; raises `CheckpointError` when a file is missing or has another size."""
+    path = checkpoint / SCALARS
+    try:
+        scalars: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error}). Remove this checkpoint and resume again."
+        ) from error
+    for name, size in scalars["files"].items():
+        file = checkpoint / name
+        got = file.stat().st_size if file.is_file() else None
+        if got != size:
+            state = "is missing" if got is None else f"has {got} bytes"
+            raise CheckpointError(
+                f"{file} {state}, needed {size} bytes. Remove {checkpoint} and resume again."
+            )
+    return scalars
+
+
+def load_tensors(checkpoint: Path, tensors: dict[str, Any]) -> None:
+    """Fills `tensors`, in place, from a checkpoint that may have been written by another number of ranks.
+
+    Raises:
+        CheckpointError: the checkpoint lacks one of the tensors, or has it in another shape.
+    """
+    try:
+        with _without_known_warnings():
+            dcp.load(tensors, storage_reader=FileSystemReader(checkpoint))
+    except (RuntimeError, ValueError, KeyError, OSError, dcp.CheckpointException) as error:
+        raise CheckpointError(
+            f"{checkpoint} does not fit this run: {_first_line(error)}. Resume with the config it was written with."
+        ) from error
+
+
+def rng_state(device: torch.device) -> dict[str, str]:
+    """The states of this rank's random number generators, as text for JSON."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return {name: base64.b64encode(bytes(state.tolist())).decode() for name, state in states.items()}
+
+
+def set_rng_state(saved: Mapping[str, str], device: torch.device) -> None:
+    """The inverse of `rng_state`; the GPU's state is skipped where there is none."""
+    states = {
+        name: torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8) for name, text in saved.items()
+    }
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def _first_line(error: BaseException) -> str:
+    causes = getattr(error, "failures", None) or {}
+    for cause in causes.values():
+        error = cause[0] if isinstance(cause, tuple) else cause
+        break
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _without_known_warnings() -> Iterator[None]:
+    """TorchRec's state dicts hold ShardedTensors, whose deprecation torch announces on every use."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", UserWarning)
+        yield

@@ -1,0 +1,117 @@
+"""One place where the process group starts and ends, and the few collectives that the trainer needs."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from ..errors import ConfigError, SetupError
+
+#: A rank that waits this long for another one gives up, so that a lost rank ends the run.
+TIMEOUT = datetime.timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where the calling process stands among the ranks of a run.
+
+    Collectives are methods of this value; at world size 1 each is the identity.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        """True on the one rank that prints and writes the run's record."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Waits until every rank has come here."""
+        dist.barrier()
+
+    def all_gather(self, value: torch.Tensor) -> torch.Tensor:
+        """``[...]`` on every rank to ``[world_size, ...]`` on every rank; shapes must be equal."""
+        out = value.new_empty((self.world_size, *value.shape))
+        dist.all_gather(list(out.unbind(0)), value.contiguous())
+        return out
+
+    def all_gather_rows(self, value: torch.Tensor) -> torch.Tensor:
+        """``[n_r, ...]`` to the concatenation ``[sum n_r, ...]`` in rank order; ``n_r`` may differ and may be 0."""
+        sizes = self.all_gather(torch.tensor(value.shape[0], device=self.device)).tolist()
+        padded = value.new_zeros((max(sizes), *value.shape[1:]))
+        padded[: value.shape[0]] = value
+        gathered = self.all_gather(padded)
+        return torch.cat([gathered[r, :n] for r, n in enumerate(sizes)])
+
+    def all_gather_objects(self, value: Any) -> list[Any]:
+        """Small picklable values of all ranks, in rank order. Not for the hot path."""
+        out: list[Any] = [None] * self.world_size
+        dist.all_gather_object(out, value)
+        return out
+
+
+def pick_device(device: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:
+    """The device of a rank: ``cuda:<local_rank>`` or the CPU; raises `SetupError` when there are too few GPUs."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"train.device: got {device!r}, needed 'auto', 'cpu' or 'cuda'.")
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "cpu" or (device == "auto" and not available):
+        return torch.device("cpu")
+    if local_rank >= available:
+        raise SetupError(
+            f"Rank with LOCAL_RANK={local_rank} needs GPU number {local_rank}, but this node has {available}. "
+            'Start fewer ranks per node, or set train.device = "cpu".'
+        )
+    return torch.device("cuda", local_rank)
+
+
+@contextmanager
+def process_group(device: Literal["auto", "cpu", "cuda"] = "auto") -> Iterator[Ranks]:
+    """Starts the default process group and ends it: gloo for CPU, NCCL for GPUs.
+
+    Under torchrun it reads RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; without torchrun it is one rank.
+    Each restart by torchrun gets its own key prefix in the store, because torchrun keeps one store over restarts
+    and a new rank would otherwise read the addresses of ranks that are gone (pytorch issues 135712, 167288).
+
+    Raises:
+        SetupError: a process group exists already, or this node has fewer GPUs than ranks.
+    """
+    if dist.is_initialized():
+        raise SetupError("A process group is already initialized in this process; end it first.")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    place = pick_device(device, local_rank)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    store, rank, world_size = _rendezvous()
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    dist.init_process_group(
+        "nccl" if place.type == "cuda" else "gloo",
+        store=dist.PrefixStore(f"attempt_{attempt}", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=TIMEOUT,
+        device_id=place if place.type == "cuda" else None,
+    )
+    try:
+        yield Ranks(rank, world_size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), place)
+    finally:
+        dist.destroy_process_group()
+
+
+def _rendezvous() -> tuple[dist.Store, int, int]:
+    if "RANK" not in os.environ:
+        return dist.HashStore(), 0, 1
+    from torch.distributed.rendezvous import rendezvous
+
+    return next(rendezvous("env://"))

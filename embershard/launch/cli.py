@@ -1,0 +1,113 @@
+"""The command ``embershard``: train, doctor, --version."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Sequence
+from importlib import metadata
+
+from ..errors import EmbershardError
+
+_TRAIN_HELP = """Train a model on this machine: starts one process per GPU (or 2 on the CPU) and shows what they do.
+
+On several machines, start the ranks with torchrun instead:
+  torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 \\
+      -m embershard.launch.train --config run.toml --run-dir /shared/run1
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code: 0 well, 1 failed, 2 wrong usage or settings."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["doctor"]:
+        from .doctor import main as doctor
+
+        return doctor(arguments[1:])
+    if arguments[:1] == ["train"]:
+        return train(arguments[1:])
+    parser = argparse.ArgumentParser(
+        prog="embershard",
+        description="Train recommendation models whose embedding tables are larger than the accelerators' memory.",
+    )
+    parser.add_argument("--version", action="version", version=f"embershard {metadata.version('embershard')}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands.add_parser("train", help="train a model (embershard train --help lists all settings)")
+    commands.add_parser("doctor", help="check whether this machine can train, and say what to do if not")
+    parser.parse_args(arguments)
+    return 2  # unreachable: every known command was taken above
+
+
+def train(argv: Sequence[str]) -> int:
+    """``embershard train``: checks the settings, then starts the ranks."""
+    # Imported here, because it loads torch and TorchRec, and the other commands must answer at once.
+    from ..run_config import RunConfig
+    from .config import load_config, to_toml
+    from .local import default_num_ranks, start_ranks
+    from .train import default_run_dir
+
+    arguments = _train_parser().parse_args(argv)
+    try:
+        config = load_config(RunConfig, arguments.config, arguments.overrides)
+    except EmbershardError as error:
+        print(f"embershard: {error}", file=sys.stderr)
+        return 2
+    if arguments.resume and arguments.run_dir is None:
+        print("embershard: --resume needs --run-dir, the folder of the run to continue.", file=sys.stderr)
+        return 2
+    if arguments.dry_run:
+        print(to_toml(config))
+        return 0
+    num_ranks = arguments.nproc
+    if num_ranks is None:
+        num_ranks = 2 if config.train.device == "cpu" else default_num_ranks()
+        print(f"embershard: starting {num_ranks} ranks (--nproc N for another number).", flush=True)
+    run_dir = arguments.run_dir or default_run_dir(arguments.config)
+    passed = [
+        "--config",
+        str(arguments.config),
+        "--run-dir",
+        str(run_dir),
+        *(["--resume"] if arguments.resume else []),
+    ]
+    passed += [part for override in arguments.overrides for part in ("--set", override)]
+    return start_ranks(num_ranks, "embershard.launch.train", passed)
+
+
+def _train_parser() -> argparse.ArgumentParser:
+    from .train import add_run_arguments
+
+    parser = argparse.ArgumentParser(
+        prog="embershard train", description=_TRAIN_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_run_arguments(parser)
+    parser.add_argument("--nproc", type=_positive, metavar="N", help="number of ranks (default: GPUs, or 2)")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check the settings, print all of them, and stop"
+    )
+    parser.epilog = "settings, for the TOML file and --set:\n\n" + _settings_reference()
+    return parser
+
+
+def _settings_reference() -> str:
+    from ..run_config import RunConfig
+    from .config import describe
+
+    blocks = []
+    for setting in describe(RunConfig):
+        head = f"  {setting.key}    {setting.type}    (default: {setting.default})"
+        body = textwrap.fill(setting.doc, width=100, initial_indent=" " * 8, subsequent_indent=" " * 8)
+        blocks.append((f"{head}\n{body}" if setting.doc else head).replace("%", "%%"))
+    return "\n".join(blocks)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"needed at least 1, got {value}")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""Starts the ranks of a run on this machine, as torchrun does, with a rendezvous that only this machine can reach."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import uuid
+from collections.abc import Sequence
+
+import torch
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+LOOPBACK = "127.0.0.1"
+_BACKEND = "loopback"
+
+
+def default_num_ranks() -> int:
+    """One rank per GPU, or 2 on a machine without one."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 2
+
+
+def start_ranks(num_ranks: int, module: str, arguments: Sequence[str]) -> int:
+    """Runs ``python -m module arguments...`` as `num_ranks` ranks; returns the exit code: 0 when all ended well.
+
+    Each rank gets cores / `num_ranks` OpenMP threads unless OMP_NUM_THREADS is set.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _usable_cores() // num_ranks)))
+    if _BACKEND not in rendezvous_handler_registry._registry:
+        rendezvous_handler_registry.register(_BACKEND, _LoopbackRendezvous)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend=_BACKEND,
+        rdzv_endpoint=LOOPBACK,
+        local_addr=LOOPBACK,
+        max_restarts=0,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", module, *arguments)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        print(f"embershard: rank {rank} failed first (exit code {failure.exitcode}).", file=sys.stderr)
+        return 1
+    except (SignalException, KeyboardInterrupt):
+        print("embershard: stopped.", file=sys.stderr)
+        return 130
+    return 0
+
+
+class _LoopbackRendezvous(RendezvousHandler):
+    """One node, known in advance. torchrun's own handlers listen on every network interface, without a password."""
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        self._run_id = parameters.run_id
+        # The store owns the socket's descriptor from here on.
+        listener = socket.create_server((LOOPBACK, 0))
+        port = listener.getsockname()[1]
+        self._store = TCPStore(
+            LOOPBACK, port, is_master=True, master_listen_fd=listener.detach(), wait_for_workers=False
+        )
+        self._address = RendezvousStoreInfo(LOOPBACK, port)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, self._address)
+
+    def get_backend(self) -> str:
+        return _BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

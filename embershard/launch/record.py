@@ -1,0 +1,163 @@
+"""The files of a run: config.toml, metrics.jsonl, TensorBoard events, result.json. Written by the first rank only."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import ConfigError
+from ..run_config import RunConfig
+from ..trainer import EvalReport, Report, SaveReport, TrainReport
+from .config import to_toml
+
+#: Steps at the start that do not count for the speed: caches fill, memory is allocated.
+WARMUP_STEPS = 10
+_PACKAGES = ("embershard", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy")
+
+
+class RunRecord:
+    """Writes what a run says into its folder, as it says it, until `close`.
+
+    Args:
+        folder: the run's folder; made if need be.
+        config: the run, as resolved.
+        resumed_at: step at which an earlier run is continued, None for a new run.
+
+    Raises:
+        ConfigError: the folder holds another run, and this one does not resume it.
+    """
+
+    def __init__(self, folder: Path, config: RunConfig, resumed_at: int | None) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        metrics = folder / "metrics.jsonl"
+        if resumed_at is None and metrics.exists():
+            raise ConfigError(
+                f"{folder} holds a run already. Use another --run-dir, or --resume to continue it."
+            )
+        (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        kept = _lines_up_to(metrics, resumed_at) if resumed_at is not None and metrics.exists() else []
+        metrics.write_text("".join(kept), encoding="utf-8")
+        self._metrics = metrics.open("a", encoding="utf-8")
+        self._board = _tensorboard_writer(folder, resumed_at)
+
+    def add(self, report: Report) -> None:
+        """Appends one line to metrics.jsonl, and the report's numbers to TensorBoard."""
+        kind, values = _flat(report)
+        self._metrics.write(json.dumps({"kind": kind, **values}) + "\n")
+        self._metrics.flush()
+        for name, value in values.items():
+            if name != "step" and isinstance(value, (int, float)):
+                self._board.add_scalar(f"{kind}/{name}", value, report.step)
+
+    def finish(self, result: dict[str, Any]) -> Path:
+        """Writes result.json and returns its path."""
+        path = self.folder / "result.json"
+        path.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        return path
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._metrics.close()
+        self._board.close()
+
+
+def make_result(
+    *,
+    config: RunConfig,
+    steps: int,
+    samples: int,
+    step_seconds: list[float],
+    world_size: int,
+    device: str,
+    loss: float | None,
+    evaluation: EvalReport | None,
+    cache: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """What result.json says of a run.
+
+    `samples_per_second` is global, over this process's steps after the first `WARMUP_STEPS` (or after a quarter of
+    them, if there are fewer); it is None when no step was trained. A quality that is undefined, or was not
+    measured, is None, and so is `cache` in a run without one.
+    """
+    quality = evaluation.quality if evaluation else None
+    measured = step_seconds[min(WARMUP_STEPS, len(step_seconds) // 4) :]
+    global_batch = config.train.batch_size * world_size
+    p50, p95 = (float(v) * 1e3 for v in np.percentile(measured, [50, 95])) if measured else (None, None)
+    return {
+        "steps": steps,
+        "samples": samples,
+        "samples_per_second": len(measured) * global_batch / sum(measured) if measured else None,
+        "step_ms": {"p50": p50, "p95": p95},
+        "loss": loss,
+        "auc": quality.auc if quality else None,
+        "ne": quality.ne if quality else None,
+        "logloss": quality.logloss if quality else None,
+        "accuracy": quality.accuracy if quality else None,
+        "calibration": quality.calibration if quality else None,
+        "eval_samples": quality.samples if quality else 0,
+        "world_size": world_size,
+        "device": device,
+        "cache": cache,
+        "versions": versions(),
+        "git_commit": git_commit(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that matter to the numbers; those that are installed."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git_commit() -> str | None:
+    """Commit of the source tree that this package runs from; None when it is installed without one."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", os.fspath(root), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _flat(report: Report) -> tuple[str, dict[str, Any]]:
+    if isinstance(report, TrainReport):
+        return "train", dataclasses.asdict(report)
+    if isinstance(report, EvalReport):
+        return "eval", {"step": report.step, **report.quality.as_dict(), "seconds": report.seconds}
+    assert isinstance(report, SaveReport)
+    return "checkpoint", {"step": report.step, "path": report.path.name, "seconds": report.seconds}
+
+
+def _lines_up_to(metrics: Path, step: int) -> list[str]:
+    """The lines of an earlier run that the continued one does not write again; a torn last line is dropped."""
+    kept = []
+    for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            values = json.loads(line)
+        except ValueError:
+            break
+        if values["step"] < step or (values["step"] == step and values["kind"] != "eval"):
+            kept.append(line)
+    return kept
+
+
+def _tensorboard_writer(folder: Path, resumed_at: int | None) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder), purge_step=None if resumed_at is None else resumed_at + 1)

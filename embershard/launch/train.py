@@ -1,0 +1,178 @@
+"""What each rank runs: ``torchrun --nproc_per_node N -m embershard.launch.train --config FILE [...]``."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from ..distributed import Ranks, complete_checkpoints, process_group
+from ..errors import EmbershardError
+from ..run_config import RunConfig
+from ..trainer import EvalReport, Report, Trainer, TrainReport
+from .config import load_config
+from .progress import ProgressDisplay, closing_table
+from .record import RunRecord, make_result
+
+CHECKPOINTS = "checkpoints"
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that `embershard train` and this module have in common."""
+    parser.add_argument(
+        "--config", type=Path, required=True, metavar="FILE", help="the run's settings, a TOML file"
+    )
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a setting, for instance train.batch_size=512; may be repeated",
+    )
+    parser.add_argument(
+        "--run-dir", type=Path, metavar="DIR", help="folder for the run's files (default: runs/NAME-TIME)"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="continue from the newest checkpoint in --run-dir"
+    )
+
+
+def default_run_dir(config: Path) -> Path:
+    """``runs/<name of the config>-<time>``."""
+    return Path("runs") / f"{config.stem}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+@record
+def main(argv: Sequence[str] | None = None) -> None:
+    """Trains as one rank of a group that torchrun started, or alone."""
+    parser = argparse.ArgumentParser(prog="python -m embershard.launch.train", description=__doc__)
+    add_run_arguments(parser)
+    arguments = parser.parse_args(argv)
+    _quiet()
+    sys.excepthook = _short_errors
+    config = load_config(RunConfig, arguments.config, arguments.overrides)
+    with process_group(config.train.device) as ranks:
+        run_dir = arguments.run_dir or default_run_dir(arguments.config)
+        run_dir = ranks.all_gather_objects(run_dir)[0]
+        train_run(config, ranks, run_dir, resume=arguments.resume)
+
+
+def train_run(config: RunConfig, ranks: Ranks, run_dir: Path, *, resume: bool) -> dict[str, Any]:
+    """One whole run on this rank; the first rank shows it and writes it down. Returns what result.json says."""
+    console = Console(quiet=not ranks.is_first)
+    trainer = Trainer(config, ranks, run_dir / CHECKPOINTS)
+    resumed_at = _resume(trainer, run_dir, console) if resume else None
+    _announce(trainer, console, run_dir)
+    last_train, last_eval = None, None
+    with _Outputs(trainer, config, run_dir, resumed_at, console) as outputs:
+        for report in trainer.train():
+            outputs.add(report)
+            last_train = report if isinstance(report, TrainReport) else last_train
+            last_eval = report if isinstance(report, EvalReport) else last_eval
+        trainer.close()
+        result = make_result(
+            config=config,
+            steps=trainer.steps,
+            samples=trainer.samples,
+            step_seconds=list(trainer.step_seconds),
+            world_size=ranks.world_size,
+            device=str(ranks.device.type),
+            loss=last_train.loss if last_train else None,
+            evaluation=last_eval,
+            cache=trainer.traffic.totals(config.cache.ratio),
+        )
+        outputs.finish(result)
+    return result
+
+
+class _Outputs:
+    """Screen and files of the first rank; on the other ranks nothing."""
+
+    def __init__(
+        self, trainer: Trainer, config: RunConfig, run_dir: Path, resumed_at: int | None, console: Console
+    ) -> None:
+        self._what = f"{config.model.arch} on {config.data.kind} data"
+        self._console = console
+        self._record = self._display = None
+        if trainer.ranks.is_first:
+            self._record = RunRecord(run_dir, config, resumed_at)
+            self._display = ProgressDisplay(console, trainer.total_steps, trainer.steps)
+
+    def add(self, report: Report) -> None:
+        if self._record is not None and self._display is not None:
+            self._record.add(report)
+            self._display.show(report)
+
+    def finish(self, result: dict[str, Any]) -> None:
+        if self._record is None or self._display is None:
+            return
+        self._display.close()
+        path = self._record.finish(result)
+        self._console.print(closing_table(result, self._what))
+        folder = path.parent
+        for line in (
+            f"Everything is in {folder}: result.json, metrics.jsonl, config.toml, checkpoints/.",
+            f"Next: tensorboard --logdir {folder}    or the same run without the cache: --set cache.enabled=false",
+        ):
+            self._console.print(line, soft_wrap=True, highlight=False)
+
+    def __enter__(self) -> _Outputs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._record is not None and self._display is not None:
+            self._display.close()
+            self._record.close()
+
+
+def _resume(trainer: Trainer, run_dir: Path, console: Console) -> int:
+    found = complete_checkpoints(run_dir / CHECKPOINTS)
+    found = trainer.ranks.all_gather_objects(found)[0]
+    if not found:
+        console.print(f"No complete checkpoint in {run_dir / CHECKPOINTS}; starting from the beginning.")
+        return 0
+    trainer.resume(found[-1])
+    console.print(f"Continuing from {found[-1]} at step {trainer.steps}.", soft_wrap=True, highlight=False)
+    return trainer.steps
+
+
+def _announce(trainer: Trainer, console: Console, run_dir: Path) -> None:
+    config, ranks = trainer.config, trainer.ranks
+    rows = sum(feature.num_rows for feature in trainer.source.schema.sparse)
+    kind = "GPU" if ranks.device.type == "cuda" else "CPU"
+    console.print(
+        f"{config.model.arch}: {len(trainer.source.schema.sparse)} tables with {rows:,} rows of dim "
+        f"{config.model.embedding_dim}; {ranks.world_size} ranks on {kind}; {trainer.total_steps:,} steps of "
+        f"{config.train.batch_size * ranks.world_size:,} samples; run folder {run_dir}",
+        soft_wrap=True,
+        highlight=False,
+    )
+
+
+def _quiet() -> None:
+    """Drops what TorchRec and FBGEMM say on every start and no user can act on; errors still show."""
+    warnings.filterwarnings("ignore", module=r"(torchrec|fbgemm_gpu|torch)(\.|$)")
+    for name in ("torchrec", "fbgemm_gpu"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _short_errors(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Our own errors say what to do; where they were raised helps nobody. Everything else keeps its traceback."""
+    if isinstance(error, EmbershardError):
+        print(f"rank {os.environ.get('RANK', '0')}: {kind.__name__}: {error}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Quality of predicted click probabilities, over the samples of all ranks, however unevenly they are spread."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+
+import torch
+from torchmetrics.functional.classification import binary_auroc
+from torchrec.metrics.ne import compute_cross_entropy, compute_ne
+
+from .distributed import Ranks
+
+#: Predictions are kept this far from 0 and 1 in the logarithms, as TorchRec's metrics do.
+ETA = 1e-12
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What the predictions are worth. A value that is undefined for these samples is None."""
+
+    samples: int
+    """Samples that were judged, over all ranks."""
+
+    logloss: float | None
+    """Mean cross entropy in nats; None without samples."""
+
+    auc: float | None
+    """Area under the ROC curve, exact; None when all labels are equal."""
+
+    ne: float | None
+    """Normalized entropy: logloss divided by that of always predicting the mean label; below 1 is better than
+    that. None when all labels are equal."""
+
+    accuracy: float | None
+    """Share of samples on whose side of 0.5 the prediction is."""
+
+    calibration: float | None
+    """Sum of predictions divided by the number of clicks, 1 is perfect; None without clicks."""
+
+    def as_dict(self) -> dict[str, float | int | None]:
+        """Field names to values, for JSON."""
+        return asdict(self)
+
+
+class PredictionBuffer:
+    """Predictions and labels of this rank, up to the newest `capacity` samples, judged together with all ranks'."""
+
+    def __init__(self, capacity: int | None = None) -> None:
+        self.capacity = capacity
+        self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._size = 0
+
+    def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
+        """Takes logits [B] and labels [B]; B may be 0. Nothing is copied to the host."""
+        self._parts.append((logits.detach().float().reshape(-1), labels.detach().float().reshape(-1)))
+        self._size += logits.numel()
+        while self.capacity is not None and self._size - self._parts[0][0].numel() >= self.capacity:
+            self._size -= self._parts.pop(0)[0].numel()
+
+    def quality(self, ranks: Ranks) -> Quality:
+        """Judges what all ranks hold; a collective call with the same result everywhere."""
+        empty = torch.empty(0, device=ranks.device)
+        logits = torch.cat([part[0] for part in self._parts] or [empty])
+        labels = torch.cat([part[1] for part in self._parts] or [empty])
+        both = ranks.all_gather_rows(torch.stack([logits, labels], dim=1))
+        return judge(both[:, 0], both[:, 1])
+
+
+def judge(logits: torch.Tensor, labels: torch.Tensor) -> Quality:
+    """Quality of `logits` [N] against `labels` [N] in {0, 1}; N may be 0."""
+    num_samples = labels.numel()
+    if not num_samples:
+        return Quality(0, None, None, None, None, None)
+    predictions = torch.sigmoid(logits.double())
+    clicks = labels.double().sum()
+    one_class = bool(clicks == 0) or bool(clicks == num_samples)
+    entropy_bits = compute_cross_entropy(
+        labels.double(), predictions.clone(), torch.ones_like(predictions), ETA
+    ).sum()
+    count = torch.tensor(float(num_samples), dtype=torch.float64, device=labels.device)
+    ne = None if one_class else float(compute_ne(entropy_bits, count, clicks, count - clicks, ETA))
+    return Quality(
+        samples=num_samples,
+        logloss=float(entropy_bits) * math.log(2) / num_samples,
+        auc=None
+        if one_class
+        else float(binary_auroc(predictions.float(), labels.long(), validate_args=False)),
+        ne=ne,
+        accuracy=float(((predictions > 0.5) == (labels > 0.5)).double().mean()),
+        calibration=None if clicks == 0 else float(predictions.sum() / clicks),
+    )

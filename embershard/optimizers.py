@@ -1,0 +1,217 @@
+"""The two optimizers of a run and their common learning-rate schedule.
+
+Embedding rows are trained inside the backward pass by FBGEMM's fused optimizers, so only touched rows cost
+anything; the dense layers by an ordinary torch optimizer after it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.optim import (
+    _apply_optimizer_in_backward as apply_optimizer_in_backward,  # TorchRec's own is deprecated in favour of it
+)
+from torchrec.optim import optimizers as fused
+from torchrec.optim.keyed import KeyedOptimizerWrapper
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from .errors import ConfigError
+
+_FUSED: dict[str, type[torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "rowwise_adagrad": RowWiseAdagrad,
+    "adagrad": torch.optim.Adagrad,
+    "adam": fused.Adam,
+    "partial_rowwise_adam": fused.PartialRowWiseAdam,
+    "lamb": fused.LAMB,
+    "partial_rowwise_lamb": fused.PartialRowWiseLAMB,
+}
+_FUSED_ON_CPU = ("sgd", "rowwise_adagrad", "adagrad")
+_WITH_BETAS = ("adam", "adamw", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb")
+#: FBGEMM's exact SGD and Adagrad ignore weight decay.
+_FUSED_WITHOUT_WEIGHT_DECAY = ("sgd", "adagrad")
+
+
+@dataclass(frozen=True)
+class EmbeddingOptimizerConfig:
+    """The optimizer of the embedding rows, fused into the backward pass by FBGEMM."""
+
+    kind: Literal[
+        "sgd", "rowwise_adagrad", "adagrad", "adam", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb"
+    ] = "rowwise_adagrad"
+    """Which optimizer. On the CPU FBGEMM has "sgd", "rowwise_adagrad" and "adagrad"; the others need a GPU."""
+
+    lr: float = 0.02
+    """Learning rate after warm-up."""
+
+    eps: float | None = None
+    """Added to the denominator of the adaptive optimizers; FBGEMM's default is 1e-8. Not for "sgd"."""
+
+    weight_decay: float | None = None
+    """L2 penalty on the touched rows. Not for "sgd" and "adagrad", whose fused kernels have none."""
+
+    betas: tuple[float, float] | None = None
+    """Decay of the first and second moment. Only for the Adam and LAMB kinds."""
+
+    def __post_init__(self) -> None:
+        _check_optimizer("embedding_optimizer", self, tuple(_FUSED), _FUSED_WITHOUT_WEIGHT_DECAY)
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether FBGEMM's kernel depends on the number of steps, which its state dict leaves out."""
+        return self.kind in _WITH_BETAS
+
+    def apply(self, module: nn.Module, device: torch.device) -> None:
+        """Attaches the optimizer to the tables in `module`; TorchRec fuses it when it shards them.
+
+        Raises:
+            ConfigError: FBGEMM has no such optimizer on `device`.
+        """
+        if device.type == "cpu" and self.kind not in _FUSED_ON_CPU:
+            raise ConfigError(
+                f"embedding_optimizer.kind: got {self.kind!r}, which FBGEMM has on GPUs only; "
+                f"on the CPU it has {', '.join(_FUSED_ON_CPU)}."
+            )
+        arguments = _arguments(self)  # a dict of its own for each call, because TorchRec writes into it
+        if self.betas is not None:
+            arguments["beta1"], arguments["beta2"] = arguments.pop("betas")  # FBGEMM's names
+        apply_optimizer_in_backward(_FUSED[self.kind], module.parameters(), arguments)
+
+
+@dataclass(frozen=True)
+class DenseOptimizerConfig:
+    """The optimizer of the dense layers."""
+
+    kind: Literal["sgd", "adagrad", "adam", "adamw"] = "adam"
+    """Which optimizer of torch.optim."""
+
+    lr: float = 0.001
+    """Learning rate after warm-up."""
+
+    eps: float | None = None
+    """Added to the denominator of the adaptive optimizers; torch's default when absent. Not for "sgd"."""
+
+    weight_decay: float | None = None
+    """L2 penalty, for "adamw" decoupled weight decay; torch's default when absent."""
+
+    betas: tuple[float, float] | None = None
+    """Decay of the first and second moment. Only for "adam" and "adamw"."""
+
+    clip_norm: float | None = None
+    """Largest norm of the gradient of all dense parameters together; no clipping when absent."""
+
+    def __post_init__(self) -> None:
+        _check_optimizer("dense_optimizer", self, ("sgd", "adagrad", "adam", "adamw"), ())
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ConfigError(f"dense_optimizer.clip_norm: got {self.clip_norm}, needed more than 0.")
+
+    def build(self, parameters: Mapping[str, nn.Parameter]) -> KeyedOptimizerWrapper:
+        """An optimizer whose state dict is keyed by parameter name, as checkpoints need it."""
+        kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
+            "sgd": torch.optim.SGD,
+            "adagrad": torch.optim.Adagrad,
+            "adam": torch.optim.Adam,
+            "adamw": torch.optim.AdamW,
+        }
+        return KeyedOptimizerWrapper(
+            dict(parameters), lambda params: kinds[self.kind](params, **_arguments(self))
+        )
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """One factor on both learning rates, a function of the step alone: linear warm-up, constant, decay, floor."""
+
+    warmup_steps: int = 0
+    """Steps over which the factor rises linearly to 1."""
+
+    decay: Literal["none", "linear", "cosine", "quadratic"] = "none"
+    """Shape of the decay; "quadratic" is the one of MLPerf's DLRM."""
+
+    decay_start: int | None = None
+    """First step of the decay; the end of the warm-up when absent. Needs `decay`."""
+
+    decay_steps: int | None = None
+    """Length of the decay in steps. Needed by every `decay` but "none"."""
+
+    floor: float | None = None
+    """Factor at the end of the decay and after it; 0 when absent. Needs `decay`."""
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0:
+            raise ConfigError(f"schedule.warmup_steps: got {self.warmup_steps}, needed 0 or more.")
+        if self.decay not in ("none", "linear", "cosine", "quadratic"):
+            raise ConfigError(
+                f"schedule.decay: got {self.decay!r}, needed 'none', 'linear', 'cosine' or 'quadratic'."
+            )
+        if self.decay == "none":
+            for name in ("decay_start", "decay_steps", "floor"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(
+                        f"schedule.{name} has no effect without schedule.decay; remove it or set both."
+                    )
+            return
+        if self.decay_steps is None or self.decay_steps < 1:
+            raise ConfigError(
+                f"schedule.decay_steps: got {self.decay_steps}, but decay={self.decay!r} needs 1 or more."
+            )
+        if self.decay_start is not None and self.decay_start < self.warmup_steps:
+            raise ConfigError(
+                f"schedule.decay_start: got {self.decay_start}, needed warmup_steps={self.warmup_steps} or more."
+            )
+        if self.floor is not None and not 0 <= self.floor <= 1:
+            raise ConfigError(f"schedule.floor: got {self.floor}, needed a factor from 0 to 1.")
+
+    def factor(self, step: int) -> float:
+        """The factor for the step that follows `step` trained ones."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.decay_steps is None:
+            return 1.0
+        start = self.warmup_steps if self.decay_start is None else self.decay_start
+        left = 1.0 - min(max(step - start, 0) / self.decay_steps, 1.0)
+        floor = self.floor or 0.0
+        shapes = {"linear": left, "quadratic": left * left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}
+        return floor + (1.0 - floor) * shapes[self.decay]
+
+
+def set_learning_rate(optimizer: Any, lr: float) -> None:
+    """Sets the learning rate of every parameter group, the fused optimizers' included."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def _check_optimizer(
+    section: str,
+    config: EmbeddingOptimizerConfig | DenseOptimizerConfig,
+    kinds: tuple[str, ...],
+    without_weight_decay: tuple[str, ...],
+) -> None:
+    if config.kind not in kinds:
+        raise ConfigError(f"{section}.kind: got {config.kind!r}, needed one of {', '.join(kinds)}.")
+    if not config.lr > 0:
+        raise ConfigError(f"{section}.lr: got {config.lr}, needed more than 0.")
+    if config.eps is not None and not config.eps > 0:
+        raise ConfigError(f"{section}.eps: got {config.eps}, needed more than 0.")
+    if config.weight_decay is not None and not config.weight_decay > 0:
+        raise ConfigError(
+            f"{section}.weight_decay: got {config.weight_decay}, needed more than 0, or leave it out."
+        )
+    effectless = {
+        "eps": config.kind == "sgd",
+        "weight_decay": config.kind in without_weight_decay,
+        "betas": config.kind not in _WITH_BETAS,
+    }
+    for name, no_effect in effectless.items():
+        if no_effect and getattr(config, name) is not None:
+            raise ConfigError(f"{section}.{name} has no effect with kind={config.kind!r}; remove it.")
+
+
+def _arguments(config: EmbeddingOptimizerConfig | DenseOptimizerConfig) -> dict[str, Any]:
+    given = {"lr": config.lr, "eps": config.eps, "weight_decay": config.weight_decay, "betas": config.betas}
+    return {name: value for name, value in given.items() if value is not None}

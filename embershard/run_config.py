@@ -1,0 +1,82 @@
+"""Everything that a run is told: one dataclass per part, each beside its owner, gathered here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .assembly import CacheSettings
+from .data import DataConfig
+from .distributed import CheckpointConfig
+from .errors import ConfigError
+from .models import ModelConfig
+from .optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig, ScheduleConfig
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long to train, on what, and how often to look."""
+
+    batch_size: int = 1024
+    """Samples per rank and step."""
+
+    epochs: int | None = None
+    """Passes over the training data. 1 when neither this nor `max_steps` is given."""
+
+    max_steps: int | None = None
+    """Steps after which training ends, if the epochs have not ended it before."""
+
+    eval_every: int | None = None
+    """Steps between evaluations on the held-out part; only at the end when absent."""
+
+    log_every: int = 20
+    """Steps between two lines of progress, and of metrics.jsonl."""
+
+    seed: int = 0
+    """Fixes the initial weights. The order of the data has its own: data.seed."""
+
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Number format of the dense layers' arithmetic: "bf16" is automatic mixed precision."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; "auto" is the GPUs, if there are any."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "epochs", "max_steps", "eval_every", "log_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"train.{name}: got {value}, needed at least 1.")
+        if self.precision not in ("fp32", "bf16"):
+            raise ConfigError(f"train.precision: got {self.precision!r}, needed 'fp32' or 'bf16'.")
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise ConfigError(f"train.device: got {self.device!r}, needed 'auto', 'cpu' or 'cuda'.")
+
+    @property
+    def num_epochs(self) -> int | None:
+        """Epochs to run; None: without end, until `max_steps`."""
+        return 1 if self.epochs is None and self.max_steps is None else self.epochs
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything a run is made of."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheSettings = field(default_factory=CacheSettings)
+    embedding_optimizer: EmbeddingOptimizerConfig = field(default_factory=EmbeddingOptimizerConfig)
+    dense_optimizer: DenseOptimizerConfig = field(default_factory=DenseOptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def __post_init__(self) -> None:
+        if self.train.eval_every is not None and not self.holds_out:
+            raise ConfigError(
+                "train.eval_every has no effect: nothing is held out (data.eval_fraction is 0)."
+            )
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether there is a held-out part to evaluate on."""
+        return self.data.eval_path is not None or self.data.eval_fraction > 0

@@ -1,0 +1,90 @@
+"""What the caches of all ranks did: hit rates while training, and the totals of a run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import cache_stats
+from .distributed import Ranks
+
+#: Totals that add up over tables and ranks.
+SUMMED = (
+    "slots",
+    "device_bytes",
+    "host_bytes",
+    "fills",
+    "write_backs",
+    "bytes_to_device",
+    "bytes_to_host",
+    "evictions",
+    "overflow_growths",
+    "critical_path_fills",
+)
+_RATES = ("hits_unique", "unique_ids", "hits_lookups", "lookups")
+
+
+@dataclass(frozen=True)
+class HitRates:
+    """Shares in 0..1 over all ranks; None without a cache, or before the first lookup."""
+
+    rate_unique: float | None
+    rate_lookups: float | None
+
+
+class CacheTraffic:
+    """Reads the caches' counters. Its methods are collective."""
+
+    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+        self._model, self._ranks = model, ranks
+        self._last = torch.zeros(len(_RATES), dtype=torch.int64)
+
+    def since_last(self) -> HitRates:
+        """Hit rates since the last call, over all ranks and tables."""
+        stats = cache_stats(self._model)
+        mine = [sum(getattr(table, name) for table in stats) for name in _RATES]
+        counts = self._ranks.all_gather(torch.tensor(mine, device=self._ranks.device)).sum(dim=0).cpu()
+        hits_unique, unique_ids, hits_lookups, lookups = (counts - self._last).tolist()
+        self._last = counts
+        return HitRates(_share(hits_unique, unique_ids), _share(hits_lookups, lookups))
+
+    def totals(self, ratio: float | None) -> dict[str, Any] | None:
+        """The run's cache block: totals, and the same per table and per rank. None without a cached table.
+
+        Args:
+            ratio: the configured ratio; None when the size was given in bytes.
+        """
+        mine = [asdict(table) for table in cache_stats(self._model)]
+        per_rank: list[list[dict[str, Any]]] = self._ranks.all_gather_objects(mine)
+        tables = [table for rank in per_rank for table in rank]
+        if not tables:
+            return None
+        by_name: dict[str, list[dict[str, Any]]] = {}
+        for table in tables:
+            by_name.setdefault(table["table"], []).append(table)
+        return {
+            "ratio": ratio,
+            **summed(tables),
+            "tables": {name: summed(shards) for name, shards in sorted(by_name.items())},
+            "ranks": [{"rank": rank, **summed(shards)} for rank, shards in enumerate(per_rank)],
+        }
+
+
+def summed(tables: list[dict[str, Any]]) -> dict[str, Any]:
+    """Rows, totals and hit rates of some tables' statistics together."""
+    sums = {name: sum(table[name] for table in tables) for name in ("rows", *SUMMED, *_RATES)}
+    return {
+        "rows": sums["rows"],
+        "slots": sums["slots"],
+        "hit_rate_unique": _share(sums["hits_unique"], sums["unique_ids"]),
+        "hit_rate_lookups": _share(sums["hits_lookups"], sums["lookups"]),
+        **{name: sums[name] for name in (*SUMMED[1:], "lookups", "unique_ids")},
+        "seconds": sum(table["seconds"] for table in tables),
+    }
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None

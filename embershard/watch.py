@@ -1,0 +1,68 @@
+"""Losses of all ranks, watched without making a GPU wait."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .distributed import Ranks
+from .errors import EmbershardError
+
+
+class NotFiniteError(EmbershardError, ArithmeticError):
+    """A rank's loss is NaN or infinite: training cannot go on."""
+
+
+class LossWatch:
+    """Collects every step's loss over all ranks and stops the run, on all ranks, when one is not finite.
+
+    On a GPU a loss is read when the next one is added, so the host never waits for the step in flight; the run
+    then stops one step late, but still names the right step.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._pending: tuple[int, torch.Tensor, torch.cuda.Event | None] | None = None
+        self._losses: list[float] = []
+
+    def add(self, step: int, loss: torch.Tensor) -> None:
+        """Takes this rank's mean loss, a tensor []. A collective call.
+
+        Raises:
+            NotFiniteError: a rank's loss is not finite; the same on every rank.
+        """
+        self._read()
+        gathered = self._ranks.all_gather(loss.detach().float())
+        if gathered.device.type == "cpu":
+            self._pending = (step, gathered, None)
+            self._read()
+            return
+        host = torch.empty(gathered.shape, pin_memory=True)
+        host.copy_(gathered, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._pending = (step, host, event)
+
+    def mean(self) -> float:
+        """Mean of the losses since the last call, over steps and ranks; NaN without any. Waits for the newest."""
+        self._read()
+        losses, self._losses = self._losses, []
+        return math.fsum(losses) / len(losses) if losses else math.nan
+
+    def _read(self) -> None:
+        if self._pending is None:
+            return
+        step, gathered, event = self._pending
+        self._pending = None
+        if event is not None:
+            event.synchronize()
+        losses = gathered.tolist()
+        bad = [(rank, loss) for rank, loss in enumerate(losses) if not math.isfinite(loss)]
+        if bad:
+            rank, loss = bad[0]
+            raise NotFiniteError(
+                f"Step {step}: the loss of rank {rank} is {loss}. Lower the learning rates, clip "
+                "(dense_optimizer.clip_norm), warm up (schedule.warmup_steps), or look for bad values in the data."
+            )
+        self._losses.append(math.fsum(losses) / len(losses))
