@@ -133,7 +133,7 @@ def dist_infos(site_packages: Path) -> dict[str, tuple[str, Path]]:
     """torch, torchrec and FBGEMM: distribution name -> (version, its ``.dist-info`` folder)."""
     found = {}
     for folder in site_packages.glob("*.dist-info"):
-        name, _, version = folder.name[: -len(".dist-info")].partition("-")
+        name, _, version = folder.name[: -len(".dist-info")].rpartition("-")
         name = re.sub(r"[-_.]+", "-", name).lower()
         if name in ("torch", "torchrec", CUDA_FBGEMM, CPU_FBGEMM):
             found[name] = (version, folder)

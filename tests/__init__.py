@@ -1,0 +1,1 @@
+"""Tests: unit (one process), ranks (several gloo processes), gpu (skipped without CUDA)."""

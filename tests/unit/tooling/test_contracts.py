@@ -1,0 +1,69 @@
+"""Import rules that import-linter cannot see."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# What differs between TorchRec releases, and what we subclass of it, stays in one folder.
+PRIVATE = re.compile(
+    r"torchrec\.distributed\.(sharding(\..*)?|batched_embedding_kernel|embedding_kernel|embedding_lookup"
+    r"|embedding_sharding|grouped_position_weighted|composable\..*|key_value_embedding.*)"
+)
+PLUG = Path("embershard", "sharding", "torchrec")
+
+
+def imported(source: str) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of every import; ``from a import b`` counts as both ``a`` and ``a.b``."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.lineno, node.module
+            for alias in node.names:
+                yield node.lineno, f"{node.module}.{alias.name}"
+
+
+def breaches(source_of: dict[Path, str]) -> list[str]:
+    """Imports of TorchRec's private modules, or of FBGEMM, outside the folder that plugs into them."""
+    return [
+        f"{path}:{line} imports {name}"
+        for path, source in source_of.items()
+        if PLUG not in path.parents
+        for line, name in imported(source)
+        if PRIVATE.fullmatch(name) or name.partition(".")[0] == "fbgemm_gpu"
+    ]
+
+
+@pytest.fixture
+def sources(project_dir: Path) -> dict[Path, str]:
+    files = (project_dir / "embershard").rglob("*.py")
+    return {file.relative_to(project_dir): file.read_text(encoding="utf-8") for file in files}
+
+
+def test_torchrec_s_private_modules_are_used_in_one_folder(sources: dict[Path, str]):
+    assert breaches(sources) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import torchrec.distributed.batched_embedding_kernel",
+        "from torchrec.distributed import embedding_lookup",
+        "from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding",
+        "from fbgemm_gpu.split_embedding_configs import EmbOptimType",
+    ],
+)
+def test_a_breach_is_seen(line: str):
+    assert breaches({Path("embershard/cache/slot_map.py"): line})
+    assert not breaches({PLUG / "kernel.py": line})
+
+
+def test_public_torchrec_is_free_to_use():
+    public = "from torchrec.distributed.model_parallel import DistributedModelParallel\nimport torchrec"
+    assert not breaches({Path("embershard/trainer.py"): public})
