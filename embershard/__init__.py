@@ -1,1 +1,43 @@
-"""placeholder; its author replaces this line."""
+"""embershard: train recommendation models whose embedding tables are larger than the accelerators' memory.
+
+A companion to TorchRec: change the sharder, and the tables live in host memory behind a frequency-aware device cache.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from embershard.cache.config import CacheConfig
+from embershard.cache.profile import FrequencyProfile
+from embershard.cache.statistics import TableStats
+
+if TYPE_CHECKING:
+    from embershard.sharding.torchrec import (
+        CachedEmbeddingBagCollectionSharder,
+        CachedEmbeddingCollectionSharder,
+        cache_stats,
+        flush,
+        plan_sharding,
+    )
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CacheConfig",
+    "CachedEmbeddingBagCollectionSharder",
+    "CachedEmbeddingCollectionSharder",
+    "FrequencyProfile",
+    "TableStats",
+    "__version__",
+    "cache_stats",
+    "flush",
+    "plan_sharding",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """TorchRec takes seconds to import: only once one of the names that need it is used."""
+    if name in __all__:
+        return getattr(importlib.import_module("embershard.sharding.torchrec"), name)
+    raise AttributeError(f"module 'embershard' has no attribute {name!r}")

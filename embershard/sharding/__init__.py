@@ -1,1 +1,1 @@
-"""placeholder; its author replaces this line."""
+"""Tables over ranks: TorchRec's plans with cached tables."""

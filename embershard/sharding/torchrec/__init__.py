@@ -1,1 +1,19 @@
-"""placeholder; its author replaces this line."""
+"""The cache inside TorchRec: kernel, lookups, shardings, sharded modules, sharders. A new TorchRec touches this folder."""
+
+from embershard.sharding.torchrec.inspection import cache_stats, cached_embeddings, flush
+from embershard.sharding.torchrec.planning import plan_sharding
+from embershard.sharding.torchrec.sharders import (
+    CachedEmbeddingBagCollectionSharder,
+    CachedEmbeddingCollectionSharder,
+    StockEmbeddingBagCollectionSharder,
+)
+
+__all__ = [
+    "CachedEmbeddingBagCollectionSharder",
+    "CachedEmbeddingCollectionSharder",
+    "StockEmbeddingBagCollectionSharder",
+    "cache_stats",
+    "cached_embeddings",
+    "flush",
+    "plan_sharding",
+]

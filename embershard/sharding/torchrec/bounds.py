@@ -1,0 +1,69 @@
+"""Ids are checked where the user's names still hold: before the input all-to-all, on the rank that read them.
+
+Afterwards it is too late. FBGEMM trains row 0 for an id that is too large (with one warning), and bucketing by row
+blocks sends such an id to some rank as some row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from embershard.errors import IdOutOfRangeError
+
+
+class _TableConfig(Protocol):
+    name: str
+    num_embeddings: int
+    feature_names: list[str]
+
+
+def rows_by_feature(configs: Sequence[_TableConfig]) -> dict[str, tuple[str, int]]:
+    """For each feature the smallest table that it looks into: name and rows."""
+    smallest: dict[str, tuple[str, int]] = {}
+    for config in configs:
+        for feature in config.feature_names:
+            if feature not in smallest or config.num_embeddings < smallest[feature][1]:
+                smallest[feature] = (config.name, config.num_embeddings)
+    return smallest
+
+
+def check_bounds(features: KeyedJaggedTensor, rows: Mapping[str, tuple[str, int]]) -> None:
+    """Raise unless every id is a row of its table. Features that no table uses are not checked.
+
+    Raises:
+        IdOutOfRangeError: naming table, feature, position and id of the first one.
+    """
+    values = features.values()
+    if values.numel() == 0:
+        return
+    limits = torch.tensor([rows[key][1] if key in rows else 2**62 for key in features.keys()])  # noqa: SIM118
+    lengths = torch.tensor(features.length_per_key())
+    limit_of_id = torch.repeat_interleave(limits.to(values.device), lengths.to(values.device), output_size=values.numel())
+    if bool((values >= limit_of_id).any()) or int(values.amin()) < 0:
+        _raise_first(features, rows)
+
+
+def _raise_first(features: KeyedJaggedTensor, rows: Mapping[str, tuple[str, int]]) -> None:
+    start = 0
+    for key, length in zip(features.keys(), features.length_per_key(), strict=True):
+        ids = features.values()[start : start + length]
+        start += length
+        if key not in rows:
+            continue
+        table, num_rows = rows[key]
+        bad = ((ids < 0) | (ids >= num_rows)).nonzero().flatten()
+        if bad.numel():
+            position = int(bad[0])
+            bag_ends = features[key].lengths().cumsum(0)
+            sample = int(torch.searchsorted(bag_ends, position, right=True))
+            rank = f"rank {dist.get_rank()}, " if dist.is_initialized() else ""
+            raise IdOutOfRangeError(
+                f"{rank}table {table!r}, feature {key!r}: id {int(ids[position])} at position {position} of the batch "
+                f"(sample {sample}) is not in [0, {num_rows}); {bad.numel()} of {length} ids of this feature are not. "
+                "Map ids to rows when reading (modulo or hash), or give the table more rows"
+            )

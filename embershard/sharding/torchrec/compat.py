@@ -1,0 +1,24 @@
+"""What differs between the TorchRec versions that embershard runs on (1.6 to 1.8): the only place that asks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+
+def supported(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
+    """Those of ``arguments`` that ``function`` of this TorchRec version takes."""
+    known = inspect.signature(function).parameters
+    return {name: value for name, value in arguments.items() if name in known}
+
+
+def as_keyed_jagged(features: Any) -> KeyedJaggedTensor:
+    """TorchRec's modules also take a TensorDict of jagged tensors."""
+    if isinstance(features, KeyedJaggedTensor):
+        return features
+    from torchrec.sparse.tensor_dict import maybe_td_to_kjt
+
+    return maybe_td_to_kjt(features, None)

@@ -1,0 +1,252 @@
+"""Host rows, device slots and the cache between them, behind the members that TorchRec reads of an FBGEMM module."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_embedding_configs import SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
+from torch import Tensor, nn
+from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
+from torchrec.modules.embedding_configs import data_type_to_dtype, data_type_to_sparse_type
+
+from embershard.cache.host_store import HostStore
+from embershard.cache.row_cache import RowCache, Ticket
+from embershard.cache.scores import make_scores
+from embershard.cache.statistics import TableStats
+from embershard.errors import CacheError
+from embershard.sharding.torchrec.slots import SlotTable
+from embershard.sharding.torchrec.spec import CacheSpec, take_spec
+
+
+class CachedTableBatchedEmbeddings(nn.Module):
+    """All cached tables of one TorchRec group (same dim, dtype, optimizer, pooling) on one rank: one pool.
+
+    Looks like FBGEMM's ``SplitTableBatchedEmbeddingBagsCodegen`` to TorchRec, but for the location of its rows: the
+    weights and optimizer states that it shows are the host tier's, for the whole shard. Whoever reads them calls
+    :meth:`flush` first.
+    """
+
+    def __init__(self, config: GroupedEmbeddingConfig, pooling_mode: PoolingMode, device: torch.device | None) -> None:
+        super().__init__()
+        spec, fused_params = take_spec(config)
+        tables = config.embedding_tables
+        self._device = device or torch.device("cpu")
+        self._dim = tables[0].local_cols
+        assert all(table.local_cols == self._dim for table in tables), "TorchRec groups cached tables by dim"
+        self._rows = [table.local_rows for table in tables]
+        self._table_of_feature = [t for t, table in enumerate(tables) for _ in table.feature_names]
+        self.slots = SlotTable(
+            self._dim,
+            self._table_of_feature,
+            self._device,
+            pooling_mode,
+            data_type_to_sparse_type(config.data_type),
+            fused_params,
+        )
+        self.host = HostStore(
+            self._rows,
+            self._dim,
+            data_type_to_dtype(config.data_type),
+            self.slots.state_specs(),
+            spec.config.host,
+            spec.config.host_dir,
+        )
+        self.cache = self._make_cache(spec, config)
+        starts = [self.host.row_offsets[table] for table in self._table_of_feature]
+        self._first_key_of_feature = torch.tensor(starts, dtype=torch.int64, device=self._device)
+        self._prepared: deque[Ticket] = deque()
+
+    def _make_cache(self, spec: CacheSpec, config: GroupedEmbeddingConfig) -> RowCache:
+        tables, num_rows = config.embedding_tables, self.host.num_rows
+        num_slots = spec.num_slots(tables, num_rows, num_rows * self._dim, self.host.row_bytes)
+        counts = None
+        if spec.profile is not None:
+            offsets = [table.local_metadata.shard_offsets[0] if table.local_metadata else 0 for table in tables]
+            counts = torch.cat(
+                [
+                    spec.profile.shard(table.name, table.num_embeddings, offset, table.local_rows)
+                    for table, offset in zip(tables, offsets, strict=True)
+                ]
+            )
+        decay = spec.config.decay
+        return RowCache(
+            tables=[table.name for table in tables],
+            host=self.host,
+            device_payload=self.slots.resize,
+            num_slots=num_slots,
+            table_of_feature=self._table_of_feature,
+            scores=make_scores(spec.policy, num_rows, num_slots, self._device, counts, decay),
+            device=self._device,
+            overflow=spec.config.overflow,
+            warmup=spec.warmup,
+        )
+
+    # -- the step -------------------------------------------------------------------------------------------------
+
+    def prefetch(
+        self,
+        indices: Tensor,
+        offsets: Tensor,
+        forward_stream: Any = None,
+        batch_size_per_feature_per_rank: list[list[int]] | None = None,
+    ) -> None:
+        """Make a batch resident before its forward; forwards then come in the same order. TorchRec's hook."""
+        keys, lengths = self._keys(indices, offsets, batch_size_per_feature_per_rank)
+        self._prepared.append(self.cache.prepare(keys, lengths, critical_path=False))
+
+    def forward(
+        self,
+        indices: Tensor,
+        offsets: Tensor,
+        per_sample_weights: Tensor | None = None,
+        **variable_batch: Any,
+    ) -> Tensor:
+        """Pool (or gather) the rows of a batch.
+
+        Args:
+            indices: [N] row numbers in each feature's table shard.
+            offsets: [F * B + 1], feature after feature.
+            per_sample_weights: [N] or None.
+            variable_batch: FBGEMM's arguments for a batch size per feature.
+
+        With gradients enabled the rows become resident, and the backward trains them in their slots. Without, they
+        are read through the cache, which stays as it is.
+        """
+        arguments = dict(per_sample_weights=per_sample_weights, **variable_batch)
+        batch_sizes = variable_batch.get("batch_size_per_feature_per_rank")
+        if not torch.is_grad_enabled():
+            keys, _ = self._keys(indices, offsets, batch_sizes)
+            unique, inverse = keys.unique(return_inverse=True)
+            return self.slots.read(self.cache.read(unique), inverse, offsets.long(), **arguments)
+        self.slots.end_reading()
+        ticket = self._next_ticket(indices, offsets, batch_sizes)
+        output = self.slots(ticket.slots, offsets.long(), **arguments)
+        _release_after_backward(self.cache, ticket, output)
+        return output
+
+    def _next_ticket(self, indices: Tensor, offsets: Tensor, batch_sizes: list[list[int]] | None) -> Ticket:
+        if not self._prepared:
+            keys, lengths = self._keys(indices, offsets, batch_sizes)
+            return self.cache.prepare(keys, lengths)
+        ticket = self._prepared.popleft()
+        if ticket.slots.numel() != indices.numel():
+            raise CacheError(
+                f"tables {self.cache.tables}: the batch has {indices.numel()} ids, the prefetched one "
+                f"{ticket.slots.numel()}; forward the batches in the order in which they were prefetched"
+            )
+        return ticket
+
+    def _keys(
+        self, indices: Tensor, offsets: Tensor, batch_sizes: list[list[int]] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Keys int64 [N] of the batch's ids, and ids per feature int64 [F]."""
+        num_features = len(self._table_of_feature)
+        if batch_sizes is None:
+            bounds = offsets[:: max(1, (offsets.numel() - 1) // num_features)]
+        else:
+            sizes = torch.tensor([0] + [sum(per_rank) for per_rank in batch_sizes], device=offsets.device)
+            bounds = offsets[sizes.cumsum(0)]
+        lengths = bounds.diff() if bounds.numel() > 1 else offsets.new_zeros(num_features)
+        lengths = lengths.long()
+        first_keys = torch.repeat_interleave(self._first_key_of_feature, lengths, output_size=indices.numel())
+        return first_keys.add_(indices), lengths
+
+    # -- what TorchRec reads --------------------------------------------------------------------------------------
+
+    prefetch_pipeline = True
+
+    @property
+    def embedding_specs(self) -> list[tuple[int, int, EmbeddingLocation, ComputeDevice]]:
+        """Rows, dim and place of each table: the host tier's."""
+        return [(rows, self._dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for rows in self._rows]
+
+    @property
+    def weights_host(self) -> Tensor:
+        """All tables' weights, flat."""
+        return self.host.flat_weights
+
+    @property
+    def weights_physical_offsets(self) -> list[int]:
+        """Where each table starts in :attr:`weights_host`."""
+        return [offset * self._dim for offset in self.host.row_offsets]
+
+    @property
+    def weights_precision(self) -> SparseType:
+        """Type of the weights."""
+        return self.slots.tbe.weights_precision
+
+    @property
+    def optimizer(self) -> Any:
+        """FBGEMM's optimizer type."""
+        return self.slots.tbe.optimizer
+
+    def split_embedding_weights(self) -> list[Tensor]:
+        """Host weights per table: views [rows, D]."""
+        return self.host.table_weights()
+
+    def split_optimizer_states(self) -> list[list[Tensor]]:
+        """Host optimizer states per table; empty for an optimizer without state, as FBGEMM has it."""
+        return self.host.table_states() if self.host.states else []
+
+    def get_optimizer_state(self) -> list[dict[str, Tensor]]:
+        """Per table the named states: per-row ones from the host tier, ``iter`` from the slots' TBE."""
+        named = self.slots.tbe.get_optimizer_state()
+        if not named:
+            return []
+        per_row = [dict(zip(self.host.states, states, strict=True)) for states in self.host.table_states()]
+        return [{name: rows.get(name, scalar) for name, scalar in named[0].items()} for rows in per_row]
+
+    def get_learning_rate(self) -> float:
+        """Of the fused optimizer."""
+        return self.slots.tbe.get_learning_rate()
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Of the fused optimizer."""
+        self.slots.tbe.set_learning_rate(lr)
+
+    def set_optimizer_step(self, step: int) -> None:
+        """Of the fused optimizer."""
+        self.slots.tbe.set_optimizer_step(step)
+
+    def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
+        """Of the fused optimizer."""
+        self.slots.tbe.update_hyper_parameters(params_dict)
+
+    def flush(self) -> None:
+        """Write trained rows back to the host tier."""
+        self.cache.flush()
+
+    def reset_cache_states(self) -> None:
+        """Write trained rows back and forget what is cached."""
+        self.cache.flush()
+        self.cache.drop()
+
+    def stats(self) -> list[TableStats]:
+        """What the cache did, per table."""
+        return self.cache.stats()
+
+
+def _release_after_backward(cache: RowCache, ticket: Ticket, output: Tensor) -> None:
+    """Unpin the batch once FBGEMM's backward, which also trains the rows, has run.
+
+    Hooks on the autograd node, because a hook on the tensor fires before the update. The node holds the ticket: if
+    it is freed without a backward, so are the pins.
+    """
+    node = output.grad_fn
+    if node is None:
+        cache.release(ticket)
+        return
+
+    def check_pins(_: Any) -> None:
+        if ticket.released:
+            raise CacheError(
+                f"a second backward through one forward of tables {cache.tables}: its rows may have left their slots. "
+                "Run the forward again"
+            )
+
+    node.register_prehook(check_pins)
+    node.register_hook(lambda *_: cache.release(ticket))

@@ -1,0 +1,47 @@
+"""Reaching the caches of a model that is already sharded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from torch import nn
+
+from embershard.cache.statistics import TableStats
+from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
+
+
+def cached_embeddings(model: nn.Module) -> Iterator[CachedTableBatchedEmbeddings]:
+    """Every pool of this rank, in a fixed order."""
+    seen: set[int] = set()
+    for module in model.modules():
+        for lookup in getattr(module, "_lookups", None) or ():
+            for kernel in getattr(lookup, "_emb_modules", ()):
+                pool = getattr(kernel, "emb_module", None)
+                if isinstance(pool, CachedTableBatchedEmbeddings) and id(pool) not in seen:
+                    seen.add(id(pool))
+                    yield pool
+
+
+def flush(model: nn.Module) -> None:
+    """Write every trained row of this rank back to its host tier. ``state_dict`` does it by itself."""
+    for pool in cached_embeddings(model):
+        pool.flush()
+
+
+def cache_stats(model: nn.Module) -> list[TableStats]:
+    """What the caches of the calling rank did: one value per table, sorted by name.
+
+    A table of which the rank holds several column shards counts once, with the sum over its shards.
+    """
+    by_table: dict[str, TableStats] = {}
+    for pool in cached_embeddings(model):
+        for stats in pool.stats():
+            known = by_table.get(stats.table)
+            by_table[stats.table] = stats if known is None else _sum(known, stats)
+    return [by_table[table] for table in sorted(by_table)]
+
+
+def _sum(a: TableStats, b: TableStats) -> TableStats:
+    sums = {f.name: getattr(a, f.name) + getattr(b, f.name) for f in dataclasses.fields(a) if f.name != "table"}
+    return TableStats(table=a.table, **sums)

@@ -1,0 +1,107 @@
+"""The compute kernels of cached tables, as TorchRec's lookups expect them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
+from torch import Tensor
+from torchrec.distributed.batched_embedding_kernel import (
+    BaseBatchedEmbedding,
+    BaseBatchedEmbeddingBag,
+    BatchedFusedEmbedding,
+    BatchedFusedEmbeddingBag,
+    EmbeddingFusedOptimizer,
+)
+from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from embershard.errors import ShardingError
+from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
+
+
+class CachedFusedOptimizer(EmbeddingFusedOptimizer):
+    """TorchRec's fused optimizer over the host tier: flushed before anybody reads or replaces its states."""
+
+    @property
+    def state(self) -> Any:
+        """Optimizer states per parameter, up to date."""
+        module = self.__dict__.get("_emb_module")
+        if module is not None:
+            module.flush()
+        return self.__dict__["_state"]
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.__dict__["_state"] = value
+
+    def post_load_state_dict(self) -> None:
+        """The host tier has new states: forget the old ones."""
+        self._emb_module.reset_cache_states()
+
+
+class CachedEmbeddingBag(BatchedFusedEmbeddingBag):
+    """Pooled embeddings of a group of cached tables."""
+
+    def __init__(
+        self,
+        config: GroupedEmbeddingConfig,
+        pg: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+        sharding_type: ShardingType | None = None,
+    ) -> None:
+        # Past the parent, which would build FBGEMM's own table with all rows on the device.
+        BaseBatchedEmbeddingBag.__init__(self, config, pg, device, sharding_type)
+        _check_dims(config)
+        self._emb_module = CachedTableBatchedEmbeddings(config, self._pooling, device)
+        self._optim = CachedFusedOptimizer(config, self._emb_module, pg)
+        self.init_parameters()
+
+    def forward(
+        self,
+        features: KeyedJaggedTensor,
+        vbe_output: Tensor | None = None,
+        vbe_output_offsets: Any = None,
+    ) -> Tensor:
+        """Pooled rows [B, sum of D], or flat with a batch size per feature. The parent passes those arguments on
+        only to FBGEMM's own module types."""
+        weights = features.weights_or_none()
+        if weights is not None and not torch.is_floating_point(weights):
+            weights = None
+        variable_batch: dict[str, Any] = {}
+        if features.variable_stride_per_key():
+            variable_batch["batch_size_per_feature_per_rank"] = features.stride_per_key_per_rank()
+            if vbe_output is not None:
+                variable_batch.update(vbe_output=vbe_output, vbe_output_offsets=vbe_output_offsets)
+        return self._emb_module(features.values(), features.offsets(), weights, **variable_batch)
+
+
+class CachedEmbedding(BatchedFusedEmbedding):
+    """Sequence embeddings of a group of cached tables."""
+
+    def __init__(
+        self,
+        config: GroupedEmbeddingConfig,
+        pg: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        BaseBatchedEmbedding.__init__(self, config, pg, device)
+        _check_dims(config)
+        self._emb_module = CachedTableBatchedEmbeddings(config, PoolingMode.NONE, device)
+        self._optim = CachedFusedOptimizer(config, self._emb_module, pg)
+        self.init_parameters()
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        """Rows [N, D], one per id."""
+        return self._emb_module(features.values(), features.offsets())
+
+
+def _check_dims(config: GroupedEmbeddingConfig) -> None:
+    for table in config.embedding_tables:
+        if table.local_cols % 4:
+            raise ShardingError(
+                f"table {table.name!r} has {table.local_cols} columns on this rank; FBGEMM needs a multiple of 4. "
+                f"Use embedding_dim {table.embedding_dim + -table.embedding_dim % 4}, or another min_partition"
+            )

@@ -1,0 +1,134 @@
+"""TorchRec's sharded modules, handing the cache spec to the kernels and checking ids before they are distributed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.types import ShardingEnv
+
+from embershard.sharding.torchrec.bounds import check_bounds, rows_by_feature
+from embershard.sharding.torchrec.compat import as_keyed_jagged, supported
+from embershard.sharding.torchrec.lookups import PERMUTED_SHARDINGS, POOLED_SHARDINGS, SEQUENCE_SHARDINGS
+from embershard.sharding.torchrec.spec import CACHED_KERNEL, SPEC_KEY, has_spec
+
+ShardingInfos = dict[str, list[EmbeddingShardingInfo]]
+
+
+def _mark_cached(infos: ShardingInfos, spec: Any) -> ShardingInfos:
+    """Give the spec to the cached tables. ``prefetch_pipeline`` makes TorchRec group them apart, by dim."""
+    for group in infos.values():
+        for info in group:
+            if info.param_sharding.compute_kernel == CACHED_KERNEL:
+                info.fused_params = {**(info.fused_params or {}), SPEC_KEY: spec, "prefetch_pipeline": True}
+    return infos
+
+
+def _without_spec(fused_params: dict[str, Any] | None) -> tuple[dict[str, Any], Any]:
+    rest = dict(fused_params or {})
+    return rest, rest.pop(SPEC_KEY)
+
+
+def _flush_lookups(module: Any) -> None:
+    for lookup in module._lookups:
+        while isinstance(lookup, nn.parallel.DistributedDataParallel):
+            lookup = lookup.module
+        lookup.flush()
+
+
+class CachedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
+    """A ``ShardedEmbeddingBagCollection`` whose cached tables live in host memory behind device caches."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._rows_by_feature = rows_by_feature(self._embedding_bag_configs)
+
+    @classmethod
+    def create_grouped_sharding_infos(
+        cls, module: Any, params: Any, prefix: str, fused_params: dict[str, Any] | None, *rest: Any
+    ) -> ShardingInfos:
+        fused_params, spec = _without_spec(fused_params)
+        return _mark_cached(super().create_grouped_sharding_infos(module, params, prefix, fused_params, *rest), spec)
+
+    @classmethod
+    def create_embedding_bag_sharding(
+        cls,
+        sharding_infos: list[EmbeddingShardingInfo],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        permute_embeddings: bool = False,
+        qcomm_codecs_registry: Any = None,
+    ) -> EmbeddingSharding:
+        sharding_type = sharding_infos[0].param_sharding.sharding_type
+        if not any(has_spec(info.fused_params) for info in sharding_infos):
+            return super().create_embedding_bag_sharding(
+                sharding_infos, env, device, permute_embeddings, qcomm_codecs_registry
+            )
+        extra = {"permute_embeddings": permute_embeddings} if sharding_type in PERMUTED_SHARDINGS else {}
+        return POOLED_SHARDINGS[sharding_type](
+            sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry, **extra
+        )
+
+    def input_dist(self, ctx: Any, features: Any) -> Any:
+        """Check the ids, then TorchRec's input all-to-all."""
+        check_bounds(as_keyed_jagged(features), self._rows_by_feature)
+        return super().input_dist(ctx, features)
+
+    @staticmethod
+    def _pre_load_state_dict_hook(self: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Tables that the state dict leaves out keep what they learned."""
+        _flush_lookups(self)
+        ShardedEmbeddingBagCollection._pre_load_state_dict_hook(self, state_dict, prefix, *args)
+
+
+class CachedShardedEmbeddingCollection(ShardedEmbeddingCollection):
+    """A ``ShardedEmbeddingCollection`` whose cached tables live in host memory behind device caches."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._rows_by_feature = rows_by_feature(self._embedding_configs)
+
+    @classmethod
+    def create_grouped_sharding_infos(
+        cls, module: Any, params: Any, fused_params: dict[str, Any] | None, *rest: Any
+    ) -> ShardingInfos:
+        fused_params, spec = _without_spec(fused_params)
+        return _mark_cached(super().create_grouped_sharding_infos(module, params, fused_params, *rest), spec)
+
+    @classmethod
+    def create_embedding_sharding(
+        cls,
+        sharding_type: str,
+        sharding_infos: list[EmbeddingShardingInfo],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        qcomm_codecs_registry: Any = None,
+    ) -> EmbeddingSharding:
+        if not any(has_spec(info.fused_params) for info in sharding_infos):
+            return super().create_embedding_sharding(
+                sharding_type, sharding_infos, env, device, qcomm_codecs_registry
+            )
+        return SEQUENCE_SHARDINGS[sharding_type](
+            sharding_infos=sharding_infos, env=env, device=device, qcomm_codecs_registry=qcomm_codecs_registry
+        )
+
+    def input_dist(self, ctx: Any, features: Any) -> Any:
+        """Check the ids, then TorchRec's input all-to-all."""
+        check_bounds(as_keyed_jagged(features), self._rows_by_feature)
+        return super().input_dist(ctx, features)
+
+    @staticmethod
+    def _pre_load_state_dict_hook(self: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Tables that the state dict leaves out keep what they learned."""
+        _flush_lookups(self)
+        ShardedEmbeddingCollection._pre_load_state_dict_hook(self, state_dict, prefix, *args)
+
+
+def new_sharded_module(cls: type, module: Any, params: Any, env: Any, device: Any, **arguments: Any) -> Any:
+    """Construct ``cls`` with those arguments that this TorchRec version knows."""
+    base = cls.__mro__[1]
+    return cls(module, params, env, device=device, **supported(base.__init__, **arguments))

@@ -1,0 +1,199 @@
+"""What a TorchRec user passes to ``DistributedModelParallel(model, sharders=[...], plan=...)``."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch.distributed import _remote_device
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel, ShardingType
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.types import ParameterSharding, ShardingEnv
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
+from embershard.cache.config import CacheConfig
+from embershard.cache.profile import FrequencyProfile
+from embershard.errors import ConfigError
+from embershard.sharding.torchrec.modules import (
+    CachedShardedEmbeddingBagCollection,
+    CachedShardedEmbeddingCollection,
+    new_sharded_module,
+)
+from embershard.sharding.torchrec.spec import CACHED_KERNEL, SPEC_KEY, CacheSpec
+
+POOLED_TYPES = [
+    ShardingType.DATA_PARALLEL.value,
+    ShardingType.TABLE_WISE.value,
+    ShardingType.COLUMN_WISE.value,
+    ShardingType.TABLE_COLUMN_WISE.value,
+    ShardingType.ROW_WISE.value,
+    ShardingType.TABLE_ROW_WISE.value,
+    ShardingType.GRID_SHARD.value,
+]
+SEQUENCE_TYPES = [
+    ShardingType.DATA_PARALLEL.value,
+    ShardingType.TABLE_WISE.value,
+    ShardingType.COLUMN_WISE.value,
+    ShardingType.ROW_WISE.value,
+]
+
+
+class StockEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
+    """TorchRec's sharder, which hides row-wise, table-row-wise and grid sharding on CPU though they work there.
+
+    The uncached side of every comparison.
+    """
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """All types, on every device."""
+        return POOLED_TYPES
+
+
+class _Cached:
+    """What both cached sharders share: the cache's settings, and how they reach a sharded module."""
+
+    _cache: CacheConfig
+    _profile: FrequencyProfile | None
+
+    def _configure(self, cache: CacheConfig | None, profile: FrequencyProfile | None) -> None:
+        if cache is not None and not isinstance(cache, CacheConfig):
+            raise ConfigError(f"cache must be a CacheConfig, got {type(cache).__name__}; write CacheConfig(ratio=0.05)")
+        self._cache = cache or CacheConfig()
+        self._profile = profile
+        self._cache.resolved_policy(profile is not None)  # complain here, not in the middle of sharding
+
+    @property
+    def cache(self) -> CacheConfig:
+        """The cache's settings."""
+        return self._cache
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """Cached or fused for sharded tables, dense for replicated ones."""
+        if sharding_type == ShardingType.DATA_PARALLEL.value:
+            return [EmbeddingComputeKernel.DENSE.value]
+        return [CACHED_KERNEL, EmbeddingComputeKernel.FUSED.value]
+
+    def _shard(
+        self, cls: type, module: Any, params: dict[str, ParameterSharding], env: ShardingEnv, device: Any, **rest: Any
+    ) -> Any:
+        spec = CacheSpec.make(self._cache, self._profile, params, env.rank)
+        fused_params = {**(self.fused_params or {}), SPEC_KEY: spec}  # type: ignore[attr-defined]
+        params = {name: _on_host(param) for name, param in params.items()}
+        return new_sharded_module(
+            cls,
+            module,
+            params,
+            env,
+            device,
+            fused_params=fused_params,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,  # type: ignore[attr-defined]
+            **rest,
+        )
+
+
+class CachedEmbeddingBagCollectionSharder(_Cached, EmbeddingBagCollectionSharder):
+    """Shards an ``EmbeddingBagCollection``; its cached tables live in host memory behind a device cache per rank.
+
+    Args:
+        cache: size and policy; default ``CacheConfig()``.
+        profile: row counts of the data, for the ``frequency`` policy, the warm-up, and ``lfu``'s first counts.
+        fused_params: as TorchRec takes them.
+        qcomm_codecs_registry: as TorchRec takes it.
+
+    >>> sharder = CachedEmbeddingBagCollectionSharder(cache=CacheConfig(ratio=0.015))
+    >>> sharder.cache.ratio
+    0.015
+    """
+
+    def __init__(
+        self,
+        cache: CacheConfig | None = None,
+        profile: FrequencyProfile | None = None,
+        fused_params: dict[str, Any] | None = None,
+        qcomm_codecs_registry: Any = None,
+    ) -> None:
+        super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)
+        self._configure(cache, profile)
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """All types, on every device."""
+        return POOLED_TYPES
+
+    def shard(
+        self,
+        module: EmbeddingBagCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> CachedShardedEmbeddingBagCollection:
+        """Called by ``DistributedModelParallel``."""
+        return self._shard(
+            CachedShardedEmbeddingBagCollection, module, params, env, device, module_fqn=module_fqn
+        )
+
+    @property
+    def sharded_module_type(self) -> type[CachedShardedEmbeddingBagCollection]:
+        """What :meth:`shard` returns."""
+        return CachedShardedEmbeddingBagCollection
+
+
+class CachedEmbeddingCollectionSharder(_Cached, EmbeddingCollectionSharder):
+    """Shards an ``EmbeddingCollection`` (sequence embeddings); arguments as the pooled sharder's.
+
+    Args:
+        use_index_dedup: as TorchRec takes it.
+    """
+
+    def __init__(
+        self,
+        cache: CacheConfig | None = None,
+        profile: FrequencyProfile | None = None,
+        fused_params: dict[str, Any] | None = None,
+        qcomm_codecs_registry: Any = None,
+        use_index_dedup: bool = False,
+    ) -> None:
+        super().__init__(
+            fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry, use_index_dedup=use_index_dedup
+        )
+        self._configure(cache, profile)
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """What TorchRec has for sequences."""
+        return SEQUENCE_TYPES
+
+    def shard(
+        self,
+        module: EmbeddingCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> CachedShardedEmbeddingCollection:
+        """Called by ``DistributedModelParallel``."""
+        return self._shard(
+            CachedShardedEmbeddingCollection,
+            module,
+            params,
+            env,
+            device,
+            module_fqn=module_fqn,
+            use_index_dedup=self._use_index_dedup,
+        )
+
+    @property
+    def sharded_module_type(self) -> type[CachedShardedEmbeddingCollection]:
+        """What :meth:`shard` returns."""
+        return CachedShardedEmbeddingCollection
+
+
+def _on_host(param: ParameterSharding) -> ParameterSharding:
+    """A cached table's shards are in host memory, wherever its slots are: ShardedTensor checks the placement."""
+    if param.compute_kernel != CACHED_KERNEL or param.sharding_spec is None:
+        return param
+    param = copy.deepcopy(param)
+    for shard in param.sharding_spec.shards:
+        shard.placement = _remote_device(f"rank:{shard.placement.rank()}/cpu")
+    return param

@@ -1,0 +1,100 @@
+"""What the sharder tells the kernels: carried through TorchRec inside ``fused_params``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.types import ParameterSharding
+
+from embershard.cache.config import CacheConfig, Policy
+from embershard.cache.profile import FrequencyProfile
+from embershard.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardedEmbeddingTable
+
+SPEC_KEY = "_embershard_cache"
+
+# Our tables carry TorchRec's label for cached tables: then its planner, state dicts, optimizer states and prefetch
+# hooks all apply. CUSTOMIZED_KERNEL would leave them out of the state dict.
+CACHED_KERNEL = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
+
+
+@dataclass(frozen=True, eq=False)
+class CacheSpec:
+    """One sharded module's cache settings on one rank. Hashed by identity: TorchRec groups tables by it.
+
+    Attributes:
+        config: the user's settings.
+        policy: the policy in force.
+        warmup: whether the pools start with the profile's most frequent rows.
+        profile: row counts per table, or None.
+        rank_weights: elements of all cached tables' shards on this rank, to divide ``device_bytes`` by.
+    """
+
+    config: CacheConfig
+    policy: Policy
+    warmup: bool
+    profile: FrequencyProfile | None
+    rank_weights: int
+
+    @classmethod
+    def make(
+        cls,
+        config: CacheConfig,
+        profile: FrequencyProfile | None,
+        params: dict[str, ParameterSharding],
+        rank: int,
+    ) -> CacheSpec:
+        """The spec of a module whose tables are placed by ``params``."""
+        has_profile = profile is not None
+        cached = [p for p in params.values() if p.compute_kernel == CACHED_KERNEL]
+        shards = [shard for p in cached if p.sharding_spec for shard in p.sharding_spec.shards]
+        here = [shard.shard_sizes for shard in shards if shard.placement.rank() == rank]
+        return cls(
+            config=config,
+            policy=config.resolved_policy(has_profile),
+            warmup=config.resolved_warmup(has_profile),
+            profile=profile,
+            rank_weights=sum(rows * cols for rows, cols in here),
+        )
+
+    def num_slots(
+        self, tables: list[ShardedEmbeddingTable], num_rows: int, weights: int, row_bytes: int
+    ) -> int:
+        """Slots of a pool of ``num_rows`` rows of ``row_bytes`` each, with ``weights`` elements in all.
+
+        A table's ``cache_params.load_factor`` in the plan goes before the config.
+
+        Raises:
+            ConfigError: the byte budget does not even hold the maps and one slot.
+        """
+        planned = [(table.fused_params or {}).get("cache_load_factor") for table in tables]
+        if self.config.device_bytes is not None and not any(planned):
+            share = self.config.device_bytes * weights // self.rank_weights
+            map_bytes = 4 * num_rows
+            slot_bytes = row_bytes + 12 + (0 if self.policy == "lru" else 4)
+            slots = (share - map_bytes) // slot_bytes - 1  # the null slot
+            if slots < 1:
+                least = (map_bytes + 2 * slot_bytes) * self.rank_weights // weights + 1
+                raise ConfigError(
+                    f"cache.device_bytes={self.config.device_bytes} does not hold the slot map and one slot of tables "
+                    f"{[table.name for table in tables][:5]}; at least {least} are needed on this rank, or more ranks"
+                )
+            return min(slots, num_rows)
+        ratio = self.config.ratio or 0.0
+        wanted = sum((own or ratio) * table.local_rows for own, table in zip(planned, tables, strict=True))
+        return max(1, min(num_rows, round(wanted)))
+
+
+def take_spec(config: GroupedEmbeddingConfig) -> tuple[CacheSpec, dict[str, Any]]:
+    """The spec in a group's ``fused_params``, and the rest of them."""
+    fused_params = dict(config.fused_params or {})
+    return fused_params.pop(SPEC_KEY), fused_params
+
+
+def has_spec(fused_params: dict[str, Any] | None) -> bool:
+    """Whether these ``fused_params`` belong to a cached table."""
+    return bool(fused_params) and SPEC_KEY in fused_params

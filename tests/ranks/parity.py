@@ -1,0 +1,273 @@
+"""Train the same model on the same batches with stock TorchRec and with the cache, and compare every bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.types import ShardingEnv
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from embershard import (
+    CacheConfig,
+    CachedEmbeddingBagCollectionSharder,
+    CachedEmbeddingCollectionSharder,
+    FrequencyProfile,
+    TableStats,
+    cache_stats,
+    plan_sharding,
+)
+from embershard.sharding.torchrec import StockEmbeddingBagCollectionSharder
+
+logging.getLogger("torchrec").setLevel(logging.ERROR)
+
+ROWS = (1000, 500, 2000, 333)
+OPTIMIZERS = {
+    "sgd": EmbOptimType.EXACT_SGD,
+    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    "adagrad": EmbOptimType.EXACT_ADAGRAD,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration. ``sharding``: one type for all tables, or one per table. ``cached``: numbers of the cached
+    tables, None for all; ``data_parallel`` tables are never cached."""
+
+    optimizer: str = "rowwise_adagrad"
+    sharding: str | tuple[str, ...] = "table_wise"
+    policy: str = "lfu"
+    cached: tuple[int, ...] | None = None
+    sequence: bool = False
+    mean: bool = False
+    weighted: bool = False
+    shared: bool = False
+    dims: tuple[int, ...] = (16, 16, 16, 16)
+    fp16: tuple[int, ...] = ()
+    ratio: float = 0.22
+    steps: int = 30
+    batch_size: int = 16
+    local_world_size: int | None = None
+    host_dir: str | None = None
+    overflow: str = "raise"
+    evaluate_every: int = 0
+
+    @property
+    def features(self) -> list[str]:
+        """One per table, and with ``shared`` a second one for table 0."""
+        return [f"f{t}" for t in range(len(ROWS))] + (["f0b"] if self.shared else [])
+
+
+def batches(case: Case, rank: int, steps: int | None = None, seed: int = 0) -> Iterator[tuple[KeyedJaggedTensor, Tensor]]:
+    """Ragged multi-hot bags with empty ones among them, skewed over scattered rows; labels."""
+    rows = [ROWS[int(name[1])] for name in case.features]
+    for step in range(steps or case.steps):
+        generator = torch.Generator().manual_seed(100_000 * seed + 1000 * step + rank)
+        lengths = torch.randint(0, 6, (len(rows) * case.batch_size,), generator=generator)
+        values = []
+        for f, num_rows in enumerate(rows):
+            count = int(lengths[f * case.batch_size : (f + 1) * case.batch_size].sum())
+            skewed = (torch.rand(count, generator=generator) ** 2 * num_rows).long()
+            values.append(skewed * 7 % num_rows)
+        ids = torch.cat(values)
+        weights = torch.rand(ids.numel(), generator=generator) if case.weighted else None
+        features = KeyedJaggedTensor(keys=case.features, values=ids, lengths=lengths, weights=weights)
+        yield features, torch.rand(case.batch_size, generator=generator)
+
+
+class _Model(nn.Module):
+    """Embeddings and one dense layer, pooled or as sequences."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        common: list[dict[str, Any]] = [
+            dict(
+                name=f"t{t}",
+                embedding_dim=case.dims[t],
+                num_embeddings=rows,
+                feature_names=[name for name in case.features if name[1] == str(t)],
+                data_type=DataType.FP16 if t in case.fp16 else DataType.FP32,
+            )
+            for t, rows in enumerate(ROWS)
+        ]
+        meta = torch.device("meta")
+        if case.sequence:
+            self.embeddings = EmbeddingCollection(tables=[EmbeddingConfig(**c) for c in common], device=meta)
+        else:
+            pooling = PoolingType.MEAN if case.mean else PoolingType.SUM
+            tables = [EmbeddingBagConfig(**c, pooling=pooling) for c in common]
+            self.embeddings = EmbeddingBagCollection(tables=tables, device=meta, is_weighted=case.weighted)
+        width = sum(case.dims[int(name[1])] for name in case.features)
+        self.dense = nn.Linear(width, 1)
+        self.sequence = case.sequence
+
+    def forward(self, features: KeyedJaggedTensor, labels: Tensor) -> Tensor:
+        found = self.embeddings(features)
+        if self.sequence:
+            pooled = [
+                torch.segment_reduce(found[k].values(), "sum", lengths=found[k].lengths(), unsafe=True)
+                for k in features.keys()  # noqa: SIM118
+            ]
+            x = torch.cat(pooled, dim=1)
+        else:
+            x = found.values()
+        return ((self.dense(x).squeeze(1) - labels) ** 2).mean()
+
+
+def build(case: Case, cached: bool) -> DistributedModelParallel:
+    """The sharded model, from seed 7, on this rank."""
+    torch.manual_seed(7)
+    model = _Model(case)
+    fused_params = {"optimizer": OPTIMIZERS[case.optimizer], "learning_rate": 0.1, "eps": 1e-6}
+    profile = None
+    if case.policy == "frequency":
+        profile = make_profile(case)
+    config = CacheConfig(
+        ratio=case.ratio,
+        policy=case.policy,  # type: ignore[arg-type]
+        overflow=case.overflow,  # type: ignore[arg-type]
+        host="mmap" if case.host_dir else "memory",
+        host_dir=case.host_dir,
+    )
+    if case.sequence:
+        stock: Any = EmbeddingCollectionSharder(fused_params=dict(fused_params))
+        ours: Any = CachedEmbeddingCollectionSharder(config, profile, dict(fused_params))
+    else:
+        stock = StockEmbeddingBagCollectionSharder(fused_params=dict(fused_params))
+        ours = CachedEmbeddingBagCollectionSharder(config, profile, dict(fused_params))
+    sharder = ours if cached else stock
+    world_size = dist.get_world_size()
+    plan = plan_sharding(
+        model,
+        [sharder],
+        world_size=world_size,
+        local_world_size=case.local_world_size or world_size,
+        device="cpu",
+        constraints=_constraints(case, cached),
+    )
+    return DistributedModelParallel(
+        model,
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
+        device=torch.device("cpu"),
+        plan=plan,
+        sharders=[sharder],
+    )
+
+
+def _constraints(case: Case, cached: bool) -> dict[str, ParameterConstraints]:
+    types = (case.sharding,) * len(ROWS) if isinstance(case.sharding, str) else case.sharding
+    constraints = {}
+    for t, sharding_type in enumerate(types):
+        stock = not cached or (case.cached is not None and t not in case.cached)
+        kernel = "dense" if sharding_type == "data_parallel" else "fused" if stock else None
+        constraints[f"t{t}"] = ParameterConstraints(
+            sharding_types=[sharding_type], compute_kernels=[kernel] if kernel else None, min_partition=4
+        )
+    return constraints
+
+
+def make_profile(case: Case) -> FrequencyProfile:
+    """Counts over the batches of all ranks."""
+    tables = {name: f"t{name[1]}" for name in case.features}
+    counted = []
+    for rank in range(dist.get_world_size()):
+        for features, _ in batches(case, rank):
+            counted += [{tables[name]: jagged.values()} for name, jagged in features.to_dict().items()]
+    return FrequencyProfile.count(counted, {f"t{t}": rows for t, rows in enumerate(ROWS)})
+
+
+def train(model: DistributedModelParallel, case: Case, steps: int | None = None, seed: int = 0) -> list[float]:
+    """Train on this rank's batches; the losses (an evaluation's among them, where the case has one)."""
+    optimizer = torch.optim.SGD([p for n, p in model.named_parameters() if "dense" in n], lr=0.05)
+    losses = []
+    for step, (features, labels) in enumerate(batches(case, dist.get_rank(), steps, seed)):
+        optimizer.zero_grad()
+        loss = model(features, labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if case.evaluate_every and step % case.evaluate_every == 0:
+            with torch.no_grad():
+                unseen = next(batches(case, dist.get_rank(), 1, seed=step + 1000))
+                losses.append(model(*unseen).item())
+    return losses
+
+
+def snapshot(model: DistributedModelParallel, states_first: bool = True) -> dict[str, Tensor]:
+    """This rank's shards of all weights and optimizer states, by name and offset. Copies."""
+    groups = [("state", _states(model)), ("weight", model.state_dict())]
+    found = {}
+    for kind, values in groups if states_first else reversed(groups):
+        for name, value in values.items():
+            if isinstance(value, ShardedTensor):
+                for shard in value.local_shards():
+                    key = f"{kind}/{name}/{tuple(shard.metadata.shard_offsets)}"
+                    found[key] = shard.tensor.detach().clone()
+            elif isinstance(value, Tensor):
+                found[f"{kind}/{name}"] = value.detach().clone()
+    return found
+
+
+def _states(model: DistributedModelParallel) -> dict[str, Any]:
+    return {
+        f"{table}.{name}": value
+        for table, states in model.fused_optimizer.state_dict()["state"].items()
+        for name, value in states.items()
+    }
+
+
+def differences(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
+    """Names under which two snapshots are not bitwise equal."""
+    only = sorted(set(a) ^ set(b))
+    return only + [name for name in sorted(set(a) & set(b)) if not torch.equal(a[name], b[name])]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank saw. ``different`` is empty when everything was bitwise equal."""
+
+    different: list[str]
+    num_compared: int
+    num_states: int
+    stats: list[TableStats]
+
+
+def compare(case: Case, policies: tuple[str, ...] | None = None) -> dict[str, Outcome]:
+    """Stock against cached, for each policy; by policy, what differed on this rank."""
+    warnings.simplefilter("error", category=UserWarning)
+    warnings.filterwarnings("ignore", module="torch")
+    warnings.filterwarnings("ignore", module="torchrec")
+    stock = build(case, cached=False)
+    expected = {"initial": snapshot(stock), "losses": train(stock, case), "final": snapshot(stock)}
+    outcomes = {}
+    for policy in policies or (case.policy,):
+        ours = dataclasses.replace(case, policy=policy)
+        model = build(ours, cached=True)
+        different = [f"initial {name}" for name in differences(expected["initial"], snapshot(model))]
+        losses = train(model, ours)
+        different += [f"loss {i}" for i, (a, b) in enumerate(zip(expected["losses"], losses, strict=True)) if a != b]
+        stats = cache_stats(model)
+        final = snapshot(model)
+        different += differences(expected["final"], final)
+        num_states = sum(name.startswith("state") for name in final)
+        outcomes[policy] = Outcome(different, len(final), num_states, stats)
+    return outcomes
+
+
+def compare_all(cases: list[Case], policies: tuple[str, ...] | None = None) -> list[dict[str, Outcome]]:
+    """:func:`compare` for several cases in one call."""
+    return [compare(case, policies) for case in cases]
