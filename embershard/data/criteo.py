@@ -54,22 +54,23 @@ class CriteoSource:
         return self._parsed.get(physical).take(first + rows)
 
     def _parse(self, chunk: int) -> Block:
-        where = _Place(self._text.path(chunk), int(self._text.first_row[chunk]))
+        where = Place(self._text.path(chunk), int(self._text.first_row[chunk]), int(self._text.rows[chunk]))
         return parse_criteo(self._text.read(chunk), self._criteo, where)
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a chunk comes from, for messages."""
+class Place:
+    """Which lines of which file a chunk is, for messages; ``first_row`` counts from 0."""
 
     path: Path
     first_row: int
+    num_rows: int
 
     def fail(self, row: int, what: str) -> NoReturn:
         raise DataError(f"{self.path}:{self.first_row + row + 1} {what}")
 
 
-def parse_criteo(data: memoryview, config: CriteoConfig, where: _Place) -> Block:
+def parse_criteo(data: memoryview, config: CriteoConfig, where: Place) -> Block:
     """The samples of some whole lines.
 
     Raises:
@@ -91,7 +92,7 @@ def parse_criteo(data: memoryview, config: CriteoConfig, where: _Place) -> Block
     return Block(dense, labels, tuple(rows), (1,) * NUM_CRITEO_SPARSE)
 
 
-def _read_columns(data: memoryview, where: _Place) -> Any:
+def _read_columns(data: memoryview, where: Place) -> Any:
     """A pyarrow table of one chunk per column: label and integers as float32, categoricals as they stand."""
     import pyarrow as pa
     from pyarrow import csv
@@ -106,10 +107,12 @@ def _read_columns(data: memoryview, where: _Place) -> Any:
         )
     except pa.ArrowInvalid as error:
         _explain(data, where, error)
+    if table.num_rows != where.num_rows:
+        _explain(data, where, ValueError(f"{where.num_rows} lines, but {table.num_rows} rows"))
     return table.combine_chunks()
 
 
-def _rows(table: Any, data: memoryview, config: CriteoConfig, where: _Place) -> NDArray[np.int64]:
+def _rows(table: Any, data: memoryview, config: CriteoConfig, where: Place) -> NDArray[np.int64]:
     """Rows of the categoricals: int64 [26, n]."""
     texts, lengths = zip(*(_cells(table.column(name).chunk(0)) for name in SPARSE), strict=True)
     values, bad = parse_hex(np.concatenate(texts), np.concatenate(lengths))
@@ -129,7 +132,7 @@ def _cells(column: Any) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     return text[borders[0] : borders[-1]], np.diff(borders).astype(np.int64)
 
 
-def _explain(data: memoryview, where: _Place, error: Exception | None = None) -> NoReturn:
+def _explain(data: memoryview, where: Place, error: Exception | None = None) -> NoReturn:
     """Find what is wrong with a chunk, line by line, and say it. Only called when something is."""
     for number, line in enumerate(bytes(data).splitlines()):
         cells = line.decode("utf-8", "backslashreplace").split("\t")

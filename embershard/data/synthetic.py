@@ -173,7 +173,7 @@ class HiddenModel:
 
 
 def _scatter(key: int, num_ids: int) -> tuple[int, int]:
-    """Step and shift of the bijection rank -> (rank * step + shift) mod num_ids; neighbours come far apart."""
+    """Step and shift of the bijection rank -> (rank * step + shift) mod num_ids; neighbours come apart."""
     step = max(1, round(num_ids * (math.sqrt(5) - 1) / 2))
     while math.gcd(step, num_ids) != 1:
         step += 1
