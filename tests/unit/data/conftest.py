@@ -90,7 +90,7 @@ def criteo_text(criteo_sample: Path) -> bytes:
 
 @pytest.fixture
 def criteo_line() -> Callable[..., str]:
-    """A line of Criteo's format; settings replace its cells, as in ``criteo_line(label="2", I3="", C1="ff")``."""
+    """A line of Criteo's format; settings replace its cells, as in ``criteo_line(I3="", C1="ff")``."""
     names = ["label", *(f"I{i + 1}" for i in range(13)), *(f"C{i + 1}" for i in range(26))]
 
     def make(**cells: str) -> str:

@@ -1,8 +1,9 @@
-"""Criteo files: the same numbers as a slow reader gives, from any kind of file; and what is said of bad input."""
+"""Criteo files: the same numbers as a slow reader gives, from any kind of file; messages about bad input."""
 
 from __future__ import annotations
 
 import gzip
+import itertools
 import math
 import string
 
@@ -130,7 +131,9 @@ cells = st.lists(st.text("0123456789abcdefABCDEF", max_size=8), min_size=1, max_
 
 @given(st.one_of(cells, st.lists(st.sampled_from(["", "0123abCD", "ffffffff"]), min_size=1)))
 def test_hex_is_what_int_says(cells):
-    values, bad = parse_hex(np.frombuffer("".join(cells).encode(), np.uint8), np.array([len(c) for c in cells]))
+    values, bad = parse_hex(
+        np.frombuffer("".join(cells).encode(), np.uint8), np.array([len(c) for c in cells])
+    )
     assert values.tolist() == [int(cell or "0", 16) for cell in cells]
     assert not bad.any()
 
@@ -161,7 +164,7 @@ def test_chunks_of_lines_are_cut_at_newlines(pieces, data):
     lines = content.split(b"\n")
     lines = [line + b"\n" for line in lines[:-1]] + ([lines[-1]] if lines[-1] else [])
     wanted = [b"".join(lines[i : i + chunk_rows]) for i in range(0, len(lines), chunk_rows)]
-    assert [content[a:b] for a, b in zip(borders[:-1], borders[1:], strict=True)] == wanted
+    assert [content[a:b] for a, b in itertools.pairwise(borders)] == wanted
     assert rows.tolist() == [len(lines[i : i + chunk_rows]) for i in range(0, len(lines), chunk_rows)]
 
 
@@ -193,7 +196,7 @@ def test_bad_cells_are_named(criteo_line, open_stream, tmp_path, cells, message)
 def test_blank_line_and_wrong_encoding_are_named(criteo_line, open_stream, tmp_path):
     path = tmp_path / "day_0"
     path.write_text(criteo_line() + "\n\n" + criteo_line())
-    with pytest.raises(DataError, match="day_0:2 has 1 tab-separated columns"):
+    with pytest.raises(DataError, match=r"day_0:2 has 1 tab-separated columns"):
         read_all(open_stream, path, batch_size=1)
     path.write_bytes(criteo_line(I1="@").replace("@", "\xff").encode("latin-1"))
     with pytest.raises(DataError, match=r"day_0:1 I1='\\\\xff': needed a number"):
@@ -211,25 +214,29 @@ def test_bad_files_are_named(criteo_text, tmp_path):
     assert "day_0: the file is empty (0 bytes)" in problem("day_0", b"")
     assert "day_1.gz: no line in it" in problem("day_1.gz", gzip.compress(b""))
     assert "day_2.gz: the gzip file is truncated" in problem("day_2.gz", packed[:-100])
-    assert "day_3.gz: not a sound gzip file" in problem("day_3.gz", packed[:5000] + b"\0" * 99 + packed[5099:])
+    assert "day_3.gz: not a sound gzip file" in problem(
+        "day_3.gz", packed[:5000] + b"\0" * 99 + packed[5099:]
+    )
     assert "day_4.gz: not a sound gzip file" in problem("day_4.gz", criteo_text[:1000])
-    with pytest.raises(DataError, match="the file is empty"):
+    with pytest.raises(DataError, match=r"the file is empty"):
         open_source(DataConfig(kind="criteo", path=str(tmp_path)))
-    with pytest.raises(DataError, match="no such file or folder"):
+    with pytest.raises(DataError, match=r"no such file or folder"):
         open_source(DataConfig(kind="criteo", path=str(tmp_path / "absent")))
     other = tmp_path / "other"
     other.mkdir()
     (other / "notes.md").write_text("x")
-    with pytest.raises(DataError, match=r"none of its 1 files matches day_\*.*notes.md.*set data.criteo.files"):
+    with pytest.raises(
+        DataError, match=r"none of its 1 files matches day_\*.*notes.md.*set data.criteo.files"
+    ):
         open_source(DataConfig(kind="criteo", path=str(other)))
 
 
 def test_wrong_settings_are_named():
     with pytest.raises(ConfigError, match=r"data.criteo.num_rows = \(5, 6\); needed one number or 26"):
         CriteoConfig(num_rows=[5, 6])  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="needs data.path"):
+    with pytest.raises(ConfigError, match=r"needs data.path"):
         open_source(DataConfig(kind="criteo"))
-    with pytest.raises(ConfigError, match="data.path"):
+    with pytest.raises(ConfigError, match=r"data.path"):
         DataConfig(kind="synthetic", path="somewhere")
-    with pytest.raises(ConfigError, match="data.eval_fraction"):
+    with pytest.raises(ConfigError, match=r"data.eval_fraction"):
         DataConfig(eval_fraction=1.0)

@@ -176,7 +176,7 @@ def test_error_in_a_thread_reaches_the_caller_at_its_batch(kit, open_stream):
     stream = open_stream(source, DataConfig(shuffle=False, num_workers=2), batch_size=10)
     for _ in range(3):
         next(stream)
-    with pytest.raises(ValueError, match="chunk 3 is poisoned"):
+    with pytest.raises(ValueError, match=r"chunk 3 is poisoned"):
         next(stream)
     with pytest.raises(StopIteration):
         next(stream)
@@ -225,11 +225,13 @@ def test_interpreter_ends_in_the_middle_of_a_stream():
 
 def test_wrong_settings_are_named(kit, open_stream):
     source = kit.source([100], 10)
-    with pytest.raises(DataError, match="100 samples, less than one global batch: 30 samples x 4 ranks = 120"):
+    with pytest.raises(
+        DataError, match=r"100 samples, less than one global batch: 30 samples x 4 ranks = 120"
+    ):
         open_stream(source, DataConfig(), batch_size=30, world_size=4)
-    with pytest.raises(ConfigError, match="nothing is held out"):
+    with pytest.raises(ConfigError, match=r"nothing is held out"):
         open_stream(source, DataConfig(), batch_size=1, split="eval")
     with pytest.raises(ConfigError, match=r"data.seed = 7, but data.seed is 0"):
         open_stream(source, DataConfig(), batch_size=1, state=StreamState(seed=7))
-    with pytest.raises(ConfigError, match="rank = 2 of world_size = 2"):
+    with pytest.raises(ConfigError, match=r"rank = 2 of world_size = 2"):
         open_stream(source, DataConfig(), batch_size=1, rank=2, world_size=2)
