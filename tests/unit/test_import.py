@@ -1,0 +1,41 @@
+"""What importing embershard costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAVY = {"matplotlib", "tensorboard", "pyarrow", "torchrec", "fbgemm_gpu", "rich", "tyro"}
+CODE = "{statement}; import sys; print(*{{name.partition('.')[0] for name in sys.modules}}, sep='\\n')"
+
+
+def modules_after(statement: str, folder: Path) -> set[str]:
+    """Top-level modules that are loaded in a fresh process after a statement."""
+    command = [sys.executable, "-W", "ignore", "-c", CODE.format(statement=statement)]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=120)
+    assert run.returncode == 0, run.stderr
+    return set(run.stdout.split())
+
+
+@pytest.mark.parametrize("module", ["embershard", "embershard.cache", "embershard.launch.doctor"])
+def test_the_import_is_light(module: str, project_dir: Path):
+    assert modules_after(f"import {module}", project_dir) & HEAVY == set()
+
+
+def test_the_probe_sees_a_heavy_import(project_dir: Path):
+    assert "pyarrow" in modules_after("import embershard, pyarrow", project_dir)
+
+
+def test_every_public_name_exists():
+    import embershard
+
+    assert [name for name in embershard.__all__ if not hasattr(embershard, name)] == []
+
+
+def test_the_version_is_the_metadata_s(project_dir: Path):
+    import embershard
+
+    assert f"version = {embershard.__version__}\n" in (project_dir / "setup.cfg").read_text()
