@@ -10,7 +10,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +107,7 @@ class GzipFile:
 
     def _inflate(self, place: int, inflater: Any) -> Iterator[tuple[int, Any, bytes]]:
         """Decompress on from a state: yields (place, state at it, bytes decompressed from there)."""
+        between_members = False
         with self._path.open("rb") as file:
             file.seek(place)
             while data := file.read(_INFLATE_BYTES):
@@ -120,14 +120,12 @@ class GzipFile:
                     ) from None
                 yield place, before, out
                 place += len(data)
-                if inflater.eof:
+                between_members = inflater.eof
+                if between_members:
                     place -= len(inflater.unused_data)
                     file.seek(place)
                     inflater = _new_inflater()
-                    fresh = True
-                else:
-                    fresh = False
-            if not fresh:
+            if not between_members:
                 raise DataError(f"{self._path}: the gzip file is truncated; fetch it again")
 
 
@@ -153,7 +151,7 @@ class TextFiles:
         with ThreadPoolExecutor(max(1, num_workers), "embershard-scan") as pool:
             scanned = list(pool.map(lambda path: _scan(path, chunk_rows), paths))
         self._files = [file for file, _, _ in scanned]
-        self._spans = np.concatenate([list(pairwise(borders)) for _, borders, _ in scanned])
+        self._spans = np.concatenate([np.stack([b[:-1], b[1:]], axis=1) for _, b, _ in scanned])
         self.rows = np.concatenate([rows for _, _, rows in scanned])
         self.file = np.repeat(np.arange(len(paths)), [len(rows) for _, _, rows in scanned])
         self.first_row = np.concatenate([np.arange(len(rows)) * chunk_rows for _, _, rows in scanned])

@@ -223,6 +223,27 @@ def test_interpreter_ends_in_the_middle_of_a_stream():
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.gpu
+def test_pinned_batches_are_moved_asynchronously(kit, open_stream, numbers):
+    source, device = kit.source([10], 4, 1 / 2), torch.device("cuda")
+    for rank, count in ((0, 4), (4, 0)):
+        settings = {"batch_size": 4, "rank": rank, "world_size": 5, "split": "eval", "pin_memory": True}
+        batch = list(open_stream(source, DataConfig(), **settings))[-1]
+        assert batch.num_samples == count
+        assert not count or (batch.dense_features.is_pinned() and batch.sparse_features.values().is_pinned())
+        moved = batch.to(device, non_blocking=True)
+        moved.record_stream(torch.cuda.current_stream())
+        torch.cuda.synchronize()
+        assert moved.sparse_features.device().type == "cuda"
+        assert numbers(moved.to(torch.device("cpu"))) == numbers(batch)
+
+
+def test_pinning_without_a_gpu_is_an_error(kit, open_stream, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="pin_memory needs a CUDA device"):
+        open_stream(kit.source([10], 4), DataConfig(), batch_size=1, pin_memory=True)
+
+
 def test_wrong_settings_are_named(kit, open_stream):
     source = kit.source([100], 10)
     with pytest.raises(
