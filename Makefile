@@ -14,7 +14,7 @@ else
 endif
 
 CONFIG ?= examples/quickstart.toml
-NPROC ?= 2
+NPROC ?=
 ARGS ?=
 CODE := embershard tests scripts benchmarks examples
 
@@ -26,8 +26,8 @@ help: ## this list
 setup: ## make .venv, or repair it; a second run is immediate
 	@EMBERSHARD_VENV="$(VENV)" $(or $(EMBERSHARD_PYTHON),python3) scripts/setup_env.py
 
-train: $(SETUP) ## train a small DLRM (CONFIG=..., NPROC=..., ARGS="--set key=value")
-	@$(PYTHON) -m embershard.launch.cli train --config $(CONFIG) --nproc $(NPROC) $(ARGS)
+train: $(SETUP) ## train a small DLRM; a rank per GPU, or 2 on the CPU (CONFIG=..., NPROC=..., ARGS="--set key=value")
+	@$(PYTHON) -m embershard.launch.cli train --config $(CONFIG) $(if $(NPROC),--nproc $(NPROC)) $(ARGS)
 
 test: $(SETUP) ## the whole test suite (ARGS="-k cache" for a part)
 	@$(PYTHON) -m pytest -q $(ARGS)

@@ -197,7 +197,7 @@ def summary(results: Sequence[CheckResult]) -> str:
     counts = ", ".join(f"{statuses.count(status)} {status}" for status in COLOURS if status in statuses)
     if checks.FAIL in statuses:
         return f"{counts}. Fix what FAILs from the top, then run embershard doctor again."
-    return f"{counts}. Ready: try `make train`."
+    return f"{counts}. Ready: `make train` in a clone, or `embershard train --config FILE`."
 
 
 def main(argv: list[str], examine: Callable[[float], Iterator[CheckResult]] = examine) -> int:
