@@ -55,6 +55,7 @@ class RowCache:
         scores: the policy.
         overflow: ``"grow"`` or ``"raise"``.
         warmup: fill the pool with the rows of highest score before the first batch.
+        owner: whose pool it is ("rank 3"), for messages.
     """
 
     def __init__(
@@ -68,8 +69,11 @@ class RowCache:
         device: torch.device,
         overflow: str = "grow",
         warmup: bool = False,
+        owner: str = "",
     ) -> None:
         self.tables = list(tables)
+        names = ", ".join(self.tables[:5]) + (", ..." if len(self.tables) > 5 else "")
+        self.name = f"{owner + ', ' if owner else ''}tables {names}"
         self.host = host
         self.device = device
         self.planner = CachePlanner(SlotMap(host.num_rows, num_slots, device), scores)
@@ -137,19 +141,18 @@ class RowCache:
     def _grow(self, shortage: int, miss_keys: Tensor, batch: int) -> None:
         slots = self.planner.map.num_slots
         needed = f"batch {batch} needs {shortage} slots more than there are: {miss_keys.numel()} rows to fill, {slots} slots"
-        where = f"tables {', '.join(self.tables[:5])}{', ...' if len(self.tables) > 5 else ''}"
         pinned = len(self._in_flight)
         advice = "set a larger cache.ratio or cache.device_bytes, or a smaller batch"
         if self._overflow == "raise":
-            raise CacheOverflowError(f"{where}: {needed}, {pinned} earlier batches in flight; {advice}")
+            raise CacheOverflowError(f"{self.name}: {needed}, {pinned} earlier batches in flight; {advice}")
         if pinned:
             raise CacheOverflowError(
-                f"{where}: {needed}, and the cache cannot grow while {pinned} earlier batches wait for their backward; "
+                f"{self.name}: {needed}, and the cache cannot grow while {pinned} earlier batches wait for their backward; "
                 f"run each backward before the next forward, or {advice}"
             )
         grown = min(slots + max(shortage, int(slots * GROWTH)), self.host.num_rows)
         warnings.warn(
-            f"{where}: {needed}; the cache grows to {grown} slots "
+            f"{self.name}: {needed}; the cache grows to {grown} slots "
             f"({(grown - slots) * self.slot_bytes / 1e6:.1f} MB more device memory). To avoid it {advice}",
             CacheGrowthWarning,
             stacklevel=2,
@@ -211,7 +214,7 @@ class RowCache:
         """
         if self._in_flight:
             raise CacheError(
-                f"the rows of tables {self.tables} were replaced while {len(self._in_flight)} batches were in flight; "
+                f"{self.name}: rows were replaced while {len(self._in_flight)} batches were in flight; "
                 "load between steps, after the backward and before the next forward"
             )
         self.counters.add_rows(Counter.EVICTIONS, self.planner.map.keys(self.planner.map.used_slots()))
@@ -224,7 +227,7 @@ class RowCache:
         # Somebody wrote to the host rows: a checkpoint was loaded, or they were initialized.
         if self._batch > self.planner.clean_through and self.planner.dirty_slots().numel():
             raise CacheError(
-                f"the rows of tables {self.tables} were written to in place while trained rows had not been written "
+                f"{self.name}: rows were written to in place while trained rows had not been written "
                 "back; call embershard.flush(model) first, or load with model.load_state_dict"
             )
         self.drop()

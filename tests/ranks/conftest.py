@@ -9,8 +9,8 @@ import pytest
 from tests.ranks.workers import RankPool
 
 
-def _pool(world_size: int) -> Iterator[RankPool]:
-    pool = RankPool(world_size)
+def _pool(world_size: int, local_world_size: int | None = None) -> Iterator[RankPool]:
+    pool = RankPool(world_size, local_world_size)
     yield pool
     pool.close()
 
@@ -29,5 +29,5 @@ def two_ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="module")
 def four_ranks() -> Iterator[RankPool]:
-    """A gloo group of four processes; on two cores, so not kept for longer than a module."""
-    yield from _pool(4)
+    """A gloo group of four processes, as two nodes of two; not kept for longer than a module."""
+    yield from _pool(4, local_world_size=2)

@@ -7,7 +7,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 _TIMEOUT_SECONDS = 120.0
+_AFTER_ERROR_SECONDS = 5.0
 
 
 class RankError(AssertionError):
@@ -23,41 +24,58 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """``world_size`` processes in one gloo group. ``run`` calls a function on all of them and waits.
+    """``world_size`` processes in one gloo group, ``local_world_size`` to a pretended node. ``run`` calls a function
+    on all of them and waits.
 
-    The function must be importable (module level); it finds rank and world size through ``torch.distributed``.
+    The function must be importable (module level); it finds rank and world size through ``torch.distributed``. When it
+    fails on one rank while others wait for that rank in a collective, the processes are replaced.
     """
 
-    def __init__(self, world_size: int) -> None:
-        self._store = tempfile.TemporaryDirectory()
-        context = mp.get_context("spawn")
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, world_size, str(Path(self._store.name, "store")), theirs), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+    def __init__(self, world_size: int, local_world_size: int | None = None) -> None:
+        self._world_size = world_size
+        self._local_world_size = local_world_size or world_size
+        self._start()
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """``function(*args)`` on every rank; what each returned, by rank."""
         for pipe in self._pipes:
             pipe.send((function, args))
-        answers = [self._answer(rank, function) for rank in range(len(self._pipes))]
-        failed = [f"rank {rank}:\n{error}" for rank, (error, _) in enumerate(answers) if error]
+        answers: dict[int, tuple[str | None, Any]] = {}
+        timeout = _TIMEOUT_SECONDS
+        while len(answers) < self._world_size:
+            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
+            ready = wait(list(waiting), timeout)
+            if not ready:
+                break
+            for pipe in ready:
+                answers[waiting[pipe]] = pipe.recv()  # type: ignore[index, union-attr]
+            if any(error for error, _ in answers.values()):
+                timeout = _AFTER_ERROR_SECONDS  # the others may be waiting for the one that failed
+        failed = [f"rank {rank}:\n{error}" for rank, (error, _) in sorted(answers.items()) if error]
+        missing = sorted(set(range(self._world_size)) - set(answers))
+        if missing:
+            self.close()
+            self._start()
+            failed.append(f"ranks {missing} did not come back from {function.__name__}")
         if failed:
             raise RankError("\n".join(failed))
-        return [result for _, result in answers]
+        return [answers[rank][1] for rank in range(self._world_size)]
 
-    def _answer(self, rank: int, function: Callable[..., Any]) -> tuple[str | None, Any]:
-        if not self._pipes[rank].poll(_TIMEOUT_SECONDS):
-            self.close()
-            raise RankError(f"rank {rank} did not come back from {function.__name__} in {_TIMEOUT_SECONDS:.0f} s")
-        return self._pipes[rank].recv()
+    def _start(self) -> None:
+        self._store = tempfile.TemporaryDirectory()
+        context = mp.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(self._world_size):
+            ours, theirs = context.Pipe()
+            ranks = (rank, self._world_size, self._local_world_size)
+            process = context.Process(
+                target=_serve, args=(*ranks, str(Path(self._store.name, "store")), theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
 
     def close(self) -> None:
         """End the processes."""
@@ -67,8 +85,9 @@ class RankPool:
         self._store.cleanup()
 
 
-def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+def _serve(rank: int, world_size: int, local_world_size: int, store: str, pipe: Connection) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(LOCAL_RANK=str(rank % local_world_size), LOCAL_WORLD_SIZE=str(local_world_size))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     while True:

@@ -83,6 +83,7 @@ class CachedTableBatchedEmbeddings(nn.Module):
             device=self._device,
             overflow=spec.config.overflow,
             warmup=spec.warmup,
+            owner=f"rank {spec.rank}",
         )
 
     # -- the step -------------------------------------------------------------------------------------------------
@@ -135,7 +136,7 @@ class CachedTableBatchedEmbeddings(nn.Module):
         ticket = self._prepared.popleft()
         if ticket.slots.numel() != indices.numel():
             raise CacheError(
-                f"tables {self.cache.tables}: the batch has {indices.numel()} ids, the prefetched one "
+                f"{self.cache.name}: the batch has {indices.numel()} ids, the prefetched one "
                 f"{ticket.slots.numel()}; forward the batches in the order in which they were prefetched"
             )
         return ticket
@@ -244,7 +245,7 @@ def _release_after_backward(cache: RowCache, ticket: Ticket, output: Tensor) -> 
     def check_pins(_: Any) -> None:
         if ticket.released:
             raise CacheError(
-                f"a second backward through one forward of tables {cache.tables}: its rows may have left their slots. "
+                f"{cache.name}: a second backward through one forward: its rows may have left their slots. "
                 "Run the forward again"
             )
 

@@ -31,6 +31,7 @@ class CacheSpec:
         policy: the policy in force.
         warmup: whether the pools start with the profile's most frequent rows.
         profile: row counts per table, or None.
+        rank: that the module is sharded for.
         rank_weights: elements of all cached tables' shards on this rank, to divide ``device_bytes`` by.
     """
 
@@ -38,6 +39,7 @@ class CacheSpec:
     policy: Policy
     warmup: bool
     profile: FrequencyProfile | None
+    rank: int
     rank_weights: int
 
     @classmethod
@@ -58,6 +60,7 @@ class CacheSpec:
             policy=config.resolved_policy(has_profile),
             warmup=config.resolved_warmup(has_profile),
             profile=profile,
+            rank=rank,
             rank_weights=sum(rows * cols for rows, cols in here),
         )
 

@@ -1,0 +1,111 @@
+"""Promise 1: with a cache, training gives bit for bit what stock TorchRec gives without one.
+
+Every case asserts that rows were really evicted, thousands of times; the negative controls prove that the comparison
+fails when a row's optimizer state stays behind, or when a pinned slot is given away.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tests.ranks import faults
+from tests.ranks.parity import ROWS, Case, Outcome, compare, compare_all
+from tests.ranks.workers import RankPool
+
+pytestmark = pytest.mark.ranks
+
+POLICIES = ("frequency", "lfu", "lru")
+POOLED = ("table_wise", "row_wise", "column_wise", "table_column_wise", "table_row_wise", "grid_shard")
+
+
+def _check(outcomes: list[dict[str, Outcome]], policies: tuple[str, ...], states: bool, evictions: int = 1000) -> None:
+    """Nothing differs on any rank; states were compared; rows were evicted and written back."""
+    for policy in policies:
+        by_rank = [outcome[policy] for outcome in outcomes]
+        assert [o.different for o in by_rank] == [[] for _ in by_rank], policy
+        assert sum(o.num_compared for o in by_rank) >= len(ROWS)
+        assert (sum(o.num_states for o in by_rank) > 0) == states
+        evicted = sum(stats.evictions for o in by_rank for stats in o.stats)
+        written = sum(stats.write_backs for o in by_rank for stats in o.stats)
+        assert evicted >= evictions, f"{policy}: only {evicted} evictions, the case proves nothing"
+        assert written >= evicted // 2
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "adagrad"])
+@pytest.mark.parametrize("sharding", POOLED)
+def test_every_sharding_type_optimizer_and_policy(two_ranks: RankPool, sharding: str, optimizer: str) -> None:
+    case = Case(sharding=sharding, optimizer=optimizer)
+    _check(two_ranks.run(compare, case, POLICIES), POLICIES, states=optimizer != "sgd", evictions=3000)
+
+
+VARIANTS = {
+    "mixed_sharding": Case(sharding=("table_wise", "row_wise", "column_wise", "row_wise")),
+    "beside_stock_tables": Case(sharding=("table_wise", "row_wise", "table_wise", "row_wise"), cached=(0, 3), ratio=0.35),
+    "beside_data_parallel_tables": Case(
+        sharding=("row_wise", "data_parallel", "table_wise", "row_wise"), cached=(0, 2), ratio=0.3
+    ),
+    "shared_table": Case(shared=True, ratio=0.27),
+    "shared_table_row_wise_adagrad": Case(shared=True, ratio=0.27, sharding="row_wise", optimizer="adagrad"),
+    "weighted": Case(weighted=True),
+    "weighted_row_wise_sgd": Case(weighted=True, sharding="row_wise", optimizer="sgd"),
+    "mean": Case(mean=True),
+    "mean_row_wise": Case(mean=True, sharding="row_wise"),
+    "mean_grid_adagrad": Case(mean=True, sharding="grid_shard", optimizer="adagrad"),
+    "fp16_beside_fp32": Case(fp16=(0, 2), ratio=0.3),
+    "fp16_sgd_row_wise": Case(fp16=(0, 1, 2, 3), optimizer="sgd", sharding="row_wise"),
+    "different_dims": Case(dims=(16, 8, 16, 32), ratio=0.3),
+    "different_dims_column_wise": Case(dims=(16, 8, 16, 32), sharding="column_wise", ratio=0.3),
+    "long_run": Case(steps=120, sharding="row_wise"),
+    "evaluation_in_between": Case(evaluate_every=3),
+    "evaluation_in_between_row_wise": Case(evaluate_every=3, sharding="row_wise", optimizer="adagrad"),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants(two_ranks: RankPool, name: str) -> None:
+    case = VARIANTS[name]
+    _check(two_ranks.run(compare, case, POLICIES), POLICIES, states=case.optimizer != "sgd")
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "adagrad"])
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "column_wise"])
+def test_embedding_collection(two_ranks: RankPool, sharding: str, optimizer: str) -> None:
+    case = Case(sequence=True, sharding=sharding, optimizer=optimizer)
+    _check(two_ranks.run(compare, case, POLICIES), POLICIES, states=optimizer != "sgd")
+
+
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "column_wise"])
+def test_one_rank(one_rank: RankPool, sharding: str) -> None:
+    _check(one_rank.run(compare, Case(sharding=sharding), POLICIES), POLICIES, states=True)
+
+
+def test_four_ranks_on_two_nodes(four_ranks: RankPool) -> None:
+    """Grid and table-row-wise differ from their parts only with several nodes: two ranks are a node here."""
+    four = Case(local_world_size=2, batch_size=8, ratio=0.3)
+    cases = [dataclasses.replace(four, sharding=s) for s in ("row_wise", "table_row_wise", "grid_shard", "table_wise")]
+    by_rank = four_ranks.run(compare_all, cases, ("lfu", "frequency"))
+    for number in range(len(cases)):
+        _check([outcomes[number] for outcomes in by_rank], ("lfu", "frequency"), states=True)
+
+
+def test_rows_in_mapped_files(two_ranks: RankPool, tmp_path: object) -> None:
+    case = Case(host_dir=str(tmp_path), sharding="row_wise")
+    _check(two_ranks.run(compare, case), ("lfu",), states=True)
+
+
+def test_growing_cache_stays_exact(two_ranks: RankPool) -> None:
+    case = Case(ratio=0.02, overflow="grow", steps=40)
+    outcomes = two_ranks.run(faults.compare_ignoring_growth_warnings, case)
+    _check(outcomes, ("lfu",), states=True, evictions=500)
+    assert sum(stats.overflow_growths for outcome in outcomes for stats in outcome["lfu"].stats) >= 2
+
+
+@pytest.mark.parametrize("fault", faults.FAULTS)
+def test_the_comparison_fails_when(two_ranks: RankPool, fault: str) -> None:
+    """Negative controls: each fault is one line that the cache must not get wrong."""
+    case = dataclasses.replace(Case(), sharding="row_wise")
+    outcomes = two_ranks.run(faults.compare_with_fault, case, fault)
+    assert any(outcome["lfu"].different for outcome in outcomes), f"{fault} went unnoticed"
+    assert sum(s.evictions for o in outcomes for s in o["lfu"].stats) >= 1000
