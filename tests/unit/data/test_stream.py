@@ -123,6 +123,13 @@ def test_order_depends_on_seed_and_epoch(kit):
     assert moved < 20, "a chunk's rows must stay together, or every batch would parse many chunks"
 
 
+def test_rows_of_a_chunk_are_mixed_anew_each_epoch_and_in_each_chunk(kit):
+    steps = kit.run(kit.source([100, 100], 100), batch_size=200, world_size=1, epochs=2)
+    chunks = [[number % 100 for number in step[half : half + 100]] for step in steps for half in (0, 100)]
+    assert all(sorted(chunk) == list(range(100)) for chunk in chunks)
+    assert len({tuple(chunk) for chunk in chunks}) == 4
+
+
 def test_a_rank_reads_only_the_chunks_of_its_slices(kit, open_stream):
     source = kit.source([4096], 64)
     for batch in open_stream(source, DataConfig(num_workers=0), batch_size=64, rank=1, world_size=4):
@@ -202,8 +209,9 @@ def test_threads_end_with_the_stream(kit, ending):
         stream.close()
         stream.close()
         assert list(stream) == []
-    del stream
-    gc.collect()
+    else:
+        del stream
+        gc.collect()
     for thread in started:
         thread.join(timeout=5)
         assert not thread.is_alive()
