@@ -32,7 +32,7 @@ class CacheSettings(CacheConfig):
     """False trains with stock TorchRec, all rows on the device. The losses are the same, bit for bit."""
 
     profile: str | None = None
-    """File of a frequency profile. Without it, one is counted from the training data where `policy` needs it."""
+    """File of a frequency profile. Without it, one is counted from the training data if `policy` needs it."""
 
     profile_samples: int | None = None
     """Samples to count for a profile; 200000 when one is needed. Not together with `profile`."""
@@ -47,8 +47,8 @@ class CacheSettings(CacheConfig):
             raise ConfigError(f"cache.profile_samples: got {self.profile_samples}, needed at least 1.")
         if self.profile_samples is not None and not self._uses_a_profile:
             raise ConfigError(
-                f"cache.profile_samples={self.profile_samples} has no effect with policy={self.policy!r} and no "
-                'warmup; set cache.policy = "frequency" or cache.warmup = true, or remove it.'
+                f"cache.profile_samples={self.profile_samples} has no effect with policy={self.policy!r} and "
+                'no warmup; set cache.policy = "frequency" or cache.warmup = true, or remove it.'
             )
 
     @property
@@ -72,8 +72,8 @@ class CacheSettings(CacheConfig):
 def find_profile(settings: CacheSettings, data: DataConfig, source: Source) -> FrequencyProfile | None:
     """The frequency profile of a run, or None where it needs none; the same on every rank.
 
-    Each rank counts the same first `profile_samples` samples of the training order by itself, without talking to
-    the others, so the profile does not depend on the number of ranks.
+    Each rank counts the same first `profile_samples` samples of the training order by itself, without
+    talking to the others, so the profile does not depend on the number of ranks.
     """
     if not settings.enabled:
         return None

@@ -1,4 +1,4 @@
-"""Quality of predicted click probabilities, over the samples of all ranks, however unevenly they are spread."""
+"""Quality of predicted click probabilities over the samples of all ranks, however they are spread."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Quality:
 
 
 class PredictionBuffer:
-    """Predictions and labels of this rank, up to the newest `capacity` samples, judged together with all ranks'."""
+    """This rank's newest `capacity` predictions and labels (None: all), judged with those of all ranks."""
 
     def __init__(self, capacity: int | None = None) -> None:
         self.capacity = capacity

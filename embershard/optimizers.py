@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.distributed.optim import (
-    _apply_optimizer_in_backward as apply_optimizer_in_backward,  # TorchRec's own is deprecated in favour of it
+    _apply_optimizer_in_backward as apply_optimizer_in_backward,  # TorchRec deprecates its own for it
 )
 from torchrec.optim import optimizers as fused
 from torchrec.optim.keyed import KeyedOptimizerWrapper
@@ -44,7 +44,7 @@ class EmbeddingOptimizerConfig:
     kind: Literal[
         "sgd", "rowwise_adagrad", "adagrad", "adam", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb"
     ] = "rowwise_adagrad"
-    """Which optimizer. On the CPU FBGEMM has "sgd", "rowwise_adagrad" and "adagrad"; the others need a GPU."""
+    """Which optimizer. FBGEMM has "sgd", "rowwise_adagrad" and "adagrad" on the CPU, all on GPUs."""
 
     lr: float = 0.02
     """Learning rate after warm-up."""
@@ -125,7 +125,7 @@ class DenseOptimizerConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """One factor on both learning rates, a function of the step alone: linear warm-up, constant, decay, floor."""
+    """One factor on both learning rates, a function of the step: linear warm-up, constant, decay, floor."""
 
     warmup_steps: int = 0
     """Steps over which the factor rises linearly to 1."""
@@ -162,7 +162,8 @@ class ScheduleConfig:
             )
         if self.decay_start is not None and self.decay_start < self.warmup_steps:
             raise ConfigError(
-                f"schedule.decay_start: got {self.decay_start}, needed warmup_steps={self.warmup_steps} or more."
+                f"schedule.decay_start: got {self.decay_start}, "
+                f"needed warmup_steps={self.warmup_steps} or more."
             )
         if self.floor is not None and not 0 <= self.floor <= 1:
             raise ConfigError(f"schedule.floor: got {self.floor}, needed a factor from 0 to 1.")

@@ -212,7 +212,7 @@ class Trainer:
         return SaveReport(self.steps, path, time.perf_counter() - started)
 
     def resume(self, checkpoint: Path) -> None:
-        """Continues where `checkpoint` was written, as if the run had not stopped; any number of ranks may read it.
+        """Continues where `checkpoint` was written, with any number of ranks, as if nothing had happened.
 
         Raises:
             CheckpointError: the checkpoint is incomplete, or of a model with other tables.
@@ -277,7 +277,7 @@ class Trainer:
         self._learning_rate_factor = factor
         set_learning_rate(self.dense_optimizer, self.config.dense_optimizer.lr * factor)
         set_learning_rate(self.model.fused_optimizer, self.config.embedding_optimizer.lr * factor)
-        self.model.fused_optimizer.step()  # hands the rate to the kernels; the rows are trained in the backward pass
+        self.model.fused_optimizer.step()  # only hands the rate to the kernels
 
 
 def _without_empty(tensors: Any) -> Any:
@@ -297,6 +297,6 @@ def _check_tables(saved: dict[str, list[int]], needed: dict[str, list[int]], che
                 f"{t[0]} rows x {t[1]}" if t else "no table" for t in (saved.get(name), needed.get(name))
             ]
             raise CheckpointError(
-                f"{checkpoint} does not fit this run: feature {name!r} has {shown[0]} in it and {shown[1]} here. "
+                f"{checkpoint} does not fit: feature {name!r} has {shown[0]} in it, {shown[1]} in this run. "
                 "Resume with the config and data it was written with."
             )

@@ -17,8 +17,8 @@ class NotFiniteError(EmbershardError, ArithmeticError):
 class LossWatch:
     """Collects every step's loss over all ranks and stops the run, on all ranks, when one is not finite.
 
-    On a GPU a loss is read when the next one is added, so the host never waits for the step in flight; the run
-    then stops one step late, but still names the right step.
+    On a GPU a loss is read when the next one is added, so the host never waits for the step in flight; the
+    run then stops one step late, but still names the right step.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -45,7 +45,7 @@ class LossWatch:
         self._pending = (step, host, event)
 
     def mean(self) -> float:
-        """Mean of the losses since the last call, over steps and ranks; NaN without any. Waits for the newest."""
+        """Mean of the losses since the last call, over steps and ranks; NaN without any. Waits for them."""
         self._read()
         losses, self._losses = self._losses, []
         return math.fsum(losses) / len(losses) if losses else math.nan
@@ -63,6 +63,6 @@ class LossWatch:
             rank, loss = bad[0]
             raise NotFiniteError(
                 f"Step {step}: the loss of rank {rank} is {loss}. Lower the learning rates, clip "
-                "(dense_optimizer.clip_norm), warm up (schedule.warmup_steps), or look for bad values in the data."
+                "(dense_optimizer.clip_norm), warm up (schedule.warmup_steps), or look for bad data."
             )
         self._losses.append(math.fsum(losses) / len(losses))

@@ -65,7 +65,7 @@ def save_checkpoint(
     *,
     keep_last: int,
 ) -> Path:
-    """Writes ``folder/step_<step>`` and removes all but the newest `keep_last` complete ones. Called by every rank.
+    """Writes ``folder/step_<step>``, then removes all but the newest complete ones. Called by every rank.
 
     Args:
         folder: shared by all ranks.
@@ -108,7 +108,7 @@ def save_checkpoint(
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in `folder`, oldest first; found by their names, so nothing can point astray."""
+    """The complete checkpoints in `folder`, oldest first; found by their names: no pointer can be wrong."""
     found = [
         (int(m[1]), p) for p in folder.glob("step_*") if (m := _COMPLETE.fullmatch(p.name)) and p.is_dir()
     ]
@@ -146,7 +146,8 @@ def load_tensors(checkpoint: Path, tensors: dict[str, Any]) -> None:
             dcp.load(tensors, storage_reader=FileSystemReader(checkpoint))
     except (RuntimeError, ValueError, KeyError, OSError, dcp.CheckpointException) as error:
         raise CheckpointError(
-            f"{checkpoint} does not fit this run: {_first_line(error)}. Resume with the config it was written with."
+            f"{checkpoint} does not fit this run: {_first_line(error)}. "
+            "Resume with the config it was written with."
         ) from error
 
 

@@ -47,7 +47,7 @@ class Ranks:
         return out
 
     def all_gather_rows(self, value: torch.Tensor) -> torch.Tensor:
-        """``[n_r, ...]`` to the concatenation ``[sum n_r, ...]`` in rank order; ``n_r`` may differ and may be 0."""
+        """``[n_r, ...]`` to ``[sum n_r, ...]`` in rank order; the ``n_r`` may differ, and may be 0."""
         sizes = self.all_gather(torch.tensor(value.shape[0], device=self.device)).tolist()
         padded = value.new_zeros((max(sizes), *value.shape[1:]))
         padded[: value.shape[0]] = value
@@ -62,7 +62,7 @@ class Ranks:
 
 
 def pick_device(device: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:
-    """The device of a rank: ``cuda:<local_rank>`` or the CPU; raises `SetupError` when there are too few GPUs."""
+    """The device of a rank, ``cuda:<local_rank>`` or the CPU; `SetupError` when there are too few GPUs."""
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"train.device: got {device!r}, needed 'auto', 'cpu' or 'cuda'.")
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -70,7 +70,7 @@ def pick_device(device: Literal["auto", "cpu", "cuda"], local_rank: int) -> torc
         return torch.device("cpu")
     if local_rank >= available:
         raise SetupError(
-            f"Rank with LOCAL_RANK={local_rank} needs GPU number {local_rank}, but this node has {available}. "
+            f"The rank with LOCAL_RANK={local_rank} needs GPU {local_rank}, but this node has {available}. "
             'Start fewer ranks per node, or set train.device = "cpu".'
         )
     return torch.device("cuda", local_rank)
@@ -80,9 +80,10 @@ def pick_device(device: Literal["auto", "cpu", "cuda"], local_rank: int) -> torc
 def process_group(device: Literal["auto", "cpu", "cuda"] = "auto") -> Iterator[Ranks]:
     """Starts the default process group and ends it: gloo for CPU, NCCL for GPUs.
 
-    Under torchrun it reads RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; without torchrun it is one rank.
-    Each restart by torchrun gets its own key prefix in the store, because torchrun keeps one store over restarts
-    and a new rank would otherwise read the addresses of ranks that are gone (pytorch issues 135712, 167288).
+    Under torchrun it reads RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; else it is one rank.
+    Each restart by torchrun gets its own key prefix in the store, because torchrun keeps one store over
+    restarts, and a new rank would otherwise read the addresses of ranks that are gone (pytorch issues 135712
+    and 167288).
 
     Raises:
         SetupError: a process group exists already, or this node has fewer GPUs than ranks.

@@ -10,7 +10,7 @@ from importlib import metadata
 
 from ..errors import EmbershardError
 
-_TRAIN_HELP = """Train a model on this machine: starts one process per GPU (or 2 on the CPU) and shows what they do.
+_TRAIN_HELP = """Train a model on this machine: one process per GPU, or 2 on the CPU.
 
 On several machines, start the ranks with torchrun instead:
   torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 \\
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return train(arguments[1:])
     parser = argparse.ArgumentParser(
         prog="embershard",
-        description="Train recommendation models whose embedding tables are larger than the accelerators' memory.",
+        description="Train recommendation models whose embedding tables are larger than device memory.",
     )
     parser.add_argument("--version", action="version", version=f"embershard {metadata.version('embershard')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

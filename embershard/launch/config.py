@@ -1,6 +1,6 @@
 """A run's settings: read from TOML, overridden by ``--set``, checked against the dataclasses, written back.
 
-The dataclasses stand beside what they configure (`embershard.trainer.RunConfig` gathers them). Nothing here knows
+The dataclasses stand beside what they configure (`embershard.run_config` gathers them). Nothing here knows
 a setting by name: keys, types and documentation come from the dataclasses.
 """
 
@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import itertools
 import json
 import sys
 import textwrap
@@ -30,10 +31,10 @@ C = TypeVar("C")
 
 
 def load_config(cls: type[C], path: Path, overrides: Sequence[str] = ()) -> C:
-    """An instance of the dataclass `cls` from a TOML file and ``key=value`` overrides, in which the last one wins.
+    """An instance of the dataclass `cls` from a TOML file and ``key=value`` overrides; the last one wins.
 
     Raises:
-        ConfigError: the file is missing or not TOML, a key is unknown, a value has another type or is refused.
+        ConfigError: the file is missing or not TOML, a key is unknown, a value is of another type or refused.
     """
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -83,7 +84,7 @@ def from_values(cls: type[C], values: dict[str, Any], path: str = "") -> C:
 
 
 def to_toml(config: Any) -> str:
-    """TOML of a config, every setting included but those that are None; `load_config` reads the same config back."""
+    """TOML of all settings but those that are None; `load_config` reads the same config back."""
     lines: list[str] = []
     for path, section in _sections(config):
         entries = [
@@ -120,7 +121,7 @@ def describe(cls: type, path: str = "") -> list[Setting]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------ names and types
+# ---------------------------------------------------------------------------------------- names and types
 
 
 class _NoMatch:
@@ -234,7 +235,7 @@ def _type_name(hint: Any) -> str:
     return " | ".join(names)
 
 
-# ------------------------------------------------------------------------------------------------ text
+# ---------------------------------------------------------------------------------------- text
 
 
 def _sections(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -263,7 +264,7 @@ def _docs(cls: type) -> dict[str, str]:
         if not dataclasses.is_dataclass(base):
             continue
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body  # type: ignore[attr-defined]
-        for field, doc in zip(body, body[1:], strict=False):
+        for field, doc in itertools.pairwise(body):
             if (
                 isinstance(field, ast.AnnAssign)
                 and isinstance(doc, ast.Expr)

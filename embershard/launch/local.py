@@ -1,4 +1,4 @@
-"""Starts the ranks of a run on this machine, as torchrun does, with a rendezvous that only this machine can reach."""
+"""Starts the ranks of a run on this machine, as torchrun does, but lets no other machine connect."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def default_num_ranks() -> int:
 
 
 def start_ranks(num_ranks: int, module: str, arguments: Sequence[str]) -> int:
-    """Runs ``python -m module arguments...`` as `num_ranks` ranks; returns the exit code: 0 when all ended well.
+    """Runs ``python -m module arguments...`` as `num_ranks` ranks; returns 0 when all of them ended well.
 
     Each rank gets cores / `num_ranks` OpenMP threads unless OMP_NUM_THREADS is set.
     """
@@ -61,7 +61,7 @@ def start_ranks(num_ranks: int, module: str, arguments: Sequence[str]) -> int:
 
 
 class _LoopbackRendezvous(RendezvousHandler):
-    """One node, known in advance. torchrun's own handlers listen on every network interface, without a password."""
+    """One node, known in advance. torchrun's own handlers listen on every network interface, unprotected."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         self._run_id = parameters.run_id

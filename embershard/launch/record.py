@@ -1,4 +1,4 @@
-"""The files of a run: config.toml, metrics.jsonl, TensorBoard events, result.json. Written by the first rank only."""
+"""The files of a run: config.toml, metrics.jsonl, TensorBoard events, result.json; the first rank's work."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def make_result(
 ) -> dict[str, Any]:
     """What result.json says of a run.
 
-    `samples_per_second` is global, over this process's steps after the first `WARMUP_STEPS` (or after a quarter of
-    them, if there are fewer); it is None when no step was trained. A quality that is undefined, or was not
+    `samples_per_second` is global, over this process's steps after the first `WARMUP_STEPS` (or after a
+    quarter of them, if there are fewer); it is None when no step was trained. A quality that is undefined, or was not
     measured, is None, and so is `cache` in a run without one.
     """
     quality = evaluation.quality if evaluation else None
@@ -145,7 +145,7 @@ def _flat(report: Report) -> tuple[str, dict[str, Any]]:
 
 
 def _lines_up_to(metrics: Path, step: int) -> list[str]:
-    """The lines of an earlier run that the continued one does not write again; a torn last line is dropped."""
+    """The lines of an earlier run that the resumed one will not write again; a torn last one is dropped."""
     kept = []
     for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True):
         try:

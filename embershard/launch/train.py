@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shlex
 import sys
 import warnings
 from collections.abc import Sequence
@@ -24,6 +25,10 @@ from .progress import ProgressDisplay, closing_table
 from .record import RunRecord, make_result
 
 CHECKPOINTS = "checkpoints"
+_NEXT = {
+    True: "the same run with all rows on the device (same losses; compare speed and memory)",
+    False: "the same run with a cache (same losses; compare speed and memory)",
+}
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +57,13 @@ def default_run_dir(config: Path) -> Path:
     return Path("runs") / f"{config.stem}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
+def _command(arguments: argparse.Namespace) -> str:
+    """The ``embershard train`` command of this run, without its choice of the cache."""
+    overrides = [text for text in arguments.overrides if not text.startswith("cache.enabled")]
+    words = ["embershard", "train", "--config", str(arguments.config)]
+    return shlex.join([*words, *(word for text in overrides for word in ("--set", text))])
+
+
 @record
 def main(argv: Sequence[str] | None = None) -> None:
     """Trains as one rank of a group that torchrun started, or alone."""
@@ -64,11 +76,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     with process_group(config.train.device) as ranks:
         run_dir = arguments.run_dir or default_run_dir(arguments.config)
         run_dir = ranks.all_gather_objects(run_dir)[0]
-        train_run(config, ranks, run_dir, resume=arguments.resume)
+        train_run(config, ranks, run_dir, resume=arguments.resume, same_run=_command(arguments))
 
 
-def train_run(config: RunConfig, ranks: Ranks, run_dir: Path, *, resume: bool) -> dict[str, Any]:
-    """One whole run on this rank; the first rank shows it and writes it down. Returns what result.json says."""
+def train_run(
+    config: RunConfig, ranks: Ranks, run_dir: Path, *, resume: bool, same_run: str
+) -> dict[str, Any]:
+    """One whole run on this rank; the first one shows and records it. Returns what result.json says.
+
+    `same_run` is the command that started it, for the hint at the end.
+    """
     console = Console(quiet=not ranks.is_first)
     trainer = Trainer(config, ranks, run_dir / CHECKPOINTS)
     resumed_at = _resume(trainer, run_dir, console) if resume else None
@@ -91,7 +108,7 @@ def train_run(config: RunConfig, ranks: Ranks, run_dir: Path, *, resume: bool) -
             evaluation=last_eval,
             cache=trainer.traffic.totals(config.cache.ratio),
         )
-        outputs.finish(result)
+        outputs.finish(result, same_run)
     return result
 
 
@@ -113,16 +130,17 @@ class _Outputs:
             self._record.add(report)
             self._display.show(report)
 
-    def finish(self, result: dict[str, Any]) -> None:
+    def finish(self, result: dict[str, Any], same_run: str) -> None:
         if self._record is None or self._display is None:
             return
         self._display.close()
-        path = self._record.finish(result)
+        path, cached = self._record.finish(result), result["cache"] is not None
         self._console.print(closing_table(result, self._what))
         folder = path.parent
         for line in (
             f"Everything is in {folder}: result.json, metrics.jsonl, config.toml, checkpoints/.",
-            f"Next: tensorboard --logdir {folder}    or the same run without the cache: --set cache.enabled=false",
+            f"See the curves:    tensorboard --logdir {folder}",
+            f"Next, {_NEXT[cached]}:    {same_run} --set cache.enabled={str(not cached).lower()}",
         ):
             self._console.print(line, soft_wrap=True, highlight=False)
 
@@ -162,12 +180,12 @@ def _announce(trainer: Trainer, console: Console, run_dir: Path) -> None:
 def _quiet() -> None:
     """Drops what TorchRec and FBGEMM say on every start and no user can act on; errors still show."""
     warnings.filterwarnings("ignore", module=r"(torchrec|fbgemm_gpu|torch)(\.|$)")
-    for name in ("torchrec", "fbgemm_gpu"):
+    for name in ("torchrec", "fbgemm_gpu", "torch.fx._symbolic_trace"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _short_errors(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Our own errors say what to do; where they were raised helps nobody. Everything else keeps its traceback."""
+    """Our own errors say what to do, and where they were raised helps nobody; others keep their traceback."""
     if isinstance(error, EmbershardError):
         print(f"rank {os.environ.get('RANK', '0')}: {kind.__name__}: {error}", file=sys.stderr)
     else:

@@ -81,7 +81,7 @@ def build_model(config: ModelConfig, schema: SchemaLike, device: torch.device) -
 
 
 def embedding_tables(config: ModelConfig, schema: SchemaLike) -> list[EmbeddingBagConfig]:
-    """One table ``t_<feature>`` per sparse feature, in the schema's order; raises `ConfigError` as `build_model`."""
+    """One table ``t_<feature>`` per sparse feature, in the schema's order. Errors as in `build_model`."""
     _check_schema(schema)
     dtype = DataType.FP16 if config.table_dtype == "fp16" else DataType.FP32
     return [
@@ -102,7 +102,9 @@ def _check_schema(schema: SchemaLike) -> None:
             raise ConfigError(f"The schema has no {kind} features; a DLRM needs at least one.")
         twice = sorted(name for name, count in Counter(names).items() if count > 1)
         if twice:
-            raise ConfigError(f"The schema names {kind} feature {twice[0]!r} more than once; names must be unique.")
+            raise ConfigError(
+                f"The schema names {kind} feature {twice[0]!r} more than once; names must be unique."
+            )
     for feature in schema.sparse:
         if feature.num_rows < 1:
             raise ConfigError(
