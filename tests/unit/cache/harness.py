@@ -1,0 +1,385 @@
+"""A row cache beside plain tensors that get the same updates: whatever the cache does, no row may ever differ."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embershard.cache import CacheGrowthWarning, HostStore, RowCache, Ticket, make_scores
+from embershard.cache.config import Policy
+from embershard.errors import CacheOverflowError
+
+DIM = 4
+STATES = [("momentum", torch.Size([]), torch.float32), ("square", torch.Size([DIM]), torch.float32)]
+
+
+class Pool:
+    """A :class:`RowCache` over random rows, its reference model, and the checks of both.
+
+    ``rows`` [R, ...] hold the truth: plain tensors, updated row by row as the slots are. ``last_batch`` is when each
+    row was last looked up, ``counts`` what `lfu` should count, ``expected`` the counters per table.
+    """
+
+    def __init__(
+        self,
+        rows_per_table: Sequence[int] = (17, 1, 12),
+        num_slots: int = 10,
+        policy: Policy = "lfu",
+        *,
+        overflow: str = "raise",
+        decay: float | None = None,
+        profile: Sequence[int] | None = None,
+        warmup: bool = False,
+        mmap_dir: Path | None = None,
+    ) -> None:
+        place = ("mmap", str(mmap_dir)) if mmap_dir else ("memory", None)
+        self.host = HostStore(rows_per_table, DIM, torch.float32, STATES, *place)
+        generator = torch.Generator().manual_seed(3)
+        for tensor in self.host.payload:
+            tensor.copy_(torch.rand(tensor.shape, generator=generator))
+        self.rows = [tensor.clone() for tensor in self.host.payload]
+        self.num_rows = self.host.num_rows
+        self.policy, self.overflow, self.decay, self.warmup = policy, overflow, decay, warmup
+        # Two features look into the first table, one into each other: positions alternate between tables.
+        self.table_of_feature = [0, 0, *range(1, len(rows_per_table))]
+        self.num_tables = len(rows_per_table)
+        self.bounds = np.cumsum(rows_per_table)
+        initial = None if profile is None else torch.tensor(profile)
+        if policy == "frequency" and initial is None:
+            initial = torch.arange(self.num_rows) * 7 % 23
+        self.slots: list[Tensor] = []
+        self.cache = RowCache(
+            [f"t{t}" for t in range(self.num_tables)],
+            self.host,
+            self._device_payload,
+            num_slots,
+            self.table_of_feature,
+            make_scores(policy, self.num_rows, num_slots, torch.device("cpu"), initial, decay),
+            torch.device("cpu"),
+            overflow=overflow,
+            warmup=warmup,
+        )
+        self.map = self.cache.planner.map
+        self.batch = 0
+        self.tickets: dict[int, tuple[Ticket, Tensor]] = {}
+        self.last_batch: dict[int, int] = {}
+        self.clean_through = 0
+        self.trained: set[int] = set()
+        self.counts = np.zeros(self.num_rows) if initial is None else initial.double().numpy().copy()
+        self.weight = 1.0
+        self.preloaded: int | None = None
+        zero = lambda: np.zeros(self.num_tables, dtype=np.int64)  # noqa: E731
+        self.expected = {
+            name: zero()
+            for name in (
+                "lookups",
+                "unique_ids",
+                "hits_unique",
+                "hits_lookups",
+                "fills",
+                "critical_path_fills",
+                "write_backs",
+                "evictions",
+                "overflow_growths",
+            )
+        }
+
+    def _device_payload(self, num_slots: int) -> list[Tensor]:
+        new = [torch.full((num_slots + 1, *t.shape[1:]), float("nan")) for t in self.host.payload]
+        for grown, old in zip(new, self.slots, strict=False):
+            grown[: old.shape[0]] = old
+        self.slots = new
+        return new
+
+    # -- what a batch is --------------------------------------------------------------------------------------------
+
+    def table_of(self, keys: Iterable[int]) -> np.ndarray:
+        return np.searchsorted(self.bounds, np.fromiter(keys, dtype=np.int64), side="right")
+
+    def split_by_feature(self, keys: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Keys in feature order, as TorchRec hands them over, and the ids per feature."""
+        tables = self.table_of(keys)
+        of_table = [[k for k, t in zip(keys, tables, strict=True) if t == table] for table in range(self.num_tables)]
+        half = len(of_table[0]) // 2
+        features = [of_table[0][:half], of_table[0][half:], *of_table[1:]]
+        return (
+            torch.tensor([k for feature in features for k in feature], dtype=torch.int64),
+            torch.tensor([len(feature) for feature in features], dtype=torch.int64),
+        )
+
+    # -- the operations ---------------------------------------------------------------------------------------------
+
+    def prepare(self, keys: Sequence[int], critical_path: bool = True) -> int | None:
+        """Number of the batch, or None when it must not fit and the cache said so."""
+        ids, lengths = self.split_by_feature(keys)
+        distinct = set(ids.tolist())
+        if self.preloaded is None and self.warmup:
+            self._preload()
+        resident = self.resident()
+        self.batch += 1
+        oldest = min(self.tickets, default=self.batch)
+        pinned = {k for k in resident if self.last_batch.get(k, 0) >= oldest}
+        for key in distinct & resident:
+            self.last_batch[key] = self.batch
+        fits = len(pinned | distinct) <= self.map.num_slots
+        dirty = {k for k in resident if self._is_dirty(k)}
+        slots_before = self.map.num_slots
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                ticket = self.cache.prepare(ids, lengths, critical_path)
+            except CacheOverflowError:
+                assert not fits, f"{len(pinned | distinct)} rows fit {self.map.num_slots} slots"
+                assert self.overflow == "raise" or self.tickets, "grows when nothing is in flight"
+                assert self.resident() == resident
+                return None
+        growths = [w for w in caught if issubclass(w.category, CacheGrowthWarning)]
+        assert len(growths) == len(caught) == (0 if fits else 1), [str(w.message) for w in caught]
+        assert (self.map.num_slots > slots_before) == (not fits)
+        self.last_batch.update(dict.fromkeys(distinct, self.batch))
+        self.counts[list(distinct)] += self.weight
+        self.weight /= self.decay or 1.0
+        evicted = resident - self.resident()
+        self._check_victims(evicted, (resident | distinct) - evicted, oldest)
+        self._count(ids.tolist(), resident, evicted, evicted & dirty, critical_path, not fits)
+        self.trained -= evicted
+        self.tickets[self.batch] = (ticket, ids)
+        return self.batch
+
+    def _preload(self) -> None:
+        self.cache._warm_up()
+        chosen = self.resident()
+        self.preloaded = len(chosen)
+        assert self.preloaded == min(self.map.num_slots, int((self.counts > 0).sum()))
+        others = [self.counts[k] for k in range(self.num_rows) if k not in chosen]
+        assert max(others, default=0) <= min((self.counts[k] for k in chosen), default=0), "not the most frequent"
+        np.add.at(self.expected["fills"], self.table_of(chosen), 1)
+
+    def _is_dirty(self, key: int) -> bool:
+        return self.last_batch.get(key, 0) > self.clean_through
+
+    def _check_victims(self, evicted: set[int], stayed: set[int], oldest: int) -> None:
+        assert not any(self.last_batch.get(k, 0) >= oldest for k in evicted), "a pinned row was put out"
+        if self.policy == "lru" and evicted:
+            newest_gone = max(self.last_batch.get(k, 0) for k in evicted)
+            free_to_go = [b for k in stayed if (b := self.last_batch.get(k, 0)) < oldest]
+            assert newest_gone <= min(free_to_go, default=newest_gone), "not the longest unused"
+
+    def _count(
+        self,
+        ids: list[int],
+        resident: set[int],
+        evicted: set[int],
+        written: set[int],
+        critical_path: bool,
+        grew: bool,
+    ) -> None:
+        """The slow reference of the counters: one id at a time."""
+        found = self.expected
+        distinct = set(ids)
+        for name, keys in (
+            ("lookups", ids),
+            ("unique_ids", distinct),
+            ("hits_unique", distinct & resident),
+            ("hits_lookups", [k for k in ids if k in resident]),
+            ("fills", distinct - resident),
+            ("critical_path_fills", distinct - resident if critical_path else ()),
+            ("write_backs", written),
+            ("evictions", evicted),
+        ):
+            np.add.at(found[name], self.table_of(keys), 1)
+        if grew:
+            misses = np.bincount(self.table_of(distinct - resident), minlength=self.num_tables)
+            found["overflow_growths"][misses.argmax()] += 1
+
+    def train(self, batch: int) -> None:
+        """Update the batch's rows, in their slots and in the reference; the batch stays in flight."""
+        ticket, keys = self.tickets[batch]
+        slots, distinct = ticket.slots.unique(), keys.unique()
+        for payload, rows in ((self.slots, slots), (self.rows, distinct)):
+            weights, momentum, square = (tensor[rows] for tensor in payload)
+            momentum = momentum * 0.5 + weights.sum(1)
+            square = square + weights * weights + batch
+            weights = weights - 0.1 * momentum[:, None] / (square + 1)
+            for tensor, new in zip(payload, (weights, momentum, square), strict=True):
+                tensor[rows] = new
+        self.trained |= set(distinct.tolist())
+
+    def release(self, batch: int) -> None:
+        ticket, _ = self.tickets.pop(batch)
+        self.cache.release(ticket)
+
+    def abandon(self, batch: int) -> None:
+        """Nobody holds the ticket any more; without a cycle, the reference count alone frees it."""
+        del self.tickets[batch]
+
+    def step(self, keys: Sequence[int]) -> None:
+        """One batch on its own."""
+        batch = self.prepare(keys)
+        if batch is not None:
+            self.train(batch)
+            self.release(batch)
+
+    def flush(self) -> None:
+        dirty = {k for k in self.resident() if self._is_dirty(k)}
+        self.cache.flush()
+        np.add.at(self.expected["write_backs"], self.table_of(dirty), 1)
+        self.clean_through = min(self.tickets, default=self.batch + 1) - 1
+        self.trained = {k for k in self.trained if self._is_dirty(k)}
+
+    def load(self, keys: Sequence[int], value: float) -> None:
+        """Somebody writes new contents into host rows in place. Flush first; the next use of the cache notices."""
+        for tensor in (*self.host.payload, *self.rows):
+            tensor[list(keys)] = value
+        np.add.at(self.expected["evictions"], self.table_of(self.resident()), 1)
+        self.cache.read(torch.empty(0, dtype=torch.int64))
+
+    def drop(self) -> None:
+        """What was trained since the last flush is forgotten, as documented."""
+        np.add.at(self.expected["evictions"], self.table_of(self.resident()), 1)
+        self.cache.drop()
+        for truth, host in zip(self.rows, self.host.payload, strict=True):
+            truth[list(self.trained)] = host[list(self.trained)]
+        self.trained.clear()
+
+    def read(self, keys: Sequence[int]) -> None:
+        before = self.observed()
+        assert torch.equal(self.cache.read(torch.tensor(keys, dtype=torch.int64)), self.rows[0][list(keys)])
+        assert self.observed() == before, "reading left traces"
+
+    # -- what must hold at all times --------------------------------------------------------------------------------
+
+    def resident(self) -> set[int]:
+        return set(self.map.slot_of_key.nonzero().flatten().tolist())
+
+    def observed(self) -> dict[str, object]:
+        """Everything that planning depends on, and the counters."""
+        scores = self.cache.planner.scores.of_slots()
+        return {
+            "slot_of_key": self.map.slot_of_key.tolist(),
+            "key_of_slot": self.map.key_of_slot.tolist(),
+            "last_batch": self.map.last_batch(torch.arange(1, self.map.num_slots + 1)).tolist(),
+            "scores": None if scores is None else scores[1:].tolist(),
+            "counters": self.cache.counters.values.tolist(),
+            "in_flight": list(self.cache._in_flight),
+            "device_bytes": self.cache.device_bytes,
+        }
+
+    def check(self) -> None:
+        """Raise AssertionError unless every invariant holds."""
+        self._check_map()
+        self._check_rows()
+        self._check_pins()
+        self._check_counters()
+        if self.policy == "lfu":
+            self._check_counts()
+
+    def _check_map(self) -> None:
+        slots = self.map.used_slots()
+        keys = self.map.keys(slots)
+        assert int((self.map.slot_of_key != 0).sum()) == self.map.num_used == slots.numel()
+        assert torch.equal(self.map.lookup(keys), slots), "slot -> key -> slot"
+        assert (self.map.key_of_slot[self.map.num_used + 1 :] == -1).all()
+        assert self.map.key_of_slot[0] == -1
+        assert self.map.num_used + self.map.num_free == self.map.num_slots
+
+    def _check_rows(self) -> None:
+        """A cached row is right in its slot; any other, and any that is clean, in the host tier."""
+        slots = self.map.slot_of_key.long()
+        cached = slots != 0
+        in_host = torch.ones(self.num_rows, dtype=torch.bool)
+        in_host[list(self.trained)] = False
+        for held, host, truth in zip(self.slots, self.host.payload, self.rows, strict=True):
+            assert torch.equal(held[slots[cached]], truth[cached]), "a cached row is wrong in its slot"
+            assert torch.equal(host[in_host], truth[in_host]), "a row in the host tier is wrong"
+
+    def _check_pins(self) -> None:
+        for ticket, keys in self.tickets.values():
+            assert torch.equal(self.map.keys(ticket.slots), keys), "a row in flight lost its slot"
+
+    def _check_counters(self) -> None:
+        stats = self.cache.stats()
+        for name, values in self.expected.items():
+            assert [getattr(s, name) for s in stats] == values.tolist(), name
+        for s in stats:
+            assert 0 <= s.hits_unique <= s.unique_ids
+            assert s.unique_ids - s.hits_unique == s.fills or self.preloaded
+            assert s.bytes_to_device == s.fills * self.host.row_bytes
+            assert s.bytes_to_host == s.write_backs * self.host.row_bytes
+        totals = {name: sum(getattr(s, name) for s in stats) for name in vars(stats[0]) if name != "table"}
+        assert totals["fills"] - totals["evictions"] == self.map.num_used
+        assert totals["slots"] == self.map.num_slots
+        assert totals["device_bytes"] == self.cache.device_bytes
+        assert totals["rows"] == self.num_rows
+        held = np.bincount(self.table_of(self.resident()), minlength=self.num_tables)
+        assert (np.array([s.fills - s.evictions for s in stats]) == held).all()
+        assert list(self.cache._in_flight) == list(self.tickets)
+
+    def _check_counts(self) -> None:
+        """A row's count is beside its slot, or beside the row: history survives eviction."""
+        scores = self.cache.planner.scores
+        rows, slots = scores._row_scores.double(), scores.of_slots().double()
+        found = torch.where(self.map.slot_of_key != 0, slots[self.map.slot_of_key.long()], rows).numpy()
+        if self.decay is None:
+            assert (found == self.counts).all()
+        else:
+            np.testing.assert_allclose(found / scores._weight, self.counts / self.weight, rtol=1e-4, atol=1e-12)
+
+    def finish(self) -> None:
+        """Flush and compare the host tier with the reference, bit for bit."""
+        for batch in list(self.tickets):
+            self.abandon(batch)
+        self.flush()
+        self.check()
+        assert not self.trained
+        for host, truth in zip(self.host.payload, self.rows, strict=True):
+            assert torch.equal(host, truth)
+
+
+# -- scenarios ------------------------------------------------------------------------------------------------------
+
+Operation = tuple[str, tuple[int, ...]]
+
+
+def run(pool: Pool, operations: Iterable[Operation]) -> None:
+    """Apply operations that make sense in the pool's state, and check every invariant after each."""
+    for name, arguments in operations:
+        flying = list(pool.tickets)
+        one = flying[arguments[0] % len(flying)] if flying and arguments else None
+        if name == "prepare":
+            pool.prepare(arguments, critical_path=len(arguments) % 2 == 0)
+        elif name == "train" and one:
+            pool.train(one)
+            pool.release(one)
+        elif name == "abandon" and one:
+            pool.abandon(one)
+        elif name == "flush":
+            pool.flush()
+        elif name == "read":
+            pool.read(arguments)
+        elif name == "drop" and not flying:
+            pool.drop()
+        elif name == "load" and not flying:
+            pool.flush()
+            pool.load(arguments, float(len(arguments)))
+        pool.check()
+    pool.finish()
+
+
+def random_operations(seed: int, steps: int = 60, num_rows: int = 30, batch_size: int = 7) -> list[Operation]:
+    """A fixed mix that evicts a lot, with up to three batches in flight."""
+    rng = np.random.default_rng(seed)
+    operations: list[Operation] = []
+    for _ in range(steps):
+        keys = tuple(int(k) for k in (rng.random(batch_size) ** 2 * num_rows).astype(int) * 7 % num_rows)
+        operations.append(("prepare", keys))
+        if rng.random() < 0.9:
+            operations.append(("train", (int(rng.integers(3)),)))
+        if rng.random() < 0.1:
+            operations.append((str(rng.choice(["abandon", "flush", "read"])), (0,)))
+    return operations
