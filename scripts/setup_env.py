@@ -188,6 +188,9 @@ def inspect(venv: Path) -> dict[str, object]:
 def install(venv: Path, driver: bool) -> None:
     """Brings the venv to what the requirement files say; every step leaves alone what is right already."""
     pip = Pip(venv)
+    if subprocess.run([str(venv_python(venv)), "-m", "pip", "--version"], capture_output=True).returncode:
+        say("this environment has no pip; taking the one that comes with Python")
+        subprocess.run([str(venv_python(venv)), "-m", "ensurepip"], capture_output=True)
     torch_pin = torch_requirement((ROOT / "requirements.txt").read_text())
     pip(f"install {torch_pin} (up to 3 GB with CUDA)", "install", torch_pin)
     found = inspect(venv)
@@ -268,6 +271,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SetupError as error:
         print(f"[setup] FAILED: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("[setup] interrupted; run it again to go on where it stopped", file=sys.stderr)
+        return 130
     return 0
 
 
