@@ -93,6 +93,8 @@ def build_sharded_model(
     profile: FrequencyProfile | None,
     schema: Schema,
     ranks: Ranks,
+    *,
+    batch_size: int,
     seed: int,
 ) -> DistributedModelParallel:
     """The model of a run on this rank: tables sharded over the ranks, dense layers replicated under DDP.
@@ -105,12 +107,16 @@ def build_sharded_model(
     model = build_model(model_config, schema, ranks.device)
     optimizer.apply(model.model.sparse_arch, ranks.device)
     sharder = _sharder(cache, profile)
-    plan = plan_sharding(
-        model,
-        [sharder],
-        world_size=ranks.world_size,
-        local_world_size=ranks.local_world_size,
-        device=ranks.device,
+    # Planned once: ranks with different plans would wait for each other for ever.
+    plan = ranks.from_first(
+        lambda: plan_sharding(
+            model,
+            [sharder],
+            world_size=ranks.world_size,
+            local_world_size=ranks.local_world_size,
+            device=ranks.device,
+            batch_size=batch_size,
+        )
     )
     torch.manual_seed(seed + 1 + ranks.rank)  # the shards of a table must not start as copies of each other
     return DistributedModelParallel(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from .assembly import build_sharded_model, find_profile
 from .data import Batch, BatchStream, StreamState, open_source
@@ -25,7 +26,7 @@ from .traffic import CacheTraffic
 from .watch import LossWatch
 
 #: Newest samples per rank from which the AUC in the progress line is made.
-WINDOW_SAMPLES = 65_536
+WINDOW_SAMPLES = 16_384
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,8 @@ class Trainer:
             self.profile,
             self.source.schema,
             ranks,
-            config.train.seed,
+            batch_size=config.train.batch_size,
+            seed=config.train.seed,
         )
         self.dense_parameters = dict(in_backward_optimizer_filter(self.model.named_parameters()))
         self.dense_optimizer = config.dense_optimizer.build(self.dense_parameters)
@@ -177,10 +179,11 @@ class Trainer:
         self.model.eval()
         with self._open_stream(None) as stream:
             for batch in stream:
-                batch = batch.to(self.ranks.device, non_blocking=True)
+                count = batch.num_samples
+                batch = _never_empty(batch).to(self.ranks.device, non_blocking=True)
                 with self._autocast():
                     _, (_, logits, labels) = self.model(batch)
-                predictions.add(logits, labels)
+                predictions.add(logits[:count], labels[:count])
         self.model.train()
         quality = predictions.quality(self.ranks)
         return EvalReport(self.steps, quality, time.perf_counter() - started)
@@ -278,6 +281,22 @@ class Trainer:
         set_learning_rate(self.dense_optimizer, self.config.dense_optimizer.lr * factor)
         set_learning_rate(self.model.fused_optimizer, self.config.embedding_optimizer.lr * factor)
         self.model.fused_optimizer.step()  # only hands the rate to the kernels
+
+
+def _never_empty(batch: Batch) -> Batch:
+    """The batch, or where it has no sample, one placeholder: some layers cannot run on nothing."""
+    if batch.num_samples:
+        return batch
+    sparse = batch.sparse_features
+    return Batch(
+        batch.dense_features.new_zeros(1, batch.dense_features.shape[1]),
+        KeyedJaggedTensor(
+            keys=sparse.keys(),
+            values=sparse.values().new_empty(0),
+            lengths=sparse.lengths().new_zeros(len(sparse.keys())),
+        ),
+        batch.labels.new_zeros(1),
+    )
 
 
 def _without_empty(tensors: Any) -> Any:

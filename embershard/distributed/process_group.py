@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError, SetupError
+
+T = TypeVar("T")
 
 #: A rank that waits this long for another one gives up, so that a lost rank ends the run.
 TIMEOUT = datetime.timedelta(minutes=10)
@@ -53,6 +55,20 @@ class Ranks:
         padded[: value.shape[0]] = value
         gathered = self.all_gather(padded)
         return torch.cat([gathered[r, :n] for r, n in enumerate(sizes)])
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What `make` returns on the first rank, on every rank; its exception too, so that nobody waits."""
+        made: list[Any] = [None, None]
+        if self.is_first:
+            try:
+                made[0] = make()
+            except Exception as error:
+                made[1] = error
+        dist.broadcast_object_list(made, src=0)
+        value, error = made
+        if error is not None:
+            raise error
+        return value
 
     def all_gather_objects(self, value: Any) -> list[Any]:
         """Small picklable values of all ranks, in rank order. Not for the hot path."""

@@ -85,8 +85,8 @@ def make_result(
     """What result.json says of a run.
 
     `samples_per_second` is global, over this process's steps after the first `WARMUP_STEPS` (or after a
-    quarter of them, if there are fewer); it is None when no step was trained. A quality that is undefined, or was not
-    measured, is None, and so is `cache` in a run without one.
+    quarter of them, if there are fewer); it is None when no step was trained. A quality that is undefined or
+    was not measured is None, and so is `cache` in a run without one.
     """
     quality = evaluation.quality if evaluation else None
     measured = step_seconds[min(WARMUP_STEPS, len(step_seconds) // 4) :]

@@ -74,8 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.excepthook = _short_errors
     config = load_config(RunConfig, arguments.config, arguments.overrides)
     with process_group(config.train.device) as ranks:
-        run_dir = arguments.run_dir or default_run_dir(arguments.config)
-        run_dir = ranks.all_gather_objects(run_dir)[0]
+        run_dir = ranks.from_first(lambda: arguments.run_dir or default_run_dir(arguments.config))
         train_run(config, ranks, run_dir, resume=arguments.resume, same_run=_command(arguments))
 
 
@@ -154,8 +153,7 @@ class _Outputs:
 
 
 def _resume(trainer: Trainer, run_dir: Path, console: Console) -> int:
-    found = complete_checkpoints(run_dir / CHECKPOINTS)
-    found = trainer.ranks.all_gather_objects(found)[0]
+    found = trainer.ranks.from_first(lambda: complete_checkpoints(run_dir / CHECKPOINTS))
     if not found:
         console.print(f"No complete checkpoint in {run_dir / CHECKPOINTS}; starting from the beginning.")
         return 0
