@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from embershard.cache import memory
 from embershard.errors import ConfigError
 
 
@@ -48,7 +49,7 @@ class HostStore:
         self.dim = dim
         self.num_rows = sum(self.rows_per_table)
         self.row_offsets = [sum(self.rows_per_table[:table]) for table in range(len(self.rows_per_table))]
-        allocate = _MappedFiles(host_dir) if host == "mmap" and host_dir is not None else torch.zeros
+        allocate = _MappedFiles(host_dir) if host == "mmap" and host_dir is not None else memory.zeros
         self.flat_weights = allocate(self.num_rows * dim, dtype=dtype)
         self.weights = self.flat_weights.view(self.num_rows, dim)
         self.states: dict[str, Tensor] = {}

@@ -51,7 +51,7 @@ class VictimQueue:
     """Slots in the order in which they should leave, as of the last refill.
 
     An entry is skipped when its slot is pinned, or was used or refilled since: ranking the survivors again is the
-    next refill's work. The ranking is by score, then longest unused, then slot number.
+    next refill's work. The ranking is by score, then longest unused.
     """
 
     def __init__(self, slot_map: SlotMap, scores: SlotScores) -> None:
@@ -97,10 +97,9 @@ class VictimQueue:
         else:  # the bits of a non-negative float32 order like the number itself
             rank = (scores[1 : num_used + 1].view(torch.int32).long() << 32) | batches
         rank.masked_fill_(batches >= oldest_pinned, _NEVER)
-        lowest = torch.topk(rank, min(count, num_used), largest=False, sorted=False).indices.sort().values
-        lowest = lowest[rank[lowest].sort(stable=True).indices]
-        lowest = lowest[rank[lowest] != _NEVER]
-        self._slots, self._stamps, self._cursor = lowest + 1, stamps[lowest], 0
+        lowest = torch.topk(rank, min(count, num_used), largest=False, sorted=True)
+        order = lowest.indices[: int((lowest.values != _NEVER).sum())]
+        self._slots, self._stamps, self._cursor = order + 1, stamps[order], 0
 
 
 class CachePlanner:

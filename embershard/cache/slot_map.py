@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from embershard.cache import memory
 from embershard.errors import CacheError
 
 NULL_SLOT = 0
@@ -42,7 +43,7 @@ class SlotMap:
         self.num_keys = num_keys
         self.num_slots = num_slots
         self.device = torch.device(device)
-        self.slot_of_key = torch.zeros(num_keys, dtype=torch.int32, device=device)
+        self.slot_of_key = memory.zeros(num_keys, torch.int32).to(device)
         self.key_of_slot = torch.full((num_slots + 1,), _FREE, dtype=torch.int32, device=device)
         self.use_stamp = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self.num_used = 0

@@ -90,22 +90,24 @@ class CacheCounters:
             self._add_by_feature(Counter.HITS_UNIQUE, running[ends] - running[ends - feature_lengths])
         if plan.fill_keys.numel():
             self.add_rows(Counter.MISSED_LOOKUPS, plan.miss_keys)
-            self.add_rows(Counter.FILLS, plan.fill_keys)
+            fills = self._by_table(plan.fill_keys)
+            self.values[:, Counter.FILLS] += fills
             if critical_path:
-                self.add_rows(Counter.CRITICAL_PATH_FILLS, plan.fill_keys)
+                self.values[:, Counter.CRITICAL_PATH_FILLS] += fills
             self.add_rows(Counter.EVICTIONS, plan.evicted_keys)
             self.add_rows(Counter.WRITE_BACKS, plan.write_back_keys)
 
     def add_rows(self, counter: Counter, keys: Tensor) -> None:
         """Add one per key to its table's ``counter``."""
         if keys.numel():
-            tables = torch.bucketize(keys, self._starts, right=True)
-            self.values[:, counter] += torch.bincount(tables, minlength=self._num_tables)
+            self.values[:, counter] += self._by_table(keys)
 
     def add_growth(self, miss_keys: Tensor) -> None:
         """The pool grew for a batch with these misses: the table with the most of them is named."""
-        tables = torch.bucketize(miss_keys, self._starts, right=True)
-        self.values[torch.bincount(tables, minlength=self._num_tables).argmax(), Counter.OVERFLOW_GROWTHS] += 1
+        self.values[self._by_table(miss_keys).argmax(), Counter.OVERFLOW_GROWTHS] += 1
+
+    def _by_table(self, keys: Tensor) -> Tensor:
+        return torch.bincount(torch.bucketize(keys, self._starts, right=True), minlength=self._num_tables)
 
     def _add_by_feature(self, counter: Counter, counts: Tensor) -> None:
         self.values[:, counter].index_add_(0, self._table_of_feature, counts)

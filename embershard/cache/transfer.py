@@ -7,6 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from embershard.cache.memory import widest_view
+
 
 class Transfer(Protocol):
     """Executes the copies of a plan. Keys number host rows, slots device rows; both int64 [M] without repeats."""
@@ -30,7 +32,8 @@ class PlainTransfer:
     """
 
     def __init__(self, device: Sequence[Tensor], host: Sequence[Tensor]) -> None:
-        self._pairs = [(d.data, h.data) for d, h in zip(device, host, strict=True)]
+        self._pairs = [(widest_view(d.data), widest_view(h.data)) for d, h in zip(device, host, strict=True)]
+        assert all(d.shape[1:] == h.shape[1:] and d.dtype == h.dtype for d, h in self._pairs), "payloads differ"
 
     def fill(self, keys: Tensor, slots: Tensor) -> None:
         if keys.numel():

@@ -16,6 +16,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from embershard.errors import IdOutOfRangeError
 
 
+_UNCHECKED = 2**62
+
+
 class _TableConfig(Protocol):
     name: str
     num_embeddings: int
@@ -41,10 +44,17 @@ def check_bounds(features: KeyedJaggedTensor, rows: Mapping[str, tuple[str, int]
     values = features.values()
     if values.numel() == 0:
         return
-    limits = torch.tensor([rows[key][1] if key in rows else 2**62 for key in features.keys()])  # noqa: SIM118
-    lengths = torch.tensor(features.length_per_key())
-    limit_of_id = torch.repeat_interleave(limits.to(values.device), lengths.to(values.device), output_size=values.numel())
-    if bool((values >= limit_of_id).any()) or int(values.amin()) < 0:
+    limits = [rows[key][1] if key in rows else _UNCHECKED for key in features.keys()]  # noqa: SIM118
+    if values.is_cpu:  # a pass per feature, and no limit per id to be written and read
+        parts = values.split(features.length_per_key())
+        bounds = [part.aminmax() for part in parts if part.numel()]
+        limits = [limit for part, limit in zip(parts, limits, strict=True) if part.numel()]
+        inside = all(low >= 0 and high < limit for (low, high), limit in zip(bounds, limits, strict=True))
+    else:
+        lengths = torch.tensor(features.length_per_key(), device=values.device)
+        limit_of_id = torch.tensor(limits, device=values.device).repeat_interleave(lengths, output_size=values.numel())
+        inside = not bool(((values < 0) | (values >= limit_of_id)).any())
+    if not inside:
         _raise_first(features, rows)
 
 
