@@ -1,0 +1,110 @@
+"""What the benchmark scripts share: a gloo or NCCL group of one, the machine's description, a sharded model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.types import ModuleSharder, ShardingEnv
+
+from embershard import plan_sharding
+
+
+@contextlib.contextmanager
+def single_process() -> Iterator[torch.device]:
+    """A process group of one rank; gives the device to train on."""
+    logging.getLogger("torchrec").setLevel(logging.ERROR)
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo", init_method=f"file://{folder}/store", rank=0, world_size=1
+        )
+        try:
+            yield device
+        finally:
+            dist.destroy_process_group()
+
+
+def shard(model: nn.Module, sharder: ModuleSharder, device: torch.device, sharding: str) -> DistributedModelParallel:
+    """``model`` with all its tables sharded in one way over the group."""
+    tables = sharder.shardable_parameters(next(m for m in model.modules() if type(m) is sharder.module_type))
+    constraints = {table: ParameterConstraints(sharding_types=[sharding]) for table in tables}
+    plan = plan_sharding(
+        model, [sharder], world_size=1, local_world_size=1, device=device, constraints=constraints
+    )
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    return DistributedModelParallel(model, env=env, device=device, plan=plan, sharders=[sharder])
+
+
+def interleaved(
+    variants: dict[str, Callable[[int], Any]], indices: Sequence[int], device: torch.device
+) -> dict[str, list[float]]:
+    """Seconds per call of each variant, called in turn with each index; the order alternates from index to index."""
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for turn, index in enumerate(indices):
+        for name in list(variants) if turn % 2 == 0 else list(variants)[::-1]:
+            synchronize(device)
+            started = time.perf_counter()
+            variants[name](index)
+            synchronize(device)
+            seconds[name].append(time.perf_counter() - started)
+    return seconds
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the GPU, if there is one."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def median_ms(seconds: Sequence[float]) -> float:
+    """Median, in milliseconds."""
+    return round(statistics.median(seconds) * 1e3, 3)
+
+
+def median_ratio(a: Sequence[float], b: Sequence[float]) -> float:
+    """Median of ``a[i] / b[i]``: each pair was measured side by side, so a slow moment hits both."""
+    return round(statistics.median(x / y for x, y in zip(a, b, strict=True)), 3)
+
+
+def machine() -> dict[str, Any]:
+    """Where a figure was measured, for people who read it later."""
+    model = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.processor(),
+    )
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def report(result: dict[str, Any], output: str | None) -> None:
+    """Print as JSON, and write to ``output`` when given."""
+    text = json.dumps(result, indent=2)
+    print(text)
+    if output:
+        Path(output).write_text(text + "\n")
