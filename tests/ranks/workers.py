@@ -89,6 +89,7 @@ def _serve(rank: int, world_size: int, local_world_size: int, store: str, pipe: 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(LOCAL_RANK=str(rank % local_world_size), LOCAL_WORLD_SIZE=str(local_world_size))
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", module=r"torch(rec)?\.")  # theirs, not ours
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     while True:
         try:

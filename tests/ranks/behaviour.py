@@ -1,0 +1,242 @@
+"""What ranks do in test_behaviour.py: functions that run in the worker processes and return plain values."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from embershard import CacheConfig, CachedEmbeddingBagCollectionSharder, cache_stats, flush
+from embershard.sharding.torchrec import cached_embeddings
+from tests.ranks.parity import Case, batches, build, differences, snapshot, train
+
+
+def _pins(model: Any) -> int:
+    return sum(len(pool.cache._in_flight) for pool in cached_embeddings(model))
+
+
+def load_full_state(case: Case) -> dict[str, Any]:
+    """Train A, load its state into a trained B, train both on; what differed, before and after."""
+    a, b = build(case, cached=True), build(case, cached=True)
+    train(a, case)
+    train(b, case, seed=5)  # dirty rows of another history: none may survive the load
+    weights = {name: _clone(value) for name, value in a.state_dict().items()}
+    b.load_state_dict(weights)
+    b.fused_optimizer.load_state_dict(a.fused_optimizer.state_dict())
+    loaded = differences(snapshot(a), snapshot(b))
+    losses = train(a, case, steps=10, seed=9) == train(b, case, steps=10, seed=9)
+    return {"loaded": loaded, "losses": losses, "later": differences(snapshot(a), snapshot(b))}
+
+
+def _clone(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def load_one_table(case: Case) -> dict[str, Any]:
+    """Load one table only: the others keep what they learned, though their rows were still dirty in the cache."""
+    model = build(case, cached=True)
+    donor = build(case, cached=True)
+    train(donor, case, seed=3)
+    donated = {k: v for k, v in donor.state_dict().items() if ".t1." in k}
+    train(model, case)
+    expected = snapshot(model)
+    reference = build(case, cached=False)
+    train(reference, case)
+    train(reference, case, steps=5, seed=4)
+    train(model, case, steps=5, seed=4)  # dirty again
+    model.load_state_dict(donated, strict=False)
+    after = snapshot(model)
+    wanted = snapshot(reference)
+    donated_now = snapshot(donor)
+    others = [n for n in wanted if n.startswith("weight") and ".t1." not in n and "dense" not in n]
+    return {
+        "changed": bool(expected) and bool(differences(expected, after)),
+        "others": [n for n in others if not torch.equal(wanted[n], after[n])],
+        "others_compared": len(others),
+        "donated": [n for n in after if n.startswith("weight") and ".t1." in n and not torch.equal(donated_now[n], after[n])],
+    }
+
+
+def write_in_place_while_dirty(case: Case) -> str:
+    """Fill a table's host rows behind the cache's back without a flush; the error's text."""
+    model = build(case, cached=True)
+    train(model, case, steps=3)
+    pool = next(cached_embeddings(model))
+    pool.host.weights.fill_(1.0)
+    try:
+        # Rank-local: straight into the pool, so that no rank waits for another one's all-to-all.
+        pool.flush()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def write_in_place_after_flush(case: Case) -> bool:
+    """The same after a flush: the new rows are what the model reads."""
+    model = build(case, cached=True)
+    train(model, case, steps=3)
+    flush(model)
+    for pool in cached_embeddings(model):
+        pool.host.weights.fill_(0.25)
+    features, _ = next(batches(case, dist.get_rank(), 1, seed=8))
+    pooled = model.module.embeddings(features).to_dict()
+    return all(
+        torch.equal(pooled[name], (jagged.lengths() * 0.25)[:, None].expand(-1, 16))
+        for name, jagged in features.to_dict().items()
+    )
+
+
+def checkpoint_round_trip(case: Case, folder: str, save_cached: bool, load_cached: bool) -> list[str]:
+    """Save with torch.distributed.checkpoint, load into another kind of model; what differed."""
+    saved = build(case, cached=save_cached)
+    train(saved, case)
+    state = {"model": saved.state_dict(), "optimizer": saved.fused_optimizer.state_dict()}
+    dcp.save(state, checkpoint_id=folder)
+    loaded = build(case, cached=load_cached)
+    train(loaded, case, steps=3, seed=77)
+    target = {"model": loaded.state_dict(), "optimizer": loaded.fused_optimizer.state_dict()}
+    dcp.load(target, checkpoint_id=folder)
+    loaded.load_state_dict(target["model"])
+    loaded.fused_optimizer.load_state_dict(target["optimizer"])
+    different = differences(snapshot(saved), snapshot(loaded))
+    losses = train(saved, case, steps=10, seed=6), train(loaded, case, steps=10, seed=6)
+    if losses[0] != losses[1]:
+        different.append("losses after loading")
+    return different + differences(snapshot(saved), snapshot(loaded))
+
+
+def prefetch_ahead(case: Case, depth: int) -> list[str]:
+    """Make batches resident ``depth`` steps before they train, as a pipeline does; what differs from stock."""
+    stock, ours = build(case, cached=False), build(case, cached=True)
+    train(stock, case)
+    optimizer = torch.optim.SGD([p for n, p in ours.named_parameters() if "dense" in n], lr=0.05)
+    embeddings = ours.module.embeddings
+    waiting: list[Any] = []
+    stream = batches(case, dist.get_rank())
+
+    def push(batch: Any) -> None:
+        context = embeddings.create_context()
+        distributed = embeddings.input_dist(context, batch[0]).wait().wait()
+        embeddings.prefetch(ctx=context, dist_input=distributed)
+        waiting.append((context, distributed, batch[1]))
+
+    for batch in itertools.islice(stream, depth):
+        push(batch)
+    while waiting:
+        context, distributed, labels = waiting.pop(0)
+        optimizer.zero_grad()
+        pooled = embeddings.compute_and_output_dist(context, distributed).values()
+        loss = ((ours.module.dense(pooled).squeeze(1) - labels) ** 2).mean()
+        for batch in itertools.islice(stream, 1):  # between the forward and its backward
+            push(batch)
+        loss.backward()
+        for parameter in ours.module.dense.parameters():  # outside of DDP's forward
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+        optimizer.step()
+    different = [n for n in differences(snapshot(stock), snapshot(ours)) if "dense" not in n]
+    late = sum(stats.critical_path_fills for stats in cache_stats(ours))
+    return different + ([f"{late} critical-path fills"] if late else [])
+
+
+def backward_twice(case: Case) -> str:
+    """A second backward through the same forward; the error's text. One rank."""
+    model = build(case, cached=True)
+    features, _ = next(batches(case, 0, 1))
+    pooled = model.module.embeddings(features).values()
+    pooled.sum().backward(retain_graph=True)
+    try:
+        pooled.sum().backward()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def abandoned_forward(case: Case) -> list[int]:
+    """Pins while an output is alive, after it is dropped without a backward, and after a trained batch. One rank."""
+    model = build(case, cached=True)
+    features, labels = next(batches(case, 0, 1))
+    loss = model(features, labels)
+    pins = [_pins(model)]
+    del loss
+    gc.collect()
+    pins.append(_pins(model))
+    model(features, labels).backward()
+    return [*pins, _pins(model)]
+
+
+def bad_id(case: Case, feature: int, bad: int) -> str:
+    """An id out of range on this rank; the error's text. Raised before any collective, on every rank alike."""
+    model = build(case, cached=True)
+    features, labels = next(batches(case, dist.get_rank(), 1))
+    start = sum(features.length_per_key()[:feature])
+    features.values()[start + 2] = bad
+    try:
+        model(features, labels)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def evaluate_and_count(case: Case) -> dict[str, Any]:
+    """Counters and cached keys before and after evaluations, and whether their results equal the stock model's."""
+    stock, ours = build(case, cached=False), build(case, cached=True)
+    train(stock, case, steps=8)
+    train(ours, case, steps=8)
+    before = [(s.lookups, s.fills, s.evictions, s.write_backs) for s in cache_stats(ours)]
+    kept = [pool.cache.planner.map.key_of_slot.clone() for pool in cached_embeddings(ours)]
+    equal = True
+    for step in range(5):
+        features, labels = next(batches(case, dist.get_rank(), 1, seed=50 + step))
+        with torch.no_grad():
+            equal &= bool(torch.equal(stock(features, labels), ours(features, labels)))
+    after = [(s.lookups, s.fills, s.evictions, s.write_backs) for s in cache_stats(ours)]
+    same = all(
+        torch.equal(a, pool.cache.planner.map.key_of_slot) for a, pool in zip(kept, cached_embeddings(ours), strict=True)
+    )
+    return {"equal": equal, "counted": before != after, "same_rows": same}
+
+
+def device_budget(device_bytes: int) -> dict[str, Any]:
+    """Device bytes that the pools of this rank report, and those that their tensors have, under a byte budget."""
+    from tests.ranks import parity
+
+    case = Case(dims=(16, 8, 16, 32), sharding=("row_wise", "table_wise", "column_wise", "table_wise"), overflow="grow")
+    original = parity.CacheConfig
+    try:
+        parity.CacheConfig = lambda **_: CacheConfig(device_bytes=device_bytes, policy="lfu")  # type: ignore[assignment,misc]
+        model = build(case, cached=True)
+    finally:
+        parity.CacheConfig = original  # type: ignore[misc]
+    pools = list(cached_embeddings(model))
+    allocated = 0
+    for pool in pools:
+        slot_map, scores = pool.cache.planner.map, pool.cache.planner.scores.of_slots()
+        tensors = [*pool.slots.payload, slot_map.slot_of_key, slot_map.key_of_slot, slot_map.use_stamp, scores]
+        allocated += sum(t.numel() * t.element_size() for t in tensors)
+    return {"reported": sum(s.device_bytes for s in cache_stats(model)), "allocated": allocated, "pools": len(pools)}
+
+
+def sharder_leaves_its_arguments_alone() -> bool:
+    """The caller's fused_params are not changed by sharding."""
+    fused_params = {"learning_rate": 0.5}
+    sharder = CachedEmbeddingBagCollectionSharder(CacheConfig(ratio=0.5), fused_params=fused_params)
+    from tests.ranks import parity
+
+    case = Case()
+    torch.manual_seed(7)
+    model = parity._Model(case)
+    plan = parity.plan_sharding(model, [sharder], world_size=1, local_world_size=1, device="cpu")
+    parity.DistributedModelParallel(
+        model,
+        env=parity.ShardingEnv.from_process_group(dist.group.WORLD),
+        device=torch.device("cpu"),
+        plan=plan,
+        sharders=[sharder],
+    )
+    return fused_params == {"learning_rate": 0.5}

@@ -1,0 +1,83 @@
+"""What surrounds the exact step: loading, prefetching, evaluation, misuse, bad ids, budgets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import behaviour
+from tests.ranks.parity import Case
+from tests.ranks.workers import RankPool
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "column_wise"])
+def test_loading_replaces_everything_cached(two_ranks: RankPool, sharding: str) -> None:
+    for result in two_ranks.run(behaviour.load_full_state, Case(sharding=sharding)):
+        assert result == {"loaded": [], "losses": True, "later": []}
+
+
+def test_loading_one_table_keeps_what_the_others_learned(two_ranks: RankPool) -> None:
+    results = two_ranks.run(behaviour.load_one_table, Case(sharding="row_wise", optimizer="sgd"))
+    for result in results:
+        assert result["changed"] and result["others_compared"] == 3
+        assert result["others"] == [] and result["donated"] == []
+
+
+def test_rows_written_behind_the_cache(two_ranks: RankPool) -> None:
+    for message in two_ranks.run(behaviour.write_in_place_while_dirty, Case()):
+        assert message.startswith("CacheError") and "embershard.flush(model)" in message
+    assert two_ranks.run(behaviour.write_in_place_after_flush, Case()) == [True, True]
+
+
+@pytest.mark.parametrize(("save_cached", "load_cached"), [(True, False), (False, True), (True, True)])
+def test_checkpoints_are_stock_checkpoints(
+    two_ranks: RankPool, tmp_path: Path, save_cached: bool, load_cached: bool
+) -> None:
+    case = Case(sharding=("row_wise", "table_wise", "row_wise", "table_wise"), ratio=0.35)
+    assert two_ranks.run(behaviour.checkpoint_round_trip, case, str(tmp_path), save_cached, load_cached) == [[], []]
+
+
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_prefetching_ahead_is_exact(two_ranks: RankPool, sharding: str, depth: int) -> None:
+    """Rows are filled between another batch's forward and backward; no step waits for one."""
+    case = Case(sharding=sharding, ratio=0.2 + 0.15 * depth)
+    assert two_ranks.run(behaviour.prefetch_ahead, case, depth) == [[], []]
+
+
+def test_a_second_backward_is_refused(one_rank: RankPool) -> None:
+    (message,) = one_rank.run(behaviour.backward_twice, Case(ratio=0.5))
+    assert message.startswith("CacheError") and "second backward" in message
+
+
+def test_a_forward_without_backward_gives_its_pins_back(one_rank: RankPool) -> None:
+    assert one_rank.run(behaviour.abandoned_forward, Case(ratio=0.5)) == [[1, 0, 0]]
+
+
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
+@pytest.mark.parametrize("bad", [-1, 2000, 2**40])
+def test_an_id_out_of_range_is_named(two_ranks: RankPool, sharding: str, bad: int) -> None:
+    for rank, message in enumerate(two_ranks.run(behaviour.bad_id, Case(sharding=sharding), 2, bad)):
+        assert message.startswith("IdOutOfRangeError"), message
+        for part in (f"rank {rank}", "table 't2'", "feature 'f2'", f"id {bad} ", "position 2", "[0, 2000)"):
+            assert part in message, message
+
+
+def test_evaluation_reads_through_the_cache_and_leaves_it_alone(two_ranks: RankPool) -> None:
+    for result in two_ranks.run(behaviour.evaluate_and_count, Case(sharding="row_wise")):
+        assert result == {"equal": True, "counted": False, "same_rows": True}
+
+
+@pytest.mark.parametrize("device_bytes", [60_000, 150_000])
+def test_a_byte_budget_is_kept_and_reported(two_ranks: RankPool, device_bytes: int) -> None:
+    for result in two_ranks.run(behaviour.device_budget, device_bytes):
+        assert result["pools"] >= 2
+        assert result["reported"] == result["allocated"] <= device_bytes
+        assert result["allocated"] > 0.9 * device_bytes
+
+
+def test_the_callers_arguments_stay_as_they_are(one_rank: RankPool) -> None:
+    assert one_rank.run(behaviour.sharder_leaves_its_arguments_alone) == [True]
