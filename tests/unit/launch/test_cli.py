@@ -1,0 +1,118 @@
+"""The command line up to the point where ranks start; what ranks do is tested in tests/ranks."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from embershard.launch import cli, local
+from embershard.launch.config import tomllib
+from embershard.launch.train import _command, add_run_arguments
+
+QUICK = "examples/quickstart.toml"
+
+
+@pytest.fixture(autouse=True)
+def _in_the_project(project_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project_dir)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    calls: list[tuple] = []
+    monkeypatch.setattr(local, "start_ranks", lambda *given: calls.append(given) or 0)
+    return calls
+
+
+@pytest.mark.parametrize("example", [QUICK, "examples/criteo.toml"])
+def test_dry_run_prints_all_settings_and_starts_nothing(example, started, capsys):
+    assert cli.main(["train", "--config", example, "--dry-run", "--set", "train.batch_size=7"]) == 0
+    printed = tomllib.loads(capsys.readouterr().out)
+    assert printed["train"]["batch_size"] == 7
+    assert set(printed) >= {
+        "data",
+        "model",
+        "cache",
+        "embedding_optimizer",
+        "dense_optimizer",
+        "schedule",
+        "train",
+    }
+    assert started == []
+
+
+def test_ranks_get_what_was_asked_for(started, tmp_path, capsys):
+    overrides = ["--set", "train.max_steps=3", "--set", "data.seed=4"]
+    assert cli.main(["train", "--config", QUICK, "--run-dir", str(tmp_path), "--nproc", "3", *overrides]) == 0
+    ranks, module, arguments = started[0]
+    assert (ranks, module) == (3, "embershard.launch.train")
+    assert arguments == ["--config", QUICK, "--run-dir", str(tmp_path), *overrides]
+
+
+def test_two_ranks_on_the_cpu_unless_told_and_it_says_so(started, capsys):
+    assert cli.main(["train", "--config", QUICK, "--set", "train.device=cpu"]) == 0
+    assert started[0][0] == 2
+    assert started[0][2][3].startswith("runs/quickstart-")
+    assert "starting 2 ranks (--nproc N" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--config", "nowhere.toml"], "nowhere.toml: cannot be read"),
+        (["--config", QUICK, "--set", "train.batchsize=3"], "Did you mean train.batch_size?"),
+        (["--config", QUICK, "--set", "model.embedding_dim=6"], "The next one is 8"),
+        (["--config", QUICK, "--resume"], "--resume needs --run-dir"),
+    ],
+)
+def test_wrong_settings_stop_before_ranks_start(arguments, said, started, capsys):
+    assert cli.main(["train", *arguments]) == 2
+    assert said in capsys.readouterr().err
+    assert started == []
+
+
+def test_help_lists_every_setting_with_its_meaning(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["train", "--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    for said in ("data.criteo.num_rows", "cache.ratio", "Learning rate after warm-up", "--dry-run"):
+        assert said in text
+
+
+def test_version_and_unknown_command(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out.startswith("embershard 0.")
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["trian"])
+    assert stopped.value.code == 2
+
+
+def test_only_this_machine_can_reach_the_rendezvous():
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+    handler = local._LoopbackRendezvous(RendezvousParameters("loopback", "127.0.0.1", "run", 1, 1))
+    info = handler.next_rendezvous()
+    port = info.bootstrap_store_info.master_port
+    info.store.set("key", "value")
+    assert info.store.get("key") == b"value"
+    listening = [
+        line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines() if line.split()[3] == "0A"
+    ]
+    address = socket.inet_aton("127.0.0.1")[::-1].hex().upper()
+    assert [entry for entry in listening if entry.endswith(f":{port:04X}")] == [f"{address}:{port:04X}"]
+
+
+def test_the_hint_at_the_end_is_a_command_that_can_be_pasted():
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    add_run_arguments(parser)
+    given = parser.parse_args(
+        ["--config", "a.toml", "--set", "data.path=/a b", "--set", "cache.enabled=false"]
+    )
+    assert _command(given) == "embershard train --config a.toml --set 'data.path=/a b'"

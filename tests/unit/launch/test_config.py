@@ -1,0 +1,188 @@
+"""Settings: what a file and `--set` may say, what they may not, and that nothing is lost on the way to a file."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from embershard.errors import ConfigError
+from embershard.launch.config import describe, load_config, to_toml
+from embershard.run_config import RunConfig
+
+
+@dataclass(frozen=True)
+class Inner:
+    """A section."""
+
+    word: Literal["one", "two"] = "one"
+    """Which word."""
+    sizes: tuple[int, ...] = (1, 2)
+    """Some sizes,
+    on two lines."""
+    rows: int | tuple[int, ...] = 5
+    """One or many."""
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outer:
+    """A config."""
+
+    rate: float = 0.5
+    """A rate."""
+    path: str | None = None
+    """A path."""
+    pair: tuple[float, float] | None = None
+    on: bool = True
+    inner: Inner = field(default_factory=Inner)
+
+
+@pytest.fixture
+def load(tmp_path: Path):
+    def _load(text: str = "", *overrides: str, cls: type = Outer):
+        path = tmp_path / "c.toml"
+        path.write_text(text)
+        return load_config(cls, path, overrides)
+
+    return _load
+
+
+def test_file_and_overrides(load):
+    config = load(
+        'rate = 1\n[inner]\nword = "two"\nsizes = [3]', "inner.sizes=4,5", "on=false", "pair=[1, 2.5]"
+    )
+    assert config == Outer(rate=1.0, on=False, pair=(1.0, 2.5), inner=Inner(word="two", sizes=(4, 5)))
+    assert type(config.rate) is float
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("rate=1e-3", "rate", 0.001),
+        ("path=/data/day_0", "path", "/data/day_0"),
+        ("path=2024", "path", "2024"),
+        ('path="a b"', "path", "a b"),
+        ("path=a=b", "path", "a=b"),
+        ("path=none", "path", None),
+        ("inner.word=two", "word", "two"),
+        ("inner.rows=7", "rows", 7),
+        ("inner.rows=7,8", "rows", (7, 8)),
+        ("inner.names=day_*,train*", "names", ("day_*", "train*")),
+        ("inner.sizes=[]", "sizes", ()),
+    ],
+)
+def test_override_is_read_by_the_type_of_the_setting(load, override, key, value):
+    config = load('path = "x"', override)
+    owner = config.inner if override.startswith("inner.") else config
+    assert getattr(owner, key) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "said"),
+    [
+        ("rat = 1", (), r"Unknown setting rat\. Did you mean rate\?"),
+        ("[inner]\nwrod = 1", (), r"Unknown setting inner\.wrod\. Did you mean inner\.word\?"),
+        ("[iner]\n", (), r"Did you mean inner\?"),
+        ("zzz = 1", (), "Known here: rate, path"),
+        ("", ("inner.wrod=one",), r"Did you mean inner\.word\?"),
+        ("", ("rate.x=1",), "rate is a setting, not a section"),
+        ("", ("inner=1",), "inner is a section"),
+        ("", ("rate",), "needed KEY=VALUE"),
+        ('rate = "fast"', (), r"rate: got 'fast', needed number"),
+        ("on = 1", (), r"on: got 1, needed true \| false"),
+        ("rate = true", (), "rate: got True, needed number"),
+        ("inner = 3", (), r"needed a section \[inner\]"),
+        ("[inner]\nword = 'six'", (), r'inner\.word: got \'six\', needed "one" \| "two"'),
+        ("[inner]\nsizes = [1, 'x']", (), r"inner\.sizes: .*needed \[integer, \.\.\.\]"),
+        ("", ("inner.rows=many",), r"inner\.rows"),
+        ("", ("pair=1",), r"needed \[number, number\] \| none"),
+        ("", ("rate=quick",), "rate: got 'quick', needed number"),
+        ("rate =", (), "is not TOML"),
+    ],
+)
+def test_what_is_wrong_is_named(load, text, overrides, said):
+    with pytest.raises(ConfigError, match=said):
+        load(text, *overrides)
+
+
+def test_missing_file():
+    with pytest.raises(ConfigError, match=r"nowhere\.toml: cannot be read .* existing file"):
+        load_config(Outer, Path("nowhere.toml"))
+
+
+def test_written_config_reads_back(load):
+    config = Outer(
+        rate=1e-8, path='quo"te\\ \n ü', pair=(1.0, 2.0), inner=Inner(rows=(1, 2), names=("a", "b"))
+    )
+    assert load(to_toml(config)) == config
+
+
+def test_reference_takes_docs_and_types_from_the_dataclasses():
+    settings = {setting.key: setting for setting in describe(Outer)}
+    assert (settings["rate"].type, settings["rate"].default, settings["rate"].doc) == (
+        "number",
+        "0.5",
+        "A rate.",
+    )
+    assert settings["inner.sizes"].doc == "Some sizes, on two lines."
+    assert settings["path"].type == "text | none"
+
+
+def test_every_setting_of_a_run_is_documented():
+    missing = [setting.key for setting in describe(RunConfig) if not setting.doc]
+    assert missing == []
+
+
+def test_a_run_reads_back_with_every_section_changed(load):
+    text = """
+    [data]
+    kind = "criteo"
+    path = "x"
+    [data.criteo]
+    num_rows = 50
+    [model]
+    arch = "dlrm_dcn"
+    dcn_num_layers = 2
+    [cache]
+    device_bytes = 1000
+    policy = "lru"
+    [embedding_optimizer]
+    kind = "sgd"
+    lr = 1
+    [dense_optimizer]
+    kind = "adamw"
+    betas = [0.8, 0.9]
+    [schedule]
+    decay = "cosine"
+    decay_steps = 5
+    [train]
+    max_steps = 3
+    [checkpoint]
+    at_end = false
+    """
+    config = load(text, cls=RunConfig)
+    assert load(to_toml(config), cls=RunConfig) == config
+    changed = [
+        f.name for f in dataclasses.fields(config) if getattr(config, f.name) != getattr(RunConfig(), f.name)
+    ]
+    assert changed == [f.name for f in dataclasses.fields(config)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["train.eval_every=5", "data.eval_fraction=0"], "eval_every has no effect"),
+        (["cache.profile_samples=10", "cache.policy=lru"], "profile_samples=10 has no effect"),
+        (["cache.profile_samples=10", "cache.profile=p.npz"], "both set"),
+        (["cache.profile_samples=0", "cache.policy=frequency"], "at least 1"),
+        (["train.batch_size=0"], "train.batch_size: got 0"),
+        (["checkpoint.keep_last=0"], "checkpoint.keep_last: got 0"),
+    ],
+)
+def test_a_run_refuses_what_cannot_be_meant(load, overrides, said):
+    with pytest.raises(ConfigError, match=said):
+        load("", *overrides, cls=RunConfig)

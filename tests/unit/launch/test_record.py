@@ -1,0 +1,139 @@
+"""The run's record and what the screen says of it."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from embershard.errors import ConfigError
+from embershard.launch.progress import ProgressDisplay, closing_table, eval_line, train_line
+from embershard.launch.record import RunRecord, git_commit, make_result, versions
+from embershard.metrics import Quality
+from embershard.run_config import RunConfig, TrainConfig
+from embershard.traffic import summed
+from embershard.trainer import EvalReport, SaveReport, TrainReport
+
+KEYS = {
+    "steps", "samples", "samples_per_second", "step_ms", "loss", "auc", "ne", "logloss", "world_size",
+    "device", "cache", "versions", "git_commit",
+}  # fmt: skip
+
+
+def train_report(step: int) -> TrainReport:
+    return TrainReport(step, 0, step * 8, 0.5, None, 1234.5, 0.25, 0.75, 1.0)
+
+
+def eval_report(step: int) -> EvalReport:
+    return EvalReport(step, Quality(10, 0.4, 0.7, 0.9, 0.8, 1.1), 0.1)
+
+
+def result(**changes):
+    given = {
+        "config": RunConfig(train=TrainConfig(batch_size=10)),
+        "steps": 40,
+        "samples": 800,
+        "step_seconds": [9.0] * 10 + [0.1] * 30,
+        "world_size": 2,
+        "device": "cpu",
+        "loss": 0.5,
+        "evaluation": eval_report(40),
+        "cache": None,
+    }
+    return make_result(**{**given, **changes})
+
+
+def test_result_has_the_promised_keys_and_counts_speed_after_the_warm_up():
+    found = result()
+    assert set(found) >= KEYS
+    assert found["samples_per_second"] == pytest.approx(2 * 10 / 0.1)
+    assert found["step_ms"] == {"p50": pytest.approx(100.0), "p95": pytest.approx(100.0)}
+    assert (found["auc"], found["ne"], found["logloss"], found["cache"]) == (0.7, 0.9, 0.4, None)
+
+
+def test_result_of_a_run_that_had_nothing_to_do():
+    found = result(step_seconds=[], evaluation=None, loss=None)
+    assert (found["samples_per_second"], found["step_ms"]["p50"], found["auc"]) == (None, None, None)
+    json.dumps(found, allow_nan=False)
+
+
+def test_a_resumed_run_writes_on_from_its_checkpoint(tmp_path: Path):
+    record = RunRecord(tmp_path, RunConfig(), None)
+    for report in (
+        train_report(5),
+        SaveReport(5, tmp_path / "step_5", 0.1),
+        train_report(10),
+        eval_report(10),
+    ):
+        record.add(report)
+    record.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "tra')
+    record = RunRecord(tmp_path, RunConfig(), 5)
+    record.add(train_report(10))
+    record.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["kind"], line["step"]) for line in lines] == [
+        ("train", 5),
+        ("checkpoint", 5),
+        ("train", 10),
+    ]
+    assert list(tmp_path.glob("events.out.tfevents.*"))
+
+
+def test_another_run_is_not_overwritten(tmp_path: Path):
+    RunRecord(tmp_path, RunConfig(), None).close()
+    with pytest.raises(ConfigError, match=r"holds a run already.*--resume"):
+        RunRecord(tmp_path, RunConfig(), None)
+
+
+def test_plain_lines_when_not_a_terminal():
+    screen = io.StringIO()
+    display = ProgressDisplay(Console(file=screen, force_terminal=False), 20, 0)
+    for report in (train_report(10), eval_report(10), SaveReport(10, Path("r/step_10"), 0.2)):
+        display.show(report)
+    display.close()
+    first, second, third = screen.getvalue().splitlines()
+    assert first.startswith("step 10/20  1,234 samples/s  loss 0.5000  AUC n/a  hit rate 75.0%  ETA ")
+    assert second.startswith("step 10: held-out AUC 0.7000  NE 0.9000")
+    assert third == "step 10: saved r/step_10 (0.2 s)"
+
+
+def test_a_bar_on_a_terminal():
+    screen = io.StringIO()
+    display = ProgressDisplay(Console(file=screen, force_terminal=True, width=150), 20, 0)
+    display.show(train_report(10))
+    display.close()
+    assert "10/20" in screen.getvalue()
+    assert "loss 0.5000" in screen.getvalue()
+
+
+def test_what_is_undefined_is_shown_as_such():
+    assert "AUC n/a" in train_line(train_report(1))
+    assert "AUC n/a" in eval_line(EvalReport(1, Quality(3, 0.1, None, None, 1.0, None), 0.1))
+
+
+def test_closing_table_with_and_without_a_cache():
+    table = {
+        "rows": 100, "slots": 10, "lookups": 50, "unique_ids": 40, "hits_unique": 20, "hits_lookups": 40,
+        "fills": 20, "critical_path_fills": 20, "write_backs": 5, "evictions": 10, "overflow_growths": 0,
+        "bytes_to_device": 2**20, "bytes_to_host": 2**20, "device_bytes": 2**21, "host_bytes": 2**24,
+        "seconds": 0.1,
+    }  # fmt: skip
+    screen = io.StringIO()
+    console = Console(file=screen, width=140)
+    console.print(closing_table(result(cache=summed([table, table])), "dlrm on synthetic data"))
+    text = screen.getvalue()
+    for said in ("20 of 200", "10.0%", "80.0%", "50", "4.0 MiB device", "200 samples/s", "0.7000"):
+        assert said in text
+    console.print(closing_table(result(), "dlrm"))
+    assert "all embedding rows are on the device" in screen.getvalue()
+
+
+def test_versions_and_commit():
+    assert {"python", "torch", "torchrec"} <= set(versions())
+    commit = git_commit()
+    assert commit is None or len(commit) == 40
