@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, ShardingType
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.types import CacheParams, EmbeddingModuleShardingPlan, ModuleSharder, ShardingPlan
@@ -19,6 +21,8 @@ from embershard.sharding.torchrec.spec import CACHED_KERNEL
 
 _FUSED = EmbeddingComputeKernel.FUSED.value
 _DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
+_ONLY_ON_REQUEST = (_DATA_PARALLEL, ShardingType.GRID_SHARD.value)
+_PREFERENCE = [t.value for t in ShardingType]
 
 
 def plan_sharding(
@@ -39,7 +43,8 @@ def plan_sharding(
         world_size, local_world_size: ranks in all, and per node.
         device: where training runs; its type matters.
         constraints: per table. A table without ``compute_kernels`` is cached when its sharder is a cached one;
-            ``compute_kernels=["fused"]`` keeps it whole on the device. Data-parallel is chosen only when asked for.
+            ``compute_kernels=["fused"]`` keeps it whole on the device. Data-parallel and grid are chosen only when
+            asked for.
             ``cache_params.load_factor`` sets a table's own share of slots.
         batch_size: per rank, for the planner's cost model.
 
@@ -59,10 +64,12 @@ def plan_sharding(
     topology = Topology(
         world_size=world_size, local_world_size=local_world_size, compute_device=torch.device(device).type
     )
+    planned_as = {t: _as_fused(c) if on_cpu and t in cached else c for t, c in wanted.items()}
     planner = EmbeddingShardingPlanner(
         topology=topology,
         batch_size=batch_size,
-        constraints={t: _as_fused(c) if on_cpu and t in cached else c for t, c in wanted.items()},
+        enumerator=_OrderedEnumerator(topology, batch_size=batch_size, constraints=planned_as),
+        constraints=planned_as,
         stats=NoopEmbeddingStats(),
         debug=False,
     )
@@ -73,6 +80,17 @@ def plan_sharding(
     if on_cpu:  # TorchRec's CPU cost model has no bandwidth for cached tables: planned as fused, then relabelled
         _relabel(plan, cached, wanted)
     return plan
+
+
+class _OrderedEnumerator(EmbeddingEnumerator):
+    """TorchRec intersects options as sets, so ties are broken by the process's hash seed, and ranks that plan for
+    themselves would build different models. Here the options come in one order."""
+
+    def _filter_sharding_types(self, *args: Any, **kwargs: Any) -> list[str]:
+        return sorted(super()._filter_sharding_types(*args, **kwargs), key=_PREFERENCE.index)
+
+    def _filter_compute_kernels(self, *args: Any, **kwargs: Any) -> list[str]:
+        return sorted(super()._filter_compute_kernels(*args, **kwargs))
 
 
 def _sharder_of_table(model: nn.Module, sharders: Sequence[ModuleSharder]) -> dict[str, ModuleSharder]:
@@ -93,7 +111,7 @@ def _constraint(
     types = constraint.sharding_types or sharder.sharding_types(device_type)
     replicated = constraint.sharding_types == [_DATA_PARALLEL]
     if constraint.sharding_types is None:
-        constraint.sharding_types = [t for t in types if t != _DATA_PARALLEL]
+        constraint.sharding_types = [t for t in types if t not in _ONLY_ON_REQUEST]
     if isinstance(sharder, _Cached) and constraint.compute_kernels is None and not replicated:
         constraint.compute_kernels = [CACHED_KERNEL]
     if constraint.compute_kernels == [CACHED_KERNEL] and constraint.cache_params is None:
