@@ -49,7 +49,7 @@ def _states_stay_behind() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _write_back_skipped() -> Iterator[None]:
-    with mock.patch.object(transfer.PlainTransfer, "write_back", lambda *_: None):
+    with mock.patch.object(transfer.PlainTransfer, "write_back", return_value=None):
         yield
 
 
@@ -97,13 +97,13 @@ def _flush_cleans_batches_in_flight() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _evicted_keys_stay_mapped() -> Iterator[None]:
-    with mock.patch.object(slot_map.SlotMap, "unbind", lambda *_: None):
+    with mock.patch.object(slot_map.SlotMap, "unbind", return_value=None):
         yield
 
 
 @contextlib.contextmanager
 def _counts_are_lost() -> Iterator[None]:
-    with mock.patch.object(scores.LfuScores, "retire", lambda *_: None):
+    with mock.patch.object(scores.LfuScores, "retire", return_value=None):
         yield
 
 

@@ -73,7 +73,7 @@ class Pool:
         self.counts = np.zeros(self.num_rows) if initial is None else initial.double().numpy().copy()
         self.weight = 1.0
         self.preloaded: int | None = None
-        zero = lambda: np.zeros(self.num_tables, dtype=np.int64)  # noqa: E731
+        zero = lambda: np.zeros(self.num_tables, dtype=np.int64)
         self.expected = {
             name: zero()
             for name in (
@@ -96,7 +96,7 @@ class Pool:
         self.slots = new
         return new
 
-    # -- what a batch is --------------------------------------------------------------------------------------------
+    # -- what a batch is ---------------------------------------------------------
 
     def table_of(self, keys: Iterable[int]) -> np.ndarray:
         return np.searchsorted(self.bounds, np.fromiter(keys, dtype=np.int64), side="right")
@@ -104,7 +104,9 @@ class Pool:
     def split_by_feature(self, keys: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Keys in feature order, as TorchRec hands them over, and the ids per feature."""
         tables = self.table_of(keys)
-        of_table = [[k for k, t in zip(keys, tables, strict=True) if t == table] for table in range(self.num_tables)]
+        of_table = [
+            [k for k, t in zip(keys, tables, strict=True) if t == table] for table in range(self.num_tables)
+        ]
         half = len(of_table[0]) // 2
         features = [of_table[0][:half], of_table[0][half:], *of_table[1:]]
         return (
@@ -112,7 +114,7 @@ class Pool:
             torch.tensor([len(feature) for feature in features], dtype=torch.int64),
         )
 
-    # -- the operations ---------------------------------------------------------------------------------------------
+    # -- the operations ---------------------------------------------------------
 
     def prepare(self, keys: Sequence[int], critical_path: bool = True) -> int | None:
         """Number of the batch, or None when it must not fit and the cache said so."""
@@ -157,7 +159,9 @@ class Pool:
         self.preloaded = len(chosen)
         assert self.preloaded == min(self.map.num_slots, int((self.counts > 0).sum()))
         others = [self.counts[k] for k in range(self.num_rows) if k not in chosen]
-        assert max(others, default=0) <= min((self.counts[k] for k in chosen), default=0), "not the most frequent"
+        assert max(others, default=0) <= min((self.counts[k] for k in chosen), default=0), (
+            "not the most frequent"
+        )
         np.add.at(self.expected["fills"], self.table_of(chosen), 1)
 
     def _is_dirty(self, key: int) -> bool:
@@ -252,7 +256,7 @@ class Pool:
         assert torch.equal(self.cache.read(torch.tensor(keys, dtype=torch.int64)), self.rows[0][list(keys)])
         assert self.observed() == before, "reading left traces"
 
-    # -- what must hold at all times --------------------------------------------------------------------------------
+    # -- what must hold at all times ---------------------------------------------------------
 
     def resident(self) -> set[int]:
         return set(self.map.slot_of_key.nonzero().flatten().tolist())
@@ -328,7 +332,9 @@ class Pool:
         if self.decay is None:
             assert (found == self.counts).all()
         else:
-            np.testing.assert_allclose(found / scores._weight, self.counts / self.weight, rtol=1e-4, atol=1e-12)
+            np.testing.assert_allclose(
+                found / scores._weight, self.counts / self.weight, rtol=1e-4, atol=1e-12
+            )
 
     def finish(self) -> None:
         """Flush and compare the host tier with the reference, bit for bit."""
@@ -341,7 +347,7 @@ class Pool:
             assert torch.equal(host, truth)
 
 
-# -- scenarios ------------------------------------------------------------------------------------------------------
+# -- scenarios ---------------------------------------------------------
 
 Operation = tuple[str, tuple[int, ...]]
 
@@ -371,12 +377,15 @@ def run(pool: Pool, operations: Iterable[Operation]) -> None:
     pool.finish()
 
 
-def random_operations(seed: int, steps: int = 60, num_rows: int = 30, batch_size: int = 7) -> list[Operation]:
+def random_operations(
+    seed: int, steps: int, num_rows: int = 30, batch_size: int = 7, growing: bool = False
+) -> list[Operation]:
     """A fixed mix that evicts a lot, with up to three batches in flight."""
     rng = np.random.default_rng(seed)
     operations: list[Operation] = []
-    for _ in range(steps):
-        keys = tuple(int(k) for k in (rng.random(batch_size) ** 2 * num_rows).astype(int) * 7 % num_rows)
+    for step in range(steps):
+        size = batch_size * (step + 1) // steps if growing else batch_size
+        keys = tuple(int(k) for k in (rng.random(size) ** 2 * num_rows).astype(int) * 7 % num_rows)
         operations.append(("prepare", keys))
         if rng.random() < 0.9:
             operations.append(("train", (int(rng.integers(3)),)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from embershard.cache import CacheGrowthWarning
 from embershard.errors import CacheError, CacheOverflowError
 from tests.unit.cache.faults import FAULTS
-from tests.unit.cache.harness import DIM, Pool, random_operations, run
+from tests.unit.cache.harness import Pool, random_operations, run
 
 POLICIES = ("frequency", "lfu", "lru")
 NUM_ROWS = 30
@@ -32,7 +31,7 @@ operations = st.lists(
         st.tuples(st.sampled_from(["abandon", "flush", "drop"]), which),
         st.tuples(st.sampled_from(["read", "load"]), rows),
     ),
-    max_size=40,
+    max_size=50,
 )
 
 
@@ -44,11 +43,16 @@ operations = st.lists(
     st.sampled_from([None, 0.9, 1e-3]),
     st.booleans(),
 )
-@settings(max_examples=150)
+@settings(max_examples=400)
 def test_every_row_is_right_after_any_operations(operations, policy, num_slots, overflow, decay, warmup):
     profile = [(7 * k) % 23 for k in range(NUM_ROWS)] if warmup else None
     decay = decay if policy == "lfu" else None
-    run(Pool(num_slots=num_slots, policy=policy, overflow=overflow, decay=decay, profile=profile, warmup=warmup), operations)
+    run(
+        Pool(
+            num_slots=num_slots, policy=policy, overflow=overflow, decay=decay, profile=profile, warmup=warmup
+        ),
+        operations,
+    )
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -66,7 +70,7 @@ def test_many_evictions_with_batches_in_flight(policy, overflow):
 def check_scenarios() -> None:
     """What the negative controls run: it passes when nothing is broken."""
     run(Pool(num_slots=12), random_operations(seed=0, steps=100))
-    run(Pool(num_slots=3, overflow="grow"), random_operations(seed=1, steps=40))
+    run(Pool(num_slots=3, overflow="grow"), random_operations(seed=1, steps=60, batch_size=14, growing=True))
 
 
 def test_the_negative_controls_pass_without_a_fault():
@@ -77,3 +81,300 @@ def test_the_negative_controls_pass_without_a_fault():
 def test_a_fault_is_noticed(fault):
     with FAULTS[fault](), pytest.raises(AssertionError):
         check_scenarios()
+
+
+# -- pins ---------------------------------------------------------
+
+
+@given(
+    st.lists(st.lists(st.integers(0, NUM_ROWS - 1), max_size=6), min_size=2, max_size=4),
+    st.permutations(range(4)),
+)
+@settings(max_examples=60)
+def test_batches_in_flight_keep_their_slots_whatever_the_order_of_release(held, order):
+    pool = Pool(num_slots=26, policy="lru")
+    numbers = [pool.prepare(keys) for keys in held]
+    rng = np.random.default_rng(len(held))
+    for index in [i for i in order if i < len(held)]:
+        for _ in range(3):
+            pool.step(rng.integers(NUM_ROWS, size=2).tolist())
+            pool.check()
+        pool.train(numbers[index])
+        pool.release(numbers[index])
+        pool.check()
+    pool.finish()
+
+
+def test_releasing_twice_does_nothing_to_others():
+    pool = Pool(num_slots=4, policy="lru")
+    first, second = pool.prepare([1, 2]), pool.prepare([3, 4])
+    ticket, _ = pool.tickets[first]
+    pool.release(first)
+    pool.cache.release(ticket)
+    assert ticket.released
+    pool.check()
+    assert pool.prepare([5, 6]) is not None
+    assert {3, 4} <= pool.resident()
+    pool.release(second)
+    pool.check()
+
+
+def test_a_ticket_that_nobody_holds_unpins():
+    pool = Pool(num_slots=4, policy="lru")
+    pool.abandon(pool.prepare([1, 2, 3, 4]))
+    assert not pool.cache._in_flight
+    pool.step([5, 6, 7, 8])
+    pool.check()
+
+
+def test_a_ticket_in_a_reference_cycle_unpins_when_it_is_collected():
+    pool = Pool(num_slots=4, policy="lru")
+    ticket, _ = pool.tickets.pop(pool.prepare([1, 2, 3, 4]))
+    cycle = [ticket]
+    cycle.append(cycle)
+    with pytest.raises(CacheOverflowError):
+        pool.cache.prepare(torch.tensor([5]), torch.tensor([0, 1, 0, 0]))
+    del ticket, cycle
+    gc.collect()
+    pool.batch += 1
+    pool.step([5])
+    pool.check()
+
+
+def test_tickets_do_not_keep_the_cache_alive_and_leave_nothing_behind():
+    pool = Pool(num_slots=8)
+    registered = len(weakref.finalize._registry)
+    for step in range(50):
+        pool.step([step % NUM_ROWS])
+        pool.abandon(pool.prepare([step % NUM_ROWS]))
+    assert not pool.cache._in_flight
+    assert len(weakref.finalize._registry) == registered
+    number = pool.prepare([1])
+    ticket, _ = pool.tickets[number]
+    cache = weakref.ref(pool.cache)
+    del pool
+    gc.collect()
+    assert cache() is None
+    assert ticket.slots.numel() == 1
+
+
+# -- overflow ---------------------------------------------------------
+
+
+def test_raising_names_what_is_missing_and_leaves_the_cache_as_it_was():
+    pool = Pool(num_slots=4, policy="lru")
+    pool.step([1, 2, 3])
+    message = "tables t0, t1, t2: batch 2 needs 2 slots more than there are: 5 rows to fill, 4 slots.*larger cache.ratio"
+    with pytest.raises(CacheOverflowError, match=message):
+        pool.cache.prepare(torch.tensor([3, 4, 5, 6, 7, 8]), torch.tensor([6, 0, 0, 0]))
+    pool.batch += 1
+    pool.last_batch[3] = pool.batch
+    pool.check()
+    pool.step([4, 5, 6, 7])
+    pool.check()
+    pool.finish()
+
+
+def test_growing_keeps_contents_and_warns_once():
+    pool = Pool(num_slots=4, policy="lru", overflow="grow")
+    pool.step([1, 2, 3, 4])
+    ids, lengths = pool.split_by_feature([1, 2, 5, 6, 7, 20])
+    message = (
+        r"tables t0, t1, t2: batch 2 needs 2 slots more .* grows to 6 slots \(0.0 MB more device memory\)"
+    )
+    with pytest.warns(CacheGrowthWarning, match=message) as caught:
+        pool.cache.prepare(ids, lengths)
+    assert len(caught) == 1
+    assert pool.map.num_slots == 6
+    for held, truth in zip(pool.slots, pool.rows, strict=True):
+        assert torch.equal(held[pool.map.lookup(torch.tensor([1, 2]))], truth[[1, 2]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pool.cache.prepare(ids, lengths)
+
+
+def test_growing_adds_a_quarter_at_least_and_never_more_than_there_are_rows():
+    pool = Pool(num_slots=12, overflow="grow")
+    pool.step(range(13))
+    assert pool.map.num_slots == 15
+    pool.step(range(29))
+    assert pool.map.num_slots == 29
+    pool.step(range(30))
+    assert pool.map.num_slots == 30
+    assert pool.expected["overflow_growths"].sum() == 3
+    pool.finish()
+
+
+def test_growing_is_refused_while_batches_are_in_flight():
+    pool = Pool(num_slots=4, overflow="grow")
+    number = pool.prepare([1, 2, 3])
+    with pytest.raises(
+        CacheOverflowError, match="cannot grow while 1 earlier batches wait for their backward"
+    ):
+        pool.cache.prepare(torch.tensor([4, 5]), torch.tensor([2, 0, 0, 0]))
+    pool.batch += 1
+    pool.check()
+    pool.train(number)
+    pool.release(number)
+    pool.step([4, 5, 6, 7, 8])
+    pool.check()
+    pool.finish()
+
+
+def test_growth_warnings_as_errors_leave_the_cache_as_it_was():
+    pool = Pool(num_slots=4, overflow="grow")
+    pool.step([1, 2, 3])
+    with warnings.catch_warnings(), pytest.raises(CacheGrowthWarning):
+        warnings.simplefilter("error", CacheGrowthWarning)
+        pool.cache.prepare(torch.arange(4, 10), torch.tensor([6, 0, 0, 0]))
+    pool.batch += 1
+    pool.check()
+    pool.step([4, 5, 6])
+    pool.finish()
+
+
+# -- reading, flushing, dropping ---------------------------------------------------------
+
+
+@given(rows, rows, st.sampled_from(POLICIES))
+@settings(max_examples=40)
+def test_reading_changes_neither_map_nor_counters_nor_scores(trained, read, policy):
+    pool = Pool(num_slots=10, policy=policy)
+    pool.step([*trained, 3])
+    number = pool.prepare(trained)
+    stamps = pool.map.use_stamp.clone()
+    pool.read(read)
+    assert torch.equal(pool.map.use_stamp, stamps)
+    pool.train(number)
+    pool.read(read)
+    pool.release(number)
+
+
+def test_read_rows_are_a_copy():
+    pool = Pool(num_slots=4)
+    pool.step([1])
+    pool.cache.read(torch.tensor([1, 2])).zero_()
+    pool.check()
+
+
+def test_flushing_keeps_rows_cached_and_moves_nothing_the_second_time():
+    pool = Pool(num_slots=8)
+    pool.step([1, 2, 3])
+    pool.flush()
+    assert pool.resident() == {1, 2, 3}
+    assert sum(s.write_backs for s in pool.cache.stats()) == 3
+    pool.flush()
+    assert sum(s.write_backs for s in pool.cache.stats()) == 3
+    pool.step([2])
+    pool.flush()
+    assert sum(s.write_backs for s in pool.cache.stats()) == 4
+    pool.finish()
+
+
+def test_flushing_with_batches_in_flight_is_followed_by_another_write_back():
+    pool = Pool(num_slots=8)
+    number = pool.prepare([1, 2])
+    pool.step([2, 3])
+    pool.flush()
+    pool.train(number)
+    pool.release(number)
+    pool.flush()
+    pool.check()
+    pool.finish()
+
+
+def test_dropping_forgets_rows_and_needs_no_batch_in_flight():
+    pool = Pool(num_slots=8, policy="lfu")
+    number = pool.prepare([1, 2, 29])
+    with pytest.raises(
+        CacheError, match="tables t0, t1, t2: rows were replaced while 1 batches were in flight"
+    ):
+        pool.cache.drop()
+    pool.check()
+    pool.train(number)
+    pool.release(number)
+    pool.drop()
+    assert pool.resident() == set()
+    pool.check()
+    pool.step([1, 29, 4])
+    pool.check()
+    pool.finish()
+
+
+@pytest.mark.parametrize("tensor", range(3))
+def test_new_contents_of_the_host_tier_are_noticed(tensor):
+    pool = Pool(num_slots=8)
+    pool.step([1, 2])
+    pool.flush()
+    pool.host.payload[tensor][1] = 5.0
+    pool.rows[tensor][1] = 5.0
+    pool.step([])
+    assert pool.resident() == set()
+    pool.step([1, 3])
+    pool.check()
+    pool.finish()
+
+
+def test_new_contents_under_trained_rows_are_an_error():
+    pool = Pool(num_slots=8)
+    pool.step([1, 2])
+    pool.host.weights[7] = 5.0
+    for use in (pool.cache.flush, lambda: pool.cache.read(torch.tensor([1])), lambda: pool.prepare([3])):
+        with pytest.raises(
+            CacheError, match="written to in place while trained rows had not been written back"
+        ):
+            use()
+
+
+def test_new_contents_under_a_batch_in_flight_are_an_error():
+    pool = Pool(num_slots=8)
+    number = pool.prepare([1, 2])
+    pool.host.weights[7] = 5.0
+    with pytest.raises(CacheError):
+        pool.cache.read(torch.tensor([1]))
+    assert pool.tickets[number][0].slots.numel() == 2
+
+
+# -- shapes of batches and pools ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("num_slots", [1, 6, NUM_ROWS])
+def test_empty_batches_single_ids_and_exact_fits(policy, num_slots):
+    pool = Pool(num_slots=num_slots, policy=policy)
+    for keys in ([], [5], [], [5, 5, 5], range(num_slots), [], range(NUM_ROWS - num_slots, NUM_ROWS), [0]):
+        pool.step(list(keys))
+        pool.check()
+    pool.finish()
+
+
+def test_nothing_leaves_a_cache_that_holds_all_rows():
+    pool = Pool(num_slots=NUM_ROWS)
+    run(pool, random_operations(seed=2, steps=60))
+    assert pool.expected["evictions"].sum() == 0
+
+
+def test_a_mapped_file_gives_the_same_rows_as_memory(tmp_path):
+    pools = [Pool(num_slots=12), Pool(num_slots=12, mmap_dir=tmp_path)]
+    for pool in pools:
+        run(pool, random_operations(seed=3, steps=80))
+    for a, b in zip(pools[0].host.payload, pools[1].host.payload, strict=True):
+        assert torch.equal(a, b)
+    assert pools[0].observed() == pools[1].observed()
+
+
+def test_only_the_true_working_set_counts_against_the_slots():
+    """A batch of many lookups of few rows fits few slots."""
+    pool = Pool(num_slots=3)
+    pool.step([1, 2, 3] * 50)
+    pool.check()
+    assert (pool.expected["lookups"].sum(), pool.expected["fills"].sum()) == (150, 3)
+
+
+def test_an_id_out_of_range_changes_nothing():
+    pool = Pool(num_slots=3)
+    pool.step([1, 2, 3])
+    before = pool.observed()
+    with pytest.raises((IndexError, RuntimeError)):
+        pool.cache.prepare(torch.tensor([5, NUM_ROWS]), torch.tensor([2, 0, 0, 0]))
+    assert pool.observed() == before

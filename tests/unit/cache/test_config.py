@@ -1,0 +1,110 @@
+"""One knob; everything that contradicts itself or has no effect is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from embershard.cache import CacheConfig
+from embershard.errors import ConfigError
+
+
+def test_the_default_is_a_ratio():
+    config = CacheConfig()
+    assert (config.ratio, config.device_bytes) == (0.05, None)
+    assert config.resolved_policy(has_profile=False) == "lfu"
+    assert config.resolved_policy(has_profile=True) == "frequency"
+    assert [config.resolved_warmup(profile) for profile in (False, True)] == [False, True]
+
+
+@pytest.mark.parametrize("ratio", [1e-9, 0.015, 1.0])
+def test_ratios_that_are_allowed(ratio):
+    assert CacheConfig(ratio=ratio).ratio == ratio
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"ratio": 0.5, "device_bytes": 10},
+            r"cache.ratio=0.5 and cache.device_bytes=10 are both set.*Remove the other",
+        ),
+        ({"ratio": 0.0}, r"cache.ratio must be in \(0, 1\], got 0.0; 0.015 keeps 1.5 %"),
+        ({"ratio": -0.1}, "cache.ratio"),
+        ({"ratio": 1.5}, "cache.ratio"),
+        ({"ratio": 15}, "cache.ratio"),
+        ({"ratio": float("nan")}, "cache.ratio"),
+        ({"device_bytes": 0}, "cache.device_bytes must be positive, got 0"),
+        ({"device_bytes": -5}, "cache.device_bytes"),
+        ({"policy": "fifo"}, "cache.policy must be one of 'frequency', 'lfu', 'lru', got 'fifo'"),
+        ({"host": "disk"}, "cache.host must be one of 'memory', 'mmap', got 'disk'"),
+        ({"overflow": "ignore"}, "cache.overflow must be one of 'grow', 'raise', got 'ignore'"),
+        ({"host": "mmap"}, 'cache.host="mmap" needs cache.host_dir'),
+        ({"host_dir": "/tmp"}, "cache.host_dir='/tmp' has no effect"),
+        ({"decay": 0.9, "policy": "lru"}, 'cache.decay has no effect with cache.policy="lru"'),
+        ({"decay": 0.9, "policy": "frequency"}, 'cache.decay has no effect with cache.policy="frequency"'),
+        ({"decay": 0.0}, r"cache.decay must be in \(0, 1\), got 0.0"),
+        ({"decay": 1.0}, "cache.decay"),
+        ({"decay": float("nan")}, "cache.decay"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        CacheConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_profile", "message"),
+    [
+        ({"policy": "frequency"}, False, "needs a FrequencyProfile: pass profile="),
+        ({"warmup": True}, False, "cache.warmup=True needs a FrequencyProfile"),
+        ({"warmup": True, "policy": "lru"}, False, "cache.warmup=True needs a FrequencyProfile"),
+        (
+            {"policy": "lru", "warmup": False},
+            True,
+            'no effect with cache.policy="lru" and cache.warmup=False',
+        ),
+    ],
+)
+def test_what_the_profile_decides(settings, has_profile, message):
+    config = CacheConfig(**settings)
+    with pytest.raises(ConfigError, match=message):
+        config.resolved_policy(has_profile)
+    config.resolved_policy(not has_profile)
+
+
+def test_decay_means_lfu_even_with_a_profile():
+    assert CacheConfig(decay=0.9).resolved_policy(has_profile=True) == "lfu"
+    assert CacheConfig(decay=0.9, policy="lfu").resolved_policy(has_profile=False) == "lfu"
+
+
+def test_warm_up_can_be_refused():
+    assert not CacheConfig(warmup=False).resolved_warmup(has_profile=True)
+    assert CacheConfig(warmup=True, policy="lru").resolved_warmup(has_profile=True)
+
+
+def test_it_is_a_value():
+    assert CacheConfig(ratio=0.05) == CacheConfig()
+    assert hash(CacheConfig(ratio=0.5)) == hash(CacheConfig(ratio=0.5))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        CacheConfig().ratio = 0.5  # type: ignore[misc]
+    assert dataclasses.replace(CacheConfig(ratio=0.5), policy="lru").policy == "lru"
+
+
+@pytest.mark.xfail(
+    strict=True, raises=ConfigError, reason="the default ratio is stored, and then looks like the user's"
+)
+def test_a_default_does_not_contradict_a_setting_that_replaces_it():
+    assert dataclasses.replace(CacheConfig(), device_bytes=1000).device_bytes == 1000
+
+
+@pytest.mark.xfail(
+    strict=True, reason="types are not looked at: TypeError, or a float number of slots later on"
+)
+@pytest.mark.parametrize(
+    "settings", [{"ratio": "0.5"}, {"device_bytes": 1e9}, {"decay": "0.9"}, {"warmup": "yes"}]
+)
+def test_values_of_the_wrong_type_are_refused(settings):
+    with pytest.raises(ConfigError):
+        CacheConfig(**settings)

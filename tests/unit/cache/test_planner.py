@@ -1,0 +1,154 @@
+"""Plans are values, equal for equal inputs, and cost what the batch costs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from embershard.cache import CachePlan, CachePlanner, SlotMap, make_scores
+from embershard.cache.planner import Misses, VictimQueue
+from tests.unit.cache.harness import Pool
+
+CPU = torch.device("cpu")
+batches = st.lists(st.lists(st.integers(0, 39), min_size=0, max_size=10), max_size=25)
+
+
+def make(policy: str = "lru", num_slots: int = 12, num_keys: int = 40) -> CachePlanner:
+    initial = torch.arange(num_keys, 0, -1) // 3 if policy == "frequency" else None
+    return CachePlanner(
+        SlotMap(num_keys, num_slots), make_scores(policy, num_keys, num_slots, CPU, initial, None)
+    )
+
+
+def plan(planner: CachePlanner, keys: list[int], batch: int, oldest_pinned: int | None = None) -> CachePlan:
+    """What the cache does for one batch that fits."""
+    ids = torch.tensor(keys, dtype=torch.int64)
+    looked = planner.look(ids, batch)
+    missing = ids[looked[2]]
+    if not missing.numel():
+        return planner.hits_only(looked, batch)
+    keys_missing, inverse = missing.unique(return_inverse=True)
+    victims = planner.choose_victims(keys_missing.numel(), oldest_pinned or batch)
+    return planner.admit(looked, ids, Misses(keys_missing, inverse, victims), batch)
+
+
+def values(plan: CachePlan) -> dict[str, object]:
+    fields = dataclasses.asdict(plan)
+    return {
+        name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in fields.items()
+    }
+
+
+@given(batches, st.sampled_from(["frequency", "lfu", "lru"]))
+def test_equal_states_and_keys_give_equal_plans(batches, policy):
+    a, b = make(policy), make(policy)
+    for number, keys in enumerate(batches, start=1):
+        assert values(plan(a, keys, number)) == values(plan(b, keys, number))
+        assert torch.equal(a.map.slot_of_key, b.map.slot_of_key)
+        assert torch.equal(a.map.use_stamp[1:], b.map.use_stamp[1:])
+
+
+@given(batches, st.sampled_from(["frequency", "lfu", "lru"]), st.integers(10, 14))
+@settings(max_examples=60)
+def test_a_plan_accounts_for_every_id(batches, policy, num_slots):
+    planner = make(policy, num_slots)
+    for number, keys in enumerate(batches, start=1):
+        before = {int(k) for k in planner.map.slot_of_key.nonzero()}
+        found = plan(planner, keys, number)
+        distinct = set(keys)
+        assert found.batch == number
+        assert planner.map.keys(found.slots).tolist() == keys
+        assert int(found.first_hits.sum()) == len(distinct & before)
+        hit_keys = torch.tensor(keys, dtype=torch.int64)[found.first_hits].tolist()
+        assert set(hit_keys) == distinct & before
+        assert found.fill_keys.tolist() == sorted(distinct - before)
+        assert planner.map.keys(found.fill_slots).tolist() == found.fill_keys.tolist()
+        assert sorted(found.miss_keys.tolist()) == sorted(k for k in keys if k not in before)
+        assert not distinct & set(found.evicted_keys.tolist()), "a victim that the batch itself needs"
+        assert set(found.evicted_keys.tolist()) <= before
+        assert set(found.evicted_slots.tolist()) <= set(found.fill_slots.tolist())
+        assert set(found.write_back_keys.tolist()) <= set(found.evicted_keys.tolist())
+        assert found.slots.numel() == 0 or int(found.slots.min()) > 0, "the null slot is nobody's"
+
+
+def test_free_slots_go_first():
+    planner = make(num_slots=4)
+    assert plan(planner, [5, 6], 1).evicted_slots.numel() == 0
+    assert plan(planner, [7], 2).fill_slots.tolist() == [3]
+    found = plan(planner, [8, 9], 3)
+    assert found.fill_slots[0] == 4
+    assert found.evicted_keys.tolist() in ([5], [6])
+
+
+def test_rows_that_were_never_trained_are_not_written_back():
+    planner = make(num_slots=4)
+    planner.occupy(torch.tensor([1, 2]))
+    plan(planner, [3, 4], 1)
+    found = plan(planner, [5, 6], 2)
+    assert sorted(found.evicted_keys.tolist()) == [1, 2]
+    assert found.write_back_keys.tolist() == []
+    assert plan(planner, [7], 3).write_back_keys.tolist() in ([3], [4])
+
+
+def test_rows_that_were_written_back_are_clean_until_used_again():
+    planner = make(num_slots=3)
+    plan(planner, [1, 2, 3], 1)
+    planner.clean_through = 1
+    assert planner.dirty_slots().tolist() == []
+    plan(planner, [1], 2)
+    assert planner.map.keys(planner.dirty_slots()).tolist() == [1]
+    found = plan(planner, [7, 8, 9], 3)
+    assert sorted(found.evicted_keys.tolist()) == [1, 2, 3]
+    assert found.write_back_keys.tolist() == [1]
+
+
+def test_the_queue_gives_what_is_not_pinned_and_no_more():
+    planner = make(num_slots=4)
+    for batch in (1, 2, 3):
+        plan(planner, [batch], batch)
+    assert planner.queue.pop(4, oldest_pinned=3).tolist() == [1, 2]
+    assert planner.queue.pop(4, oldest_pinned=1).tolist() == []
+    assert planner.queue.pop(2, oldest_pinned=9).tolist() == [1, 2]
+
+
+def test_one_choice_among_ties_and_always_the_same():
+    choices = []
+    for _ in range(3):
+        planner = make(num_slots=6)
+        plan(planner, [9, 8, 7, 6, 5, 4], 1)
+        choices.append(planner.queue.pop(4, oldest_pinned=2).tolist())
+    assert choices[0] == choices[1] == choices[2]
+    assert len(set(choices[0])) == 4
+
+
+@pytest.mark.parametrize("policy", ["frequency", "lfu", "lru"])
+def test_the_cache_is_ranked_once_for_many_batches(policy, monkeypatch):
+    """No scan of all slots per step: a refill ranks an eighth of them, and the queue hands that out."""
+    refills = []
+    refill = VictimQueue._refill
+    monkeypatch.setattr(VictimQueue, "_refill", lambda self, *a: (refills.append(a), refill(self, *a))[1])
+    planner = make(policy, num_slots=800, num_keys=100_000)
+    rng = np.random.default_rng(0)
+    hot = np.arange(400)
+    for batch in range(1, 401):
+        cold = rng.integers(400, 100_000, size=10)
+        plan(planner, [*rng.choice(hot, 40).tolist(), *cold.tolist()], batch)
+    evictions_per_refill = 10 * 400 / len(refills)
+    assert evictions_per_refill > 50, f"{len(refills)} refills"
+
+
+def test_two_caches_side_by_side_never_differ():
+    rng = np.random.default_rng(5)
+    pools = [Pool(num_slots=11, policy="lfu", decay=0.9) for _ in range(2)]
+    for _ in range(120):
+        keys = (rng.random(8) ** 2 * 30).astype(int).tolist()
+        for pool in pools:
+            pool.step(keys)
+        assert pools[0].observed() == pools[1].observed()
+        used = pools[0].map.used_slots()
+        assert all(torch.equal(a[used], b[used]) for a, b in zip(pools[0].slots, pools[1].slots, strict=True))

@@ -1,0 +1,95 @@
+"""Keys to slots and back, stamps, and what fits into int32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from embershard.cache import SlotMap
+from embershard.errors import CacheError
+
+
+def ids(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+@pytest.fixture
+def slot_map() -> SlotMap:
+    return SlotMap(num_keys=10, num_slots=4)
+
+
+def test_a_new_map_is_empty(slot_map):
+    assert slot_map.lookup(ids(0, 9, 3)).tolist() == [0, 0, 0]
+    assert (slot_map.num_used, slot_map.num_free) == (0, 4)
+    assert slot_map.used_slots().tolist() == []
+
+
+def test_bound_keys_are_found_and_lead_back(slot_map):
+    slots = slot_map.take_free(2)
+    slot_map.bind(ids(7, 2), slots, batch=5)
+    assert slots.tolist() == [1, 2]
+    assert slot_map.lookup(ids(2, 7, 1, 2)).tolist() == [2, 1, 0, 2]
+    assert slot_map.keys(slots).tolist() == [7, 2]
+    assert slot_map.last_batch(slots).tolist() == [5, 5]
+    assert (slot_map.num_used, slot_map.num_free) == (2, 2)
+
+
+def test_clear_forgets_everything_and_slots_can_be_taken_again(slot_map):
+    slot_map.bind(ids(7, 2), slot_map.take_free(2), batch=5)
+    slot_map.clear()
+    assert not slot_map.slot_of_key.any()
+    assert slot_map.num_free == 4
+    assert (slot_map.key_of_slot == -1).all()
+    assert slot_map.take_free(4).tolist() == [1, 2, 3, 4]
+
+
+def test_growing_keeps_what_is_bound(slot_map):
+    slot_map.bind(ids(7, 2, 0, 9), slot_map.take_free(4), batch=5)
+    slot_map.grow(6)
+    assert slot_map.lookup(ids(7, 2, 0, 9)).tolist() == [1, 2, 3, 4]
+    assert slot_map.last_batch(slot_map.used_slots()).tolist() == [5] * 4
+    assert slot_map.take_free(2).tolist() == [5, 6]
+    slot_map.bind(ids(1, 3), ids(5, 6), batch=6)
+    assert slot_map.keys(ids(5, 6, 1)).tolist() == [1, 3, 7]
+
+
+def test_taking_more_than_is_free_is_a_bug(slot_map):
+    with pytest.raises(AssertionError, match="5 slots asked for, 4 are free"):
+        slot_map.take_free(5)
+    with pytest.raises(AssertionError, match="from 4 to 4"):
+        slot_map.grow(4)
+
+
+def test_maps_are_int32_and_their_memory_is_counted():
+    slot_map = SlotMap(num_keys=1000, num_slots=10)
+    assert slot_map.slot_of_key.dtype == slot_map.key_of_slot.dtype == torch.int32
+    assert slot_map.device_bytes == 4 * 1000 + (4 + 8) * 11
+    slot_map.grow(20)
+    assert slot_map.device_bytes == 4 * 1000 + (4 + 8) * 21
+
+
+def test_a_pool_that_int32_cannot_number_is_refused_before_memory_is_taken():
+    with pytest.raises(
+        CacheError, match="2147483648 rows passes .* 2147483647; shard its tables over more ranks"
+    ):
+        SlotMap(2**31, 10)
+
+
+def test_an_unknown_key_is_not_read_as_another(slot_map):
+    with pytest.raises((IndexError, RuntimeError)):
+        slot_map.lookup(ids(10))
+    with pytest.raises((IndexError, RuntimeError)):
+        slot_map.lookup(ids(-1))
+
+
+@given(st.lists(st.integers(1, 4), max_size=20), st.integers(1, 2**31 - 1))
+def test_touch_is_true_once_per_distinct_slot(slots, batch):
+    slot_map = SlotMap(10, 4)
+    first = slot_map.touch(ids(*slots), batch)
+    marked = [slot for slot, once in zip(slots, first.tolist(), strict=True) if once]
+    assert sorted(marked) == sorted(set(slots))
+    assert slot_map.last_batch(ids(*slots)).tolist() == [batch] * len(slots)
+    untouched = [slot for slot in range(1, 5) if slot not in slots]
+    assert slot_map.last_batch(ids(*untouched)).tolist() == [0] * len(untouched)
