@@ -6,7 +6,6 @@ import contextlib
 import time
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,52 +16,25 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from .assembly import build_sharded_model, find_profile
 from .data import Batch, BatchStream, StreamState, open_source
-from .distributed import Ranks, load_tensors, read_scalars, rng_state, save_checkpoint, set_rng_state
+from .distributed import (
+    Ranks,
+    load_tensors,
+    read_scalars,
+    rng_state,
+    save_checkpoint,
+    set_rng_state,
+    without_empty,
+)
 from .errors import CheckpointError
-from .metrics import PredictionBuffer, Quality
+from .metrics import PredictionBuffer
 from .optimizers import set_learning_rate
+from .reports import EvalReport, Report, SaveReport, TrainReport
 from .run_config import RunConfig
 from .traffic import CacheTraffic
 from .watch import LossWatch
 
 #: Newest samples per rank from which the AUC in the progress line is made.
 WINDOW_SAMPLES = 16_384
-
-
-@dataclass(frozen=True)
-class TrainReport:
-    """What happened since the last one of these; over all ranks."""
-
-    step: int
-    epoch: int
-    samples: int
-    loss: float
-    auc: float | None
-    samples_per_second: float
-    hit_rate_unique: float | None
-    hit_rate_lookups: float | None
-    learning_rate_factor: float
-
-
-@dataclass(frozen=True)
-class EvalReport:
-    """Quality on the held-out part."""
-
-    step: int
-    quality: Quality
-    seconds: float
-
-
-@dataclass(frozen=True)
-class SaveReport:
-    """A checkpoint was completed."""
-
-    step: int
-    path: Path
-    seconds: float
-
-
-Report = TrainReport | EvalReport | SaveReport
 
 
 class Trainer:
@@ -122,7 +94,7 @@ class Trainer:
                 break
             self.step(batch)
             self.step_seconds.append(time.perf_counter() - started)
-            if every(config.train.log_every):
+            if every(config.train.log_every) or self.steps == self.total_steps:
                 yield self.report()
             if every(config.train.eval_every):
                 evaluated = self.steps
@@ -207,7 +179,7 @@ class Trainer:
         path = save_checkpoint(
             self.checkpoints,
             self.steps,
-            _without_empty(self._tensors()),
+            without_empty(self._tensors()),
             scalars,
             self.ranks,
             keep_last=self.config.checkpoint.keep_last,
@@ -226,7 +198,7 @@ class Trainer:
         self.dense_optimizer.init_state()  # its tensors must exist to be loaded into
         self.dense_optimizer.zero_grad()
         tensors = self._tensors()
-        load_tensors(checkpoint, _without_empty(tensors))
+        load_tensors(checkpoint, without_empty(tensors))
         self.model.load_state_dict(tensors["model"])
         self.model.fused_optimizer.load_state_dict({"state": tensors["embedding_optimizer"]})
         self.dense_optimizer.load_state_dict({"state": tensors["dense_optimizer"]})
@@ -297,14 +269,6 @@ def _never_empty(batch: Batch) -> Batch:
         ),
         batch.labels.new_zeros(1),
     )
-
-
-def _without_empty(tensors: Any) -> Any:
-    """A state dict without empty dicts, which torch.distributed.checkpoint cannot find again."""
-    if not isinstance(tensors, dict):
-        return tensors
-    kept = {key: _without_empty(value) for key, value in tensors.items()}
-    return {key: value for key, value in kept.items() if not (isinstance(value, dict) and not value)}
 
 
 def _check_tables(saved: dict[str, list[int]], needed: dict[str, list[int]], checkpoint: Path) -> None:

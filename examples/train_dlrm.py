@@ -25,7 +25,7 @@ FEATURES, ROWS, DIM, BATCH, STEPS = ["user", "item", "shop"], 50_000, 16, 256, 2
 def make_batch(generator: torch.Generator, device: torch.device) -> Batch:
     """Random clicks: low ids are popular, and even items are liked by everybody."""
     ids = (torch.rand(len(FEATURES), BATCH, generator=generator) ** 4 * ROWS).long()
-    sparse = KeyedJaggedTensor(FEATURES, ids.flatten(), torch.ones(ids.numel(), dtype=torch.int32))
+    sparse = KeyedJaggedTensor(FEATURES, ids.flatten(), lengths=torch.ones(ids.numel(), dtype=torch.int32))
     labels = (ids[1] % 2 == 0).float()
     return Batch(torch.randn(BATCH, 4, generator=generator), sparse, labels).to(device)
 
@@ -38,16 +38,18 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if gpu else "gloo")
 
-    tables = [EmbeddingBagConfig(f"t_{f}", DIM, ROWS, feature_names=[f]) for f in FEATURES]
+    tables = [
+        EmbeddingBagConfig(name=f"t_{f}", embedding_dim=DIM, num_embeddings=ROWS, feature_names=[f])
+        for f in FEATURES
+    ]
     dlrm = DLRM(EmbeddingBagCollection(tables, device=torch.device("meta")), 4, [32, DIM], [32, 1])
     model = DLRMTrain(dlrm)
     apply_optimizer_in_backward(RowWiseAdagrad, dlrm.sparse_arch.parameters(), {"lr": 0.1})
 
     sharders = [CachedEmbeddingBagCollectionSharder(cache=CacheConfig(ratio=0.1))]  # was: TorchRec's sharder
     world = dist.get_world_size()
-    plan = [plan_sharding(model, sharders, world_size=world, local_world_size=world, device=device)]
-    dist.broadcast_object_list(plan, src=0)
-    sharded = DistributedModelParallel(model, device=device, plan=plan[0], sharders=sharders)
+    plan = plan_sharding(model, sharders, world_size=world, local_world_size=world, device=device)
+    sharded = DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
 
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
     optimizer = torch.optim.Adam(dense.values(), lr=0.002)

@@ -8,6 +8,7 @@ from .checkpoint import (
     rng_state,
     save_checkpoint,
     set_rng_state,
+    without_empty,
 )
 from .process_group import Ranks, process_group
 
@@ -21,4 +22,5 @@ __all__ = [
     "rng_state",
     "save_checkpoint",
     "set_rng_state",
+    "without_empty",
 ]

@@ -151,6 +151,14 @@ def load_tensors(checkpoint: Path, tensors: dict[str, Any]) -> None:
         ) from error
 
 
+def without_empty(tensors: Any) -> Any:
+    """A state dict without empty dicts, which torch.distributed.checkpoint cannot find again."""
+    if not isinstance(tensors, dict):
+        return tensors
+    kept = {key: without_empty(value) for key, value in tensors.items()}
+    return {key: value for key, value in kept.items() if not (isinstance(value, dict) and not value)}
+
+
 def rng_state(device: torch.device) -> dict[str, str]:
     """The states of this rank's random number generators, as text for JSON."""
     states = {"cpu": torch.get_rng_state()}

@@ -65,10 +65,9 @@ class Ranks:
             except Exception as error:
                 made[1] = error
         dist.broadcast_object_list(made, src=0)
-        value, error = made
-        if error is not None:
-            raise error
-        return value
+        if made[1] is not None:
+            raise made[1]
+        return made[0]
 
     def all_gather_objects(self, value: Any) -> list[Any]:
         """Small picklable values of all ranks, in rank order. Not for the hot path."""

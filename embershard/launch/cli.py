@@ -6,8 +6,8 @@ import argparse
 import sys
 import textwrap
 from collections.abc import Sequence
-from importlib import metadata
 
+from .. import __version__
 from ..errors import EmbershardError
 
 _TRAIN_HELP = """Train a model on this machine: one process per GPU, or 2 on the CPU.
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="embershard",
         description="Train recommendation models whose embedding tables are larger than device memory.",
     )
-    parser.add_argument("--version", action="version", version=f"embershard {metadata.version('embershard')}")
+    parser.add_argument("--version", action="version", version=f"embershard {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     commands.add_parser("train", help="train a model (embershard train --help lists all settings)")
     commands.add_parser("doctor", help="check whether this machine can train, and say what to do if not")

@@ -33,9 +33,13 @@ def default_num_ranks() -> int:
 def start_ranks(num_ranks: int, module: str, arguments: Sequence[str]) -> int:
     """Runs ``python -m module arguments...`` as `num_ranks` ranks; returns 0 when all of them ended well.
 
-    Each rank gets cores / `num_ranks` OpenMP threads unless OMP_NUM_THREADS is set.
+    Each rank gets cores / `num_ranks` OpenMP threads, and talks over the loopback interface only, unless
+    OMP_NUM_THREADS, GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME say otherwise.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _usable_cores() // num_ranks)))
+    if os.path.exists("/sys/class/net/lo"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     if _BACKEND not in rendezvous_handler_registry._registry:
         rendezvous_handler_registry.register(_BACKEND, _LoopbackRendezvous)
     config = LaunchConfig(

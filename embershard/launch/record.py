@@ -13,14 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from .. import __version__
 from ..errors import ConfigError
+from ..reports import EvalReport, Report, SaveReport, TrainReport
 from ..run_config import RunConfig
-from ..trainer import EvalReport, Report, SaveReport, TrainReport
 from .config import to_toml
 
 #: Steps at the start that do not count for the speed: caches fill, memory is allocated.
 WARMUP_STEPS = 10
-_PACKAGES = ("embershard", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy")
+_PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy")
 
 
 class RunRecord:
@@ -114,7 +115,7 @@ def make_result(
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that matter to the numbers; those that are installed."""
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), "embershard": __version__}
     for package in _PACKAGES:
         try:
             found[package] = metadata.version(package)

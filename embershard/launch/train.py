@@ -18,8 +18,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..distributed import Ranks, complete_checkpoints, process_group
 from ..errors import EmbershardError
+from ..reports import EvalReport, Report, TrainReport
 from ..run_config import RunConfig
-from ..trainer import EvalReport, Report, Trainer, TrainReport
+from ..trainer import Trainer
 from .config import load_config
 from .progress import ProgressDisplay, closing_table
 from .record import RunRecord, make_result
@@ -75,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = load_config(RunConfig, arguments.config, arguments.overrides)
     with process_group(config.train.device) as ranks:
         run_dir = ranks.from_first(lambda: arguments.run_dir or default_run_dir(arguments.config))
-        train_run(config, ranks, run_dir, resume=arguments.resume, same_run=_command(arguments))
+        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        train_run(config, ranks, run_dir, resume=arguments.resume or restarted, same_run=_command(arguments))
 
 
 def train_run(

@@ -1,4 +1,4 @@
-"""Settings: what a file and `--set` may say, what they may not, and that nothing is lost on the way to a file."""
+"""Settings: what a file and `--set` may say, what they may not, and that a written file reads back."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ from embershard.errors import ConfigError
 from embershard.launch.progress import ProgressDisplay, closing_table, eval_line, train_line
 from embershard.launch.record import RunRecord, git_commit, make_result, versions
 from embershard.metrics import Quality
+from embershard.reports import EvalReport, SaveReport, TrainReport
 from embershard.run_config import RunConfig, TrainConfig
 from embershard.traffic import summed
-from embershard.trainer import EvalReport, SaveReport, TrainReport
 
 KEYS = {
     "steps", "samples", "samples_per_second", "step_ms", "loss", "auc", "ne", "logloss", "world_size",

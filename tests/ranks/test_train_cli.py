@@ -1,0 +1,170 @@
+"""The main job, as a user starts it: real clicks, two ranks, cached and uncached, interrupted and resumed.
+
+Each run is a handful of processes that import torch, so runs are shared by the tests that look at them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.ranks
+
+CACHE_KEYS = {
+    "ratio", "slots", "device_bytes", "host_bytes", "hit_rate_unique", "hit_rate_lookups", "fills",
+    "write_backs", "bytes_to_device", "bytes_to_host", "evictions", "overflow_growths", "critical_path_fills",
+}  # fmt: skip
+RESULT_KEYS = {
+    "steps", "samples", "samples_per_second", "step_ms", "loss", "auc", "ne", "logloss", "world_size",
+    "device", "cache", "versions", "git_commit",
+}  # fmt: skip
+EMBERSHARD = [sys.executable, "-m", "embershard.launch.cli"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+
+
+def run(project: Path, *command: str, hash_seed: int = 0, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Runs a command in the project, and shows what it said where its exit code is not `code`."""
+    environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed), "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = os.pathsep.join([str(project), environment.get("PYTHONPATH", "")])
+    done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done
+
+
+def metrics(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [values for line in lines if (values := json.loads(line))["kind"] == kind]
+
+
+def losses(run_dir: Path) -> list[tuple[int, float]]:
+    return [(line["step"], line["loss"]) for line in metrics(run_dir, "train")]
+
+
+def result(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / "result.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def settings(criteo_sample: Path) -> list[str]:
+    given = [f"data.path={criteo_sample}", "train.log_every=1", "cache.ratio=0.03"]
+    return ["--config", "examples/criteo.toml", *(word for text in given for word in ("--set", text))]
+
+
+@pytest.fixture(scope="module")
+def cached(project_dir: Path, settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("cached") / "run"
+    done = run(project_dir, *EMBERSHARD, "train", *settings, "--nproc", "2", "--run-dir", str(run_dir))
+    (run_dir / "stdout").write_text(done.stdout)
+    return run_dir
+
+
+def test_real_clicks_are_learned_through_a_small_cache(cached: Path) -> None:
+    found = result(cached)
+    assert set(found) >= RESULT_KEYS
+    assert set(found["cache"]) >= CACHE_KEYS
+    assert found["auc"] > 0.6
+    assert found["ne"] < 1.0
+    assert (
+        found["eval_samples"] == 1000
+    )  # a tenth of the sample, once each, though 1000 is no multiple of 2 x 128
+    assert (found["world_size"], found["steps"], found["samples"]) == (2, 105, 105 * 256)
+    assert found["cache"]["evictions"] > 5000
+    assert 0.5 < found["cache"]["hit_rate_unique"] < 1.0
+    for name in ("slots", "fills", "evictions", "device_bytes"):
+        total = found["cache"][name]
+        assert sum(table[name] for table in found["cache"]["tables"].values()) == total
+        assert sum(rank[name] for rank in found["cache"]["ranks"]) == total
+    assert {path.name for path in cached.iterdir()} >= {
+        "config.toml",
+        "metrics.jsonl",
+        "result.json",
+        "checkpoints",
+    }
+    assert list(cached.glob("events.out.tfevents.*"))
+
+
+def test_plain_lines_and_a_closing_table_when_not_on_a_terminal(cached: Path) -> None:
+    text = (cached / "stdout").read_text()
+    assert "step 105/105  " in text
+    assert "samples/s  loss" in text
+    assert "rows on device" in text
+    assert "--set cache.enabled=false" in text
+    assert "\x1b" not in text
+
+
+def test_uncached_run_of_the_same_command_has_the_same_losses(
+    cached: Path, project_dir: Path, settings: list[str], tmp_path: Path
+) -> None:
+    off = ["--set", "cache.enabled=false"]
+    run(
+        project_dir,
+        *TORCHRUN,
+        "-m",
+        "embershard.launch.train",
+        *settings,
+        *off,
+        "--run-dir",
+        str(tmp_path / "r"),
+    )
+    assert losses(tmp_path / "r") == losses(cached)
+    assert len(losses(cached)) == 105
+    assert result(tmp_path / "r")["cache"] is None
+    assert result(tmp_path / "r")["auc"] == result(cached)["auc"]
+
+
+def test_a_resumed_run_has_the_losses_of_the_uninterrupted_one(
+    cached: Path, project_dir: Path, settings: list[str], tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "r"
+    shutil.copytree(cached, run_dir)
+    shutil.rmtree(run_dir / "checkpoints" / "step_105")
+    (run_dir / "checkpoints" / "step_99.tmp").mkdir()  # what a run leaves that died while saving
+    resumed = [*settings, "--run-dir", str(run_dir), "--resume"]
+    done = run(project_dir, *EMBERSHARD, "train", *resumed, "--nproc", "2", hash_seed=1)
+    assert "step_70 at step 70" in done.stdout
+    assert losses(run_dir) == losses(cached)
+    assert result(run_dir)["auc"] == result(cached)["auc"]
+    assert result(run_dir)["steps"] == 105
+
+
+def test_empty_slices_low_precision_and_the_cross_network(
+    project_dir: Path, settings: list[str], tmp_path: Path
+) -> None:
+    # 1000 held-out samples in global batches of 2 x 200: of the last one rank 1 gets nothing.
+    given = [
+        "train.batch_size=200", "train.epochs=none", "train.max_steps=6", "train.precision=bf16",
+        "model.arch=dlrm_dcn", "model.table_dtype=fp16", "cache.policy=frequency",
+        "cache.profile_samples=3000",
+        "schedule.warmup_steps=2", "schedule.decay=linear", "schedule.decay_steps=4",
+        "dense_optimizer.clip_norm=1.0", "checkpoint.at_end=false",
+    ]  # fmt: skip
+    more = [word for text in given for word in ("--set", text)]
+    run(project_dir, *EMBERSHARD, "train", *settings, *more, "--nproc", "2", "--run-dir", str(tmp_path / "r"))
+    assert metrics(tmp_path / "r", "eval")[-1]["samples"] == 1000
+    factors = [line["learning_rate_factor"] for line in metrics(tmp_path / "r", "train")]
+    assert factors == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    assert not (tmp_path / "r" / "checkpoints").exists()
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_is_named(project_dir: Path, tmp_path: Path) -> None:
+    given = ["dense_optimizer.lr=1e30", "data.synthetic.num_samples=20000", "data.synthetic.scale=0.001"]
+    more = [word for text in given for word in ("--set", text)]
+    config = ["--config", "examples/quickstart.toml", "--run-dir", str(tmp_path / "r")]
+    done = run(project_dir, *EMBERSHARD, "train", *config, *more, "--nproc", "2", code=1)
+    assert "NotFiniteError: Step " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "failed first" in done.stderr
+
+
+def test_the_plain_torchrec_example_runs(project_dir: Path) -> None:
+    done = run(project_dir, *TORCHRUN, "examples/train_dlrm.py")
+    first, *_, last = [line for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert float(last.split()[3]) < float(first.split()[3])
+    assert "hit rate" in last

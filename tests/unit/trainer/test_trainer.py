@@ -1,0 +1,150 @@
+"""The trainer on one rank, in this process: what it says, where it ends, how it resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from embershard.assembly import CacheSettings, find_profile
+from embershard.data import DataConfig, open_source
+from embershard.data.config import SyntheticConfig
+from embershard.distributed import CheckpointConfig, Ranks, complete_checkpoints, process_group
+from embershard.errors import CheckpointError
+from embershard.models import ModelConfig
+from embershard.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig, ScheduleConfig
+from embershard.reports import EvalReport, Report, SaveReport, TrainReport
+from embershard.run_config import RunConfig, TrainConfig
+from embershard.trainer import Trainer
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with process_group("cpu") as found:
+        yield found
+
+
+def make_config(**changes: Any) -> RunConfig:
+    parts = {
+        "data": DataConfig(synthetic=SyntheticConfig(num_samples=1000, scale=0.0001), num_workers=0),
+        "model": ModelConfig(embedding_dim=4, dense_arch_layer_sizes=(8, 4), over_arch_layer_sizes=(8, 1)),
+        "cache": CacheSettings(ratio=0.3, policy="lru"),
+        "schedule": ScheduleConfig(warmup_steps=5),
+        "train": TrainConfig(batch_size=100, log_every=1, epochs=2),
+        "checkpoint": CheckpointConfig(every_steps=6, at_end=False),
+    }
+    return RunConfig(**{**parts, **changes})
+
+
+def run(config: RunConfig, ranks: Ranks, folder: Path | None, start: Path | None = None) -> list[Report]:
+    trainer = Trainer(config, ranks, folder)
+    if start is not None:
+        trainer.resume(start)
+    reports = list(trainer.train())
+    trainer.close()
+    return reports
+
+
+def losses(reports: list[Report]) -> dict[int, float]:
+    return {report.step: report.loss for report in reports if isinstance(report, TrainReport)}
+
+
+def test_reports_come_when_they_are_due(ranks, tmp_path):
+    train = TrainConfig(batch_size=100, epochs=2, log_every=4, eval_every=9)
+    reports = run(make_config(train=train), ranks, tmp_path)
+    said = [(type(report), report.step) for report in reports]
+    assert said == [
+        (TrainReport, 4), (SaveReport, 6), (TrainReport, 8), (EvalReport, 9), (TrainReport, 12),
+        (SaveReport, 12),
+        (TrainReport, 16), (TrainReport, 18), (EvalReport, 18), (SaveReport, 18),
+    ]  # fmt: skip
+    last = [report for report in reports if isinstance(report, TrainReport)][-1]
+    assert (last.epoch, last.samples) == (1, 1800)
+    assert 0 < last.hit_rate_unique < last.hit_rate_lookups < 1
+    assert all(report.quality.samples == 100 for report in reports if isinstance(report, EvalReport))
+
+
+@pytest.mark.parametrize(
+    ("embedding", "dense"), [("rowwise_adagrad", "adam"), ("adagrad", "adagrad"), ("sgd", "sgd")]
+)
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_resumed_run_is_the_same_run(ranks, tmp_path, embedding, dense, cached):
+    config = make_config(
+        cache=CacheSettings(ratio=0.3, policy="lfu", enabled=cached),
+        embedding_optimizer=EmbeddingOptimizerConfig(kind=embedding, lr=0.1),
+        dense_optimizer=DenseOptimizerConfig(kind=dense, lr=0.01),
+    )
+    whole = run(config, ranks, tmp_path / "a")
+    start = complete_checkpoints(tmp_path / "a")[0]
+    resumed = run(config, ranks, tmp_path / "b", start)
+    assert start.name == "step_12"
+    assert losses(resumed) == {step: loss for step, loss in losses(whole).items() if step > 12}
+    assert isinstance(whole[-1], EvalReport)
+    assert whole[-1].quality == resumed[-1].quality
+
+
+def test_a_checkpoint_without_optimizer_states_would_be_noticed(ranks, tmp_path, monkeypatch):
+    config = make_config(embedding_optimizer=EmbeddingOptimizerConfig(kind="adagrad", lr=0.1))
+    whole = run(config, ranks, tmp_path)
+    forgetful = Trainer(config, ranks, None)
+    fused = forgetful.model.fused_optimizer
+    monkeypatch.setattr(type(fused), "load_state_dict", lambda self, state: None)
+    monkeypatch.setattr("embershard.trainer.load_tensors", _leave_out_embedding_optimizer)
+    forgetful.resume(complete_checkpoints(tmp_path)[0])
+    resumed = losses(list(forgetful.train()))
+    assert resumed[18] != losses(whole)[18]
+
+
+def _leave_out_embedding_optimizer(checkpoint: Path, tensors: dict[str, Any]) -> None:
+    from embershard.distributed import load_tensors
+
+    tensors = dict(tensors)
+    tensors.pop("embedding_optimizer")
+    load_tensors(checkpoint, tensors)
+
+
+def test_other_tables_are_refused_by_name(ranks, tmp_path):
+    run(make_config(), ranks, tmp_path)
+    other = make_config(
+        data=DataConfig(synthetic=SyntheticConfig(num_samples=1000, scale=0.001), num_workers=0)
+    )
+    trainer = Trainer(other, ranks, None)
+    with pytest.raises(
+        CheckpointError, match=r"feature '\w+' has \d+ rows x 4 in it, \d+ rows x 4 in this run"
+    ):
+        trainer.resume(complete_checkpoints(tmp_path)[0])
+
+
+def test_max_steps_ends_a_run_within_an_epoch(ranks):
+    reports = run(make_config(train=TrainConfig(batch_size=100, max_steps=3, log_every=10)), ranks, None)
+    assert [(type(report), report.step) for report in reports] == [(TrainReport, 3), (EvalReport, 3)]
+
+
+def test_nothing_held_out_is_nothing_evaluated(ranks):
+    data = DataConfig(
+        synthetic=SyntheticConfig(num_samples=300, scale=0.0001), eval_fraction=0.0, num_workers=0
+    )
+    reports = run(make_config(data=data, train=TrainConfig(batch_size=100, log_every=10)), ranks, None)
+    assert [type(report) for report in reports] == [TrainReport]
+
+
+def test_saving_needs_a_folder(ranks):
+    with pytest.raises(CheckpointError, match="no folder"):
+        Trainer(make_config(), ranks, None).save()
+
+
+def test_a_profile_is_counted_where_the_policy_needs_one(tmp_path):
+    data = make_config().data
+    source = open_source(data)
+    counted = find_profile(CacheSettings(ratio=0.3, policy="frequency", profile_samples=500), data, source)
+    assert counted is not None
+    assert {int(counts.sum()) for counts in counted.counts.values()} == {500}
+    counted.save(tmp_path / "p.npz")
+    read = find_profile(CacheSettings(ratio=0.3, profile=str(tmp_path / "p.npz")), data, source)
+    assert read is not None
+    assert all(torch.equal(read.counts[name], counts) for name, counts in counted.counts.items())
+    assert find_profile(CacheSettings(ratio=0.3, policy="lru"), data, source) is None
+    assert find_profile(CacheSettings(ratio=0.3, policy="frequency", enabled=False), data, source) is None
