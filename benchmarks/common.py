@@ -1,4 +1,5 @@
-"""What the benchmark scripts share: a gloo or NCCL group of one, the machine's description, a sharded model."""
+"""What the benchmark scripts share: a gloo or NCCL group of one, the machine's description, a sharded
+model."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ def single_process() -> Iterator[torch.device]:
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo", init_method=f"file://{folder}/store", rank=0, world_size=1
+            "nccl" if device.type == "cuda" else "gloo",
+            init_method=f"file://{folder}/store",
+            rank=0,
+            world_size=1,
         )
         try:
             yield device
@@ -40,7 +44,9 @@ def single_process() -> Iterator[torch.device]:
             dist.destroy_process_group()
 
 
-def shard(model: nn.Module, sharder: ModuleSharder, device: torch.device, sharding: str) -> DistributedModelParallel:
+def shard(
+    model: nn.Module, sharder: ModuleSharder, device: torch.device, sharding: str
+) -> DistributedModelParallel:
     """``model`` with all its tables sharded in one way over the group."""
     tables = sharder.shardable_parameters(next(m for m in model.modules() if type(m) is sharder.module_type))
     constraints = {table: ParameterConstraints(sharding_types=[sharding]) for table in tables}
@@ -54,7 +60,8 @@ def shard(model: nn.Module, sharder: ModuleSharder, device: torch.device, shardi
 def interleaved(
     variants: dict[str, Callable[[int], Any]], indices: Sequence[int], device: torch.device
 ) -> dict[str, list[float]]:
-    """Seconds per call of each variant, called in turn with each index; the order alternates from index to index."""
+    """Seconds per call of each variant, called in turn with each index; the order alternates from index to
+    index."""
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for turn, index in enumerate(indices):
         for name in list(variants) if turn % 2 == 0 else list(variants)[::-1]:

@@ -2,9 +2,9 @@
 
     python -m benchmarks.step_overhead
 
-One process; full Criteo-Kaggle row counts (33.76M rows), 26 features, row-wise Adagrad; both models see the same
-batches, in turn, in the same run. Reported: the whole DLRM step, the embeddings alone (forward, backward, cache work,
-fills), and planning a batch all of whose rows are cached, per id.
+One process; full Criteo-Kaggle row counts (33.76M rows), 26 features, row-wise Adagrad; both models see the
+same batches, in turn, in the same run. Reported: the whole DLRM step, the embeddings alone (forward,
+backward, cache work, fills), and planning a batch all of whose rows are cached, per id.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ OVER_ARCH = [512, 512, 256, 1]
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ratio", type=float, default=0.015)
     parser.add_argument("--policy", choices=["frequency", "lfu", "lru"], default="frequency")
     parser.add_argument("--batch-size", type=int, default=4096)
@@ -122,7 +124,8 @@ def make_stream(options: argparse.Namespace) -> BatchStream:
 def count_profile(batches: Any, rows: dict[str, int]) -> FrequencyProfile:
     """Row counts of some batches."""
     ids = (
-        {f"t_{key}": jagged.values() for key, jagged in batch.sparse_features.to_dict().items()} for batch in batches
+        {f"t_{key}": jagged.values() for key, jagged in batch.sparse_features.to_dict().items()}
+        for batch in batches
     )
     return FrequencyProfile.count(ids, {f"t_{name}": num_rows for name, num_rows in rows.items()})
 

@@ -1,9 +1,11 @@
-"""A step costs what its batch costs, not what its tables cost; and device memory stays a small share of the tables.
+"""A step costs what its batch costs, not what its tables cost; and device memory stays a small share of the
+tables.
 
     python -m benchmarks.table_scale
 
-Two models differ in their tables' rows only (1M against 104M in all): the same number of slots, the same batches, the
-same hit rate, measured in turn. Hot rows fit the cache; cold rows come round so rarely that none is still there.
+Two models differ in their tables' rows only (1M against 104M in all): the same number of slots, the same
+batches, the same hit rate, measured in turn. Hot rows fit the cache; cold rows come round so rarely that none
+is still there.
 Device bytes are those of all tensors that live on the device, at dim 128 and ratio 0.015.
 """
 
@@ -28,7 +30,9 @@ _STRIDE = 7_368_787  # a prime: scatters consecutive numbers over a table
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--small-rows", type=int, default=1_000_000)
     parser.add_argument("--large-rows", type=int, default=104_000_000)
     parser.add_argument("--tables", type=int, default=8)
@@ -105,7 +109,8 @@ def device_bytes(policy: str, device: torch.device, rows: int = 4_000_000, dim: 
 
 
 def make_batch(step: int, rows: int, options: argparse.Namespace) -> Batch:
-    """Batch number ``step``: hot ids drawn from half a cache's worth of rows, cold ids in turn, all scattered."""
+    """Batch number ``step``: hot ids drawn from half a cache's worth of rows, cold ids in turn, all
+    scattered."""
     generator = torch.Generator().manual_seed(step)
     rows_per_table = rows // options.tables
     num_hot = options.slots // (2 * options.tables)
@@ -130,7 +135,9 @@ def make_batch(step: int, rows: int, options: argparse.Namespace) -> Batch:
 
 def _model(rows: int, options: argparse.Namespace, device: torch.device) -> DistributedModelParallel:
     sharder = _sharder(CacheConfig(ratio=options.slots / rows, policy=options.policy, overflow="raise"))
-    return build({f"C{t}": rows // options.tables for t in range(options.tables)}, options.dim, sharder, device)
+    return build(
+        {f"C{t}": rows // options.tables for t in range(options.tables)}, options.dim, sharder, device
+    )
 
 
 def _sharder(config: CacheConfig) -> CachedEmbeddingBagCollectionSharder:
@@ -139,11 +146,14 @@ def _sharder(config: CacheConfig) -> CachedEmbeddingBagCollectionSharder:
 
 
 def _prepared(
-    call: Callable[[Batch], Any], numbers: list[int], rows: int, options: argparse.Namespace, device: torch.device
+    call: Callable[[Batch], Any],
+    numbers: list[int],
+    rows: int,
+    options: argparse.Namespace,
+    device: torch.device,
 ) -> Callable[[int], Any]:
     batches = [make_batch(number, rows, options).to(device) for number in numbers]
     return lambda index: call(batches[index])
-
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """embershard: train recommendation models whose embedding tables are larger than the accelerators' memory.
 
-A companion to TorchRec: change the sharder, and the tables live in host memory behind a frequency-aware device cache.
+A companion to TorchRec: change the sharder, and the tables live in host memory behind a frequency-aware
+device cache.
 """
 
 from __future__ import annotations

@@ -16,22 +16,26 @@ DEFAULT_RATIO = 0.05
 class CacheConfig:
     """How much of the embedding tables to keep on the device, and by which rule.
 
-    Exactly one of ``ratio`` and ``device_bytes`` is given; with neither, ``ratio`` is 0.05. Everything else has a
-    default. A setting that contradicts another one, or that would have no effect, raises :class:`ConfigError`.
+    Exactly one of ``ratio`` and ``device_bytes`` is given; with neither, ``ratio`` is 0.05. Everything else
+    has a default. A setting that contradicts another one, or that would have no effect, raises
+    :class:`ConfigError`.
     """
 
     ratio: float | None = None
     """Slots on the device as a share of the rows that a rank holds, in (0, 1]."""
 
     device_bytes: int | None = None
-    """Device memory of this rank for slots, optimizer states and maps together, in bytes. Per sharded module."""
+    """Device memory of this rank for slots, optimizer states and maps together, in bytes. Per sharded
+    module."""
 
     policy: Policy | None = None
-    """Which row leaves first: `frequency` (least frequent in the profile), `lfu` (least used so far, counted per
-    row; the count survives eviction), `lru` (longest unused). Default: `frequency` with a profile, else `lfu`."""
+    """Which row leaves first: `frequency` (least frequent in the profile), `lfu` (least used so far, counted
+    per row; the count survives eviction), `lru` (longest unused). Default: `frequency` with a profile, else
+    `lfu`."""
 
     warmup: bool | None = None
-    """Fill the cache with the profile's most frequent rows before the first step. Default: when there is a profile."""
+    """Fill the cache with the profile's most frequent rows before the first step. Default: when there is a
+    profile."""
 
     host: Literal["memory", "mmap"] = "memory"
     """Where a rank's full shard lives: plain host memory, or a file mapped into memory."""
@@ -54,24 +58,33 @@ class CacheConfig:
         if self.ratio is None and self.device_bytes is None:
             object.__setattr__(self, "ratio", DEFAULT_RATIO)
         if self.ratio is not None and not 0.0 < self.ratio <= 1.0:
-            raise ConfigError(f"cache.ratio must be in (0, 1], got {self.ratio}; 0.015 keeps 1.5 % of the rows")
+            raise ConfigError(
+                f"cache.ratio must be in (0, 1], got {self.ratio}; 0.015 keeps 1.5 % of the rows"
+            )
         if self.device_bytes is not None and self.device_bytes <= 0:
             raise ConfigError(f"cache.device_bytes must be positive, got {self.device_bytes}")
         _one_of("policy", self.policy, (None, "frequency", "lfu", "lru"))
         _one_of("host", self.host, ("memory", "mmap"))
         _one_of("overflow", self.overflow, ("grow", "raise"))
         if self.host == "mmap" and self.host_dir is None:
-            raise ConfigError('cache.host="mmap" needs cache.host_dir, a folder on a disk with room for the tables')
+            raise ConfigError(
+                'cache.host="mmap" needs cache.host_dir, a folder on a disk with room for the tables'
+            )
         if self.host == "memory" and self.host_dir is not None:
             raise ConfigError(
-                f'cache.host_dir={self.host_dir!r} has no effect with cache.host="memory"; set cache.host="mmap" '
+                f'cache.host_dir={self.host_dir!r} has no effect with cache.host="memory"; set '
+                'cache.host="mmap" '
                 "or remove it"
             )
         if self.decay is not None:
             if self.policy in ("frequency", "lru"):
-                raise ConfigError(f'cache.decay has no effect with cache.policy="{self.policy}"; it belongs to "lfu"')
+                raise ConfigError(
+                    f'cache.decay has no effect with cache.policy="{self.policy}"; it belongs to "lfu"'
+                )
             if not 0.0 < self.decay < 1.0:
-                raise ConfigError(f"cache.decay must be in (0, 1), got {self.decay}; 0.999 halves a count in 693 batches")
+                raise ConfigError(
+                    f"cache.decay must be in (0, 1), got {self.decay}; 0.999 halves a count in 693 steps"
+                )
 
     def resolved_policy(self, has_profile: bool) -> Policy:
         """The policy in force, given whether there is a frequency profile.
@@ -81,11 +94,17 @@ class CacheConfig:
         """
         policy = self.policy or ("lfu" if self.decay is not None or not has_profile else "frequency")
         if not has_profile and policy == "frequency":
-            raise ConfigError('cache.policy="frequency" needs a FrequencyProfile: pass profile=..., or use "lfu"')
+            raise ConfigError(
+                'cache.policy="frequency" needs a FrequencyProfile: pass profile=..., or use "lfu"'
+            )
         if not has_profile and self.warmup:
-            raise ConfigError("cache.warmup=True needs a FrequencyProfile to choose the rows from: pass profile=...")
+            raise ConfigError(
+                "cache.warmup=True needs a FrequencyProfile to choose the rows from: pass profile=..."
+            )
         if has_profile and policy == "lru" and self.warmup is False:
-            raise ConfigError('a profile has no effect with cache.policy="lru" and cache.warmup=False; drop one')
+            raise ConfigError(
+                'a profile has no effect with cache.policy="lru" and cache.warmup=False; drop one'
+            )
         return policy
 
     def resolved_warmup(self, has_profile: bool) -> bool:

@@ -1,4 +1,5 @@
-"""The host tier: a rank's full shard of some tables, weights and per-row optimizer states, as plain tensors."""
+"""The host tier: a rank's full shard of some tables, weights and per-row optimizer states, as plain
+tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from embershard.errors import ConfigError
 class HostStore:
     """Rows of one pool of tables of the same dim: R rows in all, table after table.
 
-    The row payload is the weights [R, D] and every per-row optimizer state ([R] or [R, D]); they always move together.
+    The row payload is the weights [R, D] and every per-row optimizer state ([R] or [R, D]); they always move
+    together.
 
     Args:
         rows_per_table: rows of each table on this rank.
@@ -91,7 +93,8 @@ class HostStore:
 
 
 class _MappedFiles:
-    """Allocates zeroed tensors in files that have no name any more: the system frees them with the process."""
+    """Allocates zeroed tensors in files that have no name any more: the system frees them with the
+    process."""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
@@ -107,8 +110,8 @@ class _MappedFiles:
         free_bytes = shutil.disk_usage(self._folder).free
         if num_bytes > free_bytes:
             raise ConfigError(
-                f"cache.host_dir={str(self._folder)!r} has {free_bytes / 1e9:.1f} GB free, {num_bytes / 1e9:.1f} GB are "
-                "needed for this rank's rows; choose another disk, or more ranks"
+                f"cache.host_dir={str(self._folder)!r} has {free_bytes / 1e9:.1f} GB free, "
+                f"{num_bytes / 1e9:.1f} GB are needed for this rank's rows; choose another disk, or more ranks"
             )
         handle, path = tempfile.mkstemp(prefix="embershard-", suffix=".rows", dir=self._folder)
         try:

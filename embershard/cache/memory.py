@@ -14,8 +14,8 @@ _HUGE_PAGE_BYTES = 2 << 20
 def zeros(numel: int, dtype: torch.dtype) -> Tensor:
     """A zeroed tensor [numel] in host memory, on huge pages where the system has them.
 
-    Random rows of a table of gigabytes miss the TLB at nearly every access with pages of 4 KiB; with 2 MiB, row
-    copies take about half the time (docs/LOG.md). Pages are taken as they are written.
+    Random rows of a table of gigabytes miss the TLB at nearly every access with pages of 4 KiB; with 2 MiB,
+    row copies take about half the time (docs/LOG.md). Pages are taken as they are written.
     """
     num_bytes = numel * dtype.itemsize
     if num_bytes < _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -31,8 +31,8 @@ def zeros(numel: int, dtype: torch.dtype) -> Tensor:
 def widest_view(rows: Tensor) -> Tensor:
     """The same memory as ``rows`` [R, ...], contiguous, with as few and as wide elements per row as possible.
 
-    Indexed copies cost per element, not per byte: a row of 32 float32 moves six times as fast as 8 elements of 16
-    bytes. Only for moving bits: the numbers mean nothing in this type.
+    Indexed copies cost per element, not per byte: a row of 32 float32 moves six times as fast as 8 elements
+    of 16 bytes. Only for moving bits: the numbers mean nothing in this type.
     """
     if not rows.is_contiguous() or rows.dim() == 1:
         return rows
@@ -40,7 +40,10 @@ def widest_view(rows: Tensor) -> Tensor:
     row_bytes = flat.shape[1] * flat.element_size()
     wide: Sequence[torch.dtype] = (torch.complex128, torch.int64, torch.int32, torch.int16)
     for dtype in wide:
-        aligned = flat.data_ptr() % dtype.itemsize == 0 and flat.storage_offset() * flat.element_size() % dtype.itemsize == 0
+        aligned = (
+            flat.data_ptr() % dtype.itemsize == 0
+            and flat.storage_offset() * flat.element_size() % dtype.itemsize == 0
+        )
         if dtype.itemsize > flat.element_size() and row_bytes % dtype.itemsize == 0 and aligned:
             return flat.view(dtype)
     return flat

@@ -1,8 +1,8 @@
 """Deciding, for one batch, the slot of every id, the rows to fill and the rows to put out.
 
-The cost follows the batch, not the table and not the cache: one gather finds the slots of all ids; only the misses
-are sorted; victims come from a queue that is refilled in bulk when it runs dry. Planning is deterministic: equal
-states and equal keys give equal plans.
+The cost follows the batch, not the table and not the cache: one gather finds the slots of all ids; only the
+misses are sorted; victims come from a queue that is refilled in bulk when it runs dry. Planning is
+deterministic: equal states and equal keys give equal plans.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class CachePlan:
 class VictimQueue:
     """Slots in the order in which they should leave, as of the last refill.
 
-    An entry is skipped when its slot is pinned, or was used or refilled since: ranking the survivors again is the
-    next refill's work. The ranking is by score, then longest unused.
+    An entry is skipped when its slot is pinned, or was used or refilled since: ranking the survivors again is
+    the next refill's work. The ranking is by score, then longest unused.
     """
 
     def __init__(self, slot_map: SlotMap, scores: SlotScores) -> None:
@@ -66,17 +66,22 @@ class VictimQueue:
         self._cursor = 0
 
     def pop(self, count: int, oldest_pinned: int) -> Tensor:
-        """Up to ``count`` slots whose last batch is before ``oldest_pinned``: int64 [<= count], in leaving order."""
+        """Up to ``count`` slots whose last batch is before ``oldest_pinned``: int64 [<= count], in leaving
+        order."""
         victims = self._take(count, oldest_pinned)
         if victims.numel() < count:
-            # Slots handed out above still hold their rows, so a refill would rank them again: start over with it.
+            # Slots handed out above still hold their rows, so a refill would rank them again: start over with
+            # it.
             self._refill(max(2 * count, self._map.num_used // _QUEUE_SHARE), oldest_pinned)
             victims = self._take(count, oldest_pinned)
         return victims
 
     def _take(self, count: int, oldest_pinned: int) -> Tensor:
         remaining = self._slots.numel() - self._cursor
-        for width in (2 * count, remaining):  # most entries are usable, so a short look ahead is nearly always enough
+        for width in (
+            2 * count,
+            remaining,
+        ):  # most entries are usable, so a short look ahead is nearly always enough
             window = slice(self._cursor, self._cursor + min(width, remaining))
             slots, stamps = self._slots[window], self._stamps[window]
             current = self._map.use_stamp[slots]
@@ -103,7 +108,8 @@ class VictimQueue:
 
 
 class CachePlanner:
-    """Plans batches against one slot map. The map is updated at once; the rows follow when the plan is executed."""
+    """Plans batches against one slot map. The map is updated at once; the rows follow when the plan is
+    executed."""
 
     def __init__(self, slot_map: SlotMap, scores: SlotScores) -> None:
         self.map = slot_map
@@ -112,7 +118,8 @@ class CachePlanner:
         self.clean_through = 0  # rows last used by this batch or before have been written back
 
     def look(self, keys: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Find ``keys`` (int64 [N]) and mark what was found as used, so that it cannot be a victim of this batch.
+        """Find ``keys`` (int64 [N]) and mark what was found as used, so that it cannot be a victim of this
+        batch.
 
         Returns:
             slots [N], first_hits bool [N], and the positions of the misses.
@@ -132,8 +139,11 @@ class CachePlanner:
             return torch.empty(0, dtype=torch.int64, device=self.map.device)
         return self.queue.pop(needed, oldest_pinned)
 
-    def admit(self, looked: tuple[Tensor, Tensor, Tensor], keys: Tensor, misses: Misses, batch: int) -> CachePlan:
-        """Give every missing row a slot, free ones first, then those of ``misses.victims``, and update the map."""
+    def admit(
+        self, looked: tuple[Tensor, Tensor, Tensor], keys: Tensor, misses: Misses, batch: int
+    ) -> CachePlan:
+        """Give every missing row a slot, free ones first, then those of ``misses.victims``, and update the
+        map."""
         slots, first_hits, positions = looked
         victims = misses.victims
         evicted_keys = self.map.keys(victims)
@@ -163,7 +173,8 @@ class CachePlanner:
         """The plan of a batch all of whose rows are cached."""
         slots, first_hits, positions = looked
         self.scores.used(slots)
-        return CachePlan(batch, slots, *([positions] * 6), first_hits=first_hits, miss_keys=positions)
+        none = positions
+        return CachePlan(batch, slots, none, none, none, none, none, none, first_hits, none)
 
     def occupy(self, keys: Tensor) -> Tensor:
         """Bind ``keys`` (int64 [M], distinct, not cached) to free slots without a batch that uses them."""

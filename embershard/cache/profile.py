@@ -1,4 +1,5 @@
-"""How often each row of each table occurs in a data set: counted once, saved as a file, read by the policies."""
+"""How often each row of each table occurs in a data set: counted once, saved as a file, read by the
+policies."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ _PREFIX = "counts/"
 class FrequencyProfile:
     """Row counts per table.
 
-    ``counts[table]`` is an int64 tensor [rows]: how many lookups each row got. ``num_batches`` is the number of
-    batches that were counted. Immutable by convention: the tensors are not to be written to.
+    ``counts[table]`` is an int64 tensor [rows]: how many lookups each row got. ``num_batches`` is the number
+    of batches that were counted. Immutable by convention: the tensors are not to be written to.
 
     >>> profile = FrequencyProfile.count([{"user": torch.tensor([3, 1, 3])}], {"user": 5})
     >>> profile.counts["user"].tolist()
@@ -34,7 +35,8 @@ class FrequencyProfile:
 
     @classmethod
     def count(cls, batches: Iterable[Mapping[str, Tensor]], num_rows: Mapping[str, int]) -> FrequencyProfile:
-        """One pass over ``batches``, each a mapping table name -> ids (int, any shape; absent tables are empty).
+        """One pass over ``batches``, each a mapping table name -> ids (int, any shape; absent tables are
+        empty).
 
         Raises:
             DataError: a batch names a table that ``num_rows`` does not.
@@ -45,7 +47,9 @@ class FrequencyProfile:
         for num_batches, batch in enumerate(batches, start=1):
             for table, ids in batch.items():
                 if table not in counts:
-                    raise DataError(f"batch {num_batches} has ids of table {table!r}; known are {sorted(counts)}")
+                    raise DataError(
+                        f"batch {num_batches} has ids of table {table!r}; known are {sorted(counts)}"
+                    )
                 _add_counts(counts[table], table, ids.reshape(-1).to("cpu", torch.int64))
         return cls(counts, num_batches)
 
@@ -66,7 +70,8 @@ class FrequencyProfile:
             )
         if self.num_rows(table) != rows:
             raise ConfigError(
-                f"the frequency profile counted {self.num_rows(table)} rows of table {table!r}, the model has {rows}; "
+                f"the frequency profile counted {self.num_rows(table)} rows of table {table!r}, the model has "
+                f"{rows}; "
                 "make it again with the model's row counts"
             )
         return self.counts[table][row_offset : row_offset + local_rows]
@@ -94,9 +99,13 @@ class FrequencyProfile:
                     if name.startswith(_PREFIX)
                 }
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            raise DataError(f"{path} is not a frequency profile: {error}. Make one with FrequencyProfile.save") from error
+            raise DataError(
+                f"{path} is not a frequency profile: {error}. Make one with FrequencyProfile.save"
+            ) from error
         if version != _FORMAT:
-            raise DataError(f"{path} is a frequency profile of format {version}, this version reads {_FORMAT}")
+            raise DataError(
+                f"{path} is a frequency profile of format {version}, this version reads {_FORMAT}"
+            )
         return cls(counts, num_batches)
 
 
@@ -106,7 +115,9 @@ def _add_counts(counts: Tensor, table: str, ids: Tensor) -> None:
     low, high = (int(bound) for bound in ids.aminmax())
     if low < 0 or high >= counts.numel():
         bad = low if low < 0 else high
-        raise IdOutOfRangeError(f"table {table!r}: id {bad} is not in [0, {counts.numel()}); check the id mapping")
+        raise IdOutOfRangeError(
+            f"table {table!r}: id {bad} is not in [0, {counts.numel()}); check the id mapping"
+        )
     if counts.numel() <= 4 * ids.numel():
         counts += torch.bincount(ids, minlength=counts.numel())
     else:  # a batch is small beside a large table: touch the batch's rows only

@@ -30,8 +30,9 @@ class CacheGrowthWarning(UserWarning):
 class Ticket:
     """A batch whose rows are resident and pinned until it is released.
 
-    ``slots`` int64 [N] takes the place of the batch's ids. The pins go when :meth:`RowCache.release` is called (after
-    the fused backward), or when nobody holds the ticket any more (a forward whose backward never ran).
+    ``slots`` int64 [N] takes the place of the batch's ids. The pins go when :meth:`RowCache.release` is
+    called (after the fused backward), or when nobody holds the ticket any more (a forward whose backward
+    never ran).
     """
 
     batch: int
@@ -47,9 +48,9 @@ class RowCache:
     Args:
         tables: name of each table of the pool, in the host store's order.
         host: the rows.
-        device_payload: gives, for a number of slots, the payload tensors [S + 1, ...] that hold them (weights, then
-            states, in the host store's order). Called again with a larger number when the pool grows: it must keep
-            the contents of the old slots.
+        device_payload: gives, for a number of slots, the payload tensors [S + 1, ...] that hold them
+            (weights, then states, in the host store's order). Called again with a larger number when the pool
+            grows: it must keep the contents of the old slots.
         num_slots: S.
         table_of_feature: for each feature of a batch, the number of its table.
         scores: the policy.
@@ -86,7 +87,8 @@ class RowCache:
         self._attach(num_slots)
         self._host_version = host.version
 
-    # -- training -----------------------------------------------------------------------------------------------
+    # -- training
+    # -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def prepare(self, keys: Tensor, feature_lengths: Tensor, critical_path: bool = True) -> Ticket:
@@ -140,15 +142,18 @@ class RowCache:
 
     def _grow(self, shortage: int, miss_keys: Tensor, batch: int) -> None:
         slots = self.planner.map.num_slots
-        needed = f"batch {batch} needs {shortage} slots more than there are: {miss_keys.numel()} rows to fill, {slots} slots"
+        missing = miss_keys.numel()
+        needed = (
+            f"batch {batch} needs {shortage} more slots than there are: {missing} rows to fill, {slots} slots"
+        )
         pinned = len(self._in_flight)
         advice = "set a larger cache.ratio or cache.device_bytes, or a smaller batch"
         if self._overflow == "raise":
             raise CacheOverflowError(f"{self.name}: {needed}, {pinned} earlier batches in flight; {advice}")
         if pinned:
             raise CacheOverflowError(
-                f"{self.name}: {needed}, and the cache cannot grow while {pinned} earlier batches wait for their backward; "
-                f"run each backward before the next forward, or {advice}"
+                f"{self.name}: {needed}, and the cache cannot grow while {pinned} earlier batches wait for "
+                f"their backward; run each backward before the next forward, or {advice}"
             )
         grown = min(slots + max(shortage, int(slots * GROWTH)), self.host.num_rows)
         warnings.warn(
@@ -178,11 +183,13 @@ class RowCache:
         self.transfer.fill(keys, self.planner.occupy(keys))
         self.counters.add_rows(Counter.PRELOADS, keys)
 
-    # -- the host tier ------------------------------------------------------------------------------------------
+    # -- the host tier
+    # ------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def read(self, keys: Tensor) -> Tensor:
-        """Current weights of ``keys`` (int64 [N]): [N, D] on the device. Changes neither cache nor counters."""
+        """Current weights of ``keys`` (int64 [N]): [N, D] on the device. Changes neither cache nor
+        counters."""
         self._check_host()
         host_weights, slot_weights = self.host.weights, self._payload[0]
         rows = host_weights.index_select(0, keys.to(host_weights.device)).to(self.device)
@@ -193,7 +200,8 @@ class RowCache:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Write every trained row back; the rows stay cached. Nothing moves when nothing was trained since."""
+        """Write every trained row back; the rows stay cached. Nothing moves when nothing was trained
+        since."""
         started = time.perf_counter()
         self._check_host()
         planner = self.planner
@@ -232,7 +240,8 @@ class RowCache:
             )
         self.drop()
 
-    # -- what it did ----------------------------------------------------------------------------------------------
+    # -- what it did
+    # ----------------------------------------------------------------------------------------------
 
     @property
     def slot_bytes(self) -> int:

@@ -1,6 +1,8 @@
-"""The policies: scoring rules over slots. The slot with the lowest score leaves first; ties go to the longest unused.
+"""The policies: scoring rules over slots. The slot with the lowest score leaves first; ties go to the longest
+unused.
 
-A score follows its row: it sits beside the slot while the row is cached, and beside the row in host memory otherwise.
+A score follows its row: it sits beside the slot while the row is cached, and beside the row in host memory
+otherwise.
 So the device holds 4 bytes per slot, not per row, and history survives eviction.
 """
 
@@ -19,8 +21,13 @@ _RESCALE_AT = 2.0**64  # float32 reaches 2**127: room for a full count on top of
 class SlotScores(Protocol):
     """What the planner asks of a policy. Slots are int64 [M], keys int64 [M]."""
 
-    device_bytes: int
-    host_bytes: int
+    @property
+    def device_bytes(self) -> int:
+        """Memory beside the slots, in bytes."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Memory beside the rows, in bytes."""
 
     def of_slots(self) -> Tensor | None:
         """Score of every slot, non-negative float32 [S + 1]; None when only recency counts."""
@@ -35,7 +42,8 @@ class SlotScores(Protocol):
         """These rows are about to leave these slots."""
 
     def of_rows(self) -> Tensor | None:
-        """Score of every row before anything is cached, float32 [R] in host memory; None when there is none."""
+        """Score of every row before anything is cached, float32 [R] in host memory; None when there is
+        none."""
 
     def grow(self, num_slots: int) -> None:
         """The pool now has ``num_slots`` slots."""
@@ -107,8 +115,9 @@ class FrequencyScores:
 class LfuScores(FrequencyScores):
     """``lfu``: in how many batches the row was used, plus the profile's count where there is one.
 
-    With ``decay``, a use n batches ago counts ``decay ** n``. Instead of shrinking every count with every batch, the
-    weight of a new use grows by ``1 / decay`` per batch; long before float32 overflows everything is scaled back.
+    With ``decay``, a use n batches ago counts ``decay ** n``. Instead of shrinking every count with every
+    batch, the weight of a new use grows by ``1 / decay`` per batch; long before float32 overflows everything
+    is scaled back.
     """
 
     def __init__(self, row_scores: Tensor, num_slots: int, device: torch.device, decay: float | None) -> None:
@@ -117,7 +126,8 @@ class LfuScores(FrequencyScores):
         self._weight = 1.0
 
     def used(self, slots: Tensor) -> None:
-        # Repeats of a slot all read the old count and write the same new one: one use per batch, without a unique.
+        # Repeats of a slot all read the old count and write the same new one: one use per batch, without a
+        # unique.
         self._slot_scores.scatter_(0, slots, self._slot_scores.gather(0, slots).add_(self._weight))
         if self._decay is not None:
             self._weight /= self._decay
@@ -132,7 +142,12 @@ class LfuScores(FrequencyScores):
 
 
 def make_scores(
-    policy: Policy, num_keys: int, num_slots: int, device: torch.device, initial: Tensor | None, decay: float | None
+    policy: Policy,
+    num_keys: int,
+    num_slots: int,
+    device: torch.device,
+    initial: Tensor | None,
+    decay: float | None,
 ) -> SlotScores:
     """The scoring rule of ``policy``; ``initial`` are the profile's counts per key, [R], or None."""
     counts = None if initial is None else initial.to(torch.float32, copy=True)

@@ -1,10 +1,11 @@
 """Which row sits in which slot, and when each slot was last used.
 
-A *key* numbers the rows of all tables in one pool, 0 <= key < R. Slots are numbered 1..S; slot 0 is the **null
-slot**: a key that is not cached maps to it. So the map of a new cache is all zeros (which the allocator gives without
-touching memory), and a scatter over a batch's slots needs no mask for the misses.
+A *key* numbers the rows of all tables in one pool, 0 <= key < R. Slots are numbered 1..S; slot 0 is the
+**null slot**: a key that is not cached maps to it. So the map of a new cache is all zeros (which the
+allocator gives without touching memory), and a scatter over a batch's slots needs no mask for the misses.
 
-All maps are int32 and live where planning happens. A pool has fewer than 2**31 rows; more belong on more ranks.
+All maps are int32 and live where planning happens. A pool has fewer than 2**31 rows; more belong on more
+ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class SlotMap:
     def __init__(self, num_keys: int, num_slots: int, device: torch.device | str = "cpu") -> None:
         if num_keys >= 2**31:
             raise CacheError(
-                f"a pool of {num_keys} rows passes the int32 slot map's 2147483647; shard its tables over more ranks"
+                f"a pool of {num_keys} rows passes the int32 slot map's 2147483647; "
+                "shard its tables over more ranks"
             )
         self.num_keys = num_keys
         self.num_slots = num_slots
@@ -65,8 +67,8 @@ class SlotMap:
     def touch(self, slots: Tensor, batch: int) -> Tensor:
         """Stamp ``slots`` (int64 [N]) as used by ``batch``; bool [N], True once per distinct slot.
 
-        Every position writes its own stamp and reads the slot's stamp back: where several positions share a slot
-        one of them wins, whichever it is. That counts distinct slots without sorting the batch.
+        Every position writes its own stamp and reads the slot's stamp back: where several positions share a
+        slot one of them wins, whichever it is. That counts distinct slots without sorting the batch.
         """
         first = batch << _BATCH_SHIFT
         stamps = torch.arange(first, first + slots.numel(), dtype=torch.int64, device=self.device)

@@ -1,7 +1,9 @@
-"""What the cache did, per table: counted with a few small tensor operations per batch, read only when asked."""
+"""What the cache did, per table: counted with a few small tensor operations per batch, read only when
+asked."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -16,11 +18,13 @@ from embershard.cache.planner import CachePlan
 class TableStats:
     """Totals of one table on one rank since the cache was made. Bytes in bytes, ``seconds`` in seconds.
 
-    Hits are counted per distinct id of a batch (``hits_unique`` of ``unique_ids``) and per lookup (``hits_lookups``
-    of ``lookups``). ``fills`` brought a row to the device, ``critical_path_fills`` made a training step wait.
+    Hits are counted per distinct id of a batch (``hits_unique`` of ``unique_ids``) and per lookup
+    (``hits_lookups`` of ``lookups``). ``fills`` brought a row to the device, ``critical_path_fills`` made a
+    training step wait.
     ``slots`` are those that the table's rows hold now, plus its share (by rows) of those still free; likewise
-    ``device_bytes`` (slots, optimizer states, maps and scores) and ``seconds`` (planning and copies), so that the
-    sum over tables is the rank's true total. An overflow growth counts for the table with the most misses.
+    ``device_bytes`` (slots, optimizer states, maps and scores) and ``seconds`` (planning and copies), so that
+    the sum over tables is the rank's true total. An overflow growth counts for the table with the most
+    misses.
     """
 
     table: str
@@ -74,7 +78,9 @@ class CacheCounters:
         seconds: host time spent planning and copying.
     """
 
-    def __init__(self, row_offsets: Sequence[int], table_of_feature: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, row_offsets: Sequence[int], table_of_feature: Sequence[int], device: torch.device
+    ) -> None:
         self._starts = torch.tensor(row_offsets[1:], dtype=torch.int64, device=device)
         self._table_of_feature = torch.tensor(table_of_feature, dtype=torch.int64, device=device)
         self._num_tables = len(row_offsets)
@@ -123,4 +129,4 @@ def apportion(total: int, weights: Sequence[int]) -> list[int]:
     for weight in weights:
         running += weight
         bounds.append(total * running // whole)
-    return [high - low for low, high in zip(bounds, bounds[1:], strict=False)]
+    return [high - low for low, high in itertools.pairwise(bounds)]

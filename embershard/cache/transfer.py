@@ -11,7 +11,8 @@ from embershard.cache.memory import widest_view
 
 
 class Transfer(Protocol):
-    """Executes the copies of a plan. Keys number host rows, slots device rows; both int64 [M] without repeats."""
+    """Executes the copies of a plan. Keys number host rows, slots device rows; both int64 [M] without
+    repeats."""
 
     def fill(self, keys: Tensor, slots: Tensor) -> None:
         """Host rows ``keys`` -> ``slots``."""
@@ -21,19 +22,22 @@ class Transfer(Protocol):
 
 
 class PlainTransfer:
-    """Indexed copies with torch's own kernels: for slots in host memory, and correct (not fast) on any device.
+    """Indexed copies with torch's own kernels: for slots in host memory, and correct (not fast) on any
+    device.
 
     Args:
         device: payload tensors by slot, [S + 1, ...] each.
         host: payload tensors by key, [R, ...] each, in the same order.
 
-    All copies go through ``.data``: views made by ``detach`` share autograd's version counter, and filling rows
-    between a forward and its backward would raise "modified by an inplace operation". Pins make it safe.
+    All copies go through ``.data``: views made by ``detach`` share autograd's version counter, and filling
+    rows between a forward and its backward would raise "modified by an inplace operation". Pins make it safe.
     """
 
     def __init__(self, device: Sequence[Tensor], host: Sequence[Tensor]) -> None:
         self._pairs = [(widest_view(d.data), widest_view(h.data)) for d, h in zip(device, host, strict=True)]
-        assert all(d.shape[1:] == h.shape[1:] and d.dtype == h.dtype for d, h in self._pairs), "payloads differ"
+        assert all(d.shape[1:] == h.shape[1:] and d.dtype == h.dtype for d, h in self._pairs), (
+            "payloads differ"
+        )
 
     def fill(self, keys: Tensor, slots: Tensor) -> None:
         if keys.numel():

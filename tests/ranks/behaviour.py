@@ -38,7 +38,8 @@ def _clone(value: Any) -> Any:
 
 
 def load_one_table(case: Case) -> dict[str, Any]:
-    """Load one table only: the others keep what they learned, though their rows were still dirty in the cache."""
+    """Load one table only: the others keep what they learned, though their rows were still dirty in the
+    cache."""
     model = build(case, cached=True)
     donor = build(case, cached=True)
     train(donor, case, seed=3)
@@ -58,7 +59,11 @@ def load_one_table(case: Case) -> dict[str, Any]:
         "changed": bool(expected) and bool(differences(expected, after)),
         "others": [n for n in others if not torch.equal(wanted[n], after[n])],
         "others_compared": len(others),
-        "donated": [n for n in after if n.startswith("weight") and ".t1." in n and not torch.equal(donated_now[n], after[n])],
+        "donated": [
+            n
+            for n in after
+            if n.startswith("weight") and ".t1." in n and not torch.equal(donated_now[n], after[n])
+        ],
     }
 
 
@@ -111,7 +116,8 @@ def checkpoint_round_trip(case: Case, folder: str, save_cached: bool, load_cache
 
 
 def prefetch_ahead(case: Case, depth: int) -> list[str]:
-    """Make batches resident ``depth`` steps before they train, as a pipeline does; what differs from stock."""
+    """Make batches resident ``depth`` steps before they train, as a pipeline does; what differs from
+    stock."""
     stock, ours = build(case, cached=False), build(case, cached=True)
     train(stock, case)
     optimizer = torch.optim.SGD([p for n, p in ours.named_parameters() if "dense" in n], lr=0.05)
@@ -158,7 +164,8 @@ def backward_twice(case: Case) -> str:
 
 
 def abandoned_forward(case: Case) -> list[int]:
-    """Pins while an output is alive, after it is dropped without a backward, and after a trained batch. One rank."""
+    """Pins while an output is alive, after it is dropped without a backward, and after a trained batch. One
+    rank."""
     model = build(case, cached=True)
     features, labels = next(batches(case, 0, 1))
     loss = model(features, labels)
@@ -171,7 +178,8 @@ def abandoned_forward(case: Case) -> list[int]:
 
 
 def bad_id(case: Case, feature: int, bad: int) -> str:
-    """An id out of range on this rank; the error's text. Raised before any collective, on every rank alike."""
+    """An id out of range on this rank; the error's text. Raised before any collective, on every rank
+    alike."""
     model = build(case, cached=True)
     features, labels = next(batches(case, dist.get_rank(), 1))
     start = sum(features.length_per_key()[:feature])
@@ -184,7 +192,8 @@ def bad_id(case: Case, feature: int, bad: int) -> str:
 
 
 def evaluate_and_count(case: Case) -> dict[str, Any]:
-    """Counters and cached keys before and after evaluations, and whether their results equal the stock model's."""
+    """Counters and cached keys before and after evaluations, and whether their results equal the stock
+    model's."""
     stock, ours = build(case, cached=False), build(case, cached=True)
     train(stock, case, steps=8)
     train(ours, case, steps=8)
@@ -197,16 +206,22 @@ def evaluate_and_count(case: Case) -> dict[str, Any]:
             equal &= bool(torch.equal(stock(features, labels), ours(features, labels)))
     after = [(s.lookups, s.fills, s.evictions, s.write_backs) for s in cache_stats(ours)]
     same = all(
-        torch.equal(a, pool.cache.planner.map.key_of_slot) for a, pool in zip(kept, cached_embeddings(ours), strict=True)
+        torch.equal(a, pool.cache.planner.map.key_of_slot)
+        for a, pool in zip(kept, cached_embeddings(ours), strict=True)
     )
     return {"equal": equal, "counted": before != after, "same_rows": same}
 
 
 def device_budget(device_bytes: int) -> dict[str, Any]:
-    """Device bytes that the pools of this rank report, and those that their tensors have, under a byte budget."""
+    """Device bytes that the pools of this rank report, and those that their tensors have, under a byte
+    budget."""
     from tests.ranks import parity
 
-    case = Case(dims=(16, 8, 16, 32), sharding=("row_wise", "table_wise", "column_wise", "table_wise"), overflow="grow")
+    case = Case(
+        dims=(16, 8, 16, 32),
+        sharding=("row_wise", "table_wise", "column_wise", "table_wise"),
+        overflow="grow",
+    )
     original = parity.CacheConfig
     try:
         parity.CacheConfig = lambda **_: CacheConfig(device_bytes=device_bytes, policy="lfu")  # type: ignore[assignment,misc]
@@ -217,9 +232,19 @@ def device_budget(device_bytes: int) -> dict[str, Any]:
     allocated = 0
     for pool in pools:
         slot_map, scores = pool.cache.planner.map, pool.cache.planner.scores.of_slots()
-        tensors = [*pool.slots.payload, slot_map.slot_of_key, slot_map.key_of_slot, slot_map.use_stamp, scores]
+        tensors = [
+            *pool.slots.payload,
+            slot_map.slot_of_key,
+            slot_map.key_of_slot,
+            slot_map.use_stamp,
+            scores,
+        ]
         allocated += sum(t.numel() * t.element_size() for t in tensors)
-    return {"reported": sum(s.device_bytes for s in cache_stats(model)), "allocated": allocated, "pools": len(pools)}
+    return {
+        "reported": sum(s.device_bytes for s in cache_stats(model)),
+        "allocated": allocated,
+        "pools": len(pools),
+    }
 
 
 def sharder_leaves_its_arguments_alone() -> bool:

@@ -43,7 +43,7 @@ def _pins_are_ignored() -> Iterator[None]:
 @contextlib.contextmanager
 def _write_backs_are_skipped() -> Iterator[None]:
     """A trained row that leaves is forgotten."""
-    with mock.patch.object(transfer.PlainTransfer, "write_back", lambda *_: None):
+    with mock.patch.object(transfer.PlainTransfer, "write_back", return_value=None):
         yield
 
 

@@ -45,8 +45,8 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration. ``sharding``: one type for all tables, or one per table. ``cached``: numbers of the cached
-    tables, None for all; ``data_parallel`` tables are never cached."""
+    """One configuration. ``sharding``: one type for all tables, or one per table. ``cached``: numbers of the
+    cached tables, None for all; ``data_parallel`` tables are never cached."""
 
     optimizer: str = "rowwise_adagrad"
     sharding: str | tuple[str, ...] = "table_wise"
@@ -72,7 +72,9 @@ class Case:
         return [f"f{t}" for t in range(len(ROWS))] + (["f0b"] if self.shared else [])
 
 
-def batches(case: Case, rank: int, steps: int | None = None, seed: int = 0) -> Iterator[tuple[KeyedJaggedTensor, Tensor]]:
+def batches(
+    case: Case, rank: int, steps: int | None = None, seed: int = 0
+) -> Iterator[tuple[KeyedJaggedTensor, Tensor]]:
     """Ragged multi-hot bags with empty ones among them, skewed over scattered rows; labels."""
     rows = [ROWS[int(name[1])] for name in case.features]
     for step in range(steps or case.steps):
@@ -95,13 +97,13 @@ class _Model(nn.Module):
     def __init__(self, case: Case) -> None:
         super().__init__()
         common: list[dict[str, Any]] = [
-            dict(
-                name=f"t{t}",
-                embedding_dim=case.dims[t],
-                num_embeddings=rows,
-                feature_names=[name for name in case.features if name[1] == str(t)],
-                data_type=DataType.FP16 if t in case.fp16 else DataType.FP32,
-            )
+            {
+                "name": f"t{t}",
+                "embedding_dim": case.dims[t],
+                "num_embeddings": rows,
+                "feature_names": [name for name in case.features if name[1] == str(t)],
+                "data_type": DataType.FP16 if t in case.fp16 else DataType.FP32,
+            }
             for t, rows in enumerate(ROWS)
         ]
         meta = torch.device("meta")
@@ -190,7 +192,9 @@ def make_profile(case: Case) -> FrequencyProfile:
     return FrequencyProfile.count(counted, {f"t{t}": rows for t, rows in enumerate(ROWS)})
 
 
-def train(model: DistributedModelParallel, case: Case, steps: int | None = None, seed: int = 0) -> list[float]:
+def train(
+    model: DistributedModelParallel, case: Case, steps: int | None = None, seed: int = 0
+) -> list[float]:
     """Train on this rank's batches; the losses (an evaluation's among them, where the case has one)."""
     optimizer = torch.optim.SGD([p for n, p in model.named_parameters() if "dense" in n], lr=0.05)
     losses = []
@@ -259,7 +263,9 @@ def compare(case: Case, policies: tuple[str, ...] | None = None) -> dict[str, Ou
         model = build(ours, cached=True)
         different = [f"initial {name}" for name in differences(expected["initial"], snapshot(model))]
         losses = train(model, ours)
-        different += [f"loss {i}" for i, (a, b) in enumerate(zip(expected["losses"], losses, strict=True)) if a != b]
+        different += [
+            f"loss {i}" for i, (a, b) in enumerate(zip(expected["losses"], losses, strict=True)) if a != b
+        ]
         stats = cache_stats(model)
         final = snapshot(model)
         different += differences(expected["final"], final)

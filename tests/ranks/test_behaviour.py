@@ -22,13 +22,13 @@ def test_loading_replaces_everything_cached(two_ranks: RankPool, sharding: str) 
 def test_loading_one_table_keeps_what_the_others_learned(two_ranks: RankPool) -> None:
     results = two_ranks.run(behaviour.load_one_table, Case(sharding="row_wise", optimizer="sgd"))
     for result in results:
-        assert result["changed"] and result["others_compared"] == 3
-        assert result["others"] == [] and result["donated"] == []
+        assert result == {"changed": True, "others": [], "others_compared": 3, "donated": []}
 
 
 def test_rows_written_behind_the_cache(two_ranks: RankPool) -> None:
     for message in two_ranks.run(behaviour.write_in_place_while_dirty, Case()):
-        assert message.startswith("CacheError") and "embershard.flush(model)" in message
+        assert message.startswith("CacheError")
+        assert "embershard.flush(model)" in message
     assert two_ranks.run(behaviour.write_in_place_after_flush, Case()) == [True, True]
 
 
@@ -37,7 +37,10 @@ def test_checkpoints_are_stock_checkpoints(
     two_ranks: RankPool, tmp_path: Path, save_cached: bool, load_cached: bool
 ) -> None:
     case = Case(sharding=("row_wise", "table_wise", "row_wise", "table_wise"), ratio=0.35)
-    assert two_ranks.run(behaviour.checkpoint_round_trip, case, str(tmp_path), save_cached, load_cached) == [[], []]
+    assert two_ranks.run(behaviour.checkpoint_round_trip, case, str(tmp_path), save_cached, load_cached) == [
+        [],
+        [],
+    ]
 
 
 @pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
@@ -50,7 +53,8 @@ def test_prefetching_ahead_is_exact(two_ranks: RankPool, sharding: str, depth: i
 
 def test_a_second_backward_is_refused(one_rank: RankPool) -> None:
     (message,) = one_rank.run(behaviour.backward_twice, Case(ratio=0.5))
-    assert message.startswith("CacheError") and "second backward" in message
+    assert message.startswith("CacheError")
+    assert "second backward" in message
 
 
 def test_a_forward_without_backward_gives_its_pins_back(one_rank: RankPool) -> None:

@@ -1,7 +1,7 @@
 """Promise 1: with a cache, training gives bit for bit what stock TorchRec gives without one.
 
-Every case asserts that rows were really evicted, thousands of times; the negative controls prove that the comparison
-fails when a row's optimizer state stays behind, or when a pinned slot is given away.
+Every case asserts that rows were really evicted, thousands of times; the negative controls prove that the
+comparison fails when a row's optimizer state stays behind, or when a pinned slot is given away.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ POLICIES = ("frequency", "lfu", "lru")
 POOLED = ("table_wise", "row_wise", "column_wise", "table_column_wise", "table_row_wise", "grid_shard")
 
 
-def _check(outcomes: list[dict[str, Outcome]], policies: tuple[str, ...], states: bool, evictions: int = 1000) -> None:
+def _check(
+    outcomes: list[dict[str, Outcome]], policies: tuple[str, ...], states: bool, evictions: int = 1000
+) -> None:
     """Nothing differs on any rank; states were compared; rows were evicted and written back."""
     for policy in policies:
         by_rank = [outcome[policy] for outcome in outcomes]
@@ -42,7 +44,9 @@ def test_every_sharding_type_optimizer_and_policy(two_ranks: RankPool, sharding:
 
 VARIANTS = {
     "mixed_sharding": Case(sharding=("table_wise", "row_wise", "column_wise", "row_wise")),
-    "beside_stock_tables": Case(sharding=("table_wise", "row_wise", "table_wise", "row_wise"), cached=(0, 3), ratio=0.35),
+    "beside_stock_tables": Case(
+        sharding=("table_wise", "row_wise", "table_wise", "row_wise"), cached=(0, 3), ratio=0.35
+    ),
     "beside_data_parallel_tables": Case(
         sharding=("row_wise", "data_parallel", "table_wise", "row_wise"), cached=(0, 2), ratio=0.3
     ),
@@ -84,7 +88,10 @@ def test_one_rank(one_rank: RankPool, sharding: str) -> None:
 def test_four_ranks_on_two_nodes(four_ranks: RankPool) -> None:
     """Grid and table-row-wise differ from their parts only with several nodes: two ranks are a node here."""
     four = Case(local_world_size=2, batch_size=8, ratio=0.3)
-    cases = [dataclasses.replace(four, sharding=s) for s in ("row_wise", "table_row_wise", "grid_shard", "table_wise")]
+    cases = [
+        dataclasses.replace(four, sharding=s)
+        for s in ("row_wise", "table_row_wise", "grid_shard", "table_wise")
+    ]
     by_rank = four_ranks.run(compare_all, cases, ("lfu", "frequency"))
     for number in range(len(cases)):
         _check([outcomes[number] for outcomes in by_rank], ("lfu", "frequency"), states=True)

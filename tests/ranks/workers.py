@@ -24,11 +24,12 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """``world_size`` processes in one gloo group, ``local_world_size`` to a pretended node. ``run`` calls a function
-    on all of them and waits.
+    """``world_size`` processes in one gloo group, ``local_world_size`` to a pretended node. ``run`` calls a
+    function on all of them and waits.
 
-    The function must be importable (module level); it finds rank and world size through ``torch.distributed``. When it
-    fails on one rank while others wait for that rank in a collective, the processes are replaced.
+    The function must be importable (module level); it finds rank and world size through
+    ``torch.distributed``. When it fails on one rank while others wait for that rank in a collective, the
+    processes are replaced.
     """
 
     def __init__(self, world_size: int, local_world_size: int | None = None) -> None:

@@ -1,4 +1,5 @@
-"""The cache inside TorchRec: kernel, lookups, shardings, sharded modules, sharders. A new TorchRec touches this folder."""
+"""The cache inside TorchRec: kernel, lookups, shardings, sharded modules, sharders. A new TorchRec touches
+this folder."""
 
 from embershard.sharding.torchrec.inspection import cache_stats, cached_embeddings, flush
 from embershard.sharding.torchrec.planning import plan_sharding

@@ -1,7 +1,7 @@
 """Ids are checked where the user's names still hold: before the input all-to-all, on the rank that read them.
 
-Afterwards it is too late. FBGEMM trains row 0 for an id that is too large (with one warning), and bucketing by row
-blocks sends such an id to some rank as some row.
+Afterwards it is too late. FBGEMM trains row 0 for an id that is too large (with one warning), and bucketing
+by row blocks sends such an id to some rank as some row.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.errors import IdOutOfRangeError
-
 
 _UNCHECKED = 2**62
 
@@ -52,7 +51,9 @@ def check_bounds(features: KeyedJaggedTensor, rows: Mapping[str, tuple[str, int]
         inside = all(low >= 0 and high < limit for (low, high), limit in zip(bounds, limits, strict=True))
     else:
         lengths = torch.tensor(features.length_per_key(), device=values.device)
-        limit_of_id = torch.tensor(limits, device=values.device).repeat_interleave(lengths, output_size=values.numel())
+        limit_of_id = torch.tensor(limits, device=values.device).repeat_interleave(
+            lengths, output_size=values.numel()
+        )
         inside = not bool(((values < 0) | (values >= limit_of_id)).any())
     if not inside:
         _raise_first(features, rows)
@@ -73,7 +74,8 @@ def _raise_first(features: KeyedJaggedTensor, rows: Mapping[str, tuple[str, int]
             sample = int(torch.searchsorted(bag_ends, position, right=True))
             rank = f"rank {dist.get_rank()}, " if dist.is_initialized() else ""
             raise IdOutOfRangeError(
-                f"{rank}table {table!r}, feature {key!r}: id {int(ids[position])} at position {position} of the batch "
-                f"(sample {sample}) is not in [0, {num_rows}); {bad.numel()} of {length} ids of this feature are not. "
+                f"{rank}table {table!r}, feature {key!r}: id {int(ids[position])} at position {position} "
+                f"of the batch (sample {sample}) is not in [0, {num_rows}); {bad.numel()} of its {length} ids are "
+                "not. "
                 "Map ids to rows when reading (modulo or hash), or give the table more rows"
             )

@@ -1,4 +1,5 @@
-"""What differs between the TorchRec versions that embershard runs on (1.6 to 1.8): the only place that asks."""
+"""What differs between the TorchRec versions that embershard runs on (1.6 to 1.8): the only place that
+asks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Host rows, device slots and the cache between them, behind the members that TorchRec reads of an FBGEMM module."""
+"""Host rows, device slots and the cache between them, behind the members that TorchRec reads of an FBGEMM
+module."""
 
 from __future__ import annotations
 
@@ -25,12 +26,14 @@ from embershard.sharding.torchrec.spec import CacheSpec, take_spec
 class CachedTableBatchedEmbeddings(nn.Module):
     """All cached tables of one TorchRec group (same dim, dtype, optimizer, pooling) on one rank: one pool.
 
-    Looks like FBGEMM's ``SplitTableBatchedEmbeddingBagsCodegen`` to TorchRec, but for the location of its rows: the
-    weights and optimizer states that it shows are the host tier's, for the whole shard. Whoever reads them calls
-    :meth:`flush` first.
+    Looks like FBGEMM's ``SplitTableBatchedEmbeddingBagsCodegen`` to TorchRec, but for the location of its
+    rows: the weights and optimizer states that it shows are the host tier's, for the whole shard. Whoever
+    reads them calls :meth:`flush` first.
     """
 
-    def __init__(self, config: GroupedEmbeddingConfig, pooling_mode: PoolingMode, device: torch.device | None) -> None:
+    def __init__(
+        self, config: GroupedEmbeddingConfig, pooling_mode: PoolingMode, device: torch.device | None
+    ) -> None:
         super().__init__()
         spec, fused_params = take_spec(config)
         tables = config.embedding_tables
@@ -65,7 +68,9 @@ class CachedTableBatchedEmbeddings(nn.Module):
         num_slots = spec.num_slots(tables, num_rows, num_rows * self._dim, self.host.row_bytes)
         counts = None
         if spec.profile is not None:
-            offsets = [table.local_metadata.shard_offsets[0] if table.local_metadata else 0 for table in tables]
+            offsets = [
+                table.local_metadata.shard_offsets[0] if table.local_metadata else 0 for table in tables
+            ]
             counts = torch.cat(
                 [
                     spec.profile.shard(table.name, table.num_embeddings, offset, table.local_rows)
@@ -86,7 +91,8 @@ class CachedTableBatchedEmbeddings(nn.Module):
             owner=f"rank {spec.rank}",
         )
 
-    # -- the step -------------------------------------------------------------------------------------------------
+    # -- the step
+    # -------------------------------------------------------------------------------------------------
 
     def prefetch(
         self,
@@ -114,8 +120,8 @@ class CachedTableBatchedEmbeddings(nn.Module):
             per_sample_weights: [N] or None.
             variable_batch: FBGEMM's arguments for a batch size per feature.
 
-        With gradients enabled the rows become resident, and the backward trains them in their slots. Without, they
-        are read through the cache, which stays as it is.
+        With gradients enabled the rows become resident, and the backward trains them in their slots. Without,
+        they are read through the cache, which stays as it is.
         """
         arguments = dict(per_sample_weights=per_sample_weights, **variable_batch)
         batch_sizes = variable_batch.get("batch_size_per_feature_per_rank")
@@ -156,7 +162,8 @@ class CachedTableBatchedEmbeddings(nn.Module):
         first_keys = torch.repeat_interleave(self._first_key_of_feature, lengths, output_size=indices.numel())
         return first_keys.add_(indices), lengths
 
-    # -- what TorchRec reads --------------------------------------------------------------------------------------
+    # -- what TorchRec reads
+    # --------------------------------------------------------------------------------------
 
     prefetch_pipeline = True
 
@@ -234,8 +241,8 @@ class CachedTableBatchedEmbeddings(nn.Module):
 def _release_after_backward(cache: RowCache, ticket: Ticket, output: Tensor) -> None:
     """Unpin the batch once FBGEMM's backward, which also trains the rows, has run.
 
-    Hooks on the autograd node, because a hook on the tensor fires before the update. The node holds the ticket: if
-    it is freed without a backward, so are the pins.
+    Hooks on the autograd node, because a hook on the tensor fires before the update. The node holds the
+    ticket: if it is freed without a backward, so are the pins.
     """
     node = output.grad_fn
     if node is None:

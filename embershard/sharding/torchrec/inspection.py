@@ -43,5 +43,7 @@ def cache_stats(model: nn.Module) -> list[TableStats]:
 
 
 def _sum(a: TableStats, b: TableStats) -> TableStats:
-    sums = {f.name: getattr(a, f.name) + getattr(b, f.name) for f in dataclasses.fields(a) if f.name != "table"}
+    sums = {
+        f.name: getattr(a, f.name) + getattr(b, f.name) for f in dataclasses.fields(a) if f.name != "table"
+    }
     return TableStats(table=a.table, **sums)

@@ -65,8 +65,8 @@ class CachedEmbeddingBag(BatchedFusedEmbeddingBag):
         vbe_output: Tensor | None = None,
         vbe_output_offsets: Any = None,
     ) -> Tensor:
-        """Pooled rows [B, sum of D], or flat with a batch size per feature. The parent passes those arguments on
-        only to FBGEMM's own module types."""
+        """Pooled rows [B, sum of D], or flat with a batch size per feature. The parent passes those arguments
+        on only to FBGEMM's own module types."""
         weights = features.weights_or_none()
         if weights is not None and not torch.is_floating_point(weights):
             weights = None
@@ -102,6 +102,6 @@ def _check_dims(config: GroupedEmbeddingConfig) -> None:
     for table in config.embedding_tables:
         if table.local_cols % 4:
             raise ShardingError(
-                f"table {table.name!r} has {table.local_cols} columns on this rank; FBGEMM needs a multiple of 4. "
-                f"Use embedding_dim {table.embedding_dim + -table.embedding_dim % 4}, or another min_partition"
+                f"table {table.name!r} has {table.local_cols} columns on this rank; FBGEMM needs a multiple "
+                f"of 4. Use embedding_dim {table.embedding_dim + -table.embedding_dim % 4}, or another min_partition"
             )

@@ -1,4 +1,5 @@
-"""TorchRec's sharded modules, handing the cache spec to the kernels and checking ids before they are distributed."""
+"""TorchRec's sharded modules, handing the cache spec to the kernels and checking ids before they are
+distributed."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ class CachedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         cls, module: Any, params: Any, prefix: str, fused_params: dict[str, Any] | None, *rest: Any
     ) -> ShardingInfos:
         fused_params, spec = _without_spec(fused_params)
-        return _mark_cached(super().create_grouped_sharding_infos(module, params, prefix, fused_params, *rest), spec)
+        return _mark_cached(
+            super().create_grouped_sharding_infos(module, params, prefix, fused_params, *rest), spec
+        )
 
     @classmethod
     def create_embedding_bag_sharding(
@@ -130,5 +133,4 @@ class CachedShardedEmbeddingCollection(ShardedEmbeddingCollection):
 
 def new_sharded_module(cls: type, module: Any, params: Any, env: Any, device: Any, **arguments: Any) -> Any:
     """Construct ``cls`` with those arguments that this TorchRec version knows."""
-    base = cls.__mro__[1]
-    return cls(module, params, env, device=device, **supported(base.__init__, **arguments))
+    return cls(module, params, env, device=device, **supported(cls.__mro__[1], **arguments))

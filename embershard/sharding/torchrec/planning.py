@@ -42,9 +42,9 @@ def plan_sharding(
         sharders: the same that ``DistributedModelParallel`` gets.
         world_size, local_world_size: ranks in all, and per node.
         device: where training runs; its type matters.
-        constraints: per table. A table without ``compute_kernels`` is cached when its sharder is a cached one;
-            ``compute_kernels=["fused"]`` keeps it whole on the device. Data-parallel and grid are chosen only when
-            asked for.
+        constraints: per table. A table without ``compute_kernels`` is cached when its sharder is a cached
+            one; ``compute_kernels=["fused"]`` keeps it whole on the device. Data-parallel and grid are chosen
+            only when asked for.
             ``cache_params.load_factor`` sets a table's own share of slots.
         batch_size: per rank, for the planner's cost model.
 
@@ -55,7 +55,9 @@ def plan_sharding(
     owner = _sharder_of_table(model, sharders)
     unknown = sorted(set(constraints or {}) - set(owner))
     if unknown:
-        raise ShardingError(f"constraints name tables {unknown}, which no sharder shards; tables are {sorted(owner)}")
+        raise ShardingError(
+            f"constraints name tables {unknown}, which no sharder shards; tables are {sorted(owner)}"
+        )
     wanted = {
         table: _constraint((constraints or {}).get(table), sharder, torch.device(device).type)
         for table, sharder in owner.items()
@@ -76,15 +78,19 @@ def plan_sharding(
     try:
         plan = planner.plan(model, list(sharders))
     except PlannerError as error:
-        raise ShardingError(f"no sharding plan for {len(owner)} tables on {world_size} ranks: {error}") from error
-    if on_cpu:  # TorchRec's CPU cost model has no bandwidth for cached tables: planned as fused, then relabelled
+        raise ShardingError(
+            f"no sharding plan for {len(owner)} tables on {world_size} ranks: {error}"
+        ) from error
+    if (
+        on_cpu
+    ):  # TorchRec's CPU cost model has no bandwidth for cached tables: planned as fused, then relabelled
         _relabel(plan, cached, wanted)
     return plan
 
 
 class _OrderedEnumerator(EmbeddingEnumerator):
-    """TorchRec intersects options as sets, so ties are broken by the process's hash seed, and ranks that plan for
-    themselves would build different models. Here the options come in one order."""
+    """TorchRec intersects options as sets, so ties are broken by the process's hash seed, and ranks that plan
+    for themselves would build different models. Here the options come in one order."""
 
     def _filter_sharding_types(self, *args: Any, **kwargs: Any) -> list[str]:
         return sorted(super()._filter_sharding_types(*args, **kwargs), key=_PREFERENCE.index)
@@ -106,7 +112,8 @@ def _sharder_of_table(model: nn.Module, sharders: Sequence[ModuleSharder]) -> di
 def _constraint(
     given: ParameterConstraints | None, sharder: ModuleSharder, device_type: str
 ) -> ParameterConstraints:
-    """The user's constraint with our defaults: cached where the sharder caches, sharded rather than replicated."""
+    """The user's constraint with our defaults: cached where the sharder caches, sharded rather than
+    replicated."""
     constraint = copy.deepcopy(given) if given is not None else ParameterConstraints()
     types = constraint.sharding_types or sharder.sharding_types(device_type)
     replicated = constraint.sharding_types == [_DATA_PARALLEL]

@@ -41,7 +41,8 @@ SEQUENCE_TYPES = [
 
 
 class StockEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
-    """TorchRec's sharder, which hides row-wise, table-row-wise and grid sharding on CPU though they work there.
+    """TorchRec's sharder, which hides row-wise, table-row-wise and grid sharding on CPU though they work
+    there.
 
     The uncached side of every comparison.
     """
@@ -59,7 +60,9 @@ class _Cached:
 
     def _configure(self, cache: CacheConfig | None, profile: FrequencyProfile | None) -> None:
         if cache is not None and not isinstance(cache, CacheConfig):
-            raise ConfigError(f"cache must be a CacheConfig, got {type(cache).__name__}; write CacheConfig(ratio=0.05)")
+            raise ConfigError(
+                f"cache must be a CacheConfig, got {type(cache).__name__}; write CacheConfig(ratio=0.05)"
+            )
         self._cache = cache or CacheConfig()
         self._profile = profile
         self._cache.resolved_policy(profile is not None)  # complain here, not in the middle of sharding
@@ -76,7 +79,13 @@ class _Cached:
         return [CACHED_KERNEL, EmbeddingComputeKernel.FUSED.value]
 
     def _shard(
-        self, cls: type, module: Any, params: dict[str, ParameterSharding], env: ShardingEnv, device: Any, **rest: Any
+        self,
+        cls: type,
+        module: Any,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: Any,
+        **rest: Any,
     ) -> Any:
         spec = CacheSpec.make(self._cache, self._profile, params, env.rank)
         fused_params = {**(self.fused_params or {}), SPEC_KEY: spec}  # type: ignore[attr-defined]
@@ -94,11 +103,13 @@ class _Cached:
 
 
 class CachedEmbeddingBagCollectionSharder(_Cached, EmbeddingBagCollectionSharder):
-    """Shards an ``EmbeddingBagCollection``; its cached tables live in host memory behind a device cache per rank.
+    """Shards an ``EmbeddingBagCollection``; its cached tables live in host memory behind a device cache per
+    rank.
 
     Args:
         cache: size and policy; default ``CacheConfig()``.
-        profile: row counts of the data, for the ``frequency`` policy, the warm-up, and ``lfu``'s first counts.
+        profile: row counts of the data, for the ``frequency`` policy, the warm-up, and ``lfu``'s first
+            counts.
         fused_params: as TorchRec takes them.
         qcomm_codecs_registry: as TorchRec takes it.
 
@@ -156,7 +167,9 @@ class CachedEmbeddingCollectionSharder(_Cached, EmbeddingCollectionSharder):
         use_index_dedup: bool = False,
     ) -> None:
         super().__init__(
-            fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry, use_index_dedup=use_index_dedup
+            fused_params=fused_params,
+            qcomm_codecs_registry=qcomm_codecs_registry,
+            use_index_dedup=use_index_dedup,
         )
         self._configure(cache, profile)
 
@@ -190,7 +203,8 @@ class CachedEmbeddingCollectionSharder(_Cached, EmbeddingCollectionSharder):
 
 
 def _on_host(param: ParameterSharding) -> ParameterSharding:
-    """A cached table's shards are in host memory, wherever its slots are: ShardedTensor checks the placement."""
+    """A cached table's shards are in host memory, wherever its slots are: ShardedTensor checks the
+    placement."""
     if param.compute_kernel != CACHED_KERNEL or param.sharding_spec is None:
         return param
     param = copy.deepcopy(param)

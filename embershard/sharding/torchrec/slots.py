@@ -1,5 +1,5 @@
-"""The device tier: slots held by an FBGEMM table-batched embedding (TBE), so that FBGEMM's fused forward, backward
-and optimizer work on them unchanged. It is given slot numbers where it expects row numbers.
+"""The device tier: slots held by an FBGEMM table-batched embedding (TBE), so that FBGEMM's fused forward,
+backward and optimizer work on them unchanged. It is given slot numbers where it expects row numbers.
 """
 
 from __future__ import annotations
@@ -106,7 +106,10 @@ class SlotTable(nn.Module):
         reader = self._reader
         if reader is None or reader.embedding_specs[0][0] < rows.shape[0]:
             output_dtype = self._tbe_arguments.get("output_dtype", SparseType.FP32)
-            keep = {k: self._tbe_arguments[k] for k in ("feature_table_map", "pooling_mode", "weights_precision", "device")}
+            keep = {
+                k: self._tbe_arguments[k]
+                for k in ("feature_table_map", "pooling_mode", "weights_precision", "device")
+            }
             reader = self._build(
                 2 * rows.shape[0],
                 **keep,
@@ -130,11 +133,13 @@ class SlotTable(nn.Module):
         on_cuda = self._device.type == "cuda"
         location = EmbeddingLocation.DEVICE if on_cuda else EmbeddingLocation.HOST
         compute = ComputeDevice.CUDA if on_cuda else ComputeDevice.CPU
-        tbe = SplitTableBatchedEmbeddingBagsCodegen([(num_slots + 1, self.dim, location, compute)], **arguments)
+        tbe = SplitTableBatchedEmbeddingBagsCodegen(
+            [(num_slots + 1, self.dim, location, compute)], **arguments
+        )
         if not on_cuda:
-            # FBGEMM's CPU backward sorts the ids table by table, and takes features with the same offset here for
-            # one table. A slot belongs to one logical table at a time, so telling it the logical tables changes no
-            # result; sorting 26 short lists is faster than one long one (docs/LOG.md).
+            # FBGEMM's CPU backward sorts the ids table by table, and takes features with the same offset here
+            # for one table. A slot belongs to one logical table at a time, so telling it the logical tables
+            # changes no result; sorting 26 short lists is faster than one long one (docs/LOG.md).
             ranges = [table * (num_slots + 1) for table in self._table_of_feature]
             ranges.append((self._table_of_feature[-1] + 1) * (num_slots + 1))
             tbe.hash_size_cumsum.copy_(torch.tensor(ranges))

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 SPEC_KEY = "_embershard_cache"
 
-# Our tables carry TorchRec's label for cached tables: then its planner, state dicts, optimizer states and prefetch
-# hooks all apply. CUSTOMIZED_KERNEL would leave them out of the state dict.
+# Our tables carry TorchRec's label for cached tables: then its planner, state dicts, optimizer states and
+# prefetch hooks all apply. CUSTOMIZED_KERNEL would leave them out of the state dict.
 CACHED_KERNEL = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
 
 
@@ -83,8 +83,9 @@ class CacheSpec:
             if slots < 1:
                 least = (map_bytes + 2 * slot_bytes) * self.rank_weights // weights + 1
                 raise ConfigError(
-                    f"cache.device_bytes={self.config.device_bytes} does not hold the slot map and one slot of tables "
-                    f"{[table.name for table in tables][:5]}; at least {least} are needed on this rank, or more ranks"
+                    f"cache.device_bytes={self.config.device_bytes} does not hold the slot map and one slot "
+                    f"of tables {[table.name for table in tables][:5]}; give this rank at least {least}, or use "
+                    "more ranks"
                 )
             return min(slots, num_rows)
         ratio = self.config.ratio or 0.0
@@ -100,4 +101,4 @@ def take_spec(config: GroupedEmbeddingConfig) -> tuple[CacheSpec, dict[str, Any]
 
 def has_spec(fused_params: dict[str, Any] | None) -> bool:
     """Whether these ``fused_params`` belong to a cached table."""
-    return bool(fused_params) and SPEC_KEY in fused_params
+    return fused_params is not None and SPEC_KEY in fused_params
