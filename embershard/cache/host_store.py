@@ -111,7 +111,7 @@ class _MappedFiles:
         if num_bytes > free_bytes:
             raise ConfigError(
                 f"cache.host_dir={str(self._folder)!r} has {free_bytes / 1e9:.1f} GB free, "
-                f"{num_bytes / 1e9:.1f} GB are needed for this rank's rows; choose another disk, or more ranks"
+                f"{num_bytes / 1e9:.1f} GB are needed on this rank; choose another disk, or more ranks"
             )
         handle, path = tempfile.mkstemp(prefix="embershard-", suffix=".rows", dir=self._folder)
         try:

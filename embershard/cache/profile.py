@@ -70,9 +70,8 @@ class FrequencyProfile:
             )
         if self.num_rows(table) != rows:
             raise ConfigError(
-                f"the frequency profile counted {self.num_rows(table)} rows of table {table!r}, the model has "
-                f"{rows}; "
-                "make it again with the model's row counts"
+                f"the frequency profile counted {self.num_rows(table)} rows of table {table!r}, the model "
+                f"has {rows}; make it again with the model's row counts"
             )
         return self.counts[table][row_offset : row_offset + local_rows]
 

@@ -101,7 +101,8 @@ class CachedEmbedding(BatchedFusedEmbedding):
 def _check_dims(config: GroupedEmbeddingConfig) -> None:
     for table in config.embedding_tables:
         if table.local_cols % 4:
+            next_dim = table.embedding_dim + -table.embedding_dim % 4
             raise ShardingError(
                 f"table {table.name!r} has {table.local_cols} columns on this rank; FBGEMM needs a multiple "
-                f"of 4. Use embedding_dim {table.embedding_dim + -table.embedding_dim % 4}, or another min_partition"
+                f"of 4. Use embedding_dim {next_dim}, or another min_partition"
             )

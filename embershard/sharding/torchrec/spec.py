@@ -82,10 +82,10 @@ class CacheSpec:
             slots = (share - map_bytes) // slot_bytes - 1  # the null slot
             if slots < 1:
                 least = (map_bytes + 2 * slot_bytes) * self.rank_weights // weights + 1
+                names = [table.name for table in tables][:5]
                 raise ConfigError(
                     f"cache.device_bytes={self.config.device_bytes} does not hold the slot map and one slot "
-                    f"of tables {[table.name for table in tables][:5]}; give this rank at least {least}, or use "
-                    "more ranks"
+                    f"of tables {names}; give this rank at least {least}, or use more ranks"
                 )
             return min(slots, num_rows)
         ratio = self.config.ratio or 0.0
