@@ -75,6 +75,6 @@ def _raise_first(features: KeyedJaggedTensor, rows: Mapping[str, tuple[str, int]
             rank = f"rank {dist.get_rank()}, " if dist.is_initialized() else ""
             raise IdOutOfRangeError(
                 f"{rank}table {table!r}, feature {key!r}: id {int(ids[position])} at position {position} "
-                f"of the batch (sample {sample}) is not in [0, {num_rows}), nor are {bad.numel() - 1} others. "
+                f"of the batch (sample {sample}) is not in [0, {num_rows}), nor are {bad.numel() - 1} more. "
                 "Map ids to rows when reading (modulo or hash), or give the table more rows"
             )
