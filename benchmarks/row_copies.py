@@ -1,0 +1,53 @@
+"""What one batch's worth of row copies costs, by element width and page size (docs/decisions/0003-row-copies.md).
+
+    python -m benchmarks.row_copies
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from benchmarks.common import interleaved, machine, median_ms, report
+from embershard.cache.memory import widest_view, zeros
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=33_760_000)
+    parser.add_argument("--dim", type=int, default=32)
+    parser.add_argument("--moved", type=int, default=7000, help="random rows written per call")
+    parser.add_argument("--repeats", type=int, default=120)
+    parser.add_argument("--output", help="also write the JSON to this file")
+    options = parser.parse_args()
+    size = options.rows * options.dim
+    small = torch.zeros(size).fill_(1).view(options.rows, options.dim)
+    huge = zeros(size, torch.float32).fill_(1).view(options.rows, options.dim)
+    source = torch.randn(options.moved, options.dim)
+    keys = [torch.randint(0, options.rows, (options.moved,)) for _ in range(20)]
+    variants = {
+        "float32": _writer(small, source, keys),
+        "wide": _writer(widest_view(small), widest_view(source), keys),
+        "float32, huge pages": _writer(huge, source, keys),
+        "wide, huge pages": _writer(widest_view(huge), widest_view(source), keys),
+    }
+    seconds = interleaved(variants, range(options.repeats), torch.device("cpu"))
+    settings = {k: v for k, v in vars(options).items() if k != "output"}
+    medians = {name: median_ms(values) for name, values in seconds.items()}
+    result = {"benchmark": "row_copies", "settings": settings, "write_rows_ms": medians, "machine": machine()}
+    report(result, options.output)
+
+
+def _writer(table: Tensor, source: Tensor, keys: list[Tensor]) -> Callable[[int], None]:
+    def write(index: int) -> None:
+        table[keys[index % len(keys)]] = source
+
+    return write
+
+
+if __name__ == "__main__":
+    main()
