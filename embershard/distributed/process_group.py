@@ -121,8 +121,11 @@ def process_group(device: Literal["auto", "cpu", "cuda"] = "auto") -> Iterator[R
     )
     try:
         yield Ranks(rank, world_size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), place)
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        if place.type == "cpu":  # NCCL would wait for ranks that wait for this one; the exit ends its group
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
 
 
 def _rendezvous() -> tuple[dist.Store, int, int]:

@@ -40,8 +40,7 @@ def start_ranks(num_ranks: int, module: str, arguments: Sequence[str]) -> int:
     if os.path.exists("/sys/class/net/lo"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    if _BACKEND not in rendezvous_handler_registry._registry:
-        rendezvous_handler_registry.register(_BACKEND, _LoopbackRendezvous)
+    rendezvous_handler_registry.register(_BACKEND, _LoopbackRendezvous)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -21,12 +21,11 @@ class ProgressDisplay:
         self._bar: Progress | None = None
         if console.is_terminal:
             self._bar = Progress(
-                TextColumn("step"),
                 MofNCompleteColumn(),
-                BarColumn(bar_width=20),
+                BarColumn(bar_width=8),  # with the rest it fits 80 columns
                 TextColumn("{task.description}"),
                 TextColumn("ETA"),
-                TimeRemainingColumn(elapsed_when_finished=True),
+                TimeRemainingColumn(compact=True),
                 console=console,
             )
             self._task = self._bar.add_task("starting", total=total_steps, completed=done_steps)
@@ -36,7 +35,7 @@ class ProgressDisplay:
         """Moves the bar, or prints a line."""
         if isinstance(report, TrainReport):
             if self._bar is not None:
-                self._bar.update(self._task, completed=report.step, description=train_line(report))
+                self._bar.update(self._task, completed=report.step, description=bar_line(report))
             else:
                 eta = f"ETA {self._eta_seconds(report.step):.0f} s"
                 self._print(f"step {report.step}/{self._total}  {train_line(report)}  {eta}")
@@ -69,6 +68,14 @@ def train_line(report: TrainReport) -> str:
     if report.hit_rate_lookups is not None:
         parts.append(f"hit rate {report.hit_rate_lookups:.1%}")
     return "  ".join(parts)
+
+
+def bar_line(report: TrainReport) -> str:
+    """The same, shorter, to stand beside a bar."""
+    parts = [f"{report.samples_per_second:,.0f}/s loss {report.loss:.4f} AUC {number(report.auc, '.3f')}"]
+    if report.hit_rate_lookups is not None:
+        parts.append(f"hit {report.hit_rate_lookups:.1%}")
+    return " ".join(parts)
 
 
 def eval_line(report: EvalReport) -> str:

@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import shlex
+import shutil
 import sys
 import warnings
 from collections.abc import Sequence
@@ -61,8 +62,14 @@ def default_run_dir(config: Path) -> Path:
 def _command(arguments: argparse.Namespace) -> str:
     """The ``embershard train`` command of this run, without its choice of the cache."""
     overrides = [text for text in arguments.overrides if not text.startswith("cache.enabled")]
-    words = ["embershard", "train", "--config", str(arguments.config)]
-    return shlex.join([*words, *(word for text in overrides for word in ("--set", text))])
+    words = ["train", "--config", str(arguments.config)]
+    words += [word for text in overrides for word in ("--set", text)]
+    return f"{_program('embershard', 'embershard.launch.cli')} {shlex.join(words)}"
+
+
+def _program(name: str, module: str) -> str:
+    """How the reader can start a program: by its name, or where that is not found, with this Python."""
+    return name if shutil.which(name) else f"{os.path.relpath(sys.executable)} -m {module}"
 
 
 @record
@@ -140,7 +147,7 @@ class _Outputs:
         folder = path.parent
         for line in (
             f"Everything is in {folder}: result.json, metrics.jsonl, config.toml, checkpoints/.",
-            f"See the curves:    tensorboard --logdir {folder}",
+            f"See the curves:    {_program('tensorboard', 'tensorboard.main')} --logdir {folder}",
             f"Next, {_NEXT[cached]}:    {same_run} --set cache.enabled={str(not cached).lower()}",
         ):
             self._console.print(line, soft_wrap=True, highlight=False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -107,12 +109,15 @@ def test_only_this_machine_can_reach_the_rendezvous():
     assert [entry for entry in listening if entry.endswith(f":{port:04X}")] == [f"{address}:{port:04X}"]
 
 
-def test_the_hint_at_the_end_is_a_command_that_can_be_pasted():
+@pytest.mark.parametrize("on_path", [True, False])
+def test_the_hint_at_the_end_is_a_command_that_can_be_pasted(on_path, monkeypatch):
     import argparse
 
+    monkeypatch.setattr("shutil.which", lambda name: name if on_path else None)
     parser = argparse.ArgumentParser()
     add_run_arguments(parser)
     given = parser.parse_args(
         ["--config", "a.toml", "--set", "data.path=/a b", "--set", "cache.enabled=false"]
     )
-    assert _command(given) == "embershard train --config a.toml --set 'data.path=/a b'"
+    program = "embershard" if on_path else f"{os.path.relpath(sys.executable)} -m embershard.launch.cli"
+    assert _command(given) == f"{program} train --config a.toml --set 'data.path=/a b'"

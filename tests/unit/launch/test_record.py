@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -104,11 +105,15 @@ def test_plain_lines_when_not_a_terminal():
 
 def test_a_bar_on_a_terminal():
     screen = io.StringIO()
-    display = ProgressDisplay(Console(file=screen, force_terminal=True, width=150), 20, 0)
-    display.show(train_report(10))
+    display = ProgressDisplay(
+        Console(file=screen, force_terminal=True, width=80, color_system=None), 20_000, 0
+    )
+    display.show(dataclasses.replace(train_report(10_000), auc=0.75, samples_per_second=1e6))
     display.close()
-    assert "10/20" in screen.getvalue()
-    assert "loss 0.5000" in screen.getvalue()
+    text = screen.getvalue()
+    for said in ("10000/20000", "1,000,000/s loss 0.5000 AUC 0.750 hit 75.0%", "ETA"):
+        assert said in text
+    assert "…" not in text
 
 
 def test_what_is_undefined_is_shown_as_such():
