@@ -134,22 +134,22 @@ def test_a_resumed_run_has_the_losses_of_the_uninterrupted_one(
     assert result(run_dir)["steps"] == 105
 
 
-def test_empty_slices_low_precision_and_the_cross_network(
-    project_dir: Path, settings: list[str], tmp_path: Path
-) -> None:
+def test_empty_slices_low_precision_and_the_cross_network(project_dir: Path, tmp_path: Path) -> None:
     # 1000 held-out samples in global batches of 2 x 200: of the last one rank 1 gets nothing.
     given = [
-        "train.batch_size=200", "train.epochs=none", "train.max_steps=6", "train.precision=bf16",
-        "model.arch=dlrm_dcn", "model.table_dtype=fp16", "cache.policy=frequency",
-        "cache.profile_samples=3000",
-        "schedule.warmup_steps=2", "schedule.decay=linear", "schedule.decay_steps=4",
-        "dense_optimizer.clip_norm=1.0", "checkpoint.at_end=false",
+        "data.synthetic.num_samples=10000", "data.synthetic.scale=0.001", "data.eval_fraction=0.1",
+        "train.batch_size=200", "train.epochs=none", "train.max_steps=6", "train.log_every=1",
+        "train.precision=bf16", "model.arch=dlrm_dcn", "model.table_dtype=fp16", "cache.ratio=0.3",
+        "cache.profile_samples=3000", "schedule.warmup_steps=2", "schedule.decay=linear",
+        "schedule.decay_steps=4", "dense_optimizer.clip_norm=1.0", "checkpoint.at_end=false",
     ]  # fmt: skip
     more = [word for text in given for word in ("--set", text)]
-    run(project_dir, *EMBERSHARD, "train", *settings, *more, "--nproc", "2", "--run-dir", str(tmp_path / "r"))
+    config = ["--config", "examples/quickstart.toml", "--run-dir", str(tmp_path / "r"), "--nproc", "2"]
+    run(project_dir, *EMBERSHARD, "train", *config, *more)
     assert metrics(tmp_path / "r", "eval")[-1]["samples"] == 1000
     factors = [line["learning_rate_factor"] for line in metrics(tmp_path / "r", "train")]
     assert factors == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    assert result(tmp_path / "r")["cache"]["hit_rate_unique"] > 0
     assert not (tmp_path / "r" / "checkpoints").exists()
 
 
