@@ -1,4 +1,4 @@
-"""A row cache beside plain tensors that get the same updates: whatever the cache does, no row may ever differ."""
+"""A row cache beside plain tensors that get the same updates: no row may ever differ."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ STATES = [("momentum", torch.Size([]), torch.float32), ("square", torch.Size([DI
 class Pool:
     """A :class:`RowCache` over random rows, its reference model, and the checks of both.
 
-    ``rows`` [R, ...] hold the truth: plain tensors, updated row by row as the slots are. ``last_batch`` is when each
-    row was last looked up, ``counts`` what `lfu` should count, ``expected`` the counters per table.
+    ``rows`` [R, ...] hold the truth: plain tensors, updated as the slots are. ``last_batch`` is when
+    each row was last looked up, ``counts`` what `lfu` should count, ``expected`` the counters per table.
     """
 
     def __init__(
@@ -73,9 +73,8 @@ class Pool:
         self.counts = np.zeros(self.num_rows) if initial is None else initial.double().numpy().copy()
         self.weight = 1.0
         self.preloaded: int | None = None
-        zero = lambda: np.zeros(self.num_tables, dtype=np.int64)
         self.expected = {
-            name: zero()
+            name: np.zeros(self.num_tables, dtype=np.int64)
             for name in (
                 "lookups",
                 "unique_ids",
@@ -237,7 +236,7 @@ class Pool:
         self.trained = {k for k in self.trained if self._is_dirty(k)}
 
     def load(self, keys: Sequence[int], value: float) -> None:
-        """Somebody writes new contents into host rows in place. Flush first; the next use of the cache notices."""
+        """Somebody writes into host rows in place. Flush first; the next use of the cache notices."""
         for tensor in (*self.host.payload, *self.rows):
             tensor[list(keys)] = value
         np.add.at(self.expected["evictions"], self.table_of(self.resident()), 1)

@@ -135,5 +135,5 @@ def test_the_states_need_room_on_the_disk_too(tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="host_dir='.*file.sub' cannot be made"):
+    with pytest.raises(ConfigError, match=r"host_dir='.*file.sub' cannot be made"):
         HostStore([10], 4, FP32, [], "mmap", str(tmp_path / "file" / "sub"))

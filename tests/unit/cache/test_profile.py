@@ -58,7 +58,7 @@ def test_shards_are_the_rows_of_a_rank():
     profile = FrequencyProfile({"t": torch.arange(10)}, 1)
     assert profile.shard("t", 10, 4, 3).tolist() == [4, 5, 6]
     assert profile.shard("t", 10, 10, 0).tolist() == []
-    with pytest.raises(ConfigError, match="no table 'x', only .'t'.*same data and model"):
+    with pytest.raises(ConfigError, match=r"no table 'x', only .'t'.*same data and model"):
         profile.shard("x", 10, 0, 10)
     with pytest.raises(ConfigError, match="counted 10 rows of table 't', the model has 11"):
         profile.shard("t", 11, 0, 11)

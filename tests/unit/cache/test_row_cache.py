@@ -1,4 +1,4 @@
-"""What the cache promises, after any sequence of operations: every row right, no pin broken, every counter true."""
+"""After any sequence of operations: every row right, no pin broken, every counter true."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_tickets_do_not_keep_the_cache_alive_and_leave_nothing_behind():
 def test_raising_names_what_is_missing_and_leaves_the_cache_as_it_was():
     pool = Pool(num_slots=4, policy="lru")
     pool.step([1, 2, 3])
-    message = "tables t0, t1, t2: batch 2 needs 2 slots more than there are: 5 rows to fill, 4 slots.*larger cache.ratio"
+    message = "tables t0, t1, t2: batch 2 needs 2 .*5 rows to fill, 4 slots.*larger cache.ratio"
     with pytest.raises(CacheOverflowError, match=message):
         pool.cache.prepare(torch.tensor([3, 4, 5, 6, 7, 8]), torch.tensor([6, 0, 0, 0]))
     pool.batch += 1
@@ -179,9 +179,7 @@ def test_growing_keeps_contents_and_warns_once():
     pool = Pool(num_slots=4, policy="lru", overflow="grow")
     pool.step([1, 2, 3, 4])
     ids, lengths = pool.split_by_feature([1, 2, 5, 6, 7, 20])
-    message = (
-        r"tables t0, t1, t2: batch 2 needs 2 slots more .* grows to 6 slots \(0.0 MB more device memory\)"
-    )
+    message = r"tables t0, t1, t2: batch 2 needs 2 .* grows to 6 slots \(0.0 MB more device memory\)"
     with pytest.warns(CacheGrowthWarning, match=message) as caught:
         pool.cache.prepare(ids, lengths)
     assert len(caught) == 1
@@ -224,9 +222,10 @@ def test_growing_is_refused_while_batches_are_in_flight():
 def test_growth_warnings_as_errors_leave_the_cache_as_it_was():
     pool = Pool(num_slots=4, overflow="grow")
     pool.step([1, 2, 3])
-    with warnings.catch_warnings(), pytest.raises(CacheGrowthWarning):
+    with warnings.catch_warnings():
         warnings.simplefilter("error", CacheGrowthWarning)
-        pool.cache.prepare(torch.arange(4, 10), torch.tensor([6, 0, 0, 0]))
+        with pytest.raises(CacheGrowthWarning):
+            pool.cache.prepare(torch.arange(4, 10), torch.tensor([6, 0, 0, 0]))
     pool.batch += 1
     pool.check()
     pool.step([4, 5, 6])
@@ -333,6 +332,31 @@ def test_new_contents_under_a_batch_in_flight_are_an_error():
     with pytest.raises(CacheError):
         pool.cache.read(torch.tensor([1]))
     assert pool.tickets[number][0].slots.numel() == 2
+
+
+# -- interruptions ---------------------------------------------------------
+
+
+@pytest.mark.xfail(
+    strict=True, reason="WRONG ROWS: the map says that rows are in slots which the copy never reached"
+)
+@pytest.mark.parametrize("direction", ["fill", "write_back"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+def test_a_copy_that_fails_loses_no_row(direction, error, monkeypatch):
+    """Ctrl-C, or too little memory in the staging buffer: then a checkpoint, or a smaller batch, must be right."""
+    pool = Pool(num_slots=4, policy="lru")
+    pool.step([1, 2, 3, 4])
+
+    def fail(*_):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool.cache.transfer, direction, fail)
+        with pytest.raises(error):
+            pool.cache.prepare(torch.tensor([5, 6]), torch.tensor([1, 1, 0, 0]))
+    pool.cache.flush()
+    for host, truth in zip(pool.host.payload, pool.rows, strict=True):
+        assert torch.equal(host, truth)
 
 
 # -- shapes of batches and pools ---------------------------------------------------------

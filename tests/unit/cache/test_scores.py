@@ -46,9 +46,9 @@ def test_lru_is_true_lru(keys, num_slots):
 
 
 def test_lru_over_many_slots_and_refills():
-    pool, reference = Pool((2000,), num_slots=900, policy="lru"), OrderedDictLru(900)
+    pool, reference = Pool((2000,), num_slots=500, policy="lru"), OrderedDictLru(500)
     rng = np.random.default_rng(0)
-    for key in (rng.random(3000) ** 1.5 * 2000).astype(int):
+    for key in (rng.random(1800) ** 1.5 * 2000).astype(int):
         pool.step([int(key)])
         reference.use(int(key))
     assert pool.expected["evictions"].sum() > 500
@@ -139,12 +139,12 @@ def test_the_most_frequent_rows_stay():
 
 @pytest.mark.xfail(
     strict=True,
-    reason="a refill ranks 2 * count slots when a batch misses more than 1/16 of them: the upper half of that ranking "
-    "leaves while rows of lower score, filled in between, stay. max(count, share) would rank as seldom.",
+    reason="a refill ranks 2 * count slots when a batch misses more than 1/16 of them: the upper half "
+    "leaves while rows of lower score, filled in between, stay. max(count, share) ranks as seldom.",
 )
 @pytest.mark.parametrize("policy", ["frequency", "lfu"])
 def test_the_most_frequent_rows_stay_when_many_rows_miss(policy):
-    """A quarter of the slots is replaced per batch, always by rows that are rare: the upper half must be safe."""
+    """A quarter of the slots is replaced per batch, by rare rows: the other three must be safe."""
     num_rows, num_slots, misses = 4000, 160, 40
     profile = np.full(num_rows, 1)
     profile[: num_slots - misses] = 1000 + np.arange(num_slots - misses)

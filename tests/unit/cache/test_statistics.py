@@ -1,4 +1,4 @@
-"""Counters per table, their sums, and what they cost. Every scenario of the cache checks them too (harness.py)."""
+"""Counters per table, their sums, and what they cost. Every scenario of harness.py checks them too."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def test_there_and_back_is_the_identity(implementation, payloads):
 
 
 def test_moves_are_not_seen_by_autograd(implementation, payloads):
-    """Rows are filled between a forward and its backward, and the cache must not take its own writes for others'."""
+    """Rows are filled between a forward and its backward; and these writes are not somebody else's."""
     device, host = payloads
     views = [t.detach() for t in (*device, *host)]
     versions = [t._version for t in views]
