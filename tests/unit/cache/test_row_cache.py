@@ -343,7 +343,7 @@ def test_new_contents_under_a_batch_in_flight_are_an_error():
 @pytest.mark.parametrize("direction", ["fill", "write_back"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
 def test_a_copy_that_fails_loses_no_row(direction, error, monkeypatch):
-    """Ctrl-C, or too little memory in the staging buffer: then a checkpoint, or a smaller batch, must be right."""
+    """Ctrl-C, or no memory for a staging buffer: a checkpoint, or a smaller batch, must then be right."""
     pool = Pool(num_slots=4, policy="lru")
     pool.step([1, 2, 3, 4])
 
