@@ -45,11 +45,14 @@ def train(argv: Sequence[str]) -> int:
     from ..run_config import RunConfig
     from .config import load_config, to_toml
     from .local import default_num_ranks, start_ranks
+    from .record import check_run_dir
     from .train import default_run_dir
 
     arguments = _train_parser().parse_args(argv)
+    run_dir = arguments.run_dir or default_run_dir(arguments.config)
     try:
         config = load_config(RunConfig, arguments.config, arguments.overrides)
+        check_run_dir(run_dir, resume=arguments.resume or arguments.dry_run)
     except EmbershardError as error:
         print(f"embershard: {error}", file=sys.stderr)
         return 2
@@ -63,7 +66,6 @@ def train(argv: Sequence[str]) -> int:
     if num_ranks is None:
         num_ranks = 2 if config.train.device == "cpu" else default_num_ranks()
         print(f"embershard: starting {num_ranks} ranks (--nproc N for another number).", flush=True)
-    run_dir = arguments.run_dir or default_run_dir(arguments.config)
     passed = [
         "--config",
         str(arguments.config),

@@ -19,9 +19,16 @@ from ..reports import EvalReport, Report, SaveReport, TrainReport
 from ..run_config import RunConfig
 from .config import to_toml
 
+METRICS = "metrics.jsonl"
 #: Steps at the start that do not count for the speed: caches fill, memory is allocated.
 WARMUP_STEPS = 10
 _PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy")
+
+
+def check_run_dir(folder: Path, *, resume: bool) -> None:
+    """Raises `ConfigError` when `folder` holds a run, and the new one does not resume it."""
+    if not resume and (folder / METRICS).exists():
+        raise ConfigError(f"{folder} holds a run already. Use another --run-dir, or --resume to continue it.")
 
 
 class RunRecord:
@@ -37,13 +44,10 @@ class RunRecord:
     """
 
     def __init__(self, folder: Path, config: RunConfig, resumed_at: int | None) -> None:
+        check_run_dir(folder, resume=resumed_at is not None)
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        metrics = folder / "metrics.jsonl"
-        if resumed_at is None and metrics.exists():
-            raise ConfigError(
-                f"{folder} holds a run already. Use another --run-dir, or --resume to continue it."
-            )
+        metrics = folder / METRICS
         (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
         kept = _lines_up_to(metrics, resumed_at) if resumed_at is not None and metrics.exists() else []
         metrics.write_text("".join(kept), encoding="utf-8")

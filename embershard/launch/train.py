@@ -24,7 +24,7 @@ from ..run_config import RunConfig
 from ..trainer import Trainer
 from .config import load_config
 from .progress import ProgressDisplay, closing_table
-from .record import RunRecord, make_result
+from .record import RunRecord, check_run_dir, make_result
 
 CHECKPOINTS = "checkpoints"
 _NEXT = {
@@ -94,6 +94,7 @@ def train_run(
 
     `same_run` is the command that started it, for the hint at the end.
     """
+    ranks.from_first(lambda: check_run_dir(run_dir, resume=resume))
     console = Console(quiet=not ranks.is_first)
     trainer = Trainer(config, ranks, run_dir / CHECKPOINTS)
     resumed_at = _resume(trainer, run_dir, console) if resume else None
@@ -193,9 +194,9 @@ def _quiet() -> None:
 
 def _short_errors(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """Our own errors say what to do, and where they were raised helps nobody; others keep their traceback."""
-    if isinstance(error, EmbershardError):
-        print(f"rank {os.environ.get('RANK', '0')}: {kind.__name__}: {error}", file=sys.stderr)
-    else:
+    if isinstance(error, EmbershardError):  # torch puts the rank in front
+        print(f"{kind.__name__}: {error}", file=sys.stderr)
+    elif not isinstance(error, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
 
 

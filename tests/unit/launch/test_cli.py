@@ -75,6 +75,16 @@ def test_wrong_settings_stop_before_ranks_start(arguments, said, started, capsys
     assert started == []
 
 
+def test_a_folder_with_a_run_is_refused_before_ranks_start(started, tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").touch()
+    given = ["train", "--config", QUICK, "--run-dir", str(tmp_path)]
+    assert cli.main(given) == 2
+    assert "holds a run already" in capsys.readouterr().err
+    assert started == []
+    assert cli.main([*given, "--resume"]) == 0
+    assert len(started) == 1
+
+
 def test_help_lists_every_setting_with_its_meaning(capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["train", "--help"])
