@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=4096)
     parser.add_argument("--dim", type=int, default=32)
     parser.add_argument("--scale", type=float, default=1.0, help="factor on all row counts")
-    parser.add_argument("--profile-batches", type=int, default=150)
+    parser.add_argument("--profile-batches", type=int, default=1000)
     parser.add_argument("--warmup-batches", type=int, default=100)
     parser.add_argument("--batches", type=int, default=60, help="measured batches, for each of the figures")
     parser.add_argument("--output", help="also write the JSON to this file")

@@ -16,6 +16,7 @@ from embershard.cache.scores import SlotScores
 from embershard.cache.slot_map import NULL_SLOT, SlotMap
 
 _QUEUE_SHARE = 8  # a refill ranks the lowest eighth of the slots
+_SAMPLE = 4096
 _NEVER = torch.iinfo(torch.int64).max
 
 
@@ -32,7 +33,7 @@ class CachePlan:
         evicted_keys, evicted_slots: [E] rows that leave; their slots are among ``fill_slots``.
         write_back_keys, write_back_slots: [W] those of them that were trained since they came in.
         first_hits: bool [N], True at one position of every distinct row that was found in the cache.
-        miss_keys: keys of all ids that were not, with repeats.
+        missed: [?] positions of all ids that were not, ascending.
     """
 
     batch: int
@@ -44,7 +45,7 @@ class CachePlan:
     write_back_keys: Tensor
     write_back_slots: Tensor
     first_hits: Tensor
-    miss_keys: Tensor
+    missed: Tensor
 
 
 class VictimQueue:
@@ -72,7 +73,7 @@ class VictimQueue:
         if victims.numel() < count:
             # Slots handed out above still hold their rows, so a refill would rank them again: start over with
             # it.
-            self._refill(max(2 * count, self._map.num_used // _QUEUE_SHARE), oldest_pinned)
+            self._refill(count, oldest_pinned)
             victims = self._take(count, oldest_pinned)
         return victims
 
@@ -84,15 +85,15 @@ class VictimQueue:
         ):  # most entries are usable, so a short look ahead is nearly always enough
             window = slice(self._cursor, self._cursor + min(width, remaining))
             slots, stamps = self._slots[window], self._stamps[window]
-            current = self._map.use_stamp[slots]
+            current = self._map.use_stamp.index_select(0, slots)
             usable = ((current == stamps) & (current >> 32 < oldest_pinned)).nonzero().flatten()[:count]
             if usable.numel() == count or width >= remaining:
                 break
         if 0 < usable.numel() == count:
             self._cursor += int(usable[-1]) + 1
-        return slots[usable]
+        return slots.index_select(0, usable)
 
-    def _refill(self, count: int, oldest_pinned: int) -> None:
+    def _refill(self, least: int, oldest_pinned: int) -> None:
         num_used = self._map.num_used
         stamps = self._map.use_stamp[1 : num_used + 1]
         batches = stamps >> 32
@@ -100,11 +101,26 @@ class VictimQueue:
         if scores is None:
             rank = batches.clone()
         else:  # the bits of a non-negative float32 order like the number itself
-            rank = (scores[1 : num_used + 1].view(torch.int32).long() << 32) | batches
+            rank = (scores[1 : num_used + 1].view(torch.int32).long() << 32).bitwise_or_(batches)
         rank.masked_fill_(batches >= oldest_pinned, _NEVER)
-        lowest = torch.topk(rank, min(count, num_used), largest=False, sorted=True)
-        order = lowest.indices[: int((lowest.values != _NEVER).sum())]
-        self._slots, self._stamps, self._cursor = order + 1, stamps[order], 0
+        order = _lowest(rank, least, max(2 * least, num_used // _QUEUE_SHARE))
+        self._slots, self._stamps, self._cursor = order + 1, stamps.index_select(0, order), 0
+
+
+def _lowest(rank: Tensor, least: int, about: int) -> Tensor:
+    """Positions of the lowest values of ``rank``, ascending by value, without any ``_NEVER``: about ``about`` of
+    them, and at least ``least`` where there are so many.
+
+    A regular sample of a long vector gives the bound, and only what lies below it is sorted.
+    """
+    found = None
+    if rank.numel() > _SAMPLE and 2 * about < rank.numel():
+        sample = rank[:: rank.numel() // _SAMPLE].sort().values
+        bound = min(int(sample[sample.numel() * about // rank.numel()]), _NEVER - 1)
+        found = (rank <= bound).nonzero().flatten()
+    if found is None or found.numel() < least:  # a short vector, or an unlucky sample
+        found = (rank < _NEVER).nonzero().flatten()
+    return found.index_select(0, rank.index_select(0, found).sort(stable=True).indices)
 
 
 class CachePlanner:
@@ -126,10 +142,9 @@ class CachePlanner:
         """
         slots = self.map.lookup(keys)
         first_hits = self.map.touch(slots, batch)
-        missing = slots == NULL_SLOT
-        positions = missing.nonzero().flatten()
+        positions = (slots == NULL_SLOT).nonzero().flatten()
         if positions.numel():
-            first_hits &= ~missing
+            first_hits.scatter_(0, positions, False)
         return slots, first_hits, positions
 
     def choose_victims(self, count: int, oldest_pinned: int) -> Tensor:
@@ -139,22 +154,22 @@ class CachePlanner:
             return torch.empty(0, dtype=torch.int64, device=self.map.device)
         return self.queue.pop(needed, oldest_pinned)
 
-    def admit(
-        self, looked: tuple[Tensor, Tensor, Tensor], keys: Tensor, misses: Misses, batch: int
-    ) -> CachePlan:
+    def admit(self, looked: tuple[Tensor, Tensor, Tensor], misses: Misses, batch: int) -> CachePlan:
         """Give every missing row a slot, free ones first, then those of ``misses.victims``, and update the
         map."""
         slots, first_hits, positions = looked
         victims = misses.victims
         evicted_keys = self.map.keys(victims)
         dirty = self.map.last_batch(victims) > self.clean_through
-        write_back_slots, write_back_keys = victims[dirty], evicted_keys[dirty]
+        write_back_slots, write_back_keys = victims, evicted_keys
+        if not bool(dirty.all()):
+            write_back_slots, write_back_keys = victims[dirty], evicted_keys[dirty]
         self.scores.retire(evicted_keys, victims)
         self.map.unbind(evicted_keys)
         fill_slots = torch.cat([self.map.take_free(misses.keys.numel() - victims.numel()), victims])
         self.map.bind(misses.keys, fill_slots, batch)
         self.scores.admit(misses.keys, fill_slots)
-        slots[positions] = fill_slots[misses.inverse]
+        slots.scatter_(0, positions, fill_slots.index_select(0, misses.inverse))
         self.scores.used(slots)
         return CachePlan(
             batch=batch,
@@ -166,7 +181,7 @@ class CachePlanner:
             write_back_keys=write_back_keys,
             write_back_slots=write_back_slots,
             first_hits=first_hits,
-            miss_keys=keys[positions],
+            missed=positions,
         )
 
     def hits_only(self, looked: tuple[Tensor, Tensor, Tensor], batch: int) -> CachePlan:

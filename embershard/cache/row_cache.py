@@ -126,12 +126,12 @@ class RowCache:
         positions = looked[2]
         if not positions.numel():
             return self.planner.hits_only(looked, batch)
-        miss_keys, inverse = keys[positions].unique(return_inverse=True)
+        miss_keys, inverse = keys.index_select(0, positions).unique(return_inverse=True)
         victims = self.planner.choose_victims(miss_keys.numel(), min(self._in_flight, default=batch))
         shortage = miss_keys.numel() - self.planner.map.num_free - victims.numel()
         if shortage > 0:
             self._grow(shortage, miss_keys, batch)
-        return self.planner.admit(looked, keys, Misses(miss_keys, inverse, victims), batch)
+        return self.planner.admit(looked, Misses(miss_keys, inverse, victims), batch)
 
     def _issue(self, plan: CachePlan) -> Ticket:
         ticket = Ticket(plan.batch, plan.slots)

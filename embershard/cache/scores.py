@@ -99,7 +99,8 @@ class FrequencyScores:
         pass
 
     def admit(self, keys: Tensor, slots: Tensor) -> None:
-        self._slot_scores[slots] = self._row_scores[keys.to(self._row_scores.device)].to(slots.device)
+        scores = self._row_scores.index_select(0, keys.to(self._row_scores.device))
+        self._slot_scores.scatter_(0, slots, scores.to(slots.device))
 
     def retire(self, keys: Tensor, slots: Tensor) -> None:
         pass
@@ -138,7 +139,7 @@ class LfuScores(FrequencyScores):
 
     def retire(self, keys: Tensor, slots: Tensor) -> None:
         device = self._row_scores.device
-        self._row_scores[keys.to(device)] = self._slot_scores[slots].to(device)
+        self._row_scores.scatter_(0, keys.to(device), self._slot_scores.index_select(0, slots).to(device))
 
 
 def make_scores(

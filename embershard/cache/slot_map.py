@@ -77,7 +77,7 @@ class SlotMap:
 
     def last_batch(self, slots: Tensor) -> Tensor:
         """The last batch that used each of ``slots``: int64, same shape; 0 for none."""
-        return self.use_stamp[slots] >> _BATCH_SHIFT
+        return self.use_stamp.index_select(0, slots) >> _BATCH_SHIFT
 
     def used_slots(self) -> Tensor:
         """All slots that hold a row: int64 [num_used]."""
@@ -85,7 +85,7 @@ class SlotMap:
 
     def keys(self, slots: Tensor) -> Tensor:
         """Keys held by ``slots``: int64, same shape."""
-        return self.key_of_slot[slots].long()
+        return self.key_of_slot.index_select(0, slots).long()
 
     def take_free(self, count: int) -> Tensor:
         """Claim the next ``count`` free slots: int64 [count]. They must be bound right away."""
@@ -96,17 +96,17 @@ class SlotMap:
 
     def bind(self, keys: Tensor, slots: Tensor, batch: int) -> None:
         """Put ``keys`` into ``slots`` (both int64 [M], distinct), used by ``batch``."""
-        self.slot_of_key[keys] = slots.int()
-        self.key_of_slot[slots] = keys.int()
-        self.use_stamp[slots] = batch << _BATCH_SHIFT
+        self.slot_of_key.scatter_(0, keys, slots.int())
+        self.key_of_slot.scatter_(0, slots, keys.int())
+        self.use_stamp.scatter_(0, slots, batch << _BATCH_SHIFT)
 
     def unbind(self, keys: Tensor) -> None:
         """Forget where ``keys`` are; their slots are bound again right away."""
-        self.slot_of_key[keys] = NULL_SLOT
+        self.slot_of_key.scatter_(0, keys, NULL_SLOT)
 
     def clear(self) -> None:
         """Forget every row: all slots are free."""
-        self.slot_of_key[self.keys(self.used_slots())] = NULL_SLOT
+        self.unbind(self.keys(self.used_slots()))
         self.key_of_slot.fill_(_FREE)
         self.use_stamp.zero_()
         self.num_used = 0

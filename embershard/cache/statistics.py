@@ -82,6 +82,7 @@ class CacheCounters:
         self, row_offsets: Sequence[int], table_of_feature: Sequence[int], device: torch.device
     ) -> None:
         self._starts = torch.tensor(row_offsets[1:], dtype=torch.int64, device=device)
+        self._ends = torch.tensor([*row_offsets[1:], 2**62], dtype=torch.int64, device=device)
         self._table_of_feature = torch.tensor(table_of_feature, dtype=torch.int64, device=device)
         self._num_tables = len(row_offsets)
         self.values = torch.zeros(self._num_tables, len(Counter), dtype=torch.int64, device=device)
@@ -90,18 +91,21 @@ class CacheCounters:
     def add_plan(self, plan: CachePlan, feature_lengths: Tensor, critical_path: bool) -> None:
         """Count a planned batch; ``feature_lengths`` int64 [F] splits its N ids by feature."""
         self._add_by_feature(Counter.LOOKUPS, feature_lengths)
-        if plan.slots.numel():
-            ends = feature_lengths.cumsum(0)
-            running = torch.nn.functional.pad(plan.first_hits.cumsum(0), (1, 0))
-            self._add_by_feature(Counter.HITS_UNIQUE, running[ends] - running[ends - feature_lengths])
-        if plan.fill_keys.numel():
-            self.add_rows(Counter.MISSED_LOOKUPS, plan.miss_keys)
-            fills = self._by_table(plan.fill_keys)
-            self.values[:, Counter.FILLS] += fills
-            if critical_path:
-                self.values[:, Counter.CRITICAL_PATH_FILLS] += fills
-            self.add_rows(Counter.EVICTIONS, plan.evicted_keys)
-            self.add_rows(Counter.WRITE_BACKS, plan.write_back_keys)
+        if not plan.slots.numel():
+            return
+        self._add_by_feature(Counter.HITS_UNIQUE, _true_by_feature(plan.first_hits, feature_lengths))
+        if not plan.fill_keys.numel():
+            return
+        self._add_by_feature(Counter.MISSED_LOOKUPS, _counts_below(plan.missed, feature_lengths.cumsum(0)))
+        fills = _counts_below(plan.fill_keys, self._ends)
+        self.values[:, Counter.FILLS] += fills
+        if critical_path:
+            self.values[:, Counter.CRITICAL_PATH_FILLS] += fills
+        if plan.evicted_keys.numel():
+            evictions = self._by_table(plan.evicted_keys)
+            self.values[:, Counter.EVICTIONS] += evictions
+            all_dirty = plan.write_back_keys is plan.evicted_keys
+            self.values[:, Counter.WRITE_BACKS] += evictions if all_dirty else self._by_table(plan.write_back_keys)
 
     def add_rows(self, counter: Counter, keys: Tensor) -> None:
         """Add one per key to its table's ``counter``."""
@@ -117,6 +121,20 @@ class CacheCounters:
 
     def _add_by_feature(self, counter: Counter, counts: Tensor) -> None:
         self.values[:, counter].index_add_(0, self._table_of_feature, counts)
+
+
+def _true_by_feature(mask: Tensor, lengths: Tensor) -> Tensor:
+    """How many are True in each run of ``lengths`` of ``mask`` bool [N]: int64 [F]."""
+    if lengths.is_cpu and int(lengths.max()) * lengths.numel() == mask.numel():
+        return mask.view(lengths.numel(), -1).sum(1)
+    ends = lengths.cumsum(0)
+    running = torch.nn.functional.pad(mask.cumsum(0), (1, 0))
+    return running[ends] - running[ends - lengths]
+
+
+def _counts_below(ascending: Tensor, ends: Tensor) -> Tensor:
+    """How many of the ``ascending`` numbers lie below each of ``ends`` and not below the one before it: [len(ends)]."""
+    return torch.searchsorted(ascending, ends).diff(prepend=ends.new_zeros(1))
 
 
 def apportion(total: int, weights: Sequence[int]) -> list[int]:

@@ -42,9 +42,18 @@ class PlainTransfer:
     def fill(self, keys: Tensor, slots: Tensor) -> None:
         if keys.numel():
             for device, host in self._pairs:
-                device[slots] = host.index_select(0, keys.to(host.device)).to(device.device)
+                rows = host.index_select(0, keys.to(host.device))
+                _put(device, slots, rows.to(device.device))
 
     def write_back(self, slots: Tensor, keys: Tensor) -> None:
         if keys.numel():
             for device, host in self._pairs:
-                host[keys.to(host.device)] = device.index_select(0, slots).to(host.device)
+                rows = device.index_select(0, slots)
+                _put(host, keys.to(host.device), rows.to(host.device))
+
+
+def _put(table: Tensor, rows: Tensor, values: Tensor) -> None:
+    if table.dim() == 1:  # several times as fast as the general assignment
+        table.scatter_(0, rows, values)
+    else:
+        table[rows] = values

@@ -44,19 +44,28 @@ def check_bounds(features: KeyedJaggedTensor, rows: Mapping[str, tuple[str, int]
     if values.numel() == 0:
         return
     limits = [rows[key][1] if key in rows else _UNCHECKED for key in features.keys()]  # noqa: SIM118
-    if values.is_cpu:  # a pass per feature, and no limit per id to be written and read
-        parts = values.split(features.length_per_key())
-        bounds = [part.aminmax() for part in parts if part.numel()]
-        limits = [limit for part, limit in zip(parts, limits, strict=True) if part.numel()]
-        inside = all(low >= 0 and high < limit for (low, high), limit in zip(bounds, limits, strict=True))
+    lengths = features.length_per_key()
+    if max(lengths) * len(lengths) == values.numel():  # as many ids of every feature
+        low, high = values.view(len(lengths), -1).aminmax(dim=1)
+        inside = bool(((low >= 0) & (high < torch.tensor(limits, device=values.device))).all())
+    elif values.is_cpu:  # a pass per feature, and no limit per id to be written and read
+        parts = values.split(lengths)
+        inside = all(_is_inside(part, limit) for part, limit in zip(parts, limits, strict=True))
     else:
-        lengths = torch.tensor(features.length_per_key(), device=values.device)
+        lengths = torch.tensor(lengths, device=values.device)
         limit_of_id = torch.tensor(limits, device=values.device).repeat_interleave(
             lengths, output_size=values.numel()
         )
         inside = not bool(((values < 0) | (values >= limit_of_id)).any())
     if not inside:
         _raise_first(features, rows)
+
+
+def _is_inside(ids: torch.Tensor, limit: int) -> bool:
+    if not ids.numel():
+        return True
+    low, high = ids.aminmax()
+    return low.item() >= 0 and high.item() < limit
 
 
 def _raise_first(features: KeyedJaggedTensor, rows: Mapping[str, tuple[str, int]]) -> None:

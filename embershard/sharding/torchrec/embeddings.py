@@ -59,8 +59,8 @@ class CachedTableBatchedEmbeddings(nn.Module):
             spec.config.host_dir,
         )
         self.cache = self._make_cache(spec, config)
-        starts = [self.host.row_offsets[table] for table in self._table_of_feature]
-        self._first_key_of_feature = torch.tensor(starts, dtype=torch.int64, device=self._device)
+        self._first_keys = [self.host.row_offsets[table] for table in self._table_of_feature]
+        self._first_key_of_feature = torch.tensor(self._first_keys, dtype=torch.int64, device=self._device)
         self._prepared: deque[Ticket] = deque()
 
     def _make_cache(self, spec: CacheSpec, config: GroupedEmbeddingConfig) -> RowCache:
@@ -159,8 +159,16 @@ class CachedTableBatchedEmbeddings(nn.Module):
             bounds = offsets[sizes.cumsum(0)]
         lengths = bounds.diff() if bounds.numel() > 1 else offsets.new_zeros(num_features)
         lengths = lengths.long()
-        first_keys = torch.repeat_interleave(self._first_key_of_feature, lengths, output_size=indices.numel())
-        return first_keys.add_(indices), lengths
+        if not indices.is_cpu:
+            first = torch.repeat_interleave(self._first_key_of_feature, lengths, output_size=indices.numel())
+            return first.add_(indices), lengths
+        if int(lengths.max()) * num_features == indices.numel():  # as many ids of every feature
+            return (indices.view(num_features, -1) + self._first_key_of_feature[:, None]).view(-1), lengths
+        keys = torch.empty(indices.shape, dtype=torch.int64)  # a pass per feature, without a first key per id
+        ends = bounds.tolist()
+        for first_key, start, end in zip(self._first_keys, ends, ends[1:], strict=False):
+            torch.add(indices[start:end], first_key, out=keys[start:end])
+        return keys, lengths
 
     # -- what TorchRec reads
     # --------------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torch import Tensor, nn
 
+from embershard.cache import memory
+
 # Arguments that steer FBGEMM's own cache, which is not used here.
 _FBGEMM_CACHE_ARGUMENTS = frozenset(
     {
@@ -143,6 +145,7 @@ class SlotTable(nn.Module):
             ranges = [table * (num_slots + 1) for table in self._table_of_feature]
             ranges.append((self._table_of_feature[-1] + 1) * (num_slots + 1))
             tbe.hash_size_cumsum.copy_(torch.tensor(ranges))
+            tbe.weights_host.data = memory.zeros(tbe.weights_host.numel(), tbe.weights_host.dtype)
         return tbe
 
 
