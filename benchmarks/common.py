@@ -44,15 +44,11 @@ def single_process() -> Iterator[torch.device]:
             dist.destroy_process_group()
 
 
-def shard(
-    model: nn.Module, sharder: ModuleSharder, device: torch.device, sharding: str
-) -> DistributedModelParallel:
+def shard(model: nn.Module, sharder: ModuleSharder, device: torch.device, sharding: str) -> DistributedModelParallel:
     """``model`` with all its tables sharded in one way over the group."""
     tables = sharder.shardable_parameters(next(m for m in model.modules() if type(m) is sharder.module_type))
     constraints = {table: ParameterConstraints(sharding_types=[sharding]) for table in tables}
-    plan = plan_sharding(
-        model, [sharder], world_size=1, local_world_size=1, device=device, constraints=constraints
-    )
+    plan = plan_sharding(model, [sharder], world_size=1, local_world_size=1, device=device, constraints=constraints)
     env = ShardingEnv.from_process_group(dist.group.WORLD)
     return DistributedModelParallel(model, env=env, device=device, plan=plan, sharders=[sharder])
 

@@ -1,6 +1,6 @@
 """What one batch's worth of row copies costs, by element width and page size (docs/decisions/0003-row-copies.md).
 
-    python -m benchmarks.row_copies
+python -m benchmarks.row_copies
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import interleaved, machine, median_ms, report
-from embershard.cache.memory import widest_view, zeros
+from embershard.cache.memory import widest_views, zeros
 
 
 def main() -> None:
@@ -31,9 +31,9 @@ def main() -> None:
     keys = [torch.randint(0, options.rows, (options.moved,)) for _ in range(20)]
     variants = {
         "float32": _writer(small, source, keys),
-        "wide": _writer(widest_view(small), widest_view(source), keys),
+        "wide": _writer(*widest_views(small, source), keys),
         "float32, huge pages": _writer(huge, source, keys),
-        "wide, huge pages": _writer(widest_view(huge), widest_view(source), keys),
+        "wide, huge pages": _writer(*widest_views(huge, source), keys),
     }
     seconds = interleaved(variants, range(options.repeats), torch.device("cpu"))
     settings = {k: v for k, v in vars(options).items() if k != "output"}

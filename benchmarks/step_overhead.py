@@ -32,9 +32,7 @@ OVER_ARCH = [512, 512, 256, 1]
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ratio", type=float, default=0.015)
     parser.add_argument("--policy", choices=["frequency", "lfu", "lru"], default="frequency")
     parser.add_argument("--batch-size", type=int, default=4096)
@@ -124,8 +122,7 @@ def make_stream(options: argparse.Namespace) -> BatchStream:
 def count_profile(batches: Any, rows: dict[str, int]) -> FrequencyProfile:
     """Row counts of some batches."""
     ids = (
-        {f"t_{key}": jagged.values() for key, jagged in batch.sparse_features.to_dict().items()}
-        for batch in batches
+        {f"t_{key}": jagged.values() for key, jagged in batch.sparse_features.to_dict().items()} for batch in batches
     )
     return FrequencyProfile.count(ids, {f"t_{name}": num_rows for name, num_rows in rows.items()})
 

@@ -30,9 +30,7 @@ _STRIDE = 7_368_787  # a prime: scatters consecutive numbers over a table
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small-rows", type=int, default=1_000_000)
     parser.add_argument("--large-rows", type=int, default=104_000_000)
     parser.add_argument("--tables", type=int, default=8)
@@ -135,9 +133,7 @@ def make_batch(step: int, rows: int, options: argparse.Namespace) -> Batch:
 
 def _model(rows: int, options: argparse.Namespace, device: torch.device) -> DistributedModelParallel:
     sharder = _sharder(CacheConfig(ratio=options.slots / rows, policy=options.policy, overflow="raise"))
-    return build(
-        {f"C{t}": rows // options.tables for t in range(options.tables)}, options.dim, sharder, device
-    )
+    return build({f"C{t}": rows // options.tables for t in range(options.tables)}, options.dim, sharder, device)
 
 
 def _sharder(config: CacheConfig) -> CachedEmbeddingBagCollectionSharder:

@@ -40,9 +40,7 @@ class CacheSettings(CacheConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.profile is not None and self.profile_samples is not None:
-            raise ConfigError(
-                "cache.profile and cache.profile_samples are both set; a profile is read or counted."
-            )
+            raise ConfigError("cache.profile and cache.profile_samples are both set; a profile is read or counted.")
         if self.profile_samples is not None and self.profile_samples < 1:
             raise ConfigError(f"cache.profile_samples: got {self.profile_samples}, needed at least 1.")
         if self.profile_samples is not None and not self._uses_a_profile:
@@ -59,9 +57,7 @@ class CacheSettings(CacheConfig):
 
     @property
     def _uses_a_profile(self) -> bool:
-        return (
-            self.policy == "frequency" or self.warmup is True or (self.policy is None and self.warmup is None)
-        )
+        return self.policy == "frequency" or self.warmup is True or (self.policy is None and self.warmup is None)
 
     def cache_config(self) -> CacheConfig:
         """The part that the sharder takes."""

@@ -75,17 +75,13 @@ def judge(logits: torch.Tensor, labels: torch.Tensor) -> Quality:
     predictions = torch.sigmoid(logits.double())
     clicks = labels.double().sum()
     one_class = bool(clicks == 0) or bool(clicks == num_samples)
-    entropy_bits = compute_cross_entropy(
-        labels.double(), predictions.clone(), torch.ones_like(predictions), ETA
-    ).sum()
+    entropy_bits = compute_cross_entropy(labels.double(), predictions.clone(), torch.ones_like(predictions), ETA).sum()
     count = torch.tensor(float(num_samples), dtype=torch.float64, device=labels.device)
     ne = None if one_class else float(compute_ne(entropy_bits, count, clicks, count - clicks, ETA))
     return Quality(
         samples=num_samples,
         logloss=float(entropy_bits) * math.log(2) / num_samples,
-        auc=None
-        if one_class
-        else float(binary_auroc(predictions.float(), labels.long(), validate_args=False)),
+        auc=None if one_class else float(binary_auroc(predictions.float(), labels.long(), validate_args=False)),
         ne=ne,
         accuracy=float(((predictions > 0.5) == (labels > 0.5)).double().mean()),
         calibration=None if clicks == 0 else float(predictions.sum() / clicks),

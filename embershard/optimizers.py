@@ -118,9 +118,7 @@ class DenseOptimizerConfig:
             "adam": torch.optim.Adam,
             "adamw": torch.optim.AdamW,
         }
-        return KeyedOptimizerWrapper(
-            dict(parameters), lambda params: kinds[self.kind](params, **_arguments(self))
-        )
+        return KeyedOptimizerWrapper(dict(parameters), lambda params: kinds[self.kind](params, **_arguments(self)))
 
 
 @dataclass(frozen=True)
@@ -146,15 +144,11 @@ class ScheduleConfig:
         if self.warmup_steps < 0:
             raise ConfigError(f"schedule.warmup_steps: got {self.warmup_steps}, needed 0 or more.")
         if self.decay not in ("none", "linear", "cosine", "quadratic"):
-            raise ConfigError(
-                f"schedule.decay: got {self.decay!r}, needed 'none', 'linear', 'cosine' or 'quadratic'."
-            )
+            raise ConfigError(f"schedule.decay: got {self.decay!r}, needed 'none', 'linear', 'cosine' or 'quadratic'.")
         if self.decay == "none":
             for name in ("decay_start", "decay_steps", "floor"):
                 if getattr(self, name) is not None:
-                    raise ConfigError(
-                        f"schedule.{name} has no effect without schedule.decay; remove it or set both."
-                    )
+                    raise ConfigError(f"schedule.{name} has no effect without schedule.decay; remove it or set both.")
             return
         if self.decay_steps is None or self.decay_steps < 1:
             raise ConfigError(
@@ -162,8 +156,7 @@ class ScheduleConfig:
             )
         if self.decay_start is not None and self.decay_start < self.warmup_steps:
             raise ConfigError(
-                f"schedule.decay_start: got {self.decay_start}, "
-                f"needed warmup_steps={self.warmup_steps} or more."
+                f"schedule.decay_start: got {self.decay_start}, needed warmup_steps={self.warmup_steps} or more."
             )
         if self.floor is not None and not 0 <= self.floor <= 1:
             raise ConfigError(f"schedule.floor: got {self.floor}, needed a factor from 0 to 1.")
@@ -200,9 +193,7 @@ def _check_optimizer(
     if config.eps is not None and not config.eps > 0:
         raise ConfigError(f"{section}.eps: got {config.eps}, needed more than 0.")
     if config.weight_decay is not None and not config.weight_decay > 0:
-        raise ConfigError(
-            f"{section}.weight_decay: got {config.weight_decay}, needed more than 0, or leave it out."
-        )
+        raise ConfigError(f"{section}.weight_decay: got {config.weight_decay}, needed more than 0, or leave it out.")
     effectless = {
         "eps": config.kind == "sgd",
         "weight_decay": config.kind in without_weight_decay,

@@ -72,9 +72,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         if self.train.eval_every is not None and not self.holds_out:
-            raise ConfigError(
-                "train.eval_every has no effect: nothing is held out (data.eval_fraction is 0)."
-            )
+            raise ConfigError("train.eval_every has no effect: nothing is held out (data.eval_fraction is 0).")
 
     @property
     def holds_out(self) -> bool:

@@ -276,9 +276,7 @@ def _check_tables(saved: dict[str, list[int]], needed: dict[str, list[int]], che
         return
     for name in sorted(saved.keys() | needed.keys()):
         if saved.get(name) != needed.get(name):
-            shown = [
-                f"{t[0]} rows x {t[1]}" if t else "no table" for t in (saved.get(name), needed.get(name))
-            ]
+            shown = [f"{t[0]} rows x {t[1]}" if t else "no table" for t in (saved.get(name), needed.get(name))]
             raise CheckpointError(
                 f"{checkpoint} does not fit: feature {name!r} has {shown[0]} in it, {shown[1]} in this run. "
                 "Resume with the config and data it was written with."

@@ -39,8 +39,7 @@ def main() -> None:
     dist.init_process_group("nccl" if gpu else "gloo")
 
     tables = [
-        EmbeddingBagConfig(name=f"t_{f}", embedding_dim=DIM, num_embeddings=ROWS, feature_names=[f])
-        for f in FEATURES
+        EmbeddingBagConfig(name=f"t_{f}", embedding_dim=DIM, num_embeddings=ROWS, feature_names=[f]) for f in FEATURES
     ]
     dlrm = DLRM(EmbeddingBagCollection(tables, device=torch.device("meta")), 4, [32, DIM], [32, 1])
     model = DLRMTrain(dlrm)

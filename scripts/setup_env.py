@@ -128,13 +128,8 @@ def ensure_venv(venv: Path, environ: Mapping[str, str]) -> None:
         return
     python = choose_python(environ, python_version)
     if venv.exists() and any(venv.iterdir()) and not (venv / "pyvenv.cfg").exists():
-        raise SetupError(
-            f"{venv} is not empty and not a virtual environment. Move it, or set EMBERSHARD_VENV."
-        )
-    say(
-        f"{venv}: a new virtual environment from {python}"
-        + (" (the old one does not run)" if venv.exists() else "")
-    )
+        raise SetupError(f"{venv} is not empty and not a virtual environment. Move it, or set EMBERSHARD_VENV.")
+    say(f"{venv}: a new virtual environment from {python}" + (" (the old one does not run)" if venv.exists() else ""))
     made = subprocess.run([python, "-m", "venv", "--clear", str(venv)], capture_output=True, text=True)
     if made.returncode:
         raise SetupError(
@@ -163,9 +158,7 @@ class Pip:
         ]
         if args[0] == "install":
             command += ["--progress-bar", "off"]
-        run = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=str(ROOT)
-        )
+        run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=str(ROOT))
         with self.log.open("a") as log:
             log.write(f"$ {' '.join(command)}\n{run.stdout}\n")
         if run.returncode:

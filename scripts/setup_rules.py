@@ -41,9 +41,7 @@ def python_problem(version: tuple[int, int]) -> str:
     if OLDEST_PYTHON <= version <= NEWEST_PYTHON:
         return ""
     got, oldest, newest = (".".join(map(str, v)) for v in (version, OLDEST_PYTHON, NEWEST_PYTHON))
-    reason = (
-        "is too old" if version < OLDEST_PYTHON else "is newer than what is tested with these pinned packages"
-    )
+    reason = "is too old" if version < OLDEST_PYTHON else "is newer than what is tested with these pinned packages"
     return f"Python {got} {reason}. Needed: {oldest} to {newest}."
 
 

@@ -70,9 +70,7 @@ def criteo_sample(shared_dir: Path) -> Path:
     """A small sample of the Criteo 1TB click logs: a folder of tab-separated files."""
     folder = shared_dir / CRITEO_SAMPLE
     if not folder.exists():
-        pytest.skip(
-            f"no Criteo sample: {folder} does not exist; point {SHARED_VARIABLE} at a folder that has it"
-        )
+        pytest.skip(f"no Criteo sample: {folder} does not exist; point {SHARED_VARIABLE} at a folder that has it")
     return folder
 
 

@@ -16,13 +16,13 @@ DEFAULT_RATIO = 0.05
 class CacheConfig:
     """How much of the embedding tables to keep on the device, and by which rule.
 
-    Exactly one of ``ratio`` and ``device_bytes`` is given; with neither, ``ratio`` is 0.05. Everything else
+    At most one of ``ratio`` and ``device_bytes`` is given; with neither, the ratio is 0.05. Everything else
     has a default. A setting that contradicts another one, or that would have no effect, raises
     :class:`ConfigError`.
     """
 
     ratio: float | None = None
-    """Slots on the device as a share of the rows that a rank holds, in (0, 1]."""
+    """Slots on the device as a share of the rows that a rank holds, in (0, 1]. Default: 0.05."""
 
     device_bytes: int | None = None
     """Device memory of this rank for slots, optimizer states and maps together, in bytes. Per sharded
@@ -55,21 +55,20 @@ class CacheConfig:
                 f"cache.ratio={self.ratio} and cache.device_bytes={self.device_bytes} are both set; "
                 "one of them decides the size. Remove the other."
             )
-        if self.ratio is None and self.device_bytes is None:
-            object.__setattr__(self, "ratio", DEFAULT_RATIO)
+        _is("ratio", self.ratio, (int, float))
+        _is("device_bytes", self.device_bytes, (int,))
+        _is("warmup", self.warmup, (bool,))
+        _is("host_dir", self.host_dir, (str,))
+        _is("decay", self.decay, (int, float))
         if self.ratio is not None and not 0.0 < self.ratio <= 1.0:
-            raise ConfigError(
-                f"cache.ratio must be in (0, 1], got {self.ratio}; 0.015 keeps 1.5 % of the rows"
-            )
+            raise ConfigError(f"cache.ratio must be in (0, 1], got {self.ratio}; 0.015 keeps 1.5 % of the rows")
         if self.device_bytes is not None and self.device_bytes <= 0:
             raise ConfigError(f"cache.device_bytes must be positive, got {self.device_bytes}")
         _one_of("policy", self.policy, (None, "frequency", "lfu", "lru"))
         _one_of("host", self.host, ("memory", "mmap"))
         _one_of("overflow", self.overflow, ("grow", "raise"))
-        if self.host == "mmap" and self.host_dir is None:
-            raise ConfigError(
-                'cache.host="mmap" needs cache.host_dir, a folder on a disk with room for the tables'
-            )
+        if self.host == "mmap" and not self.host_dir:
+            raise ConfigError('cache.host="mmap" needs cache.host_dir, a folder on a disk with room for the tables')
         if self.host == "memory" and self.host_dir is not None:
             raise ConfigError(
                 f'cache.host_dir={self.host_dir!r} has no effect with cache.host="memory"; set '
@@ -78,13 +77,14 @@ class CacheConfig:
             )
         if self.decay is not None:
             if self.policy in ("frequency", "lru"):
-                raise ConfigError(
-                    f'cache.decay has no effect with cache.policy="{self.policy}"; it belongs to "lfu"'
-                )
+                raise ConfigError(f'cache.decay has no effect with cache.policy="{self.policy}"; it belongs to "lfu"')
             if not 0.0 < self.decay < 1.0:
-                raise ConfigError(
-                    f"cache.decay must be in (0, 1), got {self.decay}; 0.999 halves a count in 693 steps"
-                )
+                raise ConfigError(f"cache.decay must be in (0, 1), got {self.decay}; 0.999 halves a count in 693 steps")
+
+    @property
+    def slot_ratio(self) -> float | None:
+        """The ratio in force; None where ``device_bytes`` decides."""
+        return self.ratio if self.ratio is not None or self.device_bytes is not None else DEFAULT_RATIO
 
     def resolved_policy(self, has_profile: bool) -> Policy:
         """The policy in force, given whether there is a frequency profile.
@@ -94,22 +94,23 @@ class CacheConfig:
         """
         policy = self.policy or ("lfu" if self.decay is not None or not has_profile else "frequency")
         if not has_profile and policy == "frequency":
-            raise ConfigError(
-                'cache.policy="frequency" needs a FrequencyProfile: pass profile=..., or use "lfu"'
-            )
+            raise ConfigError('cache.policy="frequency" needs a FrequencyProfile: pass profile=..., or use "lfu"')
         if not has_profile and self.warmup:
-            raise ConfigError(
-                "cache.warmup=True needs a FrequencyProfile to choose the rows from: pass profile=..."
-            )
+            raise ConfigError("cache.warmup=True needs a FrequencyProfile to choose the rows from: pass profile=...")
         if has_profile and policy == "lru" and self.warmup is False:
-            raise ConfigError(
-                'a profile has no effect with cache.policy="lru" and cache.warmup=False; drop one'
-            )
+            raise ConfigError('a profile has no effect with cache.policy="lru" and cache.warmup=False; drop one')
         return policy
 
     def resolved_warmup(self, has_profile: bool) -> bool:
         """Whether to fill the cache before the first step."""
         return has_profile if self.warmup is None else self.warmup
+
+
+def _is(name: str, value: object, types: tuple[type, ...]) -> None:
+    is_wrong_bool = isinstance(value, bool) and bool not in types
+    if value is not None and (not isinstance(value, types) or is_wrong_bool):
+        needed = " or ".join(kind.__name__ for kind in types)
+        raise ConfigError(f"cache.{name} must be {needed}, got {value!r} ({type(value).__name__})")
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:

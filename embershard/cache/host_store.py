@@ -36,6 +36,7 @@ class HostStore:
         flat_weights: [R * D], what TorchRec slices its parameters from.
         weights: [R, D], the same memory.
         states: name -> [R, ...].
+        row_bytes: one row payload.
     """
 
     def __init__(
@@ -51,13 +52,16 @@ class HostStore:
         self.dim = dim
         self.num_rows = sum(self.rows_per_table)
         self.row_offsets = [sum(self.rows_per_table[:table]) for table in range(len(self.rows_per_table))]
-        allocate = _MappedFiles(host_dir) if host == "mmap" and host_dir is not None else memory.zeros
-        self.flat_weights = allocate(self.num_rows * dim, dtype=dtype)
+        self.row_bytes = dim * dtype.itemsize + sum(math.prod(shape) * t.itemsize for _, shape, t in states)
+        allocate = memory.zeros
+        if host == "mmap" and host_dir is not None:
+            allocate = _MappedFiles(host_dir, self.host_bytes)
+        self.flat_weights = allocate(self.num_rows * dim, dtype)
         self.weights = self.flat_weights.view(self.num_rows, dim)
         self.states: dict[str, Tensor] = {}
         for name, shape, state_dtype in states:
             numel = self.num_rows * math.prod(shape)
-            self.states[name] = allocate(numel, dtype=state_dtype).view(self.num_rows, *shape)
+            self.states[name] = allocate(numel, state_dtype).view(self.num_rows, *shape)
 
     @property
     def payload(self) -> list[Tensor]:
@@ -67,12 +71,7 @@ class HostStore:
     @property
     def host_bytes(self) -> int:
         """Memory (or disk) of all rows, in bytes."""
-        return sum(t.numel() * t.element_size() for t in self.payload)
-
-    @property
-    def row_bytes(self) -> int:
-        """One row payload, in bytes."""
-        return sum(t[0].numel() * t.element_size() for t in self.payload)
+        return self.num_rows * self.row_bytes
 
     @property
     def version(self) -> int:
@@ -93,30 +92,36 @@ class HostStore:
 
 
 class _MappedFiles:
-    """Allocates zeroed tensors in files that have no name any more: the system frees them with the
-    process."""
+    """Allocates zeroed tensors in files that have no name any more: the system frees them with the process.
 
-    def __init__(self, folder: str) -> None:
+    The space is taken at once: a page of a sparse file that finds the disk full later kills the process.
+    """
+
+    def __init__(self, folder: str, total_bytes: int) -> None:
         self._folder = Path(folder)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"cache.host_dir={folder!r} cannot be made: {error}") from error
+        free_bytes = shutil.disk_usage(self._folder).free
+        if total_bytes > free_bytes:
+            raise ConfigError(
+                f"cache.host_dir={folder!r} has {free_bytes / 1e9:.3f} GB free, {total_bytes / 1e9:.3f} GB are "
+                "needed on this rank; choose another disk, or more ranks"
+            )
 
     def __call__(self, numel: int, dtype: torch.dtype) -> Tensor:
         if numel == 0:
             return torch.zeros(0, dtype=dtype)
-        num_bytes = numel * dtype.itemsize
-        free_bytes = shutil.disk_usage(self._folder).free
-        if num_bytes > free_bytes:
-            raise ConfigError(
-                f"cache.host_dir={str(self._folder)!r} has {free_bytes / 1e9:.1f} GB free, "
-                f"{num_bytes / 1e9:.1f} GB are needed on this rank; choose another disk, or more ranks"
-            )
         handle, path = tempfile.mkstemp(prefix="embershard-", suffix=".rows", dir=self._folder)
         try:
-            os.ftruncate(handle, num_bytes)  # sparse: blocks are taken as rows are written
+            os.posix_fallocate(handle, 0, numel * dtype.itemsize)
             return torch.from_file(path, shared=True, size=numel, dtype=dtype)
+        except OSError as error:
+            raise ConfigError(
+                f"cache.host_dir={str(self._folder)!r}: {numel * dtype.itemsize / 1e9:.3f} GB could not be taken: "
+                f"{error}. Choose another disk, or more ranks"
+            ) from error
         finally:
             os.close(handle)
             os.unlink(path)

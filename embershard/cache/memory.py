@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import mmap
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -28,22 +28,20 @@ def zeros(numel: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype)
 
 
-def widest_view(rows: Tensor) -> Tensor:
-    """The same memory as ``rows`` [R, ...], contiguous, with as few and as wide elements per row as possible.
+def widest_views(*tables: Tensor) -> list[Tensor]:
+    """The same memory as ``tables``, each [any number of rows, ...] of one row shape and dtype, with as few and as
+    wide elements per row as they all allow.
 
-    Indexed copies cost per element, not per byte: a row of 32 float32 moves six times as fast as 8 elements
-    of 16 bytes. Only for moving bits: the numbers mean nothing in this type.
+    Indexed copies cost per element, not per byte: a row of 32 float32 moves several times as fast as 8 elements of
+    16 bytes. Only for moving bits: the numbers mean nothing in this type.
     """
-    if not rows.is_contiguous() or rows.dim() == 1:
-        return rows
-    flat = rows.view(rows.shape[0], -1)
-    row_bytes = flat.shape[1] * flat.element_size()
-    wide: Sequence[torch.dtype] = (torch.complex128, torch.int64, torch.int32, torch.int16)
-    for dtype in wide:
-        aligned = (
-            flat.data_ptr() % dtype.itemsize == 0
-            and flat.storage_offset() * flat.element_size() % dtype.itemsize == 0
-        )
-        if dtype.itemsize > flat.element_size() and row_bytes % dtype.itemsize == 0 and aligned:
-            return flat.view(dtype)
-    return flat
+    row_numel = math.prod(tables[0].shape[1:])
+    if row_numel == 1 or not all(table.is_contiguous() for table in tables):
+        return list(tables)
+    row_bytes = row_numel * tables[0].element_size()
+    for dtype in (torch.complex128, torch.int64, torch.int32, torch.int16):
+        size = dtype.itemsize
+        aligned = all(t.data_ptr() % size == 0 and t.storage_offset() * t.element_size() % size == 0 for t in tables)
+        if size > tables[0].element_size() and row_bytes % size == 0 and aligned:
+            return [table.view(table.shape[0], row_numel).view(dtype) for table in tables]
+    return list(tables)

@@ -71,18 +71,14 @@ class VictimQueue:
         order."""
         victims = self._take(count, oldest_pinned)
         if victims.numel() < count:
-            # Slots handed out above still hold their rows, so a refill would rank them again: start over with
-            # it.
+            # Slots handed out above still hold their rows, and would be ranked again: start over.
             self._refill(count, oldest_pinned)
             victims = self._take(count, oldest_pinned)
         return victims
 
     def _take(self, count: int, oldest_pinned: int) -> Tensor:
         remaining = self._slots.numel() - self._cursor
-        for width in (
-            2 * count,
-            remaining,
-        ):  # most entries are usable, so a short look ahead is nearly always enough
+        for width in (2 * count, remaining):  # most entries are usable: a short look ahead nearly always does
             window = slice(self._cursor, self._cursor + min(width, remaining))
             slots, stamps = self._slots[window], self._stamps[window]
             current = self._map.use_stamp.index_select(0, slots)
@@ -103,24 +99,25 @@ class VictimQueue:
         else:  # the bits of a non-negative float32 order like the number itself
             rank = (scores[1 : num_used + 1].view(torch.int32).long() << 32).bitwise_or_(batches)
         rank.masked_fill_(batches >= oldest_pinned, _NEVER)
-        order = _lowest(rank, least, max(2 * least, num_used // _QUEUE_SHARE))
+        order = _lowest(rank, least, max(least, num_used // _QUEUE_SHARE))
         self._slots, self._stamps, self._cursor = order + 1, stamps.index_select(0, order), 0
 
 
 def _lowest(rank: Tensor, least: int, about: int) -> Tensor:
-    """Positions of the lowest values of ``rank``, ascending by value, without any ``_NEVER``: about ``about`` of
-    them, and at least ``least`` where there are so many.
+    """Positions of the ``about`` lowest values of ``rank``, ascending by value, without any ``_NEVER``; a few less,
+    but never fewer than ``least`` where there are so many.
 
     A regular sample of a long vector gives the bound, and only what lies below it is sorted.
     """
     found = None
     if rank.numel() > _SAMPLE and 2 * about < rank.numel():
         sample = rank[:: rank.numel() // _SAMPLE].sort().values
-        bound = min(int(sample[sample.numel() * about // rank.numel()]), _NEVER - 1)
+        margin = sample.numel() // 64
+        bound = min(int(sample[sample.numel() * about // rank.numel() + margin]), _NEVER - 1)
         found = (rank <= bound).nonzero().flatten()
     if found is None or found.numel() < least:  # a short vector, or an unlucky sample
         found = (rank < _NEVER).nonzero().flatten()
-    return found.index_select(0, rank.index_select(0, found).sort(stable=True).indices)
+    return found.index_select(0, rank.index_select(0, found).sort(stable=True).indices[:about])
 
 
 class CachePlanner:
@@ -183,6 +180,19 @@ class CachePlanner:
             first_hits=first_hits,
             missed=positions,
         )
+
+    def undo(self, plan: CachePlan, victims_are_intact: bool) -> None:
+        """Take back an admitted plan whose rows could not be copied: its missing rows are not cached after all.
+
+        Before the first fill the victims still are in their slots and stay there; later their home is the host.
+        """
+        self.map.unbind(plan.fill_keys)
+        kept = plan.evicted_slots.numel() if victims_are_intact else 0
+        self.map.leave_empty(plan.fill_slots[: plan.fill_slots.numel() - kept])
+        if kept:
+            self.map.bind(plan.evicted_keys, plan.evicted_slots, plan.batch)
+            self.scores.admit(plan.evicted_keys, plan.evicted_slots)
+        self.queue.clear()
 
     def hits_only(self, looked: tuple[Tensor, Tensor, Tensor], batch: int) -> CachePlan:
         """The plan of a batch all of whose rows are cached."""

@@ -4,6 +4,7 @@ policies."""
 from __future__ import annotations
 
 import zipfile
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,16 @@ from embershard.errors import ConfigError, DataError, IdOutOfRangeError
 
 _FORMAT = 1
 _PREFIX = "counts/"
+_DAMAGE = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    EOFError,
+    NotImplementedError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 
 
 @dataclass(frozen=True)
@@ -47,10 +58,8 @@ class FrequencyProfile:
         for num_batches, batch in enumerate(batches, start=1):
             for table, ids in batch.items():
                 if table not in counts:
-                    raise DataError(
-                        f"batch {num_batches} has ids of table {table!r}; known are {sorted(counts)}"
-                    )
-                _add_counts(counts[table], table, ids.reshape(-1).to("cpu", torch.int64))
+                    raise DataError(f"batch {num_batches} has ids of table {table!r}; known are {sorted(counts)}")
+                _add_counts(counts[table], table, ids.reshape(-1))
         return cls(counts, num_batches)
 
     def num_rows(self, table: str) -> int:
@@ -97,26 +106,31 @@ class FrequencyProfile:
                     for name in file.files
                     if name.startswith(_PREFIX)
                 }
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        except _DAMAGE as error:
             raise DataError(
                 f"{path} is not a frequency profile: {error}. Make one with FrequencyProfile.save"
             ) from error
         if version != _FORMAT:
-            raise DataError(
-                f"{path} is a frequency profile of format {version}, this version reads {_FORMAT}"
-            )
+            raise DataError(f"{path} is a frequency profile of format {version}, this version reads {_FORMAT}")
+        for table, values in counts.items():
+            if values.dtype != torch.int64 or values.dim() != 1 or bool((values < 0).any()):
+                raise DataError(
+                    f"{path}: the counts of table {table!r} are {values.dtype} {list(values.shape)}; needed are "
+                    "int64 [rows], none of them negative. Make the profile again"
+                )
         return cls(counts, num_batches)
 
 
 def _add_counts(counts: Tensor, table: str, ids: Tensor) -> None:
     if ids.numel() == 0:
         return
+    if ids.is_floating_point():
+        raise DataError(f"table {table!r}: ids are {ids.dtype}; needed are whole numbers")
+    ids = ids.to("cpu", torch.int64)
     low, high = (int(bound) for bound in ids.aminmax())
     if low < 0 or high >= counts.numel():
         bad = low if low < 0 else high
-        raise IdOutOfRangeError(
-            f"table {table!r}: id {bad} is not in [0, {counts.numel()}); check the id mapping"
-        )
+        raise IdOutOfRangeError(f"table {table!r}: id {bad} is not in [0, {counts.numel()}); check the id mapping")
     if counts.numel() <= 4 * ids.numel():
         counts += torch.bincount(ids, minlength=counts.numel())
     else:  # a batch is small beside a large table: touch the batch's rows only

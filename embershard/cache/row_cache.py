@@ -37,7 +37,6 @@ class Ticket:
 
     batch: int
     slots: Tensor
-    in_forward: bool = False
     released: bool = False
     _release: weakref.finalize | None = field(default=None, repr=False)
 
@@ -106,11 +105,21 @@ class RowCache:
         self._check_host()
         self._warm_up()
         plan = self._plan(keys)
-        self.transfer.write_back(plan.write_back_slots, plan.write_back_keys)
-        self.transfer.fill(plan.fill_keys, plan.fill_slots)
+        self._move(plan)
         self.counters.add_plan(plan, feature_lengths, critical_path)
         self.counters.seconds += time.perf_counter() - started
         return self._issue(plan)
+
+    def _move(self, plan: CachePlan) -> None:
+        """Execute the plan's copies. The map is ahead of them: if one fails, it must not promise their rows."""
+        victims_are_intact = True
+        try:
+            self.transfer.write_back(plan.write_back_slots, plan.write_back_keys)
+            victims_are_intact = False
+            self.transfer.fill(plan.fill_keys, plan.fill_slots)
+        except BaseException:  # an interrupt, too
+            self.planner.undo(plan, victims_are_intact)
+            raise
 
     def release(self, ticket: Ticket) -> None:
         """The batch has trained (or never will): its slots may be evicted. Releasing twice does nothing."""
@@ -143,9 +152,7 @@ class RowCache:
     def _grow(self, shortage: int, miss_keys: Tensor, batch: int) -> None:
         slots = self.planner.map.num_slots
         missing = miss_keys.numel()
-        needed = (
-            f"batch {batch} needs {shortage} more slots than there are: {missing} rows to fill, {slots} slots"
-        )
+        needed = f"batch {batch} needs {shortage} more slots than there are: {missing} rows to fill, {slots} slots"
         pinned = len(self._in_flight)
         advice = "set a larger cache.ratio or cache.device_bytes, or a smaller batch"
         if self._overflow == "raise":
@@ -233,12 +240,14 @@ class RowCache:
         if self.host.version == self._host_version:
             return
         # Somebody wrote to the host rows: a checkpoint was loaded, or they were initialized.
-        if self._batch > self.planner.clean_through and self.planner.dirty_slots().numel():
-            raise CacheError(
-                f"{self.name}: rows were written to in place while trained rows had not been written "
-                "back; call embershard.flush(model) first, or load with model.load_state_dict"
-            )
+        lost = self.planner.dirty_slots().numel() if self._batch > self.planner.clean_through else 0
         self.drop()
+        if lost:
+            raise CacheError(
+                f"{self.name}: host rows were written to in place while {lost} trained rows had not been written "
+                "back; what these had learned since is lost, and the host's rows count from now on. Call "
+                "embershard.flush(model) before writing in place, or load with model.load_state_dict"
+            )
 
     # -- what it did
     # ----------------------------------------------------------------------------------------------
@@ -264,7 +273,8 @@ class RowCache:
         map_bytes = apportion(slot_map.slot_of_key.numel() * 4, rows)
         slot_bytes = apportion(self.device_bytes - slot_map.slot_of_key.numel() * 4, slots)
         host_bytes = apportion(self.host.host_bytes + self.planner.scores.host_bytes, rows)
-        lookups = max(1, sum(row[Counter.LOOKUPS] for row in values))
+        lookups = [row[Counter.LOOKUPS] for row in values]
+        shares = lookups if any(lookups) else [1] * len(lookups)
         return [
             TableStats(
                 table=table,
@@ -283,7 +293,7 @@ class RowCache:
                 bytes_to_host=row[Counter.WRITE_BACKS] * self.host.row_bytes,
                 device_bytes=map_bytes[t] + slot_bytes[t],
                 host_bytes=host_bytes[t],
-                seconds=self.counters.seconds * row[Counter.LOOKUPS] / lookups,
+                seconds=self.counters.seconds * shares[t] / sum(shares),
             )
             for t, table in enumerate(self.tables)
         ]

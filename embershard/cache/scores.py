@@ -42,8 +42,7 @@ class SlotScores(Protocol):
         """These rows are about to leave these slots."""
 
     def of_rows(self) -> Tensor | None:
-        """Score of every row before anything is cached, float32 [R] in host memory; None when there is
-        none."""
+        """Score of every row, float32 [R] in host memory, for the warm-up; None when there is none."""
 
     def grow(self, num_slots: int) -> None:
         """The pool now has ``num_slots`` slots."""
@@ -53,10 +52,13 @@ class RecencyScores:
     """``lru``: no score, so the tie-break (longest unused first) decides alone."""
 
     device_bytes = 0
-    host_bytes = 0
 
     def __init__(self, initial: Tensor | None = None) -> None:
         self._initial = initial
+
+    @property
+    def host_bytes(self) -> int:
+        return 0 if self._initial is None else self._initial.numel() * self._initial.element_size()
 
     def of_slots(self) -> Tensor | None:
         return None
@@ -71,7 +73,8 @@ class RecencyScores:
         pass
 
     def of_rows(self) -> Tensor | None:
-        return self._initial
+        initial, self._initial = self._initial, None  # the warm-up is their only use
+        return initial
 
     def grow(self, num_slots: int) -> None:
         pass

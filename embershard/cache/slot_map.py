@@ -18,6 +18,7 @@ from embershard.errors import CacheError
 
 NULL_SLOT = 0
 _FREE = -1
+_NOBODYS_STAMP = torch.iinfo(torch.int64).max  # of an empty slot: newer than any batch, so never a victim
 _BATCH_SHIFT = 32  # a use stamp is (batch << 32) | position in the batch
 
 
@@ -33,14 +34,13 @@ class SlotMap:
         slot_of_key: int32 [R]; 0 when not cached.
         key_of_slot: int32 [S + 1]; -1 when free.
         use_stamp: int64 [S + 1]; high half: the last batch that used the slot (0: none yet).
-        num_used: slots 1..num_used hold rows. An evicted slot is refilled at once, so there are no holes.
+        num_used: slots 1..num_used hold rows, but for those that a failed copy left empty.
     """
 
     def __init__(self, num_keys: int, num_slots: int, device: torch.device | str = "cpu") -> None:
         if num_keys >= 2**31:
             raise CacheError(
-                f"a pool of {num_keys} rows passes the int32 slot map's 2147483647; "
-                "shard its tables over more ranks"
+                f"a pool of {num_keys} rows passes the int32 slot map's 2147483647; shard its tables over more ranks"
             )
         self.num_keys = num_keys
         self.num_slots = num_slots
@@ -49,11 +49,12 @@ class SlotMap:
         self.key_of_slot = torch.full((num_slots + 1,), _FREE, dtype=torch.int32, device=device)
         self.use_stamp = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self.num_used = 0
+        self._empty = torch.empty(0, dtype=torch.int64, device=device)  # among the used ones
 
     @property
     def num_free(self) -> int:
         """Slots that hold no row."""
-        return self.num_slots - self.num_used
+        return self.num_slots - self.num_used + self._empty.numel()
 
     @property
     def device_bytes(self) -> int:
@@ -81,7 +82,8 @@ class SlotMap:
 
     def used_slots(self) -> Tensor:
         """All slots that hold a row: int64 [num_used]."""
-        return torch.arange(1, self.num_used + 1, device=self.device)
+        slots = torch.arange(1, self.num_used + 1, device=self.device)
+        return slots[self.key_of_slot[1 : self.num_used + 1] != _FREE] if self._empty.numel() else slots
 
     def keys(self, slots: Tensor) -> Tensor:
         """Keys held by ``slots``: int64, same shape."""
@@ -90,9 +92,17 @@ class SlotMap:
     def take_free(self, count: int) -> Tensor:
         """Claim the next ``count`` free slots: int64 [count]. They must be bound right away."""
         assert count <= self.num_free, f"{count} slots asked for, {self.num_free} are free"
-        slots = torch.arange(self.num_used + 1, self.num_used + count + 1, device=self.device)
-        self.num_used += count
-        return slots
+        emptied, self._empty = self._empty[:count], self._empty[count:]
+        first = self.num_used + 1
+        self.num_used += count - emptied.numel()
+        fresh = torch.arange(first, self.num_used + 1, device=self.device)
+        return torch.cat([emptied, fresh]) if emptied.numel() else fresh
+
+    def leave_empty(self, slots: Tensor) -> None:
+        """Nothing is in ``slots`` (int64 [M]) after all; their keys are already unbound. They are taken first."""
+        self.key_of_slot.scatter_(0, slots, _FREE)
+        self.use_stamp.scatter_(0, slots, _NOBODYS_STAMP)
+        self._empty = torch.cat([self._empty, slots])
 
     def bind(self, keys: Tensor, slots: Tensor, batch: int) -> None:
         """Put ``keys`` into ``slots`` (both int64 [M], distinct), used by ``batch``."""
@@ -110,6 +120,7 @@ class SlotMap:
         self.key_of_slot.fill_(_FREE)
         self.use_stamp.zero_()
         self.num_used = 0
+        self._empty = self._empty[:0]
 
     def grow(self, num_slots: int) -> None:
         """Add free slots, up to ``num_slots`` in all."""

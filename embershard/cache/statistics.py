@@ -78,9 +78,7 @@ class CacheCounters:
         seconds: host time spent planning and copying.
     """
 
-    def __init__(
-        self, row_offsets: Sequence[int], table_of_feature: Sequence[int], device: torch.device
-    ) -> None:
+    def __init__(self, row_offsets: Sequence[int], table_of_feature: Sequence[int], device: torch.device) -> None:
         self._starts = torch.tensor(row_offsets[1:], dtype=torch.int64, device=device)
         self._ends = torch.tensor([*row_offsets[1:], 2**62], dtype=torch.int64, device=device)
         self._table_of_feature = torch.tensor(table_of_feature, dtype=torch.int64, device=device)

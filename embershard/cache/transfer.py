@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from embershard.cache.memory import widest_view
+from embershard.cache.memory import widest_views
 
 
 class Transfer(Protocol):
@@ -34,10 +34,11 @@ class PlainTransfer:
     """
 
     def __init__(self, device: Sequence[Tensor], host: Sequence[Tensor]) -> None:
-        self._pairs = [(widest_view(d.data), widest_view(h.data)) for d, h in zip(device, host, strict=True)]
-        assert all(d.shape[1:] == h.shape[1:] and d.dtype == h.dtype for d, h in self._pairs), (
-            "payloads differ"
-        )
+        pairs = list(zip(device, host, strict=True))
+        for d, h in pairs:
+            assert d.shape[1:] == h.shape[1:], f"payload rows differ: {d.shape} and {h.shape}"
+            assert d.dtype == h.dtype, f"payload types differ: {d.dtype} and {h.dtype}"
+        self._pairs = [widest_views(d.data, h.data) for d, h in pairs]
 
     def fill(self, keys: Tensor, slots: Tensor) -> None:
         if keys.numel():

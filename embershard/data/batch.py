@@ -96,9 +96,7 @@ class Batch(Pipelineable):
 
     def pin_memory(self) -> Batch:
         """A copy in page-locked host memory, from which ``to(..., non_blocking=True)`` is asynchronous."""
-        return Batch(
-            self.dense_features.pin_memory(), self.sparse_features.pin_memory(), self.labels.pin_memory()
-        )
+        return Batch(self.dense_features.pin_memory(), self.sparse_features.pin_memory(), self.labels.pin_memory())
 
     def record_stream(self, stream: Any) -> None:
         """Keep the memory of all tensors until ``stream`` is done with them."""

@@ -78,9 +78,7 @@ def empty_block(schema: Schema) -> Block:
     return Block(dense, np.empty(0, np.float32), none, np.empty((len(none), 0), np.int32))
 
 
-def take_bags(
-    values: NDArray[np.int64], lengths: NDArray[np.int32], rows: NDArray[np.int64]
-) -> NDArray[np.int64]:
+def take_bags(values: NDArray[np.int64], lengths: NDArray[np.int32], rows: NDArray[np.int64]) -> NDArray[np.int64]:
     """The ids of the bags number ``rows``, bag after bag."""
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
     sizes = lengths[rows].astype(np.int64)

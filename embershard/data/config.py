@@ -83,9 +83,7 @@ class CriteoConfig:
             self.num_rows,
             f"one number or {NUM_CRITEO_SPARSE} numbers, each at least 2 (row 0 is reserved for missing)",
         )
-        _need(
-            self.id_mapping in ("modulo", "hash"), "criteo.id_mapping", self.id_mapping, '"modulo" or "hash"'
-        )
+        _need(self.id_mapping in ("modulo", "hash"), "criteo.id_mapping", self.id_mapping, '"modulo" or "hash"')
         _need(
             self.dense_transform in ("log1p", "none"),
             "criteo.dense_transform",

@@ -139,8 +139,7 @@ def _explain(data: memoryview, where: Place, error: Exception | None = None) -> 
         if len(cells) != len(COLUMNS):
             where.fail(
                 number,
-                f"has {len(cells)} tab-separated columns; needed {len(COLUMNS)}: "
-                "label, 13 integers, 26 categoricals",
+                f"has {len(cells)} tab-separated columns; needed {len(COLUMNS)}: label, 13 integers, 26 categoricals",
             )
         for name, cell in zip(COLUMNS, cells, strict=True):
             if (problem := _cell_problem(name, cell)) is not None:

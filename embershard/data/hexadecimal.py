@@ -20,9 +20,7 @@ def _digit_values() -> NDArray[np.uint8]:
 _VALUES = _digit_values()
 
 
-def parse_hex(
-    data: NDArray[np.uint8], lengths: NDArray[np.int64]
-) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
+def parse_hex(data: NDArray[np.uint8], lengths: NDArray[np.int64]) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
     """The numbers that cells of 0 to 8 hexadecimal digits stand for.
 
     Args:

@@ -40,9 +40,7 @@ class EpochOrder:
     """The order of one epoch: position (0 .. num_samples-1) -> chunk, and row of the chunk."""
 
     def __init__(self, chunks: ChunkTable, *, seed: int, epoch: int, shuffle: bool, window: int) -> None:
-        order = (
-            _chunk_order(chunks, make_key(seed, epoch), window) if shuffle else np.arange(len(chunks.rows))
-        )
+        order = _chunk_order(chunks, make_key(seed, epoch), window) if shuffle else np.arange(len(chunks.rows))
         self._chunks = order
         self._rows = chunks.rows[order]
         self._ends = np.cumsum(self._rows)

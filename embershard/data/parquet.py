@@ -110,9 +110,7 @@ class _Group:
             with pq.ParquetFile(file.path, metadata=file.metadata, page_checksum_verification=True) as opened:
                 table = opened.read_row_group(group, columns=columns, use_threads=False)
         except (pa.ArrowInvalid, OSError) as error:
-            raise DataError(
-                f"{file.path}: row group {group} cannot be read ({error}); fetch it again"
-            ) from None
+            raise DataError(f"{file.path}: row group {group} cannot be read ({error}); fetch it again") from None
         self._table = table.combine_chunks()
 
     def block(self, has_bags: bool) -> Block:
@@ -156,9 +154,7 @@ class _Group:
             lengths = np.ones(len(column), np.int32)
             return self._rows(column, name, num_rows, lengths), lengths
         column = column.cast(pa.list_(column.type.value_type))
-        lengths = (
-            pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False).astype(np.int32)
-        )
+        lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False).astype(np.int32)
         rows = self._rows(column.flatten(), name, num_rows, lengths)
         if column.null_count:
             missing = np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))
@@ -174,17 +170,13 @@ class _Group:
             wrong = np.flatnonzero((raw < 0) | (raw >= num_rows))
             if len(wrong):
                 sample = int(np.searchsorted(np.cumsum(lengths), wrong[0], side="right"))
-                self._fail(
-                    sample, name, raw[wrong[0]], f"needed a row in 0..{num_rows - 1}", IdOutOfRangeError
-                )
+                self._fail(sample, name, raw[wrong[0]], f"needed a row in 0..{num_rows - 1}", IdOutOfRangeError)
             return raw
         rows = map_ids(raw, num_rows, self._settings.id_mapping)
         rows[missing] = 0
         return rows
 
-    def _fail(
-        self, row: int, name: str, value: Any, needed: str, error: type[DataError] = DataError
-    ) -> NoReturn:
+    def _fail(self, row: int, name: str, value: Any, needed: str, error: type[DataError] = DataError) -> NoReturn:
         raise error(f"{self._path}:{self._first_row + row + 1} {name}={value}: {needed}")
 
 

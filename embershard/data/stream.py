@@ -152,9 +152,7 @@ class BatchStream:
 
     def _check_size(self) -> None:
         if self._split == "eval" and self.num_samples == 0:
-            raise ConfigError(
-                "nothing is held out to evaluate on; set data.eval_fraction (say 0.1) or data.eval_path"
-            )
+            raise ConfigError("nothing is held out to evaluate on; set data.eval_fraction (say 0.1) or data.eval_path")
         if self._split == "train" and self.num_samples < self._global_size:
             raise DataError(
                 f"the training data have {self.num_samples} samples, less than one global batch: "

@@ -41,8 +41,7 @@ class SyntheticSource:
         sizes = settings.bag_sizes or (1,)
         sizes = sizes * len(CRITEO_KAGGLE) if len(sizes) == 1 else sizes
         self._tables = [
-            SyntheticTable(config.seed, number, statistics, settings)
-            for number, statistics in enumerate(CRITEO_KAGGLE)
+            SyntheticTable(config.seed, number, statistics, settings) for number, statistics in enumerate(CRITEO_KAGGLE)
         ]
         self._bag_sizes = sizes
         self._seed = config.seed
@@ -90,9 +89,7 @@ class SyntheticSource:
 class SyntheticTable:
     """The ids of one table: popularity rank -> row, the same rank mostly being the same row."""
 
-    def __init__(
-        self, seed: int, number: int, statistics: TableStatistics, settings: SyntheticConfig
-    ) -> None:
+    def __init__(self, seed: int, number: int, statistics: TableStatistics, settings: SyntheticConfig) -> None:
         self.statistics = statistics
         self.num_rows = max(3, round(statistics.num_rows * settings.scale))
         self.weight_key = make_key(seed, _WEIGHT, number)
@@ -146,9 +143,7 @@ class HiddenModel:
 
     def __init__(self, source: SyntheticSource, settings: SyntheticConfig) -> None:
         self._tables = source._tables
-        weights = unit_floats(
-            random_words(make_key(source._seed, _DENSE, _WEIGHT), np.arange(settings.num_dense))
-        )
+        weights = unit_floats(random_words(make_key(source._seed, _DENSE, _WEIGHT), np.arange(settings.num_dense)))
         self._dense_weights = (weights - 0.5).astype(np.float32)
         ids, dense = source.features(np.arange(_NUM_PROBES))
         by_rows, by_dense = self._parts(ids, dense)

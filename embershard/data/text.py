@@ -115,9 +115,7 @@ class GzipFile:
                 try:
                     out = inflater.decompress(data)
                 except zlib.error as error:
-                    raise DataError(
-                        f"{self._path}: not a sound gzip file ({error}); fetch it again"
-                    ) from None
+                    raise DataError(f"{self._path}: not a sound gzip file ({error}); fetch it again") from None
                 yield place, before, out
                 place += len(data)
                 between_members = inflater.eof

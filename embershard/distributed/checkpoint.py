@@ -83,17 +83,13 @@ def save_checkpoint(
     """
     final, partial = folder / f"step_{step}", folder / f"step_{step}.tmp"
     if any(ranks.all_gather_objects(final.exists())):
-        raise CheckpointError(
-            f"{final} exists already and is not overwritten. Remove it, or use another --run-dir."
-        )
+        raise CheckpointError(f"{final} exists already and is not overwritten. Remove it, or use another --run-dir.")
     if ranks.is_first:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     ranks.barrier()
     with _without_known_warnings():
-        dcp.save(
-            tensors, storage_writer=FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
-        )
+        dcp.save(tensors, storage_writer=FileSystemWriter(partial, single_file_per_rank=True, sync_files=True))
     ranks.barrier()
     if ranks.is_first:
         files = {p.name: p.stat().st_size for p in sorted(partial.iterdir())}
@@ -109,9 +105,7 @@ def save_checkpoint(
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints in `folder`, oldest first; found by their names: no pointer can be wrong."""
-    found = [
-        (int(m[1]), p) for p in folder.glob("step_*") if (m := _COMPLETE.fullmatch(p.name)) and p.is_dir()
-    ]
+    found = [(int(m[1]), p) for p in folder.glob("step_*") if (m := _COMPLETE.fullmatch(p.name)) and p.is_dir()]
     return [path for _, path in sorted(found)]
 
 
@@ -121,17 +115,13 @@ def read_scalars(checkpoint: Path) -> dict[str, Any]:
     try:
         scalars: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({error}). Remove this checkpoint and resume again."
-        ) from error
+        raise CheckpointError(f"{path} cannot be read ({error}). Remove this checkpoint and resume again.") from error
     for name, size in scalars["files"].items():
         file = checkpoint / name
         got = file.stat().st_size if file.is_file() else None
         if got != size:
             state = "is missing" if got is None else f"has {got} bytes"
-            raise CheckpointError(
-                f"{file} {state}, needed {size} bytes. Remove {checkpoint} and resume again."
-            )
+            raise CheckpointError(f"{file} {state}, needed {size} bytes. Remove {checkpoint} and resume again.")
     return scalars
 
 
@@ -146,8 +136,7 @@ def load_tensors(checkpoint: Path, tensors: dict[str, Any]) -> None:
             dcp.load(tensors, storage_reader=FileSystemReader(checkpoint))
     except (RuntimeError, ValueError, KeyError, OSError, dcp.CheckpointException) as error:
         raise CheckpointError(
-            f"{checkpoint} does not fit this run: {_first_line(error)}. "
-            "Resume with the config it was written with."
+            f"{checkpoint} does not fit this run: {_first_line(error)}. Resume with the config it was written with."
         ) from error
 
 
@@ -169,9 +158,7 @@ def rng_state(device: torch.device) -> dict[str, str]:
 
 def set_rng_state(saved: Mapping[str, str], device: torch.device) -> None:
     """The inverse of `rng_state`; the GPU's state is skipped where there is none."""
-    states = {
-        name: torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8) for name, text in saved.items()
-    }
+    states = {name: torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8) for name, text in saved.items()}
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)

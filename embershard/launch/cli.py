@@ -85,9 +85,7 @@ def _train_parser() -> argparse.ArgumentParser:
     )
     add_run_arguments(parser)
     parser.add_argument("--nproc", type=_positive, metavar="N", help="number of ranks (default: GPUs, or 2)")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="check the settings, print all of them, and stop"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="check the settings, print all of them, and stop")
     parser.epilog = "settings, for the TOML file and --set:\n\n" + _settings_reference()
     return parser
 

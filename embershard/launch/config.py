@@ -39,9 +39,7 @@ def load_config(cls: type[C], path: Path, overrides: Sequence[str] = ()) -> C:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read ({error.strerror}). Give --config an existing file."
-        ) from error
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}). Give --config an existing file.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: is not TOML: {error}") from error
     for override in overrides:
@@ -64,9 +62,7 @@ def apply_override(cls: type, values: dict[str, Any], override: str) -> None:
             raise ConfigError(f"{path[:-1]}: got a value in the file, needed a section.")
     hint = _field_type(inside, name, path)
     if dataclasses.is_dataclass(hint):
-        raise ConfigError(
-            f"--set {override}: {key} is a section; set one of its settings, as {key}.NAME=VALUE."
-        )
+        raise ConfigError(f"--set {override}: {key} is a section; set one of its settings, as {key}.NAME=VALUE.")
     value = _from_text(hint, text.strip())
     if value is None:
         values.pop(name, None)  # absent is how TOML says none
@@ -90,8 +86,7 @@ def to_toml(config: Any) -> str:
         entries = [
             f"{field.name} = {_toml_value(getattr(section, field.name))}"
             for field in dataclasses.fields(section)
-            if not dataclasses.is_dataclass(getattr(section, field.name))
-            and getattr(section, field.name) is not None
+            if not dataclasses.is_dataclass(getattr(section, field.name)) and getattr(section, field.name) is not None
         ]
         lines += [*([f"[{path}]"] if path and entries else []), *entries, *([""] if entries else [])]
     return "\n".join(lines)
@@ -225,13 +220,9 @@ def _type_name(hint: Any) -> str:
         elif get_origin(option) is tuple:
             items = get_args(option)
             repeated = len(items) == 2 and items[1] is Ellipsis
-            names.append(
-                f"[{_type_name(items[0])}, ...]" if repeated else f"[{', '.join(map(_type_name, items))}]"
-            )
+            names.append(f"[{_type_name(items[0])}, ...]" if repeated else f"[{', '.join(map(_type_name, items))}]")
         else:
-            names.append(
-                {"str": "text", "int": "integer", "float": "number", "bool": "true | false"}[option.__name__]
-            )
+            names.append({"str": "text", "int": "integer", "float": "number", "bool": "true | false"}[option.__name__])
     return " | ".join(names)
 
 
@@ -265,10 +256,6 @@ def _docs(cls: type) -> dict[str, str]:
             continue
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body  # type: ignore[attr-defined]
         for field, doc in itertools.pairwise(body):
-            if (
-                isinstance(field, ast.AnnAssign)
-                and isinstance(doc, ast.Expr)
-                and isinstance(doc.value, ast.Constant)
-            ):
+            if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
                 found[field.target.id] = " ".join(str(doc.value.value).split())  # type: ignore[union-attr]
     return found

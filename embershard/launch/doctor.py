@@ -152,17 +152,13 @@ def shared_memory_bytes() -> int | None:
 def collectives(num_gpus: int, timeout_seconds: float) -> Iterator[CheckResult]:
     """gloo always, NCCL where there are two GPUs."""
     error, seconds = all_reduce_error("gloo", timeout_seconds)
-    remedy = (
-        "this host's name must resolve to an address of it (see /etc/hosts), or set GLOO_SOCKET_IFNAME=lo"
-    )
+    remedy = "this host's name must resolve to an address of it (see /etc/hosts), or set GLOO_SOCKET_IFNAME=lo"
     yield checks.check_collective("gloo", error, seconds, remedy)
     if num_gpus < 2:
         yield CheckResult("nccl, two ranks", checks.SKIP, f"needs two GPUs, there are {num_gpus}")
         return
     error, seconds = all_reduce_error("nccl", timeout_seconds)
-    yield checks.check_collective(
-        "nccl", error, seconds, "NCCL_DEBUG=INFO shows why; check /dev/shm and nvidia-smi"
-    )
+    yield checks.check_collective("nccl", error, seconds, "NCCL_DEBUG=INFO shows why; check /dev/shm and nvidia-smi")
 
 
 def examine(timeout_seconds: float) -> Iterator[CheckResult]:
@@ -202,13 +198,9 @@ def summary(results: Sequence[CheckResult]) -> str:
 
 def main(argv: list[str], examine: Callable[[float], Iterator[CheckResult]] = examine) -> int:
     """Prints the report. Returns 1 when a check failed, else 0."""
-    parser = argparse.ArgumentParser(
-        prog="embershard doctor", description="Check that this machine can train."
-    )
+    parser = argparse.ArgumentParser(prog="embershard doctor", description="Check that this machine can train.")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    parser.add_argument(
-        "--timeout", type=float, default=60.0, metavar="S", help="seconds for each two-rank test (60)"
-    )
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds for each two-rank test (60)")
     arguments = parser.parse_args(argv)
     results = []
     for result in examine(arguments.timeout):

@@ -37,13 +37,9 @@ def check_python(version: tuple[int, int]) -> CheckResult:
     """Python 3.10 to 3.12 is tested; older ones cannot work."""
     text = f"{version[0]}.{version[1]}"
     if version < (3, 10):
-        return CheckResult(
-            "python", FAIL, f"{text}; needed: 3.10 or newer", "make the venv with a newer Python"
-        )
+        return CheckResult("python", FAIL, f"{text}; needed: 3.10 or newer", "make the venv with a newer Python")
     if version > (3, 12):
-        return CheckResult(
-            "python", WARN, f"{text}; tested: 3.10 to 3.12", "if something fails, try Python 3.12"
-        )
+        return CheckResult("python", WARN, f"{text}; tested: 3.10 to 3.12", "if something fails, try Python 3.12")
     return CheckResult("python", PASS, text)
 
 

@@ -96,17 +96,11 @@ def closing_table(result: dict[str, Any], what: str) -> Table:
     table.add_column(style="dim")
     device = "GPUs" if result["device"].startswith("cuda") else "CPU processes"
     table.add_row("trained", what, f"{result['samples']:,} samples in {result['steps']:,} steps")
-    table.add_row(
-        "ranks", f"{result['world_size']} {device}", "each holds a part of every batch and of the tables"
-    )
+    table.add_row("ranks", f"{result['world_size']} {device}", "each holds a part of every batch and of the tables")
     table.add_row("AUC", number(result["auc"], ".4f"), "held-out samples; 0.5 is guessing, 1 is perfect")
-    table.add_row(
-        "NE", number(result["ne"], ".4f"), "normalized entropy; below 1 beats the average click rate"
-    )
+    table.add_row("NE", number(result["ne"], ".4f"), "normalized entropy; below 1 beats the average click rate")
     table.add_row("log loss", number(result["logloss"], ".4f"), "held-out samples")
-    table.add_row(
-        "speed", f"{number(result['samples_per_second'], ',.0f')} samples/s", _step_time(result["step_ms"])
-    )
+    table.add_row("speed", f"{number(result['samples_per_second'], ',.0f')} samples/s", _step_time(result["step_ms"]))
     for row in _cache_rows(result["cache"]):
         table.add_row(*row)
     return table
@@ -118,9 +112,7 @@ def number(value: float | None, form: str) -> str:
 
 
 def _step_time(step_ms: dict[str, float | None]) -> str:
-    return (
-        f"a step takes {number(step_ms['p50'], '.1f')} ms (median), {number(step_ms['p95'], '.1f')} ms (95 %)"
-    )
+    return f"a step takes {number(step_ms['p50'], '.1f')} ms (median), {number(step_ms['p95'], '.1f')} ms (95 %)"
 
 
 def _cache_rows(cache: dict[str, Any] | None) -> list[tuple[str, str, str]]:

@@ -35,9 +35,7 @@ _NEXT = {
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that `embershard train` and this module have in common."""
-    parser.add_argument(
-        "--config", type=Path, required=True, metavar="FILE", help="the run's settings, a TOML file"
-    )
+    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the run's settings, a TOML file")
     parser.add_argument(
         "--set",
         dest="overrides",
@@ -49,9 +47,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="folder for the run's files (default: runs/NAME-TIME)"
     )
-    parser.add_argument(
-        "--resume", action="store_true", help="continue from the newest checkpoint in --run-dir"
-    )
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --run-dir")
 
 
 def default_run_dir(config: Path) -> Path:
@@ -87,9 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         train_run(config, ranks, run_dir, resume=arguments.resume or restarted, same_run=_command(arguments))
 
 
-def train_run(
-    config: RunConfig, ranks: Ranks, run_dir: Path, *, resume: bool, same_run: str
-) -> dict[str, Any]:
+def train_run(config: RunConfig, ranks: Ranks, run_dir: Path, *, resume: bool, same_run: str) -> dict[str, Any]:
     """One whole run on this rank; the first one shows and records it. Returns what result.json says.
 
     `same_run` is the command that started it, for the hint at the end.
@@ -115,7 +109,7 @@ def train_run(
             device=str(ranks.device.type),
             loss=last_train.loss if last_train else None,
             evaluation=last_eval,
-            cache=trainer.traffic.totals(config.cache.ratio),
+            cache=trainer.traffic.totals(config.cache.slot_ratio),
         )
         outputs.finish(result, same_run)
     return result

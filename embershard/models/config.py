@@ -43,9 +43,7 @@ class ModelConfig:
         if self.table_dtype not in ("fp32", "fp16"):
             raise ConfigError(f"model.table_dtype: got {self.table_dtype!r}, needed 'fp32' or 'fp16'.")
         _check_dim(self.embedding_dim)
-        _check_layers(
-            "dense_arch_layer_sizes", self.dense_arch_layer_sizes, self.embedding_dim, "embedding_dim"
-        )
+        _check_layers("dense_arch_layer_sizes", self.dense_arch_layer_sizes, self.embedding_dim, "embedding_dim")
         _check_layers("over_arch_layer_sizes", self.over_arch_layer_sizes, 1, "one logit per sample")
         for name in ("dcn_num_layers", "dcn_low_rank_dim"):
             value = getattr(self, name)
@@ -70,12 +68,9 @@ def _check_dim(dim: int) -> None:
 
 def _check_layers(name: str, sizes: tuple[int, ...], last: int, what: str) -> None:
     if not sizes or min(sizes) < 1:
-        raise ConfigError(
-            f"model.{name}: got {list(sizes)}, needed at least one layer, each of width 1 or more."
-        )
+        raise ConfigError(f"model.{name}: got {list(sizes)}, needed at least one layer, each of width 1 or more.")
     if sizes[-1] != last:
         fixed = [*sizes[:-1], last]
         raise ConfigError(
-            f"model.{name}: the last layer has width {sizes[-1]}, needed {last} ({what}). "
-            f"For instance {fixed}."
+            f"model.{name}: the last layer has width {sizes[-1]}, needed {last} ({what}). For instance {fixed}."
         )

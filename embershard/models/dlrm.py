@@ -102,9 +102,7 @@ def _check_schema(schema: SchemaLike) -> None:
             raise ConfigError(f"The schema has no {kind} features; a DLRM needs at least one.")
         twice = sorted(name for name, count in Counter(names).items() if count > 1)
         if twice:
-            raise ConfigError(
-                f"The schema names {kind} feature {twice[0]!r} more than once; names must be unique."
-            )
+            raise ConfigError(f"The schema names {kind} feature {twice[0]!r} more than once; names must be unique.")
     for feature in schema.sparse:
         if feature.num_rows < 1:
             raise ConfigError(

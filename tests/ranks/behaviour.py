@@ -60,9 +60,7 @@ def load_one_table(case: Case) -> dict[str, Any]:
         "others": [n for n in others if not torch.equal(wanted[n], after[n])],
         "others_compared": len(others),
         "donated": [
-            n
-            for n in after
-            if n.startswith("weight") and ".t1." in n and not torch.equal(donated_now[n], after[n])
+            n for n in after if n.startswith("weight") and ".t1." in n and not torch.equal(donated_now[n], after[n])
         ],
     }
 

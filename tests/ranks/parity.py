@@ -192,9 +192,7 @@ def make_profile(case: Case) -> FrequencyProfile:
     return FrequencyProfile.count(counted, {f"t{t}": rows for t, rows in enumerate(ROWS)})
 
 
-def train(
-    model: DistributedModelParallel, case: Case, steps: int | None = None, seed: int = 0
-) -> list[float]:
+def train(model: DistributedModelParallel, case: Case, steps: int | None = None, seed: int = 0) -> list[float]:
     """Train on this rank's batches; the losses (an evaluation's among them, where the case has one)."""
     optimizer = torch.optim.SGD([p for n, p in model.named_parameters() if "dense" in n], lr=0.05)
     losses = []
@@ -263,9 +261,7 @@ def compare(case: Case, policies: tuple[str, ...] | None = None) -> dict[str, Ou
         model = build(ours, cached=True)
         different = [f"initial {name}" for name in differences(expected["initial"], snapshot(model))]
         losses = train(model, ours)
-        different += [
-            f"loss {i}" for i, (a, b) in enumerate(zip(expected["losses"], losses, strict=True)) if a != b
-        ]
+        different += [f"loss {i}" for i, (a, b) in enumerate(zip(expected["losses"], losses, strict=True)) if a != b]
         stats = cache_stats(model)
         final = snapshot(model)
         different += differences(expected["final"], final)

@@ -20,9 +20,7 @@ POLICIES = ("frequency", "lfu", "lru")
 POOLED = ("table_wise", "row_wise", "column_wise", "table_column_wise", "table_row_wise", "grid_shard")
 
 
-def _check(
-    outcomes: list[dict[str, Outcome]], policies: tuple[str, ...], states: bool, evictions: int = 1000
-) -> None:
+def _check(outcomes: list[dict[str, Outcome]], policies: tuple[str, ...], states: bool, evictions: int = 1000) -> None:
     """Nothing differs on any rank; states were compared; rows were evicted and written back."""
     for policy in policies:
         by_rank = [outcome[policy] for outcome in outcomes]
@@ -88,10 +86,7 @@ def test_one_rank(one_rank: RankPool, sharding: str) -> None:
 def test_four_ranks_on_two_nodes(four_ranks: RankPool) -> None:
     """Grid and table-row-wise differ from their parts only with several nodes: two ranks are a node here."""
     four = Case(local_world_size=2, batch_size=8, ratio=0.3)
-    cases = [
-        dataclasses.replace(four, sharding=s)
-        for s in ("row_wise", "table_row_wise", "grid_shard", "table_wise")
-    ]
+    cases = [dataclasses.replace(four, sharding=s) for s in ("row_wise", "table_row_wise", "grid_shard", "table_wise")]
     by_rank = four_ranks.run(compare_all, cases, ("lfu", "frequency"))
     for number in range(len(cases)):
         _check([outcomes[number] for outcomes in by_rank], ("lfu", "frequency"), states=True)

@@ -71,9 +71,7 @@ def test_real_clicks_are_learned_through_a_small_cache(cached: Path) -> None:
     assert set(found["cache"]) >= CACHE_KEYS
     assert found["auc"] > 0.6
     assert found["ne"] < 1.0
-    assert (
-        found["eval_samples"] == 1000
-    )  # a tenth of the sample, once each, though 1000 is no multiple of 2 x 128
+    assert found["eval_samples"] == 1000  # a tenth of the sample, once each, though 1000 is no multiple of 2 x 128
     assert (found["world_size"], found["steps"], found["samples"]) == (2, 105, 105 * 256)
     assert found["cache"]["evictions"] > 5000
     assert 0.5 < found["cache"]["hit_rate_unique"] < 1.0

@@ -92,9 +92,7 @@ def check_pip(words: list[str]) -> None:
     for word in (word for word in words[2:] if not word.startswith("-")):
         ours = re.fullmatch(r"(?:embershard|\.)(?:\[([\w,]+)\])?", word)
         if ours:
-            assert set(filter(None, (ours[1] or "").split(","))) <= set(extras), (
-                f"{word}: setup.cfg has no such extra"
-            )
+            assert set(filter(None, (ours[1] or "").split(","))) <= set(extras), f"{word}: setup.cfg has no such extra"
             continue
         requirement = Requirement(word)
         pins = re.findall(rf"^{requirement.name}==(.+)$", extras["cuda"] + extras["cpu"], re.MULTILINE)

@@ -53,9 +53,7 @@ def check_bounds(features: KeyedJaggedTensor, rows: Mapping[str, tuple[str, int]
         inside = all(_is_inside(part, limit) for part, limit in zip(parts, limits, strict=True))
     else:
         lengths = torch.tensor(lengths, device=values.device)
-        limit_of_id = torch.tensor(limits, device=values.device).repeat_interleave(
-            lengths, output_size=values.numel()
-        )
+        limit_of_id = torch.tensor(limits, device=values.device).repeat_interleave(lengths, output_size=values.numel())
         inside = not bool(((values < 0) | (values >= limit_of_id)).any())
     if not inside:
         _raise_first(features, rows)
@@ -81,9 +79,10 @@ def _raise_first(features: KeyedJaggedTensor, rows: Mapping[str, tuple[str, int]
             position = int(bad[0])
             bag_ends = features[key].lengths().cumsum(0)
             sample = int(torch.searchsorted(bag_ends, position, right=True))
+            others = f", nor are {bad.numel() - 1} more" if bad.numel() > 1 else ""
             rank = f"rank {dist.get_rank()}, " if dist.is_initialized() else ""
             raise IdOutOfRangeError(
                 f"{rank}table {table!r}, feature {key!r}: id {int(ids[position])} at position {position} "
-                f"of the batch (sample {sample}) is not in [0, {num_rows}), nor are {bad.numel() - 1} more. "
+                f"of the batch (sample {sample}) is not in [0, {num_rows}){others}. "
                 "Map ids to rows when reading (modulo or hash), or give the table more rows"
             )

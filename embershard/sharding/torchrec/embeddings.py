@@ -31,9 +31,7 @@ class CachedTableBatchedEmbeddings(nn.Module):
     reads them calls :meth:`flush` first.
     """
 
-    def __init__(
-        self, config: GroupedEmbeddingConfig, pooling_mode: PoolingMode, device: torch.device | None
-    ) -> None:
+    def __init__(self, config: GroupedEmbeddingConfig, pooling_mode: PoolingMode, device: torch.device | None) -> None:
         super().__init__()
         spec, fused_params = take_spec(config)
         tables = config.embedding_tables
@@ -61,16 +59,14 @@ class CachedTableBatchedEmbeddings(nn.Module):
         self.cache = self._make_cache(spec, config)
         self._first_keys = [self.host.row_offsets[table] for table in self._table_of_feature]
         self._first_key_of_feature = torch.tensor(self._first_keys, dtype=torch.int64, device=self._device)
-        self._prepared: deque[Ticket] = deque()
+        self._prefetched: deque[tuple[Ticket, Tensor]] = deque()  # with the ids that they are for
 
     def _make_cache(self, spec: CacheSpec, config: GroupedEmbeddingConfig) -> RowCache:
         tables, num_rows = config.embedding_tables, self.host.num_rows
-        num_slots = spec.num_slots(tables, num_rows, num_rows * self._dim, self.host.row_bytes)
+        num_slots = spec.num_slots(tables, self.host.row_bytes)
         counts = None
         if spec.profile is not None:
-            offsets = [
-                table.local_metadata.shard_offsets[0] if table.local_metadata else 0 for table in tables
-            ]
+            offsets = [table.local_metadata.shard_offsets[0] if table.local_metadata else 0 for table in tables]
             counts = torch.cat(
                 [
                     spec.profile.shard(table.name, table.num_embeddings, offset, table.local_rows)
@@ -103,7 +99,7 @@ class CachedTableBatchedEmbeddings(nn.Module):
     ) -> None:
         """Make a batch resident before its forward; forwards then come in the same order. TorchRec's hook."""
         keys, lengths = self._keys(indices, offsets, batch_size_per_feature_per_rank)
-        self._prepared.append(self.cache.prepare(keys, lengths, critical_path=False))
+        self._prefetched.append((self.cache.prepare(keys, lengths, critical_path=False), indices))
 
     def forward(
         self,
@@ -136,20 +132,20 @@ class CachedTableBatchedEmbeddings(nn.Module):
         return output
 
     def _next_ticket(self, indices: Tensor, offsets: Tensor, batch_sizes: list[list[int]] | None) -> Ticket:
-        if not self._prepared:
+        if not self._prefetched:
             keys, lengths = self._keys(indices, offsets, batch_sizes)
             return self.cache.prepare(keys, lengths)
-        ticket = self._prepared.popleft()
-        if ticket.slots.numel() != indices.numel():
+        ticket, expected = self._prefetched.popleft()
+        if not _same(indices, expected):
+            self._prefetched.clear()
             raise CacheError(
-                f"{self.cache.name}: the batch has {indices.numel()} ids, the prefetched one "
-                f"{ticket.slots.numel()}; forward the batches in the order in which they were prefetched"
+                f"{self.cache.name}: this batch is not the one prefetched for this step (the batch has "
+                f"{indices.numel()} ids, the prefetched one {expected.numel()}); forward the batches in the order in "
+                "which they were prefetched. What was prefetched is given up: a next forward starts afresh"
             )
         return ticket
 
-    def _keys(
-        self, indices: Tensor, offsets: Tensor, batch_sizes: list[list[int]] | None
-    ) -> tuple[Tensor, Tensor]:
+    def _keys(self, indices: Tensor, offsets: Tensor, batch_sizes: list[list[int]] | None) -> tuple[Tensor, Tensor]:
         """Keys int64 [N] of the batch's ids, and ids per feature int64 [F]."""
         num_features = len(self._table_of_feature)
         if batch_sizes is None:
@@ -237,13 +233,20 @@ class CachedTableBatchedEmbeddings(nn.Module):
         self.cache.flush()
 
     def reset_cache_states(self) -> None:
-        """Write trained rows back and forget what is cached."""
+        """Write trained rows back and forget what is cached, batches prefetched and not forwarded included."""
+        self._prefetched.clear()
         self.cache.flush()
         self.cache.drop()
 
     def stats(self) -> list[TableStats]:
         """What the cache did, per table."""
         return self.cache.stats()
+
+
+def _same(ids: Tensor, others: Tensor) -> bool:
+    """Whether both hold the same ids. Pipelines forward the very tensor that they prefetched, so the contents are
+    looked at only when it is another one."""
+    return ids.shape == others.shape and (ids.data_ptr() == others.data_ptr() or torch.equal(ids, others))
 
 
 def _release_after_backward(cache: RowCache, ticket: Ticket, output: Tensor) -> None:

@@ -43,7 +43,6 @@ def cache_stats(model: nn.Module) -> list[TableStats]:
 
 
 def _sum(a: TableStats, b: TableStats) -> TableStats:
-    sums = {
-        f.name: getattr(a, f.name) + getattr(b, f.name) for f in dataclasses.fields(a) if f.name != "table"
-    }
-    return TableStats(table=a.table, **sums)
+    """Two column shards of one table hold the same rows; everything else adds up."""
+    added = [field.name for field in dataclasses.fields(a) if field.name not in ("table", "rows")]
+    return dataclasses.replace(a, **{name: getattr(a, name) + getattr(b, name) for name in added})

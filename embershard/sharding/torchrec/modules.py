@@ -53,9 +53,7 @@ class CachedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         cls, module: Any, params: Any, prefix: str, fused_params: dict[str, Any] | None, *rest: Any
     ) -> ShardingInfos:
         fused_params, spec = _without_spec(fused_params)
-        return _mark_cached(
-            super().create_grouped_sharding_infos(module, params, prefix, fused_params, *rest), spec
-        )
+        return _mark_cached(super().create_grouped_sharding_infos(module, params, prefix, fused_params, *rest), spec)
 
     @classmethod
     def create_embedding_bag_sharding(
@@ -112,9 +110,7 @@ class CachedShardedEmbeddingCollection(ShardedEmbeddingCollection):
         qcomm_codecs_registry: Any = None,
     ) -> EmbeddingSharding:
         if not any(has_spec(info.fused_params) for info in sharding_infos):
-            return super().create_embedding_sharding(
-                sharding_type, sharding_infos, env, device, qcomm_codecs_registry
-            )
+            return super().create_embedding_sharding(sharding_type, sharding_infos, env, device, qcomm_codecs_registry)
         return SEQUENCE_SHARDINGS[sharding_type](
             sharding_infos=sharding_infos, env=env, device=device, qcomm_codecs_registry=qcomm_codecs_registry
         )

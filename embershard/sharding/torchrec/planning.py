@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterCons
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.types import PlannerError
-from torchrec.distributed.types import CacheParams, EmbeddingModuleShardingPlan, ModuleSharder, ShardingPlan
+from torchrec.distributed.types import CacheParams, ModuleSharder, ShardingPlan
 
 from embershard.errors import ShardingError
 from embershard.sharding.torchrec.sharders import _Cached
@@ -52,21 +53,18 @@ def plan_sharding(
         ShardingError: a constraint names an unknown table, or no plan fits.
     """
     on_cpu = torch.device(device).type == "cpu"
-    owner = _sharder_of_table(model, sharders)
-    unknown = sorted(set(constraints or {}) - set(owner))
+    if not 1 <= local_world_size <= world_size:
+        raise ShardingError(f"world_size={world_size} and local_world_size={local_world_size} do not fit together")
+    tables = _tables(model, sharders)
+    known = {table.name for table in tables}
+    unknown = sorted(set(constraints or {}) - known)
     if unknown:
-        raise ShardingError(
-            f"constraints name tables {unknown}, which no sharder shards; tables are {sorted(owner)}"
-        )
-    wanted = {
-        table: _constraint((constraints or {}).get(table), sharder, torch.device(device).type)
-        for table, sharder in owner.items()
-    }
-    cached = {table for table, constraint in wanted.items() if constraint.compute_kernels == [CACHED_KERNEL]}
-    topology = Topology(
-        world_size=world_size, local_world_size=local_world_size, compute_device=torch.device(device).type
-    )
-    planned_as = {t: _as_fused(c) if on_cpu and t in cached else c for t, c in wanted.items()}
+        raise ShardingError(f"constraints name tables {unknown}, which no sharder shards; tables are {sorted(known)}")
+    device_type = torch.device(device).type
+    wanted = {t: _constraint((constraints or {}).get(t.name), t, device_type) for t in tables}
+    cached = {t: c for t, c in wanted.items() if CACHED_KERNEL in (c.compute_kernels or ())}
+    planned_as = _by_name({t: _as_fused(c) if on_cpu and t in cached else c for t, c in wanted.items()})
+    topology = Topology(world_size=world_size, local_world_size=local_world_size, compute_device=device_type)
     planner = EmbeddingShardingPlanner(
         topology=topology,
         batch_size=batch_size,
@@ -77,15 +75,22 @@ def plan_sharding(
     )
     try:
         plan = planner.plan(model, list(sharders))
-    except PlannerError as error:
-        raise ShardingError(
-            f"no sharding plan for {len(owner)} tables on {world_size} ranks: {error}"
-        ) from error
-    if (
-        on_cpu
-    ):  # TorchRec's CPU cost model has no bandwidth for cached tables: planned as fused, then relabelled
-        _relabel(plan, cached, wanted)
+    except (PlannerError, RuntimeError, ValueError) as error:  # some constraints fail inside the planner
+        raise ShardingError(f"no sharding plan for {len(tables)} tables on {world_size} ranks: {error}") from error
+    if on_cpu:  # TorchRec's CPU cost model has no bandwidth for cached tables: they were planned as fused
+        for table, constraint in cached.items():
+            param = plan.plan[table.path][table.name]  # type: ignore[index]
+            param.compute_kernel, param.cache_params = CACHED_KERNEL, constraint.cache_params
     return plan
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A table of one module; tables of different modules may share a name."""
+
+    path: str
+    name: str
+    sharder: ModuleSharder
 
 
 class _OrderedEnumerator(EmbeddingEnumerator):
@@ -99,32 +104,36 @@ class _OrderedEnumerator(EmbeddingEnumerator):
         return sorted(super()._filter_compute_kernels(*args, **kwargs))
 
 
-def _sharder_of_table(model: nn.Module, sharders: Sequence[ModuleSharder]) -> dict[str, ModuleSharder]:
+def _tables(model: nn.Module, sharders: Sequence[ModuleSharder]) -> list[_Table]:
     by_type = {sharder.module_type: sharder for sharder in sharders}
-    return {
-        table: by_type[type(module)]
-        for module in model.modules()
+    return [
+        _Table(path, name, by_type[type(module)])
+        for path, module in model.named_modules()
         if type(module) in by_type
-        for table in by_type[type(module)].shardable_parameters(module)
-    }
+        for name in by_type[type(module)].shardable_parameters(module)
+    ]
 
 
-def _constraint(
-    given: ParameterConstraints | None, sharder: ModuleSharder, device_type: str
-) -> ParameterConstraints:
+def _constraint(given: ParameterConstraints | None, table: _Table, device_type: str) -> ParameterConstraints:
     """The user's constraint with our defaults: cached where the sharder caches, sharded rather than
     replicated."""
     constraint = copy.deepcopy(given) if given is not None else ParameterConstraints()
-    types = constraint.sharding_types or sharder.sharding_types(device_type)
     replicated = constraint.sharding_types == [_DATA_PARALLEL]
     if constraint.sharding_types is None:
+        types = table.sharder.sharding_types(device_type)
         constraint.sharding_types = [t for t in types if t not in _ONLY_ON_REQUEST]
-    if isinstance(sharder, _Cached) and constraint.compute_kernels is None and not replicated:
+    caches = isinstance(table.sharder, _Cached)
+    if caches and constraint.compute_kernels is None and not replicated:
         constraint.compute_kernels = [CACHED_KERNEL]
-    if constraint.compute_kernels == [CACHED_KERNEL] and constraint.cache_params is None:
-        ratio = sharder.cache.ratio if isinstance(sharder, _Cached) else None
-        if ratio is not None and device_type != "cpu":
-            constraint.cache_params = CacheParams(load_factor=ratio)
+    if CACHED_KERNEL in (constraint.compute_kernels or ()):
+        if device_type == "cpu" and not caches:
+            raise ShardingError(
+                f"table {table.name!r}: compute kernel {CACHED_KERNEL!r} on CPU needs one of embershard's cached "
+                f"sharders, its sharder is {type(table.sharder).__name__}"
+            )
+        if device_type != "cpu" and constraint.cache_params is None and isinstance(table.sharder, _Cached):
+            ratio = table.sharder.cache.slot_ratio  # TorchRec's cost model wants to know it
+            constraint.cache_params = None if ratio is None else CacheParams(load_factor=ratio)
     return constraint
 
 
@@ -135,10 +144,20 @@ def _as_fused(constraint: ParameterConstraints) -> ParameterConstraints:
     return fused
 
 
-def _relabel(plan: ShardingPlan, cached: set[str], wanted: Mapping[str, ParameterConstraints]) -> None:
-    for module_plan in plan.plan.values():
-        assert isinstance(module_plan, EmbeddingModuleShardingPlan)
-        for table, param in module_plan.items():
-            if table in cached:
-                param.compute_kernel = CACHED_KERNEL
-                param.cache_params = wanted[table].cache_params
+def _by_name(constraints: Mapping[_Table, ParameterConstraints]) -> dict[str, ParameterConstraints]:
+    """TorchRec's planner knows tables by name alone."""
+    named: dict[str, ParameterConstraints] = {}
+    for table, constraint in constraints.items():
+        first = named.setdefault(table.name, constraint)
+        if first.compute_kernels is None:
+            named[table.name] = constraint
+        elif constraint.compute_kernels not in (None, first.compute_kernels):
+            raise ShardingError(
+                f"two tables are named {table.name!r} and want different kernels ({first.compute_kernels} and "
+                f"{constraint.compute_kernels}); TorchRec plans by name, so rename one"
+            )
+        if first.sharding_types != constraint.sharding_types:
+            both = [t for t in first.sharding_types or [] if t in (constraint.sharding_types or [])]
+            named[table.name] = copy.copy(named[table.name])
+            named[table.name].sharding_types = both
+    return named

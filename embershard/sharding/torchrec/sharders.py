@@ -60,9 +60,7 @@ class _Cached:
 
     def _configure(self, cache: CacheConfig | None, profile: FrequencyProfile | None) -> None:
         if cache is not None and not isinstance(cache, CacheConfig):
-            raise ConfigError(
-                f"cache must be a CacheConfig, got {type(cache).__name__}; write CacheConfig(ratio=0.05)"
-            )
+            raise ConfigError(f"cache must be a CacheConfig, got {type(cache).__name__}; write CacheConfig(ratio=0.05)")
         self._cache = cache or CacheConfig()
         self._profile = profile
         self._cache.resolved_policy(profile is not None)  # complain here, not in the middle of sharding
@@ -141,9 +139,7 @@ class CachedEmbeddingBagCollectionSharder(_Cached, EmbeddingBagCollectionSharder
         module_fqn: str | None = None,
     ) -> CachedShardedEmbeddingBagCollection:
         """Called by ``DistributedModelParallel``."""
-        return self._shard(
-            CachedShardedEmbeddingBagCollection, module, params, env, device, module_fqn=module_fqn
-        )
+        return self._shard(CachedShardedEmbeddingBagCollection, module, params, env, device, module_fqn=module_fqn)
 
     @property
     def sharded_module_type(self) -> type[CachedShardedEmbeddingBagCollection]:

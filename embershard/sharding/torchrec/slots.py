@@ -109,8 +109,7 @@ class SlotTable(nn.Module):
         if reader is None or reader.embedding_specs[0][0] < rows.shape[0]:
             output_dtype = self._tbe_arguments.get("output_dtype", SparseType.FP32)
             keep = {
-                k: self._tbe_arguments[k]
-                for k in ("feature_table_map", "pooling_mode", "weights_precision", "device")
+                k: self._tbe_arguments[k] for k in ("feature_table_map", "pooling_mode", "weights_precision", "device")
             }
             reader = self._build(
                 2 * rows.shape[0],
@@ -135,9 +134,7 @@ class SlotTable(nn.Module):
         on_cuda = self._device.type == "cuda"
         location = EmbeddingLocation.DEVICE if on_cuda else EmbeddingLocation.HOST
         compute = ComputeDevice.CUDA if on_cuda else ComputeDevice.CPU
-        tbe = SplitTableBatchedEmbeddingBagsCodegen(
-            [(num_slots + 1, self.dim, location, compute)], **arguments
-        )
+        tbe = SplitTableBatchedEmbeddingBagsCodegen([(num_slots + 1, self.dim, location, compute)], **arguments)
         if not on_cuda:
             # FBGEMM's CPU backward sorts the ids table by table, and takes features with the same offset here
             # for one table. A slot belongs to one logical table at a time, so telling it the logical tables

@@ -64,33 +64,42 @@ class CacheSpec:
             rank_weights=sum(rows * cols for rows, cols in here),
         )
 
-    def num_slots(
-        self, tables: list[ShardedEmbeddingTable], num_rows: int, weights: int, row_bytes: int
-    ) -> int:
-        """Slots of a pool of ``num_rows`` rows of ``row_bytes`` each, with ``weights`` elements in all.
+    def num_slots(self, tables: list[ShardedEmbeddingTable], row_bytes: int) -> int:
+        """Slots of the pool of ``tables``, whose rows take ``row_bytes`` each.
 
-        A table's ``cache_params.load_factor`` in the plan goes before the config.
+        A table's ``cache_params.load_factor`` in the plan goes before the config: such a table brings its own
+        slots to the pool, on top of the ratio's or the budget's for the others.
 
         Raises:
             ConfigError: the byte budget does not even hold the maps and one slot.
         """
         planned = [(table.fused_params or {}).get("cache_load_factor") for table in tables]
-        if self.config.device_bytes is not None and not any(planned):
-            share = self.config.device_bytes * weights // self.rank_weights
-            map_bytes = 4 * num_rows
-            slot_bytes = row_bytes + 12 + (0 if self.policy == "lru" else 4)
-            slots = (share - map_bytes) // slot_bytes - 1  # the null slot
-            if slots < 1:
-                least = (map_bytes + 2 * slot_bytes) * self.rank_weights // weights + 1
-                names = [table.name for table in tables][:5]
-                raise ConfigError(
-                    f"cache.device_bytes={self.config.device_bytes} does not hold the slot map and one slot "
-                    f"of tables {names}; give this rank at least {least}, or use more ranks"
-                )
-            return min(slots, num_rows)
-        ratio = self.config.ratio or 0.0
-        wanted = sum((own or ratio) * table.local_rows for own, table in zip(planned, tables, strict=True))
-        return max(1, min(num_rows, round(wanted)))
+        own = sum(share * t.local_rows for share, t in zip(planned, tables, strict=True) if share)
+        others = [table for share, table in zip(planned, tables, strict=True) if not share]
+        rows = sum(table.local_rows for table in tables)
+        if self.config.device_bytes is None:
+            wanted = round(own + (self.config.slot_ratio or 0.0) * sum(t.local_rows for t in others))
+        else:
+            wanted = round(own) + (self._slots_in_budget(others, row_bytes) if others and rows else 0)
+        return max(1, min(rows, wanted))
+
+    def _slots_in_budget(self, tables: list[ShardedEmbeddingTable], row_bytes: int) -> int:
+        """The budget is divided among pools by their weights; maps and scores come out of each part."""
+        assert self.config.device_bytes is not None
+        rows = sum(table.local_rows for table in tables)
+        weights = sum(table.local_rows * table.local_cols for table in tables)
+        share = self.config.device_bytes * weights // self.rank_weights
+        map_bytes = 4 * rows
+        slot_bytes = row_bytes + 12 + (0 if self.policy == "lru" else 4)
+        slots = (share - map_bytes) // slot_bytes - 1  # the null slot
+        if slots < 1:
+            least = (map_bytes + 2 * slot_bytes) * self.rank_weights // weights + 1
+            names = [table.name for table in tables][:5]
+            raise ConfigError(
+                f"cache.device_bytes={self.config.device_bytes} does not hold the slot map and one slot of tables "
+                f"{names}; give rank {self.rank} at least {least} bytes, or use more ranks"
+            )
+        return slots
 
 
 def take_spec(config: GroupedEmbeddingConfig) -> tuple[CacheSpec, dict[str, Any]]:

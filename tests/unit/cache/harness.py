@@ -103,9 +103,7 @@ class Pool:
     def split_by_feature(self, keys: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Keys in feature order, as TorchRec hands them over, and the ids per feature."""
         tables = self.table_of(keys)
-        of_table = [
-            [k for k, t in zip(keys, tables, strict=True) if t == table] for table in range(self.num_tables)
-        ]
+        of_table = [[k for k, t in zip(keys, tables, strict=True) if t == table] for table in range(self.num_tables)]
         half = len(of_table[0]) // 2
         features = [of_table[0][:half], of_table[0][half:], *of_table[1:]]
         return (
@@ -158,9 +156,7 @@ class Pool:
         self.preloaded = len(chosen)
         assert self.preloaded == min(self.map.num_slots, int((self.counts > 0).sum()))
         others = [self.counts[k] for k in range(self.num_rows) if k not in chosen]
-        assert max(others, default=0) <= min((self.counts[k] for k in chosen), default=0), (
-            "not the most frequent"
-        )
+        assert max(others, default=0) <= min((self.counts[k] for k in chosen), default=0), "not the most frequent"
         np.add.at(self.expected["fills"], self.table_of(chosen), 1)
 
     def _is_dirty(self, key: int) -> bool:
@@ -331,9 +327,7 @@ class Pool:
         if self.decay is None:
             assert (found == self.counts).all()
         else:
-            np.testing.assert_allclose(
-                found / scores._weight, self.counts / self.weight, rtol=1e-4, atol=1e-12
-            )
+            np.testing.assert_allclose(found / scores._weight, self.counts / self.weight, rtol=1e-4, atol=1e-12)
 
     def finish(self) -> None:
         """Flush and compare the host tier with the reference, bit for bit."""

@@ -48,9 +48,7 @@ def test_every_row_is_right_after_any_operations(operations, policy, num_slots, 
     profile = [(7 * k) % 23 for k in range(NUM_ROWS)] if warmup else None
     decay = decay if policy == "lfu" else None
     run(
-        Pool(
-            num_slots=num_slots, policy=policy, overflow=overflow, decay=decay, profile=profile, warmup=warmup
-        ),
+        Pool(num_slots=num_slots, policy=policy, overflow=overflow, decay=decay, profile=profile, warmup=warmup),
         operations,
     )
 
@@ -71,6 +69,7 @@ def check_scenarios() -> None:
     """What the negative controls run: it passes when nothing is broken."""
     run(Pool(num_slots=12), random_operations(seed=0, steps=100))
     run(Pool(num_slots=3, overflow="grow"), random_operations(seed=1, steps=60, batch_size=14, growing=True))
+    run(Pool(num_slots=24, policy="lru"), random_operations(seed=2, steps=200, batch_size=3))
 
 
 def test_the_negative_controls_pass_without_a_fault():
@@ -206,9 +205,7 @@ def test_growing_adds_a_quarter_at_least_and_never_more_than_there_are_rows():
 def test_growing_is_refused_while_batches_are_in_flight():
     pool = Pool(num_slots=4, overflow="grow")
     number = pool.prepare([1, 2, 3])
-    with pytest.raises(
-        CacheOverflowError, match="cannot grow while 1 earlier batches wait for their backward"
-    ):
+    with pytest.raises(CacheOverflowError, match="cannot grow while 1 earlier batches wait for their backward"):
         pool.cache.prepare(torch.tensor([4, 5]), torch.tensor([2, 0, 0, 0]))
     pool.batch += 1
     pool.check()
@@ -285,9 +282,7 @@ def test_flushing_with_batches_in_flight_is_followed_by_another_write_back():
 def test_dropping_forgets_rows_and_needs_no_batch_in_flight():
     pool = Pool(num_slots=8, policy="lfu")
     number = pool.prepare([1, 2, 29])
-    with pytest.raises(
-        CacheError, match="tables t0, t1, t2: rows were replaced while 1 batches were in flight"
-    ):
+    with pytest.raises(CacheError, match="tables t0, t1, t2: rows were replaced while 1 batches were in flight"):
         pool.cache.drop()
     pool.check()
     pool.train(number)
@@ -315,14 +310,15 @@ def test_new_contents_of_the_host_tier_are_noticed(tensor):
 
 
 def test_new_contents_under_trained_rows_are_an_error():
-    pool = Pool(num_slots=8)
-    pool.step([1, 2])
-    pool.host.weights[7] = 5.0
-    for use in (pool.cache.flush, lambda: pool.cache.read(torch.tensor([1])), lambda: pool.prepare([3])):
-        with pytest.raises(
-            CacheError, match="written to in place while trained rows had not been written back"
-        ):
-            use()
+    for use in (lambda p: p.cache.flush(), lambda p: p.cache.read(torch.tensor([1])), lambda p: p.prepare([3])):
+        pool = Pool(num_slots=8)
+        pool.step([1, 2])
+        pool.host.weights[7] = 5.0
+        with pytest.raises(CacheError, match="written to in place while 2 trained rows had not been written back"):
+            use(pool)
+        pool.cache.flush()  # said once; the host's rows count from then on
+        assert pool.cache.read(torch.tensor([7]))[0, 0] == 5.0
+        assert not pool.resident()
 
 
 def test_new_contents_under_a_batch_in_flight_are_an_error():
@@ -337,9 +333,6 @@ def test_new_contents_under_a_batch_in_flight_are_an_error():
 # -- interruptions ---------------------------------------------------------
 
 
-@pytest.mark.xfail(
-    strict=True, reason="WRONG ROWS: the map says that rows are in slots which the copy never reached"
-)
 @pytest.mark.parametrize("direction", ["fill", "write_back"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
 def test_a_copy_that_fails_loses_no_row(direction, error, monkeypatch):

@@ -137,11 +137,6 @@ def test_the_most_frequent_rows_stay():
     assert pool.expected["evictions"].sum() > 800
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a refill ranks 2 * count slots when a batch misses more than 1/16 of them: the upper half "
-    "leaves while rows of lower score, filled in between, stay. max(count, share) ranks as seldom.",
-)
 @pytest.mark.parametrize("policy", ["frequency", "lfu"])
 def test_the_most_frequent_rows_stay_when_many_rows_miss(policy):
     """A quarter of the slots is replaced per batch, by rare rows: the other three must be safe."""
@@ -189,9 +184,7 @@ def test_warm_up_takes_the_most_frequent_rows_and_only_those_that_occur(policy):
     assert sum(s.critical_path_fills for s in (first, second, third)) == 1
 
 
-@pytest.mark.parametrize(
-    ("policy", "per_slot", "per_row"), [("lru", 0, 0), ("lfu", 4, 4), ("frequency", 4, 4)]
-)
+@pytest.mark.parametrize(("policy", "per_slot", "per_row"), [("lru", 0, 0), ("lfu", 4, 4), ("frequency", 4, 4)])
 def test_the_device_holds_a_score_per_slot_not_per_row(policy, per_slot, per_row):
     initial = torch.ones(1000) if policy == "frequency" else None
     made = make_scores(policy, 1000, 10, CPU, initial, None)
@@ -220,9 +213,6 @@ def test_scores_are_kept_when_the_pool_grows(policy):
     assert made.of_slots().numel() == 6
 
 
-@pytest.mark.xfail(
-    strict=True, reason="RecencyScores keeps the profile's counts [R], and does not count them"
-)
 def test_a_host_copy_of_initial_counts_is_counted_as_host_memory():
     made = make_scores("lru", 1000, 10, CPU, torch.ones(1000), None)
     assert made.host_bytes == 4 * 1000

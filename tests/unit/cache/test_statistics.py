@@ -21,9 +21,7 @@ def test_parts_add_up_and_are_in_proportion(total, weights):
     assert len(parts) == len(weights)
     assert all(part >= 0 for part in parts)
     if sum(weights):
-        assert all(
-            abs(part - total * w / sum(weights)) < 1.001 for part, w in zip(parts, weights, strict=True)
-        )
+        assert all(abs(part - total * w / sum(weights)) < 1.001 for part, w in zip(parts, weights, strict=True))
 
 
 def test_a_batch_is_split_by_feature_and_rows_by_table():
@@ -42,7 +40,7 @@ def test_a_batch_is_split_by_feature_and_rows_by_table():
         torch.tensor([3]),
         none,
         hits,
-        keys[1:3],
+        torch.tensor([1, 2]),  # positions of the misses
     )
     counters.add_plan(plan, torch.tensor([3, 2, 2]), critical_path=True)
     found = {counter.name: counters.values[:, counter].tolist() for counter in Counter}
@@ -90,11 +88,7 @@ def test_bytes_are_what_is_allocated_and_what_was_moved():
     row_bytes = 4 * (4 + 1 + 4)
     payload = 11 * row_bytes
     assert pool.cache.slot_bytes == row_bytes
-    assert (
-        sum(s.device_bytes for s in stats)
-        == pool.cache.device_bytes
-        == payload + 30 * 4 + 11 * (4 + 8) + 11 * 4
-    )
+    assert sum(s.device_bytes for s in stats) == pool.cache.device_bytes == payload + 30 * 4 + 11 * (4 + 8) + 11 * 4
     assert sum(s.host_bytes for s in stats) == 30 * row_bytes + 30 * 4
     assert [s.bytes_to_device for s in stats] == [s.fills * row_bytes for s in stats]
 
@@ -123,9 +117,7 @@ def test_counting_keeps_nothing_per_batch():
         pool.step([step % 30])
     assert pool.cache.counters.values.shape == shape
     assert pool.cache.counters.values.data_ptr() == storage
-    assert not any(
-        isinstance(value, list) and len(value) > 30 for value in vars(pool.cache.counters).values()
-    )
+    assert not any(isinstance(value, list) and len(value) > 30 for value in vars(pool.cache.counters).values())
 
 
 def test_stats_are_values():

@@ -127,9 +127,6 @@ def test_payload_tensors_that_require_gradients_are_moved(implementation):
     assert host[0].sum() == 20.0
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="each side picks its widest element alone; they must agree"
-)
 def test_sides_of_different_alignment_and_layout(implementation):
     """Payloads are given by FBGEMM: a tensor may start anywhere in its storage, or not be contiguous."""
     host = [torch.arange(80.0).view(20, 4)]
@@ -146,11 +143,8 @@ def test_different_numbers_of_payload_tensors_are_refused(implementation):
         IMPLEMENTATIONS[implementation]([torch.zeros(4, 4)], [torch.zeros(6, 4), torch.zeros(6)])
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="widest_view: view(0, -1) is ambiguous")
 def test_a_side_without_rows(implementation):
-    transfer = IMPLEMENTATIONS[implementation](
-        [torch.zeros(2, 4), torch.zeros(2)], [torch.zeros(0, 4), torch.zeros(0)]
-    )
+    transfer = IMPLEMENTATIONS[implementation]([torch.zeros(2, 4), torch.zeros(2)], [torch.zeros(0, 4), torch.zeros(0)])
     none = torch.empty(0, dtype=torch.int64)
     transfer.fill(none, none)
     transfer.write_back(none, none)

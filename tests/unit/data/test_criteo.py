@@ -131,9 +131,7 @@ cells = st.lists(st.text("0123456789abcdefABCDEF", max_size=8), min_size=1, max_
 
 @given(st.one_of(cells, st.lists(st.sampled_from(["", "0123abCD", "ffffffff"]), min_size=1)))
 def test_hex_is_what_int_says(cells):
-    values, bad = parse_hex(
-        np.frombuffer("".join(cells).encode(), np.uint8), np.array([len(c) for c in cells])
-    )
+    values, bad = parse_hex(np.frombuffer("".join(cells).encode(), np.uint8), np.array([len(c) for c in cells]))
     assert values.tolist() == [int(cell or "0", 16) for cell in cells]
     assert not bad.any()
 
@@ -214,9 +212,7 @@ def test_bad_files_are_named(criteo_text, tmp_path):
     assert "day_0: the file is empty (0 bytes)" in problem("day_0", b"")
     assert "day_1.gz: no line in it" in problem("day_1.gz", gzip.compress(b""))
     assert "day_2.gz: the gzip file is truncated" in problem("day_2.gz", packed[:-100])
-    assert "day_3.gz: not a sound gzip file" in problem(
-        "day_3.gz", packed[:5000] + b"\0" * 99 + packed[5099:]
-    )
+    assert "day_3.gz: not a sound gzip file" in problem("day_3.gz", packed[:5000] + b"\0" * 99 + packed[5099:])
     assert "day_4.gz: not a sound gzip file" in problem("day_4.gz", criteo_text[:1000])
     with pytest.raises(DataError, match=r"the file is empty"):
         open_source(DataConfig(kind="criteo", path=str(tmp_path)))
@@ -225,9 +221,7 @@ def test_bad_files_are_named(criteo_text, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     (other / "notes.md").write_text("x")
-    with pytest.raises(
-        DataError, match=r"none of its 1 files matches day_\*.*notes.md.*set data.criteo.files"
-    ):
+    with pytest.raises(DataError, match=r"none of its 1 files matches day_\*.*notes.md.*set data.criteo.files"):
         open_source(DataConfig(kind="criteo", path=str(other)))
 
 

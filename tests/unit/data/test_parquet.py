@@ -93,9 +93,7 @@ def test_ids_that_are_rows_are_checked(read, tmp_path):
 def test_folder_of_files_each_with_a_tail(tmp_path, open_stream):
     for name in ("a", "b"):
         write(tmp_path / f"{name}.parquet")
-    config = DataConfig(
-        kind="parquet", path=str(tmp_path), parquet=SETTINGS, eval_fraction=0.4, shuffle=False
-    )
+    config = DataConfig(kind="parquet", path=str(tmp_path), parquet=SETTINGS, eval_fraction=0.4, shuffle=False)
     source = open_source(config)
     train = next(open_stream(source, config, batch_size=6))
     held_out = next(open_stream(source, config, batch_size=9, split="eval"))
@@ -140,9 +138,7 @@ def test_bad_values_and_files_are_named(read, tmp_path):
 def test_flipped_bits_are_found(read, tmp_path):
     path = tmp_path / "a.parquet"
     columns = COLUMNS | {"user": pa.array(range(5)), "seen": COLUMNS["seen"]}
-    pq.write_table(
-        pa.table(columns), path, compression="none", use_dictionary=False, write_page_checksum=True
-    )
+    pq.write_table(pa.table(columns), path, compression="none", use_dictionary=False, write_page_checksum=True)
     data = bytearray(path.read_bytes())
     place = data.index(bytes(pa.array(range(5)).buffers()[1])[:40])
     data[place] ^= 1

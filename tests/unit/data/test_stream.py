@@ -159,8 +159,7 @@ def test_steps_per_epoch(kit, open_stream):
 def test_threads_give_the_same_batches_as_none(kit, open_stream, numbers):
     source = kit.source([1000, 777], 32)
     plain, threaded = (
-        [numbers(b) for b in open_stream(source, DataConfig(num_workers=n), batch_size=24, epochs=3)]
-        for n in (0, 3)
+        [numbers(b) for b in open_stream(source, DataConfig(num_workers=n), batch_size=24, epochs=3)] for n in (0, 3)
     )
     assert plain == threaded
     assert len(plain) == 3 * (1777 // 24)
@@ -254,9 +253,7 @@ def test_pinning_without_a_gpu_is_an_error(kit, open_stream, monkeypatch):
 
 def test_wrong_settings_are_named(kit, open_stream):
     source = kit.source([100], 10)
-    with pytest.raises(
-        DataError, match=r"100 samples, less than one global batch: 30 samples x 4 ranks = 120"
-    ):
+    with pytest.raises(DataError, match=r"100 samples, less than one global batch: 30 samples x 4 ranks = 120"):
         open_stream(source, DataConfig(), batch_size=30, world_size=4)
     with pytest.raises(ConfigError, match=r"nothing is held out"):
         open_stream(source, DataConfig(), batch_size=1, split="eval")

@@ -199,9 +199,7 @@ def test_batch_of_bags(open_stream):
 def test_drift_moves_the_ranking_by_as_much_as_it_says():
     num_samples, rows = 1_000_000, 50_000
     steady, moving = (
-        SyntheticTable(
-            0, 0, CRITEO_KAGGLE[2], SyntheticConfig(scale=rows / 10131227, drift=d, num_samples=num_samples)
-        )
+        SyntheticTable(0, 0, CRITEO_KAGGLE[2], SyntheticConfig(scale=rows / 10131227, drift=d, num_samples=num_samples))
         for d in (0.0, 0.25)
     )
     ranks = np.arange(rows - 1)

@@ -112,9 +112,7 @@ def test_only_this_machine_can_reach_the_rendezvous():
     port = info.bootstrap_store_info.master_port
     info.store.set("key", "value")
     assert info.store.get("key") == b"value"
-    listening = [
-        line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines() if line.split()[3] == "0A"
-    ]
+    listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines() if line.split()[3] == "0A"]
     address = socket.inet_aton("127.0.0.1")[::-1].hex().upper()
     assert [entry for entry in listening if entry.endswith(f":{port:04X}")] == [f"{address}:{port:04X}"]
 
@@ -126,8 +124,6 @@ def test_the_hint_at_the_end_is_a_command_that_can_be_pasted(on_path, monkeypatc
     monkeypatch.setattr("shutil.which", lambda name: name if on_path else None)
     parser = argparse.ArgumentParser()
     add_run_arguments(parser)
-    given = parser.parse_args(
-        ["--config", "a.toml", "--set", "data.path=/a b", "--set", "cache.enabled=false"]
-    )
+    given = parser.parse_args(["--config", "a.toml", "--set", "data.path=/a b", "--set", "cache.enabled=false"])
     program = "embershard" if on_path else f"{os.path.relpath(sys.executable)} -m embershard.launch.cli"
     assert _command(given) == f"{program} train --config a.toml --set 'data.path=/a b'"

@@ -52,9 +52,7 @@ def load(tmp_path: Path):
 
 
 def test_file_and_overrides(load):
-    config = load(
-        'rate = 1\n[inner]\nword = "two"\nsizes = [3]', "inner.sizes=4,5", "on=false", "pair=[1, 2.5]"
-    )
+    config = load('rate = 1\n[inner]\nword = "two"\nsizes = [3]', "inner.sizes=4,5", "on=false", "pair=[1, 2.5]")
     assert config == Outer(rate=1.0, on=False, pair=(1.0, 2.5), inner=Inner(word="two", sizes=(4, 5)))
     assert type(config.rate) is float
 
@@ -115,9 +113,7 @@ def test_missing_file():
 
 
 def test_written_config_reads_back(load):
-    config = Outer(
-        rate=1e-8, path='quo"te\\ \n ü', pair=(1.0, 2.0), inner=Inner(rows=(1, 2), names=("a", "b"))
-    )
+    config = Outer(rate=1e-8, path='quo"te\\ \n ü', pair=(1.0, 2.0), inner=Inner(rows=(1, 2), names=("a", "b")))
     assert load(to_toml(config)) == config
 
 
@@ -166,9 +162,7 @@ def test_a_run_reads_back_with_every_section_changed(load):
     """
     config = load(text, cls=RunConfig)
     assert load(to_toml(config), cls=RunConfig) == config
-    changed = [
-        f.name for f in dataclasses.fields(config) if getattr(config, f.name) != getattr(RunConfig(), f.name)
-    ]
+    changed = [f.name for f in dataclasses.fields(config) if getattr(config, f.name) != getattr(RunConfig(), f.name)]
     assert changed == [f.name for f in dataclasses.fields(config)]
 
 

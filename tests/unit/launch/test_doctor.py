@@ -75,9 +75,7 @@ CASES = [
 @pytest.mark.parametrize(("result", "status"), CASES, ids=[f"{r.name}: {r.detail}"[:60] for r, _ in CASES])
 def test_every_check_passes_and_fails_as_it_should(result: CheckResult, status: str):
     assert result.status == status
-    assert bool(result.remedy) == (status in (WARN, FAIL)), (
-        "a remedy stands where one is needed, and only there"
-    )
+    assert bool(result.remedy) == (status in (WARN, FAIL)), "a remedy stands where one is needed, and only there"
 
 
 def test_a_result_is_a_value():
@@ -175,9 +173,7 @@ def test_json(capsys: pytest.CaptureFixture[str]):
 
 def test_it_speaks_when_torchrec_cannot_be_imported(tmp_path: Path, project_dir: Path):
     """The whole doctor, with a torchrec in front of the real one that does not import."""
-    (tmp_path / "torchrec.py").write_text(
-        "raise OSError('libtorch_cuda.so: cannot open shared object file')\n"
-    )
+    (tmp_path / "torchrec.py").write_text("raise OSError('libtorch_cuda.so: cannot open shared object file')\n")
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{project_dir}"}
     command = [sys.executable, "-m", "embershard.launch.doctor", "--json"]
     run = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=tmp_path, timeout=180)

@@ -105,9 +105,7 @@ def test_plain_lines_when_not_a_terminal():
 
 def test_a_bar_on_a_terminal():
     screen = io.StringIO()
-    display = ProgressDisplay(
-        Console(file=screen, force_terminal=True, width=80, color_system=None), 20_000, 0
-    )
+    display = ProgressDisplay(Console(file=screen, force_terminal=True, width=80, color_system=None), 20_000, 0)
     display.show(dataclasses.replace(train_report(10_000), auc=0.75, samples_per_second=1e6))
     display.close()
     text = screen.getvalue()

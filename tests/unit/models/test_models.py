@@ -87,7 +87,5 @@ def test_same_seed_gives_the_same_dense_layers():
     for _ in range(2):
         torch.manual_seed(3)
         models.append(build_model(ModelConfig(), SchemaStub(), CPU))
-    for a, b in zip(
-        models[0].model.over_arch.parameters(), models[1].model.over_arch.parameters(), strict=True
-    ):
+    for a, b in zip(models[0].model.over_arch.parameters(), models[1].model.over_arch.parameters(), strict=True):
         assert torch.equal(a, b)

@@ -67,9 +67,7 @@ def test_nothing_to_check():
 
 
 def test_int32_ids():
-    kjt = KeyedJaggedTensor(
-        ["user", "ad"], torch.tensor([3, 10, 5], dtype=torch.int32), lengths=torch.tensor([2, 1])
-    )
+    kjt = KeyedJaggedTensor(["user", "ad"], torch.tensor([3, 10, 5], dtype=torch.int32), lengths=torch.tensor([2, 1]))
     with pytest.raises(IdOutOfRangeError, match="id 10 at position 1"):
         check_bounds(kjt, ROWS)
 
@@ -91,9 +89,7 @@ def test_a_batch_size_per_feature():
 )
 @settings(max_examples=60)
 def test_every_batch_is_judged_as_a_slow_check_would(user, item):
-    bad = [i for bag in user for i in bag if not 0 <= i < 10] or [
-        i for bag in item for i in bag if not 0 <= i < 100
-    ]
+    bad = [i for bag in user for i in bag if not 0 <= i < 10] or [i for bag in item for i in bag if not 0 <= i < 100]
     if not bad:
         check_bounds(features(user=user, item=item), ROWS)
         return

@@ -89,9 +89,7 @@ def test_training_is_bit_for_bit_fbgemm_s(optimizer, data_type, policy):
     own_states, their_states = pool.split_optimizer_states(), stock.split_optimizer_states()
     assert len(own_states) == len(their_states)
     for own_table, their_table in zip(own_states, their_states, strict=True):
-        assert [torch.equal(a, b) for a, b in zip(own_table, their_table, strict=True)] == [True] * len(
-            own_table
-        )
+        assert [torch.equal(a, b) for a, b in zip(own_table, their_table, strict=True)] == [True] * len(own_table)
     assert [set(a) for a in pool.get_optimizer_state()] == [set(b) for b in stock.get_optimizer_state()]
 
 
@@ -190,9 +188,6 @@ def test_a_table_without_rows_on_this_rank_beside_others():
     assert [s.rows for s in pool.stats()] == [0, 7]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="row-wise, fewer rows than ranks: HostStore.row_bytes and widest_view want a row"
-)
 def test_a_rank_without_any_row():
     pool = make_pool((0,), rank_weights=1)
     output = step(pool, torch.empty(0, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
@@ -200,7 +195,6 @@ def test_a_rank_without_any_row():
     assert pool.stats()[0].slots <= 1
 
 
-@pytest.mark.xfail(strict=True, reason="the budget is shared out by elements, of which this pool has none")
 def test_a_rank_without_any_row_and_a_byte_budget():
     make_pool((0,), CacheConfig(device_bytes=1000), rank_weights=1)
 
@@ -233,9 +227,6 @@ def test_evaluating_between_prefetch_and_forward():
     assert torch.equal(step(pool, *batch(0)), step(plain, *batch(0)))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="WRONG ROWS: only the number of ids is compared with the prefetched batch"
-)
 def test_another_batch_of_the_same_size_than_the_prefetched_one():
     """One id per feature: all batches have one size. The forward used and trained the prefetched rows."""
     pool, plain = make_pool(), make_pool()
@@ -247,9 +238,6 @@ def test_another_batch_of_the_same_size_than_the_prefetched_one():
     assert torch.equal(output, step(plain, *one_id(11, 5)))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="WRONG ROWS: a batch that was prefetched and never trained shifts all later ones"
-)
 def test_a_pipeline_that_stops_early_does_not_disturb_the_next_one():
     """A loop that prefetches one batch ahead and stops leaves one ticket: the next phase must not use it."""
     pool, plain = make_pool(), make_pool()
@@ -271,9 +259,7 @@ def test_a_pipeline_that_stops_early_does_not_disturb_the_next_one():
 def test_overflow_raise_names_rank_and_tables_and_training_goes_on():
     pool = make_pool(config=CacheConfig(ratio=0.1, overflow="raise"))
     ids = torch.arange(12)
-    with pytest.raises(
-        CacheOverflowError, match=r"rank 0, tables t0, t1: batch 1 needs 7 .*12 rows to fill, 5 slots"
-    ):
+    with pytest.raises(CacheOverflowError, match=r"rank 0, tables t0, t1: batch 1 needs 7 .*12 rows to fill, 5 slots"):
         pool(ids, torch.tensor([0, 12, 12]))
     plain = make_stock(make_pool(), "rowwise_adagrad")
     few = (torch.arange(5), torch.tensor([0, 5, 5]))

@@ -34,16 +34,12 @@ class Model(nn.Module):
     def __init__(self, sequence: bool = False, sequence_name: str = "s0") -> None:
         super().__init__()
         tables = [
-            EmbeddingBagConfig(
-                name=f"t{i}", embedding_dim=16, num_embeddings=1000 * (i + 1), feature_names=[f"f{i}"]
-            )
+            EmbeddingBagConfig(name=f"t{i}", embedding_dim=16, num_embeddings=1000 * (i + 1), feature_names=[f"f{i}"])
             for i in range(4)
         ]
         self.pooled = EmbeddingBagCollection(tables=tables, device=META)
         if sequence:
-            table = EmbeddingConfig(
-                name=sequence_name, embedding_dim=16, num_embeddings=500, feature_names=["g"]
-            )
+            table = EmbeddingConfig(name=sequence_name, embedding_dim=16, num_embeddings=500, feature_names=["g"])
             self.sequences = EmbeddingCollection(tables=[table], device=META)
 
 
@@ -85,9 +81,7 @@ def test_a_table_can_stay_on_the_device_and_be_replicated_only_when_asked(device
 
 
 @devices
-@pytest.mark.parametrize(
-    "kind", ["table_wise", "row_wise", "column_wise", "table_column_wise", "table_row_wise"]
-)
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise", "column_wise", "table_column_wise", "table_row_wise"])
 def test_every_sharding_type_can_be_asked_for(device, kind):
     given = {"sharding_types": [kind], "min_partition": 4}
     params = plan(device=device, world_size=4, local_world_size=2, t0=given, t3=given)
@@ -169,10 +163,6 @@ def test_an_unknown_table_is_named(device):
         plan(device=device, x={}, t9={}, t0={})
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="TorchRec's RuntimeError (or ValueError) comes through, not the promised ShardingError",
-)
 @devices
 @pytest.mark.parametrize(
     "given",
@@ -187,15 +177,11 @@ def test_constraints_that_no_plan_fits(device, given):
         plan(device=device, t0=given)
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="on CPU only [cached] alone is planned as fused")
 def test_a_choice_of_kernels_on_cpu():
     found = plan(t0={"compute_kernels": ["fused", CACHED_KERNEL]})
     assert found["t0"].compute_kernel in ("fused", CACHED_KERNEL)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="tables are known by name alone: one collection's kernel goes to the other's table"
-)
 def test_two_collections_with_a_table_of_the_same_name():
     sharders = [
         StockEmbeddingBagCollectionSharder(),

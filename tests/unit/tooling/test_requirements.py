@@ -43,9 +43,7 @@ def python(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def pins(project_dir: Path, python: str) -> dict[str, Requirement]:
-    text = "\n".join(
-        (project_dir / name).read_text() for name in ("requirements.txt", "requirements-dev.txt")
-    )
+    text = "\n".join((project_dir / name).read_text() for name in ("requirements.txt", "requirements-dev.txt"))
     return parse(text, python)
 
 
@@ -69,9 +67,7 @@ def test_the_pins_satisfy_the_metadata(
         assert requirement.specifier.contains(version(pins[name])), f"{requirement} and {pins[name]}"
 
 
-def test_torchrec_and_fbgemm_are_left_to_the_set_up(
-    pins: dict[str, Requirement], metadata: configparser.ConfigParser
-):
+def test_torchrec_and_fbgemm_are_left_to_the_set_up(pins: dict[str, Requirement], metadata: configparser.ConfigParser):
     """pip, given torchrec in a list, would pull in the newest CUDA build of FBGEMM."""
     required = parse(metadata["options"]["install_requires"], "3.12")
     for name in rules.PINS:

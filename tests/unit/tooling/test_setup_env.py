@@ -258,9 +258,7 @@ def test_an_index_out_of_reach_is_named(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_other_pip_failures_are_not_blamed_on_the_network():
-    wrong_platform = (
-        "ERROR: Could not find a version (from versions: 1.0)\nERROR: No matching distribution found"
-    )
+    wrong_platform = "ERROR: Could not find a version (from versions: 1.0)\nERROR: No matching distribution found"
     assert "not for this Python" in rules.explain_pip("install x", wrong_platform)
     assert "disk is full" in rules.explain_pip("install x", "OSError: [Errno 28] No space left on device")
     assert "its last lines" in rules.explain_pip("install x", "something else")

@@ -67,9 +67,7 @@ def test_reports_come_when_they_are_due(ranks, tmp_path):
     assert all(report.quality.samples == 100 for report in reports if isinstance(report, EvalReport))
 
 
-@pytest.mark.parametrize(
-    ("embedding", "dense"), [("rowwise_adagrad", "adam"), ("adagrad", "adagrad"), ("sgd", "sgd")]
-)
+@pytest.mark.parametrize(("embedding", "dense"), [("rowwise_adagrad", "adam"), ("adagrad", "adagrad"), ("sgd", "sgd")])
 @pytest.mark.parametrize("cached", [True, False])
 def test_a_resumed_run_is_the_same_run(ranks, tmp_path, embedding, dense, cached):
     config = make_config(
@@ -108,13 +106,9 @@ def _leave_out_embedding_optimizer(checkpoint: Path, tensors: dict[str, Any]) ->
 
 def test_other_tables_are_refused_by_name(ranks, tmp_path):
     run(make_config(), ranks, tmp_path)
-    other = make_config(
-        data=DataConfig(synthetic=SyntheticConfig(num_samples=1000, scale=0.001), num_workers=0)
-    )
+    other = make_config(data=DataConfig(synthetic=SyntheticConfig(num_samples=1000, scale=0.001), num_workers=0))
     trainer = Trainer(other, ranks, None)
-    with pytest.raises(
-        CheckpointError, match=r"feature '\w+' has \d+ rows x 4 in it, \d+ rows x 4 in this run"
-    ):
+    with pytest.raises(CheckpointError, match=r"feature '\w+' has \d+ rows x 4 in it, \d+ rows x 4 in this run"):
         trainer.resume(complete_checkpoints(tmp_path)[0])
 
 
@@ -124,9 +118,7 @@ def test_max_steps_ends_a_run_within_an_epoch(ranks):
 
 
 def test_nothing_held_out_is_nothing_evaluated(ranks):
-    data = DataConfig(
-        synthetic=SyntheticConfig(num_samples=300, scale=0.0001), eval_fraction=0.0, num_workers=0
-    )
+    data = DataConfig(synthetic=SyntheticConfig(num_samples=300, scale=0.0001), eval_fraction=0.0, num_workers=0)
     reports = run(make_config(data=data, train=TrainConfig(batch_size=100, log_every=10)), ranks, None)
     assert [type(report) for report in reports] == [TrainReport]
 
