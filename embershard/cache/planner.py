@@ -55,9 +55,10 @@ class VictimQueue:
     the next refill's work. The ranking is by score, then longest unused.
     """
 
-    def __init__(self, slot_map: SlotMap, scores: SlotScores) -> None:
+    def __init__(self, slot_map: SlotMap, scores: SlotScores, num_home_slots: int = 0) -> None:
         self._map = slot_map
         self._scores = scores
+        self._num_home_slots = num_home_slots
         self.clear()
 
     def clear(self) -> None:
@@ -99,6 +100,7 @@ class VictimQueue:
         else:  # the bits of a non-negative float32 order like the number itself
             rank = (scores[1 : num_used + 1].view(torch.int32).long() << 32).bitwise_or_(batches)
         rank.masked_fill_(batches >= oldest_pinned, _NEVER)
+        rank[: self._num_home_slots] = _NEVER
         order = _lowest(rank, least, max(least, num_used // _QUEUE_SHARE))
         self._slots, self._stamps, self._cursor = order + 1, stamps.index_select(0, order), 0
 
@@ -121,13 +123,15 @@ def _lowest(rank: Tensor, least: int, about: int) -> Tensor:
 
 
 class CachePlanner:
-    """Plans batches against one slot map. The map is updated at once; the rows follow when the plan is
-    executed."""
+    """Plans batches against one slot map. The map is updated at once; the rows follow when the plan is executed.
 
-    def __init__(self, slot_map: SlotMap, scores: SlotScores) -> None:
+    The first ``num_home_slots`` slots are never given away.
+    """
+
+    def __init__(self, slot_map: SlotMap, scores: SlotScores, num_home_slots: int = 0) -> None:
         self.map = slot_map
         self.scores = scores
-        self.queue = VictimQueue(slot_map, scores)
+        self.queue = VictimQueue(slot_map, scores, num_home_slots)
         self.clean_through = 0  # rows last used by this batch or before have been written back
 
     def look(self, keys: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:

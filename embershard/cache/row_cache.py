@@ -55,6 +55,7 @@ class RowCache:
         scores: the policy.
         overflow: ``"grow"`` or ``"raise"``.
         warmup: fill the pool with the rows of highest score before the first batch.
+        home_keys: int64 [K], rows that are resident for ever, in slots 1 to K in this order.
         owner: whose pool it is ("rank 3"), for messages.
     """
 
@@ -69,6 +70,7 @@ class RowCache:
         device: torch.device,
         overflow: str = "grow",
         warmup: bool = False,
+        home_keys: Tensor | None = None,
         owner: str = "",
     ) -> None:
         self.tables = list(tables)
@@ -76,7 +78,9 @@ class RowCache:
         self.name = f"{owner + ', ' if owner else ''}tables {names}"
         self.host = host
         self.device = device
-        self.planner = CachePlanner(SlotMap(host.num_rows, num_slots, device), scores)
+        self._home_keys = torch.empty(0, dtype=torch.int64) if home_keys is None else home_keys
+        slot_map = SlotMap(host.num_rows, num_slots, device)
+        self.planner = CachePlanner(slot_map, scores, num_home_slots=self._home_keys.numel())
         self.counters = CacheCounters(host.row_offsets, table_of_feature, device)
         self._device_payload = device_payload
         self._overflow = overflow
@@ -179,14 +183,19 @@ class RowCache:
         self.transfer = PlainTransfer(self._payload, self.host.payload)
 
     def _warm_up(self) -> None:
+        """Before the first batch, and again when all rows were dropped: first the rows that stay, then the best."""
+        if self._home_keys.numel() and not self.planner.map.num_used:
+            self._preload(self._home_keys.to(self.device))
         if not self._warmup:
             return
         self._warmup = False
         row_scores = self.planner.scores.of_rows()
         assert row_scores is not None, "warm-up without a profile"
-        count = min(self.planner.map.num_free, row_scores.numel())
-        best = torch.topk(row_scores, count)
-        keys = best.indices[best.values > 0].sort().values.to(self.device)
+        wanted = row_scores.index_fill(0, self._home_keys, 0.0)  # those are there already
+        best = torch.topk(wanted, min(self.planner.map.num_free, wanted.numel()))
+        self._preload(best.indices[best.values > 0].sort().values.to(self.device))
+
+    def _preload(self, keys: Tensor) -> None:
         self.transfer.fill(keys, self.planner.occupy(keys))
         self.counters.add_rows(Counter.PRELOADS, keys)
 

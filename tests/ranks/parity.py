@@ -65,18 +65,19 @@ class Case:
     host_dir: str | None = None
     overflow: str = "raise"
     evaluate_every: int = 0
+    rows: tuple[int, ...] = ROWS
 
     @property
     def features(self) -> list[str]:
         """One per table, and with ``shared`` a second one for table 0."""
-        return [f"f{t}" for t in range(len(ROWS))] + (["f0b"] if self.shared else [])
+        return [f"f{t}" for t in range(len(self.rows))] + (["f0b"] if self.shared else [])
 
 
 def batches(
     case: Case, rank: int, steps: int | None = None, seed: int = 0
 ) -> Iterator[tuple[KeyedJaggedTensor, Tensor]]:
     """Ragged multi-hot bags with empty ones among them, skewed over scattered rows; labels."""
-    rows = [ROWS[int(name[1])] for name in case.features]
+    rows = [case.rows[int(name[1])] for name in case.features]
     for step in range(steps or case.steps):
         generator = torch.Generator().manual_seed(100_000 * seed + 1000 * step + rank)
         lengths = torch.randint(0, 6, (len(rows) * case.batch_size,), generator=generator)
@@ -104,7 +105,7 @@ class _Model(nn.Module):
                 "feature_names": [name for name in case.features if name[1] == str(t)],
                 "data_type": DataType.FP16 if t in case.fp16 else DataType.FP32,
             }
-            for t, rows in enumerate(ROWS)
+            for t, rows in enumerate(case.rows)
         ]
         meta = torch.device("meta")
         if case.sequence:
@@ -171,7 +172,7 @@ def build(case: Case, cached: bool) -> DistributedModelParallel:
 
 
 def _constraints(case: Case, cached: bool) -> dict[str, ParameterConstraints]:
-    types = (case.sharding,) * len(ROWS) if isinstance(case.sharding, str) else case.sharding
+    types = (case.sharding,) * len(case.rows) if isinstance(case.sharding, str) else case.sharding
     constraints = {}
     for t, sharding_type in enumerate(types):
         stock = not cached or (case.cached is not None and t not in case.cached)
@@ -189,7 +190,7 @@ def make_profile(case: Case) -> FrequencyProfile:
     for rank in range(dist.get_world_size()):
         for features, _ in batches(case, rank):
             counted += [{tables[name]: jagged.values()} for name, jagged in features.to_dict().items()]
-    return FrequencyProfile.count(counted, {f"t{t}": rows for t, rows in enumerate(ROWS)})
+    return FrequencyProfile.count(counted, {f"t{t}": rows for t, rows in enumerate(case.rows)})
 
 
 def train(model: DistributedModelParallel, case: Case, steps: int | None = None, seed: int = 0) -> list[float]:

@@ -59,6 +59,10 @@ VARIANTS = {
     "fp16_sgd_row_wise": Case(fp16=(0, 1, 2, 3), optimizer="sgd", sharding="row_wise"),
     "different_dims": Case(dims=(16, 8, 16, 32), ratio=0.3),
     "different_dims_column_wise": Case(dims=(16, 8, 16, 32), sharding="column_wise", ratio=0.3),
+    "tables_that_stay": Case(rows=(1000, 30, 2000, 9), ratio=0.22, sharding="row_wise"),
+    "tables_that_stay_adagrad": Case(rows=(20, 900, 12, 2000), ratio=0.27, optimizer="adagrad"),
+    "tables_that_stay_weighted": Case(rows=(20, 900, 12, 2000), ratio=0.27, evaluate_every=4, weighted=True),
+    "tables_that_stay_sequence": Case(rows=(30, 1500, 12, 2000), ratio=0.2, sequence=True, sharding="row_wise"),
     "long_run": Case(steps=120, sharding="row_wise"),
     "evaluation_in_between": Case(evaluate_every=3),
     "evaluation_in_between_row_wise": Case(evaluate_every=3, sharding="row_wise", optimizer="adagrad"),
@@ -111,3 +115,16 @@ def test_the_comparison_fails_when(two_ranks: RankPool, fault: str) -> None:
     outcomes = two_ranks.run(faults.compare_with_fault, case, fault)
     assert any(outcome["lfu"].different for outcome in outcomes), f"{fault} went unnoticed"
     assert sum(s.evictions for o in outcomes for s in o["lfu"].stats) >= 1000
+
+
+def test_small_tables_stay_on_the_device(two_ranks: RankPool) -> None:
+    """The smallest tables never miss after they came in, whatever the others do."""
+    case = VARIANTS["tables_that_stay"]
+    for outcome in two_ranks.run(compare, case, POLICIES):
+        for policy in POLICIES:
+            by_table = {stats.table: stats for stats in outcome[policy].stats}
+            for small in (by_table["t1"], by_table["t3"]):
+                assert small.evictions == small.critical_path_fills == 0
+                assert small.hits_unique == small.unique_ids > 0
+                assert small.slots >= small.fills == small.rows
+            assert by_table["t2"].evictions > 300

@@ -22,6 +22,9 @@ from embershard.errors import CacheError
 from embershard.sharding.torchrec.slots import SlotTable
 from embershard.sharding.torchrec.spec import CacheSpec, take_spec
 
+_MOST_HOME_ROWS = 65_535  # two bytes: with more, FBGEMM's sort gains nothing
+_HOME_SHARE = 10
+
 
 class CachedTableBatchedEmbeddings(nn.Module):
     """All cached tables of one TorchRec group (same dim, dtype, optimizer, pooling) on one rank: one pool.
@@ -57,13 +60,17 @@ class CachedTableBatchedEmbeddings(nn.Module):
             spec.config.host_dir,
         )
         self.cache = self._make_cache(spec, config)
-        self._first_keys = [self.host.row_offsets[table] for table in self._table_of_feature]
-        self._first_key_of_feature = torch.tensor(self._first_keys, dtype=torch.int64, device=self._device)
+        first_keys = [self.host.row_offsets[table] for table in self._table_of_feature]
+        self._first_key_of_feature = torch.tensor(first_keys, dtype=torch.int64, device=self._device)
         self._prefetched: deque[tuple[Ticket, Tensor]] = deque()  # with the ids that they are for
 
     def _make_cache(self, spec: CacheSpec, config: GroupedEmbeddingConfig) -> RowCache:
         tables, num_rows = config.embedding_tables, self.host.num_rows
         num_slots = spec.num_slots(tables, self.host.row_bytes)
+        home_of_table = _home_tables(self._rows, num_slots)
+        self._home_of_feature = self.slots.set_home_slots(home_of_table)
+        self._has_home_tables = bool(home_of_table)
+        home_keys = [torch.arange(rows) + self.host.row_offsets[t] for t, (_, rows) in home_of_table.items()]
         counts = None
         if spec.profile is not None:
             offsets = [table.local_metadata.shard_offsets[0] if table.local_metadata else 0 for table in tables]
@@ -84,6 +91,7 @@ class CachedTableBatchedEmbeddings(nn.Module):
             device=self._device,
             overflow=spec.config.overflow,
             warmup=spec.warmup,
+            home_keys=torch.cat(home_keys) if home_keys else None,
             owner=f"rank {spec.rank}",
         )
 
@@ -98,8 +106,8 @@ class CachedTableBatchedEmbeddings(nn.Module):
         batch_size_per_feature_per_rank: list[list[int]] | None = None,
     ) -> None:
         """Make a batch resident before its forward; forwards then come in the same order. TorchRec's hook."""
-        keys, lengths = self._keys(indices, offsets, batch_size_per_feature_per_rank)
-        self._prefetched.append((self.cache.prepare(keys, lengths, critical_path=False), indices))
+        ticket = self._prepare(indices, offsets, batch_size_per_feature_per_rank, critical_path=False)
+        self._prefetched.append((ticket, indices))
 
     def forward(
         self,
@@ -133,8 +141,7 @@ class CachedTableBatchedEmbeddings(nn.Module):
 
     def _next_ticket(self, indices: Tensor, offsets: Tensor, batch_sizes: list[list[int]] | None) -> Ticket:
         if not self._prefetched:
-            keys, lengths = self._keys(indices, offsets, batch_sizes)
-            return self.cache.prepare(keys, lengths)
+            return self._prepare(indices, offsets, batch_sizes, critical_path=True)
         ticket, expected = self._prefetched.popleft()
         if not _same(indices, expected):
             self._prefetched.clear()
@@ -145,6 +152,15 @@ class CachedTableBatchedEmbeddings(nn.Module):
             )
         return ticket
 
+    def _prepare(
+        self, indices: Tensor, offsets: Tensor, batch_sizes: list[list[int]] | None, critical_path: bool
+    ) -> Ticket:
+        keys, lengths = self._keys(indices, offsets, batch_sizes)
+        ticket = self.cache.prepare(keys, lengths, critical_path)
+        if self._has_home_tables:
+            ticket.slots = _add_per_feature(ticket.slots, -self._home_of_feature, lengths)
+        return ticket
+
     def _keys(self, indices: Tensor, offsets: Tensor, batch_sizes: list[list[int]] | None) -> tuple[Tensor, Tensor]:
         """Keys int64 [N] of the batch's ids, and ids per feature int64 [F]."""
         num_features = len(self._table_of_feature)
@@ -153,18 +169,8 @@ class CachedTableBatchedEmbeddings(nn.Module):
         else:
             sizes = torch.tensor([0] + [sum(per_rank) for per_rank in batch_sizes], device=offsets.device)
             bounds = offsets[sizes.cumsum(0)]
-        lengths = bounds.diff() if bounds.numel() > 1 else offsets.new_zeros(num_features)
-        lengths = lengths.long()
-        if not indices.is_cpu:
-            first = torch.repeat_interleave(self._first_key_of_feature, lengths, output_size=indices.numel())
-            return first.add_(indices), lengths
-        if int(lengths.max()) * num_features == indices.numel():  # as many ids of every feature
-            return (indices.view(num_features, -1) + self._first_key_of_feature[:, None]).view(-1), lengths
-        keys = torch.empty(indices.shape, dtype=torch.int64)  # a pass per feature, without a first key per id
-        ends = bounds.tolist()
-        for first_key, start, end in zip(self._first_keys, ends, ends[1:], strict=False):
-            torch.add(indices[start:end], first_key, out=keys[start:end])
-        return keys, lengths
+        lengths = (bounds.diff() if bounds.numel() > 1 else offsets.new_zeros(num_features)).long()
+        return _add_per_feature(indices, self._first_key_of_feature, lengths), lengths
 
     # -- what TorchRec reads
     # --------------------------------------------------------------------------------------
@@ -241,6 +247,34 @@ class CachedTableBatchedEmbeddings(nn.Module):
     def stats(self) -> list[TableStats]:
         """What the cache did, per table."""
         return self.cache.stats()
+
+
+def _home_tables(rows: list[int], num_slots: int) -> dict[int, tuple[int, int]]:
+    """Tables so small that all their rows stay on the device: number of the table -> first slot and rows.
+
+    The smallest ones, as long as they take no more than a tenth of the slots together. Nearly all of their rows are
+    hot anyway; in consecutive slots FBGEMM sorts their ids in fewer passes (docs/decisions/0008).
+    """
+    homes: dict[int, tuple[int, int]] = {}
+    first = 1
+    for table in sorted(range(len(rows)), key=lambda table: rows[table]):
+        if 0 < rows[table] <= _MOST_HOME_ROWS and (first - 1 + rows[table]) * _HOME_SHARE <= num_slots:
+            homes[table] = (first, rows[table])
+            first += rows[table]
+    return homes
+
+
+def _add_per_feature(ids: Tensor, addends: Tensor, lengths: Tensor) -> Tensor:
+    """``ids`` [N] plus the addend int64 [F] of each one's feature, whose ids ``lengths`` int64 [F] tell: int64 [N]."""
+    if not ids.is_cpu:
+        return torch.repeat_interleave(addends, lengths, output_size=ids.numel()).add_(ids)
+    if int(lengths.max()) * lengths.numel() == ids.numel():  # as many ids of every feature
+        return (ids.view(lengths.numel(), -1) + addends[:, None]).view(-1)
+    sums = torch.empty(ids.shape, dtype=torch.int64)  # a pass per feature, without an addend per id
+    ends = lengths.cumsum(0).tolist()
+    for addend, start, end in zip(addends.tolist(), [0, *ends], ends, strict=False):
+        torch.add(ids[start:end], addend, out=sums[start:end])
+    return sums
 
 
 def _same(ids: Tensor, others: Tensor) -> bool:

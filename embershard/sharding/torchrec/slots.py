@@ -4,7 +4,8 @@ backward and optimizer work on them unchanged. It is given slot numbers where it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ _FBGEMM_CACHE_ARGUMENTS = frozenset(
         "uvm_host_mapped",
     }
 )
+# What FBGEMM may keep per row, by its names.
+_PER_ROW_TENSORS = ("weights", "momentum1", "momentum2", "prev_iter", "row_counter")
 # FBGEMM returns from these optimizers' forward before it counts the iteration.
 _UNCOUNTED_OPTIMIZERS = (EmbOptimType.EXACT_SGD, EmbOptimType.LARS_SGD, EmbOptimType.EXACT_ADAGRAD)
 
@@ -51,6 +54,8 @@ class SlotTable(nn.Module):
         device: of the slots.
         pooling_mode, weights_precision: as FBGEMM takes them.
         fused_params: further FBGEMM arguments, the optimizer and its settings among them.
+
+    :meth:`set_home_slots` tells it which logical tables are resident for ever, and where.
     """
 
     def __init__(
@@ -74,12 +79,22 @@ class SlotTable(nn.Module):
             bounds_check_mode=BoundsCheckMode.NONE,  # ids are checked before they become slots
             device=device,
         )
-        self.tbe = self._build(num_slots=1, **self._tbe_arguments)
+        self._home_of_feature: list[tuple[int, int]] = [(0, 0)] * len(self._table_of_feature)
+        self.tbe = self._build_slots(num_slots=1)
         self._reader: SplitTableBatchedEmbeddingBagsCodegen | None = None
+
+    def set_home_slots(self, home_of_table: Mapping[int, tuple[int, int]]) -> Tensor:
+        """Logical table -> its first slot and its rows, for tables whose rows stay in consecutive slots.
+
+        Their ids are given to :meth:`forward` relative to the first slot. Returns that slot per feature, int64 [F];
+        0 where ids are slot numbers.
+        """
+        self._home_of_feature = [home_of_table.get(table, (0, 0)) for table in self._table_of_feature]
+        return torch.tensor([first for first, _ in self._home_of_feature], device=self._device)
 
     def resize(self, num_slots: int) -> list[Tensor]:
         """Hold ``num_slots`` slots, keep the contents of the present ones; returns :attr:`payload`."""
-        old, self.tbe = self.tbe, self._build(num_slots, **self._tbe_arguments)
+        old, self.tbe = self.tbe, self._build_slots(num_slots)
         for new_rows, old_rows in zip(_payload(self.tbe), _payload(old), strict=True):
             new_rows.data[: old_rows.shape[0]] = old_rows.data
         self.tbe.set_learning_rate(old.get_learning_rate())
@@ -135,15 +150,36 @@ class SlotTable(nn.Module):
         location = EmbeddingLocation.DEVICE if on_cuda else EmbeddingLocation.HOST
         compute = ComputeDevice.CUDA if on_cuda else ComputeDevice.CPU
         tbe = SplitTableBatchedEmbeddingBagsCodegen([(num_slots + 1, self.dim, location, compute)], **arguments)
-        if not on_cuda:
-            # FBGEMM's CPU backward sorts the ids table by table, and takes features with the same offset here
-            # for one table. A slot belongs to one logical table at a time, so telling it the logical tables
-            # changes no result; sorting 26 short lists is faster than one long one (docs/LOG.md).
-            ranges = [table * (num_slots + 1) for table in self._table_of_feature]
-            ranges.append((self._table_of_feature[-1] + 1) * (num_slots + 1))
-            tbe.hash_size_cumsum.copy_(torch.tensor(ranges))
+        return tbe
+
+    def _build_slots(self, num_slots: int) -> SplitTableBatchedEmbeddingBagsCodegen:
+        tbe = self._build(num_slots, **self._tbe_arguments)
+        self._place_home_slots(tbe)
+        if self._device.type != "cuda":
+            self._name_logical_tables(tbe, num_slots)
             tbe.weights_host.data = memory.zeros(tbe.weights_host.numel(), tbe.weights_host.dtype)
         return tbe
+
+    def _place_home_slots(self, tbe: SplitTableBatchedEmbeddingBagsCodegen) -> None:
+        """Let each feature's row 0 be its table's first home slot, in the weights and in every optimizer state."""
+        first = torch.tensor([first for first, _ in self._home_of_feature])
+        place = "dev" if self._device.type == "cuda" else "host"
+        num_rows = tbe.embedding_specs[0][0]
+        for kind in _PER_ROW_TENSORS:
+            rows = getattr(tbe, f"{kind}_{place}", None)
+            if rows is not None and rows.numel() >= num_rows:  # else a placeholder
+                getattr(tbe, f"{kind}_offsets").copy_(first * (rows.numel() // num_rows))
+
+    def _name_logical_tables(self, tbe: SplitTableBatchedEmbeddingBagsCodegen, num_slots: int) -> None:
+        """FBGEMM's CPU backward sorts the ids table by table, with as many passes as the table's ids have bytes, and
+        takes features with the same entry here for one table. A slot belongs to one logical table at a time, so
+        telling it the logical tables changes no result, and the sorts are shorter (docs/decisions/0004)."""
+        homes = zip(self._table_of_feature, self._home_of_feature, strict=True)
+        sizes = {table: rows or num_slots + 1 for table, (_, rows) in homes}
+        ends = itertools.accumulate(sizes.values())
+        starts = {table: end - size for (table, size), end in zip(sizes.items(), ends, strict=True)}
+        ranges = [starts[table] for table in self._table_of_feature]
+        tbe.hash_size_cumsum.copy_(torch.tensor([*ranges, sum(sizes.values())]))
 
 
 def _payload(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> list[Tensor]:
