@@ -11,13 +11,17 @@ import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ModuleSharder, ShardingEnv
 
-from . import CacheConfig, CachedEmbeddingBagCollectionSharder, FrequencyProfile, plan_sharding
-from .data import BatchStream, DataConfig, Schema, Source
-from .distributed import Ranks
-from .errors import ConfigError
-from .models import ModelConfig, build_model, table_name
-from .optimizers import EmbeddingOptimizerConfig
-from .sharding.torchrec import StockEmbeddingBagCollectionSharder
+from embershard.cache import CacheConfig, FrequencyProfile
+from embershard.data import BatchStream, DataConfig, Schema, Source
+from embershard.distributed import Ranks
+from embershard.errors import ConfigError
+from embershard.models import ModelConfig, build_model, table_name
+from embershard.optimizers import EmbeddingOptimizerConfig
+from embershard.sharding.torchrec import (
+    CachedEmbeddingBagCollectionSharder,
+    StockEmbeddingBagCollectionSharder,
+    plan_sharding,
+)
 
 #: Samples that are counted for a profile when a policy needs one and none is given.
 DEFAULT_PROFILE_SAMPLES = 200_000

@@ -9,7 +9,7 @@ import torch
 from torchmetrics.functional.classification import binary_auroc
 from torchrec.metrics.ne import compute_cross_entropy, compute_ne
 
-from .distributed import Ranks
+from embershard.distributed import Ranks
 
 #: Predictions are kept this far from 0 and 1 in the logarithms, as TorchRec's metrics do.
 ETA = 1e-12

@@ -20,7 +20,7 @@ from torchrec.optim import optimizers as fused
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from .errors import ConfigError
+from embershard.errors import ConfigError
 
 _FUSED: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from .metrics import Quality
+from embershard.metrics import Quality
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .assembly import CacheSettings
-from .data import DataConfig
-from .distributed import CheckpointConfig
-from .errors import ConfigError
-from .models import ModelConfig
-from .optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig, ScheduleConfig
+from embershard.assembly import CacheSettings
+from embershard.data import DataConfig
+from embershard.distributed import CheckpointConfig
+from embershard.errors import ConfigError
+from embershard.models import ModelConfig
+from embershard.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig, ScheduleConfig
 
 
 @dataclass(frozen=True)

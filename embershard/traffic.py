@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import cache_stats
-from .distributed import Ranks
+from embershard.distributed import Ranks
+from embershard.sharding.torchrec import cache_stats
 
 #: Totals that add up over tables and ranks.
 SUMMED = (

@@ -14,9 +14,9 @@ from torch import nn
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from .assembly import build_sharded_model, find_profile
-from .data import Batch, BatchStream, StreamState, open_source
-from .distributed import (
+from embershard.assembly import build_sharded_model, find_profile
+from embershard.data import Batch, BatchStream, StreamState, open_source
+from embershard.distributed import (
     Ranks,
     load_tensors,
     read_scalars,
@@ -25,13 +25,13 @@ from .distributed import (
     set_rng_state,
     without_empty,
 )
-from .errors import CheckpointError
-from .metrics import PredictionBuffer
-from .optimizers import set_learning_rate
-from .reports import EvalReport, Report, SaveReport, TrainReport
-from .run_config import RunConfig
-from .traffic import CacheTraffic
-from .watch import LossWatch
+from embershard.errors import CheckpointError
+from embershard.metrics import PredictionBuffer
+from embershard.optimizers import set_learning_rate
+from embershard.reports import EvalReport, Report, SaveReport, TrainReport
+from embershard.run_config import RunConfig
+from embershard.traffic import CacheTraffic
+from embershard.watch import LossWatch
 
 #: Newest samples per rank from which the AUC in the progress line is made.
 WINDOW_SAMPLES = 16_384

@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from .distributed import Ranks
-from .errors import EmbershardError
+from embershard.distributed import Ranks
+from embershard.errors import EmbershardError
 
 
 class NotFiniteError(EmbershardError, ArithmeticError):

@@ -1,6 +1,6 @@
 """Process group and checkpoints."""
 
-from .checkpoint import (
+from embershard.distributed.checkpoint import (
     CheckpointConfig,
     complete_checkpoints,
     load_tensors,
@@ -10,7 +10,7 @@ from .checkpoint import (
     set_rng_state,
     without_empty,
 )
-from .process_group import Ranks, process_group
+from embershard.distributed.process_group import Ranks, process_group
 
 __all__ = [
     "CheckpointConfig",

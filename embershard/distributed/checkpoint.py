@@ -29,8 +29,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
-from ..errors import CheckpointError, ConfigError
-from .process_group import Ranks
+from embershard.distributed.process_group import Ranks
+from embershard.errors import CheckpointError, ConfigError
 
 SCALARS = "scalars.json"
 _COMPLETE = re.compile(r"step_(\d+)")

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..errors import ConfigError, SetupError
+from embershard.errors import ConfigError, SetupError
 
 T = TypeVar("T")
 

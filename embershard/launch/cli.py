@@ -7,8 +7,8 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from .. import __version__
-from ..errors import EmbershardError
+from embershard import __version__
+from embershard.errors import EmbershardError
 
 _TRAIN_HELP = """Train a model on this machine: one process per GPU, or 2 on the CPU.
 
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0 well, 1 failed, 2 wrong usage or settings."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["doctor"]:
-        from .doctor import main as doctor
+        from embershard.launch.doctor import main as doctor
 
         return doctor(arguments[1:])
     if arguments[:1] == ["train"]:
@@ -42,11 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(argv: Sequence[str]) -> int:
     """``embershard train``: checks the settings, then starts the ranks."""
     # Imported here, because it loads torch and TorchRec, and the other commands must answer at once.
-    from ..run_config import RunConfig
-    from .config import load_config, to_toml
-    from .local import default_num_ranks, start_ranks
-    from .record import check_run_dir
-    from .train import default_run_dir
+    from embershard.launch.config import load_config, to_toml
+    from embershard.launch.local import default_num_ranks, start_ranks
+    from embershard.launch.record import check_run_dir
+    from embershard.launch.train import default_run_dir
+    from embershard.run_config import RunConfig
 
     arguments = _train_parser().parse_args(argv)
     run_dir = arguments.run_dir or default_run_dir(arguments.config)
@@ -78,7 +78,7 @@ def train(argv: Sequence[str]) -> int:
 
 
 def _train_parser() -> argparse.ArgumentParser:
-    from .train import add_run_arguments
+    from embershard.launch.train import add_run_arguments
 
     parser = argparse.ArgumentParser(
         prog="embershard train", description=_TRAIN_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -91,8 +91,8 @@ def _train_parser() -> argparse.ArgumentParser:
 
 
 def _settings_reference() -> str:
-    from ..run_config import RunConfig
-    from .config import describe
+    from embershard.launch.config import describe
+    from embershard.run_config import RunConfig
 
     blocks = []
     for setting in describe(RunConfig):

@@ -20,7 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from ..errors import ConfigError
+from embershard.errors import ConfigError
 
 if sys.version_info >= (3, 11):
     import tomllib

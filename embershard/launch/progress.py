@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ..reports import EvalReport, Report, SaveReport, TrainReport
+from embershard.reports import EvalReport, Report, SaveReport, TrainReport
 
 
 class ProgressDisplay:

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from .. import __version__
-from ..errors import ConfigError
-from ..reports import EvalReport, Report, SaveReport, TrainReport
-from ..run_config import RunConfig
-from .config import to_toml
+from embershard import __version__
+from embershard.errors import ConfigError
+from embershard.launch.config import to_toml
+from embershard.reports import EvalReport, Report, SaveReport, TrainReport
+from embershard.run_config import RunConfig
 
 METRICS = "metrics.jsonl"
 #: Steps at the start that do not count for the speed: caches fill, memory is allocated.

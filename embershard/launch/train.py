@@ -17,14 +17,14 @@ from typing import Any
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ..distributed import Ranks, complete_checkpoints, process_group
-from ..errors import EmbershardError
-from ..reports import EvalReport, Report, TrainReport
-from ..run_config import RunConfig
-from ..trainer import Trainer
-from .config import load_config
-from .progress import ProgressDisplay, closing_table
-from .record import RunRecord, check_run_dir, make_result
+from embershard.distributed import Ranks, complete_checkpoints, process_group
+from embershard.errors import EmbershardError
+from embershard.launch.config import load_config
+from embershard.launch.progress import ProgressDisplay, closing_table
+from embershard.launch.record import RunRecord, check_run_dir, make_result
+from embershard.reports import EvalReport, Report, TrainReport
+from embershard.run_config import RunConfig
+from embershard.trainer import Trainer
 
 CHECKPOINTS = "checkpoints"
 _NEXT = {

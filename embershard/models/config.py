@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..errors import ConfigError
+from embershard.errors import ConfigError
 
 #: FBGEMM stores rows as vectors of four numbers.
 DIM_MULTIPLE = 4

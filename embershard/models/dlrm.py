@@ -11,8 +11,8 @@ from torchrec.models.dlrm import DLRM, DLRM_DCN, DLRMTrain
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from ..errors import ConfigError
-from .config import ModelConfig
+from embershard.errors import ConfigError
+from embershard.models.config import ModelConfig
 
 #: Defaults of the cross network, kept here because they only exist for one architecture.
 DCN_NUM_LAYERS = 3
