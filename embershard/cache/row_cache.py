@@ -91,7 +91,6 @@ class RowCache:
         self._host_version = host.version
 
     # -- training
-    # -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def prepare(self, keys: Tensor, feature_lengths: Tensor, critical_path: bool = True) -> Ticket:
@@ -200,7 +199,6 @@ class RowCache:
         self.counters.add_rows(Counter.PRELOADS, keys)
 
     # -- the host tier
-    # ------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def read(self, keys: Tensor) -> Tensor:
@@ -259,7 +257,6 @@ class RowCache:
             )
 
     # -- what it did
-    # ----------------------------------------------------------------------------------------------
 
     @property
     def slot_bytes(self) -> int:

@@ -96,7 +96,6 @@ class CachedTableBatchedEmbeddings(nn.Module):
         )
 
     # -- the step
-    # -------------------------------------------------------------------------------------------------
 
     def prefetch(
         self,
@@ -173,7 +172,6 @@ class CachedTableBatchedEmbeddings(nn.Module):
         return _add_per_feature(indices, self._first_key_of_feature, lengths), lengths
 
     # -- what TorchRec reads
-    # --------------------------------------------------------------------------------------
 
     prefetch_pipeline = True
 

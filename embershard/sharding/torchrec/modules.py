@@ -41,7 +41,24 @@ def _flush_lookups(module: Any) -> None:
         lookup.flush()
 
 
-class CachedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
+class _CachedModule:
+    """What both sharded modules do around TorchRec's own."""
+
+    _rows_by_feature: dict[str, tuple[str, int]]
+
+    def input_dist(self, ctx: Any, features: Any) -> Any:
+        """Check the ids, then TorchRec's input all-to-all."""
+        check_bounds(as_keyed_jagged(features), self._rows_by_feature)
+        return super().input_dist(ctx, features)  # type: ignore[misc]
+
+    @staticmethod
+    def _pre_load_state_dict_hook(module: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Tables that the state dict leaves out keep what they learned."""
+        _flush_lookups(module)
+        super()._pre_load_state_dict_hook(module, state_dict, prefix, *args)  # type: ignore[misc]
+
+
+class CachedShardedEmbeddingBagCollection(_CachedModule, ShardedEmbeddingBagCollection):
     """A ``ShardedEmbeddingBagCollection`` whose cached tables live in host memory behind device caches."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -74,19 +91,8 @@ class CachedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry, **extra
         )
 
-    def input_dist(self, ctx: Any, features: Any) -> Any:
-        """Check the ids, then TorchRec's input all-to-all."""
-        check_bounds(as_keyed_jagged(features), self._rows_by_feature)
-        return super().input_dist(ctx, features)
 
-    @staticmethod
-    def _pre_load_state_dict_hook(self: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Tables that the state dict leaves out keep what they learned."""
-        _flush_lookups(self)
-        ShardedEmbeddingBagCollection._pre_load_state_dict_hook(self, state_dict, prefix, *args)
-
-
-class CachedShardedEmbeddingCollection(ShardedEmbeddingCollection):
+class CachedShardedEmbeddingCollection(_CachedModule, ShardedEmbeddingCollection):
     """A ``ShardedEmbeddingCollection`` whose cached tables live in host memory behind device caches."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -115,18 +121,10 @@ class CachedShardedEmbeddingCollection(ShardedEmbeddingCollection):
             sharding_infos=sharding_infos, env=env, device=device, qcomm_codecs_registry=qcomm_codecs_registry
         )
 
-    def input_dist(self, ctx: Any, features: Any) -> Any:
-        """Check the ids, then TorchRec's input all-to-all."""
-        check_bounds(as_keyed_jagged(features), self._rows_by_feature)
-        return super().input_dist(ctx, features)
-
-    @staticmethod
-    def _pre_load_state_dict_hook(self: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Tables that the state dict leaves out keep what they learned."""
-        _flush_lookups(self)
-        ShardedEmbeddingCollection._pre_load_state_dict_hook(self, state_dict, prefix, *args)
-
 
 def new_sharded_module(cls: type, module: Any, params: Any, env: Any, device: Any, **arguments: Any) -> Any:
-    """Construct ``cls`` with those arguments that this TorchRec version knows."""
-    return cls(module, params, env, device=device, **supported(cls.__mro__[1], **arguments))
+    """Construct ``cls``, one of the two above, with those arguments that this TorchRec version knows."""
+    stock = (
+        ShardedEmbeddingBagCollection if issubclass(cls, ShardedEmbeddingBagCollection) else ShardedEmbeddingCollection
+    )
+    return cls(module, params, env, device=device, **supported(stock, **arguments))
