@@ -104,7 +104,12 @@ class CachedTableBatchedEmbeddings(nn.Module):
         forward_stream: Any = None,
         batch_size_per_feature_per_rank: list[list[int]] | None = None,
     ) -> None:
-        """Make a batch resident before its forward; forwards then come in the same order. TorchRec's hook."""
+        """Make a batch resident before its forward; forwards then come in the same order. TorchRec's hook.
+
+        Without gradients it does nothing: evaluation leaves the cache as it is.
+        """
+        if not torch.is_grad_enabled():
+            return
         ticket = self._prepare(indices, offsets, batch_size_per_feature_per_rank, critical_path=False)
         self._prefetched.append((ticket, indices))
 
@@ -129,6 +134,8 @@ class CachedTableBatchedEmbeddings(nn.Module):
         arguments = dict(per_sample_weights=per_sample_weights, **variable_batch)
         batch_sizes = variable_batch.get("batch_size_per_feature_per_rank")
         if not torch.is_grad_enabled():
+            if self._prefetched and _same(indices, self._prefetched[0][1]):
+                self._prefetched.popleft()  # prefetched to be trained, but evaluated: its pins go
             keys, _ = self._keys(indices, offsets, batch_sizes)
             unique, inverse = keys.unique(return_inverse=True)
             return self.slots.read(self.cache.read(unique), inverse, offsets.long(), **arguments)

@@ -264,3 +264,26 @@ def test_overflow_raise_names_rank_and_tables_and_training_goes_on():
     plain = make_stock(make_pool(), "rowwise_adagrad")
     few = (torch.arange(5), torch.tensor([0, 5, 5]))
     assert torch.equal(step(pool, *few), step(plain, *few))
+
+
+# -- evaluation in a pipeline that prefetches ---------------------------------
+
+
+def test_prefetching_without_gradients_changes_nothing():
+    pool = make_pool()
+    with torch.no_grad():
+        pool.prefetch(*batch(0))
+        pool(*batch(0))
+    assert sum(s.fills for s in pool.stats()) == 0
+    step(pool, *batch(1))  # no ticket was left behind
+
+
+def test_a_prefetched_batch_that_is_only_evaluated_gives_its_pins_back():
+    pool, plain = make_pool(), make_pool()
+    evaluated = batch(0)
+    pool.prefetch(*evaluated)
+    pool.prefetch(*batch(1))
+    with torch.no_grad():
+        assert torch.equal(pool(*evaluated), plain(*evaluated))
+    assert torch.equal(step(pool, *batch(1)), step(plain, *batch(1)))
+    pool.reset_cache_states()  # refused while a batch is in flight
