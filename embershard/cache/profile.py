@@ -22,6 +22,7 @@ _DAMAGE = (
     ValueError,
     KeyError,
     TypeError,
+    AttributeError,
     EOFError,
     NotImplementedError,
     zipfile.BadZipFile,
