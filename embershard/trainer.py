@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from array import array
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +175,7 @@ class Trainer:
             "samples": self.samples,
             "stream": self.stream.state.to_dict(),
             "tables": self._tables(),
+            "settings": self._settings(),
             "world_size": self.ranks.world_size,
             "rng": self.ranks.all_gather_objects(rng_state(self.ranks.device)),
         }
@@ -195,6 +198,7 @@ class Trainer:
         """
         scalars = read_scalars(checkpoint)
         _check_tables(scalars["tables"], self._tables(), checkpoint)
+        _check_settings(scalars["settings"], self._settings(), checkpoint)
         self.dense_optimizer.init_state()  # its tensors must exist to be loaded into
         self.dense_optimizer.zero_grad()
         tensors = self._tensors()
@@ -225,6 +229,16 @@ class Trainer:
     def _tables(self) -> dict[str, list[int]]:
         dim = self.config.model.embedding_dim
         return {feature.name: [feature.num_rows, dim] for feature in self.source.schema.sparse}
+
+    def _settings(self) -> dict[str, Any]:
+        """What the tensors of a checkpoint were made with: another value would load into them silently."""
+        config = self.config
+        model = {f"model.{key}": value for key, value in asdict(config.model).items()}
+        kinds = {
+            "embedding_optimizer.kind": config.embedding_optimizer.kind,
+            "dense_optimizer.kind": config.dense_optimizer.kind,
+        }
+        return {**json.loads(json.dumps(model)), **kinds}
 
     def _open_stream(self, state: StreamState | None) -> BatchStream:
         """The training stream from `state`, or with None the held-out part."""
@@ -269,6 +283,13 @@ def _never_empty(batch: Batch) -> Batch:
         ),
         batch.labels.new_zeros(1),
     )
+
+
+def _check_settings(saved: dict[str, Any], needed: dict[str, Any], checkpoint: Path) -> None:
+    different = [key for key in sorted(saved.keys() | needed.keys()) if saved.get(key) != needed.get(key)]
+    if different:
+        changes = ", ".join(f"{key} was {saved.get(key)!r} and is {needed.get(key)!r} now" for key in different)
+        raise CheckpointError(f"{checkpoint} was written with other settings: {changes}. Resume with its own.")
 
 
 def _check_tables(saved: dict[str, list[int]], needed: dict[str, list[int]], checkpoint: Path) -> None:

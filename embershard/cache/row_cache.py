@@ -154,12 +154,11 @@ class RowCache:
 
     def _grow(self, shortage: int, miss_keys: Tensor, batch: int) -> None:
         slots = self.planner.map.num_slots
-        missing = miss_keys.numel()
-        needed = f"batch {batch} needs {shortage} more slots than there are: {missing} rows to fill, {slots} slots"
         pinned = len(self._in_flight)
+        needed = f"batch {batch} and {pinned} in flight need {slots + shortage} slots at once, there are {slots}"
         advice = "set a larger cache.ratio or cache.device_bytes, or a smaller batch"
         if self._overflow == "raise":
-            raise CacheOverflowError(f"{self.name}: {needed}, {pinned} earlier batches in flight; {advice}")
+            raise CacheOverflowError(f"{self.name}: {needed}; {advice}")
         if pinned:
             raise CacheOverflowError(
                 f"{self.name}: {needed}, and the cache cannot grow while {pinned} earlier batches wait for "
@@ -275,7 +274,8 @@ class RowCache:
         rows = self.host.rows_per_table
         slot_map = self.planner.map
         held = [row[Counter.FILLS] + row[Counter.PRELOADS] - row[Counter.EVICTIONS] for row in values]
-        slots = [own + free for own, free in zip(held, apportion(slot_map.num_free, rows), strict=True)]
+        absent = [all_rows - own for all_rows, own in zip(rows, held, strict=True)]
+        slots = [own + free for own, free in zip(held, apportion(slot_map.num_free, absent), strict=True)]
         map_bytes = apportion(slot_map.slot_of_key.numel() * 4, rows)
         slot_bytes = apportion(self.device_bytes - slot_map.slot_of_key.numel() * 4, slots)
         host_bytes = apportion(self.host.host_bytes + self.planner.scores.host_bytes, rows)

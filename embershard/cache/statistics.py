@@ -21,7 +21,7 @@ class TableStats:
     Hits are counted per distinct id of a batch (``hits_unique`` of ``unique_ids``) and per lookup
     (``hits_lookups`` of ``lookups``). ``fills`` brought a row to the device, ``critical_path_fills`` made a
     training step wait.
-    ``slots`` are those that the table's rows hold now, plus its share (by rows) of those still free; likewise
+    ``slots`` are those that the table's rows hold now, plus its share (by rows not held) of those still free; likewise
     ``device_bytes`` (slots, optimizer states, maps and scores) and ``seconds`` (planning and copies), so that
     the sum over tables is the rank's true total. An overflow growth counts for the table with the most
     misses.

@@ -136,7 +136,8 @@ def load_tensors(checkpoint: Path, tensors: dict[str, Any]) -> None:
             dcp.load(tensors, storage_reader=FileSystemReader(checkpoint))
     except (RuntimeError, ValueError, KeyError, OSError, dcp.CheckpointException) as error:
         raise CheckpointError(
-            f"{checkpoint} does not fit this run: {_first_line(error)}. Resume with the config it was written with."
+            f"{checkpoint} cannot be loaded: {_cause(error)}. It is damaged, or of another model: remove it and resume "
+            "from the one before, or resume with the config it was written with."
         ) from error
 
 
@@ -164,12 +165,13 @@ def set_rng_state(saved: Mapping[str, str], device: torch.device) -> None:
         torch.cuda.set_rng_state(states["cuda"], device)
 
 
-def _first_line(error: BaseException) -> str:
+def _cause(error: BaseException) -> str:
     causes = getattr(error, "failures", None) or {}
     for cause in causes.values():
         error = cause[0] if isinstance(cause, tuple) else cause
         break
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return "a file cannot be unpickled" if "weights_only" in text else text  # torch's advice there is dangerous
 
 
 def _write_synced(path: Path, text: str) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import os
 import platform
 import subprocess
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -20,6 +21,8 @@ from embershard.reports import EvalReport, Report, SaveReport, TrainReport
 from embershard.run_config import RunConfig
 
 METRICS = "metrics.jsonl"
+LOCK = ".lock"
+_held_locks: list[TextIO] = []  # open for as long as the process lives
 #: Steps at the start that do not count for the speed: caches fill, memory is allocated.
 WARMUP_STEPS = 10
 _PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy")
@@ -29,6 +32,25 @@ def check_run_dir(folder: Path, *, resume: bool) -> None:
     """Raises `ConfigError` when `folder` holds a run, and the new one does not resume it."""
     if not resume and (folder / METRICS).exists():
         raise ConfigError(f"{folder} holds a run already. Use another --run-dir, or --resume to continue it.")
+
+
+def lock_run_dir(folder: Path) -> None:
+    """Hold ``folder`` for this process, to its end: killing a launcher leaves its ranks running for a while.
+
+    Raises:
+        ConfigError: another process writes into the folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / LOCK).open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        raise ConfigError(
+            f"{folder} is in use by another run. Wait for it or stop it (its ranks may outlive a killed launcher), "
+            "or use another --run-dir."
+        ) from error
+    _held_locks.append(file)
 
 
 class RunRecord:

@@ -21,7 +21,7 @@ from embershard.distributed import Ranks, complete_checkpoints, process_group
 from embershard.errors import EmbershardError
 from embershard.launch.config import load_config
 from embershard.launch.progress import ProgressDisplay, closing_table
-from embershard.launch.record import RunRecord, check_run_dir, make_result
+from embershard.launch.record import RunRecord, check_run_dir, lock_run_dir, make_result
 from embershard.reports import EvalReport, Report, TrainReport
 from embershard.run_config import RunConfig
 from embershard.trainer import Trainer
@@ -89,9 +89,14 @@ def train_run(config: RunConfig, ranks: Ranks, run_dir: Path, *, resume: bool, s
     `same_run` is the command that started it, for the hint at the end.
     """
     ranks.from_first(lambda: check_run_dir(run_dir, resume=resume))
+    ranks.from_first(lambda: lock_run_dir(run_dir))
     console = Console(quiet=not ranks.is_first)
     trainer = Trainer(config, ranks, run_dir / CHECKPOINTS)
     resumed_at = _resume(trainer, run_dir, console) if resume else None
+    if resumed_at is not None and trainer.steps >= trainer.total_steps:
+        trainer.close()
+        console.print(f"{run_dir} is finished: step {trainer.steps} was its last. Nothing was changed.")
+        return {}
     _announce(trainer, console, run_dir)
     last_train, last_eval = None, None
     with _Outputs(trainer, config, run_dir, resumed_at, console) as outputs:

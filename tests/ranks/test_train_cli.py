@@ -130,6 +130,10 @@ def test_a_resumed_run_has_the_losses_of_the_uninterrupted_one(
     assert losses(run_dir) == losses(cached)
     assert result(run_dir)["auc"] == result(cached)["auc"]
     assert result(run_dir)["steps"] == 105
+    before = {path.name: path.read_bytes() for path in run_dir.iterdir() if path.is_file()}
+    again = run(project_dir, *EMBERSHARD, "train", *resumed, "--nproc", "2")
+    assert "is finished: step 105 was its last" in again.stdout
+    assert {path.name: path.read_bytes() for path in run_dir.iterdir() if path.is_file()} == before
 
 
 def test_empty_slices_low_precision_and_the_cross_network(project_dir: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,7 +75,9 @@ def plan_sharding(
         debug=False,
     )
     try:
-        plan = planner.plan(model, list(sharders))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # TorchRec's own advice about its storage estimate
+            plan = planner.plan(model, list(sharders))
     except (PlannerError, RuntimeError, ValueError) as error:  # some constraints fail inside the planner
         raise ShardingError(f"no sharding plan for {len(tables)} tables on {world_size} ranks: {error}") from error
     if on_cpu:  # TorchRec's CPU cost model has no bandwidth for cached tables: they were planned as fused

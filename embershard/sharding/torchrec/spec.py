@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 SPEC_KEY = "_embershard_cache"
 
+# A pool of three rows at a ratio of 3 % would have no slot, and overflow at once.
+LEAST_SLOTS = 16
+
 # Our tables carry TorchRec's label for cached tables: then its planner, state dicts, optimizer states and
 # prefetch hooks all apply. CUSTOMIZED_KERNEL would leave them out of the state dict.
 CACHED_KERNEL = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
@@ -79,6 +82,7 @@ class CacheSpec:
         rows = sum(table.local_rows for table in tables)
         if self.config.device_bytes is None:
             wanted = round(own + (self.config.slot_ratio or 0.0) * sum(t.local_rows for t in others))
+            wanted = max(wanted, LEAST_SLOTS)
         else:
             wanted = round(own) + (self._slots_in_budget(others, row_bytes) if others and rows else 0)
         return max(1, min(rows, wanted))

@@ -163,7 +163,7 @@ def test_tickets_do_not_keep_the_cache_alive_and_leave_nothing_behind():
 def test_raising_names_what_is_missing_and_leaves_the_cache_as_it_was():
     pool = Pool(num_slots=4, policy="lru")
     pool.step([1, 2, 3])
-    message = "tables t0, t1, t2: batch 2 needs 2 .*5 rows to fill, 4 slots.*larger cache.ratio"
+    message = "tables t0, t1, t2: batch 2 and 0 in flight need 6 slots at once, there are 4; .*larger cache.ratio"
     with pytest.raises(CacheOverflowError, match=message):
         pool.cache.prepare(torch.tensor([3, 4, 5, 6, 7, 8]), torch.tensor([6, 0, 0, 0]))
     pool.batch += 1
@@ -178,7 +178,7 @@ def test_growing_keeps_contents_and_warns_once():
     pool = Pool(num_slots=4, policy="lru", overflow="grow")
     pool.step([1, 2, 3, 4])
     ids, lengths = pool.split_by_feature([1, 2, 5, 6, 7, 20])
-    message = r"tables t0, t1, t2: batch 2 needs 2 .* grows to 6 slots \(0.0 MB more device memory\)"
+    message = r"need 6 slots at once, there are 4; the cache grows to 6 slots \(0.0 MB more device memory\)"
     with pytest.warns(CacheGrowthWarning, match=message) as caught:
         pool.cache.prepare(ids, lengths)
     assert len(caught) == 1

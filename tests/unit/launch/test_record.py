@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from rich.console import Console
 
 from embershard.errors import ConfigError
 from embershard.launch.progress import ProgressDisplay, closing_table, eval_line, train_line
-from embershard.launch.record import RunRecord, git_commit, make_result, versions
+from embershard.launch.record import RunRecord, git_commit, lock_run_dir, make_result, versions
 from embershard.metrics import Quality
 from embershard.reports import EvalReport, SaveReport, TrainReport
 from embershard.run_config import RunConfig, TrainConfig
@@ -140,3 +142,22 @@ def test_versions_and_commit():
     assert {"python", "torch", "torchrec"} <= set(versions())
     commit = git_commit()
     assert commit is None or len(commit) == 40
+
+
+def test_a_run_folder_takes_one_writer_at_a_time(tmp_path):
+    """Killing a launcher leaves its ranks running for a while: a second run must not write into their folder."""
+    code = """
+import pathlib, sys
+from embershard.launch.record import lock_run_dir
+lock_run_dir(pathlib.Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(ConfigError, match="is in use by another run"):
+            lock_run_dir(tmp_path)
+        holder.communicate("")
+    lock_run_dir(tmp_path)  # it ended, so the folder is free

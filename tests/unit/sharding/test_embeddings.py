@@ -98,7 +98,7 @@ def test_growing_in_the_middle_changes_no_result():
     stock = make_stock(pool, "rowwise_adagrad")
     grown = 0
     for seed in range(20):
-        ids, offsets = batch(seed, bags=1 + seed)
+        ids, offsets = batch(seed, bags=1 + 3 * seed)
         before = pool.cache.planner.map.num_slots
         if seed == 10:
             pool.set_learning_rate(0.05)
@@ -257,11 +257,12 @@ def test_a_pipeline_that_stops_early_does_not_disturb_the_next_one():
 
 
 def test_overflow_raise_names_rank_and_tables_and_training_goes_on():
-    pool = make_pool(config=CacheConfig(ratio=0.1, overflow="raise"))
-    ids = torch.arange(12)
-    with pytest.raises(CacheOverflowError, match=r"rank 0, tables t0, t1: batch 1 needs 7 .*12 rows to fill, 5 slots"):
-        pool(ids, torch.tensor([0, 12, 12]))
-    plain = make_stock(make_pool(), "rowwise_adagrad")
+    rows = (400, 7)
+    pool = make_pool(rows, CacheConfig(ratio=0.05, overflow="raise"))
+    message = r"rank 0, tables t0, t1: batch 1 and 0 in flight need 30 slots at once, there are 20"
+    with pytest.raises(CacheOverflowError, match=message):
+        pool(torch.arange(30), torch.tensor([0, 30, 30]))
+    plain = make_stock(make_pool(rows), "rowwise_adagrad", rows)
     few = (torch.arange(5), torch.tensor([0, 5, 5]))
     assert torch.equal(step(pool, *few), step(plain, *few))
 

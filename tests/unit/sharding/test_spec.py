@@ -13,7 +13,7 @@ from torchrec.modules.embedding_configs import DataType
 from embershard import CacheConfig, FrequencyProfile
 from embershard.cache.config import Policy
 from embershard.errors import ConfigError
-from embershard.sharding.torchrec.spec import CACHED_KERNEL, CacheSpec
+from embershard.sharding.torchrec.spec import CACHED_KERNEL, LEAST_SLOTS, CacheSpec
 from tests.unit.sharding.pools import OPTIMIZERS, make_pool, make_spec, make_table
 
 
@@ -27,15 +27,15 @@ def slots_of(rows: list[int], config: CacheConfig, load_factors: tuple[float | N
 @pytest.mark.parametrize(
     ("rows", "ratio", "slots"),
     [
-        ([100], 0.1, 10),
-        ([100, 50], 0.1, 15),
+        ([1000], 0.1, 100),
+        ([1000, 500], 0.1, 150),
         ([100], 1.0, 100),
-        ([100], 1e-6, 1),
-        ([3], 0.5, 2),
+        ([100], 1e-6, LEAST_SLOTS),
+        ([3], 0.5, 3),
         ([1], 0.05, 1),
     ],
 )
-def test_a_ratio_is_a_share_of_the_rows_and_one_slot_at_least(rows, ratio, slots):
+def test_a_ratio_is_a_share_of_the_rows_and_a_few_slots_at_least(rows, ratio, slots):
     assert slots_of(rows, CacheConfig(ratio=ratio)) == slots
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -140,3 +141,19 @@ def test_a_profile_is_counted_where_the_policy_needs_one(tmp_path):
     assert all(torch.equal(read.counts[name], counts) for name, counts in counted.counts.items())
     assert find_profile(CacheSettings(ratio=0.3, policy="lru"), data, source) is None
     assert find_profile(CacheSettings(ratio=0.3, policy="frequency", enabled=False), data, source) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model": {"table_dtype": "fp16"}}, "model.table_dtype was 'fp32' and is 'fp16' now"),
+        ({"dense_optimizer": {"kind": "sgd"}}, "dense_optimizer.kind was 'adam' and is 'sgd' now"),
+    ],
+)
+def test_a_checkpoint_of_other_settings_is_refused(ranks, tmp_path, changes, named):
+    """Such tensors would load silently: rounded weights, or an optimizer's state dropped."""
+    config = make_config(dense_optimizer=DenseOptimizerConfig(kind="adam"))
+    run(config, ranks, tmp_path)
+    other = {key: dataclasses.replace(getattr(config, key), **values) for key, values in changes.items()}
+    with pytest.raises(CheckpointError, match=named):
+        run(dataclasses.replace(config, **other), ranks, None, complete_checkpoints(tmp_path)[0])
