@@ -95,7 +95,7 @@ def train_run(config: RunConfig, ranks: Ranks, run_dir: Path, *, resume: bool, s
     resumed_at = _resume(trainer, run_dir, console) if resume else None
     if resumed_at is not None and trainer.steps >= trainer.total_steps:
         trainer.close()
-        console.print(f"{run_dir} is finished: step {trainer.steps} was its last. Nothing was changed.")
+        console.print(f"{run_dir} is finished: step {trainer.steps} was its last. Nothing was changed.", soft_wrap=True)
         return {}
     _announce(trainer, console, run_dir)
     last_train, last_eval = None, None
