@@ -15,7 +15,7 @@ def zeros(numel: int, dtype: torch.dtype) -> Tensor:
     """A zeroed tensor [numel] in host memory, on huge pages where the system has them.
 
     Random rows of a table of gigabytes miss the TLB at nearly every access with pages of 4 KiB; with 2 MiB,
-    row copies take about half the time (docs/LOG.md). Pages are taken as they are written.
+    row copies take less time (docs/decisions/0003-row-copies.md). Pages are taken as they are written.
     """
     num_bytes = numel * dtype.itemsize
     if num_bytes < _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -32,8 +32,8 @@ def widest_views(*tables: Tensor) -> list[Tensor]:
     """The same memory as ``tables``, each [any number of rows, ...] of one row shape and dtype, with as few and as
     wide elements per row as they all allow.
 
-    Indexed copies cost per element, not per byte: a row of 32 float32 moves several times as fast as 8 elements of
-    16 bytes. Only for moving bits: the numbers mean nothing in this type.
+    Indexed copies cost per element, not per byte: a row of 32 float32 moves faster as 8 elements of 16
+    bytes. Only for moving bits: the numbers mean nothing in this type.
     """
     row_numel = math.prod(tables[0].shape[1:])
     if row_numel == 1 or not all(table.is_contiguous() for table in tables):
