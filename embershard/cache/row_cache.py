@@ -194,7 +194,12 @@ class RowCache:
         self._preload(best.indices[best.values > 0].sort().values.to(self.device))
 
     def _preload(self, keys: Tensor) -> None:
-        self.transfer.fill(keys, self.planner.occupy(keys))
+        slots = self.planner.occupy(keys)
+        try:
+            self.transfer.fill(keys, slots)
+        except BaseException:  # nothing was trained yet, so the host has every row
+            self.planner.clear()
+            raise
         self.counters.add_rows(Counter.PRELOADS, keys)
 
     # -- the host tier

@@ -395,3 +395,19 @@ def test_an_id_out_of_range_changes_nothing():
     with pytest.raises((IndexError, RuntimeError)):
         pool.cache.prepare(torch.tensor([5, NUM_ROWS]), torch.tensor([2, 0, 0, 0]))
     assert pool.observed() == before
+
+
+def test_a_warm_up_that_fails_leaves_no_row_that_was_not_copied(monkeypatch):
+    pool = Pool(num_slots=8, policy="lfu", profile=list(range(NUM_ROWS)), warmup=True)
+    pool.host.weights.data += 1.0  # so that an empty slot would be seen
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool.cache.transfer, "fill", fail)
+        with pytest.raises(KeyboardInterrupt):
+            pool.cache.prepare(torch.tensor([1]), torch.tensor([1, 0, 0, 0]))
+    assert not pool.resident()
+    keys = torch.arange(pool.host.num_rows)
+    assert torch.equal(pool.cache.read(keys), pool.host.weights)
