@@ -2,16 +2,18 @@
 
     python -m benchmarks.step_overhead
 
-One process; full Criteo-Kaggle row counts (33.76M rows), 26 features, row-wise Adagrad; both models see the
-same batches, in turn, in the same run. Reported: the whole DLRM step, the embeddings alone (forward,
-backward, cache work, fills), and planning a batch all of whose rows are cached, per id.
+One process; full Criteo-Kaggle row counts (33.76M rows), 26 features, row-wise Adagrad. Three models see the same
+batches, in turn, in the same run: all rows resident; cached, where every step brings its own rows in; and cached
+under the look-ahead pipeline. Reported: the whole DLRM step, the embeddings alone (forward, backward, all cache work),
+and planning a batch all of whose rows are cached, per id.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -22,7 +24,13 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from benchmarks.common import interleaved, machine, median_ms, median_ratio, report, shard, single_process
-from embershard import CacheConfig, CachedEmbeddingBagCollectionSharder, FrequencyProfile, cache_stats
+from embershard import (
+    CacheConfig,
+    CachedEmbeddingBagCollectionSharder,
+    FrequencyProfile,
+    LookAheadPipeline,
+    cache_stats,
+)
 from embershard.data import Batch, BatchStream, DataConfig, SyntheticConfig, open_source
 from embershard.sharding.torchrec import StockEmbeddingBagCollectionSharder, cached_embeddings
 
@@ -34,7 +42,10 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ratio", type=float, default=0.015)
-    parser.add_argument("--policy", choices=["frequency", "lfu", "lru"], default="frequency")
+    parser.add_argument("--policy", choices=["frequency", "lfu", "lru"], default="frequency", help="without look-ahead")
+    parser.add_argument("--lookahead", type=int, default=64)
+    parser.add_argument("--prefetch", type=int, default=2)
+    parser.add_argument("--background", action="store_true", help="look-ahead copies rows in worker threads")
     parser.add_argument("--batch-size", type=int, default=4096)
     parser.add_argument("--dim", type=int, default=32)
     parser.add_argument("--scale", type=float, default=1.0, help="factor on all row counts")
@@ -54,55 +65,83 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
     profile = None
     if options.policy == "frequency":
         profile = count_profile(itertools.islice(stream, options.profile_batches), rows)
-    fused_params = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.02, "eps": 1e-8}
-    config = CacheConfig(ratio=options.ratio, policy=options.policy)
-    cached_sharder = CachedEmbeddingBagCollectionSharder(config, profile, dict(fused_params))
-    stock_sharder = StockEmbeddingBagCollectionSharder(fused_params=dict(fused_params))
     models = {
-        "cached": build(rows, options.dim, cached_sharder, device),
-        "resident": build(rows, options.dim, stock_sharder, device),
+        name: build(rows, options.dim, sharder, device) for name, sharder in make_sharders(options, profile).items()
     }
-    steps = {name: make_step(model) for name, model in models.items()}
-    embeddings = {name: make_embedding_step(model) for name, model in models.items()}
+    parts_batches = options.batches + 5
+    count = options.warmup_batches + 2 * parts_batches
+    batches = [batch.to(device) for batch in itertools.islice(stream, count + options.lookahead + 2)]
+    ahead = LookAhead(models["look_ahead"], batches, options, device)
+    steps = {name: _by_index(make_step(model), batches) for name, model in models.items()}
+    embeddings = {name: _by_index(make_embedding_step(model), batches) for name, model in models.items()}
+    steps["look_ahead"], embeddings["look_ahead"] = ahead.step, ahead.embedding_step
 
-    for batch in itertools.islice(stream, options.warmup_batches):
-        moved = batch.to(device)
+    for index in range(options.warmup_batches):
         for step in embeddings.values():
-            step(moved)
-    before = totals(models["cached"])
-    parts = {}
-    for name, variants in (("step", steps), ("embeddings", embeddings)):
-        batches = [batch.to(device) for batch in itertools.islice(stream, options.batches + 5)]
-        calls = {key: _by_index(call, batches) for key, call in variants.items()}
-        interleaved(calls, range(5), device)
-        seconds = interleaved(calls, range(5, len(batches)), device)
-        parts[name] = {
-            "cached_ms": median_ms(seconds["cached"]),
-            "resident_ms": median_ms(seconds["resident"]),
-            "cached_over_resident": median_ratio(seconds["cached"], seconds["resident"]),
-        }
-    after = totals(models["cached"])
-    work = {key: after[key] - before[key] for key in before}
+            step(index)
+    before = {name: totals(models[name]) for name in ("cached", "look_ahead")}
+    parts, start = {}, options.warmup_batches
+    for part, variants in (("whole_step", steps), ("embeddings_alone", embeddings)):
+        interleaved(variants, range(start, start + 5), device)
+        parts[part] = _ratios(interleaved(variants, range(start + 5, start + parts_batches), device))
+        start += parts_batches
+    after = {name: totals(models[name]) for name in before}
+    work = {name: {key: after[name][key] - before[name][key] for key in before[name]} for name in before}
     planning = plan_on_hits(models["cached"], stream, options, device)
-    num_batches = 2 * (options.batches + 5)
     stream.close()
     return {
         "benchmark": "step_overhead",
         "rows": sum(rows.values()),
         "settings": {k: v for k, v in vars(options).items() if k != "output"},
-        "whole_step": parts["step"],
-        "embeddings_alone": parts["embeddings"],
+        **parts,
         "planning_on_hits_ns_per_id": planning,
-        "per_batch": {
-            "lookups": work["lookups"] // num_batches,
-            "unique_ids": work["unique_ids"] // num_batches,
-            "fills": work["fills"] // num_batches,
-            "write_backs": work["write_backs"] // num_batches,
-        },
-        "hit_rate_lookups": round(work["hits_lookups"] / work["lookups"], 4),
-        "hit_rate_unique": round(work["hits_unique"] / work["unique_ids"], 4),
+        "per_batch": {name: {k: v // (2 * parts_batches) for k, v in done.items()} for name, done in work.items()},
+        "hit_rate_lookups": {name: round(w["hits_lookups"] / w["lookups"], 4) for name, w in work.items()},
+        "hit_rate_unique": {name: round(w["hits_unique"] / w["unique_ids"], 4) for name, w in work.items()},
+        "look_ahead": asdict(ahead.pipeline.stats()),
         "machine": machine(),
     }
+
+
+class LookAhead:
+    """The look-ahead pipeline behind the benchmark's calls by index. Calls must come in the batches' order."""
+
+    def __init__(
+        self, model: DistributedModelParallel, batches: list[Batch], options: argparse.Namespace, device: torch.device
+    ) -> None:
+        dense = [p for name, p in model.named_parameters() if "embedding_bags" not in name]
+        optimizer = torch.optim.SGD(dense, lr=0.01)
+        self.pipeline = LookAheadPipeline(model, optimizer, device, options.lookahead, options.prefetch)
+        self._batches: Iterator[Batch] = iter(batches)
+        self._train_embeddings = make_embedding_step(model)
+
+    def step(self, _: int) -> None:
+        """A whole training step."""
+        self.pipeline.progress(self._batches)
+
+    def embedding_step(self, _: int) -> None:
+        """Forward and backward of the embeddings alone, with all that looks ahead."""
+        with self.pipeline.step(self._batches) as batch:
+            self._train_embeddings(batch)
+
+
+def make_sharders(options: argparse.Namespace, profile: FrequencyProfile | None) -> dict[str, Any]:
+    """A sharder for each variant."""
+    fused_params = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.02, "eps": 1e-8}
+    cached = CacheConfig(ratio=options.ratio, policy=options.policy)
+    ahead = CacheConfig(ratio=options.ratio, policy="lookahead", background=options.background)
+    return {
+        "cached": CachedEmbeddingBagCollectionSharder(cached, profile, dict(fused_params)),
+        "look_ahead": CachedEmbeddingBagCollectionSharder(ahead, profile, dict(fused_params)),
+        "resident": StockEmbeddingBagCollectionSharder(fused_params=dict(fused_params)),
+    }
+
+
+def _ratios(seconds: dict[str, list[float]]) -> dict[str, float]:
+    found = {f"{name}_ms": median_ms(values) for name, values in seconds.items()}
+    for name in ("cached", "look_ahead"):
+        found[f"{name}_over_resident"] = median_ratio(seconds[name], seconds["resident"])
+    return found
 
 
 def make_stream(options: argparse.Namespace) -> BatchStream:
@@ -170,7 +209,7 @@ def make_embedding_step(model: DistributedModelParallel) -> Callable[[Batch], An
 def totals(model: DistributedModelParallel) -> dict[str, int]:
     """The cache's counters, summed over tables."""
     stats = cache_stats(model)
-    names = ("lookups", "unique_ids", "hits_unique", "hits_lookups", "fills", "write_backs")
+    names = ("lookups", "unique_ids", "hits_unique", "hits_lookups", "fills", "critical_path_fills", "write_backs")
     return {name: sum(getattr(table, name) for table in stats) for name in names}
 
 

@@ -14,6 +14,7 @@ from embershard.cache.profile import FrequencyProfile
 from embershard.cache.statistics import TableStats
 
 if TYPE_CHECKING:
+    from embershard.distributed import LookAheadPipeline
     from embershard.sharding.torchrec import (
         CachedEmbeddingBagCollectionSharder,
         CachedEmbeddingCollectionSharder,
@@ -29,6 +30,7 @@ __all__ = [
     "CachedEmbeddingBagCollectionSharder",
     "CachedEmbeddingCollectionSharder",
     "FrequencyProfile",
+    "LookAheadPipeline",
     "TableStats",
     "__version__",
     "cache_stats",
@@ -40,5 +42,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """TorchRec takes seconds to import: only once one of the names that need it is used."""
     if name in __all__:
-        return getattr(importlib.import_module("embershard.sharding.torchrec"), name)
+        home = "embershard.distributed" if name == "LookAheadPipeline" else "embershard.sharding.torchrec"
+        return getattr(importlib.import_module(home), name)
     raise AttributeError(f"module 'embershard' has no attribute {name!r}")

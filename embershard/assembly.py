@@ -41,8 +41,23 @@ class CacheSettings(CacheConfig):
     profile_samples: int | None = None
     """Samples to count for a profile; 200000 when one is needed. Not together with `profile`."""
 
+    lookahead: int = 64
+    """Batches whose ids are known ahead of the one in training; 0 looks at no batch before its step."""
+
+    prefetch: int = 2
+    """Batches whose rows are on the device ahead of the one in training; fewer where they do not fit."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.lookahead < 0 or self.prefetch < 1:
+            raise ConfigError(
+                f"cache.lookahead={self.lookahead}, cache.prefetch={self.prefetch}: needed 0 or more, and at least 1."
+            )
+        if 0 < self.lookahead < self.prefetch:
+            raise ConfigError(
+                f"cache.prefetch={self.prefetch} is more than cache.lookahead={self.lookahead}: rows can only be "
+                "brought in for batches that are known. Lower the one or raise the other."
+            )
         if self.profile is not None and self.profile_samples is not None:
             raise ConfigError("cache.profile and cache.profile_samples are both set; a profile is read or counted.")
         if self.profile_samples is not None and self.profile_samples < 1:
@@ -61,7 +76,7 @@ class CacheSettings(CacheConfig):
 
     @property
     def _uses_a_profile(self) -> bool:
-        return self.policy == "frequency" or self.warmup is True or (self.policy is None and self.warmup is None)
+        return self.policy in (None, "lookahead", "frequency") or self.warmup is True
 
     def cache_config(self) -> CacheConfig:
         """The part that the sharder takes."""

@@ -32,6 +32,7 @@ from embershard.metrics import PredictionBuffer
 from embershard.optimizers import set_learning_rate
 from embershard.reports import EvalReport, Report, SaveReport, TrainReport
 from embershard.run_config import RunConfig
+from embershard.steps import Steps
 from embershard.traffic import CacheTraffic
 from embershard.watch import LossWatch
 
@@ -65,6 +66,7 @@ class Trainer:
         self.dense_parameters = dict(in_backward_optimizer_filter(self.model.named_parameters()))
         self.dense_optimizer = config.dense_optimizer.build(self.dense_parameters)
         self.stream = self._open_stream(StreamState(seed=config.data.seed))
+        self._upcoming: Steps | None = None
         self.watch = LossWatch(ranks)
         self.window = PredictionBuffer(WINDOW_SAMPLES)
         self.traffic = CacheTraffic(self.model, ranks)
@@ -91,10 +93,12 @@ class Trainer:
 
         while self.steps < self.total_steps:
             started = time.perf_counter()
-            batch = next(self.stream, None)
-            if batch is None:  # a resumed run with another batch size has fewer steps left than planned
+            try:
+                upcoming = self.upcoming.next()
+            except StopIteration:  # a resumed run with another batch size has fewer steps left than planned
                 break
-            self.step(batch)
+            with upcoming as batch:
+                self.step(batch)
             self.step_seconds.append(time.perf_counter() - started)
             if every(config.train.log_every) or self.steps == self.total_steps:
                 yield self.report()
@@ -111,10 +115,17 @@ class Trainer:
         if self.checkpoints and config.checkpoint.at_end and saved != self.steps and len(self.step_seconds):
             yield self.save()
 
+    @property
+    def upcoming(self) -> Steps:
+        """The steps to come."""
+        if self._upcoming is None:
+            left = self.total_steps - self.steps
+            self._upcoming = Steps(self.stream, left, self.model, self.dense_optimizer, self.config.cache, self.ranks)
+        return self._upcoming
+
     def step(self, batch: Batch) -> None:
-        """One training step of all ranks. Nothing in it waits for a GPU."""
+        """One training step of all ranks, on the rank's batch on its device. Nothing in it waits for a GPU."""
         self._set_learning_rates()
-        batch = batch.to(self.ranks.device, non_blocking=True)
         self.dense_optimizer.zero_grad()
         with self._autocast():
             loss, (_, logits, labels) = self.model(batch)
@@ -135,7 +146,7 @@ class Trainer:
         hits = self.traffic.since_last()
         return TrainReport(
             step=self.steps,
-            epoch=self.stream.state.epoch,
+            epoch=self.upcoming.state.epoch,
             samples=self.samples,
             loss=self.watch.mean(),
             auc=self.window.quality(self.ranks).auc,
@@ -173,7 +184,7 @@ class Trainer:
             raise CheckpointError("This run has no folder for checkpoints; make the trainer with one.")
         scalars = {
             "samples": self.samples,
-            "stream": self.stream.state.to_dict(),
+            "stream": self.upcoming.state.to_dict(),
             "tables": self._tables(),
             "settings": self._settings(),
             "world_size": self.ranks.world_size,
@@ -211,6 +222,9 @@ class Trainer:
             self.model.fused_optimizer.set_optimizer_step(self.steps)
         self._reported_steps = self.steps
         self.stream.close()
+        if self._upcoming is not None:
+            self._upcoming.close()
+            self._upcoming = None
         self.stream = self._open_stream(StreamState.from_dict(scalars["stream"]))
         if scalars["world_size"] == self.ranks.world_size:
             set_rng_state(scalars["rng"][self.ranks.rank], self.ranks.device)
@@ -218,6 +232,8 @@ class Trainer:
     def close(self) -> None:
         """Ends the threads that parse ahead."""
         self.stream.close()
+        if self._upcoming is not None:
+            self._upcoming.close()
 
     def _tensors(self) -> dict[str, Any]:
         return {

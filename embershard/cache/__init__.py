@@ -1,6 +1,7 @@
 """The cache: pure machinery. It knows tensors, not TorchRec and not process groups."""
 
 from embershard.cache.config import CacheConfig
+from embershard.cache.forecast import Forecast, KnownBatch
 from embershard.cache.host_store import HostStore
 from embershard.cache.planner import CachePlan, CachePlanner
 from embershard.cache.profile import FrequencyProfile
@@ -14,8 +15,10 @@ __all__ = [
     "CacheGrowthWarning",
     "CachePlan",
     "CachePlanner",
+    "Forecast",
     "FrequencyProfile",
     "HostStore",
+    "KnownBatch",
     "RowCache",
     "SlotMap",
     "TableStats",

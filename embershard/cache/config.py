@@ -7,7 +7,7 @@ from typing import Literal
 
 from embershard.errors import ConfigError
 
-Policy = Literal["frequency", "lfu", "lru"]
+Policy = Literal["lookahead", "frequency", "lfu", "lru"]
 
 DEFAULT_RATIO = 0.05
 
@@ -29,9 +29,10 @@ class CacheConfig:
     module."""
 
     policy: Policy | None = None
-    """Which row leaves first: `frequency` (least frequent in the profile), `lfu` (least used so far, counted
-    per row; the count survives eviction), `lru` (longest unused). Default: `frequency` with a profile, else
-    `lfu`."""
+    """Which row leaves first. `lookahead`, the default: one that no known batch uses, the least frequent first; else
+    the one whose next use is furthest. Batches become known by a `LookAheadPipeline`; without one it is `frequency`
+    with a profile, else `lfu`. `frequency`: least frequent in the profile. `lfu`: least used so far, counted per row;
+    the count survives eviction. `lru`: longest unused."""
 
     warmup: bool | None = None
     """Fill the cache with the profile's most frequent rows before the first step. Default: when there is a
@@ -47,7 +48,11 @@ class CacheConfig:
     """When one batch needs more rows than there are slots: enlarge the cache with a warning, or raise."""
 
     decay: float | None = None
-    """`lfu` only: factor in (0, 1) by which old uses count less with every batch. Default: no decay."""
+    """`lfu`, and `lookahead` where it counts as `lfu` does: factor in (0, 1) by which old uses count less with every
+    batch. Default: no decay."""
+
+    background: bool = False
+    """Copy rows in worker threads, beside the training. It pays where cores are idle while a step runs."""
 
     def __post_init__(self) -> None:
         if self.ratio is not None and self.device_bytes is not None:
@@ -60,11 +65,12 @@ class CacheConfig:
         _is("warmup", self.warmup, (bool,))
         _is("host_dir", self.host_dir, (str,))
         _is("decay", self.decay, (int, float))
+        _is("background", self.background, (bool,))
         if self.ratio is not None and not 0.0 < self.ratio <= 1.0:
             raise ConfigError(f"cache.ratio must be in (0, 1], got {self.ratio}; 0.015 keeps 1.5 % of the rows")
         if self.device_bytes is not None and self.device_bytes <= 0:
             raise ConfigError(f"cache.device_bytes must be positive, got {self.device_bytes}")
-        _one_of("policy", self.policy, (None, "frequency", "lfu", "lru"))
+        _one_of("policy", self.policy, (None, "lookahead", "frequency", "lfu", "lru"))
         _one_of("host", self.host, ("memory", "mmap"))
         _one_of("overflow", self.overflow, ("grow", "raise"))
         if self.host == "mmap" and not self.host_dir:
@@ -92,7 +98,7 @@ class CacheConfig:
         Raises:
             ConfigError: a setting needs a profile and there is none, or contradicts the policy that follows.
         """
-        policy = self.policy or ("lfu" if self.decay is not None or not has_profile else "frequency")
+        policy = self.policy or "lookahead"
         if not has_profile and policy == "frequency":
             raise ConfigError('cache.policy="frequency" needs a FrequencyProfile: pass profile=..., or use "lfu"')
         if not has_profile and self.warmup:
@@ -100,6 +106,13 @@ class CacheConfig:
         if has_profile and policy == "lru" and self.warmup is False:
             raise ConfigError('a profile has no effect with cache.policy="lru" and cache.warmup=False; drop one')
         return policy
+
+    def resolved_scoring(self, has_profile: bool) -> Literal["frequency", "lfu", "lru"]:
+        """The policy by which rows are compared: under `lookahead`, those without a known use."""
+        policy = self.resolved_policy(has_profile)
+        if policy != "lookahead":
+            return policy
+        return "frequency" if has_profile and self.decay is None else "lfu"
 
     def resolved_warmup(self, has_profile: bool) -> bool:
         """Whether to fill the cache before the first step."""

@@ -12,12 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from embershard.cache.forecast import Forecast, KnownBatch
 from embershard.cache.scores import SlotScores
 from embershard.cache.slot_map import NULL_SLOT, SlotMap
-
-_QUEUE_SHARE = 8  # a refill ranks the lowest eighth of the slots
-_SAMPLE = 4096
-_NEVER = torch.iinfo(torch.int64).max
+from embershard.cache.victims import VictimQueue
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,90 +46,20 @@ class CachePlan:
     missed: Tensor
 
 
-class VictimQueue:
-    """Slots in the order in which they should leave, as of the last refill.
-
-    An entry is skipped when its slot is pinned, or was used or refilled since: ranking the survivors again is
-    the next refill's work. The ranking is by score, then longest unused.
-    """
-
-    def __init__(self, slot_map: SlotMap, scores: SlotScores, num_home_slots: int = 0) -> None:
-        self._map = slot_map
-        self._scores = scores
-        self._num_home_slots = num_home_slots
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget the ranking."""
-        self._slots = torch.empty(0, dtype=torch.int64, device=self._map.device)
-        self._stamps = self._slots
-        self._cursor = 0
-
-    def pop(self, count: int, oldest_pinned: int) -> Tensor:
-        """Up to ``count`` slots whose last batch is before ``oldest_pinned``: int64 [<= count], in leaving
-        order."""
-        victims = self._take(count, oldest_pinned)
-        if victims.numel() < count:
-            # Slots handed out above still hold their rows, and would be ranked again: start over.
-            self._refill(count, oldest_pinned)
-            victims = self._take(count, oldest_pinned)
-        return victims
-
-    def _take(self, count: int, oldest_pinned: int) -> Tensor:
-        remaining = self._slots.numel() - self._cursor
-        for width in (2 * count, remaining):  # most entries are usable: a short look ahead nearly always does
-            window = slice(self._cursor, self._cursor + min(width, remaining))
-            slots, stamps = self._slots[window], self._stamps[window]
-            current = self._map.use_stamp.index_select(0, slots)
-            usable = ((current == stamps) & (current >> 32 < oldest_pinned)).nonzero().flatten()[:count]
-            if usable.numel() == count or width >= remaining:
-                break
-        if 0 < usable.numel() == count:
-            self._cursor += int(usable[-1]) + 1
-        return slots.index_select(0, usable)
-
-    def _refill(self, least: int, oldest_pinned: int) -> None:
-        num_used = self._map.num_used
-        stamps = self._map.use_stamp[1 : num_used + 1]
-        batches = stamps >> 32
-        scores = self._scores.of_slots()
-        if scores is None:
-            rank = batches.clone()
-        else:  # the bits of a non-negative float32 order like the number itself
-            rank = (scores[1 : num_used + 1].view(torch.int32).long() << 32).bitwise_or_(batches)
-        rank.masked_fill_(batches >= oldest_pinned, _NEVER)
-        rank[: self._num_home_slots] = _NEVER
-        order = _lowest(rank, least, max(least, num_used // _QUEUE_SHARE))
-        self._slots, self._stamps, self._cursor = order + 1, stamps.index_select(0, order), 0
-
-
-def _lowest(rank: Tensor, least: int, about: int) -> Tensor:
-    """Positions of the ``about`` lowest values of ``rank``, ascending by value, without any ``_NEVER``; a few less,
-    but never fewer than ``least`` where there are so many.
-
-    A regular sample of a long vector gives the bound, and only what lies below it is sorted.
-    """
-    found = None
-    if rank.numel() > _SAMPLE and 2 * about < rank.numel():
-        sample = rank[:: rank.numel() // _SAMPLE].sort().values
-        margin = sample.numel() // 64
-        bound = min(int(sample[sample.numel() * about // rank.numel() + margin]), _NEVER - 1)
-        found = (rank <= bound).nonzero().flatten()
-    if found is None or found.numel() < least:  # a short vector, or an unlucky sample
-        found = (rank < _NEVER).nonzero().flatten()
-    return found.index_select(0, rank.index_select(0, found).sort(stable=True).indices[:about])
-
-
 class CachePlanner:
     """Plans batches against one slot map. The map is updated at once; the rows follow when the plan is executed.
 
-    The first ``num_home_slots`` slots are never given away.
+    The first ``num_home_slots`` slots are never given away. With a forecast, the victims are those whose next use is
+    furthest.
     """
 
-    def __init__(self, slot_map: SlotMap, scores: SlotScores, num_home_slots: int = 0) -> None:
+    def __init__(
+        self, slot_map: SlotMap, scores: SlotScores, num_home_slots: int = 0, forecast: Forecast | None = None
+    ) -> None:
         self.map = slot_map
         self.scores = scores
-        self.queue = VictimQueue(slot_map, scores, num_home_slots)
+        self.forecast = forecast
+        self.queue = VictimQueue(slot_map, scores, num_home_slots, forecast)
         self.clean_through = 0  # rows last used by this batch or before have been written back
 
     def look(self, keys: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -165,11 +93,9 @@ class CachePlanner:
         write_back_slots, write_back_keys = victims, evicted_keys
         if not bool(dirty.all()):
             write_back_slots, write_back_keys = victims[dirty], evicted_keys[dirty]
-        self.scores.retire(evicted_keys, victims)
-        self.map.unbind(evicted_keys)
+        self._put_out(evicted_keys, victims)
         fill_slots = torch.cat([self.map.take_free(misses.keys.numel() - victims.numel()), victims])
-        self.map.bind(misses.keys, fill_slots, batch)
-        self.scores.admit(misses.keys, fill_slots)
+        self._put_in(misses.keys, fill_slots, batch)
         slots.scatter_(0, positions, fill_slots.index_select(0, misses.inverse))
         self.scores.used(slots)
         return CachePlan(
@@ -190,13 +116,19 @@ class CachePlanner:
 
         Before the first fill the victims still are in their slots and stay there; later their home is the host.
         """
-        self.map.unbind(plan.fill_keys)
+        self.map.unbind(plan.fill_keys, None if self.forecast is None else self.forecast.traces(plan.fill_slots))
         kept = plan.evicted_slots.numel() if victims_are_intact else 0
         self.map.leave_empty(plan.fill_slots[: plan.fill_slots.numel() - kept])
         if kept:
-            self.map.bind(plan.evicted_keys, plan.evicted_slots, plan.batch)
-            self.scores.admit(plan.evicted_keys, plan.evicted_slots)
+            self._put_in(plan.evicted_keys, plan.evicted_slots, plan.batch)
         self.queue.clear()
+
+    def arrive(self, known: KnownBatch, plan: CachePlan) -> None:
+        """``plan`` is that of a batch that was known."""
+        assert self.forecast is not None, "only a forecast knows batches"
+        arrived = self.forecast.arrive(known, plan.slots)
+        if arrived is not None:
+            self.queue.offer(*arrived, plan.batch)
 
     def hits_only(self, looked: tuple[Tensor, Tensor, Tensor], batch: int) -> CachePlan:
         """The plan of a batch all of whose rows are cached."""
@@ -208,8 +140,7 @@ class CachePlanner:
     def occupy(self, keys: Tensor) -> Tensor:
         """Bind ``keys`` (int64 [M], distinct, not cached) to free slots without a batch that uses them."""
         slots = self.map.take_free(keys.numel())
-        self.map.bind(keys, slots, batch=0)
-        self.scores.admit(keys, slots)
+        self._put_in(keys, slots, batch=0)
         return slots
 
     def dirty_slots(self) -> Tensor:
@@ -220,9 +151,26 @@ class CachePlanner:
     def clear(self) -> None:
         """Forget every row; counts go back to their rows."""
         slots = self.map.used_slots()
-        self.scores.retire(self.map.keys(slots), slots)
+        self._put_out(self.map.keys(slots), slots)
         self.map.clear()
         self.queue.clear()
+
+    def grow(self, num_slots: int) -> None:
+        """The pool now has ``num_slots`` slots."""
+        self.map.grow(num_slots)
+        self.scores.grow(num_slots)
+        if self.forecast is not None:
+            self.forecast.grow(num_slots)
+
+    def _put_in(self, keys: Tensor, slots: Tensor, batch: int) -> None:
+        if self.forecast is not None:
+            self.forecast.admit(keys, slots)
+        self.map.bind(keys, slots, batch)
+        self.scores.admit(keys, slots)
+
+    def _put_out(self, keys: Tensor, slots: Tensor) -> None:
+        self.scores.retire(keys, slots)
+        self.map.unbind(keys, None if self.forecast is None else self.forecast.traces(slots))
 
 
 @dataclass(frozen=True, eq=False)

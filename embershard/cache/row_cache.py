@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from embershard.cache.background import BackgroundCopies
+from embershard.cache.forecast import Forecast, KnownBatch
 from embershard.cache.host_store import HostStore
 from embershard.cache.planner import CachePlan, CachePlanner, Misses
 from embershard.cache.scores import SlotScores
@@ -21,6 +27,19 @@ from embershard.errors import CacheError, CacheOverflowError
 
 GROWTH = 0.25  # an overflow adds what is missing, and at least this share of the slots
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _alone(method: _Method) -> _Method:
+    """One thread at a time: while a worker plans ahead, an evaluation or a flush in the training thread waits."""
+
+    @functools.wraps(method)
+    def locked(self: RowCache, *args: Any, **kwargs: Any) -> Any:
+        with self._lock, torch.no_grad():
+            return method(self, *args, **kwargs)
+
+    return cast(_Method, locked)
+
 
 class CacheGrowthWarning(UserWarning):
     """One batch needed more rows than the cache had slots, so the cache took more device memory."""
@@ -30,14 +49,15 @@ class CacheGrowthWarning(UserWarning):
 class Ticket:
     """A batch whose rows are resident and pinned until it is released.
 
-    ``slots`` int64 [N] takes the place of the batch's ids. The pins go when :meth:`RowCache.release` is
-    called (after the fused backward), or when nobody holds the ticket any more (a forward whose backward
-    never ran).
+    ``slots`` int64 [N] takes the place of the batch's ids, once :meth:`RowCache.wait` has returned. The pins go when
+    :meth:`RowCache.release` is called (after the fused backward), or when nobody holds the ticket any more (a forward
+    whose backward never ran).
     """
 
     batch: int
     slots: Tensor
     released: bool = False
+    _filled: Future[None] | torch.cuda.Event | None = field(default=None, repr=False)
     _release: weakref.finalize | None = field(default=None, repr=False)
 
 
@@ -57,6 +77,8 @@ class RowCache:
         warmup: fill the pool with the rows of highest score before the first batch.
         home_keys: int64 [K], rows that are resident for ever, in slots 1 to K in this order.
         owner: whose pool it is ("rank 3"), for messages.
+        lookahead: the victims are those whose next known use is furthest; ``scores`` decide among those without one.
+        background: copy rows in worker threads.
     """
 
     def __init__(
@@ -72,6 +94,8 @@ class RowCache:
         warmup: bool = False,
         home_keys: Tensor | None = None,
         owner: str = "",
+        lookahead: bool = False,
+        background: bool = False,
     ) -> None:
         self.tables = list(tables)
         names = ", ".join(self.tables[:5]) + (", ..." if len(self.tables) > 5 else "")
@@ -80,77 +104,249 @@ class RowCache:
         self.device = device
         self._home_keys = torch.empty(0, dtype=torch.int64) if home_keys is None else home_keys
         slot_map = SlotMap(host.num_rows, num_slots, device)
-        self.planner = CachePlanner(slot_map, scores, num_home_slots=self._home_keys.numel())
+        self.forecast = Forecast(slot_map) if lookahead else None
+        self.planner = CachePlanner(slot_map, scores, self._home_keys.numel(), self.forecast)
+        first_keys = torch.tensor(host.row_offsets, dtype=torch.int64)
+        at_home = torch.isin(first_keys, self._home_keys).tolist()
+        self._roaming_features = [f for f, table in enumerate(table_of_feature) if not at_home[table]]
         self.counters = CacheCounters(host.row_offsets, table_of_feature, device)
         self._device_payload = device_payload
         self._overflow = overflow
         self._warmup = warmup
         self._batch = 0
         self._in_flight: dict[int, Ticket | None] = {}
+        self._held_pin: int | None = None
+        self._lock = threading.RLock()
+        self._last_trained: torch.cuda.Event | None = None
+        self._background: BackgroundCopies | None = None
         self._attach(num_slots)
+        if background:
+            self._background = BackgroundCopies(self.transfer)
+        self._failure: BaseException | None = None
         self._host_version = host.version
 
     # -- training
 
-    @torch.no_grad()
-    def prepare(self, keys: Tensor, feature_lengths: Tensor, critical_path: bool = True) -> Ticket:
+    @_alone
+    def know(self, keys: Tensor, feature_lengths: Tensor) -> KnownBatch | None:
+        """This batch will be prepared, after all that are known already. Nothing moves; only eviction is steered.
+
+        Args:
+            keys: int64 [N], as for :meth:`prepare`.
+            feature_lengths: int64 [F], ids per feature.
+
+        Returns:
+            What :meth:`prepare` wants to be given with the batch; None when the policy does not look ahead.
+        """
+        if self.forecast is None:
+            return None
+        started = time.perf_counter()
+        self._check_host()
+        self._warm_up()
+        keys, positions = self._without_home_tables(keys, feature_lengths)
+        known = self.forecast.know(keys, positions)
+        self.counters.seconds += time.perf_counter() - started
+        return known
+
+    @_alone
+    def prepare(
+        self,
+        keys: Tensor,
+        feature_lengths: Tensor,
+        critical_path: bool = True,
+        known: KnownBatch | None = None,
+        if_it_fits: bool = False,
+    ) -> Ticket | None:
         """Make every row of a batch resident and pin it.
 
         Args:
             keys: int64 [N], on the planning device, each in [0, R).
             feature_lengths: int64 [F], ids per feature; sums to N.
             critical_path: a training step waits for this.
+            known: what :meth:`know` returned for the batch.
+            if_it_fits: do nothing when the batch does not fit beside those in flight.
+
+        Returns:
+            The batch's ticket; None when it does not fit now but may when one of those in flight is released.
 
         Raises:
             CacheOverflowError: the batch and those in flight do not fit, and ``overflow="raise"``.
         """
         started = time.perf_counter()
+        self._check_failure()
         self._check_host()
         self._warm_up()
-        plan = self._plan(keys)
-        self._move(plan)
+        self._wait_for_training()
+        plan = self._plan(keys, known, if_it_fits)
+        if plan is None:
+            return None
+        filled = self._copy(plan)
         self.counters.add_plan(plan, feature_lengths, critical_path)
-        self.counters.seconds += time.perf_counter() - started
-        return self._issue(plan)
+        seconds = time.perf_counter() - started
+        self.counters.seconds += seconds
+        if critical_path:
+            self.counters.stall_seconds += seconds
+        return self._issue(plan, filled)
+
+    def wait(self, ticket: Ticket) -> None:
+        """Until the rows of a batch are in their slots. What runs on the current stream afterwards sees them.
+
+        Raises:
+            CacheError: a copy failed.
+        """
+        filled = ticket._filled
+        if filled is None:
+            return
+        if isinstance(filled, Future):
+            started = time.perf_counter()
+            error = filled.exception()  # when the waiting is interrupted, no copy failed
+            if error is not None:
+                self._fail(error)
+            self.counters.stall_seconds += time.perf_counter() - started
+        else:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(filled)
+            ticket.slots.record_stream(stream)
+
+    def release(self, ticket: Ticket) -> None:
+        """The batch has trained (or never will): its slots may be evicted. Releasing twice does nothing."""
+        if not ticket.released:
+            ticket.released = True
+            if self.device.type == "cuda":  # the update is queued on this stream, not done
+                self._last_trained = torch.cuda.current_stream(self.device).record_event()
+            if ticket._release is not None:
+                ticket._release()
+
+    @_alone
+    def skip(self, keys: Tensor, known: KnownBatch) -> None:
+        """A known batch, the next one in order, with these keys (int64 [N]), will not be prepared."""
+        if self.forecast is not None:
+            self.forecast.skip(known, keys)
+
+    def hold_pins(self) -> None:
+        """From now on a batch in flight stays pinned even when it is released: plans made in another thread do not
+        depend on how far the training is."""
+        self._held_pin = min(self._in_flight, default=None)
+
+    def let_pins_go(self) -> None:
+        """Ends :meth:`hold_pins`."""
+        self._held_pin = None
+
+    @property
+    def _oldest_pinned(self) -> int | None:
+        """The oldest batch whose slots are pinned, with all later ones'; None when nothing is in flight."""
+        return min(self._in_flight, default=None) if self._held_pin is None else self._held_pin
+
+    @_alone
+    def forget(self) -> None:
+        """The known batches that were not prepared will not come."""
+        if self.forecast is not None:
+            self.forecast.forget()
+            self.planner.queue.clear()
+
+    @property
+    def chain_bytes(self) -> int:
+        """Memory of what links the known batches, in bytes."""
+        return 0 if self.forecast is None else self.forecast.chain_bytes
+
+    @property
+    def known_bytes(self) -> int:
+        """Memory of what is known of batches that were not prepared yet, in bytes."""
+        return 0 if self.forecast is None else self.forecast.known_bytes
+
+    def _copy(self, plan: CachePlan) -> Future[None] | torch.cuda.Event | None:
+        """Execute the plan's copies, or start them; what to wait for before the batch is used, if anything."""
+        if self._background is not None:
+            try:
+                return self._background.start(plan)
+            except BaseException as error:
+                self._fail(error)
+        self._move(plan)
+        if self.device.type == "cuda":
+            return torch.cuda.current_stream(self.device).record_event()
+        return None
 
     def _move(self, plan: CachePlan) -> None:
         """Execute the plan's copies. The map is ahead of them: if one fails, it must not promise their rows."""
         victims_are_intact = True
         try:
-            self.transfer.write_back(plan.write_back_slots, plan.write_back_keys)
+            self.transfer.land(self.transfer.collect(plan.write_back_slots), plan.write_back_keys)
             victims_are_intact = False
             self.transfer.fill(plan.fill_keys, plan.fill_slots)
         except BaseException:  # an interrupt, too
             self.planner.undo(plan, victims_are_intact)
             raise
 
-    def release(self, ticket: Ticket) -> None:
-        """The batch has trained (or never will): its slots may be evicted. Releasing twice does nothing."""
-        if not ticket.released:
-            ticket.released = True
-            if ticket._release is not None:
-                ticket._release()
+    def _fail(self, error: BaseException) -> NoReturn:
+        """A copy in the background did not happen, and plans made since rely on it: this cache is no good any more."""
+        self._failure = error
+        self._check_failure()
+        raise AssertionError("unreachable")
 
-    def _plan(self, keys: Tensor) -> CachePlan:
+    def _check_failure(self) -> None:
+        if self._background is not None and self._failure is None:
+            self._failure = self._background.failure
+        if self._failure is not None:
+            raise CacheError(
+                f"{self.name}: copying rows failed ({type(self._failure).__name__}: {self._failure}); the rows that "
+                "were under way are lost, so nothing is read, trained or saved from now on. Mend the cause and resume "
+                "from the last checkpoint"
+            ) from self._failure
+
+    def _finish_copies(self) -> None:
+        """Nothing is under way between slots and host any more."""
+        self._check_failure()
+        if self._background is not None:
+            self._background.finish()
+            self._check_failure()
+        self._wait_for_training()
+
+    def _wait_for_training(self) -> None:
+        """What runs on the current stream comes after the updates of all released batches."""
+        if self._last_trained is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._last_trained)
+
+    def _plan(self, keys: Tensor, known: KnownBatch | None, if_it_fits: bool) -> CachePlan | None:
         batch = self._batch + 1
         looked = self.planner.look(keys, batch)
         self._batch = batch  # a batch that fails below has stamped slots, so its number is used up
         positions = looked[2]
         if not positions.numel():
-            return self.planner.hits_only(looked, batch)
-        miss_keys, inverse = keys.index_select(0, positions).unique(return_inverse=True)
-        victims = self.planner.choose_victims(miss_keys.numel(), min(self._in_flight, default=batch))
-        shortage = miss_keys.numel() - self.planner.map.num_free - victims.numel()
-        if shortage > 0:
-            self._grow(shortage, miss_keys, batch)
-        return self.planner.admit(looked, Misses(miss_keys, inverse, victims), batch)
+            plan = self.planner.hits_only(looked, batch)
+        else:
+            miss_keys, inverse = keys.index_select(0, positions).unique(return_inverse=True)
+            oldest_pinned = self._oldest_pinned
+            victims = self.planner.choose_victims(miss_keys.numel(), batch if oldest_pinned is None else oldest_pinned)
+            shortage = miss_keys.numel() - self.planner.map.num_free - victims.numel()
+            if shortage > 0:
+                if if_it_fits and oldest_pinned is not None:
+                    return None
+                self._grow(shortage, miss_keys, batch)
+            plan = self.planner.admit(looked, Misses(miss_keys, inverse, victims), batch)
+        if known is not None:
+            self.planner.arrive(known, plan)
+        return plan
 
-    def _issue(self, plan: CachePlan) -> Ticket:
-        ticket = Ticket(plan.batch, plan.slots)
+    def _issue(self, plan: CachePlan, filled: Future[None] | torch.cuda.Event | None) -> Ticket:
+        ticket = Ticket(plan.batch, plan.slots, _filled=filled)
         self._in_flight[plan.batch] = None
         ticket._release = weakref.finalize(ticket, self._in_flight.pop, plan.batch, None)
         ticket._release.atexit = False
         return ticket
+
+    def _without_home_tables(self, keys: Tensor, feature_lengths: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The keys of tables that come and go, and their positions in the batch (int32); None for all."""
+        if len(self._roaming_features) == feature_lengths.numel():
+            return keys, None
+        if not keys.is_cpu:
+            entries = self.planner.map.entries(keys)  # below 1: not cached, so not of a home table
+            positions = ((entries < 1) | (entries > self._home_keys.numel())).nonzero().flatten().int()
+            return keys.index_select(0, positions), positions
+        ends = feature_lengths.cumsum(0).tolist()
+        bounds = [(ends[feature - 1] if feature else 0, ends[feature]) for feature in self._roaming_features]
+        none = [torch.empty(0, dtype=torch.int32)]
+        places = torch.cat(none + [torch.arange(*bound, dtype=torch.int32) for bound in bounds])
+        return torch.cat([keys[:0], *(keys[start:end] for start, end in bounds)]), places
 
     def _grow(self, shortage: int, miss_keys: Tensor, batch: int) -> None:
         slots = self.planner.map.num_slots
@@ -171,14 +367,16 @@ class RowCache:
             CacheGrowthWarning,
             stacklevel=2,
         )
+        self._finish_copies()
         self._attach(grown)
-        self.planner.map.grow(grown)
-        self.planner.scores.grow(grown)
+        self.planner.grow(grown)
         self.counters.add_growth(miss_keys)
 
     def _attach(self, num_slots: int) -> None:
         self._payload = self._device_payload(num_slots)
         self.transfer = PlainTransfer(self._payload, self.host.payload)
+        if self._background is not None:
+            self._background.transfer = self.transfer
 
     def _warm_up(self) -> None:
         """Before the first batch, and again when all rows were dropped: first the rows that stay, then the best."""
@@ -204,10 +402,11 @@ class RowCache:
 
     # -- the host tier
 
-    @torch.no_grad()
+    @_alone
     def read(self, keys: Tensor) -> Tensor:
         """Current weights of ``keys`` (int64 [N]): [N, D] on the device. Changes neither cache nor
         counters."""
+        self._finish_copies()
         self._check_host()
         host_weights, slot_weights = self.host.weights, self._payload[0]
         rows = host_weights.index_select(0, keys.to(host_weights.device)).to(self.device)
@@ -216,22 +415,24 @@ class RowCache:
         rows[cached] = slot_weights.data.index_select(0, slots[cached])
         return rows
 
-    @torch.no_grad()
+    @_alone
     def flush(self) -> None:
         """Write every trained row back; the rows stay cached. Nothing moves when nothing was trained
         since."""
         started = time.perf_counter()
+        self._finish_copies()
         self._check_host()
         planner = self.planner
         if self._batch <= planner.clean_through:
             return
         slots = planner.dirty_slots()
         keys = planner.map.keys(slots)
-        self.transfer.write_back(slots, keys)
+        self.transfer.land(self.transfer.collect(slots), keys)
         self.counters.add_rows(Counter.WRITE_BACKS, keys)
         planner.clean_through = min(self._in_flight, default=self._batch + 1) - 1
         self.counters.seconds += time.perf_counter() - started
 
+    @_alone
     def drop(self) -> None:
         """Forget all cached rows without writing them back: the host tier has new contents.
 
@@ -243,6 +444,7 @@ class RowCache:
                 f"{self.name}: rows were replaced while {len(self._in_flight)} batches were in flight; "
                 "load between steps, after the backward and before the next forward"
             )
+        self._finish_copies()
         self.counters.add_rows(Counter.EVICTIONS, self.planner.map.keys(self.planner.map.used_slots()))
         self.planner.clear()
         self._host_version = self.host.version
@@ -269,10 +471,12 @@ class RowCache:
 
     @property
     def device_bytes(self) -> int:
-        """Slots, optimizer states, maps and scores, in bytes, as allocated."""
+        """Slots, optimizer states, maps, scores and next uses, in bytes, as allocated; without the known batches."""
         slots = sum(t.numel() * t.element_size() for t in self._payload)
-        return slots + self.planner.map.device_bytes + self.planner.scores.device_bytes
+        next_uses = 0 if self.forecast is None else self.forecast.device_bytes
+        return slots + self.planner.map.device_bytes + self.planner.scores.device_bytes + next_uses
 
+    @_alone
     def stats(self) -> list[TableStats]:
         """Totals per table; the sum over tables is the pool's."""
         values = self.counters.values.tolist()
@@ -305,6 +509,7 @@ class RowCache:
                 device_bytes=map_bytes[t] + slot_bytes[t],
                 host_bytes=host_bytes[t],
                 seconds=self.counters.seconds * shares[t] / sum(shares),
+                stall_seconds=self.counters.stall_seconds * shares[t] / sum(shares),
             )
             for t, table in enumerate(self.tables)
         ]

@@ -8,12 +8,10 @@ So the device holds 4 bytes per slot, not per row, and history survives eviction
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
-
-from embershard.cache.config import Policy
 
 _RESCALE_AT = 2.0**64  # float32 reaches 2**127: room for a full count on top of this
 
@@ -146,7 +144,7 @@ class LfuScores(FrequencyScores):
 
 
 def make_scores(
-    policy: Policy,
+    policy: Literal["frequency", "lfu", "lru"],
     num_keys: int,
     num_slots: int,
     device: torch.device,

@@ -3,6 +3,7 @@
 A *key* numbers the rows of all tables in one pool, 0 <= key < R. Slots are numbered 1..S; slot 0 is the
 **null slot**: a key that is not cached maps to it. So the map of a new cache is all zeros (which the
 allocator gives without touching memory), and a scatter over a batch's slots needs no mask for the misses.
+Below zero there is room for one more fact about a key that is not cached: its **trace** (`forecast.py`).
 
 All maps are int32 and live where planning happens. A pool has fewer than 2**31 rows; more belong on more
 ranks.
@@ -31,7 +32,7 @@ class SlotMap:
         device: where planning happens.
 
     Attributes:
-        slot_of_key: int32 [R]; 0 when not cached.
+        slot_of_key: int32 [R]; when not cached 0, or a negative trace.
         key_of_slot: int32 [S + 1]; -1 when free.
         use_stamp: int64 [S + 1]; high half: the last batch that used the slot (0: none yet).
         num_used: slots 1..num_used hold rows, but for those that a failed copy left empty.
@@ -63,7 +64,11 @@ class SlotMap:
 
     def lookup(self, keys: Tensor) -> Tensor:
         """Slots of ``keys`` (int64 [N]); :data:`NULL_SLOT` where a key is not cached. int64 [N]."""
-        return self.slot_of_key.gather(0, keys).long()
+        return self.slot_of_key.gather(0, keys).clamp_min_(NULL_SLOT).long()
+
+    def entries(self, keys: Tensor) -> Tensor:
+        """What the map holds for ``keys`` (int64 [N]), traces included: int32 [N]."""
+        return self.slot_of_key.gather(0, keys)
 
     def touch(self, slots: Tensor, batch: int) -> Tensor:
         """Stamp ``slots`` (int64 [N]) as used by ``batch``; bool [N], True once per distinct slot.
@@ -110,13 +115,16 @@ class SlotMap:
         self.key_of_slot.scatter_(0, slots, keys.int())
         self.use_stamp.scatter_(0, slots, batch << _BATCH_SHIFT)
 
-    def unbind(self, keys: Tensor) -> None:
-        """Forget where ``keys`` are; their slots are bound again right away."""
-        self.slot_of_key.scatter_(0, keys, NULL_SLOT)
+    def unbind(self, keys: Tensor, traces: Tensor | None = None) -> None:
+        """Forget where ``keys`` are, and keep their traces (int32 [M], none above 0); the slots are bound again right
+        away."""
+        if traces is None:
+            self.slot_of_key.scatter_(0, keys, NULL_SLOT)
+        else:
+            self.slot_of_key.scatter_(0, keys, traces)
 
     def clear(self) -> None:
-        """Forget every row: all slots are free."""
-        self.unbind(self.keys(self.used_slots()))
+        """All slots are free; their keys are already unbound."""
         self.key_of_slot.fill_(_FREE)
         self.use_stamp.zero_()
         self.num_used = 0

@@ -21,10 +21,11 @@ class TableStats:
     Hits are counted per distinct id of a batch (``hits_unique`` of ``unique_ids``) and per lookup
     (``hits_lookups`` of ``lookups``). ``fills`` brought a row to the device, ``critical_path_fills`` made a
     training step wait.
+    ``stall_seconds`` is how long the steps waited for rows.
     ``slots`` are those that the table's rows hold now, plus its share (by rows not held) of those still free; likewise
-    ``device_bytes`` (slots, optimizer states, maps and scores) and ``seconds`` (planning and copies), so that
-    the sum over tables is the rank's true total. An overflow growth counts for the table with the most
-    misses.
+    ``device_bytes`` (slots, optimizer states, maps and scores), ``seconds`` (planning and copies) and
+    ``stall_seconds``, so that the sum over tables is the rank's true total. An overflow growth counts for the
+    table with the most misses.
     """
 
     table: str
@@ -44,6 +45,7 @@ class TableStats:
     device_bytes: int
     host_bytes: int
     seconds: float
+    stall_seconds: float
 
     @property
     def hit_rate_unique(self) -> float | None:
@@ -75,7 +77,8 @@ class CacheCounters:
 
     Attributes:
         values: int64 [T, len(Counter)] on the planning device.
-        seconds: host time spent planning and copying.
+        seconds: host time spent planning and copying (not in worker threads).
+        stall_seconds: that part of a training step's time in which it waited for rows.
     """
 
     def __init__(self, row_offsets: Sequence[int], table_of_feature: Sequence[int], device: torch.device) -> None:
@@ -85,6 +88,7 @@ class CacheCounters:
         self._num_tables = len(row_offsets)
         self.values = torch.zeros(self._num_tables, len(Counter), dtype=torch.int64, device=device)
         self.seconds = 0.0
+        self.stall_seconds = 0.0
 
     def add_plan(self, plan: CachePlan, feature_lengths: Tensor, critical_path: bool) -> None:
         """Count a planned batch; ``feature_lengths`` int64 [F] splits its N ids by feature."""

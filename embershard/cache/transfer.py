@@ -12,13 +12,16 @@ from embershard.cache.memory import widest_views
 
 class Transfer(Protocol):
     """Executes the copies of a plan. Keys number host rows, slots device rows; both int64 [M] without
-    repeats."""
+    repeats. A write-back has two halves, because only the first one must come before the slots are filled again."""
 
     def fill(self, keys: Tensor, slots: Tensor) -> None:
         """Host rows ``keys`` -> ``slots``."""
 
-    def write_back(self, slots: Tensor, keys: Tensor) -> None:
-        """``slots`` -> host rows ``keys``."""
+    def collect(self, slots: Tensor) -> list[Tensor]:
+        """Copies of the payloads in ``slots``."""
+
+    def land(self, rows: list[Tensor], keys: Tensor) -> None:
+        """Collected payloads -> host rows ``keys``."""
 
 
 class PlainTransfer:
@@ -46,11 +49,13 @@ class PlainTransfer:
                 rows = host.index_select(0, keys.to(host.device))
                 _put(device, slots, rows.to(device.device))
 
-    def write_back(self, slots: Tensor, keys: Tensor) -> None:
+    def collect(self, slots: Tensor) -> list[Tensor]:
+        return [device.index_select(0, slots) for device, _ in self._pairs] if slots.numel() else []
+
+    def land(self, rows: list[Tensor], keys: Tensor) -> None:
         if keys.numel():
-            for device, host in self._pairs:
-                rows = device.index_select(0, slots)
-                _put(host, keys.to(host.device), rows.to(host.device))
+            for (_, host), part in zip(self._pairs, rows, strict=True):
+                _put(host, keys.to(host.device), part.to(host.device))
 
 
 def _put(table: Tensor, rows: Tensor, values: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Process group and checkpoints."""
+"""Process group, the look-ahead pipeline, and checkpoints."""
 
 from embershard.distributed.checkpoint import (
     CheckpointConfig,
@@ -10,10 +10,13 @@ from embershard.distributed.checkpoint import (
     set_rng_state,
     without_empty,
 )
+from embershard.distributed.look_ahead import LookAheadPipeline, LookAheadStats
 from embershard.distributed.process_group import Ranks, process_group
 
 __all__ = [
     "CheckpointConfig",
+    "LookAheadPipeline",
+    "LookAheadStats",
     "Ranks",
     "complete_checkpoints",
     "load_tensors",

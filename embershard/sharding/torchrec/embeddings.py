@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.modules.embedding_configs import data_type_to_dtype, data_type_to_sparse_type
 
+from embershard.cache.forecast import KnownBatch
 from embershard.cache.host_store import HostStore
 from embershard.cache.row_cache import RowCache, Ticket
 from embershard.cache.scores import make_scores
@@ -87,12 +88,14 @@ class CachedTableBatchedEmbeddings(nn.Module):
             device_payload=self.slots.resize,
             num_slots=num_slots,
             table_of_feature=self._table_of_feature,
-            scores=make_scores(spec.policy, num_rows, num_slots, self._device, counts, decay),
+            scores=make_scores(spec.scoring, num_rows, num_slots, self._device, counts, decay),
             device=self._device,
             overflow=spec.config.overflow,
             warmup=spec.warmup,
             home_keys=torch.cat(home_keys) if home_keys else None,
             owner=f"rank {spec.rank}",
+            lookahead=spec.lookahead,
+            background=spec.config.background,
         )
 
     # -- the step
@@ -111,7 +114,47 @@ class CachedTableBatchedEmbeddings(nn.Module):
         if not torch.is_grad_enabled():
             return
         ticket = self._prepare(indices, offsets, batch_size_per_feature_per_rank, critical_path=False)
+        assert ticket is not None
         self._prefetched.append((ticket, indices))
+
+    def know(self, indices: Tensor, offsets: Tensor, batch_sizes: list[list[int]] | None) -> KnownBatch | None:
+        """A batch that will be prefetched, after all that are known already; see :meth:`RowCache.know`."""
+        if self.cache.forecast is None:
+            return None
+        return self.cache.know(*self._keys(indices, offsets, batch_sizes))
+
+    def prefetch_if_it_fits(
+        self,
+        indices: Tensor,
+        offsets: Tensor,
+        batch_sizes: list[list[int]] | None,
+        known: KnownBatch | None,
+        critical_path: bool,
+    ) -> Ticket | None:
+        """:meth:`prefetch`, unless the batch does not fit beside those in flight: None then.
+
+        ``critical_path``: the batch trains next. The ticket is the pool's; whoever keeps it must not keep it alive.
+        """
+        ticket = self._prepare(indices, offsets, batch_sizes, critical_path, known, if_it_fits=True)
+        if ticket is not None:
+            self._prefetched.append((ticket, indices))
+        return ticket
+
+    def cancel_prefetch(self, ticket: Ticket | None) -> None:
+        """The batch of this ticket will not be forwarded."""
+        self._prefetched = deque(entry for entry in self._prefetched if entry[0] is not ticket)
+
+    def skip(
+        self, indices: Tensor, offsets: Tensor, batch_sizes: list[list[int]] | None, known: KnownBatch | None
+    ) -> None:
+        """A known batch, the next one in order, will not be prefetched."""
+        if known is not None:
+            self.cache.skip(self._keys(indices, offsets, batch_sizes)[0], known)
+
+    def forget_ahead(self) -> None:
+        """No batch that is known or prefetched will come."""
+        self._prefetched.clear()
+        self.cache.forget()
 
     def forward(
         self,
@@ -141,13 +184,16 @@ class CachedTableBatchedEmbeddings(nn.Module):
             return self.slots.read(self.cache.read(unique), inverse, offsets.long(), **arguments)
         self.slots.end_reading()
         ticket = self._next_ticket(indices, offsets, batch_sizes)
+        self.cache.wait(ticket)
         output = self.slots(ticket.slots, offsets.long(), **arguments)
         _release_after_backward(self.cache, ticket, output)
         return output
 
     def _next_ticket(self, indices: Tensor, offsets: Tensor, batch_sizes: list[list[int]] | None) -> Ticket:
         if not self._prefetched:
-            return self._prepare(indices, offsets, batch_sizes, critical_path=True)
+            ticket = self._prepare(indices, offsets, batch_sizes, critical_path=True)
+            assert ticket is not None
+            return ticket
         ticket, expected = self._prefetched.popleft()
         if not _same(indices, expected):
             self._prefetched.clear()
@@ -159,11 +205,17 @@ class CachedTableBatchedEmbeddings(nn.Module):
         return ticket
 
     def _prepare(
-        self, indices: Tensor, offsets: Tensor, batch_sizes: list[list[int]] | None, critical_path: bool
-    ) -> Ticket:
+        self,
+        indices: Tensor,
+        offsets: Tensor,
+        batch_sizes: list[list[int]] | None,
+        critical_path: bool,
+        known: KnownBatch | None = None,
+        if_it_fits: bool = False,
+    ) -> Ticket | None:
         keys, lengths = self._keys(indices, offsets, batch_sizes)
-        ticket = self.cache.prepare(keys, lengths, critical_path)
-        if self._has_home_tables:
+        ticket = self.cache.prepare(keys, lengths, critical_path, known, if_it_fits)
+        if ticket is not None and self._has_home_tables:
             ticket.slots = _add_per_feature(ticket.slots, -self._home_of_feature, lengths)
         return ticket
 

@@ -58,6 +58,12 @@ class _CachedModule:
         super()._pre_load_state_dict_hook(module, state_dict, prefix, *args)  # type: ignore[misc]
 
 
+def reads_checked_ids(module: Any) -> bool:
+    """Whether every id that ``module`` distributes is a row of a table with fewer than 2^31 rows."""
+    rows = module._rows_by_feature.values() if isinstance(module, _CachedModule) else ()
+    return bool(rows) and all(num_rows < 2**31 for _, num_rows in rows)
+
+
 class CachedShardedEmbeddingBagCollection(_CachedModule, ShardedEmbeddingBagCollection):
     """A ``ShardedEmbeddingBagCollection`` whose cached tables live in host memory behind device caches."""
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ParameterSharding
 
-from embershard.cache.config import CacheConfig, Policy
+from embershard.cache.config import CacheConfig
 from embershard.cache.profile import FrequencyProfile
 from embershard.errors import ConfigError
 
@@ -31,7 +31,8 @@ class CacheSpec:
 
     Attributes:
         config: the user's settings.
-        policy: the policy in force.
+        lookahead: whether known uses choose the victims.
+        scoring: the policy by which rows without a known use are compared.
         warmup: whether the pools start with the profile's most frequent rows.
         profile: row counts per table, or None.
         rank: that the module is sharded for.
@@ -39,7 +40,8 @@ class CacheSpec:
     """
 
     config: CacheConfig
-    policy: Policy
+    lookahead: bool
+    scoring: Literal["frequency", "lfu", "lru"]
     warmup: bool
     profile: FrequencyProfile | None
     rank: int
@@ -60,7 +62,8 @@ class CacheSpec:
         here = [shard.shard_sizes for shard in shards if shard.placement.rank() == rank]
         return cls(
             config=config,
-            policy=config.resolved_policy(has_profile),
+            lookahead=config.resolved_policy(has_profile) == "lookahead",
+            scoring=config.resolved_scoring(has_profile),
             warmup=config.resolved_warmup(has_profile),
             profile=profile,
             rank=rank,
@@ -94,7 +97,7 @@ class CacheSpec:
         weights = sum(table.local_rows * table.local_cols for table in tables)
         share = self.config.device_bytes * weights // self.rank_weights
         map_bytes = 4 * rows
-        slot_bytes = row_bytes + 12 + (0 if self.policy == "lru" else 4)
+        slot_bytes = row_bytes + 12 + (0 if self.scoring == "lru" else 4) + (8 if self.lookahead else 0)
         slots = (share - map_bytes) // slot_bytes - 1  # the null slot
         if slots < 1:
             least = (map_bytes + 2 * slot_bytes) * self.rank_weights // weights + 1

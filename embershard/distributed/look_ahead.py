@@ -1,0 +1,366 @@
+"""The look-ahead train pipeline: the ids of many batches are known, the rows of the next few are on the device.
+
+    window:   [ in training | resident: the next P | known: the next L, ids only | arriving ] <- batches
+
+A batch goes through these stages, several batches at a time, each in another one:
+
+    arrive    the ranks agree that there is a next batch, and exchange its ids (input all-to-all)
+    know      each cache learns when its rows are used next, and evicts accordingly
+    resident  the missing rows are brought in, into slots that no resident batch uses
+    train     forward, backward, update; its slots may be given away from now on
+
+Knowing costs a few bytes per id; holding costs slots. That is why there are two depths.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from embershard.distributed.agreement import Agreement, Supply
+from embershard.distributed.streams import Streams
+from embershard.distributed.worker import CacheWorker
+from embershard.errors import ConfigError
+from embershard.sharding.torchrec import cached_embeddings
+from embershard.sharding.torchrec.inputs import Features, InputDoor, ModuleInput, open_doors
+
+_NO_BATCH = object()
+
+
+@dataclass(frozen=True)
+class LookAheadStats:
+    """What a pipeline did on this rank.
+
+    Attributes:
+        steps: batches trained.
+        lookahead_min, lookahead_mean: batches known beyond the one in training, while there was more data; None without
+            such a step.
+        prefetch_min, prefetch_mean: batches resident beyond the one in training, while there were enough: less than
+            asked for when they did not fit. None without such a step.
+        known_bytes, max_known_bytes: memory of the batches that are known and not trained, now and at most, in bytes.
+        stall_seconds: how long the steps waited for rows.
+    """
+
+    steps: int
+    lookahead_min: int | None
+    lookahead_mean: float | None
+    prefetch_min: int | None
+    prefetch_mean: float | None
+    known_bytes: int
+    max_known_bytes: int
+    stall_seconds: float
+
+
+@dataclass(eq=False)
+class _Ahead:
+    """A batch on its way: as the iterator gave it, on the device when it is about to train, and its modules' inputs."""
+
+    batch: Any
+    on_device: Any
+    inputs: dict[str, ModuleInput]
+
+
+class LookAheadPipeline:
+    """Trains a sharded model with its embedding rows brought in ahead of time. Used as TorchRec's train pipelines are.
+
+    The model returns ``(losses, output)``. All ranks must call the same methods in the same order; they stop together
+    when the first one has no batch left. Evaluation, checkpoints and flushes between two steps are safe: outside of a
+    step the model's forward is its own.
+
+    Args:
+        model: a ``DistributedModelParallel``.
+        optimizer: of the dense parameters; the tables' optimizer is fused into their backward.
+        device: of this rank.
+        lookahead: L, batches whose ids are known beyond the one in training.
+        prefetch: P, batches whose rows are on the device beyond the one in training; fewer where they do not fit.
+        features: gives each sharded module's input, by name, from a batch; without it the model is traced.
+        max_known_bytes: known batches may take this much memory; fewer are known where they would take more.
+        worker: plan and copy rows in a thread beside the training. Default: on a CPU (on a GPU they have streams).
+
+    Raises:
+        ConfigError: not 1 <= P <= L.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        lookahead: int = 64,
+        prefetch: int = 2,
+        *,
+        features: Features | None = None,
+        max_known_bytes: int = 2**30,
+        worker: bool | None = None,
+    ) -> None:
+        if not 1 <= prefetch <= lookahead:
+            raise ConfigError(f"got lookahead={lookahead}, prefetch={prefetch}; needed 1 <= prefetch <= lookahead")
+        self._model, self._optimizer, self._device = model, optimizer, torch.device(device)
+        self._lookahead, self._prefetch = lookahead, prefetch
+        self._features, self._max_known_bytes = features, max_known_bytes
+        self._agreement = Agreement(self._device)
+        self._streams = Streams(self._device)
+        self._pools = list(cached_embeddings(model))
+        has_worker = self._device.type == "cpu" if worker is None else worker
+        self._worker = CacheWorker() if has_worker else None
+        self._doors: list[InputDoor] | None = None
+        self._current: dict[str, ModuleInput] = {}
+        self._window: deque[_Ahead] = deque()
+        self._arriving: _Ahead | None = None
+        self._offered: Any = _NO_BATCH
+        self._unknown: deque[_Ahead] = deque()  # those in the window that the caches do not know yet
+        self._is_offered = self._is_over = self._is_full = False
+        self._num_resident = 0
+        self._stall_seconds = 0.0
+        self._depths = _Depths()
+
+    def progress(self, batches: Iterator[Any]) -> Any:
+        """One step on the next batch: forward, backward, update. Returns the model's output.
+
+        In evaluation mode it is the forward alone.
+
+        Raises:
+            StopIteration: a rank has no batch left, and all that were under way have trained.
+        """
+        with self.step(batches) as batch:
+            if self._model.training:
+                self._optimizer.zero_grad()
+            losses, output = self._model(batch)
+            if self._model.training:
+                torch.sum(losses, dim=0).backward()
+                self._optimizer.step()
+        return output
+
+    def step(self, batches: Iterator[Any]) -> Any:
+        """For a training loop of one's own: a context with the next batch, on the device. In it, run the model's
+        forward and backward once.
+
+        Raises:
+            StopIteration: as :meth:`progress`.
+        """
+        self._advance(batches)
+        if not self._window:
+            self._is_over = False  # another iterator may come
+            raise StopIteration
+        return self._step(batches)
+
+    def detach(self) -> None:
+        """Give the model's modules their own forwards back, and forget what was ahead; those batches do not train."""
+        for ahead in [*self._window, *([self._arriving] if self._arriving is not None else [])]:
+            for inputs in ahead.inputs.values():
+                inputs.close()
+        for pool in self._pools:
+            pool.forget_ahead()
+        self._window.clear()
+        self._unknown.clear()
+        self._arriving, self._offered = None, _NO_BATCH
+        for door in self._doors or []:
+            door.remove()
+        self._doors = None
+
+    def stats(self) -> LookAheadStats:
+        """What the pipeline did so far."""
+        stall_seconds = self._stall_seconds + sum(pool.cache.counters.stall_seconds for pool in self._pools)
+        return self._depths.stats(self._known_bytes, stall_seconds)
+
+    @contextmanager
+    def _step(self, batches: Iterator[Any]) -> Iterator[Any]:
+        ahead = self._window.popleft()
+        self._streams.give(ahead.on_device, ahead.inputs)
+        self._current.update(ahead.inputs)
+        self._start_ahead()
+        try:
+            yield ahead.on_device
+            if self._arriving is not None:
+                self._send(self._arriving)
+            self._offer(batches)
+        finally:
+            self._current.clear()
+            self._finish_ahead()
+            for inputs in ahead.inputs.values():
+                inputs.close()
+        self._depths.add(
+            known=None if self._is_over else len(self._window),
+            resident=None if len(self._window) < self._prefetch else self._num_resident,
+        )
+
+    def _advance(self, batches: Iterator[Any]) -> None:
+        """Fill the window: all of it at the first step, later what one step took."""
+        self._arrive()
+        admitted = True
+        while admitted and len(self._window) <= self._lookahead:
+            admitted = self._admit(batches)
+            self._arrive()
+        if admitted:
+            self._admit(batches)  # its all-to-all is under way while the next batch trains
+        if self._window and torch.is_grad_enabled():
+            self._know()
+            self._make_resident(self._window[0], critical_path=True)
+        known_bytes = self._known_bytes
+        self._is_full = known_bytes >= self._max_known_bytes and len(self._window) > self._prefetch + 1
+        self._depths.most_known_bytes = max(self._depths.most_known_bytes, known_bytes)
+
+    def _start_ahead(self) -> None:
+        """Begin with what the batches ahead need, beside the training of the present one."""
+        if self._worker is None:
+            self._look_ahead()
+            return
+        for pool in self._pools:
+            pool.cache.hold_pins()  # whether the present batch is through when a plan is made must not matter
+        self._worker.start(self._look_ahead if torch.is_grad_enabled() else self._know)
+
+    def _finish_ahead(self) -> None:
+        if self._worker is not None:
+            try:
+                self._stall_seconds += self._worker.join()
+            finally:
+                for pool in self._pools:
+                    pool.cache.let_pins_go()
+
+    def _look_ahead(self) -> None:
+        """Tell the caches what arrived, and bring in the rows of the next P batches, in order, as far as they fit."""
+        self._know()
+        self._num_resident = 0
+        for ahead in itertools.islice(self._window, self._prefetch):
+            if not self._make_resident(ahead, critical_path=False):
+                break
+            self._num_resident += 1
+
+    # -- the stages
+
+    def _offer(self, batches: Iterator[Any]) -> None:
+        """Take the next batch, and tell the other ranks."""
+        if self._is_over or self._is_offered:
+            return
+        state, failure = Supply.READY, None
+        if self._offered is _NO_BATCH:
+            try:
+                self._offered = next(batches, _NO_BATCH)
+            except Exception as error:
+                state, failure = Supply.FAILED, error
+        if failure is None and self._offered is _NO_BATCH:
+            state = Supply.ENDED
+        elif failure is None and self._is_full:
+            state = Supply.FULL
+        self._agreement.start(state)
+        if failure is not None:
+            self._agreement.result()
+            raise failure
+        self._is_offered = True
+
+    def _admit(self, batches: Iterator[Any]) -> bool:
+        """Let the next batch in if all ranks have one; False if not now, or never."""
+        self._offer(batches)
+        if self._is_over:
+            return False
+        decision, self._is_offered = self._agreement.result(), False
+        if decision == Supply.FAILED:
+            raise self._agreement.failure()
+        if decision == Supply.ENDED:
+            self._is_over, self._offered = True, _NO_BATCH
+        if decision != Supply.READY:
+            return False
+        batch, self._offered = self._offered, _NO_BATCH
+        self._arriving = self._start_input_all_to_all(batch)
+        return True
+
+    def _start_input_all_to_all(self, batch: Any) -> _Ahead:
+        if self._doors is None:
+            self._doors = open_doors(self._model, batch, self._current, self._features)
+        with self._streams.copying():
+            on_device = batch.to(self._device, non_blocking=True)
+        with self._streams.distributing(on_device):
+            return _Ahead(batch, on_device, {door.name: door.start(on_device) for door in self._doors})
+
+    def _send(self, ahead: _Ahead) -> None:
+        with self._streams.distributing():
+            for inputs in ahead.inputs.values():
+                inputs.send()
+
+    def _arrive(self) -> None:
+        """The ids of the batch under way are here."""
+        if self._arriving is None:
+            return
+        self._send(self._arriving)
+        ahead, self._arriving = self._arriving, None
+        with self._streams.distributing():
+            for inputs in ahead.inputs.values():
+                inputs.receive()
+        if self._device.type == "cuda":
+            ahead.on_device = None  # copied again when it is about to train: the ids are all that is kept on the device
+        self._window.append(ahead)
+        self._unknown.append(ahead)
+
+    def _know(self) -> None:
+        """The caches learn what arrived."""
+        while self._unknown:
+            inputs = self._unknown.popleft().inputs
+            with self._streams.preparing(inputs):
+                for part in inputs.values():
+                    part.know()
+
+    def _make_resident(self, ahead: _Ahead, critical_path: bool) -> bool:
+        """Bring in the rows of a batch; False when not all of them fit."""
+        if ahead.on_device is None:
+            with self._streams.copying():
+                ahead.on_device = ahead.batch.to(self._device, non_blocking=True)
+        with self._streams.preparing():
+            complete = [inputs.make_resident(critical_path) for inputs in ahead.inputs.values()]
+        return all(complete)
+
+    @property
+    def _known_bytes(self) -> int:
+        inputs = sum(part.known_bytes for ahead in self._window for part in ahead.inputs.values())
+        chains = sum(pool.cache.chain_bytes for pool in self._pools)
+        return inputs + chains
+
+
+class _Depths:
+    """How far the steps looked ahead."""
+
+    def __init__(self) -> None:
+        self.steps = self.most_known_bytes = 0
+        self._known, self._resident = _Depth(), _Depth()
+
+    def add(self, known: int | None, resident: int | None) -> None:
+        """A step begins; a depth that only the data's end limits is None."""
+        self.steps += 1
+        self._known.add(known)
+        self._resident.add(resident)
+
+    def stats(self, known_bytes: int, stall_seconds: float) -> LookAheadStats:
+        """Everything so far."""
+        return LookAheadStats(
+            steps=self.steps,
+            lookahead_min=self._known.least,
+            lookahead_mean=self._known.mean,
+            prefetch_min=self._resident.least,
+            prefetch_mean=self._resident.mean,
+            known_bytes=known_bytes,
+            max_known_bytes=self.most_known_bytes,
+            stall_seconds=stall_seconds,
+        )
+
+
+class _Depth:
+    """Least and mean of some numbers."""
+
+    def __init__(self) -> None:
+        self.least: int | None = None
+        self._count = self._sum = 0
+
+    def add(self, depth: int | None) -> None:
+        if depth is not None:
+            self.least = depth if self.least is None else min(depth, self.least)
+            self._count, self._sum = self._count + 1, self._sum + depth
+
+    @property
+    def mean(self) -> float | None:
+        return self._sum / self._count if self._count else None

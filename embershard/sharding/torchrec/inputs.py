@@ -1,0 +1,255 @@
+"""What the sharded modules of a model read of a batch, taken out of the model's forward and run ahead of it.
+
+TorchRec's tracer, which its own train pipelines use, finds out how each sharded module's input comes from the batch.
+The input then goes through stages of its own: its all-to-all, being *known* to the caches, being *resident*, the
+forward.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.train_pipeline.utils import _rewrite_model
+from torchrec.distributed.types import ShardedModule
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from embershard.cache.forecast import KnownBatch
+from embershard.cache.row_cache import Ticket
+from embershard.errors import ShardingError
+from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
+from embershard.sharding.torchrec.modules import reads_checked_ids
+
+_log = logging.getLogger(__name__)
+
+#: For each sharded module, by name, how its arguments come from a batch.
+Features = Callable[[Any], Mapping[str, Any]]
+
+
+class ModuleInput:
+    """The input of one sharded module for one batch, from the all-to-all to the forward.
+
+    The constructor starts the all-to-all; then, in this order: :meth:`send`, :meth:`receive`, :meth:`know`,
+    :meth:`make_resident` until it is True, :meth:`forward` if at all, :meth:`close`. The constructor, the first two and
+    the forward are collective.
+    """
+
+    def __init__(self, module: ShardedModule, args: list[Any], kwargs: dict[str, Any]) -> None:
+        self._module = module
+        self._context = module.create_context()
+        args, kwargs = module.preprocess_input(args, kwargs)
+        self._waiting = module.input_dist(self._context, *args, **kwargs)
+        self._is_sent = False
+        self._received: Any = None
+        self._known: dict[int, KnownBatch | None] = {}  # by pool
+        self._tickets: dict[int, weakref.ref[Ticket]] = {}
+        self._is_packed = False
+        self.known_bytes = 0
+
+    def send(self) -> None:
+        """The ranks told each other how many ids they will send: send the ids. Doing it twice does nothing."""
+        if not self._is_sent:
+            self._waiting, self._is_sent = self._waiting.wait(), True
+
+    def receive(self) -> None:
+        """The ids of this rank's tables are here."""
+        self._received, self._waiting = self._waiting.wait(), None
+
+    def know(self) -> None:
+        """Tell the caches, and keep no more than the ids."""
+        for number, (pool, features) in enumerate(_pools(self._module, self._received)):
+            self._known[number] = pool.know(features.values(), features.offsets(), _batch_sizes(features))
+        if reads_checked_ids(self._module) and isinstance(self._received, KJTList):
+            self._received = KJTList([_with_values(f, f.values().int()) for f in self._received])
+            self._is_packed = True
+        chosen = sum(batch.num_bytes for batch in self._known.values() if batch is not None)
+        self.known_bytes = chosen + _tensor_bytes((self._received, self._context), set())
+
+    def make_resident(self, critical_path: bool) -> bool:
+        """Bring the rows of the batch to the device, as far as they fit beside those that others use; True when all
+        are there."""
+        self._unpack()
+        complete = True
+        for number, (pool, features) in enumerate(_pools(self._module, self._received)):
+            if self._is_resident(number):
+                continue
+            known = self._known.get(number)
+            ticket = pool.prefetch_if_it_fits(
+                features.values(), features.offsets(), _batch_sizes(features), known, critical_path
+            )
+            if ticket is None:
+                complete = False
+            else:
+                self._tickets[number] = weakref.ref(ticket)
+                self._known[number] = None
+        return complete
+
+    def forward(self) -> Any:
+        """Lookup and output all-to-all, as the module's own forward gives them."""
+        self._unpack()
+        return self._module.compute_and_output_dist(self._context, self._received)
+
+    def close(self) -> None:
+        """Nobody will read this input any more: what was announced for it and did not happen is taken back."""
+        unused = {number for number in range(len(self._known)) if self._is_resident(number)}
+        unheeded = {number for number, known in self._known.items() if known is not None}
+        if not unused and not unheeded:
+            return
+        self._unpack()
+        for number, (pool, features) in enumerate(_pools(self._module, self._received)):
+            if number in unused:
+                pool.cancel_prefetch(self._tickets[number]())
+            if number in unheeded:
+                pool.skip(features.values(), features.offsets(), _batch_sizes(features), self._known[number])
+
+    def record_stream(self, stream: Any) -> None:
+        """Keep the memory until ``stream`` is done with it."""
+        self._context.record_stream(stream)
+        if self._received is not None:
+            self._received.record_stream(stream)
+
+    def _is_resident(self, number: int) -> bool:
+        """Whether the pool still holds what it prefetched: loading a checkpoint, say, ends that."""
+        ticket = self._tickets[number]() if number in self._tickets else None
+        return ticket is not None and not ticket.released
+
+    def _unpack(self) -> None:
+        if self._is_packed:
+            self._received = KJTList([_with_values(f, f.values().long()) for f in self._received])
+            self._is_packed = False
+
+
+class InputDoor:
+    """Stands in for a sharded module's forward. It hands out the input that went ahead, if there is one; otherwise the
+    module does what it always does.
+
+    Args:
+        name, args, module: as TorchRec's tracer gives them.
+        ahead: by name of the module the inputs for the forward that runs now; shared by all doors of a model.
+    """
+
+    def __init__(
+        self, name: str, args: Any, module: ShardedModule, ahead: dict[str, ModuleInput], stream: Any = None
+    ) -> None:
+        self.name, self.args, self.module = name, args, module
+        self._ahead = ahead
+        self._own_forward = module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        inputs = self._ahead.pop(self.name, None)
+        return self._own_forward(*args, **kwargs) if inputs is None else inputs.forward()
+
+    def start(self, batch: Any) -> ModuleInput:
+        """Begin with the module's input all-to-all for ``batch``. Collective."""
+        return ModuleInput(self.module, *self.args.build_args_kwargs(batch))
+
+    def remove(self) -> None:
+        """Give the module its own forward back."""
+        self.module.forward = self._own_forward
+
+
+def open_doors(
+    model: nn.Module, batch: Any, ahead: dict[str, ModuleInput], features: Features | None = None
+) -> list[InputDoor]:
+    """Put a door before every sharded module of ``model`` whose input comes straight from the batch.
+
+    Args:
+        model: a ``DistributedModelParallel``.
+        batch: any batch, for models that the tracer needs one for.
+        ahead: see :class:`InputDoor`.
+        features: gives each module's input; without it, the model is traced.
+
+    Raises:
+        ShardingError: the model cannot be traced, or ``features`` leaves a module out.
+    """
+    if features is not None:
+        return _named_doors(model, batch, ahead, features)
+    try:
+        modules, _, _, _, others = _rewrite_model(model, ahead, None, batch, pipelined_forward=InputDoor)
+    except Exception as error:
+        raise ShardingError(
+            f"the inputs of the sharded modules could not be traced through the model's forward ({error}). Pass "
+            "features=lambda batch: {name of the sharded module: its KeyedJaggedTensor}, or keep control flow that "
+            "depends on tensors out of the modules that hold the embeddings"
+        ) from error
+    for name in others:
+        _log.warning("%s looks nothing ahead: its input does not come straight from the batch", name)
+    for module in modules:
+        module.is_pipelined = False  # or it would keep the whole batch for a stage that is not here
+    return [module.forward for module in modules]
+
+
+def _named_doors(model: nn.Module, batch: Any, ahead: dict[str, ModuleInput], features: Features) -> list[InputDoor]:
+    inner: Any = model.module
+    while isinstance(inner, DistributedDataParallel):
+        inner = inner.module
+    sharded = {name: m for name, m in inner.named_modules() if isinstance(m, ShardedModule)}
+    given = set(features(batch))
+    if given != set(sharded):
+        raise ShardingError(
+            f"features(batch) gives inputs for {sorted(given)}; the sharded modules are {sorted(sharded)}"
+        )
+    doors = []
+    for name, module in sharded.items():
+        doors.append(InputDoor(name, _Given(features, name), module, ahead))
+        module.forward = doors[-1]
+    return doors
+
+
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    features: Features
+    name: str
+
+    def build_args_kwargs(self, batch: Any) -> tuple[list[Any], dict[str, Any]]:
+        return [self.features(batch)[self.name]], {}
+
+
+def _pools(module: Any, received: Any) -> Iterator[tuple[CachedTableBatchedEmbeddings, KeyedJaggedTensor]]:
+    """Every pool of a sharded module on this rank, with what it reads of a batch."""
+    for features, lookup in zip(received, module._lookups, strict=True):
+        while isinstance(lookup, DistributedDataParallel):
+            lookup = lookup.module
+        pools = [getattr(kernel, "emb_module", None) for kernel in getattr(lookup, "_emb_modules", ())]
+        if any(isinstance(pool, CachedTableBatchedEmbeddings) for pool in pools):
+            for pool, group in zip(pools, features.split(lookup._feature_splits), strict=True):
+                if isinstance(pool, CachedTableBatchedEmbeddings):
+                    yield pool, group
+
+
+def _batch_sizes(features: KeyedJaggedTensor) -> list[list[int]] | None:
+    return features.stride_per_key_per_rank() if features.variable_stride_per_key() else None
+
+
+def _with_values(features: KeyedJaggedTensor, values: torch.Tensor) -> KeyedJaggedTensor:
+    """The same bags with other values; what can be computed from the lengths is not kept."""
+    changed = copy.copy(features)
+    changed._values, changed._jt_dict = values, None
+    changed._lengths, changed._offsets = features.lengths(), None
+    return changed
+
+
+def _tensor_bytes(value: Any, seen: set[int]) -> int:
+    """Memory of all tensors in ``value``, each counted once, in bytes."""
+    if isinstance(value, torch.Tensor):
+        place = value.untyped_storage().data_ptr()
+        if place in seen:
+            return 0
+        seen.add(place)
+        return value.numel() * value.element_size()
+    if isinstance(value, KeyedJaggedTensor):
+        parts = (value.values(), value.weights_or_none(), value.lengths_or_none(), value.offsets_or_none())
+        return sum(_tensor_bytes(part, seen) for part in parts)
+    if isinstance(value, KJTList | list | tuple):
+        return sum(_tensor_bytes(part, seen) for part in value)
+    if dataclasses.is_dataclass(value):
+        return sum(_tensor_bytes(getattr(value, field.name), seen) for field in dataclasses.fields(value))
+    return 0
