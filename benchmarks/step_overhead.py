@@ -45,7 +45,8 @@ def main() -> None:
     parser.add_argument("--policy", choices=["frequency", "lfu", "lru"], default="frequency", help="without look-ahead")
     parser.add_argument("--lookahead", type=int, default=64)
     parser.add_argument("--prefetch", type=int, default=2)
-    parser.add_argument("--background", action="store_true", help="look-ahead copies rows in worker threads")
+    parser.add_argument("--background", action="store_true", help="look-ahead copies rows in threads of their own")
+    parser.add_argument("--inline", action="store_true", help="look-ahead without its thread beside the training")
     parser.add_argument("--batch-size", type=int, default=4096)
     parser.add_argument("--dim", type=int, default=32)
     parser.add_argument("--scale", type=float, default=1.0, help="factor on all row counts")
@@ -111,7 +112,8 @@ class LookAhead:
     ) -> None:
         dense = [p for name, p in model.named_parameters() if "embedding_bags" not in name]
         optimizer = torch.optim.SGD(dense, lr=0.01)
-        self.pipeline = LookAheadPipeline(model, optimizer, device, options.lookahead, options.prefetch)
+        worker = False if options.inline else None
+        self.pipeline = LookAheadPipeline(model, optimizer, device, options.lookahead, options.prefetch, worker=worker)
         self._batches: Iterator[Batch] = iter(batches)
         self._train_embeddings = make_embedding_step(model)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import nn
 
-from embershard.distributed import Ranks
+from embershard.distributed import LookAheadStats, Ranks
 from embershard.sharding.torchrec import cache_stats
 
 #: Totals that add up over tables and ranks.
@@ -73,6 +75,29 @@ class CacheTraffic:
         }
 
 
+def look_ahead_totals(stats: LookAheadStats | None, ranks: Ranks) -> dict[str, Any] | None:
+    """What looking ahead did over all ranks: least and mean depths, one rank's memory at most, all ranks' seconds. None
+    without it. Collective."""
+    found: list[LookAheadStats | None] = ranks.all_gather_objects(stats)
+    per_rank = [each for each in found if each is not None]
+    if not per_rank:
+        return None
+
+    def over_ranks(name: str, merge: Callable[[list[Any]], Any]) -> Any:
+        values = [value for each in per_rank if (value := getattr(each, name)) is not None]
+        return merge(values) if values else None
+
+    return {
+        "steps": per_rank[0].steps,
+        "lookahead_min": over_ranks("lookahead_min", min),
+        "lookahead_mean": over_ranks("lookahead_mean", fmean),
+        "prefetch_min": over_ranks("prefetch_min", min),
+        "prefetch_mean": over_ranks("prefetch_mean", fmean),
+        "max_known_bytes": over_ranks("max_known_bytes", max),
+        "stall_seconds": over_ranks("stall_seconds", sum),
+    }
+
+
 def summed(tables: list[dict[str, Any]]) -> dict[str, Any]:
     """Rows, totals and hit rates of some tables' statistics together."""
     sums = {name: sum(table[name] for table in tables) for name in ("rows", *SUMMED, *_RATES)}
@@ -83,6 +108,7 @@ def summed(tables: list[dict[str, Any]]) -> dict[str, Any]:
         "hit_rate_lookups": _share(sums["hits_lookups"], sums["lookups"]),
         **{name: sums[name] for name in (*SUMMED[1:], "lookups", "unique_ids")},
         "seconds": sum(table["seconds"] for table in tables),
+        "stall_seconds": sum(table["stall_seconds"] for table in tables),
     }
 
 

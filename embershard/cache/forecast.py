@@ -44,6 +44,11 @@ class KnownBatch:
     positions: Tensor
 
     @property
+    def num_rows(self) -> int:
+        """U."""
+        return self.positions.numel()
+
+    @property
     def num_bytes(self) -> int:
         """Memory, in bytes."""
         tensors = {t.data_ptr(): t for t in (self.uses, self.positions)}

@@ -116,6 +116,7 @@ class RowCache:
         self._batch = 0
         self._in_flight: dict[int, Ticket | None] = {}
         self._held_pin: int | None = None
+        self._rows_in_flight: dict[int, int] = {}  # distinct rows of known batches that are pinned
         self._lock = threading.RLock()
         self._last_trained: torch.cuda.Event | None = None
         self._background: BackgroundCopies | None = None
@@ -164,7 +165,9 @@ class RowCache:
             feature_lengths: int64 [F], ids per feature; sums to N.
             critical_path: a training step waits for this.
             known: what :meth:`know` returned for the batch.
-            if_it_fits: do nothing when the batch does not fit beside those in flight.
+            if_it_fits: do nothing when the batch does not fit beside those in flight. A known batch also stays out when
+                two others are in flight and all of them would take more than half of the slots: rows held that early
+                cost more fills than they save time (docs/decisions/0011).
 
         Returns:
             The batch's ticket; None when it does not fit now but may when one of those in flight is released.
@@ -176,10 +179,14 @@ class RowCache:
         self._check_failure()
         self._check_host()
         self._warm_up()
+        if if_it_fits and known is not None and self._would_crowd(known):
+            return None
         self._wait_for_training()
         plan = self._plan(keys, known, if_it_fits)
         if plan is None:
             return None
+        if known is not None:
+            self._rows_in_flight = {**self._known_and_pinned(), plan.batch: known.num_rows}
         filled = self._copy(plan)
         self.counters.add_plan(plan, feature_lengths, critical_path)
         seconds = time.perf_counter() - started
@@ -275,6 +282,9 @@ class RowCache:
             self.transfer.fill(plan.fill_keys, plan.fill_slots)
         except BaseException:  # an interrupt, too
             self.planner.undo(plan, victims_are_intact)
+            if not victims_are_intact:
+                self.counters.add_rows(Counter.EVICTIONS, plan.evicted_keys)
+                self.counters.add_rows(Counter.WRITE_BACKS, plan.write_back_keys)
             raise
 
     def _fail(self, error: BaseException) -> NoReturn:
@@ -326,6 +336,17 @@ class RowCache:
         if known is not None:
             self.planner.arrive(known, plan)
         return plan
+
+    def _would_crowd(self, known: KnownBatch) -> bool:
+        """Whether rows would be held for three batches or more, in more than half of the slots."""
+        held = self._known_and_pinned().values()
+        slots = self.planner.map.num_slots - self._home_keys.numel()
+        return len(held) >= 2 and sum(held) + known.num_rows > slots // 2
+
+    def _known_and_pinned(self) -> dict[int, int]:
+        """Rows of the known batches whose slots are pinned."""
+        oldest = self._oldest_pinned
+        return {b: n for b, n in self._rows_in_flight.items() if oldest is not None and b >= oldest}
 
     def _issue(self, plan: CachePlan, filled: Future[None] | torch.cuda.Event | None) -> Ticket:
         ticket = Ticket(plan.batch, plan.slots, _filled=filled)

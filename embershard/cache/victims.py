@@ -79,7 +79,7 @@ class VictimQueue:
         self._queue = _Ranked(none, none, none, None if self._forecast is None else none.int())
         self._cursor = 0
         self._offered: list[tuple[int, _Ranked]] = []  # with the batch that used them
-        self._worst_next_use = _NONE_KNOWN_USE
+        self._set_worst(-1)
 
     def pop(self, count: int, oldest_pinned: int) -> Tensor:
         """Up to ``count`` slots whose last batch is before ``oldest_pinned``: int64 [<= count]."""
@@ -97,10 +97,10 @@ class VictimQueue:
         """``batch`` used ``slots`` (int64 [M], distinct), and the rows' next uses are these (int32 [M], 0 for none)."""
         self._offered = [part for part in self._offered if part[0] != batch]  # from a refill that this batch caused
         worth = ((next_uses == 0) | (next_uses >= self._worst_next_use)).nonzero().flatten()
-        if not self._queue.slots.numel() or not worth.numel():
+        if self._worst < 0 or not worth.numel():
             return
         ranked = self._rank(slots.index_select(0, worth))
-        better = (ranked.ranks <= self._queue.ranks[-1]).nonzero().flatten()
+        better = (ranked.ranks <= self._worst).nonzero().flatten()
         if better.numel():
             self._offered.append((batch, ranked.select(better)))
         if sum(part.slots.numel() for _, part in self._offered) > self._map.num_used // 2:
@@ -142,9 +142,24 @@ class VictimQueue:
         first_left = left[:queued].nonzero().flatten()[:1]
         passed = int(usable[first_left]) if first_left.numel() else window.slots.numel()
         self._cursor += passed
-        again_left = (left[queued:] & (places < passed)).nonzero().flatten()  # the others are met again
-        self._offered = [(0, again.select(again_left)), *pinned] if again_left.numel() else pinned
+        waiting = again.select((left[queued:] & (places < passed)).nonzero().flatten())  # the others are met again
+        waiting = self._trim(waiting, max(2 * count, self._map.num_used // (2 * _QUEUE_SHARE)))
+        self._offered = [(0, waiting), *pinned] if waiting.slots.numel() else pinned
         return candidates.slots.index_select(0, chosen)
+
+    def _trim(self, waiting: _Ranked, enough: int) -> _Ranked:
+        """Where more is offered than is taken, look at the best of it only: the ranking ends earlier."""
+        if waiting.slots.numel() <= 2 * enough:
+            return waiting
+        self._set_worst(int(waiting.ranks.kthvalue(enough).values))
+        end = int(torch.searchsorted(self._queue.ranks, self._worst, right=True))
+        self._queue = self._queue.window(0, max(end, self._cursor))
+        return waiting.select((waiting.ranks <= self._worst).nonzero().flatten())
+
+    def _set_worst(self, rank: int) -> None:
+        """Every slot up to this rank is in the queue, offered, or pinned."""
+        self._worst = rank
+        self._worst_next_use = _NONE_KNOWN_USE if rank < _KNOWN_USE else _KNOWN_USE + _LAST_BATCH - rank
 
     def _rank_again(
         self, window: _Ranked, usable: Tensor, ready: list[_Ranked], oldest_pinned: int
@@ -152,7 +167,7 @@ class VictimQueue:
         """Slots whose rank may differ from the queue's: those of ``window`` that got a known use, and all of ``ready``.
 
         Returns:
-            Those of them that belong before the end of the queue, and where in the window they are, int64; -1 if not.
+            Those of them that belong into the ranking, and where in the window they are, int64; -1 if not.
         """
         changed = self._unused(window, oldest_pinned).index_fill_(0, usable, False).nonzero().flatten()
         slots, places = [window.slots.index_select(0, changed)], [changed]
@@ -160,9 +175,7 @@ class VictimQueue:
             slots.append(part.slots[self._unused(part, oldest_pinned)])
             places.append(torch.full_like(slots[-1], -1))
         ranked = self._rank(torch.cat(slots))
-        if not ranked.slots.numel():
-            return ranked, changed
-        before_end = (ranked.ranks <= self._queue.ranks[-1]).nonzero().flatten()
+        before_end = (ranked.ranks <= self._worst).nonzero().flatten()
         return ranked.select(before_end), torch.cat(places).index_select(0, before_end)
 
     def _usable(self, ranked: _Ranked, oldest_pinned: int) -> Tensor:
@@ -209,9 +222,8 @@ class VictimQueue:
         order = _lowest(ranks, least, max(least, self._map.num_used // _QUEUE_SHARE))
         self._queue, self._cursor, self._offered = ranked.select(order), 0, []
         if self._forecast is not None and order.numel():
-            worst = int(self._queue.ranks[-1])
-            self._worst_next_use = _NONE_KNOWN_USE if worst < _KNOWN_USE else _KNOWN_USE + _LAST_BATCH - worst
-            self._offer_pinned(ranked, pinned & (ranked.ranks <= worst))
+            self._set_worst(int(self._queue.ranks[-1]))
+            self._offer_pinned(ranked, pinned & (ranked.ranks <= self._worst))
 
     def _offer_pinned(self, ranked: _Ranked, which: Tensor) -> None:
         """Slots of batches in flight, which may go once these are released."""

@@ -1,5 +1,6 @@
 """Process group, the look-ahead pipeline, and checkpoints."""
 
+from embershard.distributed.agreement import empty_like, longest, shortest
 from embershard.distributed.checkpoint import (
     CheckpointConfig,
     complete_checkpoints,
@@ -19,11 +20,14 @@ __all__ = [
     "LookAheadStats",
     "Ranks",
     "complete_checkpoints",
+    "empty_like",
     "load_tensors",
+    "longest",
     "process_group",
     "read_scalars",
     "rng_state",
     "save_checkpoint",
     "set_rng_state",
+    "shortest",
     "without_empty",
 ]

@@ -139,21 +139,30 @@ def empty_like(batch: Any) -> Any:
             values in it (None, text, numbers) stay as they are.
 
     Raises:
-        DataError: something else is in the batch.
+        DataError: something else is in the batch, or there is none: this rank never had one.
     """
+    if batch is None:
+        raise DataError(
+            "got no batch to make a stand-in from: this rank had none at all. Give every rank at least one, or pass as "
+            "`empty` a function that makes a batch of one sample without ids from None"
+        )
+    return _without_content(batch)
+
+
+def _without_content(batch: Any) -> Any:
     if isinstance(batch, Tensor):
         return batch.new_zeros((1, *batch.shape[1:])) if batch.dim() else torch.zeros_like(batch)
     if isinstance(batch, KeyedJaggedTensor):
         return _empty_bags(batch)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         fields = [field.name for field in dataclasses.fields(batch) if field.init]
-        return dataclasses.replace(batch, **{name: empty_like(getattr(batch, name)) for name in fields})
+        return dataclasses.replace(batch, **{name: _without_content(getattr(batch, name)) for name in fields})
     if isinstance(batch, dict):
-        return {key: empty_like(value) for key, value in batch.items()}
+        return {key: _without_content(value) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(empty_like, batch))
+        return type(batch)(*map(_without_content, batch))
     if isinstance(batch, tuple | list):
-        return type(batch)(map(empty_like, batch))
+        return type(batch)(map(_without_content, batch))
     if batch is None or isinstance(batch, str | bytes | int | float):
         return batch
     raise DataError(

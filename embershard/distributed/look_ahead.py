@@ -14,9 +14,10 @@ Knowing costs a few bytes per id; holding costs slots. That is why there are two
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -117,6 +118,8 @@ class LookAheadPipeline:
         self._offered: Any = _NO_BATCH
         self._unknown: deque[_Ahead] = deque()  # those in the window that the caches do not know yet
         self._is_offered = self._is_over = self._is_full = False
+        self._input_failure: Exception | None = None  # of this rank's iterator, until the others know
+        self._failure: Exception | None = None  # of the thread beside a step that was otherwise complete
         self._num_resident = 0
         self._stall_seconds = 0.0
         self._depths = _Depths()
@@ -161,6 +164,9 @@ class LookAheadPipeline:
         self._window.clear()
         self._unknown.clear()
         self._arriving, self._offered = None, _NO_BATCH
+        self._agreement = Agreement(self._device)  # what was asked about the next batch need not be answered
+        self._is_offered = self._is_over = self._is_full = False
+        self._input_failure = self._failure = None
         for door in self._doors or []:
             door.remove()
         self._doors = None
@@ -172,11 +178,20 @@ class LookAheadPipeline:
 
     @contextmanager
     def _step(self, batches: Iterator[Any]) -> Iterator[Any]:
-        ahead = self._window.popleft()
+        ahead, trains = self._window[0], torch.is_grad_enabled()
+        coming = list(itertools.islice(self._window, 1, self._prefetch + 1))
         self._streams.give(ahead.on_device, ahead.inputs)
+        if trains and self._worker is None:
+            self._look_ahead(coming)  # when it fails, no batch has left the window
+        self._window.popleft()
+        if self._unknown and self._unknown[0] is ahead:
+            self._unknown.popleft()  # only training concerns the caches
+        for door in self._doors or []:
+            ahead.inputs[door.name].expect(*door.args.build_args_kwargs(ahead.on_device))
         self._current.update(ahead.inputs)
-        self._start_ahead()
         try:
+            if trains and self._worker is not None:
+                self._start(self._worker, coming)
             yield ahead.on_device
             if self._arriving is not None:
                 self._send(self._arriving)
@@ -186,49 +201,61 @@ class LookAheadPipeline:
             self._finish_ahead()
             for inputs in ahead.inputs.values():
                 inputs.close()
-        self._depths.add(
-            known=None if self._is_over else len(self._window),
-            resident=None if len(self._window) < self._prefetch else self._num_resident,
-        )
+        if trains:
+            self._depths.add(
+                known=None if self._is_over else len(self._window),
+                resident=None if len(self._window) < self._prefetch else self._num_resident,
+            )
 
     def _advance(self, batches: Iterator[Any]) -> None:
         """Fill the window: all of it at the first step, later what one step took."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
         self._arrive()
+        self._weigh()
         admitted = True
         while admitted and len(self._window) <= self._lookahead:
             admitted = self._admit(batches)
             self._arrive()
+            if len(self._unknown) > 1 and torch.is_grad_enabled():  # many, at the first step: how much do they take?
+                self._know()
+            self._weigh()
         if admitted:
             self._admit(batches)  # its all-to-all is under way while the next batch trains
         if self._window and torch.is_grad_enabled():
             self._know()
             self._make_resident(self._window[0], critical_path=True)
+        self._weigh()
+
+    def _weigh(self) -> None:
+        """Whether what is known leaves memory for more."""
         known_bytes = self._known_bytes
         self._is_full = known_bytes >= self._max_known_bytes and len(self._window) > self._prefetch + 1
         self._depths.most_known_bytes = max(self._depths.most_known_bytes, known_bytes)
 
-    def _start_ahead(self) -> None:
+    def _start(self, worker: CacheWorker, coming: Sequence[_Ahead]) -> None:
         """Begin with what the batches ahead need, beside the training of the present one."""
-        if self._worker is None:
-            self._look_ahead()
-            return
         for pool in self._pools:
             pool.cache.hold_pins()  # whether the present batch is through when a plan is made must not matter
-        self._worker.start(self._look_ahead if torch.is_grad_enabled() else self._know)
+        worker.start(functools.partial(self._look_ahead, coming))
 
     def _finish_ahead(self) -> None:
+        """What failed is raised by the next step: this one is complete."""
         if self._worker is not None:
             try:
                 self._stall_seconds += self._worker.join()
+            except Exception as error:
+                self._failure = error
             finally:
                 for pool in self._pools:
                     pool.cache.let_pins_go()
 
-    def _look_ahead(self) -> None:
-        """Tell the caches what arrived, and bring in the rows of the next P batches, in order, as far as they fit."""
+    def _look_ahead(self, coming: Sequence[_Ahead]) -> None:
+        """Tell the caches what arrived, and bring in the rows of the next batches, in order, as far as they fit."""
         self._know()
         self._num_resident = 0
-        for ahead in itertools.islice(self._window, self._prefetch):
+        for ahead in coming:
             if not self._make_resident(ahead, critical_path=False):
                 break
             self._num_resident += 1
@@ -236,23 +263,20 @@ class LookAheadPipeline:
     # -- the stages
 
     def _offer(self, batches: Iterator[Any]) -> None:
-        """Take the next batch, and tell the other ranks."""
+        """Take the next batch, and tell the other ranks. What the iterator raises is raised when all of them know."""
         if self._is_over or self._is_offered:
             return
-        state, failure = Supply.READY, None
         if self._offered is _NO_BATCH:
             try:
                 self._offered = next(batches, _NO_BATCH)
             except Exception as error:
-                state, failure = Supply.FAILED, error
-        if failure is None and self._offered is _NO_BATCH:
+                self._input_failure = error
+        state = Supply.FULL if self._is_full else Supply.READY
+        if self._input_failure is not None:
+            state = Supply.FAILED
+        elif self._offered is _NO_BATCH:
             state = Supply.ENDED
-        elif failure is None and self._is_full:
-            state = Supply.FULL
         self._agreement.start(state)
-        if failure is not None:
-            self._agreement.result()
-            raise failure
         self._is_offered = True
 
     def _admit(self, batches: Iterator[Any]) -> bool:
@@ -262,7 +286,8 @@ class LookAheadPipeline:
             return False
         decision, self._is_offered = self._agreement.result(), False
         if decision == Supply.FAILED:
-            raise self._agreement.failure()
+            failure, self._input_failure = self._input_failure, None
+            raise self._agreement.failure() if failure is None else failure
         if decision == Supply.ENDED:
             self._is_over, self._offered = True, _NO_BATCH
         if decision != Supply.READY:

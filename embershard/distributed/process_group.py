@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -123,9 +124,16 @@ def process_group(device: Literal["auto", "cpu", "cuda"] = "auto") -> Iterator[R
         yield Ranks(rank, world_size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), place)
     except BaseException:
         if place.type == "cpu":  # NCCL would wait for ranks that wait for this one; the exit ends its group
-            dist.destroy_process_group()
+            _end()
         raise
+    _end()
+
+
+def _end() -> None:
+    """TorchRec's sharded modules hold the group in reference cycles. Were they freed at the interpreter's exit only, gloo's
+    threads would outlive it, and abort the process."""
     dist.destroy_process_group()
+    gc.collect()
 
 
 def _rendezvous() -> tuple[dist.Store, int, int]:

@@ -101,7 +101,7 @@ def closing_table(result: dict[str, Any], what: str) -> Table:
     table.add_row("NE", number(result["ne"], ".4f"), "normalized entropy; below 1 beats the average click rate")
     table.add_row("log loss", number(result["logloss"], ".4f"), "held-out samples")
     table.add_row("speed", f"{number(result['samples_per_second'], ',.0f')} samples/s", _step_time(result["step_ms"]))
-    for row in _cache_rows(result["cache"]):
+    for row in [*_cache_rows(result["cache"]), *_look_ahead_rows(result["look_ahead"], result["cache"])]:
         table.add_row(*row)
     return table
 
@@ -127,6 +127,19 @@ def _cache_rows(cache: dict[str, Any] | None) -> list[tuple[str, str, str]]:
         ("rows moved", f"{moved:,}", f"{megabytes(moved_bytes)} to and from the device"),
         ("evictions", f"{cache['evictions']:,}", "rows that made room for others"),
         ("memory", f"{megabytes(cache['device_bytes'])} device", f"{megabytes(cache['host_bytes'])} host"),
+    ]
+
+
+def _look_ahead_rows(ahead: dict[str, Any] | None, cache: dict[str, Any] | None) -> list[tuple[str, str, str]]:
+    if ahead is None or cache is None:
+        return []
+    known, resident = number(ahead["lookahead_mean"], ".1f"), number(ahead["prefetch_mean"], ".1f")
+    waited = (
+        f"{ahead['stall_seconds'] * 1e3 / max(ahead['steps'], 1):.2f} ms a step waited for them, all ranks together"
+    )
+    return [
+        ("looked ahead", f"{known} batches known", f"{resident} of them on the device before their step (means)"),
+        ("late rows", f"{cache['critical_path_fills']:,}", waited),
     ]
 
 

@@ -108,12 +108,13 @@ def make_result(
     loss: float | None,
     evaluation: EvalReport | None,
     cache: dict[str, Any] | None,
+    look_ahead: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """What result.json says of a run.
 
     `samples_per_second` is global, over this process's steps after the first `WARMUP_STEPS` (or after a
     quarter of them, if there are fewer); it is None when no step was trained. A quality that is undefined or
-    was not measured is None, and so is `cache` in a run without one.
+    was not measured is None, and so are `cache` and `look_ahead` in a run without.
     """
     quality = evaluation.quality if evaluation else None
     measured = step_seconds[min(WARMUP_STEPS, len(step_seconds) // 4) :]
@@ -134,6 +135,7 @@ def make_result(
         "world_size": world_size,
         "device": device,
         "cache": cache,
+        "look_ahead": look_ahead,
         "versions": versions(),
         "git_commit": git_commit(),
     }

@@ -24,6 +24,7 @@ from embershard.launch.progress import ProgressDisplay, closing_table
 from embershard.launch.record import RunRecord, check_run_dir, lock_run_dir, make_result
 from embershard.reports import EvalReport, Report, TrainReport
 from embershard.run_config import RunConfig
+from embershard.traffic import look_ahead_totals
 from embershard.trainer import Trainer
 
 CHECKPOINTS = "checkpoints"
@@ -115,6 +116,7 @@ def train_run(config: RunConfig, ranks: Ranks, run_dir: Path, *, resume: bool, s
             loss=last_train.loss if last_train else None,
             evaluation=last_eval,
             cache=trainer.traffic.totals(config.cache.slot_ratio),
+            look_ahead=look_ahead_totals(trainer.upcoming.stats(), ranks),
         )
         outputs.finish(result, same_run)
     return result

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from embershard.cache.row_cache import CacheGrowthWarning
+from embershard.cache.background import _WriteBack
+from embershard.cache.row_cache import CacheGrowthWarning, RowCache
+from embershard.sharding.torchrec.inputs import ModuleInput
+from tests.ranks import look_ahead, look_ahead_events
 from tests.ranks.parity import Case, Outcome, compare
 from tests.unit.cache.faults import FAULTS as CACHE_FAULTS
 
@@ -33,3 +38,50 @@ def _only_growth(warn: Callable[..., None]) -> Callable[..., None]:
             warn(message, category, *args, **kwargs)
 
     return filtered
+
+
+@contextlib.contextmanager
+def _evicted_one_batch_early() -> Iterator[None]:
+    """The first half of the safety rule: the batch in training, the oldest in flight, does not pin its slots. Its forward
+    waits, so that a plan that is made beside it comes first."""
+    pinned, forward = RowCache._oldest_pinned.fget, ModuleInput.forward  # type: ignore[attr-defined]
+
+    def early(self: RowCache) -> int | None:
+        oldest = pinned(self)
+        return None if oldest is None else oldest + 1
+
+    def late(self: ModuleInput, *args: Any) -> Any:
+        time.sleep(0.02)
+        return forward(self, *args)
+
+    with mock.patch.object(RowCache, "_oldest_pinned", property(early)):
+        with mock.patch.object(ModuleInput, "forward", late):
+            yield
+
+
+@contextlib.contextmanager
+def _read_before_the_write_back_landed() -> Iterator[None]:
+    """The second half: no fill waits for a write-back."""
+    with mock.patch.object(_WriteBack, "concerns", return_value=False):
+        yield
+
+
+LOOK_AHEAD_FAULTS = {
+    "evicted_one_batch_early": _evicted_one_batch_early,
+    "read_before_the_write_back_landed": _read_before_the_write_back_landed,
+    **{name: CACHE_FAULTS[name] for name in FAULTS},
+}
+
+
+def look_ahead_with_fault(case: look_ahead.Case, run: look_ahead.Run, fault: str) -> look_ahead.Outcome:
+    """A run through the pipeline with one fault in place."""
+    with LOOK_AHEAD_FAULTS[fault]():
+        return look_ahead.compare(case, [run])[0]
+
+
+def evict_then_reuse_with_fault(
+    case: look_ahead.Case, run: look_ahead.Run, distances: list[int], land_seconds: float, fault: str
+) -> list[dict[str, Any]]:
+    """Rows that are put out and come back, with slow write-backs and one fault in place."""
+    with LOOK_AHEAD_FAULTS[fault]():
+        return look_ahead_events.evict_then_reuse(case, run, distances, land_seconds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,12 +45,14 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration. ``sharding``: one type for all tables, or one per table. ``cached``: numbers of the
-    cached tables, None for all; ``data_parallel`` tables are never cached."""
+    """One configuration. ``sharding``: one type for all tables, or one per table. ``profile``: give one to policies that
+    do not need it. ``cached``: numbers of the cached tables, None for all; ``data_parallel`` tables are never cached."""
 
     optimizer: str = "rowwise_adagrad"
     sharding: str | tuple[str, ...] = "table_wise"
     policy: str = "lfu"
+    profile: bool = False
+    background: bool = False
     cached: tuple[int, ...] | None = None
     sequence: bool = False
     mean: bool = False
@@ -131,13 +133,13 @@ class _Model(nn.Module):
         return ((self.dense(x).squeeze(1) - labels) ** 2).mean()
 
 
-def build(case: Case, cached: bool) -> DistributedModelParallel:
-    """The sharded model, from seed 7, on this rank."""
+def build(case: Case, cached: bool, make_model: Callable[[Case], nn.Module] | None = None) -> DistributedModelParallel:
+    """The sharded model, from seed 7, on this rank. ``make_model``: gives an unsharded model with these tables."""
     torch.manual_seed(7)
-    model = _Model(case)
+    model = (make_model or _Model)(case)
     fused_params = {"optimizer": OPTIMIZERS[case.optimizer], "learning_rate": 0.1, "eps": 1e-6}
     profile = None
-    if case.policy == "frequency":
+    if case.profile or case.policy == "frequency":
         profile = make_profile(case)
     config = CacheConfig(
         ratio=case.ratio,
@@ -145,18 +147,22 @@ def build(case: Case, cached: bool) -> DistributedModelParallel:
         overflow=case.overflow,  # type: ignore[arg-type]
         host="mmap" if case.host_dir else "memory",
         host_dir=case.host_dir,
+        background=case.background,
     )
-    if case.sequence:
-        stock: Any = EmbeddingCollectionSharder(fused_params=dict(fused_params))
-        ours: Any = CachedEmbeddingCollectionSharder(config, profile, dict(fused_params))
+    if cached:
+        sharders: list[Any] = [
+            CachedEmbeddingBagCollectionSharder(config, profile, dict(fused_params)),
+            CachedEmbeddingCollectionSharder(config, profile, dict(fused_params)),
+        ]
     else:
-        stock = StockEmbeddingBagCollectionSharder(fused_params=dict(fused_params))
-        ours = CachedEmbeddingBagCollectionSharder(config, profile, dict(fused_params))
-    sharder = ours if cached else stock
+        sharders = [
+            StockEmbeddingBagCollectionSharder(fused_params=dict(fused_params)),
+            EmbeddingCollectionSharder(fused_params=dict(fused_params)),
+        ]
     world_size = dist.get_world_size()
     plan = plan_sharding(
         model,
-        [sharder],
+        sharders,
         world_size=world_size,
         local_world_size=case.local_world_size or world_size,
         device="cpu",
@@ -167,7 +173,7 @@ def build(case: Case, cached: bool) -> DistributedModelParallel:
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         device=torch.device("cpu"),
         plan=plan,
-        sharders=[sharder],
+        sharders=sharders,
     )
 
 

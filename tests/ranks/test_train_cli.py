@@ -23,7 +23,7 @@ CACHE_KEYS = {
 }  # fmt: skip
 RESULT_KEYS = {
     "steps", "samples", "samples_per_second", "step_ms", "loss", "auc", "ne", "logloss", "world_size",
-    "device", "cache", "versions", "git_commit",
+    "device", "cache", "look_ahead", "versions", "git_commit",
 }  # fmt: skip
 EMBERSHARD = [sys.executable, "-m", "embershard.launch.cli"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

@@ -79,6 +79,11 @@ def check_torchrun(words: list[str]) -> None:
     from torch.distributed.run import get_args_parser
 
     parsed = get_args_parser().parse_args(words[1:])
+    if parsed.training_script.endswith(".py"):
+        text = (PROJECT / parsed.training_script).read_text()
+        ast.parse(text)
+        assert all(word in text for word in parsed.training_script_args if word.startswith("--")), parsed
+        return
     assert parsed.module, "torchrun starts a module of ours: -m embershard.launch.train"
     assert parsed.training_script == "embershard.launch.train"
     check_embershard(["embershard", "train", *parsed.training_script_args])

@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.cache.forecast import KnownBatch
 from embershard.cache.row_cache import Ticket
-from embershard.errors import ShardingError
+from embershard.errors import CacheError, ShardingError
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.modules import reads_checked_ids
 
@@ -52,6 +52,7 @@ class ModuleInput:
         self._known: dict[int, KnownBatch | None] = {}  # by pool
         self._tickets: dict[int, weakref.ref[Ticket]] = {}
         self._is_packed = False
+        self._expected: KeyedJaggedTensor | None = None
         self.known_bytes = 0
 
     def send(self) -> None:
@@ -62,6 +63,7 @@ class ModuleInput:
     def receive(self) -> None:
         """The ids of this rank's tables are here."""
         self._received, self._waiting = self._waiting.wait(), None
+        self.known_bytes = _tensor_bytes((self._received, self._context), set())
 
     def know(self) -> None:
         """Tell the caches, and keep no more than the ids."""
@@ -92,8 +94,22 @@ class ModuleInput:
                 self._known[number] = None
         return complete
 
-    def forward(self) -> Any:
-        """Lookup and output all-to-all, as the module's own forward gives them."""
+    def expect(self, args: list[Any], kwargs: dict[str, Any]) -> None:
+        """The module's own input, in the batch that trains now."""
+        self._expected = _features_among(args, kwargs)
+
+    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Lookup and output all-to-all, as the module's own forward gives them for these arguments.
+
+        Raises:
+            CacheError: they are not those of the batch that went ahead.
+        """
+        given, expected, self._expected = _features_among(args, kwargs), self._expected, None
+        if expected is not None and not _are_same(given, expected):
+            raise CacheError(
+                f"the forward got a batch with {_num_ids(given)} ids, the batch of this step has {_num_ids(expected)}, or "
+                "others; between two steps forward any batch, but in a step the one that step() gives"
+            )
         self._unpack()
         return self._module.compute_and_output_dist(self._context, self._received)
 
@@ -105,8 +121,10 @@ class ModuleInput:
             return
         self._unpack()
         for number, (pool, features) in enumerate(_pools(self._module, self._received)):
-            if number in unused:
-                pool.cancel_prefetch(self._tickets[number]())
+            ticket = self._tickets[number]() if number in unused else None
+            if ticket is not None:
+                pool.cancel_prefetch(ticket)
+                pool.cache.release(ticket)  # a forward without a backward may have it, and be kept for long
             if number in unheeded:
                 pool.skip(features.values(), features.offsets(), _batch_sizes(features), self._known[number])
 
@@ -145,7 +163,7 @@ class InputDoor:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         inputs = self._ahead.pop(self.name, None)
-        return self._own_forward(*args, **kwargs) if inputs is None else inputs.forward()
+        return self._own_forward(*args, **kwargs) if inputs is None else inputs.forward(args, kwargs)
 
     def start(self, batch: Any) -> ModuleInput:
         """Begin with the module's input all-to-all for ``batch``. Collective."""
@@ -182,9 +200,17 @@ def open_doors(
         ) from error
     for name in others:
         _log.warning("%s looks nothing ahead: its input does not come straight from the batch", name)
+    doors = {}
     for module in modules:
         module.is_pipelined = False  # or it would keep the whole batch for a stage that is not here
-    return [module.forward for module in modules]
+        door = module.forward
+        if modules.count(module) == 1:
+            doors[door.name] = door
+        elif isinstance(door, InputDoor):
+            _log.warning("%s looks nothing ahead: it is called more than once in a forward", door.name)
+            while isinstance(module.forward, InputDoor):  # one for each call
+                module.forward.remove()
+    return list(doors.values())
 
 
 def _named_doors(model: nn.Module, batch: Any, ahead: dict[str, ModuleInput], features: Features) -> list[InputDoor]:
@@ -223,6 +249,25 @@ def _pools(module: Any, received: Any) -> Iterator[tuple[CachedTableBatchedEmbed
             for pool, group in zip(pools, features.split(lookup._feature_splits), strict=True):
                 if isinstance(pool, CachedTableBatchedEmbeddings):
                     yield pool, group
+
+
+def _features_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> KeyedJaggedTensor | None:
+    return next((value for value in [*args, *kwargs.values()] if isinstance(value, KeyedJaggedTensor)), None)
+
+
+def _are_same(given: KeyedJaggedTensor | None, expected: KeyedJaggedTensor) -> bool:
+    """Whether both have the same ids. Usually they are one object. On a GPU only the number is compared, because the
+    ids would have to be waited for."""
+    if given is expected:
+        return True
+    if given is None or given.values().shape != expected.values().shape:
+        return False
+    ids, others = given.values(), expected.values()
+    return ids.data_ptr() == others.data_ptr() or not ids.is_cpu or torch.equal(ids, others)
+
+
+def _num_ids(features: KeyedJaggedTensor | None) -> int:
+    return 0 if features is None else features.values().numel()
 
 
 def _batch_sizes(features: KeyedJaggedTensor) -> list[list[int]] | None:

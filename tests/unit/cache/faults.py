@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -10,18 +11,18 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from embershard.cache import planner, row_cache, scores, slot_map, statistics, transfer
+from embershard.cache import forecast, planner, row_cache, scores, slot_map, statistics, transfer, victims
 
 
 @contextlib.contextmanager
 def _pins_ignored() -> Iterator[None]:
-    pop = planner.VictimQueue.pop
+    pop = victims.VictimQueue.pop
 
     def unpinned(self: Any, count: int, oldest_pinned: int) -> Tensor:
         self.clear()
         return pop(self, count, 2**31 - 1)
 
-    with mock.patch.object(planner.VictimQueue, "pop", unpinned):
+    with mock.patch.object(victims.VictimQueue, "pop", unpinned):
         yield
 
 
@@ -49,7 +50,7 @@ def _states_stay_behind() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _write_back_skipped() -> Iterator[None]:
-    with mock.patch.object(transfer.PlainTransfer, "write_back", return_value=None):
+    with mock.patch.object(transfer.PlainTransfer, "land", return_value=None):
         yield
 
 
@@ -58,12 +59,15 @@ def _fill_before_write_back() -> Iterator[None]:
     prepare = row_cache.RowCache.prepare
 
     def swapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        late: list[Any] = []
+        late: list[tuple[Tensor, Tensor]] = []
         move = self.transfer
-        with mock.patch.object(move, "write_back", lambda *a: late.append(a)):
+        with (
+            mock.patch.object(move, "collect", lambda slots: slots),
+            mock.patch.object(move, "land", lambda *slots_and_keys: late.append(slots_and_keys)),
+        ):
             ticket = prepare(self, *args, **kwargs)
-        for arguments in late:
-            move.write_back(*arguments)
+        for slots, keys in late:
+            move.land(move.collect(slots), keys)
         return ticket
 
     with mock.patch.object(row_cache.RowCache, "prepare", swapped):
@@ -74,12 +78,105 @@ def _fill_before_write_back() -> Iterator[None]:
 def _stale_entries_not_skipped() -> Iterator[None]:
     """The queue hands out slots that were used since they were ranked."""
 
-    def trusting(self: Any, count: int, oldest_pinned: int) -> Tensor:
-        found = self._slots[self._cursor : self._cursor + count]
-        self._cursor += found.numel()
-        return found
+    def trusting(self: Any, ranked: Any, oldest_pinned: int) -> Tensor:
+        return torch.arange(ranked.slots.numel())
 
-    with mock.patch.object(planner.VictimQueue, "_take", trusting):
+    with mock.patch.object(victims.VictimQueue, "_usable", trusting):
+        yield
+
+
+@contextlib.contextmanager
+def _rows_used_again_are_not_offered() -> Iterator[None]:
+    """A row that will not be used again is the best victim, but only the next refill finds it."""
+    with mock.patch.object(victims.VictimQueue, "offer", return_value=None):
+        yield
+
+
+@contextlib.contextmanager
+def _slots_of_batches_in_flight_are_not_offered() -> Iterator[None]:
+    """What a batch in flight uses is not in the ranking, and would be missing when the batch is released."""
+    with mock.patch.object(victims.VictimQueue, "_offer_pinned", return_value=None):
+        yield
+
+
+@contextlib.contextmanager
+def _rows_that_become_known_are_skipped() -> Iterator[None]:
+    """A row whose next use became known since it was ranked may still be the best victim."""
+    rank_again = victims.VictimQueue._rank_again
+
+    def without(self: Any, window: Any, usable: Tensor, ready: Any, oldest_pinned: int) -> Any:
+        same = [part.select(self._usable(part, oldest_pinned)) for part in ready]
+        return rank_again(self, window, torch.arange(window.slots.numel()), same, oldest_pinned)
+
+    with mock.patch.object(victims.VictimQueue, "_rank_again", without):
+        yield
+
+
+@contextlib.contextmanager
+def _known_uses_do_not_matter() -> Iterator[None]:
+    rank = victims.VictimQueue._rank
+
+    def by_score(self: Any, slots: Tensor | None = None) -> Any:
+        with mock.patch.object(self, "_forecast", None):
+            ranked = rank(self, slots)
+        return dataclasses.replace(ranked, next_uses=torch.zeros(ranked.slots.shape, dtype=torch.int32))
+
+    with mock.patch.object(victims.VictimQueue, "_rank", by_score):
+        yield
+
+
+@contextlib.contextmanager
+def _uses_after_the_next_one_are_forgotten() -> Iterator[None]:
+    arrive = forecast.Forecast.arrive
+
+    def shortsighted(self: Any, batch: Any, slots: Tensor) -> Any:
+        arrived = arrive(self, batch, slots)
+        if arrived is not None:
+            self.next_use[arrived[0]] = 0
+        return arrived
+
+    with mock.patch.object(forecast.Forecast, "arrive", shortsighted):
+        yield
+
+
+@contextlib.contextmanager
+def _evicted_rows_leave_no_trace() -> Iterator[None]:
+    def nothing(self: Any, slots: Tensor) -> Tensor:
+        return torch.zeros(slots.shape, dtype=torch.int32)
+
+    with mock.patch.object(forecast.Forecast, "traces", nothing):
+        yield
+
+
+@contextlib.contextmanager
+def _repeats_are_uses_of_their_own() -> Iterator[None]:
+    """The chain of a row's uses is that of whichever repeat comes first, not of the one that others follow."""
+    know = forecast.Forecast.know
+
+    def careless(self: Any, keys: Tensor, positions: Tensor | None = None) -> Any:
+        batch = know(self, keys, positions)
+        order = keys.argsort(stable=True)
+        first = keys[order].diff(prepend=keys.new_full((1,), -1)) != 0
+        chosen = order[first].int()
+        places = chosen if positions is None else positions[chosen]
+        object.__setattr__(batch, "uses", chosen)
+        object.__setattr__(batch, "positions", places)
+        return batch
+
+    with mock.patch.object(forecast.Forecast, "know", careless):
+        yield
+
+
+@contextlib.contextmanager
+def _forgetting_keeps_the_traces() -> Iterator[None]:
+    forget = forecast.Forecast.forget
+
+    def half(self: Any) -> None:
+        entries = self._map.slot_of_key.clone()
+        forget(self)
+        self._map.slot_of_key.copy_(entries)
+
+    with mock.patch.object(forecast.Forecast, "forget", half):
         yield
 
 
@@ -141,6 +238,18 @@ def _growing_loses_rows() -> Iterator[None]:
         yield
 
 
-FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
+_Faults = dict[str, Callable[[], contextlib.AbstractContextManager[None]]]
+
+FAULTS: _Faults = {
     name.removeprefix("_"): fault for name, fault in list(globals().items()) if hasattr(fault, "__wrapped__")
+}
+# Those that lose no row, but put out the wrong ones.
+FAULTS_OF_CHOICE: _Faults = {
+    name: FAULTS.pop(name)
+    for name in (
+        "slots_of_batches_in_flight_are_not_offered",
+        "rows_used_again_are_not_offered",
+        "rows_that_become_known_are_skipped",
+        "known_uses_do_not_matter",
+    )
 }

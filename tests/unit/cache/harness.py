@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from embershard.cache import CacheGrowthWarning, HostStore, RowCache, Ticket, make_scores
+from embershard.cache import CacheGrowthWarning, HostStore, KnownBatch, RowCache, Ticket, make_scores
 from embershard.cache.config import Policy
 from embershard.errors import CacheOverflowError
 
@@ -23,6 +25,9 @@ class Pool:
 
     ``rows`` [R, ...] hold the truth: plain tensors, updated as the slots are. ``last_batch`` is when
     each row was last looked up, ``counts`` what `lfu` should count, ``expected`` the counters per table.
+    ``known`` are the batches known and not prepared, ``guessed`` the rows of which the forecast may guess when they are
+    used next. ``home_table`` is one whose rows never leave. ``best_victims`` asks for the best victims that there are:
+    what look-ahead promises as long as all batches were known, and no other policy but `lru`.
     """
 
     def __init__(
@@ -36,6 +41,9 @@ class Pool:
         profile: Sequence[int] | None = None,
         warmup: bool = False,
         mmap_dir: Path | None = None,
+        background: bool = False,
+        home_table: int | None = None,
+        best_victims: bool = False,
     ) -> None:
         place = ("mmap", str(mmap_dir)) if mmap_dir else ("memory", None)
         self.host = HostStore(rows_per_table, DIM, torch.float32, STATES, *place)
@@ -52,6 +60,12 @@ class Pool:
         initial = None if profile is None else torch.tensor(profile)
         if policy == "frequency" and initial is None:
             initial = torch.arange(self.num_rows) * 7 % 23
+        self.scoring: Policy = policy
+        if policy == "lookahead":
+            self.scoring = "lfu" if initial is None or decay is not None else "frequency"
+        self.home: set[int] = set()
+        if home_table is not None:
+            self.home = set(range(self.bounds[home_table] - rows_per_table[home_table], self.bounds[home_table]))
         self.slots: list[Tensor] = []
         self.cache = RowCache(
             [f"t{t}" for t in range(self.num_tables)],
@@ -59,10 +73,13 @@ class Pool:
             self._device_payload,
             num_slots,
             self.table_of_feature,
-            make_scores(policy, self.num_rows, num_slots, torch.device("cpu"), initial, decay),
+            make_scores(self.scoring, self.num_rows, num_slots, torch.device("cpu"), initial, decay),
             torch.device("cpu"),
             overflow=overflow,
             warmup=warmup,
+            home_keys=torch.tensor(sorted(self.home)) if self.home else None,
+            lookahead=policy == "lookahead",
+            background=background,
         )
         self.map = self.cache.planner.map
         self.batch = 0
@@ -72,7 +89,15 @@ class Pool:
         self.trained: set[int] = set()
         self.counts = np.zeros(self.num_rows) if initial is None else initial.double().numpy().copy()
         self.weight = 1.0
-        self.preloaded: int | None = None
+        self.initial = self.counts.copy()
+        self.best_victims = best_victims
+        self.warm = not warmup
+        self.preloaded = False
+        self.known: deque[tuple[KnownBatch | None, tuple[int, ...]]] = deque()
+        self.rows_of_known: dict[int, int] = {}  # distinct rows of each known batch that was prepared
+        self.most_known_uses = 10**9
+        self.guessed: set[int] = set()
+        self.held_pin: int | None = None
         self.expected = {
             name: np.zeros(self.num_tables, dtype=np.int64)
             for name in (
@@ -113,34 +138,77 @@ class Pool:
 
     # -- the operations ---------------------------------------------------------
 
-    def prepare(self, keys: Sequence[int], critical_path: bool = True) -> int | None:
+    def know(self, keys: Sequence[int]) -> None:
+        """The batch will be prepared, after those that are known already."""
+        self._warm_up()
+        known = self.cache.know(*self.split_by_feature(keys))
+        assert (known is None) == (self.policy != "lookahead")
+        self.known.append((known, tuple(keys)))
+
+    def prepare_known(self, critical_path: bool = False, if_it_fits: bool = False) -> int | None:
+        """The oldest known batch."""
+        known, keys = self.known[0]
+        number = self.prepare(keys, critical_path, known, if_it_fits)
+        if number is not None:
+            self.known.popleft()
+            self.guessed -= set(keys)
+        return number
+
+    def skip_known(self) -> None:
+        """The oldest known batch will not come."""
+        known, keys = self.known.popleft()
+        if known is not None:
+            self.cache.skip(self.split_by_feature(keys)[0], known)
+        self.guessed -= set(keys)
+
+    def prepare(
+        self,
+        keys: Sequence[int],
+        critical_path: bool = True,
+        known: KnownBatch | None = None,
+        if_it_fits: bool = False,
+    ) -> int | None:
         """Number of the batch, or None when it must not fit and the cache said so."""
         ids, lengths = self.split_by_feature(keys)
         distinct = set(ids.tolist())
-        if self.preloaded is None and self.warmup:
-            self._preload()
+        self._warm_up()
+        if known is not None and if_it_fits and self._would_crowd(distinct):
+            before = self.observed()
+            assert self.cache.prepare(ids, lengths, critical_path, known, if_it_fits) is None
+            assert self.observed() == before, "a batch that stays out left traces"
+            return None
         resident = self.resident()
         self.batch += 1
-        oldest = min(self.tickets, default=self.batch)
-        pinned = {k for k in resident if self.last_batch.get(k, 0) >= oldest}
+        oldest = self._oldest_pinned()
+        pinned, fits = self._fits(distinct)
         for key in distinct & resident:
             self.last_batch[key] = self.batch
-        fits = len(pinned | distinct) <= self.map.num_slots
         dirty = {k for k in resident if self._is_dirty(k)}
         slots_before = self.map.num_slots
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                ticket = self.cache.prepare(ids, lengths, critical_path)
+                ticket = self.cache.prepare(ids, lengths, critical_path, known, if_it_fits)
             except CacheOverflowError:
                 assert not fits, f"{len(pinned | distinct)} rows fit {self.map.num_slots} slots"
                 assert self.overflow == "raise" or self.tickets, "grows when nothing is in flight"
+                assert not (if_it_fits and (self.tickets or self.held_pin)), "may fit when those in flight are released"
                 assert self.resident() == resident
                 return None
+        if ticket is None:
+            assert not fits, f"{len(pinned | distinct)} rows fit {self.map.num_slots} slots"
+            assert if_it_fits, "it must be prepared"
+            assert self.tickets or self.held_pin, "nothing to wait for"
+            assert self.resident() == resident
+            assert not caught
+            return None
+        if known is not None:
+            self.rows_of_known[self.batch] = len(distinct - self.home)
         growths = [w for w in caught if issubclass(w.category, CacheGrowthWarning)]
         assert len(growths) == len(caught) == (0 if fits else 1), [str(w.message) for w in caught]
         assert (self.map.num_slots > slots_before) == (not fits)
         self.last_batch.update(dict.fromkeys(distinct, self.batch))
+        self._came_in(distinct - resident)
         self.counts[list(distinct)] += self.weight
         self.weight /= self.decay or 1.0
         evicted = resident - self.resident()
@@ -150,24 +218,110 @@ class Pool:
         self.tickets[self.batch] = (ticket, ids)
         return self.batch
 
-    def _preload(self) -> None:
+    def fail_known(self, direction: str) -> None:
+        """The oldest known batch, but a copy fails: its missing rows are not cached after all, and no row is lost."""
+        _, keys = self.known[0]
+        ids, lengths = self.split_by_feature(keys)
+        self._warm_up()
+        if not self._fits(set(keys))[1]:
+            return
+        known, _ = self.known.popleft()
+        self.batch += 1
+        before, dirty = self.resident(), {k for k in self.resident() if self._is_dirty(k)}
+        with mock.patch.object(self.cache.transfer, direction, side_effect=OSError("copy")):
+            try:
+                self.cache.prepare(ids, lengths, known=known)
+            except OSError:
+                pass
+            else:
+                raise AssertionError("a copy that failed was not noticed")
+        hits, evicted = before & set(keys), before - self.resident()
+        assert self.resident() == before - evicted, "its missing rows are not cached"
+        assert not evicted or direction == "fill", "before the first fill the victims stay"
+        self.last_batch.update(dict.fromkeys(hits, self.batch))
+        for key in before - evicted - hits:  # victims that stayed
+            if int(self.map.last_batch(self.map.lookup(torch.tensor([key])))) == self.batch:
+                self.last_batch[key] = self.batch
+                self._came_in({key})
+        self.guessed -= set(keys)
+        self.counts[list(hits)] += self.weight
+        self.weight /= self.decay or 1.0
+        self.trained -= evicted
+        for name, rows in (("evictions", evicted), ("write_backs", evicted & dirty)):
+            np.add.at(self.expected[name], self.table_of(rows), 1)
+
+    def hold_pins(self) -> None:
+        """Batches in flight stay pinned, released or not."""
+        self.cache.hold_pins()
+        self.held_pin = min(self.tickets, default=None)
+
+    def let_pins_go(self) -> None:
+        """As usual again."""
+        self.cache.let_pins_go()
+        self.held_pin = None
+
+    def _would_crowd(self, distinct: set[int]) -> bool:
+        """Two known batches or more are pinned, and with this one they would take more than half of the slots."""
+        oldest = self._oldest_pinned() if self.tickets or self.held_pin else self.batch + 1
+        pinned = [count for batch, count in self.rows_of_known.items() if batch >= oldest]
+        room = (self.map.num_slots - len(self.home)) // 2
+        return len(pinned) >= 2 and sum(pinned) + len(distinct - self.home) > room
+
+    def _oldest_pinned(self) -> int:
+        return self.held_pin or min(self.tickets, default=self.batch)
+
+    def _fits(self, distinct: set[int]) -> tuple[set[int], bool]:
+        """Rows that are pinned, and whether those of a batch fit beside them."""
+        oldest = self._oldest_pinned() if self.tickets or self.held_pin else self.batch + 1
+        pinned = self.home | {k for k in self.resident() if self.last_batch.get(k, 0) >= oldest}
+        return pinned, len(pinned | distinct) <= self.map.num_slots
+
+    def _warm_up(self) -> None:
+        """What the cache does before the first batch, and after a drop for the rows that stay."""
+        before = self.resident()
         self.cache._warm_up()
-        chosen = self.resident()
-        self.preloaded = len(chosen)
-        assert self.preloaded == min(self.map.num_slots, int((self.counts > 0).sum()))
-        others = [self.counts[k] for k in range(self.num_rows) if k not in chosen]
-        assert max(others, default=0) <= min((self.counts[k] for k in chosen), default=0), "not the most frequent"
-        np.add.at(self.expected["fills"], self.table_of(chosen), 1)
+        brought = self.resident() - before
+        if not brought and self.warm:
+            assert self.home <= before
+            return
+        self.preloaded = True
+        self._came_in(brought)
+        self.last_batch.update(dict.fromkeys(brought, 0))
+        np.add.at(self.expected["fills"], self.table_of(brought), 1)
+        assert self.home <= before | brought, "the rows that stay are there"
+        best = brought - self.home
+        if self.warm:
+            assert not best, "only before the first batch"
+            return
+        self.warm = True
+        frequent = int((np.delete(self.counts, list(self.home)) > 0).sum())
+        assert len(best) == min(self.map.num_slots - len(self.home), frequent)
+        others = [self.counts[k] for k in range(self.num_rows) if k not in brought]
+        assert max(others, default=0) <= min((self.counts[k] for k in best), default=0), "not the most frequent"
+
+    def _came_in(self, keys: set[int]) -> None:
+        """Of the known uses of a row that was not cached, only the last one is remembered."""
+        self.guessed = (self.guessed - keys) | (keys & set(self.next_uses()))
 
     def _is_dirty(self, key: int) -> bool:
         return self.last_batch.get(key, 0) > self.clean_through
 
     def _check_victims(self, evicted: set[int], stayed: set[int], oldest: int) -> None:
         assert not any(self.last_batch.get(k, 0) >= oldest for k in evicted), "a pinned row was put out"
-        if self.policy == "lru" and evicted:
-            newest_gone = max(self.last_batch.get(k, 0) for k in evicted)
-            free_to_go = [b for k in stayed if (b := self.last_batch.get(k, 0)) < oldest]
-            assert newest_gone <= min(free_to_go, default=newest_gone), "not the longest unused"
+        assert not evicted & self.home, "a row that stays was put out"
+        if not evicted or not (self.policy == "lru" or self.best_victims):
+            return
+        next_uses = self.next_uses()
+        worst = max(self._rank(k, next_uses) for k in evicted)
+        free_to_go = [k for k in stayed - self.home if self.last_batch.get(k, 0) < oldest]
+        assert all(worst <= self._rank(k, next_uses) for k in free_to_go), "not the best victims"
+
+    def _rank(self, key: int, next_uses: dict[int, int]) -> tuple[float, ...]:
+        """What leaves first: no known use, then the lowest score, then the longest unused; else the furthest use."""
+        if key in next_uses:
+            return (1, -next_uses[key])
+        score = 0.0 if self.scoring == "lru" else float((self.counts if self.scoring == "lfu" else self.initial)[key])
+        return (0, score, self.last_batch.get(key, 0))
 
     def _count(
         self,
@@ -199,6 +353,7 @@ class Pool:
     def train(self, batch: int) -> None:
         """Update the batch's rows, in their slots and in the reference; the batch stays in flight."""
         ticket, keys = self.tickets[batch]
+        self.cache.wait(ticket)
         slots, distinct = ticket.slots.unique(), keys.unique()
         for payload, rows in ((self.slots, slots), (self.rows, distinct)):
             weights, momentum, square = (tensor[rows] for tensor in payload)
@@ -238,6 +393,12 @@ class Pool:
         np.add.at(self.expected["evictions"], self.table_of(self.resident()), 1)
         self.cache.read(torch.empty(0, dtype=torch.int64))
 
+    def forget(self) -> None:
+        """The known batches will not come."""
+        self.cache.forget()
+        self.known.clear()
+        self.guessed.clear()
+
     def drop(self) -> None:
         """What was trained since the last flush is forgotten, as documented."""
         np.add.at(self.expected["evictions"], self.table_of(self.resident()), 1)
@@ -254,7 +415,16 @@ class Pool:
     # -- what must hold at all times ---------------------------------------------------------
 
     def resident(self) -> set[int]:
-        return set(self.map.slot_of_key.nonzero().flatten().tolist())
+        return set((self.map.slot_of_key > 0).nonzero().flatten().tolist())
+
+    def next_uses(self) -> dict[int, int]:
+        """Number of the first known batch that holds each row, by looking through all of them."""
+        found: dict[int, int] = {}
+        for known, keys in self.known:
+            if known is not None:
+                for key in set(keys) - self.home:
+                    found.setdefault(key, known.number)
+        return found
 
     def observed(self) -> dict[str, object]:
         """Everything that planning depends on, and the counters."""
@@ -264,6 +434,8 @@ class Pool:
             "key_of_slot": self.map.key_of_slot.tolist(),
             "last_batch": self.map.last_batch(torch.arange(1, self.map.num_slots + 1)).tolist(),
             "scores": None if scores is None else scores[1:].tolist(),
+            "next_uses": None if self.cache.forecast is None else self.cache.forecast.next_use[1:].tolist(),
+            "known_bytes": self.cache.known_bytes,
             "counters": self.cache.counters.values.tolist(),
             "in_flight": list(self.cache._in_flight),
             "device_bytes": self.cache.device_bytes,
@@ -271,26 +443,44 @@ class Pool:
 
     def check(self) -> None:
         """Raise AssertionError unless every invariant holds."""
+        self.cache._finish_copies()
         self._check_map()
+        self._check_forecast()
         self._check_rows()
         self._check_pins()
         self._check_counters()
-        if self.policy == "lfu":
+        if self.scoring == "lfu":
             self._check_counts()
 
     def _check_map(self) -> None:
         slots = self.map.used_slots()
         keys = self.map.keys(slots)
-        assert int((self.map.slot_of_key != 0).sum()) == self.map.num_used == slots.numel()
+        held = self.map.num_slots - self.map.num_free  # num_used, but for slots that a failed copy left empty
+        assert int((self.map.slot_of_key > 0).sum()) == held == slots.numel()
+        assert held <= self.map.num_used <= self.map.num_slots
         assert torch.equal(self.map.lookup(keys), slots), "slot -> key -> slot"
         assert (self.map.key_of_slot[self.map.num_used + 1 :] == -1).all()
         assert self.map.key_of_slot[0] == -1
-        assert self.map.num_used + self.map.num_free == self.map.num_slots
+
+    def _check_forecast(self) -> None:
+        """Every slot knows when its row is used next; a row without a slot left a trace if a known batch uses it."""
+        forecast, true = self.cache.forecast, self.next_uses()
+        if forecast is None:
+            assert int(self.map.slot_of_key.min()) >= 0, "a trace without a forecast"
+            return
+        entries, found = self.map.slot_of_key.tolist(), forecast.next_use.tolist()
+        for key, entry in enumerate(entries):
+            if entry <= 0:
+                assert (entry < 0) == (key in true), f"row {key} is not cached: trace {entry}"
+            elif key in self.guessed and key in true:
+                assert 0 < found[entry] <= true[key], f"row {key}: the guess {found[entry]} is not safe"
+            else:
+                assert found[entry] == true.get(key, 0), f"row {key} is not next used by batch {found[entry]}"
 
     def _check_rows(self) -> None:
         """A cached row is right in its slot; any other, and any that is clean, in the host tier."""
-        slots = self.map.slot_of_key.long()
-        cached = slots != 0
+        slots = self.map.slot_of_key.clamp_min(0).long()
+        cached = slots > 0
         in_host = torch.ones(self.num_rows, dtype=torch.bool)
         in_host[list(self.trained)] = False
         for held, host, truth in zip(self.slots, self.host.payload, self.rows, strict=True):
@@ -300,6 +490,7 @@ class Pool:
     def _check_pins(self) -> None:
         for ticket, keys in self.tickets.values():
             assert torch.equal(self.map.keys(ticket.slots), keys), "a row in flight lost its slot"
+        assert self.home <= self.resident() or not self.map.num_used
 
     def _check_counters(self) -> None:
         stats = self.cache.stats()
@@ -311,7 +502,7 @@ class Pool:
             assert s.bytes_to_device == s.fills * self.host.row_bytes
             assert s.bytes_to_host == s.write_backs * self.host.row_bytes
         totals = {name: sum(getattr(s, name) for s in stats) for name in vars(stats[0]) if name != "table"}
-        assert totals["fills"] - totals["evictions"] == self.map.num_used
+        assert totals["fills"] - totals["evictions"] == self.map.num_slots - self.map.num_free
         assert totals["slots"] == self.map.num_slots
         assert totals["device_bytes"] == self.cache.device_bytes
         assert totals["rows"] == self.num_rows
@@ -323,7 +514,7 @@ class Pool:
         """A row's count is beside its slot, or beside the row: history survives eviction."""
         scores = self.cache.planner.scores
         rows, slots = scores._row_scores.double(), scores.of_slots().double()
-        found = torch.where(self.map.slot_of_key != 0, slots[self.map.slot_of_key.long()], rows).numpy()
+        found = torch.where(self.map.slot_of_key > 0, slots[self.map.slot_of_key.clamp_min(0).long()], rows).numpy()
         if self.decay is None:
             assert (found == self.counts).all()
         else:
@@ -350,8 +541,25 @@ def run(pool: Pool, operations: Iterable[Operation]) -> None:
     for name, arguments in operations:
         flying = list(pool.tickets)
         one = flying[arguments[0] % len(flying)] if flying and arguments else None
-        if name == "prepare":
+        if name == "know":
+            if len(arguments) + sum(len(keys) for _, keys in pool.known) <= pool.most_known_uses:
+                pool.know(arguments)
+        elif name == "prepare":
             pool.prepare(arguments, critical_path=len(arguments) % 2 == 0)
+        elif name == "prepare_if_it_fits":
+            pool.prepare(arguments, if_it_fits=True)
+        elif name == "prepare_known" and pool.known:
+            pool.prepare_known(if_it_fits=arguments[0] % 2 == 0)
+        elif name == "fail_known" and pool.known and not pool.cache._background:
+            pool.fail_known(("collect", "land", "fill")[arguments[0] % 3])
+        elif name == "hold_pins":
+            pool.hold_pins()
+        elif name == "let_pins_go":
+            pool.let_pins_go()
+        elif name == "skip_known" and pool.known:
+            pool.skip_known()
+        elif name == "forget":
+            pool.forget()
         elif name == "train" and one:
             pool.train(one)
             pool.release(one)
@@ -368,6 +576,26 @@ def run(pool: Pool, operations: Iterable[Operation]) -> None:
             pool.load(arguments, float(len(arguments)))
         pool.check()
     pool.finish()
+
+
+def windowed_operations(
+    seed: int, steps: int, num_rows: int = 30, batch_size: int = 6, lookahead: int = 6, prefetch: int = 2
+) -> list[Operation]:
+    """Batches known ahead, prepared in their order while earlier ones are in flight; some were never known."""
+    rng = np.random.default_rng(seed)
+    operations: list[Operation] = []
+    for step in range(steps):
+        keys = tuple(int(k) for k in ((rng.random(batch_size) ** 2 * num_rows).astype(int) * 7 + step // 9) % num_rows)
+        operations.append(("know", keys))
+        if step >= lookahead:
+            operations.append(("prepare_known", (1,)))
+        if rng.random() < 0.1:
+            operations.append(("prepare", keys[:3]))
+        if step >= lookahead + prefetch or rng.random() < 0.3:
+            operations.append(("train", (0,)))
+        if rng.random() < 0.1:
+            operations.append((str(rng.choice(["abandon", "flush", "read", "skip_known", "forget"])), (0,)))
+    return operations
 
 
 def random_operations(

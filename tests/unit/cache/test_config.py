@@ -13,8 +13,9 @@ from embershard.errors import ConfigError
 def test_the_default_is_a_ratio():
     config = CacheConfig()
     assert (config.slot_ratio, config.device_bytes) == (0.05, None)
-    assert config.resolved_policy(has_profile=False) == "lfu"
-    assert config.resolved_policy(has_profile=True) == "frequency"
+    assert [config.resolved_policy(profile) for profile in (False, True)] == ["lookahead", "lookahead"]
+    assert [config.resolved_scoring(profile) for profile in (False, True)] == ["lfu", "frequency"]
+    assert not config.background
     assert [config.resolved_warmup(profile) for profile in (False, True)] == [False, True]
 
 
@@ -37,7 +38,7 @@ def test_ratios_that_are_allowed(ratio):
         ({"ratio": float("nan")}, "cache.ratio"),
         ({"device_bytes": 0}, "cache.device_bytes must be positive, got 0"),
         ({"device_bytes": -5}, "cache.device_bytes"),
-        ({"policy": "fifo"}, "cache.policy must be one of 'frequency', 'lfu', 'lru', got 'fifo'"),
+        ({"policy": "fifo"}, "cache.policy must be one of 'lookahead', 'frequency', 'lfu', 'lru', got 'fifo'"),
         ({"host": "disk"}, "cache.host must be one of 'memory', 'mmap', got 'disk'"),
         ({"overflow": "ignore"}, "cache.overflow must be one of 'grow', 'raise', got 'ignore'"),
         ({"host": "mmap"}, 'cache.host="mmap" needs cache.host_dir'),
@@ -74,9 +75,22 @@ def test_what_the_profile_decides(settings, has_profile, message):
     config.resolved_policy(not has_profile)
 
 
-def test_decay_means_lfu_even_with_a_profile():
-    assert CacheConfig(decay=0.9).resolved_policy(has_profile=True) == "lfu"
-    assert CacheConfig(decay=0.9, policy="lfu").resolved_policy(has_profile=False) == "lfu"
+@pytest.mark.parametrize("has_profile", [False, True])
+@pytest.mark.parametrize("policy", [None, "lookahead", "lfu"])
+def test_decay_means_counting_even_with_a_profile(policy, has_profile):
+    config = CacheConfig(decay=0.9, policy=policy)
+    assert config.resolved_policy(has_profile) == (policy or "lookahead")
+    assert config.resolved_scoring(has_profile) == "lfu"
+
+
+@pytest.mark.parametrize("policy", ["frequency", "lfu", "lru"])
+def test_policies_that_do_not_look_ahead_are_their_own_scoring(policy):
+    assert CacheConfig(policy=policy).resolved_scoring(has_profile=True) == policy
+
+
+def test_looking_ahead_does_without_a_profile_and_has_a_use_for_one():
+    config = CacheConfig(policy="lookahead", warmup=False)
+    assert [config.resolved_scoring(profile) for profile in (False, True)] == ["lfu", "frequency"]
 
 
 def test_warm_up_can_be_refused():
@@ -96,7 +110,9 @@ def test_a_default_does_not_contradict_a_setting_that_replaces_it():
     assert dataclasses.replace(CacheConfig(), device_bytes=1000).device_bytes == 1000
 
 
-@pytest.mark.parametrize("settings", [{"ratio": "0.5"}, {"device_bytes": 1e9}, {"decay": "0.9"}, {"warmup": "yes"}])
+@pytest.mark.parametrize(
+    "settings", [{"ratio": "0.5"}, {"device_bytes": 1e9}, {"decay": "0.9"}, {"warmup": "yes"}, {"background": 1}]
+)
 def test_values_of_the_wrong_type_are_refused(settings):
     with pytest.raises(ConfigError):
         CacheConfig(**settings)

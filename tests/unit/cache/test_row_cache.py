@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from embershard.cache import CacheGrowthWarning
 from embershard.errors import CacheError, CacheOverflowError
 from tests.unit.cache.faults import FAULTS
-from tests.unit.cache.harness import Pool, random_operations, run
+from tests.unit.cache.harness import Pool, random_operations, run, windowed_operations
 
-POLICIES = ("frequency", "lfu", "lru")
+POLICIES = ("lookahead", "frequency", "lfu", "lru")
 NUM_ROWS = 30
 
 rows = st.lists(st.integers(0, NUM_ROWS - 1), max_size=8).map(tuple)
@@ -53,6 +53,57 @@ def test_every_row_is_right_after_any_operations(operations, policy, num_slots, 
     )
 
 
+window_operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("know"), rows),
+        st.tuples(st.just("know"), rows),
+        st.tuples(st.just("prepare_known"), which),
+        st.tuples(st.just("prepare_known"), which),
+        st.tuples(st.just("train"), which),
+        st.tuples(st.just("train"), which),
+        st.tuples(st.sampled_from(["prepare", "prepare_if_it_fits", "read", "load"]), rows),
+        st.tuples(st.sampled_from(["skip_known", "fail_known", "abandon", "flush", "drop", "forget"]), which),
+        st.tuples(st.sampled_from(["hold_pins", "let_pins_go"]), which),
+    ),
+    max_size=50,
+)
+
+
+@given(
+    window_operations,
+    st.integers(1, 14),
+    st.sampled_from(["grow", "raise"]),
+    st.sampled_from([None, 0.9]),
+    st.sampled_from([None, "counts", "warmup"]),
+    st.booleans(),
+    st.sampled_from([None, 1]),
+)
+@settings(max_examples=400)
+def test_every_row_is_right_after_any_operations_in_a_window(
+    operations, num_slots, overflow, decay, profile, background, home_table
+):
+    """The same with batches that are known ahead; and every slot knows when its row is used next."""
+    run(
+        Pool(
+            num_slots=num_slots + 1 if home_table else num_slots,
+            policy="lookahead",
+            overflow=overflow,
+            decay=decay,
+            profile=[(7 * k) % 23 for k in range(NUM_ROWS)] if profile else None,
+            warmup=profile == "warmup",
+            background=background,
+            home_table=home_table,
+        ),
+        operations,
+    )
+
+
+@given(operations, st.sampled_from(POLICIES), st.integers(2, 12), st.booleans())
+@settings(max_examples=100)
+def test_rows_that_stay_and_background_copies_with_every_policy(operations, policy, num_slots, background):
+    run(Pool(num_slots=num_slots, policy=policy, overflow="grow", background=background, home_table=1), operations)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("overflow", ["raise", "grow"])
 def test_many_evictions_with_batches_in_flight(policy, overflow):
@@ -70,6 +121,7 @@ def check_scenarios() -> None:
     run(Pool(num_slots=12), random_operations(seed=0, steps=100))
     run(Pool(num_slots=3, overflow="grow"), random_operations(seed=1, steps=60, batch_size=14, growing=True))
     run(Pool(num_slots=24, policy="lru"), random_operations(seed=2, steps=200, batch_size=3))
+    run(Pool(num_slots=20, policy="lookahead"), windowed_operations(seed=3, steps=150))
 
 
 def test_the_negative_controls_pass_without_a_fault():
@@ -138,6 +190,14 @@ def test_a_ticket_in_a_reference_cycle_unpins_when_it_is_collected():
     pool.batch += 1
     pool.step([5])
     pool.check()
+
+
+def test_known_batches_leave_nothing_behind():
+    pool = Pool(num_slots=8, policy="lookahead")
+    for step in range(50):
+        pool.know([step % NUM_ROWS])
+        pool.release(pool.prepare_known())
+        assert len(pool.cache._rows_in_flight) <= 1
 
 
 def test_tickets_do_not_keep_the_cache_alive_and_leave_nothing_behind():
@@ -333,7 +393,7 @@ def test_new_contents_under_a_batch_in_flight_are_an_error():
 # -- interruptions ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("direction", ["fill", "write_back"])
+@pytest.mark.parametrize("direction", ["collect", "land", "fill"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
 def test_a_copy_that_fails_loses_no_row(direction, error, monkeypatch):
     """Ctrl-C, or no memory for a staging buffer: a checkpoint, or a smaller batch, must then be right."""

@@ -38,11 +38,23 @@ def test_bound_keys_are_found_and_lead_back(slot_map):
 
 def test_clear_forgets_everything_and_slots_can_be_taken_again(slot_map):
     slot_map.bind(ids(7, 2), slot_map.take_free(2), batch=5)
+    slot_map.unbind(ids(2, 7))
     slot_map.clear()
     assert not slot_map.slot_of_key.any()
     assert slot_map.num_free == 4
     assert (slot_map.key_of_slot == -1).all()
     assert slot_map.take_free(4).tolist() == [1, 2, 3, 4]
+
+
+def test_a_trace_is_not_a_slot(slot_map):
+    slots = slot_map.take_free(2)
+    slot_map.bind(ids(7, 2), slots, batch=5)
+    slot_map.unbind(ids(7, 2), torch.tensor([-3, 0], dtype=torch.int32))
+    slot_map.bind(ids(4), slots[:1], batch=6)
+    assert slot_map.lookup(ids(7, 2, 4)).tolist() == [0, 0, 1]
+    assert slot_map.entries(ids(7, 2, 4)).tolist() == [-3, 0, 1]
+    slot_map.bind(ids(7), slots[1:], batch=6)
+    assert slot_map.entries(ids(7)).tolist() == [2]
 
 
 def test_growing_keeps_what_is_bound(slot_map):

@@ -45,6 +45,7 @@ def result(**changes):
         "loss": 0.5,
         "evaluation": eval_report(40),
         "cache": None,
+        "look_ahead": None,
     }
     return make_result(**{**given, **changes})
 

@@ -50,7 +50,13 @@ def make_table(
 def make_spec(config: CacheConfig, rank_weights: int) -> CacheSpec:
     """The spec of a rank that holds ``rank_weights`` elements of cached tables."""
     return CacheSpec(
-        config, config.resolved_policy(False), warmup=False, profile=None, rank=0, rank_weights=rank_weights
+        config,
+        lookahead=config.resolved_policy(False) == "lookahead",
+        scoring=config.resolved_scoring(False),
+        warmup=False,
+        profile=None,
+        rank=0,
+        rank_weights=rank_weights,
     )
 
 

@@ -72,7 +72,7 @@ def step(module, ids: Tensor, offsets: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("data_type", [DataType.FP32, DataType.FP16])
-@pytest.mark.parametrize("policy", ["lfu", "lru"])
+@pytest.mark.parametrize("policy", ["lookahead", "lfu", "lru"])
 def test_training_is_bit_for_bit_fbgemm_s(optimizer, data_type, policy):
     pool = make_pool(config=CacheConfig(ratio=0.5, policy=policy), optimizer=optimizer, data_type=data_type)
     stock = make_stock(pool, optimizer)

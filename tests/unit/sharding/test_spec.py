@@ -53,7 +53,7 @@ def test_a_byte_budget_holds_for_the_tables_without_a_share_of_their_own():
     st.lists(st.integers(1, 3000), min_size=1, max_size=4),
     st.integers(100, 200_000),
     st.sampled_from(sorted(OPTIMIZERS)),
-    st.sampled_from(["lfu", "lru"]),
+    st.sampled_from(["lookahead", "lfu", "lru"]),
     st.sampled_from([4, 8, 12]),
     st.sampled_from([DataType.FP32, DataType.FP16]),
 )
@@ -75,13 +75,15 @@ def test_a_pool_never_takes_more_memory_than_the_budget(rows, budget, optimizer,
         with pytest.raises(ConfigError):
             pool(needed - 2)  # rounded up
         return
-    one_more = 4 + make_pool([1], dim=dim, optimizer=optimizer, data_type=data_type).host.row_bytes + 12
-    assert slots == sum(rows) or budget < pool_bytes(rows, slots, policy, dim, optimizer, data_type) + one_more
+    assert slots == sum(rows) or budget < pool_bytes(rows, slots + 1, policy, dim, optimizer, data_type)
+
+
+_POLICY_BYTES = {"lookahead": 12, "lfu": 4, "lru": 0}  # per slot
 
 
 def pool_bytes(rows, slots, policy, dim, optimizer, data_type) -> int:
     row_bytes = make_pool([1], dim=dim, optimizer=optimizer, data_type=data_type).host.row_bytes
-    return 4 * sum(rows) + (slots + 1) * (row_bytes + 12 + (4 if policy == "lfu" else 0))
+    return 4 * sum(rows) + (slots + 1) * (row_bytes + 12 + _POLICY_BYTES[policy])
 
 
 def test_pools_of_one_rank_share_the_budget():
@@ -93,10 +95,10 @@ def test_pools_of_one_rank_share_the_budget():
 
 def test_a_budget_that_is_too_small_names_tables_and_the_least():
     with pytest.raises(
-        ConfigError, match=r"device_bytes=100 does not hold .* of tables \['t0', 't1'\]; give .* at least 293"
+        ConfigError, match=r"device_bytes=100 does not hold .* of tables \['t0', 't1'\]; give .* at least 309"
     ):
         slots_of([40, 7], CacheConfig(device_bytes=100), dim=8)
-    assert slots_of([40, 7], CacheConfig(device_bytes=293), dim=8) == 1
+    assert slots_of([40, 7], CacheConfig(device_bytes=309), dim=8) == 1
 
 
 def test_more_budget_than_rows():
@@ -119,8 +121,10 @@ def test_a_spec_counts_the_shards_of_its_rank_only():
 def test_a_spec_resolves_the_defaults():
     profile = FrequencyProfile({"t0": torch.zeros(4, dtype=torch.int64)}, 1)
     without, with_profile = (CacheSpec.make(CacheConfig(), p, {}, 0) for p in (None, profile))
-    assert (without.policy, without.warmup) == ("lfu", False)
-    assert (with_profile.policy, with_profile.warmup) == ("frequency", True)
+    assert (without.lookahead, without.scoring, without.warmup) == (True, "lfu", False)
+    assert (with_profile.lookahead, with_profile.scoring, with_profile.warmup) == (True, "frequency", True)
+    plain = CacheSpec.make(CacheConfig(policy="lru"), None, {}, 0)
+    assert (plain.lookahead, plain.scoring) == (False, "lru")
     assert without != CacheSpec.make(CacheConfig(), None, {}, 0), "TorchRec groups by it: one spec per module"
 
 

@@ -1,0 +1,317 @@
+"""How many rows each policy fills, over the fewest that any cache could (the offline optimum).
+
+    python -m benchmarks.fill_optimality STREAM [--path FILE_OR_FOLDER]
+
+STREAM is `criteo` (click logs at --path, in the file's order), `steady` (generated, the same rows popular
+throughout), `drift` (generated, popularity moves to other rows) or `all`.
+
+Every figure comes from running the cache itself, which starts empty, over all tables of the stream in one pool. Each
+batch adds one to its rows, and at the end every row of the host tier must hold the number of batches that used it.
+With look-ahead L and prefetch depth P, L batches beyond the one in training are known and P of them are resident.
+
+The optimum (benchmarks/offline_optimum.py) knows the whole stream and holds one batch at a time. Two more references
+say where the rest goes: `holding`, the optimum of a cache that holds P batches ahead as well (what P costs, whatever
+the rule for victims, if it always holds them: the cache holds fewer where they would take more than half of the slots,
+docs/decisions/0011), and `rule`, the look-ahead rule with the newest ranking for every victim (what not knowing more
+than L costs on top; what a cache fills beyond it is due to the cache).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.common import machine, report
+from benchmarks.offline_optimum import look_ahead_rule, offline_optimum
+from embershard.cache import FrequencyProfile, HostStore, RowCache, Ticket, make_scores
+from embershard.data import BatchStream, CriteoConfig, DataConfig, SyntheticConfig, open_source
+
+Scoring = Literal["lru", "lfu", "frequency"]
+
+LOOKAHEADS = (8, 32, 128)
+TARGET = 1.05
+TARGET_LOOKAHEAD = 128
+TARGET_BATCHES = 4
+_PLAIN: tuple[Scoring, ...] = ("lru", "lfu", "frequency")
+_CPU = torch.device("cpu")
+_DIM = 4
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stream", choices=["criteo", "steady", "drift", "all"])
+    parser.add_argument("--path", help="criteo: a file or a folder of click logs")
+    parser.add_argument("--criteo-rows", type=int, default=20_000, help="rows of each of the 26 tables")
+    parser.add_argument("--criteo-batch-sizes", type=int, nargs="+", default=[32, 64])
+    parser.add_argument("--scale", type=float, default=0.01, help="generated: rows relative to Criteo Kaggle")
+    parser.add_argument("--drift", type=float, default=0.5, help="drift: share of popularity ranks that change hands")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[64, 256], help="generated")
+    parser.add_argument("--batches", type=int, default=600, help="generated")
+    parser.add_argument("--capacities", type=float, nargs="+", default=[2, 4, 8, 16], help="in batches' unique ids")
+    parser.add_argument("--prefetch", type=int, default=2)
+    parser.add_argument("--output", help="also write the JSON to this file")
+    options = parser.parse_args()
+    if options.stream in ("criteo", "all") and not options.path:
+        parser.error(f"stream {options.stream} needs --path: a file of Criteo click logs, or a folder of them")
+    torch.set_num_threads(1)
+    print(_HEADER, file=sys.stderr)
+    points = []
+    for stream in open_streams(options):
+        for capacity in options.capacities:
+            points.append(measure(stream, capacity, options.prefetch))
+            print(_line(points[-1]), file=sys.stderr, flush=True)
+    result = {
+        "benchmark": "fill_optimality",
+        "settings": {k: v for k, v in vars(options).items() if k != "output"},
+        "target": f"lookahead {TARGET_LOOKAHEAD} <= {TARGET} where capacity is at least {TARGET_BATCHES} batches",
+        "points": [asdict(point) for point in points],
+        "machine": machine(),
+    }
+    report(result, options.output)
+
+
+# -- streams
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """Batches of keys (table offset + id), feature after feature as TorchRec gives them: int64 [F * B] each; one id
+    per feature and sample, one table per feature."""
+
+    name: str
+    batch_size: int
+    rows_per_table: list[int]
+    batches: list[Tensor]
+
+    @property
+    def feature_lengths(self) -> Tensor:
+        """Ids per feature of each batch: int64 [F]."""
+        return torch.full((len(self.rows_per_table),), self.batch_size)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all tables."""
+        return sum(self.rows_per_table)
+
+    def uses(self) -> Tensor:
+        """In how many batches each row occurs: int64 [R]."""
+        return sum((batch.unique().bincount(minlength=self.num_rows) for batch in self.batches), torch.tensor(0))
+
+
+def open_streams(options: argparse.Namespace) -> Iterator[Stream]:
+    """The streams that the command line asks for."""
+    names = ("criteo", "steady", "drift") if options.stream == "all" else (options.stream,)
+    for name in names:
+        for batch_size in options.criteo_batch_sizes if name == "criteo" else options.batch_sizes:
+            config = DataConfig(eval_fraction=0.0, shuffle=False, num_workers=0)
+            if name == "criteo":
+                criteo = CriteoConfig(num_rows=options.criteo_rows)
+                config = replace(config, kind="criteo", path=options.path, criteo=criteo)
+            else:
+                drift = options.drift if name == "drift" else 0.0
+                synthetic = SyntheticConfig(batch_size * options.batches, options.scale, drift=drift)
+                config = replace(config, synthetic=synthetic)
+            yield read_stream(name, batch_size, config)
+
+
+def read_stream(name: str, batch_size: int, config: DataConfig) -> Stream:
+    """One epoch of the data, in their own order."""
+    source = open_source(config)
+    rows = [feature.num_rows for feature in source.schema.sparse]
+    offsets = (torch.tensor(rows).cumsum(0) - torch.tensor(rows))[:, None]
+    with BatchStream(
+        source, batch_size=batch_size, rank=0, world_size=1, split="train", epochs=1, config=config
+    ) as batches:
+        keys = [(batch.sparse_features.values().view(len(rows), -1) + offsets).flatten() for batch in batches]
+    return Stream(name, batch_size, rows, keys)
+
+
+# -- one point: a stream and a capacity
+
+
+@dataclass
+class Point:
+    """What was measured at one capacity. A policy is named `lookahead L` where L batches were known."""
+
+    stream: str
+    batch_size: int
+    batches: int
+    mean_unique_ids: float
+    capacity_batches: float
+    slots: int
+    share_of_rows: float
+    distinct_rows: int
+    """Rows that occur at all: each of them has to be filled once."""
+    optimum_fills: int
+    holding_over_optimum: float | None
+    """None where P + 1 batches do not fit at some place of the stream."""
+    rule_over_optimum: dict[str, float | None] = field(default_factory=dict)
+    fills: dict[str, int] = field(default_factory=dict)
+    over_optimum: dict[str, float] = field(default_factory=dict)
+    late_fills: dict[str, int] = field(default_factory=dict)
+    """Critical-path fills after the first batch."""
+    mean_prefetch: dict[str, float] = field(default_factory=dict)
+    """Batches that were resident beyond the one in training; the last of the stream, which have fewer after them, are
+    left out."""
+    reached: bool | None = None
+    """Whether the target was; None where it is none, as the capacity is too small."""
+
+
+def measure(stream: Stream, capacity_batches: float, prefetch: int) -> Point:
+    """All policies with as many slots as ``capacity_batches`` batches have unique ids, if they shared none."""
+    batches = [batch.unique().numpy() for batch in stream.batches]
+    mean_unique_ids = float(np.mean([batch.size for batch in batches]))
+    slots = min(round(capacity_batches * mean_unique_ids), stream.num_rows)
+    optimum = offline_optimum(batches, slots)
+    if optimum is None:
+        raise SystemExit(f"{slots} slots do not hold every batch of {stream.name}; raise --capacities")
+    point = Point(
+        stream=stream.name,
+        batch_size=stream.batch_size,
+        batches=len(batches),
+        mean_unique_ids=round(mean_unique_ids, 1),
+        capacity_batches=capacity_batches,
+        slots=slots,
+        share_of_rows=round(slots / stream.num_rows, 5),
+        distinct_rows=int((stream.uses() > 0).sum()),
+        optimum_fills=optimum,
+        holding_over_optimum=_ratio(offline_optimum(batches, slots, prefetch), optimum),
+    )
+    for policy in _PLAIN:
+        run = Run(stream, slots, policy)
+        run.one_by_one()
+        point.fills[policy] = run.finish()
+    for lookahead in LOOKAHEADS:
+        run = Run(stream, slots, "lfu", look_ahead=True)
+        name = f"lookahead {lookahead}"
+        point.late_fills[name], point.mean_prefetch[name] = run.ahead(lookahead, prefetch)
+        point.fills[name] = run.finish()
+        point.rule_over_optimum[name] = _ratio(look_ahead_rule(batches, slots, lookahead, prefetch), optimum)
+    point.over_optimum = {name: round(fills / optimum, 4) for name, fills in point.fills.items()}
+    if capacity_batches >= TARGET_BATCHES:
+        point.reached = point.over_optimum[_AIM] <= TARGET
+    return point
+
+
+def _ratio(fills: int | None, optimum: int) -> float | None:
+    return None if fills is None else round(fills / optimum, 4)
+
+
+class Run:
+    """A cache that starts empty, and the plain tensors that are its slots and its host tier."""
+
+    def __init__(self, stream: Stream, num_slots: int, scoring: Scoring, look_ahead: bool = False) -> None:
+        self._stream = stream
+        self._lengths = stream.feature_lengths
+        self._host = HostStore(stream.rows_per_table, _DIM, torch.float32, [])
+        counts = None
+        if scoring == "frequency":
+            batches = ({"pool": batch} for batch in stream.batches)
+            counts = FrequencyProfile.count(batches, {"pool": stream.num_rows}).counts["pool"]
+        tables = range(len(stream.rows_per_table))
+        self._cache = RowCache(
+            [f"t{table}" for table in tables],
+            self._host,
+            self._device_payload,
+            num_slots,
+            tables,
+            make_scores(scoring, stream.num_rows, num_slots, _CPU, counts, None),
+            _CPU,
+            overflow="raise",
+            lookahead=look_ahead,
+        )
+
+    def _device_payload(self, num_slots: int) -> list[Tensor]:
+        self._weights = torch.zeros(num_slots + 1, _DIM)
+        return [self._weights]
+
+    def one_by_one(self) -> None:
+        """Without look-ahead: a batch becomes known when it is needed."""
+        for batch in self._stream.batches:
+            self._train(self._cache.prepare(batch, self._lengths))
+
+    def ahead(self, lookahead: int, prefetch: int) -> tuple[int, float]:
+        """As the pipeline does it: batches become known, then resident, then train.
+
+        Returns:
+            Critical-path fills after the first batch, and the mean number of batches resident beyond the one in
+            training.
+        """
+        cache, batches, lengths = self._cache, self._stream.batches, self._lengths
+        unknown, known, resident = deque(batches), deque[tuple[Tensor, Any]](), deque[Ticket | None]()
+        first_fills, depths = None, []
+        for _ in batches:
+            while unknown and len(resident) + len(known) <= lookahead:
+                known.append((unknown[0], cache.know(unknown.popleft(), lengths)))
+            if not resident:  # training waits
+                batch, ids = known.popleft()
+                resident.append(cache.prepare(batch, lengths, known=ids))
+                first_fills = self._late_fills() if first_fills is None else first_fills
+            while known and len(resident) <= prefetch:
+                batch, ids = known[0]
+                ticket = cache.prepare(batch, lengths, critical_path=False, known=ids, if_it_fits=True)
+                if ticket is None:
+                    break
+                resident.append(ticket)
+                known.popleft()
+            if len(resident) > prefetch or known:
+                depths.append(len(resident) - 1)
+            self._train(resident.popleft())
+        return self._late_fills() - (first_fills or 0), round(float(np.mean(depths or [0])), 3)
+
+    def finish(self) -> int:
+        """The rows that were filled.
+
+        Raises:
+            RuntimeError: a row does not hold what its batches made of it.
+        """
+        self._cache.flush()
+        if not torch.equal(self._host.weights[:, 0].long(), self._stream.uses()):
+            raise RuntimeError("the cache lost updates: its figures mean nothing")
+        return sum(stats.fills for stats in self._cache.stats())
+
+    def _train(self, ticket: Ticket | None) -> None:
+        assert ticket is not None, "None is for batches that were to be resident only if they fit"
+        self._cache.wait(ticket)
+        # Repeats of a slot read the same old value and write the same new one.
+        self._weights.index_copy_(0, ticket.slots, self._weights.index_select(0, ticket.slots) + 1)
+        self._cache.release(ticket)
+
+    def _late_fills(self) -> int:
+        return sum(stats.critical_path_fills for stats in self._cache.stats())
+
+
+# -- for people
+
+_NAMES = (*_PLAIN, *(f"lookahead {lookahead}" for lookahead in LOOKAHEADS))
+_AIM = f"lookahead {TARGET_LOOKAHEAD}"
+_HEADER = (
+    f"{'':6} batch capacity of rows  optimum |   lru    lfu  freq."
+    + "".join(f" {f'L={lookahead}':>6}" for lookahead in LOOKAHEADS)
+    + f" | holding  rule | L={TARGET_LOOKAHEAD}: late fills, prefetch, <= {TARGET}"
+)
+
+
+def _line(point: Point) -> str:
+    verdict = {None: "", True: "reached", False: "MISSED"}[point.reached]
+    references = (point.holding_over_optimum, point.rule_over_optimum[_AIM])
+    holding, rule = ("-" if ratio is None else f"{ratio:.3f}" for ratio in references)
+    return (
+        f"{point.stream:6} {point.batch_size:5} {point.capacity_batches:8g} {point.share_of_rows:7.2%}"
+        f" {point.optimum_fills:8} |"
+        + " ".join(f"{point.over_optimum[name]:6.3f}" for name in _NAMES)
+        + f" | {holding:>7} {rule:>5} | {point.late_fills[_AIM]:16} {point.mean_prefetch[_AIM]:9.2f}  {verdict}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""The fewest rows that any cache can fill for a stream of batches whose future is known: MIN (Belady 1966), with
+whole batches resident. It shares no code with the package.
+
+The rows of a batch are needed all at once, so its missing rows are filled whatever they are, and the choice is
+only who leaves: a row that is not held, and whose next use is furthest. Leaving later than needed never costs a fill,
+so nothing leaves before the slots run out. Among rows with the same next batch, or without any, it does not matter
+who leaves: from now until then nobody asks for them, and then all of them are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int64]
+
+_BITS = 20  # batches are numbered below 2**20, so that three such numbers make one int64
+
+
+def offline_optimum(batches: Sequence[Ids], capacity: int, prefetch: int = 0) -> int | None:
+    """Fills of the optimum with ``capacity`` slots, all empty at the start.
+
+    With ``prefetch``, of a cache in which that many batches beyond the one in training are resident as well. While the
+    last of them is brought in, the rows of all of them have to stay; this is MIN over the unions of
+    ``prefetch + 1`` consecutive batches, and no rule for victims does with fewer fills.
+
+    Args:
+        batches: the keys of each batch, int64, each at least 0; repeats in a batch count once.
+
+    Returns:
+        None when what has to be resident at once does not fit.
+    """
+    return _fills(batches, capacity, prefetch, lookahead=len(batches) + prefetch)
+
+
+def look_ahead_rule(batches: Sequence[Ids], capacity: int, lookahead: int, prefetch: int) -> int | None:
+    """Fills of the look-ahead rule when every choice is made by the newest ranking of all slots.
+
+    ``lookahead`` batches beyond the one in training are known, ``prefetch`` of them resident. Rows without a known
+    use leave first: those of the fewest batches so far, then the longest unused. Behind them comes the row whose
+    next use is furthest. What a cache fills beyond this is not the rule's doing.
+    """
+    return _fills(batches, capacity, prefetch, lookahead)
+
+
+def _fills(batches: Sequence[Ids], capacity: int, prefetch: int, lookahead: int) -> int | None:
+    numbered, num_keys = _number(batches)
+    assert len(batches) + prefetch < 1 << _BITS
+    resident = np.zeros(num_keys, dtype=bool)
+    next_use, last_use, num_uses = np.zeros((3, num_keys), dtype=np.int64)
+    fills = held = 0
+    for now, (batch, following) in enumerate(zip(numbered, _next_uses(numbered, num_keys), strict=True)):
+        missing = batch.size - int(resident[batch].sum())
+        fills += missing
+        held += missing
+        resident[batch], next_use[batch], last_use[batch] = True, following, now
+        num_uses[batch] += 1
+        if (excess := held - capacity) > 0:
+            in_training = max(0, now - prefetch)
+            others = np.flatnonzero(resident & (last_use < in_training))
+            if others.size < excess:
+                return None
+            known_use = np.minimum(next_use[others], in_training + lookahead + 1)
+            staying = (num_uses[others] << _BITS) + last_use[others] - (known_use << 2 * _BITS)
+            resident[others[np.argpartition(staying, excess - 1)[:excess]]] = False
+            held = capacity
+    return fills
+
+
+def _number(batches: Sequence[Ids]) -> tuple[list[Ids], int]:
+    """The distinct keys of each batch, numbered from 0 without gaps; how many there are."""
+    distinct = [np.unique(batch) for batch in batches]
+    keys = np.unique(np.concatenate(distinct))
+    return [np.searchsorted(keys, batch) for batch in distinct], keys.size
+
+
+def _next_uses(batches: Sequence[Ids], num_keys: int) -> list[Ids]:
+    """For each key of each batch the number of the next batch that has it; the number of batches where none has."""
+    upcoming = np.full(num_keys, len(batches), dtype=np.int64)
+    following = []
+    for now in reversed(range(len(batches))):
+        following.append(upcoming[batches[now]])
+        upcoming[batches[now]] = now
+    return following[::-1]

@@ -1,0 +1,151 @@
+"""DLRM in plain TorchRec, and what embershard changes in it: the sharder and the pipeline.
+
+    torchrun --standalone --nproc_per_node 2 examples/torchrec_dlrm.py
+    torchrun --standalone --nproc_per_node 2 examples/torchrec_dlrm.py --stock
+
+The second command trains without embershard's sharder and pipeline; the losses are the same to the last bit. Both take
+their plan from `plan_sharding`, which is TorchRec's planner: on its own it has no cost model for cached tables on a
+CPU, and on a GPU it caches only tables that do not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.datasets.utils import Batch
+from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import ParameterConstraints
+from torchrec.models.dlrm import DLRM, DLRMTrain
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from embershard import (
+    CacheConfig,
+    CachedEmbeddingBagCollectionSharder,
+    LookAheadPipeline,
+    TableStats,
+    cache_stats,
+    plan_sharding,
+)
+
+FEATURES = ["user", "item", "shop", "brand"]
+NUM_DENSE, DIM = 8, 16
+
+
+def arguments() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stock", action="store_true", help="TorchRec's own sharder and pipeline")
+    parser.add_argument("--rows", type=int, default=50_000, help="rows of each of the four tables")
+    parser.add_argument("--ratio", type=float, default=0.1, help="share of the rows that the device holds")
+    parser.add_argument("--batch-size", type=int, default=256, help="samples per rank")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--log-every", type=int, default=20)
+    return parser.parse_args()
+
+
+def clicks(args: argparse.Namespace) -> Iterator[Batch]:
+    """Random clicks for this rank: one user, 0 to 3 ids of the rest; low ids are popular; even users click."""
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    for _ in range(args.steps):
+        lengths = torch.randint(0, 4, (len(FEATURES), args.batch_size), generator=generator, dtype=torch.int32)
+        lengths[0] = 1
+        ids = (torch.rand(int(lengths.sum()), generator=generator) ** 4 * args.rows).long()
+        dense = torch.randn(args.batch_size, NUM_DENSE, generator=generator)
+        users_are_even = ids[: args.batch_size] % 2 == 0
+        yield Batch(dense, KeyedJaggedTensor(FEATURES, ids, lengths=lengths.flatten()), users_are_even.float())
+
+
+def report(step: int, loss: torch.Tensor, model: DistributedModelParallel) -> None:
+    """Prints the mean loss of all ranks, and how many rows a step has waited for so far. Collective."""
+    total, late = loss.clone(), sum(stats.critical_path_fills for stats in cache_stats(model))
+    dist.all_reduce(total)
+    everybodys_late = torch.tensor(late, device=loss.device)
+    dist.all_reduce(everybodys_late)
+    if dist.get_rank() == 0:
+        mean = total.item() / dist.get_world_size()
+        print(f"step {step}  loss {mean!r}  waited for {everybodys_late.item()} rows", flush=True)
+
+
+def summarize(model: DistributedModelParallel) -> None:
+    """Prints what the caches of all ranks did, per table. Collective."""
+    found: list[list[TableStats]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(found, cache_stats(model))
+    if dist.get_rank() > 0:
+        return
+    for stats in (table for tables in found for table in tables):
+        print(
+            f"{stats.table}: {stats.slots} of {stats.rows} rows on the device, hit rate {stats.hit_rate_lookups:.1%}, "
+            f"{stats.fills} fills ({stats.critical_path_fills} on the critical path), {stats.evictions} evictions"
+        )
+
+
+def main() -> None:
+    """Trains on all ranks that torchrun started."""
+    args = arguments()
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if gpu else "gloo")
+    torch.manual_seed(0)
+
+    tables = [
+        EmbeddingBagConfig(name=f"t_{f}", embedding_dim=DIM, num_embeddings=args.rows, feature_names=[f])
+        for f in FEATURES
+    ]
+    collection = EmbeddingBagCollection(tables, device=torch.device("meta"))
+    train_model = DLRMTrain(DLRM(collection, NUM_DENSE, [32, DIM], [32, 1], dense_device=device))
+    apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": 0.1})
+
+    if args.stock:
+        sharder = EmbeddingBagCollectionSharder()
+    else:
+        sharder = CachedEmbeddingBagCollectionSharder(CacheConfig(ratio=args.ratio))  # <- the first changed line
+
+    constraints = {table.name: ParameterConstraints(sharding_types=["table_wise"]) for table in tables}
+    plan = plan_sharding(
+        train_model,
+        [sharder],
+        world_size=dist.get_world_size(),
+        local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
+        device=device,
+        constraints=constraints,
+    )
+    model = DistributedModelParallel(train_model, device=device, plan=plan, sharders=[sharder])
+    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
+    dense_optimizer = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.Adam(parameters, lr=0.002))
+    optimizer = CombinedOptimizer([model.fused_optimizer, dense_optimizer])
+
+    if args.stock:
+        pipeline = TrainPipelineSparseDist(model, optimizer, device)
+    else:
+        pipeline = LookAheadPipeline(model, optimizer, device)  # <- the second changed line
+
+    batches, step = clicks(args), 0
+    while True:
+        try:
+            loss, _, _ = pipeline.progress(batches)
+        except StopIteration:
+            break
+        step += 1
+        if step == 1 or step % args.log_every == 0:
+            report(step, loss, model)
+    summarize(model)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+    # What is left of the model holds the process group, and gloo's threads must end before the interpreter does
+    # (pytorch issue 190489).
+    gc.collect()

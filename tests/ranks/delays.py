@@ -1,0 +1,73 @@
+"""Random waits in every stage of the look-ahead pipeline and in every copy, to find what depends on timing.
+
+The waits follow a seed, and each stage has random numbers of its own: threads do not change each other's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from embershard import LookAheadPipeline
+from embershard.cache.transfer import PlainTransfer
+from embershard.sharding.torchrec.inputs import ModuleInput
+
+STAGES: tuple[tuple[type, tuple[str, ...]], ...] = (
+    (
+        LookAheadPipeline,
+        ("_offer", "_admit", "_start_input_all_to_all", "_send", "_arrive", "_make_resident"),
+    ),
+    (ModuleInput, ("know", "make_resident", "forward")),
+    (PlainTransfer, ("fill", "collect", "land")),
+)
+
+
+@contextlib.contextmanager
+def random_delays(seed: int, rank: int, most_seconds: float = 0.004) -> Iterator[dict[str, int]]:
+    """Every third call of a stage or a copy waits, before or after its work. Gives the number of waits by stage."""
+    waits: dict[str, int] = {}
+    with contextlib.ExitStack() as stack:
+        for owner, names in STAGES:
+            for name in names:
+                stage = f"{owner.__name__}.{name}"
+                numbers = random.Random(f"{seed} {rank} {stage}")
+                delayed = _delayed(getattr(owner, name), stage, numbers, most_seconds, waits)
+                stack.enter_context(mock.patch.object(owner, name, delayed))
+        yield waits
+
+
+def _delayed(
+    function: Callable[..., Any], stage: str, numbers: random.Random, most_seconds: float, waits: dict[str, int]
+) -> Callable[..., Any]:
+    waits[stage] = 0
+
+    def with_delays(*args: Any, **kwargs: Any) -> Any:
+        waits_now = numbers.random() < 1 / 3
+        seconds, before = numbers.random() * most_seconds, numbers.random() < 0.5
+        waits[stage] += waits_now
+        if waits_now and before:
+            time.sleep(seconds)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            if waits_now and not before:
+                time.sleep(seconds)
+
+    return with_delays
+
+
+@contextlib.contextmanager
+def slow_landings(seconds: float) -> Iterator[None]:
+    """Every write-back takes this long to reach the host rows."""
+    land = PlainTransfer.land
+
+    def late(self: PlainTransfer, *args: Any) -> None:
+        time.sleep(seconds)
+        land(self, *args)
+
+    with mock.patch.object(PlainTransfer, "land", late):
+        yield

@@ -1,0 +1,392 @@
+"""Train with stock TorchRec and through the look-ahead pipeline, on the same batches, and compare every bit."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
+
+from embershard import LookAheadPipeline, cache_stats
+from embershard.cache import CacheGrowthWarning
+from embershard.cache.row_cache import RowCache
+from embershard.distributed.look_ahead import LookAheadStats
+from embershard.sharding.torchrec import cached_embeddings, embeddings
+from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
+from embershard.sharding.torchrec.inputs import ModuleInput
+from embershard.sharding.torchrec.spec import CacheSpec
+from tests.ranks import parity
+from tests.ranks.delays import random_delays
+from tests.ranks.parity import differences, snapshot
+
+
+@dataclass(frozen=True)
+class Case(parity.Case):
+    """``modules``: kind (pooled or sequence) and number of tables of each embedding module; () for a single one.
+    ``empty_every``: every so many batches have no id at all."""
+
+    steps: int = 14
+    modules: tuple[tuple[str, int], ...] = ()
+    empty_every: int = 0
+    int32_ids: bool = False
+
+    @property
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        """Kind and number of tables of every module."""
+        return self.modules or (("sequence" if self.sequence else "pooled", len(self.rows)),)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One way to train a case through the pipeline.
+
+    With ``working_set_of`` the slots of each pool hold exactly the most distinct rows that so many consecutive
+    batches have, plus ``extra_slots``; otherwise the case's ratio decides. ``even_if_crowded``: batches are held as far
+    ahead as they fit, though the cache would rather keep half of its slots for other rows. ``delays`` is a seed.
+    """
+
+    lookahead: int = 4
+    prefetch: int = 2
+    working_set_of: int | None = None
+    extra_slots: int = 0
+    even_if_crowded: bool = False
+    policy: str = "lookahead"
+    profile: bool = False
+    background: bool = False
+    worker: bool | None = None
+    overflow: str = "raise"
+    delays: int | None = None
+    max_known_bytes: int = 2**30
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank saw of a run. ``different`` is empty when everything was bitwise equal; ``late`` are the
+    critical-path fills of every step, ``slots`` the sizes of the pools."""
+
+    different: list[str]
+    num_compared: int
+    fills: int
+    evictions: int
+    write_backs: int
+    growths: int
+    late: list[int]
+    slots: list[int]
+    pipeline: LookAheadStats
+    known_bytes: list[int]
+
+
+@dataclass
+class Batch(Pipelineable):
+    """Features and labels [B]."""
+
+    features: KeyedJaggedTensor
+    labels: Tensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
+        """A copy, as a batch that comes from a loader's memory is."""
+        return Batch(self.features.to(device, non_blocking), self.labels.to(device, non_blocking=non_blocking))
+
+    def record_stream(self, stream: Any) -> None:
+        """Nothing on a CPU."""
+
+
+class Model(nn.Module):
+    """One or several embedding modules and a dense layer. TorchRec's tracer can follow its forward."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self._names: list[list[str]] = []
+        self._sequence = [kind == "sequence" for kind, _ in case.parts]
+        parts: list[nn.Module] = []
+        first, meta = 0, torch.device("meta")
+        for kind, num_tables in case.parts:
+            tables = range(first, first + num_tables)
+            first += num_tables
+            common: list[dict[str, Any]] = [
+                {
+                    "name": f"t{t}",
+                    "embedding_dim": case.dims[t],
+                    "num_embeddings": case.rows[t],
+                    "feature_names": [name for name in case.features if name[1] == str(t)],
+                    "data_type": DataType.FP16 if t in case.fp16 else DataType.FP32,
+                }
+                for t in tables
+            ]
+            self._names.append([name for table in common for name in table["feature_names"]])
+            if kind == "sequence":
+                parts.append(EmbeddingCollection(tables=[EmbeddingConfig(**c) for c in common], device=meta))
+            else:
+                pooling = PoolingType.MEAN if case.mean else PoolingType.SUM
+                configs = [EmbeddingBagConfig(**c, pooling=pooling) for c in common]
+                parts.append(EmbeddingBagCollection(tables=configs, device=meta, is_weighted=case.weighted))
+        self.parts = nn.ModuleList(parts)
+        self.dense = nn.Linear(sum(case.dims[int(name[1])] for name in case.features), 1)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Loss, and the loss again as the output."""
+        pooled: list[Tensor] = []
+        for part, names, is_sequence in zip(self.parts, self._names, self._sequence, strict=True):
+            found = part(batch.features)
+            if is_sequence:
+                pooled += [
+                    torch.segment_reduce(found[n].values(), "sum", lengths=found[n].lengths(), unsafe=True)
+                    for n in names
+                ]
+            else:
+                pooled.append(found.values())
+        loss = ((self.dense(torch.cat(pooled, dim=1)).squeeze(1) - batch.labels) ** 2).mean()
+        return loss, loss.detach()
+
+
+class UntraceableModel(Model):
+    """The same model with a branch that depends on the labels."""
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """As the traceable model's."""
+        if batch.labels.sum() < 0:
+            raise ValueError("labels are probabilities")
+        return super().forward(batch)
+
+
+class Plain:
+    """A training loop without a pipeline: what the pipeline must equal."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+
+    def progress(self, batches: Iterator[Batch]) -> Tensor:
+        """One step; in evaluation mode the forward alone."""
+        batch = next(batches)
+        if self._model.training:
+            self._optimizer.zero_grad()
+        loss, output = self._model(batch)
+        if self._model.training:
+            loss.backward()
+            self._optimizer.step()
+        return output
+
+
+AfterStep = Callable[[int], Any]
+
+
+def batches(case: Case, steps: int | None = None, seed: int = 0) -> list[Batch]:
+    """This rank's batches."""
+    steps = case.steps if steps is None else steps
+    made = parity.batches(case, dist.get_rank(), steps, seed) if steps else ()
+    return [Batch(_features(case, step, features), labels) for step, (features, labels) in enumerate(made)]
+
+
+def _features(case: Case, step: int, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    values, lengths = features.values(), features.lengths()
+    if case.empty_every and step % case.empty_every == 1:
+        values, lengths = values[:0], torch.zeros_like(lengths)
+    values = values.int() if case.int32_ids else values
+    return KeyedJaggedTensor(features.keys(), values, lengths=lengths, weights=_weights(features, values.numel()))
+
+
+def _weights(features: KeyedJaggedTensor, count: int) -> Tensor | None:
+    weights = features.weights_or_none()
+    return None if weights is None else weights[:count]
+
+
+def build(case: Case, cached: bool, make_model: Callable[[Any], nn.Module] = Model) -> DistributedModelParallel:
+    """The sharded model, from seed 7, on this rank."""
+    return parity.build(case, cached, make_model)
+
+
+def dense_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """SGD for what is not an embedding table."""
+    return torch.optim.SGD([p for name, p in model.named_parameters() if "dense" in name], lr=0.05)
+
+
+def plain(model: nn.Module) -> Plain:
+    """The loop without a pipeline."""
+    return Plain(model, dense_optimizer(model))
+
+
+def pipeline(model: nn.Module, run: Run, **arguments: Any) -> LookAheadPipeline:
+    """The pipeline of a run."""
+    return LookAheadPipeline(
+        model,
+        dense_optimizer(model),
+        torch.device("cpu"),
+        lookahead=run.lookahead,
+        prefetch=run.prefetch,
+        max_known_bytes=run.max_known_bytes,
+        worker=run.worker,
+        **arguments,
+    )
+
+
+def train(loop: Any, data: Iterable[Batch], after_step: AfterStep = lambda step: None) -> list[Any]:
+    """Every step's output until the data ends, each followed by what ``after_step`` returns, if anything."""
+    iterator, seen = iter(data), []
+    for step in range(10_000):
+        try:
+            seen.append(loop.progress(iterator).item())
+        except StopIteration:
+            return seen
+        extra = after_step(step)
+        seen += [] if extra is None else [extra]
+    raise AssertionError("the pipeline never ends")
+
+
+def compare(case: Case, runs: Sequence[Run]) -> list[Outcome]:
+    """Stock once, then every run; what differed on this rank."""
+    only_our_warnings_raise()
+    stock = build(case, cached=False)
+    data = batches(case)
+    initial = snapshot(stock)
+    losses = train(plain(stock), data)
+    final = snapshot(stock)
+    sets = working_sets(case) if any(run.working_set_of for run in runs) else []
+    outcomes = []
+    for run in runs:
+        with as_run(case, run, sets) as (model, loop):
+            different = [f"initial {name}" for name in differences(initial, snapshot(model))]
+            late, known = [0], []
+
+            def note(step: int) -> None:
+                late.append(late_fills(model))  # noqa: B023
+                known.append(loop.stats().known_bytes)  # noqa: B023
+
+            found = train(loop, data, note)
+            outcomes.append(_outcome(model, loop, different, (losses, found), final, late, known))
+    return outcomes
+
+
+def _outcome(
+    model: nn.Module,
+    loop: LookAheadPipeline,
+    different: list[str],
+    losses: tuple[list[float], list[float]],
+    final: dict[str, Tensor],
+    late: list[int],
+    known: list[int],
+) -> Outcome:
+    expected, found = losses
+    if len(expected) != len(found):
+        different.append(f"{len(found)} losses for {len(expected)} batches")
+    different += [f"loss {i}" for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b]
+    stats = cache_stats(model)
+    different += differences(final, snapshot(model))
+    return Outcome(
+        different=different,
+        num_compared=len(final),
+        fills=sum(s.fills for s in stats),
+        evictions=sum(s.evictions for s in stats),
+        write_backs=sum(s.write_backs for s in stats),
+        growths=sum(s.overflow_growths for s in stats),
+        late=[b - a for a, b in zip(late, late[1:], strict=False)],
+        slots=[pool.cache.planner.map.num_slots for pool in cached_embeddings(model)],
+        pipeline=loop.stats(),
+        known_bytes=known,
+    )
+
+
+@contextlib.contextmanager
+def as_run(
+    case: Case, run: Run, sets: list[list[Tensor]], make_model: Callable[[Any], nn.Module] = Model, **arguments: Any
+) -> Iterator[tuple[DistributedModelParallel, LookAheadPipeline]]:
+    """The cached model and its pipeline as ``run`` wants them; its delays are in force."""
+    settings = dataclasses.replace(
+        case, policy=run.policy, profile=run.profile, background=run.background, overflow=run.overflow
+    )
+    with contextlib.ExitStack() as stack:
+        sizes = None
+        if run.working_set_of is not None:
+            sizes = [largest_union(keys, run.working_set_of) + run.extra_slots for keys in sets]
+        with pools_made(sizes):
+            model = build(settings, cached=True, make_model=make_model)
+        loop = pipeline(model, run, **arguments)
+        if run.even_if_crowded:
+            stack.enter_context(mock.patch.object(RowCache, "_would_crowd", return_value=False))
+        if run.delays is not None:
+            stack.enter_context(random_delays(run.delays, dist.get_rank()))
+        yield model, loop
+        loop.detach()
+
+
+def late_fills(model: nn.Module) -> int:
+    """Critical-path fills so far."""
+    return sum(stats.critical_path_fills for stats in cache_stats(model))
+
+
+def only_our_warnings_raise() -> None:
+    """As in the exactness tests; the growth of a cache is checked where it is expected."""
+    warnings.simplefilter("error", category=UserWarning)
+    warnings.filterwarnings("ignore", module="torch")
+    warnings.filterwarnings("ignore", module="torchrec")
+    warnings.filterwarnings("ignore", category=CacheGrowthWarning)
+
+
+# -- slots at exactly a working set
+
+
+def working_sets(case: Case, data: Iterable[Batch] | None = None) -> list[list[Tensor]]:
+    """For each pool of this rank, in the order in which they are made, the distinct keys of every batch."""
+    data = batches(case) if data is None else list(data)
+    with pools_made() as caches:
+        model = build(dataclasses.replace(case, policy="lookahead", ratio=0.01), cached=True)
+    found: dict[int, list[Tensor]] = {id(cache): [] for cache in caches}
+    know = RowCache.know
+
+    def note(self: RowCache, keys: Tensor, *args: Any) -> Any:
+        found[id(self)].append(keys.unique())
+        return know(self, keys, *args)
+
+    loop = pipeline(model, Run(lookahead=len(data) + 1, prefetch=1))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(RowCache, "know", note))
+        stack.enter_context(mock.patch.object(ModuleInput, "make_resident", return_value=True))
+        stack.enter_context(loop.step(iter(data)))
+    loop.detach()
+    assert all(len(keys) == len(data) for keys in found.values())
+    return list(found.values())
+
+
+def largest_union(keys: Sequence[Tensor], num_batches: int) -> int:
+    """The most distinct keys of ``num_batches`` consecutive batches."""
+    starts = range(max(1, len(keys) - num_batches + 1))
+    return max(torch.cat(list(keys[start : start + num_batches])).unique().numel() for start in starts)
+
+
+@contextlib.contextmanager
+def pools_made(num_slots: Sequence[int] | None = None) -> Iterator[list[RowCache]]:
+    """The caches that are made meanwhile, in order, each with its number of slots."""
+    made: list[RowCache] = []
+    make_cache = CachedTableBatchedEmbeddings._make_cache
+
+    def sized(self: CachedTableBatchedEmbeddings, *args: Any) -> RowCache:
+        if num_slots is None:
+            made.append(make_cache(self, *args))
+        else:
+            size = num_slots[len(made)]
+            with mock.patch.object(CacheSpec, "num_slots", lambda *_: size):
+                made.append(make_cache(self, *args))
+            assert made[-1].planner.map.num_slots == size
+        return made[-1]
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(CachedTableBatchedEmbeddings, "_make_cache", sized))
+        if num_slots is not None:  # tables that stay would take slots beyond the working set
+            stack.enter_context(mock.patch.object(embeddings, "_home_tables", return_value={}))
+        yield made
+
+
+def features_of(model: nn.Module) -> Callable[[Batch], Mapping[str, Any]]:
+    """Each sharded module's input, by name."""
+    return lambda batch: {f"parts.{number}": batch.features for number in range(len(model.module.parts))}

@@ -1,0 +1,132 @@
+"""The benchmark's machinery, on streams that take no time."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import fill_optimality
+from benchmarks.fill_optimality import LOOKAHEADS, Run, Stream, measure
+from benchmarks.offline_optimum import look_ahead_rule, offline_optimum
+
+
+def skewed_stream(num_batches: int = 60, batch_size: int = 12, rows: tuple[int, int] = (300, 100)) -> Stream:
+    """Two tables; low ids are popular."""
+    generator = torch.Generator().manual_seed(5)
+    batches = [
+        torch.cat(
+            [
+                (torch.rand(batch_size, generator=generator) ** 3 * count).long() + offset
+                for count, offset in ((rows[0], 0), (rows[1], rows[0]))
+            ]
+        )
+        for _ in range(num_batches)
+    ]
+    return Stream("skewed", batch_size, list(rows), batches)
+
+
+def test_a_point_holds_together() -> None:
+    point = measure(skewed_stream(), capacity_batches=7, prefetch=2)
+    names = {"lru", "lfu", "frequency", *(f"lookahead {lookahead}" for lookahead in LOOKAHEADS)}
+    assert set(point.fills) == set(point.over_optimum) == names
+    assert point.distinct_rows <= point.optimum_fills <= min(point.fills.values())
+    assert point.holding_over_optimum is not None
+    for lookahead in LOOKAHEADS:
+        name = f"lookahead {lookahead}"
+        assert point.over_optimum[name] >= point.holding_over_optimum
+        assert point.late_fills[name] == 0
+        assert point.mean_prefetch[name] == 2.0
+    assert point.reached == (point.over_optimum["lookahead 128"] <= 1.05)
+
+
+def test_batches_that_do_not_fit_ahead_are_tried_again() -> None:
+    """Two batches' slots: one is resident ahead at most, and the target says nothing about so few."""
+    point = measure(skewed_stream(), capacity_batches=2, prefetch=2)
+    assert point.holding_over_optimum is None
+    assert 0 < point.mean_prefetch["lookahead 128"] < 2.0
+    assert point.reached is None
+
+
+def test_holding_less_than_asked_for_fills_less() -> None:
+    """At four batches' slots the second batch ahead stays out, and the cache beats the optimum of one that holds it."""
+    point = measure(skewed_stream(batch_size=40), capacity_batches=4, prefetch=2)
+    assert point.mean_prefetch["lookahead 128"] == 1.0
+    assert point.late_fills["lookahead 128"] == 0
+    assert point.holding_over_optimum is not None
+    assert point.over_optimum["lookahead 128"] < point.holding_over_optimum
+
+
+def test_what_is_waited_for_is_counted() -> None:
+    """With slots for one batch alone, none is ever resident ahead."""
+    batches = [torch.arange(start, start + 4) for start in (0, 4, 0, 4)]
+    run = Run(Stream("alternating", 4, [8], batches), 4, "lfu", look_ahead=True)
+    assert run.ahead(lookahead=2, prefetch=1) == (12, 0.0)
+    assert run.finish() == 16
+
+
+def test_lost_updates_are_noticed() -> None:
+    run = Run(skewed_stream(), 60, "lru")
+    run.one_by_one()
+    run._weights[7] = 0  # a slot in use
+    with pytest.raises(RuntimeError, match="lost updates"):
+        run.finish()
+
+
+def test_slots_for_less_than_a_batch_are_refused() -> None:
+    with pytest.raises(SystemExit, match="do not hold every batch"):
+        measure(skewed_stream(), capacity_batches=0.5, prefetch=2)
+
+
+@pytest.mark.parametrize("name", ["steady", "drift"])
+def test_the_command_prints_and_writes_json(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "result.json"
+    sizes = ["--batch-sizes", "16", "--batches", "12", "--scale", "0.0001", "--capacities", "4"]
+    monkeypatch.setattr(sys, "argv", ["fill_optimality", name, *sizes, "--output", str(file)])
+    fill_optimality.main()
+    result = json.loads(file.read_text())
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == result
+    assert [(point["stream"], point["batches"]) for point in result["points"]] == [(name, 12)]
+    assert result["points"][0]["reached"] is not None
+    assert len(printed.err.splitlines()) == 2
+
+
+def test_the_real_sample_needs_its_path(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["fill_optimality", "all"])
+    with pytest.raises(SystemExit):
+        fill_optimality.main()
+    assert "needs --path" in capsys.readouterr().err
+
+
+def fills(stream: Stream, slots: int, lookahead: int) -> int:
+    run = Run(stream, slots, "lfu", look_ahead=True)
+    run.ahead(lookahead, prefetch=1)  # one batch ahead always comes in; a second one only where there is room
+    return run.finish()
+
+
+def slots_and_batches(stream: Stream, capacity_batches: float) -> tuple[int, list[np.ndarray]]:
+    batches = [batch.numpy() for batch in stream.batches]
+    return round(capacity_batches * sum(np.unique(batch).size for batch in batches) / len(batches)), batches
+
+
+@pytest.mark.parametrize(("capacity_batches", "lookahead"), [(4, 8), (6, 8), (6, 16), (8, 16)])
+def test_the_cache_fills_what_the_rule_fills(capacity_batches: float, lookahead: int) -> None:
+    """Its ranking is made in bulk and used up little by little, which costs nothing; ties may go otherwise."""
+    stream = skewed_stream(num_batches=150, batch_size=30)
+    slots, batches = slots_and_batches(stream, capacity_batches)
+    by_rule = look_ahead_rule(batches, slots, lookahead, prefetch=1)
+    assert fills(stream, slots, lookahead) == pytest.approx(by_rule, rel=0.003)
+
+
+@pytest.mark.parametrize("capacity_batches", [3.5, 4, 5, 6])
+def test_knowing_far_enough_is_the_optimum_of_what_is_held(capacity_batches: float) -> None:
+    stream = skewed_stream(num_batches=200, batch_size=100, rows=(1000, 300))
+    slots, batches = slots_and_batches(stream, capacity_batches)
+    assert fills(stream, slots, lookahead=48) == offline_optimum(batches, slots, prefetch=1)
