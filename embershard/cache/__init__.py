@@ -5,10 +5,11 @@ from embershard.cache.forecast import Forecast, KnownBatch
 from embershard.cache.host_store import HostStore
 from embershard.cache.planner import CachePlan, CachePlanner
 from embershard.cache.profile import FrequencyProfile
-from embershard.cache.row_cache import CacheGrowthWarning, RowCache, Ticket
+from embershard.cache.row_cache import CacheGrowthWarning, RowCache
 from embershard.cache.scores import make_scores
 from embershard.cache.slot_map import SlotMap
 from embershard.cache.statistics import TableStats
+from embershard.cache.tickets import Ticket
 
 __all__ = [
     "CacheConfig",

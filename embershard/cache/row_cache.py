@@ -6,23 +6,21 @@ import functools
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from embershard.cache.background import BackgroundCopies
+from embershard.cache.copies import RowCopies
 from embershard.cache.forecast import Forecast, KnownBatch
 from embershard.cache.host_store import HostStore
 from embershard.cache.planner import CachePlan, CachePlanner, Misses
 from embershard.cache.scores import SlotScores
 from embershard.cache.slot_map import SlotMap
-from embershard.cache.statistics import CacheCounters, Counter, TableStats, apportion
-from embershard.cache.transfer import PlainTransfer
+from embershard.cache.statistics import CacheCounters, Counter, TableStats
+from embershard.cache.table_stats import table_stats
+from embershard.cache.tickets import InFlight, Ticket
 from embershard.errors import CacheError, CacheOverflowError
 
 GROWTH = 0.25  # an overflow adds what is missing, and at least this share of the slots
@@ -43,22 +41,6 @@ def _alone(method: _Method) -> _Method:
 
 class CacheGrowthWarning(UserWarning):
     """One batch needed more rows than the cache had slots, so the cache took more device memory."""
-
-
-@dataclass(eq=False)
-class Ticket:
-    """A batch whose rows are resident and pinned until it is released.
-
-    ``slots`` int64 [N] takes the place of the batch's ids, once :meth:`RowCache.wait` has returned. The pins go when
-    :meth:`RowCache.release` is called (after the fused backward), or when nobody holds the ticket any more (a forward
-    whose backward never ran).
-    """
-
-    batch: int
-    slots: Tensor
-    released: bool = False
-    _filled: Future[None] | torch.cuda.Event | None = field(default=None, repr=False)
-    _release: weakref.finalize | None = field(default=None, repr=False)
 
 
 class RowCache:
@@ -114,16 +96,10 @@ class RowCache:
         self._overflow = overflow
         self._warmup = warmup
         self._batch = 0
-        self._in_flight: dict[int, Ticket | None] = {}
-        self._held_pin: int | None = None
-        self._rows_in_flight: dict[int, int] = {}  # distinct rows of known batches that are pinned
+        self._in_flight = InFlight()
         self._lock = threading.RLock()
-        self._last_trained: torch.cuda.Event | None = None
-        self._background: BackgroundCopies | None = None
+        self._copies = RowCopies(self.name, self._undo, device, background)
         self._attach(num_slots)
-        if background:
-            self._background = BackgroundCopies(self.transfer)
-        self._failure: BaseException | None = None
         self._host_version = host.version
 
     # -- training
@@ -176,24 +152,25 @@ class RowCache:
             CacheOverflowError: the batch and those in flight do not fit, and ``overflow="raise"``.
         """
         started = time.perf_counter()
-        self._check_failure()
+        self._copies.check()
         self._check_host()
         self._warm_up()
-        if if_it_fits and known is not None and self._would_crowd(known):
+        roaming_slots = self.planner.map.num_slots - self._home_keys.numel()
+        if if_it_fits and known is not None and self._in_flight.would_crowd(known.num_rows, roaming_slots):
             return None
-        self._wait_for_training()
+        self._copies.follow_training()
         plan = self._plan(keys, known, if_it_fits)
         if plan is None:
             return None
-        if known is not None:
-            self._rows_in_flight = {**self._known_and_pinned(), plan.batch: known.num_rows}
-        filled = self._copy(plan)
+        filled = self._copies.start(plan)
         self.counters.add_plan(plan, feature_lengths, critical_path)
         seconds = time.perf_counter() - started
         self.counters.seconds += seconds
         if critical_path:
             self.counters.stall_seconds += seconds
-        return self._issue(plan, filled)
+        ticket = Ticket(plan.batch, plan.slots, _filled=filled)
+        self._in_flight.add(ticket, None if known is None else known.num_rows)
+        return ticket
 
     def wait(self, ticket: Ticket) -> None:
         """Until the rows of a batch are in their slots. What runs on the current stream afterwards sees them.
@@ -201,28 +178,14 @@ class RowCache:
         Raises:
             CacheError: a copy failed.
         """
-        filled = ticket._filled
-        if filled is None:
-            return
-        if isinstance(filled, Future):
-            started = time.perf_counter()
-            error = filled.exception()  # when the waiting is interrupted, no copy failed
-            if error is not None:
-                self._fail(error)
-            self.counters.stall_seconds += time.perf_counter() - started
-        else:
-            stream = torch.cuda.current_stream(self.device)
-            stream.wait_event(filled)
-            ticket.slots.record_stream(stream)
+        self._copies.wait(ticket)
 
     def release(self, ticket: Ticket) -> None:
         """The batch has trained (or never will): its slots may be evicted. Releasing twice does nothing."""
         if not ticket.released:
             ticket.released = True
-            if self.device.type == "cuda":  # the update is queued on this stream, not done
-                self._last_trained = torch.cuda.current_stream(self.device).record_event()
-            if ticket._release is not None:
-                ticket._release()
+            self._copies.trained()
+            self._in_flight.remove(ticket)
 
     @_alone
     def skip(self, keys: Tensor, known: KnownBatch) -> None:
@@ -231,18 +194,12 @@ class RowCache:
             self.forecast.skip(known, keys)
 
     def hold_pins(self) -> None:
-        """From now on a batch in flight stays pinned even when it is released: plans made in another thread do not
-        depend on how far the training is."""
-        self._held_pin = min(self._in_flight, default=None)
+        """See :meth:`InFlight.hold`."""
+        self._in_flight.hold()
 
     def let_pins_go(self) -> None:
-        """Ends :meth:`hold_pins`."""
-        self._held_pin = None
-
-    @property
-    def _oldest_pinned(self) -> int | None:
-        """The oldest batch whose slots are pinned, with all later ones'; None when nothing is in flight."""
-        return min(self._in_flight, default=None) if self._held_pin is None else self._held_pin
+        """See :meth:`InFlight.let_go`."""
+        self._in_flight.let_go()
 
     @_alone
     def forget(self) -> None:
@@ -261,60 +218,11 @@ class RowCache:
         """Memory of what is known of batches that were not prepared yet, in bytes."""
         return 0 if self.forecast is None else self.forecast.known_bytes
 
-    def _copy(self, plan: CachePlan) -> Future[None] | torch.cuda.Event | None:
-        """Execute the plan's copies, or start them; what to wait for before the batch is used, if anything."""
-        if self._background is not None:
-            try:
-                return self._background.start(plan)
-            except BaseException as error:
-                self._fail(error)
-        self._move(plan)
-        if self.device.type == "cuda":
-            return torch.cuda.current_stream(self.device).record_event()
-        return None
-
-    def _move(self, plan: CachePlan) -> None:
-        """Execute the plan's copies. The map is ahead of them: if one fails, it must not promise their rows."""
-        victims_are_intact = True
-        try:
-            self.transfer.land(self.transfer.collect(plan.write_back_slots), plan.write_back_keys)
-            victims_are_intact = False
-            self.transfer.fill(plan.fill_keys, plan.fill_slots)
-        except BaseException:  # an interrupt, too
-            self.planner.undo(plan, victims_are_intact)
-            if not victims_are_intact:
-                self.counters.add_rows(Counter.EVICTIONS, plan.evicted_keys)
-                self.counters.add_rows(Counter.WRITE_BACKS, plan.write_back_keys)
-            raise
-
-    def _fail(self, error: BaseException) -> NoReturn:
-        """A copy in the background did not happen, and plans made since rely on it: this cache is no good any more."""
-        self._failure = error
-        self._check_failure()
-        raise AssertionError("unreachable")
-
-    def _check_failure(self) -> None:
-        if self._background is not None and self._failure is None:
-            self._failure = self._background.failure
-        if self._failure is not None:
-            raise CacheError(
-                f"{self.name}: copying rows failed ({type(self._failure).__name__}: {self._failure}); the rows that "
-                "were under way are lost, so nothing is read, trained or saved from now on. Mend the cause and resume "
-                "from the last checkpoint"
-            ) from self._failure
-
-    def _finish_copies(self) -> None:
-        """Nothing is under way between slots and host any more."""
-        self._check_failure()
-        if self._background is not None:
-            self._background.finish()
-            self._check_failure()
-        self._wait_for_training()
-
-    def _wait_for_training(self) -> None:
-        """What runs on the current stream comes after the updates of all released batches."""
-        if self._last_trained is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._last_trained)
+    def _undo(self, plan: CachePlan, victims_are_intact: bool) -> None:
+        self.planner.undo(plan, victims_are_intact)
+        if not victims_are_intact:
+            self.counters.add_rows(Counter.EVICTIONS, plan.evicted_keys)
+            self.counters.add_rows(Counter.WRITE_BACKS, plan.write_back_keys)
 
     def _plan(self, keys: Tensor, known: KnownBatch | None, if_it_fits: bool) -> CachePlan | None:
         batch = self._batch + 1
@@ -325,7 +233,7 @@ class RowCache:
             plan = self.planner.hits_only(looked, batch)
         else:
             miss_keys, inverse = keys.index_select(0, positions).unique(return_inverse=True)
-            oldest_pinned = self._oldest_pinned
+            oldest_pinned = self._in_flight.oldest
             victims = self.planner.choose_victims(miss_keys.numel(), batch if oldest_pinned is None else oldest_pinned)
             shortage = miss_keys.numel() - self.planner.map.num_free - victims.numel()
             if shortage > 0:
@@ -336,24 +244,6 @@ class RowCache:
         if known is not None:
             self.planner.arrive(known, plan)
         return plan
-
-    def _would_crowd(self, known: KnownBatch) -> bool:
-        """Whether rows would be held for three batches or more, in more than half of the slots."""
-        held = self._known_and_pinned().values()
-        slots = self.planner.map.num_slots - self._home_keys.numel()
-        return len(held) >= 2 and sum(held) + known.num_rows > slots // 2
-
-    def _known_and_pinned(self) -> dict[int, int]:
-        """Rows of the known batches whose slots are pinned."""
-        oldest = self._oldest_pinned
-        return {b: n for b, n in self._rows_in_flight.items() if oldest is not None and b >= oldest}
-
-    def _issue(self, plan: CachePlan, filled: Future[None] | torch.cuda.Event | None) -> Ticket:
-        ticket = Ticket(plan.batch, plan.slots, _filled=filled)
-        self._in_flight[plan.batch] = None
-        ticket._release = weakref.finalize(ticket, self._in_flight.pop, plan.batch, None)
-        ticket._release.atexit = False
-        return ticket
 
     def _without_home_tables(self, keys: Tensor, feature_lengths: Tensor) -> tuple[Tensor, Tensor | None]:
         """The keys of tables that come and go, and their positions in the batch (int32); None for all."""
@@ -388,16 +278,14 @@ class RowCache:
             CacheGrowthWarning,
             stacklevel=2,
         )
-        self._finish_copies()
+        self._copies.finish()
         self._attach(grown)
         self.planner.grow(grown)
         self.counters.add_growth(miss_keys)
 
     def _attach(self, num_slots: int) -> None:
         self._payload = self._device_payload(num_slots)
-        self.transfer = PlainTransfer(self._payload, self.host.payload)
-        if self._background is not None:
-            self._background.transfer = self.transfer
+        self._copies.attach(self._payload, self.host.payload)
 
     def _warm_up(self) -> None:
         """Before the first batch, and again when all rows were dropped: first the rows that stay, then the best."""
@@ -415,7 +303,7 @@ class RowCache:
     def _preload(self, keys: Tensor) -> None:
         slots = self.planner.occupy(keys)
         try:
-            self.transfer.fill(keys, slots)
+            self._copies.transfer.fill(keys, slots)
         except BaseException:  # nothing was trained yet, so the host has every row
             self.planner.clear()
             raise
@@ -427,7 +315,7 @@ class RowCache:
     def read(self, keys: Tensor) -> Tensor:
         """Current weights of ``keys`` (int64 [N]): [N, D] on the device. Changes neither cache nor
         counters."""
-        self._finish_copies()
+        self._copies.finish()
         self._check_host()
         host_weights, slot_weights = self.host.weights, self._payload[0]
         rows = host_weights.index_select(0, keys.to(host_weights.device)).to(self.device)
@@ -441,14 +329,14 @@ class RowCache:
         """Write every trained row back; the rows stay cached. Nothing moves when nothing was trained
         since."""
         started = time.perf_counter()
-        self._finish_copies()
+        self._copies.finish()
         self._check_host()
         planner = self.planner
         if self._batch <= planner.clean_through:
             return
         slots = planner.dirty_slots()
         keys = planner.map.keys(slots)
-        self.transfer.land(self.transfer.collect(slots), keys)
+        self._copies.write_back(slots, keys)
         self.counters.add_rows(Counter.WRITE_BACKS, keys)
         planner.clean_through = min(self._in_flight, default=self._batch + 1) - 1
         self.counters.seconds += time.perf_counter() - started
@@ -465,7 +353,7 @@ class RowCache:
                 f"{self.name}: rows were replaced while {len(self._in_flight)} batches were in flight; "
                 "load between steps, after the backward and before the next forward"
             )
-        self._finish_copies()
+        self._copies.finish()
         self.counters.add_rows(Counter.EVICTIONS, self.planner.map.keys(self.planner.map.used_slots()))
         self.planner.clear()
         self._host_version = self.host.version
@@ -497,40 +385,12 @@ class RowCache:
         next_uses = 0 if self.forecast is None else self.forecast.device_bytes
         return slots + self.planner.map.device_bytes + self.planner.scores.device_bytes + next_uses
 
+    @property
+    def stall_seconds(self) -> float:
+        """How long training steps waited for rows, in seconds."""
+        return self.counters.stall_seconds + self._copies.stall_seconds
+
     @_alone
     def stats(self) -> list[TableStats]:
         """Totals per table; the sum over tables is the pool's."""
-        values = self.counters.values.tolist()
-        rows = self.host.rows_per_table
-        slot_map = self.planner.map
-        held = [row[Counter.FILLS] + row[Counter.PRELOADS] - row[Counter.EVICTIONS] for row in values]
-        absent = [all_rows - own for all_rows, own in zip(rows, held, strict=True)]
-        slots = [own + free for own, free in zip(held, apportion(slot_map.num_free, absent), strict=True)]
-        map_bytes = apportion(slot_map.slot_of_key.numel() * 4, rows)
-        slot_bytes = apportion(self.device_bytes - slot_map.slot_of_key.numel() * 4, slots)
-        host_bytes = apportion(self.host.host_bytes + self.planner.scores.host_bytes, rows)
-        lookups = [row[Counter.LOOKUPS] for row in values]
-        shares = lookups if any(lookups) else [1] * len(lookups)
-        return [
-            TableStats(
-                table=table,
-                rows=rows[t],
-                slots=slots[t],
-                lookups=(row := values[t])[Counter.LOOKUPS],
-                unique_ids=row[Counter.HITS_UNIQUE] + row[Counter.FILLS],
-                hits_unique=row[Counter.HITS_UNIQUE],
-                hits_lookups=row[Counter.LOOKUPS] - row[Counter.MISSED_LOOKUPS],
-                fills=row[Counter.FILLS] + row[Counter.PRELOADS],
-                critical_path_fills=row[Counter.CRITICAL_PATH_FILLS],
-                write_backs=row[Counter.WRITE_BACKS],
-                evictions=row[Counter.EVICTIONS],
-                overflow_growths=row[Counter.OVERFLOW_GROWTHS],
-                bytes_to_device=(row[Counter.FILLS] + row[Counter.PRELOADS]) * self.host.row_bytes,
-                bytes_to_host=row[Counter.WRITE_BACKS] * self.host.row_bytes,
-                device_bytes=map_bytes[t] + slot_bytes[t],
-                host_bytes=host_bytes[t],
-                seconds=self.counters.seconds * shares[t] / sum(shares),
-                stall_seconds=self.counters.stall_seconds * shares[t] / sum(shares),
-            )
-            for t, table in enumerate(self.tables)
-        ]
+        return table_stats(self)

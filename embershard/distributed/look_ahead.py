@@ -173,7 +173,7 @@ class LookAheadPipeline:
 
     def stats(self) -> LookAheadStats:
         """What the pipeline did so far."""
-        stall_seconds = self._stall_seconds + sum(pool.cache.counters.stall_seconds for pool in self._pools)
+        stall_seconds = self._stall_seconds + sum(pool.cache.stall_seconds for pool in self._pools)
         return self._depths.stats(self._known_bytes, stall_seconds)
 
     @contextmanager

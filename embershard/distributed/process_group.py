@@ -130,8 +130,8 @@ def process_group(device: Literal["auto", "cpu", "cuda"] = "auto") -> Iterator[R
 
 
 def _end() -> None:
-    """TorchRec's sharded modules hold the group in reference cycles. Were they freed at the interpreter's exit only, gloo's
-    threads would outlive it, and abort the process."""
+    """TorchRec's sharded modules hold the group in reference cycles. Freed no earlier than at the interpreter's exit,
+    gloo's threads would outlive it, and abort the process (pytorch issue 190489)."""
     dist.destroy_process_group()
     gc.collect()
 

@@ -10,7 +10,8 @@ from typing import Any
 from unittest import mock
 
 from embershard.cache.background import _WriteBack
-from embershard.cache.row_cache import CacheGrowthWarning, RowCache
+from embershard.cache.row_cache import CacheGrowthWarning
+from embershard.cache.tickets import InFlight
 from embershard.sharding.torchrec.inputs import ModuleInput
 from tests.ranks import look_ahead, look_ahead_events
 from tests.ranks.parity import Case, Outcome, compare
@@ -42,11 +43,11 @@ def _only_growth(warn: Callable[..., None]) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def _evicted_one_batch_early() -> Iterator[None]:
-    """The first half of the safety rule: the batch in training, the oldest in flight, does not pin its slots. Its forward
-    waits, so that a plan that is made beside it comes first."""
-    pinned, forward = RowCache._oldest_pinned.fget, ModuleInput.forward  # type: ignore[attr-defined]
+    """The first half of the safety rule: the batch in training, the oldest in flight, does not pin its slots. Its
+    forward waits, so that a plan that is made beside it comes first."""
+    pinned, forward = InFlight.oldest.fget, ModuleInput.forward  # type: ignore[attr-defined]
 
-    def early(self: RowCache) -> int | None:
+    def early(self: InFlight) -> int | None:
         oldest = pinned(self)
         return None if oldest is None else oldest + 1
 
@@ -54,9 +55,11 @@ def _evicted_one_batch_early() -> Iterator[None]:
         time.sleep(0.02)
         return forward(self, *args)
 
-    with mock.patch.object(RowCache, "_oldest_pinned", property(early)):
-        with mock.patch.object(ModuleInput, "forward", late):
-            yield
+    with (
+        mock.patch.object(InFlight, "oldest", property(early)),
+        mock.patch.object(ModuleInput, "forward", late),
+    ):
+        yield
 
 
 @contextlib.contextmanager

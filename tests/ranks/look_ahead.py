@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from torchrec.streamable import Pipelineable
 from embershard import LookAheadPipeline, cache_stats
 from embershard.cache import CacheGrowthWarning
 from embershard.cache.row_cache import RowCache
+from embershard.cache.tickets import InFlight
 from embershard.distributed.look_ahead import LookAheadStats
 from embershard.sharding.torchrec import cached_embeddings, embeddings
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
@@ -35,12 +38,14 @@ from tests.ranks.parity import differences, snapshot
 @dataclass(frozen=True)
 class Case(parity.Case):
     """``modules``: kind (pooled or sequence) and number of tables of each embedding module; () for a single one.
-    ``empty_every``: every so many batches have no id at all."""
+    ``empty_every``: every so many batches have no id at all. ``cycle``: a batch has rows of its own, and so many
+    batches later they come again."""
 
-    steps: int = 14
+    steps: int = 12
     modules: tuple[tuple[str, int], ...] = ()
     empty_every: int = 0
     int32_ids: bool = False
+    cycle: int = 0
 
     @property
     def parts(self) -> tuple[tuple[str, int], ...]:
@@ -185,6 +190,8 @@ AfterStep = Callable[[int], Any]
 def batches(case: Case, steps: int | None = None, seed: int = 0) -> list[Batch]:
     """This rank's batches."""
     steps = case.steps if steps is None else steps
+    if case.cycle:
+        return [_cyclic_batch(case, step) for step in range(steps)]
     made = parity.batches(case, dist.get_rank(), steps, seed) if steps else ()
     return [Batch(_features(case, step, features), labels) for step, (features, labels) in enumerate(made)]
 
@@ -195,6 +202,16 @@ def _features(case: Case, step: int, features: KeyedJaggedTensor) -> KeyedJagged
         values, lengths = values[:0], torch.zeros_like(lengths)
     values = values.int() if case.int32_ids else values
     return KeyedJaggedTensor(features.keys(), values, lengths=lengths, weights=_weights(features, values.numel()))
+
+
+def _cyclic_batch(case: Case, step: int) -> Batch:
+    """One bag of two rows per sample: one in each half of the only table. The same rows on every rank."""
+    half, size = case.rows[0] // 2, case.batch_size
+    first = step % case.cycle * size + torch.arange(size)
+    ids = torch.stack([first, first + half], dim=1).flatten()
+    features = KeyedJaggedTensor(keys=["f0"], values=ids, lengths=torch.full((size,), 2))
+    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    return Batch(features, torch.rand(size, generator=generator))
 
 
 def _weights(features: KeyedJaggedTensor, count: int) -> Tensor | None:
@@ -244,62 +261,71 @@ def train(loop: Any, data: Iterable[Batch], after_step: AfterStep = lambda step:
     raise AssertionError("the pipeline never ends")
 
 
+@dataclass(frozen=True)
+class Reference:
+    """Stock TorchRec on a case's batches: the loss of every step, and the model ``after`` so many steps."""
+
+    losses: list[float]
+    after: list[dict[str, Tensor]]
+
+
+def reference(case: Case) -> Reference:
+    """Trained once for several tests in a row. Collective."""
+    return _reference(dataclasses.replace(case, policy="lfu", profile=False, background=False, ratio=1.0, cached=None))
+
+
+@functools.lru_cache(maxsize=4)
+def _reference(case: Case) -> Reference:
+    stock = build(case, cached=False)
+    after = [snapshot(stock)]
+    losses = train(plain(stock), batches(case), lambda step: after.append(snapshot(stock)))
+    return Reference(losses, after)
+
+
+def differs(case: Case, steps: int, model: nn.Module, losses: Sequence[float]) -> list[str]:
+    """What differs from stock after so many of the case's batches."""
+    expected = reference(case)
+    found = [f"loss {i}" for i, (a, b) in enumerate(zip(expected.losses, losses, strict=False)) if a != b]
+    if len(losses) != steps:
+        found.append(f"{len(losses)} losses for {steps} batches")
+    return found + differences(expected.after[steps], snapshot(model))
+
+
 def compare(case: Case, runs: Sequence[Run]) -> list[Outcome]:
     """Stock once, then every run; what differed on this rank."""
     only_our_warnings_raise()
-    stock = build(case, cached=False)
-    data = batches(case)
-    initial = snapshot(stock)
-    losses = train(plain(stock), data)
-    final = snapshot(stock)
-    sets = working_sets(case) if any(run.working_set_of for run in runs) else []
-    outcomes = []
-    for run in runs:
-        with as_run(case, run, sets) as (model, loop):
-            different = [f"initial {name}" for name in differences(initial, snapshot(model))]
-            late, known = [0], []
-
-            def note(step: int) -> None:
-                late.append(late_fills(model))  # noqa: B023
-                known.append(loop.stats().known_bytes)  # noqa: B023
-
-            found = train(loop, data, note)
-            outcomes.append(_outcome(model, loop, different, (losses, found), final, late, known))
-    return outcomes
+    return [_compare(case, run) for run in runs]
 
 
-def _outcome(
-    model: nn.Module,
-    loop: LookAheadPipeline,
-    different: list[str],
-    losses: tuple[list[float], list[float]],
-    final: dict[str, Tensor],
-    late: list[int],
-    known: list[int],
-) -> Outcome:
-    expected, found = losses
-    if len(expected) != len(found):
-        different.append(f"{len(found)} losses for {len(expected)} batches")
-    different += [f"loss {i}" for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b]
-    stats = cache_stats(model)
-    different += differences(final, snapshot(model))
-    return Outcome(
-        different=different,
-        num_compared=len(final),
-        fills=sum(s.fills for s in stats),
-        evictions=sum(s.evictions for s in stats),
-        write_backs=sum(s.write_backs for s in stats),
-        growths=sum(s.overflow_growths for s in stats),
-        late=[b - a for a, b in zip(late, late[1:], strict=False)],
-        slots=[pool.cache.planner.map.num_slots for pool in cached_embeddings(model)],
-        pipeline=loop.stats(),
-        known_bytes=known,
-    )
+def _compare(case: Case, run: Run) -> Outcome:
+    initial = reference(case).after[0]
+    with as_run(case, run) as (model, loop):
+        different = [f"initial {name}" for name in differences(initial, snapshot(model))]
+        late, known = [0], []
+
+        def note(step: int) -> None:
+            late.append(late_fills(model))
+            known.append(loop.stats().known_bytes)
+
+        losses = train(loop, batches(case), note)
+        stats = cache_stats(model)
+        return Outcome(
+            different=different + differs(case, case.steps, model, losses),
+            num_compared=len(initial),
+            fills=sum(s.fills for s in stats),
+            evictions=sum(s.evictions for s in stats),
+            write_backs=sum(s.write_backs for s in stats),
+            growths=sum(s.overflow_growths for s in stats),
+            late=[b - a for a, b in itertools.pairwise(late)],
+            slots=[pool.cache.planner.map.num_slots for pool in cached_embeddings(model)],
+            pipeline=loop.stats(),
+            known_bytes=known,
+        )
 
 
 @contextlib.contextmanager
 def as_run(
-    case: Case, run: Run, sets: list[list[Tensor]], make_model: Callable[[Any], nn.Module] = Model, **arguments: Any
+    case: Case, run: Run, make_model: Callable[[Any], nn.Module] = Model, **arguments: Any
 ) -> Iterator[tuple[DistributedModelParallel, LookAheadPipeline]]:
     """The cached model and its pipeline as ``run`` wants them; its delays are in force."""
     settings = dataclasses.replace(
@@ -308,12 +334,12 @@ def as_run(
     with contextlib.ExitStack() as stack:
         sizes = None
         if run.working_set_of is not None:
-            sizes = [largest_union(keys, run.working_set_of) + run.extra_slots for keys in sets]
+            sizes = [largest_union(keys, run.working_set_of) + run.extra_slots for keys in working_sets(case)]
         with pools_made(sizes):
             model = build(settings, cached=True, make_model=make_model)
         loop = pipeline(model, run, **arguments)
         if run.even_if_crowded:
-            stack.enter_context(mock.patch.object(RowCache, "_would_crowd", return_value=False))
+            stack.enter_context(mock.patch.object(InFlight, "would_crowd", return_value=False))
         if run.delays is not None:
             stack.enter_context(random_delays(run.delays, dist.get_rank()))
         yield model, loop
@@ -336,11 +362,16 @@ def only_our_warnings_raise() -> None:
 # -- slots at exactly a working set
 
 
-def working_sets(case: Case, data: Iterable[Batch] | None = None) -> list[list[Tensor]]:
-    """For each pool of this rank, in the order in which they are made, the distinct keys of every batch."""
-    data = batches(case) if data is None else list(data)
+def working_sets(case: Case) -> list[list[Tensor]]:
+    """For each pool of this rank, in the order in which they are made, the distinct keys of every batch. Collective."""
+    return _working_sets(dataclasses.replace(case, policy="lookahead", ratio=0.01, optimizer="sgd"))
+
+
+@functools.lru_cache(maxsize=4)
+def _working_sets(case: Case) -> list[list[Tensor]]:
+    data = batches(case)
     with pools_made() as caches:
-        model = build(dataclasses.replace(case, policy="lookahead", ratio=0.01), cached=True)
+        model = build(case, cached=True)
     found: dict[int, list[Tensor]] = {id(cache): [] for cache in caches}
     know = RowCache.know
 
@@ -375,7 +406,7 @@ def pools_made(num_slots: Sequence[int] | None = None) -> Iterator[list[RowCache
             made.append(make_cache(self, *args))
         else:
             size = num_slots[len(made)]
-            with mock.patch.object(CacheSpec, "num_slots", lambda *_: size):
+            with mock.patch.object(CacheSpec, "num_slots", return_value=size):
                 made.append(make_cache(self, *args))
             assert made[-1].planner.map.num_slots == size
         return made[-1]

@@ -29,13 +29,13 @@ from tests.ranks.look_ahead import (
     as_run,
     batches,
     build,
+    differs,
     features_of,
     late_fills,
-    pipeline,
     only_our_warnings_raise,
+    pipeline,
     plain,
     train,
-    working_sets,
 )
 from tests.ranks.parity import differences, snapshot
 
@@ -47,10 +47,6 @@ def _message(function: Callable[[], Any]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-def _sets(case: Case, run: Run) -> list[list[Tensor]]:
-    return working_sets(case) if run.working_set_of is not None else []
 
 
 def _unequal(expected: list[Any], found: list[Any]) -> list[str]:
@@ -147,7 +143,7 @@ def between_steps(case: Case, runs: list[Run], event: str) -> list[list[str]]:
     expected = train(plain(stock), data, BETWEEN_STEPS[event](stock, case))
     final, results = snapshot(stock), []
     for run in runs:
-        with as_run(case, run, _sets(case, run)) as (model, loop):
+        with as_run(case, run) as (model, loop):
             found = train(loop, data, BETWEEN_STEPS[event](model, case))
             results.append(_unequal(expected, found) + differences(final, snapshot(model)))
             results[-1] += [] if loop.stats().steps == case.steps else [f"{loop.stats().steps} steps"]
@@ -160,11 +156,10 @@ def evaluate_through_the_pipeline(case: Case, run: Run, at: str) -> dict[str, An
     only_our_warnings_raise()
     data, unseen = batches(case), batches(case, 10, seed=50)
     results = {}
-    sets = working_sets(case)
     for name in ("stock", "ours"):
         with contextlib.ExitStack() as stack:
             if name == "ours":
-                model, loop = stack.enter_context(as_run(case, run, sets))
+                model, loop = stack.enter_context(as_run(case, run))
             else:
                 model = build(case, cached=False)
                 loop = plain(model)
@@ -205,7 +200,7 @@ def evaluate_through_another_pipeline(case: Case, run: Run) -> dict[str, Any]:
         expected += train(reference, unseen)
         stock.train()
     expected += train(reference, data[5:])
-    with as_run(case, run, working_sets(case)) as (model, loop):
+    with as_run(case, run) as (model, loop):
         iterator = iter(data)
         found = _progress(loop, iterator, 5)
         evaluation = pipeline(model, run)
@@ -241,10 +236,10 @@ def uneven_data(case: Case, run: Run, lengths: list[tuple[int, ...]]) -> list[li
         first, second = batches(case, by_rank[dist.get_rank()]), batches(case, by_rank[dist.get_rank()], seed=3)
         stock = build(case, cached=False)
         expected = train(plain(stock), first[:common] + second[:common])
-        with as_run(case, run, []) as (model, loop):
+        with as_run(case, run) as (model, loop):
             found = train(loop, first)
             halfway = len(found)
-            ends_again = _message(lambda: loop.progress(iter([])))  # noqa: B023
+            ends_again = _message(lambda: loop.progress(iter([])))
             found += train(loop, second)
             different = _unequal(expected, found) + differences(snapshot(stock), snapshot(model))
             different += [] if halfway == common else [f"{halfway} steps of {common} with the first iterator"]
@@ -268,13 +263,13 @@ def failing_iterator(case: Case, run: Run, failing: int, after: int) -> dict[str
         while True:
             outputs.append(loop.progress(iterator).item())
 
-    with as_run(case, run, []) as (model, loop):
+    with as_run(case, run) as (model, loop):
         iterator = broken() if dist.get_rank() == failing else iter(data)
         error = _message(go)
         trained = loop.stats().steps
-        different = _differs_from_stock(case, data[:trained], model, outputs)
+        different = differs(case, trained, model, outputs)
         outputs += train(loop, iterator)
-        different += _differs_from_stock(case, data[:after], model, outputs)
+        different += differs(case, after, model, outputs)
     return {"error": error, "trained": trained, "different": different}
 
 
@@ -294,7 +289,7 @@ def detach_and_go_on(case: Case, run: Run, after: int) -> dict[str, Any]:
             yield batch
 
     iterator = counted()
-    with as_run(case, run, []) as (model, loop):
+    with as_run(case, run) as (model, loop):
         found = _progress(loop, iterator, after)
         loop.detach()
         lost = taken - after
@@ -322,7 +317,7 @@ def raising_body(case: Case, run: Run, when: str) -> list[str]:
         elif when == "after the forward":
             stock(batch)
     found = []
-    with as_run(case, run, _sets(case, run)) as (model, loop):
+    with as_run(case, run) as (model, loop):
         optimizer, iterator = loop._optimizer, iter(data)
         for step in range(case.steps):
             with contextlib.suppress(InterruptedError), loop.step(iterator) as batch:
@@ -346,7 +341,7 @@ def other_batch(case: Case, run: Run, where: str) -> dict[str, Any]:
     place of the pipeline's. Then the pipeline goes on."""
     only_our_warnings_raise()
     data, other = batches(case), batches(case, 1, seed=9)[0]
-    with as_run(case, run, []) as (model, loop):
+    with as_run(case, run) as (model, loop):
         iterator = iter(data)
         outputs = _progress(loop, iterator, 4)
 
@@ -357,10 +352,14 @@ def other_batch(case: Case, run: Run, where: str) -> dict[str, Any]:
         left_out = 4 if where == "in a step" else None
         error = _message(in_a_step if left_out is not None else lambda: model(other)[0].backward())
         outputs += train(loop, iterator)
+        if left_out is None:
+            return {"error": error, "different": differs(case, case.steps, model, outputs)}
         stock = build(case, cached=False)
         expected = train(plain(stock), [batch for number, batch in enumerate(data) if number != left_out])
-        different = _unequal(expected, outputs) + differences(snapshot(stock), snapshot(model))
-    return {"error": error, "different": different}
+        return {
+            "error": error,
+            "different": _unequal(expected, outputs) + differences(snapshot(stock), snapshot(model)),
+        }
 
 
 # -- copies that fail
@@ -371,7 +370,6 @@ def failing_copy(case: Case, run: Run, copy: str, number: int) -> dict[str, Any]
     so is the rest of the training where the cache goes on."""
     only_our_warnings_raise()
     data = batches(case)
-    sets = working_sets(case)
     original, calls = getattr(PlainTransfer, copy), 0
 
     def broken(self: PlainTransfer, *args: Any) -> Any:
@@ -382,7 +380,7 @@ def failing_copy(case: Case, run: Run, copy: str, number: int) -> dict[str, Any]
         return original(self, *args)
 
     found: list[float] = []
-    with as_run(case, run, sets) as (model, loop), mock.patch.object(PlainTransfer, copy, broken):
+    with as_run(case, run) as (model, loop), mock.patch.object(PlainTransfer, copy, broken):
         iterator = iter(data)
 
         def go() -> None:
@@ -396,9 +394,9 @@ def failing_copy(case: Case, run: Run, copy: str, number: int) -> dict[str, Any]
         if saving:
             result["going_on"] = _message(go)
             return result
-        result["then"] = _differs_from_stock(case, data[:trained], model, found[:trained])
+        result["then"] = differs(case, trained, model, found)
         found += train(loop, iterator)
-        result["later"] = _differs_from_stock(case, data, model, found)
+        result["later"] = differs(case, case.steps, model, found)
     return result
 
 
@@ -407,15 +405,9 @@ def _evaluate(model: nn.Module, case: Case) -> None:
         model(batches(case, 1, seed=77)[0])
 
 
-def _differs_from_stock(case: Case, data: list[Batch], model: nn.Module, found: list[float]) -> list[str]:
-    stock = build(case, cached=False)
-    expected = train(plain(stock), data)
-    return _unequal(expected, found) + differences(snapshot(stock), snapshot(model))
-
-
 def save_after_a_failed_fill(case: Case, run: Run) -> dict[str, Any]:
-    """In the background, the fill of a batch that is not needed yet fails. Saving and evaluating must raise at once: the
-    rows of that batch are not in their slots."""
+    """In the background, the fill of a batch that is not needed yet fails. Saving and evaluating must raise at once:
+    the rows of that batch are not in their slots."""
     only_our_warnings_raise()
     fill, calls = PlainTransfer.fill, 0
 
@@ -426,11 +418,11 @@ def save_after_a_failed_fill(case: Case, run: Run) -> dict[str, Any]:
             raise OSError("fill failed")
         fill(self, *args)
 
-    with as_run(case, run, working_sets(case)) as (model, loop):
+    with as_run(case, run) as (model, loop):
         with mock.patch.object(PlainTransfer, "fill", broken):
             loop.progress(iter(batches(case)))
             for pool in cached_embeddings(model):
-                pool.cache._background._fills.submit(int).result()  # all of them are through
+                pool.cache._copies._background._fills.submit(int).result()  # all of them are through
         assert calls == 3, "nothing is filled after it"
         return {"saving": _message(lambda: snapshot(model)), "evaluating": _message(lambda: _evaluate(model, case))}
 
@@ -442,24 +434,21 @@ def evict_then_reuse(case: Case, run: Run, distances: list[int], land_seconds: f
     """Streams in which every row is used, put out, and brought back a fixed number of batches after it was put out.
 
     A batch has ``case.batch_size`` rows of its own on each of two shards, and the slots hold exactly
-    ``run.working_set_of`` batches: planning a batch must put out all rows of the one so many places before it, whatever the
-    policy. Rows come in a cycle, so each returns ``distance`` batches later.
+    ``run.working_set_of`` batches: planning a batch must put out all rows of the one so many places before it, whatever
+    the policy. Rows come in a cycle, so each returns ``distance`` batches later.
     """
     only_our_warnings_raise()
     assert run.working_set_of is not None
     results = []
     for distance in distances:
         cycle = run.working_set_of + distance
-        stream = dataclasses.replace(case, rows=(2 * cycle * case.batch_size,), sharding="row_wise")
-        data = [_cyclic_batch(stream, step, cycle) for step in range(case.steps)]
-        stock = build(stream, cached=False)
-        expected, final = train(plain(stock), data), snapshot(stock)
-        with as_run(stream, run, working_sets(stream, data)) as (model, loop), slow_landings(land_seconds):
-            found = train(loop, data)
+        stream = dataclasses.replace(case, rows=(2 * cycle * case.batch_size,), sharding="row_wise", cycle=cycle)
+        with as_run(stream, run) as (model, loop), slow_landings(land_seconds):
+            found = train(loop, batches(stream))
             (stats,) = cache_stats(model)
             results.append(
                 {
-                    "different": _unequal(expected, found) + differences(final, snapshot(model)),
+                    "different": differs(stream, stream.steps, model, found),
                     "fills": stats.fills,
                     "evictions": stats.evictions,
                     "slots": stats.slots,
@@ -467,16 +456,6 @@ def evict_then_reuse(case: Case, run: Run, distances: list[int], land_seconds: f
                 }
             )
     return results
-
-
-def _cyclic_batch(case: Case, step: int, cycle: int) -> Batch:
-    """One bag of two rows per sample: one in each half of the table."""
-    half, size = case.rows[0] // 2, case.batch_size
-    first = step % cycle * size + torch.arange(size)
-    ids = torch.stack([first, first + half], dim=1).flatten()
-    features = KeyedJaggedTensor(keys=["f0"], values=ids, lengths=torch.full((size,), 2))
-    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
-    return Batch(features, torch.rand(size, generator=generator))
 
 
 # -- finding the inputs
@@ -496,7 +475,7 @@ def untraceable(case: Case, run: Run, features: str) -> Any:
         return inputs
 
     arguments = {} if features == "none" else {"features": given}
-    with as_run(case, run, [], UntraceableModel, **arguments) as (model, loop):
+    with as_run(case, run, UntraceableModel, **arguments) as (model, loop):
         if features != "all":
             return _message(lambda: loop.progress(iter(data)))
         found = train(loop, data)
@@ -533,7 +512,7 @@ def module_that_is_called_twice(case: Case, run: Run) -> list[str]:
     data = [TwiceBatch(a.features, a.labels, b.features) for a, b in pairs]
     stock = build(case, cached=False, make_model=TwiceModel)
     expected = train(plain(stock), data)
-    with as_run(case, run, [], TwiceModel) as (model, loop):
+    with as_run(case, run, TwiceModel) as (model, loop):
         return _unequal(expected, train(loop, data)) + differences(snapshot(stock), snapshot(model))
 
 
@@ -542,7 +521,7 @@ def own_loop(case: Case, run: Run) -> list[str]:
     only_our_warnings_raise()
     data = batches(case)
     found = []
-    with as_run(case, run, []) as (model, loop):
+    with as_run(case, run) as (model, loop):
         optimizer, iterator = loop._optimizer, iter(data)
         with contextlib.suppress(StopIteration):
             while True:
@@ -552,7 +531,7 @@ def own_loop(case: Case, run: Run) -> list[str]:
                     (2 * loss / 2).backward()
                     optimizer.step()
                 found.append(loss.item())
-        return _differs_from_stock(case, data, model, found)
+        return differs(case, case.steps, model, found)
 
 
 def wrong_depths(run: Run) -> str:
@@ -565,16 +544,18 @@ def wrong_depths(run: Run) -> str:
 def delayed_stages(case: Case, run: Run) -> dict[str, int]:
     """How often each stage was delayed."""
     assert run.delays is not None
-    with as_run(case, dataclasses.replace(run, delays=None), working_sets(case)) as (_, loop):
-        with random_delays(run.delays, dist.get_rank()) as waits:
-            train(loop, batches(case))
+    with (
+        as_run(case, dataclasses.replace(run, delays=None)) as (_, loop),
+        random_delays(run.delays, dist.get_rank()) as waits,
+    ):
+        train(loop, batches(case))
     return waits
 
 
 def overflow(case: Case, run: Run) -> dict[str, Any]:
     """Slots for less than a batch: what was warned of and what differs; or the error."""
     only_our_warnings_raise()
-    with as_run(case, run, []) as (model, loop), warnings.catch_warnings(record=True) as caught:
+    with as_run(case, run) as (model, loop), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", CacheGrowthWarning)
         found: list[float] = []
         error = _message(lambda: found.extend(train(loop, batches(case))))
@@ -583,7 +564,7 @@ def overflow(case: Case, run: Run) -> dict[str, Any]:
         growths = sum(stats.overflow_growths for stats in cache_stats(model))
         texts = [str(warning.message) for warning in caught if issubclass(warning.category, CacheGrowthWarning)]
         return {
-            "different": _differs_from_stock(case, batches(case), model, found),
+            "different": differs(case, case.steps, model, found),
             "growths": growths,
             "warnings": texts,
         }

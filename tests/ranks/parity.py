@@ -45,8 +45,9 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration. ``sharding``: one type for all tables, or one per table. ``profile``: give one to policies that
-    do not need it. ``cached``: numbers of the cached tables, None for all; ``data_parallel`` tables are never cached."""
+    """One configuration. ``sharding``: one type for all tables, or one per table. ``profile``: give one to policies
+    that do not need it. ``cached``: numbers of the cached tables, None for all; ``data_parallel`` tables are never
+    cached."""
 
     optimizer: str = "rowwise_adagrad"
     sharding: str | tuple[str, ...] = "table_wise"

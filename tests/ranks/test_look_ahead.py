@@ -77,7 +77,8 @@ def _check_all(pool: RankPool, case: Case, runs: list[Run], evictions: int = 500
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_every_sharding_type_optimizer_and_depth(two_ranks: RankPool, sharding: str, optimizer: str) -> None:
-    _check_all(two_ranks, Case(sharding=sharding, optimizer=optimizer), _runs(sharding, optimizer), 1000)
+    case = Case(sharding=sharding, optimizer=optimizer, steps=10)
+    _check_all(two_ranks, case, _runs(sharding, optimizer))
 
 
 def test_the_depths_meet_everything() -> None:
@@ -110,7 +111,7 @@ def test_four_ranks_on_two_nodes(four_ranks: RankPool) -> None:
         ("row_wise", "table_row_wise", "grid_shard", "table_wise"), OPTIMIZERS * 2, strict=False
     ):
         case = Case(sharding=sharding, optimizer=optimizer, local_world_size=2, batch_size=8, steps=9)
-        _check_all(four_ranks, case, runs, 300)
+        _check_all(four_ranks, case, runs, 200)
 
 
 @pytest.mark.parametrize(("sharding", "optimizer"), [*zip(SHARDINGS[:3], OPTIMIZERS, strict=True)])
@@ -126,9 +127,8 @@ VARIANTS = {
     "three modules": Case(modules=(("sequence", 1), ("pooled", 2), ("sequence", 1)), dims=(16, 8, 8, 32)),
     "mixed plan": Case(sharding=MIXED, cached=(0, 2), optimizer="sgd"),
     "mixed plan of sequences": Case(sharding=(*MIXED[:3], "row_wise"), cached=(0, 1), sequence=True),
-    "shared table": Case(shared=True, sharding="row_wise", optimizer="adagrad"),
-    "weighted": Case(weighted=True, sharding="grid_shard"),
-    "weighted and shared": Case(weighted=True, shared=True),
+    "shared table": Case(shared=True, optimizer="adagrad"),
+    "weighted and shared": Case(weighted=True, shared=True, sharding="grid_shard"),
     "mean": Case(mean=True, sharding="row_wise"),
     "fp16 beside fp32": Case(fp16=(0, 2), optimizer="sgd"),
     "batches without ids": Case(empty_every=4, sharding="row_wise", weighted=True),
@@ -144,7 +144,7 @@ def test_variants(two_ranks: RankPool, name: str) -> None:
 
 def test_tables_that_stay_on_the_device(two_ranks: RankPool) -> None:
     case = Case(rows=(1000, 30, 2000, 9), ratio=0.27, sharding="row_wise")
-    for outcomes in _check_all(two_ranks, case, [Run(4, 1), Run(64, 2, background=True, worker=False)], 1000):
+    for outcomes in _check_all(two_ranks, case, [Run(4, 1), Run(64, 2, background=True, worker=False)]):
         assert [sum(outcome.late[1:]) for outcome in outcomes] == [0, 0]
 
 
@@ -213,7 +213,7 @@ def test_every_stage_is_delayed(two_ranks: RankPool) -> None:
 
 
 DISTANCES = [1, 2, 3, 4, 5, 6]
-ONE_TABLE = Case(batch_size=6, rows=(1,), dims=(16,), steps=18)
+ONE_TABLE = Case(batch_size=6, rows=(1,), dims=(16,), steps=14)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_evict_then_reuse(two_ranks: RankPool, run: Run) -> None:
     """A row is put out, and comes back 1 to 6 batches later, while its write-back is still under way."""
     assert run.working_set_of is not None
     size, steps = ONE_TABLE.batch_size, ONE_TABLE.steps
-    for results in two_ranks.run(look_ahead_events.evict_then_reuse, ONE_TABLE, run, DISTANCES, 0.004):
+    for results in two_ranks.run(look_ahead_events.evict_then_reuse, ONE_TABLE, run, DISTANCES, 0.003):
         for result in results:
             assert result == {
                 "different": [],
@@ -267,9 +267,7 @@ def test_another_batch_than_the_prefetched_one_is_refused(two_ranks: RankPool, w
     case = Case(sharding="row_wise", ratio=0.4)
     for result in two_ranks.run(look_ahead_events.other_batch, case, Run(4, 2, worker=worker), where):
         assert result["error"].startswith("CacheError")
-        assert ("not the one prefetched" if where == "between two steps" else "the one that step() gives") in result[
-            "error"
-        ]
+        assert ("not the one prefetched" if where == "between two steps" else "that step() gives") in result["error"]
         assert result["different"] == []
 
 
@@ -279,9 +277,9 @@ def test_another_batch_than_the_prefetched_one_is_refused(two_ranks: RankPool, w
 @pytest.mark.parametrize("run", [Run(4, 2), Run(1, 1, worker=False), Run(64, 3)], ids=str)
 def test_every_batch_trains_once(two_ranks: RankPool, run: Run) -> None:
     """0, 1, P, L, L + 1 and 3 L batches, twice each; then ranks with different numbers."""
-    even = sorted({0, 1, run.prefetch, min(run.lookahead, 9), min(run.lookahead + 1, 10), 12})
-    lengths = [*((n, n) for n in even), (5, 3), (3, 5), (7, 1), (0, 4), (4, 0)]
-    case = Case(ratio=0.4, batch_size=8)
+    even = {0, 1, run.prefetch, run.lookahead, run.lookahead + 1, 3 * run.lookahead}
+    lengths = [*((n, n) for n in sorted(even) if n <= 12), (5, 3), (1, 7), (0, 4), (4, 0)]
+    case = Case(ratio=0.4, batch_size=4)
     for different in two_ranks.run(look_ahead_events.uneven_data, case, run, lengths):
         assert different == [[] for _ in lengths]
 
@@ -304,15 +302,15 @@ def test_an_iterator_that_fails(two_ranks: RankPool, failing: int) -> None:
 
 @pytest.mark.parametrize("event", look_ahead_events.BETWEEN_STEPS)
 def test_between_two_steps(two_ranks: RankPool, event: str) -> None:
-    runs = [Run(4, 2, 3), Run(64, 2, 2, background=True, delays=4), Run(4, 3, 4, 0, True, worker=False)]
+    runs = [Run(4, 2, 3), Run(64, 3, 3, 0, True, background=True, worker=False, delays=4)]
     for different in two_ranks.run(look_ahead_events.between_steps, Case(sharding="row_wise"), runs, event):
-        assert different == [[], [], []]
+        assert different == [[], []]
 
 
 @pytest.mark.parametrize("worker", [True, False])
 @pytest.mark.parametrize("at", ["the end", "in the middle"])
 def test_evaluation_through_the_pipeline(two_ranks: RankPool, at: str, worker: bool) -> None:
-    case, run = Case(sharding="row_wise", steps=18), Run(4, 2, 3, worker=worker)
+    case, run = Case(sharding="row_wise", steps=16), Run(4, 2, 3, worker=worker)
     for result in two_ranks.run(look_ahead_events.evaluate_through_the_pipeline, case, run, at):
         assert result["different"] == []
         assert result["untouched"]
@@ -333,7 +331,7 @@ def test_detached_in_the_middle(two_ranks: RankPool, run: Run) -> None:
     """Training goes on without the pipeline, and then with it again."""
     for result in two_ranks.run(look_ahead_events.detach_and_go_on, Case(sharding="row_wise", ratio=0.4), run, 5):
         assert result["different"] == []
-        assert result["lost"] == min(run.lookahead + 2, 14 - 5)
+        assert result["lost"] == min(run.lookahead + 2, 12 - 5)
         assert result["own_forward"]
         assert result["pins"] == 0
 
@@ -410,9 +408,8 @@ def test_a_model_that_cannot_be_traced(two_ranks: RankPool) -> None:
         assert message.startswith("ShardingError: the inputs of the sharded modules could not be traced")
         assert "features=lambda batch: {" in message
     for message in two_ranks.run(look_ahead_events.untraceable, case, run, "one is missing"):
-        assert message == (
-            "ShardingError: features(batch) gives inputs for ['parts.0']; the sharded modules are ['parts.0', 'parts.1']"
-        )
+        assert message.startswith("ShardingError: features(batch) gives inputs for ['parts.0']; ")
+        assert message.endswith("the sharded modules are ['parts.0', 'parts.1']")
     for different, late in two_ranks.run(look_ahead_events.untraceable, case, run, "all"):
         assert different == []
         assert late < 250  # those of the first batch

@@ -16,9 +16,10 @@ from torchrec.modules.embedding_configs import data_type_to_dtype, data_type_to_
 
 from embershard.cache.forecast import KnownBatch
 from embershard.cache.host_store import HostStore
-from embershard.cache.row_cache import RowCache, Ticket
+from embershard.cache.row_cache import RowCache
 from embershard.cache.scores import make_scores
 from embershard.cache.statistics import TableStats
+from embershard.cache.tickets import Ticket
 from embershard.errors import CacheError
 from embershard.sharding.torchrec.slots import SlotTable
 from embershard.sharding.torchrec.spec import CacheSpec, take_spec

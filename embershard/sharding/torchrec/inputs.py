@@ -23,7 +23,7 @@ from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.cache.forecast import KnownBatch
-from embershard.cache.row_cache import Ticket
+from embershard.cache.tickets import Ticket
 from embershard.errors import CacheError, ShardingError
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.modules import reads_checked_ids
@@ -107,8 +107,8 @@ class ModuleInput:
         given, expected, self._expected = _features_among(args, kwargs), self._expected, None
         if expected is not None and not _are_same(given, expected):
             raise CacheError(
-                f"the forward got a batch with {_num_ids(given)} ids, the batch of this step has {_num_ids(expected)}, or "
-                "others; between two steps forward any batch, but in a step the one that step() gives"
+                f"the forward got a batch with {_num_ids(given)} ids; the batch of this step is another one, with "
+                f"{_num_ids(expected)} ids. In a step, forward the batch that step() gives; between two steps, any"
             )
         self._unpack()
         return self._module.compute_and_output_dist(self._context, self._received)

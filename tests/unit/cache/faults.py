@@ -60,7 +60,7 @@ def _fill_before_write_back() -> Iterator[None]:
 
     def swapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         late: list[tuple[Tensor, Tensor]] = []
-        move = self.transfer
+        move = self._copies.transfer
         with (
             mock.patch.object(move, "collect", lambda slots: slots),
             mock.patch.object(move, "land", lambda *slots_and_keys: late.append(slots_and_keys)),

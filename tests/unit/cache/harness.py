@@ -228,7 +228,7 @@ class Pool:
         known, _ = self.known.popleft()
         self.batch += 1
         before, dirty = self.resident(), {k for k in self.resident() if self._is_dirty(k)}
-        with mock.patch.object(self.cache.transfer, direction, side_effect=OSError("copy")):
+        with mock.patch.object(self.cache._copies.transfer, direction, side_effect=OSError("copy")):
             try:
                 self.cache.prepare(ids, lengths, known=known)
             except OSError:
@@ -443,7 +443,7 @@ class Pool:
 
     def check(self) -> None:
         """Raise AssertionError unless every invariant holds."""
-        self.cache._finish_copies()
+        self.cache._copies.finish()
         self._check_map()
         self._check_forecast()
         self._check_rows()
@@ -550,7 +550,7 @@ def run(pool: Pool, operations: Iterable[Operation]) -> None:
             pool.prepare(arguments, if_it_fits=True)
         elif name == "prepare_known" and pool.known:
             pool.prepare_known(if_it_fits=arguments[0] % 2 == 0)
-        elif name == "fail_known" and pool.known and not pool.cache._background:
+        elif name == "fail_known" and pool.known and not pool.cache._copies._background:
             pool.fail_known(("collect", "land", "fill")[arguments[0] % 3])
         elif name == "hold_pins":
             pool.hold_pins()

@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from embershard.cache import background, row_cache, victims
+from embershard.cache import background, copies, row_cache, victims
 from embershard.cache.transfer import PlainTransfer
 from embershard.errors import CacheError
 from tests.unit.cache.faults import FAULTS
@@ -68,7 +68,7 @@ def dawdling(seed: int = 0, seconds: dict[str, tuple[float, ...]] = ANY) -> Iter
     def slow(device: list[Tensor], host: list[Tensor]) -> Dawdling:
         return Dawdling(PlainTransfer(device, host), seed, seconds)
 
-    with mock.patch.object(row_cache, "PlainTransfer", slow), mock.patch.object(background, "_ROWS_AT_ONCE", 3):
+    with mock.patch.object(copies, "PlainTransfer", slow), mock.patch.object(background, "_ROWS_AT_ONCE", 3):
         yield
 
 
@@ -152,6 +152,7 @@ def test_a_read_a_flush_and_growth_wait_for_what_is_under_way():
                 pool.flush()
                 assert all(torch.equal(a, b) for a, b in zip(pool.host.payload, pool.rows, strict=True))
             elif number % 16 == 7:
+                pool.release(pool.prepare(tight(number, 1, size=8)[0]))  # not waited for
                 pool.step(list(range(pool.map.num_slots + 1)))
             elif number == 14:
                 pool.drop()
@@ -165,13 +166,13 @@ def test_the_training_does_not_wait_for_the_write_back():
     pool = Pool(num_slots=4, policy="lru", background=True)
     pool.step([1, 2])
     pool.step([3, 4])
-    land = pool.cache.transfer.land
+    land = pool.cache._copies.transfer.land
 
     def held_up(*arguments: Any) -> None:
         assert landing.wait(60)
         land(*arguments)
 
-    with mock.patch.object(pool.cache.transfer, "land", held_up):
+    with mock.patch.object(pool.cache._copies.transfer, "land", held_up):
         pool.step([5, 6])  # in the slots of 1 and 2
         pool.step([7, 8])  # in those of 3 and 4
         number = pool.prepare([2, 9])
@@ -189,10 +190,10 @@ def test_waiting_is_counted_as_a_stall():
     with dawdling(seconds={"fill": (0.02,)}):
         pool = Pool(num_slots=4, policy="lru", background=True)
         number = pool.prepare([1, 2], critical_path=False)
-        before = pool.cache.counters.stall_seconds
+        before = pool.cache.stall_seconds
         pool.train(number)
         assert before == 0.0
-        assert pool.cache.counters.stall_seconds > 0.005
+        assert pool.cache.stall_seconds > 0.005
 
 
 # -- negative controls ---------------------------------------------------------
@@ -281,10 +282,10 @@ def broken(half: str) -> Pool:
     """A pool of which a copy has failed, that nobody waited for; later ones would have worked."""
     pool = Pool(num_slots=4, policy="lru", background=True)
     pool.step([5, 6, 7, 8])
-    pool.cache._finish_copies()
-    with mock.patch.object(pool.cache.transfer, half, side_effect=OSError("no space left")):
+    pool.cache._copies.finish()
+    with mock.patch.object(pool.cache._copies.transfer, half, side_effect=OSError("no space left")):
         pool.release(pool.prepare([1, 2]))
-        pool.cache._background.finish()  # type: ignore[union-attr]
+        pool.cache._copies._background.finish()  # type: ignore[union-attr]
     return pool
 
 
@@ -311,7 +312,9 @@ def test_a_copy_that_fails_later_is_an_error_of_whatever_comes_next(half):
         with dawdling(seconds=dict.fromkeys(HALVES, (LONG,))):
             pool = Pool(num_slots=4, policy="lru", background=True)
             pool.step([5, 6, 7, 8])
-            failing = mock.patch.object(pool.cache.transfer._transfer, half, side_effect=OSError("no space left"))
+            failing = mock.patch.object(
+                pool.cache._copies.transfer._transfer, half, side_effect=OSError("no space left")
+            )
             with failing, pytest.raises(CacheError, match=MESSAGE):
                 _three_batches(pool, use)
 
@@ -331,12 +334,12 @@ def test_what_follows_a_failed_copy_is_not_copied():
     """Its slots may hold rows of others."""
     pool = Pool(num_slots=4, policy="lru", background=True)
     pool.step([5, 6, 7, 8])
-    pool.cache._finish_copies()
-    with mock.patch.object(pool.cache.transfer, "fill", side_effect=OSError("no space left")):
+    pool.cache._copies.finish()
+    with mock.patch.object(pool.cache._copies.transfer, "fill", side_effect=OSError("no space left")):
         pool.release(pool.prepare([1, 2, 3, 4]))
         with contextlib.suppress(CacheError):
             pool.release(pool.prepare([5, 6, 7, 8]))
-        pool.cache._background.finish()  # type: ignore[union-attr]
+        pool.cache._copies._background.finish()  # type: ignore[union-attr]
     for key in (1, 2, 3, 4):
         assert torch.equal(pool.host.weights[key], pool.rows[0][key]), "a row that was never in its slot was written"
 
@@ -395,7 +398,7 @@ for key, count in {3: 5, 4: 5, 5: 9, 6: 9}.items():
 pool = Pool(num_slots=4, policy="frequency", profile=profile, background=True)
 pool.step([1, 2, 3, 4])
 pool.flush()
-transfer = type(pool.cache.transfer)
+transfer = type(pool.cache._copies.transfer)
 collect = transfer.collect
 
 

@@ -197,7 +197,7 @@ def test_known_batches_leave_nothing_behind():
     for step in range(50):
         pool.know([step % NUM_ROWS])
         pool.release(pool.prepare_known())
-        assert len(pool.cache._rows_in_flight) <= 1
+        assert len(pool.cache._in_flight._rows) <= 1
 
 
 def test_tickets_do_not_keep_the_cache_alive_and_leave_nothing_behind():
@@ -404,7 +404,7 @@ def test_a_copy_that_fails_loses_no_row(direction, error, monkeypatch):
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(pool.cache.transfer, direction, fail)
+        patch.setattr(pool.cache._copies.transfer, direction, fail)
         with pytest.raises(error):
             pool.cache.prepare(torch.tensor([5, 6]), torch.tensor([1, 1, 0, 0]))
     pool.cache.flush()
@@ -465,7 +465,7 @@ def test_a_warm_up_that_fails_leaves_no_row_that_was_not_copied(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(pool.cache.transfer, "fill", fail)
+        patch.setattr(pool.cache._copies.transfer, "fill", fail)
         with pytest.raises(KeyboardInterrupt):
             pool.cache.prepare(torch.tensor([1]), torch.tensor([1, 0, 0, 0]))
     assert not pool.resident()

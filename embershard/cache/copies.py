@@ -1,0 +1,130 @@
+"""Executing plans' copies, at once or in the background, in an order that is safe on every device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from embershard.cache.background import BackgroundCopies
+from embershard.cache.planner import CachePlan
+from embershard.cache.tickets import Ticket
+from embershard.cache.transfer import PlainTransfer
+from embershard.errors import CacheError
+
+
+class RowCopies:
+    """The copies of one pool.
+
+    Args:
+        pool: whose copies they are, for messages.
+        undo: takes a plan back whose copies failed, for the maps are ahead of them. It is told whether the victims are
+            still in their slots.
+        device: of the slots. On a GPU, copies run on the current stream, and events order them with the training.
+        background: copy in worker threads.
+
+    Attributes:
+        stall_seconds: how long training steps waited for copies in the background.
+    """
+
+    def __init__(
+        self, pool: str, undo: Callable[[CachePlan, bool], None], device: torch.device, background: bool
+    ) -> None:
+        self._pool = pool
+        self._undo = undo
+        self._device = device
+        self._wants_background = background
+        self._background: BackgroundCopies | None = None
+        self._last_trained: torch.cuda.Event | None = None
+        self._failure: BaseException | None = None
+        self.stall_seconds = 0.0
+
+    def attach(self, payload: list[Tensor], host_payload: list[Tensor]) -> None:
+        """Copy between these tensors from now on; nothing is under way."""
+        self.transfer = PlainTransfer(payload, host_payload)
+        if self._background is not None:
+            self._background.transfer = self.transfer
+        elif self._wants_background:
+            self._background = BackgroundCopies(self.transfer)
+
+    def start(self, plan: CachePlan) -> Future[None] | torch.cuda.Event | None:
+        """Execute the plan's copies, or begin with them; what to wait for before the batch is used, if anything."""
+        if self._background is not None:
+            try:
+                return self._background.start(plan)
+            except BaseException as error:
+                self._fail(error)
+        self._execute(plan)
+        return torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
+
+    def wait(self, ticket: Ticket) -> None:
+        """Until the batch's rows are in their slots, for whatever runs on the current stream afterwards."""
+        filled = ticket._filled
+        if isinstance(filled, Future):
+            started = time.perf_counter()
+            error = filled.exception()  # when the waiting is interrupted, no copy failed
+            if error is not None:
+                self._fail(error)
+            self.stall_seconds += time.perf_counter() - started
+        elif filled is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(filled)
+            ticket.slots.record_stream(stream)
+
+    def trained(self) -> None:
+        """The update of a batch is queued on the current stream (on a CPU it is done)."""
+        if self._device.type == "cuda":
+            self._last_trained = torch.cuda.current_stream(self._device).record_event()
+
+    def follow_training(self) -> None:
+        """What runs on the current stream from now on comes after the updates of all batches that have trained."""
+        if self._last_trained is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._last_trained)
+
+    def finish(self) -> None:
+        """Nothing is under way between slots and host any more."""
+        self.check()
+        if self._background is not None:
+            self._background.finish()
+            self.check()
+        self.follow_training()
+
+    def write_back(self, slots: Tensor, keys: Tensor) -> None:
+        """``slots`` -> host rows ``keys``, at once."""
+        self.transfer.land(self.transfer.collect(slots), keys)
+
+    def check(self) -> None:
+        """Raise if a copy in the background ever failed.
+
+        Raises:
+            CacheError: with what happened.
+        """
+        if self._background is not None and self._failure is None:
+            self._failure = self._background.failure
+        if self._failure is not None:
+            raise CacheError(
+                f"{self._pool}: copying rows failed ({type(self._failure).__name__}: {self._failure}); the rows that "
+                "were under way are lost, so nothing is read, trained or saved from now on. Mend the cause and resume "
+                "from the last checkpoint"
+            ) from self._failure
+
+    def _execute(self, plan: CachePlan) -> None:
+        """If a copy fails, the map must not promise its rows."""
+        victims_are_intact = True
+        try:
+            self.write_back(plan.write_back_slots, plan.write_back_keys)
+            victims_are_intact = False
+            self.transfer.fill(plan.fill_keys, plan.fill_slots)
+        except BaseException:  # an interrupt, too
+            self._undo(plan, victims_are_intact)
+            raise
+
+    def _fail(self, error: BaseException) -> NoReturn:
+        """A copy in the background did not happen, and plans made since rely on it: this pool is no good any more."""
+        self._failure = error
+        self.check()
+        raise AssertionError("unreachable")
