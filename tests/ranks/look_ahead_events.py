@@ -35,6 +35,7 @@ from tests.ranks.look_ahead import (
     only_our_warnings_raise,
     pipeline,
     plain,
+    reference,
     train,
 )
 from tests.ranks.parity import differences, snapshot
@@ -369,7 +370,7 @@ def failing_copy(case: Case, run: Run, copy: str, number: int) -> dict[str, Any]
     """The ``number``-th call of a transfer's ``copy`` raises. What was trained until then is compared with stock, and
     so is the rest of the training where the cache goes on."""
     only_our_warnings_raise()
-    data = batches(case)
+    data, unseen = batches(case), batches(case, 1, seed=77)[0]
     original, calls = getattr(PlainTransfer, copy), 0
 
     def broken(self: PlainTransfer, *args: Any) -> Any:
@@ -389,7 +390,7 @@ def failing_copy(case: Case, run: Run, copy: str, number: int) -> dict[str, Any]
 
         error, trained = _message(go), loop.stats().steps
         saving = _message(lambda: snapshot(model))
-        evaluating = _message(lambda: _evaluate(model, case))
+        evaluating = _message(lambda: _evaluate(model, unseen))
         result: dict[str, Any] = {"error": error, "saving": saving, "evaluating": evaluating, "calls": calls}
         if saving:
             result["going_on"] = _message(go)
@@ -400,15 +401,16 @@ def failing_copy(case: Case, run: Run, copy: str, number: int) -> dict[str, Any]
     return result
 
 
-def _evaluate(model: nn.Module, case: Case) -> None:
+def _evaluate(model: nn.Module, batch: Batch) -> float:
     with torch.no_grad():
-        model(batches(case, 1, seed=77)[0])
+        return model(batch)[1].item()
 
 
 def save_after_a_failed_fill(case: Case, run: Run) -> dict[str, Any]:
     """In the background, the fill of a batch that is not needed yet fails. Saving and evaluating must raise at once:
     the rows of that batch are not in their slots."""
     only_our_warnings_raise()
+    unseen = batches(case, 1, seed=77)[0]
     fill, calls = PlainTransfer.fill, 0
 
     def broken(self: PlainTransfer, *args: Any) -> None:
@@ -424,7 +426,10 @@ def save_after_a_failed_fill(case: Case, run: Run) -> dict[str, Any]:
             for pool in cached_embeddings(model):
                 pool.cache._copies._background._fills.submit(int).result()  # all of them are through
         assert calls == 3, "nothing is filled after it"
-        return {"saving": _message(lambda: snapshot(model)), "evaluating": _message(lambda: _evaluate(model, case))}
+        return {
+            "saving": _message(lambda: snapshot(model)),
+            "evaluating": _message(lambda: _evaluate(model, unseen)),
+        }
 
 
 # -- evict, then use again
@@ -517,21 +522,35 @@ def module_that_is_called_twice(case: Case, run: Run) -> list[str]:
 
 
 def own_loop(case: Case, run: Run) -> list[str]:
-    """A loop of the user's own around :meth:`step`; what differs from stock."""
+    """A loop of the user's own around :meth:`step`, which evaluates and saves inside of some steps, after the update,
+    while the rows of the next batches come in; what differs from stock."""
     only_our_warnings_raise()
-    data = batches(case)
-    found = []
+    unseen = batches(case, 1, seed=60)[0]
+    stock = build(case, cached=False)
+
+    def evaluate(step: int) -> float | None:
+        return _evaluate(stock, unseen) if step % 3 == 0 else None
+
+    expected = train(plain(stock), batches(case), evaluate)
+    found, saved, losses = [], [], []
     with as_run(case, run) as (model, loop):
-        optimizer, iterator = loop._optimizer, iter(data)
-        with contextlib.suppress(StopIteration):
-            while True:
+        optimizer, iterator = loop._optimizer, iter(batches(case))
+        for step in itertools.count():
+            try:
                 with loop.step(iterator) as batch:
                     optimizer.zero_grad()
                     loss, _ = model(batch)
                     (2 * loss / 2).backward()
                     optimizer.step()
-                found.append(loss.item())
-        return differs(case, case.steps, model, found)
+                    found.append(loss.item())
+                    losses.append(loss.item())
+                    if step % 3 == 0:
+                        found.append(_evaluate(model, unseen))
+                    if step % 3 == 1:
+                        saved += differences(reference(case).after[step + 1], snapshot(model))
+            except StopIteration:
+                return _unequal(expected, found) + saved + differs(case, case.steps, model, losses)
+    return ["it never ends"]
 
 
 def wrong_depths(run: Run) -> str:

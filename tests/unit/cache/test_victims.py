@@ -134,6 +134,52 @@ def test_the_queue_gives_what_there_is_and_no_slot_twice(look_ahead):
     assert sorted(first + queue.pop(2, oldest_pinned=4).tolist()) == [2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_slots_whose_next_use_becomes_known_move_back_and_are_handed_out_once(seed, monkeypatch):
+    """A long ranking of which little is taken at a time, while slots are used, and uses become known, all over it."""
+    monkeypatch.setattr(victims, "_QUEUE_SHARE", 1 + seed % 4)
+    rng = np.random.default_rng(seed)
+    num_slots, in_flight = 80, 2
+    slot_map = SlotMap(num_slots, num_slots)
+    forecast, scores = Forecast(slot_map), make_scores("lfu", num_slots, num_slots, CPU, None, None)
+    queue = VictimQueue(slot_map, scores, 0, forecast)
+    every = slot_map.take_free(num_slots)
+    slot_map.bind(every - 1, every, batch=0)
+    scores.of_slots()[1:] = torch.from_numpy(rng.integers(6, size=num_slots) / 3)
+    for batch in range(1, 60):
+        becoming_known = torch.from_numpy(rng.permutation(num_slots)[: rng.integers(20)] + 1)
+        becoming_known = becoming_known[forecast.next_use[becoming_known] == 0]
+        forecast.next_use[becoming_known] = batch
+        hits = torch.from_numpy(rng.permutation(num_slots)[: rng.integers(8)] + 1)
+        slot_map.use_stamp[hits] = batch << 32
+        count, oldest_pinned = int(rng.integers(1, 9)), max(1, batch - in_flight)
+        expected = queue._rank().ranks.masked_fill(slot_map.use_stamp[1:] >> 32 >= oldest_pinned, 2**63 - 1)
+        chosen = queue.pop(count, oldest_pinned)
+        assert chosen.unique().numel() == chosen.numel() == count
+        assert expected[chosen - 1].sort().values.tolist() == expected.sort().values[:count].tolist()
+        used = torch.cat([hits, chosen])
+        slot_map.use_stamp[used] = batch << 32
+        gone = torch.from_numpy(rng.random(used.numel()) < 0.6)
+        forecast.next_use[used[gone]] = 0
+        queue.offer(used, forecast.next_use[used], batch)
+
+
+def test_a_guess_about_another_row_does_not_make_a_slot_be_handed_out_twice(monkeypatch):
+    """A row with an overdue guess ranks behind all others: even the slots of the batch at hand are in the ranking."""
+    monkeypatch.setattr(victims, "_QUEUE_SHARE", 1)
+    pool = Pool(num_slots=3, policy="lookahead")
+    for keys in ([1, 2], [1, 3], [4, 5], [7]):
+        pool.know(keys)
+    pool.step([7])  # its next use is guessed to be the first batch
+    while pool.known:
+        number = pool.prepare_known()
+        assert number is not None
+        pool.train(number)
+        pool.release(number)
+        pool.check()
+    pool.finish()
+
+
 # -- close to the best: fills over a long run ---------------------------------------------------------
 
 
