@@ -194,13 +194,13 @@ def evaluate_through_another_pipeline(case: Case, run: Run) -> dict[str, Any]:
     only_our_warnings_raise()
     data, unseen = batches(case), batches(case, 6, seed=50)
     stock = build(case, cached=False)
-    reference = plain(stock)
-    expected = _progress(reference, iter(data), 5)
+    ordinary = plain(stock)
+    expected = _progress(ordinary, iter(data), 5)
     with torch.no_grad():
         stock.eval()
-        expected += train(reference, unseen)
+        expected += train(ordinary, unseen)
         stock.train()
-    expected += train(reference, data[5:])
+    expected += train(ordinary, data[5:])
     with as_run(case, run) as (model, loop):
         iterator = iter(data)
         found = _progress(loop, iterator, 5)

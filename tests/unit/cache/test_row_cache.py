@@ -43,7 +43,7 @@ operations = st.lists(
     st.sampled_from([None, 0.9, 1e-3]),
     st.booleans(),
 )
-@settings(max_examples=400)
+@settings(max_examples=250)
 def test_every_row_is_right_after_any_operations(operations, policy, num_slots, overflow, decay, warmup):
     profile = [(7 * k) % 23 for k in range(NUM_ROWS)] if warmup else None
     decay = decay if policy == "lfu" else None
@@ -78,7 +78,7 @@ window_operations = st.lists(
     st.booleans(),
     st.sampled_from([None, 1]),
 )
-@settings(max_examples=400)
+@settings(max_examples=250)
 def test_every_row_is_right_after_any_operations_in_a_window(
     operations, num_slots, overflow, decay, profile, background, home_table
 ):
@@ -99,7 +99,7 @@ def test_every_row_is_right_after_any_operations_in_a_window(
 
 
 @given(operations, st.sampled_from(POLICIES), st.integers(2, 12), st.booleans())
-@settings(max_examples=100)
+@settings(max_examples=80)
 def test_rows_that_stay_and_background_copies_with_every_policy(operations, policy, num_slots, background):
     run(Pool(num_slots=num_slots, policy=policy, overflow="grow", background=background, home_table=1), operations)
 
@@ -121,7 +121,7 @@ def check_scenarios() -> None:
     run(Pool(num_slots=12), random_operations(seed=0, steps=100))
     run(Pool(num_slots=3, overflow="grow"), random_operations(seed=1, steps=60, batch_size=14, growing=True))
     run(Pool(num_slots=24, policy="lru"), random_operations(seed=2, steps=200, batch_size=3))
-    run(Pool(num_slots=20, policy="lookahead"), windowed_operations(seed=3, steps=150))
+    run(Pool(num_slots=20, policy="lookahead"), windowed_operations(seed=3, steps=90))
 
 
 def test_the_negative_controls_pass_without_a_fault():

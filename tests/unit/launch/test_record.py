@@ -127,13 +127,19 @@ def test_closing_table_with_and_without_a_cache():
         "rows": 100, "slots": 10, "lookups": 50, "unique_ids": 40, "hits_unique": 20, "hits_lookups": 40,
         "fills": 20, "critical_path_fills": 20, "write_backs": 5, "evictions": 10, "overflow_growths": 0,
         "bytes_to_device": 2**20, "bytes_to_host": 2**20, "device_bytes": 2**21, "host_bytes": 2**24,
-        "seconds": 0.1,
+        "seconds": 0.1, "stall_seconds": 0.05,
+    }  # fmt: skip
+    ahead = {
+        "steps": 50, "lookahead_min": 60, "lookahead_mean": 63.5, "prefetch_min": 1, "prefetch_mean": 1.8,
+        "max_known_bytes": 2**20, "stall_seconds": 0.1,
     }  # fmt: skip
     screen = io.StringIO()
     console = Console(file=screen, width=140)
-    console.print(closing_table(result(cache=summed([table, table])), "dlrm on synthetic data"))
+    console.print(closing_table(result(cache=summed([table, table]), look_ahead=ahead), "dlrm on synthetic data"))
     text = screen.getvalue()
     for said in ("20 of 200", "10.0%", "80.0%", "50", "4.0 MiB device", "200 samples/s", "0.7000"):
+        assert said in text
+    for said in ("63.5 batches known", "1.8 of them on the device", "2.00 ms a step"):
         assert said in text
     console.print(closing_table(result(), "dlrm"))
     assert "all embedding rows are on the device" in screen.getvalue()
