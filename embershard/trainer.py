@@ -207,6 +207,9 @@ class Trainer:
             CheckpointError: the checkpoint is incomplete, or of a model with other tables.
             ConfigError: it was written with another `data.seed`.
         """
+        if self._upcoming is not None:
+            self._upcoming.close()
+            self._upcoming = None
         scalars = read_scalars(checkpoint)
         _check_tables(scalars["tables"], self._tables(), checkpoint)
         _check_settings(scalars["settings"], self._settings(), checkpoint)
@@ -222,9 +225,6 @@ class Trainer:
             self.model.fused_optimizer.set_optimizer_step(self.steps)
         self._reported_steps = self.steps
         self.stream.close()
-        if self._upcoming is not None:
-            self._upcoming.close()
-            self._upcoming = None
         self.stream = self._open_stream(StreamState.from_dict(scalars["stream"]))
         if scalars["world_size"] == self.ranks.world_size:
             set_rng_state(scalars["rng"][self.ranks.rank], self.ranks.device)

@@ -95,7 +95,7 @@ class RowCache:
         self._device_payload = device_payload
         self._overflow = overflow
         self._warmup = warmup
-        self._batch = 0
+        self._batch = self._trained_through = 0
         self._in_flight = InFlight()
         self._lock = threading.RLock()
         self._copies = RowCopies(self.name, self._undo, device, background)
@@ -181,11 +181,16 @@ class RowCache:
         self._copies.wait(ticket)
 
     def release(self, ticket: Ticket) -> None:
-        """The batch has trained (or never will): its slots may be evicted. Releasing twice does nothing."""
+        """The batch has trained: its slots may be evicted. Releasing twice does nothing."""
         if not ticket.released:
-            ticket.released = True
             self._copies.trained()
-            self._in_flight.remove(ticket)
+            self._trained_through = max(self._trained_through, ticket.batch)
+            self.cancel(ticket)
+
+    def cancel(self, ticket: Ticket) -> None:
+        """The batch will not train: its slots may be evicted."""
+        ticket.released = True
+        self._in_flight.remove(ticket)
 
     @_alone
     def skip(self, keys: Tensor, known: KnownBatch) -> None:
@@ -362,7 +367,8 @@ class RowCache:
         if self.host.version == self._host_version:
             return
         # Somebody wrote to the host rows: a checkpoint was loaded, or they were initialized.
-        lost = self.planner.dirty_slots().numel() if self._batch > self.planner.clean_through else 0
+        # Batches that are only resident stamp their slots, too, but have nothing to lose.
+        lost = self.planner.dirty_slots().numel() if self._trained_through > self.planner.clean_through else 0
         self.drop()
         if lost:
             raise CacheError(

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,9 +29,10 @@ from torch import nn
 from embershard.distributed.agreement import Agreement, Supply
 from embershard.distributed.streams import Streams
 from embershard.distributed.worker import CacheWorker
-from embershard.errors import ConfigError
+from embershard.errors import ConfigError, DataError
 from embershard.sharding.torchrec import cached_embeddings
-from embershard.sharding.torchrec.inputs import Features, InputDoor, ModuleInput, open_doors
+from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
+from embershard.sharding.torchrec.inputs import Features, InputDoor, ModuleInput, open_doors, tensors_of
 
 _NO_BATCH = object()
 
@@ -66,6 +68,23 @@ class _Ahead:
     batch: Any
     on_device: Any
     inputs: dict[str, ModuleInput]
+    versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Note how often the batch's tensors were written to so far."""
+        self.versions = [(each, each._version) for each in tensors_of(self.batch) if not each.is_inference()]
+
+    def check_unchanged(self) -> None:
+        """Its ids went ahead long ago; the rest of it must still belong to them.
+
+        Raises:
+            DataError: somebody wrote to the batch's tensors.
+        """
+        if any(tensor._version != version for tensor, version in self.versions):
+            raise DataError(
+                "a batch was written to in place after the pipeline had taken it: it is kept for lookahead + 2 steps. "
+                "Give each batch tensors of its own (batch.clone(), or no reuse of buffers in the loader)"
+            )
 
 
 class LookAheadPipeline:
@@ -123,6 +142,8 @@ class LookAheadPipeline:
         self._num_resident = 0
         self._stall_seconds = 0.0
         self._depths = _Depths()
+        self._token = object()  # by which the caches know who announces batches to them
+        weakref.finalize(self, _end_ahead, self._pools, self._token).atexit = False
 
     def progress(self, batches: Iterator[Any]) -> Any:
         """One step on the next batch: forward, backward, update. Returns the model's output.
@@ -148,6 +169,8 @@ class LookAheadPipeline:
         Raises:
             StopIteration: as :meth:`progress`.
         """
+        for pool in self._pools:
+            pool.look_ahead_for(self._token)
         self._advance(batches)
         if not self._window:
             self._is_over = False  # another iterator may come
@@ -159,8 +182,7 @@ class LookAheadPipeline:
         for ahead in [*self._window, *([self._arriving] if self._arriving is not None else [])]:
             for inputs in ahead.inputs.values():
                 inputs.close()
-        for pool in self._pools:
-            pool.forget_ahead()
+        _end_ahead(self._pools, self._token)
         self._window.clear()
         self._unknown.clear()
         self._arriving, self._offered = None, _NO_BATCH
@@ -179,6 +201,7 @@ class LookAheadPipeline:
     @contextmanager
     def _step(self, batches: Iterator[Any]) -> Iterator[Any]:
         ahead, trains = self._window[0], torch.is_grad_enabled()
+        ahead.check_unchanged()
         coming = list(itertools.islice(self._window, 1, self._prefetch + 1))
         self._streams.give(ahead.on_device, ahead.inputs)
         if trains and self._worker is None:
@@ -269,8 +292,10 @@ class LookAheadPipeline:
         if self._offered is _NO_BATCH:
             try:
                 self._offered = next(batches, _NO_BATCH)
+                if self._offered is not _NO_BATCH:
+                    self._check(self._offered)
             except Exception as error:
-                self._input_failure = error
+                self._offered, self._input_failure = _NO_BATCH, error
         state = Supply.FULL if self._is_full else Supply.READY
         if self._input_failure is not None:
             state = Supply.FAILED
@@ -296,9 +321,15 @@ class LookAheadPipeline:
         self._arriving = self._start_input_all_to_all(batch)
         return True
 
-    def _start_input_all_to_all(self, batch: Any) -> _Ahead:
+    def _check(self, batch: Any) -> None:
+        """Whatever this rank may find wrong with a batch, it must find before the others count on it."""
         if self._doors is None:
             self._doors = open_doors(self._model, batch, self._current, self._features)
+        for door in self._doors:
+            door.check(batch)
+
+    def _start_input_all_to_all(self, batch: Any) -> _Ahead:
+        assert self._doors is not None, "a batch that was not checked"
         with self._streams.copying():
             on_device = batch.to(self._device, non_blocking=True)
         with self._streams.distributing(on_device):
@@ -345,6 +376,11 @@ class LookAheadPipeline:
         inputs = sum(part.known_bytes for ahead in self._window for part in ahead.inputs.values())
         chains = sum(pool.cache.chain_bytes for pool in self._pools)
         return inputs + chains
+
+
+def _end_ahead(pools: list[CachedTableBatchedEmbeddings], token: object) -> None:
+    for pool in pools:
+        pool.end_ahead_of(token)
 
 
 class _Depths:

@@ -133,13 +133,19 @@ def _cache_rows(cache: dict[str, Any] | None) -> list[tuple[str, str, str]]:
 def _look_ahead_rows(ahead: dict[str, Any] | None, cache: dict[str, Any] | None) -> list[tuple[str, str, str]]:
     if ahead is None or cache is None:
         return []
-    known, resident = number(ahead["lookahead_mean"], ".1f"), number(ahead["prefetch_mean"], ".1f")
-    waited = (
-        f"{ahead['stall_seconds'] * 1e3 / max(ahead['steps'], 1):.2f} ms a step waited for them, all ranks together"
-    )
+    mean, resident = ahead["lookahead_mean"], number(ahead["prefetch_mean"], ".1f")
+    milliseconds = ahead["stall_seconds"] * 1e3 / max(ahead["steps"], 1)
     return [
-        ("looked ahead", f"{known} batches known", f"{resident} of them on the device before their step (means)"),
-        ("late rows", f"{cache['critical_path_fills']:,}", waited),
+        (
+            "looked ahead",
+            "all batches known" if mean is None else f"{mean:.1f} batches known",
+            f"{resident} of them on the device before their step (means)",
+        ),
+        (
+            "late rows",
+            f"{cache['critical_path_fills']:,}",
+            f"of the first batch, and of those that did not fit; {milliseconds:.2f} ms a step, all ranks together",
+        ),
     ]
 
 

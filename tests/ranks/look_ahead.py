@@ -150,8 +150,8 @@ class Model(nn.Module):
                     torch.segment_reduce(found[n].values(), "sum", lengths=found[n].lengths(), unsafe=True)
                     for n in names
                 ]
-            else:
-                pooled.append(found.values())
+            else:  # not all at once: their order depends on how tables are grouped
+                pooled += [found[n] for n in names]
         loss = ((self.dense(torch.cat(pooled, dim=1)).squeeze(1) - batch.labels) ** 2).mean()
         return loss, loss.detach()
 

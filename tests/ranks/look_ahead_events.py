@@ -553,6 +553,39 @@ def own_loop(case: Case, run: Run) -> list[str]:
     return ["it never ends"]
 
 
+def variable_batch_sizes(case: Case, runs: list[Run]) -> list[list[str]]:
+    """Another number of bags for each feature, of which several samples share one; what differs from stock."""
+    only_our_warnings_raise()
+    data = [_batch_of_variable_sizes(case, step) for step in range(case.steps)]
+    stock, results = build(case, cached=False), []
+    expected = train(plain(stock), data)
+    for run in runs:
+        with as_run(case, run) as (model, loop):
+            found = train(loop, data)
+            results.append(_unequal(expected, found) + differences(snapshot(stock), snapshot(model)))
+            evictions = sum(stats.evictions for stats in cache_stats(model))
+            results[-1] += [] if evictions >= 100 else [f"only {evictions} evictions"]
+    return results
+
+
+def _batch_of_variable_sizes(case: Case, step: int) -> Batch:
+    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    sizes = [case.batch_size, 5 + step % 3, 7, case.batch_size][: len(case.rows)]
+    lengths = [torch.randint(0, 5, (size,), generator=generator) for size in sizes]
+    ids = [
+        torch.randint(0, rows, (int(n.sum()),), generator=generator) for rows, n in zip(case.rows, lengths, strict=True)
+    ]
+    bag_of_sample = torch.stack([torch.randint(0, size, (case.batch_size,), generator=generator) for size in sizes])
+    features = KeyedJaggedTensor(
+        keys=case.features,
+        values=torch.cat(ids),
+        lengths=torch.cat(lengths),
+        stride_per_key_per_rank=[[size] for size in sizes],
+        inverse_indices=(case.features, bag_of_sample),
+    )
+    return Batch(features, torch.rand(case.batch_size, generator=generator))
+
+
 def wrong_depths(run: Run) -> str:
     """What the pipeline says about its arguments."""
     model = nn.Linear(1, 1)

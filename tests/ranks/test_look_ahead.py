@@ -130,6 +130,7 @@ VARIANTS = {
     "weighted and shared": Case(weighted=True, shared=True, sharding="grid_shard"),
     "mean": Case(mean=True, sharding="row_wise"),
     "fp16 beside fp32": Case(fp16=(0, 2), optimizer="sgd"),
+    "different dims": Case(dims=(16, 8, 16, 32), sharding="row_wise"),
     "batches without ids": Case(empty_every=4, sharding="row_wise", weighted=True),
     "int32 ids": Case(int32_ids=True, sharding=MIXED, cached=(0, 2)),
 }
@@ -139,6 +140,13 @@ VARIANTS = {
 def test_variants(two_ranks: RankPool, name: str) -> None:
     runs = [Run(4, 2, 3, background=True), Run(64, 3, 3, worker=False, delays=3)]
     _check_all(two_ranks, VARIANTS[name], runs)
+
+
+@pytest.mark.parametrize("sharding", ["row_wise", "table_wise"])
+def test_variable_batch_sizes(two_ranks: RankPool, sharding: str) -> None:
+    runs = [Run(4, 2), Run(64, 3, background=True, worker=False)]
+    case = Case(sharding=sharding, ratio=0.2)
+    assert two_ranks.run(look_ahead_events.variable_batch_sizes, case, runs) == [[[], []], [[], []]]
 
 
 def test_tables_that_stay_on_the_device(two_ranks: RankPool) -> None:

@@ -65,6 +65,7 @@ class CachedTableBatchedEmbeddings(nn.Module):
         first_keys = [self.host.row_offsets[table] for table in self._table_of_feature]
         self._first_key_of_feature = torch.tensor(first_keys, dtype=torch.int64, device=self._device)
         self._prefetched: deque[tuple[Ticket, Tensor]] = deque()  # with the ids that they are for
+        self._announcer: object = None
 
     def _make_cache(self, spec: CacheSpec, config: GroupedEmbeddingConfig) -> RowCache:
         tables, num_rows = config.embedding_tables, self.host.num_rows
@@ -152,6 +153,18 @@ class CachedTableBatchedEmbeddings(nn.Module):
         if known is not None:
             self.cache.skip(self._keys(indices, offsets, batch_sizes)[0], known)
 
+    def look_ahead_for(self, owner: object) -> None:
+        """From now on ``owner`` announces the batches; what another one announced will not come."""
+        if self._announcer is not owner:
+            self.forget_ahead()
+            self._announcer = owner
+
+    def end_ahead_of(self, owner: object) -> None:
+        """``owner`` announces no more; nothing happens when another one does by now."""
+        if self._announcer is owner:
+            self.forget_ahead()
+            self._announcer = None
+
     def forget_ahead(self) -> None:
         """No batch that is known or prefetched will come."""
         self._prefetched.clear()
@@ -178,7 +191,7 @@ class CachedTableBatchedEmbeddings(nn.Module):
         arguments = dict(per_sample_weights=per_sample_weights, **variable_batch)
         batch_sizes = variable_batch.get("batch_size_per_feature_per_rank")
         if not torch.is_grad_enabled():
-            if self._prefetched and _same(indices, self._prefetched[0][1]):
+            if self._prefetched and _is(indices, self._prefetched[0][1]):
                 self._prefetched.popleft()  # prefetched to be trained, but evaluated: its pins go
             keys, _ = self._keys(indices, offsets, batch_sizes)
             unique, inverse = keys.unique(return_inverse=True)
@@ -201,7 +214,8 @@ class CachedTableBatchedEmbeddings(nn.Module):
             raise CacheError(
                 f"{self.cache.name}: this batch is not the one prefetched for this step (the batch has "
                 f"{indices.numel()} ids, the prefetched one {expected.numel()}); forward the batches in the order in "
-                "which they were prefetched. What was prefetched is given up: a next forward starts afresh"
+                "which they were prefetched. Under a LookAheadPipeline, forward other batches with torch.no_grad(), or "
+                "call its detach() first. What was prefetched is given up: a next forward starts afresh"
             )
         return ticket
 
@@ -339,6 +353,11 @@ def _same(ids: Tensor, others: Tensor) -> bool:
     """Whether both hold the same ids. Pipelines forward the very tensor that they prefetched, so the contents are
     looked at only when it is another one."""
     return ids.shape == others.shape and (ids.data_ptr() == others.data_ptr() or torch.equal(ids, others))
+
+
+def _is(ids: Tensor, others: Tensor) -> bool:
+    """Whether both are one tensor; another batch may have the same ids."""
+    return ids is others or (ids.numel() > 0 and ids.shape == others.shape and ids.data_ptr() == others.data_ptr())
 
 
 def _release_after_backward(cache: RowCache, ticket: Ticket, output: Tensor) -> None:

@@ -21,12 +21,13 @@ from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.train_pipeline.utils import _rewrite_model
 from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.streamable import Multistreamable
 
 from embershard.cache.forecast import KnownBatch
 from embershard.cache.tickets import Ticket
 from embershard.errors import CacheError, ShardingError
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
-from embershard.sharding.torchrec.modules import reads_checked_ids
+from embershard.sharding.torchrec.modules import check_ids, ids_are_checked, reads_checked_ids
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class ModuleInput:
     def receive(self) -> None:
         """The ids of this rank's tables are here."""
         self._received, self._waiting = self._waiting.wait(), None
-        self.known_bytes = _tensor_bytes((self._received, self._context), set())
+        self.known_bytes = _tensor_bytes((self._received, self._context))
 
     def know(self) -> None:
         """Tell the caches, and keep no more than the ids."""
@@ -73,7 +74,7 @@ class ModuleInput:
             self._received = KJTList([_with_values(f, f.values().int()) for f in self._received])
             self._is_packed = True
         chosen = sum(batch.num_bytes for batch in self._known.values() if batch is not None)
-        self.known_bytes = chosen + _tensor_bytes((self._received, self._context), set())
+        self.known_bytes = chosen + _tensor_bytes((self._received, self._context))
 
     def make_resident(self, critical_path: bool) -> bool:
         """Bring the rows of the batch to the device, as far as they fit beside those that others use; True when all
@@ -108,7 +109,7 @@ class ModuleInput:
         if expected is not None and not _are_same(given, expected):
             raise CacheError(
                 f"the forward got a batch with {_num_ids(given)} ids; the batch of this step is another one, with "
-                f"{_num_ids(expected)} ids. In a step, forward the batch that step() gives; between two steps, any"
+                f"{_num_ids(expected)} ids. In a step, forward the batch that step() gives"
             )
         self._unpack()
         return self._module.compute_and_output_dist(self._context, self._received)
@@ -124,7 +125,7 @@ class ModuleInput:
             ticket = self._tickets[number]() if number in unused else None
             if ticket is not None:
                 pool.cancel_prefetch(ticket)
-                pool.cache.release(ticket)  # a forward without a backward may have it, and be kept for long
+                pool.cache.cancel(ticket)  # a forward without a backward may have it, and be kept for long
             if number in unheeded:
                 pool.skip(features.values(), features.offsets(), _batch_sizes(features), self._known[number])
 
@@ -150,7 +151,7 @@ class InputDoor:
     module does what it always does.
 
     Args:
-        name, args, module: as TorchRec's tracer gives them.
+        name, args, module, stream: as TorchRec's tracer gives them; the stream is not used.
         ahead: by name of the module the inputs for the forward that runs now; shared by all doors of a model.
     """
 
@@ -165,13 +166,26 @@ class InputDoor:
         inputs = self._ahead.pop(self.name, None)
         return self._own_forward(*args, **kwargs) if inputs is None else inputs.forward(args, kwargs)
 
+    def check(self, batch: Any) -> None:
+        """Whether the module can read ``batch``. Not collective.
+
+        Raises:
+            IdOutOfRangeError: an id is no row of its table.
+        """
+        args, kwargs = self.args.build_args_kwargs(batch)
+        features = _features_among(args, kwargs)
+        if features is not None:
+            check_ids(self.module, features)
+
     def start(self, batch: Any) -> ModuleInput:
-        """Begin with the module's input all-to-all for ``batch``. Collective."""
-        return ModuleInput(self.module, *self.args.build_args_kwargs(batch))
+        """Begin with the module's input all-to-all for ``batch``, which is checked. Collective."""
+        with ids_are_checked(self.module):
+            return ModuleInput(self.module, *self.args.build_args_kwargs(batch))
 
     def remove(self) -> None:
-        """Give the module its own forward back."""
-        self.module.forward = self._own_forward
+        """Give the module its own forward back, unless there is another door by now."""
+        if self.module.forward is self:
+            self.module.forward = self._own_forward
 
 
 def open_doors(
@@ -188,6 +202,9 @@ def open_doors(
     Raises:
         ShardingError: the model cannot be traced, or ``features`` leaves a module out.
     """
+    for module in model.modules():  # of a pipeline that was left without detach()
+        while isinstance(module.forward, InputDoor):
+            module.forward.remove()
     if features is not None:
         return _named_doors(model, batch, ahead, features)
     try:
@@ -282,19 +299,23 @@ def _with_values(features: KeyedJaggedTensor, values: torch.Tensor) -> KeyedJagg
     return changed
 
 
-def _tensor_bytes(value: Any, seen: set[int]) -> int:
-    """Memory of all tensors in ``value``, each counted once, in bytes."""
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in a batch, a module's input or its context."""
     if isinstance(value, torch.Tensor):
-        place = value.untyped_storage().data_ptr()
-        if place in seen:
-            return 0
-        seen.add(place)
-        return value.numel() * value.element_size()
-    if isinstance(value, KeyedJaggedTensor):
+        yield value
+    elif isinstance(value, KeyedJaggedTensor):
         parts = (value.values(), value.weights_or_none(), value.lengths_or_none(), value.offsets_or_none())
-        return sum(_tensor_bytes(part, seen) for part in parts)
-    if isinstance(value, KJTList | list | tuple):
-        return sum(_tensor_bytes(part, seen) for part in value)
-    if dataclasses.is_dataclass(value):
-        return sum(_tensor_bytes(getattr(value, field.name), seen) for field in dataclasses.fields(value))
-    return 0
+        yield from (part for part in parts if part is not None)
+    elif isinstance(value, KJTList | list | tuple):
+        for part in value:
+            yield from tensors_of(part)
+    elif isinstance(value, dict):
+        yield from tensors_of(list(value.values()))
+    elif dataclasses.is_dataclass(value) or isinstance(value, Multistreamable):
+        yield from tensors_of(vars(value))
+
+
+def _tensor_bytes(value: Any) -> int:
+    """Memory of all tensors in ``value``, each counted once, in bytes."""
+    by_place = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors_of(value)}
+    return sum(tensor.numel() * tensor.element_size() for tensor in by_place.values())

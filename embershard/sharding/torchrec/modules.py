@@ -3,6 +3,8 @@ distributed."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,17 +47,43 @@ class _CachedModule:
     """What both sharded modules do around TorchRec's own."""
 
     _rows_by_feature: dict[str, tuple[str, int]]
+    _ids_are_checked = False
 
     def input_dist(self, ctx: Any, features: Any) -> Any:
         """Check the ids, then TorchRec's input all-to-all."""
-        check_bounds(as_keyed_jagged(features), self._rows_by_feature)
+        if not self._ids_are_checked:
+            self.check_ids(features)
         return super().input_dist(ctx, features)  # type: ignore[misc]
+
+    def check_ids(self, features: Any) -> None:
+        """See :func:`check_bounds`. Not collective."""
+        check_bounds(as_keyed_jagged(features), self._rows_by_feature)
 
     @staticmethod
     def _pre_load_state_dict_hook(module: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Tables that the state dict leaves out keep what they learned."""
         _flush_lookups(module)
         super()._pre_load_state_dict_hook(module, state_dict, prefix, *args)  # type: ignore[misc]
+
+
+def check_ids(module: Any, features: Any) -> None:
+    """Check the ids that ``module`` is about to distribute, where it is one of ours.
+
+    Raises:
+        IdOutOfRangeError: one is no row of its table.
+    """
+    if isinstance(module, _CachedModule):
+        module.check_ids(features)
+
+
+@contextmanager
+def ids_are_checked(module: Any) -> Iterator[None]:
+    """Inside, ``module`` distributes ids without looking at them: :func:`check_ids` did."""
+    module._ids_are_checked = True
+    try:
+        yield
+    finally:
+        module._ids_are_checked = False
 
 
 def reads_checked_ids(module: Any) -> bool:

@@ -228,7 +228,13 @@ class Pool:
         known, _ = self.known.popleft()
         self.batch += 1
         before, dirty = self.resident(), {k for k in self.resident() if self._is_dirty(k)}
-        with mock.patch.object(self.cache._copies.transfer, direction, side_effect=OSError("copy")):
+        copy = getattr(self.cache._copies.transfer, direction)
+
+        def fail(*arguments: Tensor) -> None:
+            copy(*arguments)  # as far as it came
+            raise OSError("copy")
+
+        with mock.patch.object(self.cache._copies.transfer, direction, fail):
             try:
                 self.cache.prepare(ids, lengths, known=known)
             except OSError:
@@ -594,7 +600,11 @@ def windowed_operations(
         if step >= lookahead + prefetch or rng.random() < 0.3:
             operations.append(("train", (0,)))
         if rng.random() < 0.1:
-            operations.append((str(rng.choice(["abandon", "flush", "read", "skip_known", "forget"])), (0,)))
+            operations.append((str(rng.choice(["abandon", "flush", "read", "skip_known"])), (0,)))
+        if step % 9 == 8:
+            operations.append(("fail_known", (step // 9,)))
+        if step % 40 == 35:
+            operations.append(("forget", (0,)))
     return operations
 
 

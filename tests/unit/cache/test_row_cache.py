@@ -156,6 +156,23 @@ def test_batches_in_flight_keep_their_slots_whatever_the_order_of_release(held, 
     pool.finish()
 
 
+def test_held_pins_stay_until_they_are_let_go():
+    """A worker plans while the training thread releases: what it plans must not depend on who was first."""
+    pool = Pool(num_slots=6, policy="lru")
+    numbers = [pool.prepare([1, 2]), pool.prepare([3, 4])]
+    pool.hold_pins()
+    for number in numbers:
+        pool.train(number)
+        pool.release(number)
+    assert pool.prepare([5, 6]) is not None
+    assert pool.resident() == {1, 2, 3, 4, 5, 6}
+    assert pool.prepare([7], if_it_fits=True) is None
+    pool.let_pins_go()
+    assert pool.prepare([7], if_it_fits=True) is not None
+    assert pool.resident() == {2, 3, 4, 5, 6, 7}
+    pool.check()
+
+
 def test_releasing_twice_does_nothing_to_others():
     pool = Pool(num_slots=4, policy="lru")
     first, second = pool.prepare([1, 2]), pool.prepare([3, 4])

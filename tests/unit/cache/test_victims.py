@@ -270,7 +270,6 @@ def test_a_fault_of_choice_costs_fills(fault):
     """The comparison above would notice."""
     with FAULTS_OF_CHOICE[fault]():
         fills = Pipeline(500, 64).run(STREAMS["steady"])
-    print(fault, fills / naive_fills(STREAMS["steady"], 500, 64))
     assert fills / naive_fills(STREAMS["steady"], 500, 64) - 1 > 0.002
 
 
