@@ -224,6 +224,7 @@ class Trainer:
         if self.config.embedding_optimizer.counts_steps:
             self.model.fused_optimizer.set_optimizer_step(self.steps)
         self._reported_steps = self.steps
+        self.watch, self.window = LossWatch(self.ranks), PredictionBuffer(WINDOW_SAMPLES)
         self.stream.close()
         self.stream = self._open_stream(StreamState.from_dict(scalars["stream"]))
         if scalars["world_size"] == self.ranks.world_size:

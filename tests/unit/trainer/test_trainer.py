@@ -86,6 +86,27 @@ def test_a_resumed_run_is_the_same_run(ranks, tmp_path, embedding, dense, cached
     assert whole[-1].quality == resumed[-1].quality
 
 
+@pytest.mark.parametrize("lookahead", [0, 64])
+def test_a_trainer_goes_back_to_a_checkpoint_in_mid_run(ranks, tmp_path, lookahead):
+    """With batches ahead, whose rows are on the device."""
+    settings = CacheSettings(ratio=0.3, policy="lfu", lookahead=lookahead)
+    config = make_config(cache=settings, embedding_optimizer=EmbeddingOptimizerConfig(kind="rowwise_adagrad", lr=0.1))
+    whole = losses(run(config, ranks, tmp_path / "a"))
+    trainer = Trainer(config, ranks, tmp_path / "b")
+    for _ in trainer.train():
+        if complete_checkpoints(tmp_path / "b"):
+            break
+    for _ in range(2):
+        with trainer.upcoming.next() as batch:
+            trainer.step(batch)
+    start = complete_checkpoints(tmp_path / "b")[0]
+    trainer.resume(start)
+    again = losses(trainer.train())
+    trainer.close()
+    assert again
+    assert again == {step: loss for step, loss in whole.items() if step > int(start.name.removeprefix("step_"))}
+
+
 def test_a_checkpoint_without_optimizer_states_would_be_noticed(ranks, tmp_path, monkeypatch):
     config = make_config(embedding_optimizer=EmbeddingOptimizerConfig(kind="adagrad", lr=0.1))
     whole = run(config, ranks, tmp_path)

@@ -1,0 +1,108 @@
+"""What users do around the pipeline that it must bear, or refuse with a sentence. Run in the worker processes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from embershard import cache_stats
+from tests.ranks.look_ahead import (
+    Batch,
+    Case,
+    Run,
+    batches,
+    build,
+    differs,
+    only_our_warnings_raise,
+    pipeline,
+    reference,
+    train,
+)
+
+
+def reused_buffers(case: Case, run: Run, what: str) -> str:
+    """A loader that refills the tensors of its batches; the error's text."""
+    ring = batches(case, 3)
+
+    def refill() -> Iterator[Batch]:
+        for number in itertools.count():
+            batch = ring[number % len(ring)]
+            if number >= len(ring):
+                tensor = batch.labels if what == "labels" else batch.features.values()
+                tensor.zero_()
+            yield batch
+
+    loop, stream = pipeline(build(case, cached=True), run), refill()
+    try:
+        for _ in range(case.steps):
+            loop.progress(stream)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def load_states_between_steps(case: Case, run: Run) -> list[str]:
+    """The fused optimizer's own state is loaded after every third step; what differs from stock."""
+    only_our_warnings_raise()
+    reference(case)
+    model = build(case, cached=True)
+
+    def reload(step: int) -> None:
+        if step % 3 == 0:
+            model.fused_optimizer.load_state_dict(model.fused_optimizer.state_dict())
+
+    losses = train(pipeline(model, run), batches(case), reload)
+    return differs(case, case.steps, model, losses)
+
+
+def evaluate_the_next_batch(case: Case, run: Run) -> list[str]:
+    """Between two steps the batch that trains next is evaluated, and one without any id; what differs from stock."""
+    only_our_warnings_raise()
+    reference(case)
+    model, data = build(case, cached=True), batches(case)
+
+    @torch.no_grad()
+    def evaluate(step: int) -> None:
+        for batch in data[step + 1 : step + 3]:
+            model(batch)
+
+    losses = train(pipeline(model, run), data, evaluate)
+    return differs(case, case.steps, model, losses)
+
+
+def leave_a_pipeline(case: Case, run: Run, how: str) -> dict[str, Any]:
+    """A pipeline is left in mid-window, and another one goes on with the data; what differs, and what is left over."""
+    only_our_warnings_raise()
+    reference(case)
+    model, data = build(case, cached=True), batches(case)
+    old = pipeline(model, run)
+    losses = [old.progress(iter(data[:2])).item() for _ in range(1)]
+    new, rest = pipeline(model, run), iter(data[1:])
+    losses.append(new.progress(rest).item())
+    if how == "detached later":
+        old.detach()
+    else:
+        del old
+    losses += train(new, rest)
+    late = sum(stats.critical_path_fills for stats in cache_stats(model))
+    known = [len(pool.cache.forecast._known) for pool in new._pools]
+    return {"different": differs(case, case.steps, model, losses), "late": late, "known": known}
+
+
+def bad_id_on_one_rank(case: Case, run: Run, failing: int, number: int) -> tuple[str, int]:
+    """A batch of one rank has an id out of range; the error's text on this rank, and how many steps it had trained."""
+    data = batches(case)
+    if dist.get_rank() == failing:
+        data[number].features.values()[0] = 10**6
+    loop, stream = pipeline(build(case, cached=True), run), iter(data)
+    trained = 0
+    try:
+        while True:
+            loop.progress(stream)
+            trained += 1
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", trained
