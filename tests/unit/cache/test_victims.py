@@ -69,7 +69,7 @@ def test_victims_are_the_best_there_are_when_all_batches_are_known(
 
 def all_known(seed: int, steps: int, lookahead: int) -> list[Operation]:
     windowed = windowed_operations(seed, steps, lookahead=lookahead)
-    return [operation for operation in windowed if operation[0] not in ("prepare", "skip_known")]
+    return [operation for operation in windowed if operation[0] not in ("prepare", "skip_known", "fail_known")]
 
 
 def check_choices() -> None:
