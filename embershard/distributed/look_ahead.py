@@ -169,8 +169,9 @@ class LookAheadPipeline:
         Raises:
             StopIteration: as :meth:`progress`.
         """
-        for pool in self._pools:
-            pool.look_ahead_for(self._token)
+        if torch.is_grad_enabled():  # an evaluation announces nothing: what a pipeline that trains announced stays
+            for pool in self._pools:
+                pool.look_ahead_for(self._token)
         self._advance(batches)
         if not self._window:
             self._is_over = False  # another iterator may come

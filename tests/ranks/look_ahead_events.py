@@ -177,15 +177,14 @@ def evaluate_through_the_pipeline(case: Case, run: Run, at: str) -> dict[str, An
             late, rest = [late_fills(model)], iterator if at == "in the middle" else iter(data[8:])
             losses += train(loop, rest, lambda step: late.append(late_fills(model)))  # noqa: B023
             known = loop.stats().known_bytes if name == "ours" else 0
-            forecasts = [len(p.cache.forecast._known) for p in cached_embeddings(model) if p.cache.forecast is not None]
-            results[name] = (losses, snapshot(model), untouched, late, known, forecasts)
+            results[name] = (losses, snapshot(model), untouched, late, known, _num_known(model))
     stock, ours = results["stock"], results["ours"]
     return {
         "different": _unequal(stock[0], ours[0]) + differences(stock[1], ours[1]),
         "untouched": ours[2],
         "late": [b - a for a, b in zip(ours[3], ours[3][1:], strict=False)],
         "known_bytes": ours[4],
-        "still_known": ours[5],
+        "known_at_the_end": ours[5],
     }
 
 
@@ -204,17 +203,25 @@ def evaluate_through_another_pipeline(case: Case, run: Run) -> dict[str, Any]:
     with as_run(case, run) as (model, loop):
         iterator = iter(data)
         found = _progress(loop, iterator, 5)
-        evaluation = pipeline(model, run)
+        evaluation, known = pipeline(model, run), _num_known(model)
         with torch.no_grad():
             model.eval()
             found += train(evaluation, unseen)
             model.train()
-        late = late_fills(model)
+        late, known_after = late_fills(model), _num_known(model)
         found += train(loop, iterator)
         evaluation.detach()
-        forecasts = [len(p.cache.forecast._known) for p in cached_embeddings(model) if p.cache.forecast is not None]
-        different = _unequal(expected, found) + differences(snapshot(stock), snapshot(model))
-        return {"different": different, "late": late_fills(model) - late, "still_known": forecasts}
+        return {
+            "different": _unequal(expected, found) + differences(snapshot(stock), snapshot(model)),
+            "late": late_fills(model) - late,
+            "still_known": known_after == known != [0],
+            "known_at_the_end": _num_known(model),
+        }
+
+
+def _num_known(model: nn.Module) -> list[int]:
+    """Batches that each cache knows and that were not prepared yet."""
+    return [len(p.cache.forecast._known) for p in cached_embeddings(model) if p.cache.forecast is not None]
 
 
 def _progress(loop: Any, iterator: Iterator[Batch], steps: int | None) -> list[float]:

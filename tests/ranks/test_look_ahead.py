@@ -323,14 +323,14 @@ def test_evaluation_through_the_pipeline(two_ranks: RankPool, at: str, worker: b
         assert result["untouched"]
         assert result["late"][0] > 0
         assert sum(result["late"][1:]) == 0, "after an evaluation the pipeline looks ahead again"
-        assert result["still_known"] == [0]
+        assert result["known_at_the_end"] == [0]
 
 
 @pytest.mark.parametrize("worker", [True, False])
 def test_evaluation_through_another_pipeline(two_ranks: RankPool, worker: bool) -> None:
     case, run = Case(sharding="row_wise"), Run(4, 2, 3, worker=worker)
     for result in two_ranks.run(look_ahead_events.evaluate_through_another_pipeline, case, run):
-        assert result == {"different": [], "late": 0, "still_known": [0]}
+        assert result == {"different": [], "late": 0, "still_known": True, "known_at_the_end": [0]}
 
 
 @pytest.mark.parametrize("run", [Run(4, 2), Run(4, 2, worker=False), Run(64, 3, background=True)], ids=str)

@@ -374,6 +374,11 @@ class Pool:
         ticket, _ = self.tickets.pop(batch)
         self.cache.release(ticket)
 
+    def cancel(self, batch: int) -> None:
+        """The batch does not train."""
+        ticket, _ = self.tickets.pop(batch)
+        self.cache.cancel(ticket)
+
     def abandon(self, batch: int) -> None:
         """Nobody holds the ticket any more; without a cycle, the reference count alone frees it."""
         del self.tickets[batch]
@@ -452,7 +457,7 @@ class Pool:
         self.cache._copies.finish()
         self._check_map()
         self._check_forecast()
-        self._check_rows()
+        self.check_rows()
         self._check_pins()
         self._check_counters()
         if self.scoring == "lfu":
@@ -483,7 +488,7 @@ class Pool:
             else:
                 assert found[entry] == true.get(key, 0), f"row {key} is not next used by batch {found[entry]}"
 
-    def _check_rows(self) -> None:
+    def check_rows(self) -> None:
         """A cached row is right in its slot; any other, and any that is clean, in the host tier."""
         slots = self.map.slot_of_key.clamp_min(0).long()
         cached = slots > 0
@@ -569,6 +574,8 @@ def run(pool: Pool, operations: Iterable[Operation]) -> None:
         elif name == "train" and one:
             pool.train(one)
             pool.release(one)
+        elif name == "cancel" and one:
+            pool.cancel(one)
         elif name == "abandon" and one:
             pool.abandon(one)
         elif name == "flush":

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embershard.cache import CachePlan, CachePlanner, SlotMap, make_scores
-from embershard.cache.planner import Misses, VictimQueue
+from embershard.cache import CachePlan, CachePlanner, Forecast, SlotMap, make_scores
+from embershard.cache.planner import Misses
+from embershard.cache.victims import VictimQueue
 from tests.unit.cache.harness import Pool
 
 CPU = torch.device("cpu")
@@ -20,7 +21,10 @@ batches = st.lists(st.lists(st.integers(0, 39), min_size=0, max_size=10), max_si
 
 def make(policy: str = "lru", num_slots: int = 12, num_keys: int = 40) -> CachePlanner:
     initial = torch.arange(num_keys, 0, -1) // 3 if policy == "frequency" else None
-    return CachePlanner(SlotMap(num_keys, num_slots), make_scores(policy, num_keys, num_slots, CPU, initial, None))
+    slot_map = SlotMap(num_keys, num_slots)
+    scoring = "lfu" if policy == "lookahead" else policy
+    scores = make_scores(scoring, num_keys, num_slots, CPU, initial, None)
+    return CachePlanner(slot_map, scores, 0, Forecast(slot_map) if policy == "lookahead" else None)
 
 
 def plan(planner: CachePlanner, keys: list[int], batch: int, oldest_pinned: int | None = None) -> CachePlan:
@@ -49,12 +53,29 @@ def test_equal_states_and_keys_give_equal_plans(batches, policy):
         assert torch.equal(a.map.use_stamp[1:], b.map.use_stamp[1:])
 
 
-@given(batches, st.sampled_from(["frequency", "lfu", "lru"]), st.integers(10, 14))
+@given(batches, st.integers(1, 6))
+@settings(max_examples=60)
+def test_equal_states_keys_and_known_batches_give_equal_plans(batches, ahead):
+    pair = make("lookahead"), make("lookahead")
+    ids = [torch.tensor(keys, dtype=torch.int64) for keys in batches]
+    known = [[planner.forecast.know(keys) for keys in ids[:ahead]] for planner in pair]
+    for number, keys in enumerate(batches, start=1):
+        plans = []
+        for planner, tokens in zip(pair, known, strict=True):
+            plans.append(plan(planner, keys, number))
+            planner.arrive(tokens[number - 1], plans[-1])
+            tokens.extend(planner.forecast.know(later) for later in ids[number + ahead - 1 : number + ahead])
+        assert values(plans[0]) == values(plans[1])
+        assert torch.equal(pair[0].map.slot_of_key, pair[1].map.slot_of_key)
+        assert torch.equal(pair[0].forecast.next_use[1:], pair[1].forecast.next_use[1:])
+
+
+@given(batches, st.sampled_from(["lookahead", "frequency", "lfu", "lru"]), st.integers(10, 14))
 @settings(max_examples=60)
 def test_a_plan_accounts_for_every_id(batches, policy, num_slots):
     planner = make(policy, num_slots)
     for number, keys in enumerate(batches, start=1):
-        before = {int(k) for k in planner.map.slot_of_key.nonzero()}
+        before = {int(k) for k in (planner.map.slot_of_key > 0).nonzero()}
         found = plan(planner, keys, number)
         distinct = set(keys)
         assert found.batch == number
@@ -122,7 +143,7 @@ def test_one_choice_among_ties_and_always_the_same():
     assert len(set(choices[0])) == 4
 
 
-@pytest.mark.parametrize("policy", ["frequency", "lfu", "lru"])
+@pytest.mark.parametrize("policy", ["lookahead", "frequency", "lfu", "lru"])
 def test_the_cache_is_ranked_once_for_many_batches(policy, monkeypatch):
     """No scan of all slots per step: a refill ranks an eighth of them, and the queue hands that out."""
     refills = []

@@ -62,7 +62,7 @@ window_operations = st.lists(
         st.tuples(st.just("train"), which),
         st.tuples(st.just("train"), which),
         st.tuples(st.sampled_from(["prepare", "prepare_if_it_fits", "read", "load"]), rows),
-        st.tuples(st.sampled_from(["skip_known", "fail_known", "abandon", "flush", "drop", "forget"]), which),
+        st.tuples(st.sampled_from(["skip_known", "fail_known", "abandon", "cancel", "flush", "drop", "forget"]), which),
         st.tuples(st.sampled_from(["hold_pins", "let_pins_go"]), which),
     ),
     max_size=50,
@@ -396,6 +396,21 @@ def test_new_contents_under_trained_rows_are_an_error():
         pool.cache.flush()  # said once; the host's rows count from then on
         assert pool.cache.read(torch.tensor([7]))[0, 0] == 5.0
         assert not pool.resident()
+
+
+@pytest.mark.parametrize("end", [Pool.cancel, Pool.abandon])
+def test_new_contents_under_rows_that_were_only_resident_lose_nothing(end):
+    pool = Pool(num_slots=8)
+    pool.step([1, 2])
+    pool.flush()
+    end(pool, pool.prepare([2, 3]))
+    pool.host.weights[7] = 5.0
+    pool.rows[0][7] = 5.0
+    pool.step([3, 7])
+    pool.check_rows()
+    pool.host.weights[1] = 5.0
+    with pytest.raises(CacheError, match="written to in place while 2 trained rows"):
+        pool.cache.flush()
 
 
 def test_new_contents_under_a_batch_in_flight_are_an_error():
