@@ -143,7 +143,7 @@ class VictimQueue:
         passed = int(usable[first_left]) if first_left.numel() else window.slots.numel()
         self._cursor += passed
         waiting = again.select((left[queued:] & (places < passed)).nonzero().flatten())  # the others are met again
-        waiting = self._trim(waiting, max(2 * count, self._map.num_used // (2 * _QUEUE_SHARE)))
+        waiting = self._trim(waiting, 2 * count)
         self._offered = [(0, waiting), *pinned] if waiting.slots.numel() else pinned
         return candidates.slots.index_select(0, chosen)
 
@@ -172,7 +172,7 @@ class VictimQueue:
         changed = self._unused(window, oldest_pinned).index_fill_(0, usable, False).nonzero().flatten()
         slots, places = [window.slots.index_select(0, changed)], [changed]
         for part in ready:
-            slots.append(part.slots[self._unused(part, oldest_pinned)])
+            slots.append(part.slots.index_select(0, self._unused(part, oldest_pinned).nonzero().flatten()))
             places.append(torch.full_like(slots[-1], -1))
         ranked = self._rank(torch.cat(slots))
         before_end = (ranked.ranks <= self._worst).nonzero().flatten()

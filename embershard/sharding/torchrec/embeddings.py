@@ -123,7 +123,8 @@ class CachedTableBatchedEmbeddings(nn.Module):
         """A batch that will be prefetched, after all that are known already; see :meth:`RowCache.know`."""
         if self.cache.forecast is None:
             return None
-        return self.cache.know(*self._keys(indices, offsets, batch_sizes))
+        keys, lengths = self._keys(indices, offsets, batch_sizes)
+        return self.cache.know(keys, lengths)
 
     def prefetch_if_it_fits(
         self,
