@@ -324,16 +324,16 @@ def work_of(lookahead: int, monkeypatch: pytest.MonkeyPatch) -> Work:
 
 @pytest.mark.parametrize("lookahead", [4, 32, 256])
 def test_many_batches_share_a_refill_and_nothing_is_scanned_in_between(lookahead, monkeypatch):
-    """Measured: 17 to 80 batches a refill; a batch looks at 240 slots beside it, 490 where the most rows are known."""
+    """Measured: 16 to 60 batches a refill; beside it a batch looks at 220 to 250 slots."""
     work = work_of(lookahead, monkeypatch)
     assert work.pops / work.refills > 12, f"{work.refills} refills"
-    assert work.looked_at / work.pops < 4000 / 6, f"{work.looked_at} slots in {work.pops} batches"
+    assert work.looked_at / work.pops < 4000 / 10, f"{work.looked_at} slots in {work.pops} batches"
 
 
 def test_looking_at_all_that_is_offered_would_be_noticed(monkeypatch):
     monkeypatch.setattr(VictimQueue, "_trim", lambda self, waiting, enough: waiting)
     work = work_of(256, monkeypatch)
-    assert work.looked_at / work.pops > 4000 / 6
+    assert work.looked_at / work.pops > 4000 / 10
 
 
 def test_batches_that_evict_nothing_leave_nothing_behind():
