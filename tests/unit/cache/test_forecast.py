@@ -49,7 +49,7 @@ def run_with_small_ring(operations, **settings) -> Pool:
 
 
 @given(operations, st.integers(3, 14), st.sampled_from([None, 0, 1]), st.booleans())
-@settings(max_examples=200)
+@settings(max_examples=150)
 def test_next_uses_are_those_of_the_naive_oracle_whatever_happens(operations, num_slots, home_table, warmup):
     if home_table is not None:
         num_slots += (17, 1)[home_table]

@@ -43,7 +43,7 @@ operations = st.lists(
     st.sampled_from([None, 0.9, 1e-3]),
     st.booleans(),
 )
-@settings(max_examples=250)
+@settings(max_examples=200)
 def test_every_row_is_right_after_any_operations(operations, policy, num_slots, overflow, decay, warmup):
     profile = [(7 * k) % 23 for k in range(NUM_ROWS)] if warmup else None
     decay = decay if policy == "lfu" else None
@@ -78,7 +78,7 @@ window_operations = st.lists(
     st.booleans(),
     st.sampled_from([None, 1]),
 )
-@settings(max_examples=250)
+@settings(max_examples=200)
 def test_every_row_is_right_after_any_operations_in_a_window(
     operations, num_slots, overflow, decay, profile, background, home_table
 ):
@@ -99,7 +99,7 @@ def test_every_row_is_right_after_any_operations_in_a_window(
 
 
 @given(operations, st.sampled_from(POLICIES), st.integers(2, 12), st.booleans())
-@settings(max_examples=80)
+@settings(max_examples=60)
 def test_rows_that_stay_and_background_copies_with_every_policy(operations, policy, num_slots, background):
     run(Pool(num_slots=num_slots, policy=policy, overflow="grow", background=background, home_table=1), operations)
 
