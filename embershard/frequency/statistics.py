@@ -1,0 +1,160 @@
+"""What a pass over the data found out, per table: small values, whatever the number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embershard.errors import DataError
+from embershard.frequency.trace import SampledTrace
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class CountHistogram:
+    """How many rows of a table were looked up how often; K distinct counts.
+
+    Attributes:
+        counts: [K] lookups that a row got, descending, above 0.
+        rows: [K] rows that got so many. Not whole numbers where they are estimates.
+    """
+
+    counts: Floats
+    rows: Floats
+
+    def __post_init__(self) -> None:
+        ordered = bool((np.diff(self.counts) < 0).all()) and bool((self.counts > 0).all())
+        if self.counts.shape != self.rows.shape or self.counts.ndim != 1 or not ordered or (self.rows < 0).any():
+            raise DataError(
+                f"a count histogram needs falling counts above 0, with as many numbers of rows; got counts "
+                f"{self.counts[:5]}... and rows {self.rows[:5]}..."
+            )
+
+    @classmethod
+    def of_counts(cls, counts: NDArray[np.integer]) -> CountHistogram:
+        """Of the lookups of every row, [any]; rows without any are left out."""
+        values, rows = np.unique(counts[counts > 0], return_counts=True)
+        return cls(values[::-1].astype(np.float64), rows[::-1].astype(np.float64))
+
+    @property
+    def num_rows(self) -> float:
+        """Rows that occur."""
+        return float(self.rows.sum())
+
+    @property
+    def num_lookups(self) -> float:
+        """Lookups of all rows together."""
+        return float((self.counts * self.rows).sum())
+
+    def scaled(self, share_of_rows: float) -> CountHistogram:
+        """Of a part that has this share of the rows of every count."""
+        return CountHistogram(self.counts, self.rows * share_of_rows)
+
+
+@dataclass(frozen=True, eq=False)
+class StackDistances:
+    """How far back rows were used last, in distinct rows: the LRU hit rate of every size at once.
+
+    Attributes:
+        distances: [K] stack distances, ascending; 0 is the row used just before. Scaled to the whole table where only a
+            share of the rows was followed.
+        lookups: [K] lookups with this distance (or between it and the one before it).
+        num_lookups: all lookups, first uses included.
+        rate: share of the rows that was followed; 1: exact.
+    """
+
+    distances: Floats
+    lookups: Floats
+    num_lookups: float
+    rate: float
+
+    def hit_rate(self, num_slots: Floats) -> Floats:
+        """Share of lookups that an LRU cache of ``num_slots`` rows (same shape) would find."""
+        found = np.concatenate([[0.0], np.cumsum(self.lookups)])
+        hits = found[np.searchsorted(self.distances, num_slots, side="left")]
+        return np.clip(hits / max(self.num_lookups, 1.0), 0.0, 1.0)
+
+
+@dataclass(frozen=True, eq=False)
+class TableStatistics:
+    """One table.
+
+    Attributes:
+        table: its name.
+        num_rows: rows that it has, occurring or not.
+        num_lookups: lookups that were counted.
+        histogram: counts of its rows.
+        bag_sizes: [longest + 1] share of samples with so many lookups.
+        window_samples: [K] ascending numbers of consecutive samples, and
+        window_rows: [K] the mean number of distinct rows in so many samples.
+        stack: stack distances of lookups, None where they were not followed.
+        undercount: a row's count may be too low by this much (memory was bounded); 0: exact.
+    """
+
+    table: str
+    num_rows: int
+    num_lookups: int
+    histogram: CountHistogram
+    bag_sizes: Floats
+    window_samples: Ints
+    window_rows: Floats
+    stack: StackDistances | None = None
+    undercount: int = 0
+
+    @property
+    def lookups_per_sample(self) -> float:
+        """Mean size of a bag."""
+        return float((self.bag_sizes * np.arange(len(self.bag_sizes))).sum())
+
+
+@dataclass(frozen=True, eq=False)
+class Drift:
+    """How popularity moves between parts of the data, in the order of training; P parts.
+
+    Attributes:
+        hit_rates: [P, P] share of part j's lookups that go to the rows that were most frequent in part i; as many rows
+            as ``share_of_rows`` of those that occur.
+        top_rows_kept: share of the first part's most frequent rows that still are in the last part.
+        new_rows_share: share of the last part's lookups that go to rows unseen in the first half of the data.
+        share_of_rows: which share of the occurring rows counts as most frequent.
+    """
+
+    hit_rates: Floats
+    top_rows_kept: float
+    new_rows_share: float
+    share_of_rows: float
+
+    @property
+    def loss(self) -> float:
+        """Points of hit rate (0..1) that rows chosen on the first part lose on the last one, against its own best."""
+        return float(self.hit_rates[-1, -1] - self.hit_rates[0, -1])
+
+
+@dataclass(frozen=True, eq=False)
+class DataStatistics:
+    """All tables of a data set.
+
+    Attributes:
+        num_samples: samples that were counted.
+        share_of_samples: share of the training samples that these are.
+        tables: by name, in the model's order.
+        trace: lookups of a share of the rows, in the order of training.
+        drift: None where the data are too small to be cut into parts.
+        read_seconds_per_sample: one core's time to read and parse a sample, on the machine that counted.
+        origin: what was counted, for people.
+        preferences: misses per lookup that each policy had in a replay of the trace: see `cache.preference`.
+    """
+
+    num_samples: int
+    share_of_samples: float
+    tables: Mapping[str, TableStatistics]
+    trace: SampledTrace | None = None
+    drift: Drift | None = None
+    read_seconds_per_sample: float | None = None
+    origin: str = ""
+    preferences: Mapping[str, float] = field(default_factory=dict)
