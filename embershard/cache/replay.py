@@ -8,6 +8,7 @@ that share of the slots (miniature simulation: Waldspurger et al., ATC'17).
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -85,6 +86,12 @@ class ShardTraffic:
     write_backs: float
     held_rows: float
 
+    def mixed(self, other: ShardTraffic, weight: float) -> ShardTraffic:
+        """This traffic in a share ``weight`` of the steps, the other one in the rest."""
+        numbers = [field.name for field in dataclasses.fields(self) if field.name != "shard"]
+        means = {name: weight * getattr(self, name) + (1 - weight) * getattr(other, name) for name in numbers}
+        return ShardTraffic(self.shard, **means)
+
     @property
     def hit_rate_unique(self) -> float | None:
         """Share of distinct ids found; None without any."""
@@ -101,16 +108,25 @@ class PoolTraffic:
     """One pool.
 
     Attributes:
-        shards: what happened to each shard's rows.
+        shards: what happened to each shard's rows, over all steps.
+        late: the same over the second half of the steps, when the cache is no longer new.
         num_steps: of how many steps this is the mean.
         num_slots: slots at the end: more than planned where one batch did not fit.
         grew: whether it did not.
     """
 
     shards: tuple[ShardTraffic, ...]
+    late: tuple[ShardTraffic, ...]
     num_steps: int
     num_slots: int
     grew: bool
+
+    def over(self, num_steps: int | None) -> tuple[ShardTraffic, ...]:
+        """Means over so many steps: those that there are, and then more of the late ones. None: as they are."""
+        if num_steps is None or num_steps <= self.num_steps:
+            return self.shards
+        weight = self.num_steps / num_steps
+        return tuple(early.mixed(late, weight) for early, late in zip(self.shards, self.late, strict=True))
 
 
 def replay_pool(
@@ -150,14 +166,32 @@ def replay_pool(
     cache = _make_cache(batches, slots, policy, [] if is_sampled else home_tables)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CacheGrowthWarning)
-        _run(cache, batches, steps, policy)
-    stats = iter(cache.stats())
-    traffic = tuple(
-        _together(rows, None if rows.is_home else next(stats), steps, global_batch_size, trace, policy.warmup)
-        for rows in apart
-    )
+        half = _run(cache, batches, steps, policy)
+    whole = cache.stats()
+    late = [_since(after, before) for after, before in zip(whole, half, strict=True)]
+
+    def traffic(stats: list[TableStats], num_steps: int, is_late: bool) -> tuple[ShardTraffic, ...]:
+        of_shard = iter(stats)
+        replayed = [None if rows.is_home else next(of_shard) for rows in apart]
+        missed_once = not (is_late or policy.warmup)
+        return tuple(
+            _together(*pair, num_steps, global_batch_size, trace, is_late, missed_once)
+            for pair in zip(apart, replayed, strict=True)
+        )
+
     grown = max(0, cache.planner.map.num_slots - min(slots, cache.host.num_rows))
-    return PoolTraffic(traffic, steps, num_slots + round(grown / trace.rate), grown > 0)
+    return PoolTraffic(
+        traffic(whole, steps, is_late=False),
+        traffic(late, steps - steps // 2, is_late=True),
+        steps,
+        num_slots + round(grown / trace.rate),
+        grown > 0,
+    )
+
+
+def _since(after: TableStats, before: TableStats) -> TableStats:
+    counted = ("lookups", "unique_ids", "hits_unique", "hits_lookups", "fills", "write_backs")
+    return dataclasses.replace(after, **{name: getattr(after, name) - getattr(before, name) for name in counted})
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,7 +221,13 @@ def _apart(trace: SampledTrace, shard: Shard, is_home: bool) -> _Apart:
 
 
 def _together(
-    apart: _Apart, stats: TableStats | None, steps: int, batch: int, trace: SampledTrace, warmup: bool
+    apart: _Apart,
+    stats: TableStats | None,
+    steps: int,
+    batch: int,
+    trace: SampledTrace,
+    is_late: bool,
+    missed_once: bool,
 ) -> ShardTraffic:
     """Rows that were counted and rows that were replayed, per step."""
     lookups = float(apart.constant.sum()) * batch / trace.num_samples
@@ -199,9 +239,8 @@ def _together(
         batches = max(1.0, trace.num_samples / batch)
         lookups += len(apart.others.rows) / trace.rate / batches
         unique_ids += min(len(pairs) / trace.rate / batches, apart.shard.num_rows - unique_ids)
-    preloaded = apart.is_home or warmup
-    fills = apart.num_rows / steps
-    missed = 0.0 if preloaded else min(fills, unique_ids)
+    fills = 0.0 if is_late else apart.num_rows / steps
+    missed = min(fills, unique_ids) if missed_once and not apart.is_home else 0.0
     zero = 0.0 if stats is None else 1.0 / (trace.rate * steps)
     of = (lambda name: 0.0) if stats is None else (lambda name: getattr(stats, name) * zero)
     return ShardTraffic(
@@ -285,12 +324,15 @@ def _make_cache(batches: _Batches, num_slots: int, policy: ReplayPolicy, home: S
     )
 
 
-def _run(cache: RowCache, batches: _Batches, steps: int, policy: ReplayPolicy) -> None:
-    """The stages of `LookAheadPipeline`, in its order, without their contents."""
+def _run(cache: RowCache, batches: _Batches, steps: int, policy: ReplayPolicy) -> list[TableStats]:
+    """The stages of `LookAheadPipeline`, in its order, without their contents. Returns the counters at half time."""
+    half = cache.stats()
     known: deque[tuple[Tensor, Tensor, KnownBatch | None]] = deque()
     resident: deque[Ticket] = deque()
     next_step = 0
     for step in range(steps):
+        if step == steps // 2:
+            half = cache.stats()
         while next_step < min(steps, step + policy.lookahead + 1):
             keys, lengths = batches.get(next_step)
             known.append((keys, lengths, cache.know(keys, lengths)))
@@ -310,6 +352,7 @@ def _run(cache: RowCache, batches: _Batches, steps: int, policy: ReplayPolicy) -
             resident.append(prepared)
         cache.let_pins_go()
         cache.release(resident.popleft())
+    return half
 
 
 def replay_preferences(

@@ -1,4 +1,4 @@
-"""The command ``embershard``: train, doctor, --version."""
+"""The command ``embershard``: train, profile, plan, report, doctor, --version."""
 
 from __future__ import annotations
 
@@ -27,6 +27,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return doctor(arguments[1:])
     if arguments[:1] == ["train"]:
         return train(arguments[1:])
+    if arguments[:1] == ["profile"]:
+        from embershard.launch.profile import main as profile
+
+        return profile(arguments[1:])
+    if arguments[:1] == ["plan"]:
+        from embershard.launch.plan import main as plan
+
+        return plan(arguments[1:])
+    if arguments[:1] == ["report"]:
+        from embershard.launch.report import main as report
+
+        return report(arguments[1:])
     parser = argparse.ArgumentParser(
         prog="embershard",
         description="Train recommendation models whose embedding tables are larger than device memory.",
@@ -34,6 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"embershard {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     commands.add_parser("train", help="train a model (embershard train --help lists all settings)")
+    commands.add_parser("profile", help="count how often every row of a data set is looked up, or show such a profile")
+    commands.add_parser("plan", help="place tables and size caches, without a GPU at hand; predict memory and speed")
+    commands.add_parser("report", help="set what a plan predicted beside what a run measured")
     commands.add_parser("doctor", help="check whether this machine can train, and say what to do if not")
     parser.parse_args(arguments)
     return 2  # unreachable: every known command was taken above
@@ -47,11 +62,16 @@ def train(argv: Sequence[str]) -> int:
     from embershard.launch.record import check_run_dir
     from embershard.launch.train import default_run_dir
     from embershard.run_config import RunConfig
+    from embershard.sharding.plan import Plan
 
     arguments = _train_parser().parse_args(argv)
     run_dir = arguments.run_dir or default_run_dir(arguments.config)
     try:
         config = load_config(RunConfig, arguments.config, arguments.overrides)
+        plan = None if config.sharding.plan is None else Plan.load(config.sharding.plan)
+        num_ranks = arguments.nproc or (plan.world_size if plan else None)
+        if plan is not None and num_ranks is not None and not arguments.dry_run:
+            plan.check_ranks(num_ranks, num_ranks)  # all of them on this machine
         check_run_dir(run_dir, resume=arguments.resume or arguments.dry_run)
     except EmbershardError as error:
         print(f"embershard: {error}", file=sys.stderr)
@@ -62,7 +82,6 @@ def train(argv: Sequence[str]) -> int:
     if arguments.dry_run:
         print(to_toml(config))
         return 0
-    num_ranks = arguments.nproc
     if num_ranks is None:
         num_ranks = 2 if config.train.device == "cpu" else default_num_ranks()
         print(f"embershard: starting {num_ranks} ranks (--nproc N for another number).", flush=True)

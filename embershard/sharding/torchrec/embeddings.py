@@ -15,6 +15,7 @@ from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.modules.embedding_configs import data_type_to_dtype, data_type_to_sparse_type
 
 from embershard.cache.forecast import KnownBatch
+from embershard.cache.home_tables import home_tables
 from embershard.cache.host_store import HostStore
 from embershard.cache.row_cache import RowCache
 from embershard.cache.scores import make_scores
@@ -23,9 +24,6 @@ from embershard.cache.tickets import Ticket
 from embershard.errors import CacheError
 from embershard.sharding.torchrec.slots import SlotTable
 from embershard.sharding.torchrec.spec import CacheSpec, take_spec
-
-_MOST_HOME_ROWS = 65_535  # two bytes: with more, FBGEMM's sort gains nothing
-_HOME_SHARE = 10
 
 
 class CachedTableBatchedEmbeddings(nn.Module):
@@ -70,7 +68,7 @@ class CachedTableBatchedEmbeddings(nn.Module):
     def _make_cache(self, spec: CacheSpec, config: GroupedEmbeddingConfig) -> RowCache:
         tables, num_rows = config.embedding_tables, self.host.num_rows
         num_slots = spec.num_slots(tables, self.host.row_bytes)
-        home_of_table = _home_tables(self._rows, num_slots)
+        home_of_table = home_tables(self._rows, num_slots)
         self._home_of_feature = self.slots.set_home_slots(home_of_table)
         self._has_home_tables = bool(home_of_table)
         home_keys = [torch.arange(rows) + self.host.row_offsets[t] for t, (_, rows) in home_of_table.items()]
@@ -320,21 +318,6 @@ class CachedTableBatchedEmbeddings(nn.Module):
     def stats(self) -> list[TableStats]:
         """What the cache did, per table."""
         return self.cache.stats()
-
-
-def _home_tables(rows: list[int], num_slots: int) -> dict[int, tuple[int, int]]:
-    """Tables so small that all their rows stay on the device: number of the table -> first slot and rows.
-
-    The smallest ones, as long as they take no more than a tenth of the slots together. Nearly all of their rows are
-    hot anyway; in consecutive slots FBGEMM sorts their ids in fewer passes (docs/decisions/0008).
-    """
-    homes: dict[int, tuple[int, int]] = {}
-    first = 1
-    for table in sorted(range(len(rows)), key=lambda table: rows[table]):
-        if 0 < rows[table] <= _MOST_HOME_ROWS and (first - 1 + rows[table]) * _HOME_SHARE <= num_slots:
-            homes[table] = (first, rows[table])
-            first += rows[table]
-    return homes
 
 
 def _add_per_feature(ids: Tensor, addends: Tensor, lengths: Tensor) -> Tensor:

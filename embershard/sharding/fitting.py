@@ -1,0 +1,223 @@
+"""Whether a model fits at all, and what to say when it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from embershard.errors import ShardingError
+from embershard.sharding import memory_model
+from embershard.sharding.cost import Rates
+from embershard.sharding.request import PlanRequest
+from embershard.sharding.shard_costs import ShardCosts
+from embershard.sharding.shards import TablePlacement
+from embershard.sharding.sizes import PlacedShard
+from embershard.sharding.slot_split import fixed_bytes, least_slots
+from embershard.sharding.torchrec.search import Placement, place
+from embershard.sharding.workload import Workload, place_shards, pools
+
+_MOST_RANKS = 1024
+
+
+@dataclass(frozen=True)
+class RankNeed:
+    """What one rank needs at least, in bytes: ``fixed`` for all but its caches, and by table for those."""
+
+    rank: int
+    fixed_bytes: int
+    table_bytes: dict[str, int]
+    host_bytes: dict[str, int]
+
+    @property
+    def device_bytes(self) -> int:
+        """Least device memory of the rank."""
+        return self.fixed_bytes + sum(self.table_bytes.values())
+
+
+@dataclass(frozen=True)
+class LeastNeed:
+    """The placement found that needs the least memory on its fullest rank, and what every rank needs in it."""
+
+    tables: tuple[TablePlacement, ...]
+    ranks: tuple[RankNeed, ...]
+    ranks_per_node: int
+
+    @property
+    def fullest(self) -> RankNeed:
+        """The rank that needs most device memory."""
+        return max(self.ranks, key=lambda rank: rank.device_bytes)
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory per rank below which nothing fits."""
+        return self.fullest.device_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory per node below which nothing fits."""
+        return max(sum(sum(r.host_bytes.values()) for r in node) for node in self._nodes())
+
+    def _nodes(self) -> list[tuple[RankNeed, ...]]:
+        size = self.ranks_per_node
+        return [self.ranks[first : first + size] for first in range(0, len(self.ranks), size)]
+
+    def check(self, request: PlanRequest) -> None:
+        """Raises unless the budget covers the need.
+
+        Raises:
+            ShardingError: which table and tier, by how much, and the smallest changes that make it fit.
+        """
+        budget = request.budget
+        host, device = self.host_bytes, self._asked_of(request)
+        if budget.host_bytes is not None and host > budget.host_bytes:
+            raise ShardingError(self._host_sentence(request, host, budget.host_bytes))
+        limit = budget.device_bytes if budget.device_bytes is not None else budget.cache_bytes
+        if limit is not None and device > limit:
+            raise ShardingError(self._device_sentence(request, device, limit))
+
+    def _asked_of(self, request: PlanRequest) -> int:
+        """Least bytes of what the budget counts."""
+        if request.budget.device_bytes is not None:
+            return self.device_bytes
+        return max(sum(rank.table_bytes.values()) for rank in self.ranks)
+
+    def _device_sentence(self, request: PlanRequest, need: int, limit: int) -> str:
+        rank = self.fullest
+        table, part = max(rank.table_bytes.items(), key=lambda item: item[1], default=("none", 0))
+        option = "--device-memory" if request.budget.device_bytes is not None else "--set cache.device_bytes="
+        option += f" {need}" if request.budget.device_bytes is not None else str(need)
+        return (
+            f"the plan does not fit: rank {rank.rank} needs at least {_bytes(need)} of device memory and may use "
+            f"{_bytes(limit)}: {_bytes(need - limit)} are missing. Its largest table is {table!r} with {_bytes(part)} "
+            f"(slot map, and the rows of one batch); all but caches takes {_bytes(rank.fixed_bytes)}. Smallest change "
+            f"that fits: {option}{_other_changes(request, device=limit)}"
+        )
+
+    def _host_sentence(self, request: PlanRequest, need: int, limit: int) -> str:
+        nodes = self._nodes()
+        number, node = max(enumerate(nodes), key=lambda item: sum(sum(r.host_bytes.values()) for r in item[1]))
+        by_table: dict[str, int] = {}
+        for rank in node:
+            for table, part in rank.host_bytes.items():
+                by_table[table] = by_table.get(table, 0) + part
+        table = max(by_table, key=lambda name: by_table[name])
+        return (
+            f"the plan does not fit: node {number} needs {_bytes(need)} of host memory and may use {_bytes(limit)}: "
+            f"{_bytes(need - limit)} are missing. Its largest table is {table!r} with {_bytes(by_table[table])}. "
+            f"Smallest change that fits: --host-memory {need}{_other_changes(request, host=limit)}"
+        )
+
+
+def least_need(request: PlanRequest) -> LeastNeed:
+    """Looks for the placement that needs the least device memory on its fullest rank, whatever its speed."""
+    shape = request.workload.shape
+    if shape.world_size == 1:
+        sharding = {name: types[0] for name, types in request.allowed.items()}
+        found = [tuple(placed(request, [Placement(name, one, (0,)) for name, one in sharding.items()]))]
+    else:
+        found = [tuple(placed(request, each)) for each in _small_placements(request)]
+    needs = [_need(request.workload, tables) for tables in found]
+    return min(needs, key=lambda need: (need.device_bytes, need.host_bytes))
+
+
+def _small_placements(request: PlanRequest) -> list[Sequence[Placement]]:
+    shape = request.workload.shape
+    costs = ShardCosts(request.workload, Rates(), num_slots=1)
+    balanced = place(
+        request.sharded,
+        costs,
+        world_size=shape.world_size,
+        ranks_per_node=min(shape.ranks_per_node, shape.world_size),
+        device_bytes=None,
+        host_bytes=None,
+        allowed=request.allowed,
+        sort_by="device_bytes",
+        by_memory=True,
+    )
+    by_rows = [
+        Placement(name, "row_wise", tuple(range(shape.world_size)))
+        for name, types in request.allowed.items()
+        if "row_wise" in types
+    ]
+    found = [] if balanced is None else [balanced]
+    if len(by_rows) == len(request.allowed):
+        found.append(by_rows)
+    if not found:
+        raise ShardingError(
+            f"no placement of {len(request.allowed)} tables on {shape.world_size} ranks with the sharding types "
+            f"{sorted({t for types in request.allowed.values() for t in types})}; allow row_wise or table_wise"
+        )
+    return list(found)
+
+
+def placed(request: PlanRequest, placements: Sequence[Placement]) -> list[TablePlacement]:
+    """Placements of all tables of the model, in its order, cached; the replicated ones among them."""
+    by_name = {placement.table: placement for placement in placements}
+    copies = {table.table: table for table in request.replicated}
+    return [
+        copies[size.table]
+        if size.table in copies
+        else TablePlacement(
+            size.table,
+            size.rows,
+            size.dim,
+            size.dtype,
+            by_name[size.table].sharding,  # type: ignore[arg-type]
+            "cached",
+            by_name[size.table].ranks,
+        )
+        for size in request.workload.model.tables
+    ]
+
+
+def _need(workload: Workload, tables: tuple[TablePlacement, ...]) -> LeastNeed:
+    shards = place_shards(workload.model, tables, workload.shape)
+    by_rank: list[list[PlacedShard]] = [[] for _ in range(workload.shape.world_size)]
+    for shard in shards:
+        by_rank[shard.rank].append(shard)
+    ranks = tuple(_rank_need(workload, rank, here) for rank, here in enumerate(by_rank))
+    return LeastNeed(tables, ranks, min(workload.shape.ranks_per_node, workload.shape.world_size))
+
+
+def _rank_need(workload: Workload, rank: int, here: Sequence[PlacedShard]) -> RankNeed:
+    settings = workload.shape.memory
+    device: dict[str, int] = {}
+    host: dict[str, int] = {}
+    for members in pools(here).values():
+        memory = memory_model.pool_memory(members, settings)
+        total = memory.device_bytes(least_slots(workload, members))
+        rows = max(1, memory.rows)
+        left = total
+        for shard in members:  # the last one takes what rounding leaves
+            part = left if shard is members[-1] else total * shard.rows // rows
+            device[shard.table.table] = device.get(shard.table.table, 0) + part
+            left -= part
+    for shard in here:
+        own = sum(memory_model.host_bytes([shard], settings).values())
+        if own:
+            host[shard.table.table] = host.get(shard.table.table, 0) + own
+    return RankNeed(rank, fixed_bytes(workload, here), device, host)
+
+
+def _other_changes(request: PlanRequest, device: int | None = None, host: int | None = None) -> str:
+    """Another number of ranks that fits, if there is one."""
+    shape = request.workload.shape
+    ranks = 2 * shape.world_size
+    while ranks <= _MOST_RANKS:
+        larger = replace(shape, world_size=ranks)
+        other = replace(request, workload=replace(request.workload, shape=larger))
+        need = least_need(other)
+        if (device is None or need._asked_of(other) <= device) and (host is None or need.host_bytes <= host):
+            return f"; or --ranks {ranks}"
+        if need.fullest.fixed_bytes > (device or need.fullest.fixed_bytes):
+            return "; more ranks do not help, a smaller train.batch_size may"
+        ranks *= 2
+    return ""
+
+
+def _bytes(count: int) -> str:
+    """ "1.234 GB (1234567890 bytes)"."""
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.3f} {unit} ({count} bytes)"
+    return f"{count} bytes"

@@ -1,0 +1,177 @@
+"""Makes a plan: where every table goes, how large every cache is, and what that gives.
+
+least need      does it fit at all? if not: which table, which tier, and what would make it fit
+candidates      TorchRec's planner, with costs from the data, under the budget
+slots           what a rank's budget leaves, divided among its pools
+prediction      quick for every candidate, from counts; of the best one by replaying the trace
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from embershard.errors import ShardingError
+from embershard.sharding.fitting import LeastNeed, least_need, placed
+from embershard.sharding.plan import Plan, PoolPlacement, Prediction, TablePlacement
+from embershard.sharding.predict import predict
+from embershard.sharding.request import PlanRequest
+from embershard.sharding.shard_costs import ShardCosts
+from embershard.sharding.slot_split import split_slots
+from embershard.sharding.torchrec.search import place
+from embershard.sharding.workload import place_shards, pools
+
+_ORDERS: tuple[Literal["seconds", "device_bytes"], ...] = ("seconds", "device_bytes")
+_SKEWED = 1.5  # times its share of the rows is what a block's share of lookups may be before we say so
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A placement with its slots, and what counts alone say about it."""
+
+    tables: tuple[TablePlacement, ...]
+    pools: tuple[PoolPlacement, ...]
+    quick: Prediction
+
+    @property
+    def step_seconds(self) -> float:
+        """Of a step, from counts alone."""
+        return self.quick.step_seconds
+
+
+def make_plan(request: PlanRequest, progress: Callable[[int, int], None] | None = None) -> Plan:
+    """The best plan that was found. Deterministic: equal requests give equal plans.
+
+    Raises:
+        ShardingError: no placement fits; says which table, which tier, by how much, and what would fit.
+    """
+    return complete(request, best_candidate(request), progress)
+
+
+def best_candidate(request: PlanRequest) -> Candidate:
+    """The fastest placement that fits, by counts alone.
+
+    Raises:
+        ShardingError: as :func:`make_plan`.
+    """
+    need = least_need(request)
+    need.check(request)
+    found = _candidates(request, need)
+    if not found:
+        raise ShardingError(
+            f"{len(request.allowed)} tables have no placement in the budget, though each rank's least need fits; give "
+            "--device-memory a little more"
+        )
+    return min(found, key=lambda candidate: candidate.step_seconds)
+
+
+def complete(request: PlanRequest, candidate: Candidate, progress: Callable[[int, int], None] | None = None) -> Plan:
+    """The plan of a candidate, predicted by replaying the trace where there is enough of it."""
+    shape = request.workload.shape
+    exact = predict(request.workload, candidate.tables, candidate.pools, request.rates, progress=progress)
+    return Plan(
+        world_size=shape.world_size,
+        ranks_per_node=min(shape.ranks_per_node, shape.world_size),
+        batch_size=shape.batch_size,
+        device=shape.device,
+        device_memory_bytes=request.budget.device_bytes,
+        host_memory_bytes=request.budget.host_bytes,
+        settings=dict(request.settings),
+        tables=candidate.tables,
+        pools=candidate.pools,
+        notes=(*request.notes, *_advice(request, candidate, exact)),
+        prediction=exact,
+        made_from=dict(request.made_from),
+    )
+
+
+def sized(request: PlanRequest, tables: Sequence[TablePlacement]) -> Candidate | None:
+    """A given placement with the slots that the budget allows; None where it allows too few."""
+    shards = place_shards(request.workload.model, tables, request.workload.shape)
+    slots = split_slots(request.workload, shards, request.budget)
+    if slots is None:
+        return None
+    quick = predict(request.workload, tables, slots, request.rates, from_counts=True)
+    return Candidate(tuple(tables), tuple(slots), quick)
+
+
+def _candidates(request: PlanRequest, need: LeastNeed) -> list[Candidate]:
+    """Placements that fit, among them the one that needs the least memory. First come those without a cache: where all
+    rows fit the devices, nothing need be planned or moved."""
+    found = list(dict.fromkeys([*_searched(request, need), need.tables]))
+    resident = [tuple(_on_device(table) for table in tables) for tables in found]
+    candidates = [sized(request, tables) for tables in [*resident, *found]]
+    return [candidate for candidate in candidates if candidate is not None]
+
+
+def _searched(request: PlanRequest, need: LeastNeed) -> list[tuple[TablePlacement, ...]]:
+    """What TorchRec's planner finds, with two orders in which tables are placed."""
+    shape, budget = request.workload.shape, request.budget
+    if shape.world_size == 1:
+        return []
+    least = sized(request, need.tables)
+    num_slots = sum(pool.slots for pool in least.pools) if least is not None else 1
+    costs = ShardCosts(request.workload, request.rates, num_slots)
+    local = min(shape.ranks_per_node, shape.world_size)
+    fixed_bytes = min(rank.fixed_bytes for rank in need.ranks)
+    found = []
+    for order in _ORDERS:
+        placements = place(
+            request.sharded,
+            costs,
+            world_size=shape.world_size,
+            ranks_per_node=local,
+            device_bytes=None if budget.device_bytes is None else budget.device_bytes - _shared(request, fixed_bytes),
+            host_bytes=None if budget.host_bytes is None else budget.host_bytes // local,
+            allowed=request.allowed,
+            sort_by=order,
+        )
+        if placements is not None:
+            found.append(tuple(placed(request, placements)))
+    return found
+
+
+def _shared(request: PlanRequest, fixed_bytes: int) -> int:
+    """Of a rank's fixed bytes those that are the same wherever the tables are: the dense model, and its samples'."""
+    model, batch = request.workload.model, request.workload.shape.batch_size
+    dense = model.dense_parameter_bytes + model.dense_state_bytes + round(model.activation_bytes_per_sample * batch)
+    return min(dense, fixed_bytes)
+
+
+def _on_device(table: TablePlacement) -> TablePlacement:
+    return table if table.kernel == "replicated" else replace(table, kernel="device")
+
+
+def _advice(request: PlanRequest, candidate: Candidate, exact: Prediction) -> list[str]:
+    """What a user should know about the plan."""
+    workload, shape = request.workload, request.workload.shape
+    notes = []
+    if exact.method == "counts" and candidate.pools:
+        notes.append(
+            "Hit rates are from counts alone, in the long run: the profile's trace has too few batches of "
+            f"{shape.global_batch_size:,} samples to be replayed."
+        )
+    notes += [
+        f"Table {table}: hot rows lie together, its busiest block of rows gets {times:.1f} times its share of lookups. "
+        'Scatter them with id_mapping = "hash".'
+        for table, times in _skewed_blocks(request, candidate).items()
+    ]
+    shards = place_shards(workload.model, candidate.tables, shape)
+    rows = [sum(shard.rows for shard in members) for members in pools(shards).values()]
+    if not candidate.pools:
+        notes.append("All rows fit the devices: no table is cached.")
+    elif sum(pool.slots for pool in candidate.pools) >= sum(rows):
+        notes.append("Every row has a slot: nothing is ever evicted.")
+    return notes
+
+
+def _skewed_blocks(request: PlanRequest, candidate: Candidate) -> dict[str, float]:
+    """Tables cut by rows whose blocks are looked up very unevenly, and how much the worst one."""
+    worst: dict[str, float] = {}
+    for shard in place_shards(request.workload.model, candidate.tables, request.workload.shape):
+        part = shard.rows / shard.table.rows
+        if 0 < part < 1:
+            times = request.workload.share_of_lookups(shard) / part
+            worst[shard.table.table] = max(times, worst.get(shard.table.table, 0.0))
+    return {table: times for table, times in worst.items() if times > _SKEWED}

@@ -1,0 +1,121 @@
+"""How many slots each pool of a rank gets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from embershard.sharding import memory_model
+from embershard.sharding.memory_model import PoolMemory
+from embershard.sharding.predict import counted_traffic
+from embershard.sharding.request import Budget
+from embershard.sharding.shards import PoolPlacement
+from embershard.sharding.sizes import PlacedShard
+from embershard.sharding.workload import PoolKey, Workload, pools
+
+LEAST_SLOTS = 16
+#: Batches differ: the one with the most distinct rows must fit, too.
+_ROOM = 1.1
+
+
+def least_slots(workload: Workload, shards: Sequence[PlacedShard]) -> int:
+    """Slots without which a batch may not fit: its expected distinct rows and a tenth more."""
+    rows = sum(shard.rows for shard in shards)
+    unique_ids = sum(each.unique_ids for each in counted_traffic(workload, shards, max(1, rows)))
+    return max(1, min(rows, max(LEAST_SLOTS, math.ceil(unique_ids * _ROOM))))
+
+
+def fixed_bytes(workload: Workload, shards: Sequence[PlacedShard]) -> int:
+    """Device memory of a rank for all but its caches."""
+    shape = workload.shape
+    resident = memory_model.resident_bytes(shards)
+    buffers = memory_model.step_bytes(
+        workload.model, shards, shape.memory, shape.world_size, workload.lookups_per_sample
+    )
+    return sum(resident.values()) + sum(buffers.values())
+
+
+def split_slots(workload: Workload, shards: Sequence[PlacedShard], budget: Budget) -> list[PoolPlacement] | None:
+    """The pools of all ranks with as many slots as the budget allows; None where it is too small for a rank."""
+    found: list[PoolPlacement] = []
+    for rank in range(workload.shape.world_size):
+        here = [shard for shard in shards if shard.rank == rank]
+        slots = _rank_slots(workload, here, budget)
+        if slots is None:
+            return None
+        for (_, sharding, columns, _), members, count in slots:
+            names = tuple(sorted({shard.table.table for shard in members}))
+            found.append(PoolPlacement(rank, names, sharding, columns, count))  # type: ignore[arg-type]
+    return found
+
+
+_Sized = tuple[PoolKey, list[PlacedShard], int]
+
+
+def _rank_slots(workload: Workload, here: Sequence[PlacedShard], budget: Budget) -> list[_Sized] | None:
+    grouped = pools(here)
+    if budget.ratio is not None:
+        if any(shard.kernel == "device" for shard in here):
+            return None  # a share of the rows was asked for, not all of them
+        rows = {key: sum(shard.rows for shard in members) for key, members in grouped.items()}
+        return [
+            (key, members, max(1, min(rows[key], max(LEAST_SLOTS, round(budget.ratio * rows[key])))))
+            for key, members in grouped.items()
+        ]
+    left = budget.cache_bytes
+    if left is None:
+        assert budget.device_bytes is not None
+        left = budget.device_bytes - fixed_bytes(workload, here)
+    elif any(shard.kernel == "device" for shard in here):
+        return None
+    if not grouped:
+        return [] if left >= 0 else None
+    return _divided(workload, grouped, left)
+
+
+def _divided(workload: Workload, grouped: dict[PoolKey, list[PlacedShard]], left: int) -> list[_Sized] | None:
+    """Each pool gets what one batch needs, and of the rest what its rows would hold in one cache for all of them: so
+    rows compete by frequency across pools, too."""
+    memories = {key: memory_model.pool_memory(members, workload.shape.memory) for key, members in grouped.items()}
+    least = {key: least_slots(workload, members) for key, members in grouped.items()}
+    left -= sum(memories[key].device_bytes(least[key]) for key in grouped)
+    if left < 0:
+        return None
+    if len(grouped) == 1:
+        weights = dict.fromkeys(grouped, 1.0)
+    else:
+        weights = _held_bytes(workload, grouped, memories, left)
+    extra = _fill(left, weights, {key: max(0, memories[key].rows - least[key]) for key in grouped}, memories)
+    return [(key, grouped[key], least[key] + extra[key]) for key in grouped]
+
+
+def _held_bytes(
+    workload: Workload, grouped: dict[PoolKey, list[PlacedShard]], memories: dict[PoolKey, PoolMemory], left: int
+) -> dict[PoolKey, float]:
+    mean_bytes = sum(memory.slot_bytes for memory in memories.values()) / len(memories)
+    members = [shard for shards in grouped.values() for shard in shards]
+    traffic = iter(counted_traffic(workload, members, max(1, int(left / mean_bytes))))
+    return {
+        key: memories[key].slot_bytes * sum(next(traffic).held_rows for _ in shards) for key, shards in grouped.items()
+    }
+
+
+def _fill(
+    left: int, weights: dict[PoolKey, float], room: dict[PoolKey, int], memories: dict[PoolKey, PoolMemory]
+) -> dict[PoolKey, int]:
+    """Slots in proportion to ``weights``, at most ``room``; what a full pool leaves goes to the others."""
+    extra = dict.fromkeys(weights, 0)
+    open_pools = set(weights)
+    while open_pools:
+        total = sum(weights[key] for key in open_pools)
+        share = {key: left * weights[key] / total if total else left / len(open_pools) for key in open_pools}
+        full = {key for key in open_pools if share[key] >= room[key] * memories[key].slot_bytes}
+        if not full:
+            for key in open_pools:
+                extra[key] = int(share[key] // memories[key].slot_bytes)
+            break
+        for key in sorted(full):
+            extra[key] = room[key]
+            left -= room[key] * memories[key].slot_bytes
+        open_pools -= full
+    return extra
