@@ -1,41 +1,34 @@
-"""How often each row of each table occurs in a data set: counted once, saved as a file, read by the
-policies."""
+"""How often each row of each table occurs in a data set: counted once, saved as a file, read by the policies and the
+planner."""
 
 from __future__ import annotations
 
-import zipfile
-import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from embershard.cache.profile_file import CountsInMemory, SparseCounts, read, write
 from embershard.errors import ConfigError, DataError, IdOutOfRangeError
+from embershard.frequency import DataStatistics
+from embershard.frequency.counts import RowCounts
+from embershard.frequency.curves import BatchMisses
 
-_FORMAT = 1
-_PREFIX = "counts/"
-_DAMAGE = (
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    EOFError,
-    NotImplementedError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
+if TYPE_CHECKING:
+    from embershard.cache.profile_merge import TableComparison
 
 
 @dataclass(frozen=True)
 class FrequencyProfile:
-    """Row counts per table.
+    """Row counts per table, and what else a pass over the data found.
 
-    ``counts[table]`` is an int64 tensor [rows]: how many lookups each row got. ``num_batches`` is the number
-    of batches that were counted. Immutable by convention: the tensors are not to be written to.
+    ``counts[table]`` is an int64 tensor [rows]: how many lookups each row got. Where a profile was loaded or
+    collected, it is made anew at each access, and only the rows that occur are kept (:meth:`sparse`).
+    ``num_batches`` is the number of batches that were counted. ``statistics`` is small whatever the number of rows;
+    None where only counts were made. Immutable by convention: the tensors are not to be written to.
 
     >>> profile = FrequencyProfile.count([{"user": torch.tensor([3, 1, 3])}], {"user": 5})
     >>> profile.counts["user"].tolist()
@@ -44,6 +37,7 @@ class FrequencyProfile:
 
     counts: Mapping[str, Tensor]
     num_batches: int
+    statistics: DataStatistics | None = None
 
     @classmethod
     def count(cls, batches: Iterable[Mapping[str, Tensor]], num_rows: Mapping[str, int]) -> FrequencyProfile:
@@ -63,15 +57,64 @@ class FrequencyProfile:
                 _add_counts(counts[table], table, ids.reshape(-1))
         return cls(counts, num_batches)
 
+    @classmethod
+    def of_sparse(
+        cls,
+        num_rows: Mapping[str, int],
+        counts: Mapping[str, RowCounts],
+        num_batches: int,
+        statistics: DataStatistics | None = None,
+    ) -> FrequencyProfile:
+        """From the rows that occur."""
+        return cls(SparseCounts(CountsInMemory(num_rows, counts)), num_batches, statistics)
+
+    @classmethod
+    def merge(cls, profiles: Sequence[FrequencyProfile], max_lookups: int = 4_000_000) -> FrequencyProfile:
+        """Several profiles of the same tables, of several days or ranks, as one; see :mod:`.profile_merge`."""
+        from embershard.cache.profile_merge import merge
+
+        return merge(profiles, max_lookups)
+
+    def compare(self, other: FrequencyProfile) -> list[TableComparison]:
+        """What these counts say about another profile, per table; see :mod:`.profile_merge`."""
+        from embershard.cache.profile_merge import compare
+
+        return compare(self, other)
+
+    @property
+    def tables(self) -> dict[str, int]:
+        """Rows of every table, by name."""
+        return {table: self.num_rows(table) for table in self.counts}
+
     def num_rows(self, table: str) -> int:
         """Rows of ``table``."""
+        if isinstance(self.counts, SparseCounts):
+            return self.counts.source.num_rows[table]
         return self.counts[table].numel()
+
+    def sparse(self, table: str) -> RowCounts:
+        """The rows of ``table`` that occur, and their counts."""
+        if isinstance(self.counts, SparseCounts):
+            return self.counts.source.sparse(table)
+        rows = self.counts[table].nonzero().view(-1)
+        return RowCounts(rows.numpy(), self.counts[table][rows].numpy())
 
     def shard(self, table: str, rows: int, row_offset: int, local_rows: int) -> Tensor:
         """Counts of rows [row_offset, row_offset + local_rows) of ``table``: int64 [local_rows].
 
         Raises:
             ConfigError: the profile does not know the table, or was made for another number of rows.
+        """
+        self.check_table(table, rows)
+        if isinstance(self.counts, SparseCounts):
+            return self.counts.dense(table, row_offset, max(0, min(local_rows, rows - row_offset)))
+        return self.counts[table][row_offset : row_offset + local_rows]
+
+    def check_table(self, table: str, rows: int) -> None:
+        """That ``table`` is known, with so many rows.
+
+        Raises:
+            ConfigError: it is not.
         """
         if table not in self.counts:
             raise ConfigError(
@@ -83,43 +126,55 @@ class FrequencyProfile:
                 f"the frequency profile counted {self.num_rows(table)} rows of table {table!r}, the model "
                 f"has {rows}; make it again with the model's row counts"
             )
-        return self.counts[table][row_offset : row_offset + local_rows]
+
+    def cache_statistics(self, table: str, batch_size: int) -> BatchMisses:
+        """What a cache of the most frequent rows of ``table`` misses in a batch of ``batch_size`` samples (over all
+        ranks).
+
+        Raises:
+            ConfigError: the profile has no statistics, or not of this table.
+        """
+        statistics = self.need_statistics()
+        if table not in statistics.tables:
+            raise ConfigError(f"the profile has no table {table!r}, only {sorted(statistics.tables)}")
+        return BatchMisses.of(statistics.tables[table], batch_size, statistics.num_samples)
+
+    def need_statistics(self) -> DataStatistics:
+        """The statistics.
+
+        Raises:
+            ConfigError: there are none.
+        """
+        if self.statistics is None:
+            raise ConfigError("this profile has counts only, and no statistics; make one with `embershard profile`")
+        return self.statistics
 
     def save(self, path: str | Path) -> None:
-        """Write a ``.npz`` file without pickle; tables with few occurring rows stay small (compressed)."""
-        arrays = {_PREFIX + table: counts.numpy() for table, counts in self.counts.items()}
-        meta = np.array([_FORMAT, self.num_batches], dtype=np.int64)
-        with open(path, "wb") as file:
-            np.savez_compressed(file, format=meta, **arrays)  # type: ignore[arg-type]
+        """Write a ``.npz`` file without pickle; only the rows that occur are in it."""
+        write(Path(path), self.tables, _SparseView(self), self.num_batches, self.statistics)
 
     @classmethod
     def load(cls, path: str | Path) -> FrequencyProfile:
-        """Read what :meth:`save` wrote; nothing is unpickled.
+        """Read what :meth:`save` wrote; nothing is unpickled. Counts stay in the file until they are asked for.
 
         Raises:
             DataError: the file is missing, damaged, or not a profile.
         """
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                version, num_batches = (int(value) for value in file["format"])
-                counts = {
-                    name.removeprefix(_PREFIX): torch.from_numpy(file[name])
-                    for name in file.files
-                    if name.startswith(_PREFIX)
-                }
-        except _DAMAGE as error:
-            raise DataError(
-                f"{path} is not a frequency profile: {error}. Make one with FrequencyProfile.save"
-            ) from error
-        if version != _FORMAT:
-            raise DataError(f"{path} is a frequency profile of format {version}, this version reads {_FORMAT}")
-        for table, values in counts.items():
-            if values.dtype != torch.int64 or values.dim() != 1 or bool((values < 0).any()):
-                raise DataError(
-                    f"{path}: the counts of table {table!r} are {values.dtype} {list(values.shape)}; needed are "
-                    "int64 [rows], none of them negative. Make the profile again"
-                )
-        return cls(counts, num_batches)
+        return cls(*read(Path(path)))
+
+
+@dataclass(frozen=True)
+class _SparseView:
+    """A profile as what is written."""
+
+    profile: FrequencyProfile
+
+    @property
+    def num_rows(self) -> Mapping[str, int]:
+        return self.profile.tables
+
+    def sparse(self, table: str) -> RowCounts:
+        return self.profile.sparse(table)
 
 
 def _add_counts(counts: Tensor, table: str, ids: Tensor) -> None:

@@ -1,0 +1,139 @@
+"""How often each row was looked up, kept for the rows that occur, in memory that does not grow without bound."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embershard.frequency.statistics import CountHistogram
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class RowCounts:
+    """The rows of a table that occur.
+
+    Attributes:
+        rows: int64 [R] ascending.
+        hits: int64 [R] lookups of each, above 0.
+    """
+
+    rows: Ints
+    hits: Ints
+
+    @classmethod
+    def none(cls) -> RowCounts:
+        """Of a table without lookups."""
+        return cls(np.empty(0, np.int64), np.empty(0, np.int64))
+
+    @classmethod
+    def of_rows(cls, rows: Ints) -> RowCounts:
+        """Of lookups [M] in any order."""
+        return cls(*np.unique(rows, return_counts=True))
+
+    @property
+    def num_lookups(self) -> int:
+        """Lookups of all rows together."""
+        return int(self.hits.sum())
+
+    def hits_of(self, rows: Ints) -> Ints:
+        """Lookups [M] of these rows [M]: 0 where a row does not occur."""
+        if not len(self.rows):
+            return np.zeros(len(rows), np.int64)
+        places = np.minimum(np.searchsorted(self.rows, rows), len(self.rows) - 1)
+        return np.where(self.rows[places] == rows, self.hits[places], 0)
+
+    def at_least(self, hits: float) -> RowCounts:
+        """Only the rows with so many lookups."""
+        kept = self.hits >= hits
+        return RowCounts(self.rows[kept], self.hits[kept])
+
+
+def sum_counts(parts: Sequence[RowCounts]) -> RowCounts:
+    """Lookups of all parts together, exactly."""
+    parts = [part for part in parts if len(part.rows)]
+    if not parts:
+        return RowCounts.none()
+    if len(parts) == 1:
+        return parts[0]
+    rows = np.concatenate([part.rows for part in parts])
+    order = np.argsort(rows, kind="stable")  # sorted runs are merged, not sorted anew
+    rows = rows[order]
+    starts = np.flatnonzero(np.diff(rows, prepend=rows[0] - 1))
+    hits = np.concatenate([part.hits for part in parts])[order]
+    return RowCounts(rows[starts], np.add.reduceat(hits, starts))
+
+
+def histogram_of(counts: RowCounts, num_rows: int, num_lookups: int) -> CountHistogram:
+    """The histogram of a table.
+
+    Lookups whose rows were forgotten to save memory stand in it as rows that were seen as seldom as the table's number
+    of rows allows: their share of all lookups is right, and they come last in every ranking.
+    """
+    histogram = CountHistogram.of_counts(counts.hits)
+    lost, room = num_lookups - counts.num_lookups, num_rows - len(counts.rows)
+    if lost <= 0 or room <= 0:
+        return histogram
+    seldom = float(-(-lost // room))
+    values = np.append(histogram.counts, seldom)
+    rows = np.append(histogram.rows, lost / seldom)
+    values, places = np.unique(values, return_inverse=True)
+    return CountHistogram(values[::-1].copy(), np.bincount(places, rows)[::-1].astype(np.float64))
+
+
+class RowCounter:
+    """Adds up the counts of one table.
+
+    Parts are merged when they have about the same size (as a log-structured merge tree does), so that every row is
+    moved a logarithmic number of times.
+    """
+
+    def __init__(self) -> None:
+        self._runs: list[RowCounts] = []
+        self.num_lookups = 0
+        self.undercount = 0
+
+    @property
+    def num_entries(self) -> int:
+        """Entries held; at least the number of distinct rows."""
+        return sum(len(run.rows) for run in self._runs)
+
+    def add(self, part: RowCounts) -> None:
+        """The counts of some more lookups."""
+        self.num_lookups += part.num_lookups
+        self._runs.append(part)
+        while len(self._runs) > 1 and len(self._runs[-2].rows) <= 2 * len(self._runs[-1].rows):
+            last = self._runs.pop()
+            self._runs[-1] = sum_counts([self._runs[-1], last])
+
+    def total(self) -> RowCounts:
+        """All of them together."""
+        self._runs = [sum_counts(self._runs)]
+        return self._runs[0]
+
+    def forget(self, hits: int) -> None:
+        """Drop the rows that have at most so many lookups. What a row may have lost, ``undercount``, adds up."""
+        total = self.total()
+        kept = total.at_least(hits + 1)
+        if len(kept.rows) < len(total.rows):
+            self._runs = [kept]
+            self.undercount += hits
+
+
+def bound_memory(counters: Sequence[RowCounter], max_rows: int) -> None:
+    """Forget the rarest rows of all tables while there are more than ``max_rows`` (lossy counting: Manku and Motwani,
+    VLDB 2002). At least half of the room is free afterwards, so that this is seldom done."""
+    if sum(counter.num_entries for counter in counters) <= max_rows:
+        return
+    totals = [counter.total() for counter in counters]
+    if sum(len(total.rows) for total in totals) <= max_rows:
+        return
+    values, rows = np.unique(np.concatenate([total.hits for total in totals]), return_counts=True)
+    kept_above = rows.sum() - np.cumsum(rows)
+    hits = int(values[np.searchsorted(-kept_above, -(max_rows // 2))])
+    for counter in counters:
+        counter.forget(hits)

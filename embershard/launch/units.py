@@ -1,0 +1,17 @@
+"""Sizes as people write them."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?\s*", re.IGNORECASE)
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of a text such as "80GB" (80 * 10**9), "1.5GiB" (1.5 * 2**30) or "4096"; a type for argparse."""
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"got {text!r}; needed a size such as 4GB, 512MB, 1.5GiB or a number of bytes")
+    return round(float(match[1]) * _UNITS[(match[2] or "").upper()])

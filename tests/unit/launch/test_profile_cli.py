@@ -1,0 +1,209 @@
+"""The command `embershard profile` and what it shows."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embershard.assembly import CacheSettings, find_profile
+from embershard.cache import FrequencyProfile
+from embershard.data import BatchStream, DataConfig, SyntheticConfig, open_source
+from embershard.errors import ConfigError
+from embershard.launch import cli, profile_pass
+from embershard.launch.config import load_config
+from embershard.launch.profile import main, run_config
+from embershard.launch.profile_pass import PassOptions, part_ranges, profile_data
+from embershard.launch.units import parse_bytes
+from embershard.models import table_name
+from embershard.run_config import RunConfig
+
+SMALL = SyntheticConfig(num_samples=12_000, scale=0.0005, bag_sizes=(2,))
+SMALL_SET = ["data.synthetic.num_samples=12000", "data.synthetic.scale=0.0005", "data.synthetic.bag_sizes=[2]"]
+
+
+def settings(*texts: str) -> list[str]:
+    return [word for text in texts for word in ("--set", text)]
+
+
+def lookups_in_training_order(data: DataConfig) -> dict[str, np.ndarray]:
+    rows: dict[str, list[np.ndarray]] = {}
+    with BatchStream(
+        open_source(data), batch_size=10, rank=0, world_size=1, split="train", epochs=1, config=data
+    ) as stream:
+        for batch in stream:
+            for key, ids in batch.sparse_features.to_dict().items():
+                rows.setdefault(table_name(key), []).append(ids.values().numpy())
+    return {table: np.concatenate(parts) for table, parts in rows.items()}
+
+
+def same(a: FrequencyProfile, b: FrequencyProfile) -> None:
+    one, other = a.need_statistics(), b.need_statistics()
+    assert one.trace is not None
+    assert other.trace is not None
+    assert one.trace.rate == other.trace.rate
+    for table in a.tables:
+        assert a.sparse(table).rows.tolist() == b.sparse(table).rows.tolist()
+        assert a.sparse(table).hits.tolist() == b.sparse(table).hits.tolist()
+        for name in ("rows", "samples"):
+            assert np.array_equal(getattr(one.trace.tables[table], name), getattr(other.trace.tables[table], name))
+        assert one.tables[table].window_rows.tolist() == other.tables[table].window_rows.tolist()
+
+
+def test_the_number_of_processes_changes_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(profile_pass, "PART_SAMPLES", 2048)
+    given = ["synthetic", *settings(*SMALL_SET), "--max-lookups", "30000"]
+    for workers in ("1", "2"):
+        assert main([*given, "-o", str(tmp_path / f"{workers}.npz"), "--workers", workers]) == 0
+    said = capsys.readouterr().out
+    assert "10,800 samples, 561,600 lookups in 26 tables" in said
+    assert f"embershard profile show {tmp_path}/2.npz" in said
+    one, two = (FrequencyProfile.load(tmp_path / f"{workers}.npz") for workers in "12")
+    same(one, two)
+    trace = one.need_statistics().trace
+    assert trace is not None
+    assert trace.rate < 1
+    assert trace.num_lookups <= 30_000
+    assert set(one.need_statistics().preferences) >= {"frequency", "lfu", "lru"}
+
+
+def test_the_trace_is_what_the_trainer_reads(monkeypatch):
+    monkeypatch.setattr(profile_pass, "PART_SAMPLES", 200)
+    data = DataConfig(synthetic=dataclasses.replace(SMALL, num_samples=900), seed=3, chunk_rows=64, num_workers=0)
+    profile = profile_data(data, PassOptions())
+    trace = profile.need_statistics().trace
+    assert trace is not None
+    assert trace.num_samples == 810
+    for table, rows in lookups_in_training_order(data).items():
+        assert trace.tables[table].rows.tolist() == rows.tolist()
+        assert profile.counts[table].tolist() == np.bincount(rows, minlength=profile.num_rows(table)).tolist()
+
+
+def test_the_real_sample(criteo_sample, tmp_path, capsys):
+    file, picture = tmp_path / "p.npz", tmp_path / "curves.png"
+    assert main([str(criteo_sample), "-o", str(file), *settings("data.criteo.num_rows=20000")]) == 0
+    capsys.readouterr()
+    assert main(["show", str(file), "--png", str(picture), "--top", "3"]) == 0
+    said = capsys.readouterr().out
+    for expected in (
+        "9,000 training samples",
+        "t_C1 ",
+        "23 more",
+        "together",
+        "Drift: the 1% most",
+        "Policy:",
+        "Trust:",
+    ):
+        assert expected in said
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    statistics = FrequencyProfile.load(file).need_statistics()
+    assert sum(table.num_lookups for table in statistics.tables.values()) == 9000 * 26
+    assert statistics.trace is not None
+    assert statistics.trace.rate == 1.0
+    assert statistics.read_seconds_per_sample is not None
+
+
+def test_a_training_run_takes_such_a_profile(tmp_path):
+    data = DataConfig(synthetic=SMALL)
+    profile_data(data, PassOptions()).save(tmp_path / "p.npz")
+    example = Path(__file__).parents[3] / "examples" / "quickstart.toml"
+    config = load_config(
+        RunConfig, example, [f"cache.profile={tmp_path / 'p.npz'}", "cache.profile_samples=none", *SMALL_SET]
+    )
+    found = find_profile(config.cache, config.data, open_source(config.data))
+    assert found is not None
+    counted = find_profile(CacheSettings(policy="frequency", profile_samples=10_800), data, open_source(data))
+    assert counted is not None
+    table = "t_C3"
+    rows = found.num_rows(table)
+    found.shard(table, rows, 0, rows)
+    # The profile of the run itself leaves the last, incomplete batch of 1024 samples out.
+    less = found.counts[table] - counted.counts[table]
+    assert int(less.min()) >= 0
+    assert int(less.sum()) == 2 * (10_800 % 1024)
+
+
+def test_merge_and_compare(tmp_path, capsys):
+    files = [str(tmp_path / f"{number}.npz") for number in (0, 1, 2)]
+    for number, file in enumerate(files[:2]):
+        data = DataConfig(synthetic=dataclasses.replace(SMALL, num_samples=3000), seed=number)
+        profile_data(data, PassOptions()).save(file)
+    assert main(["merge", *files[:2], "-o", files[2]]) == 0
+    assert FrequencyProfile.load(files[2]).need_statistics().num_samples == 5400
+    assert main(["compare", *files[:2], "--top", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "2 profiles in one" in said
+    assert "24 more" in said
+    assert "those chosen by A find" in said
+
+
+def test_a_sample_states_its_error(capsys):
+    data = DataConfig(synthetic=SMALL)
+    statistics = profile_data(data, PassOptions(sample=0.25)).need_statistics()
+    assert statistics.num_samples == 2700
+    assert statistics.share_of_samples == pytest.approx(0.25, abs=0.01)
+    for said in ("a sample of 25", "Its halves differ by", "of the other half's lookups", "not in the sample"):
+        assert said in statistics.origin
+
+
+@pytest.mark.parametrize("share", [0.001, 0.01, 0.3, 0.99])
+def test_sampled_ranges_are_apart_and_spread(share):
+    ranges = part_ranges(100_000, share, 4096)
+    assert sum(stop - start for start, stop in ranges) == pytest.approx(100_000 * share, rel=0.01)
+    assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(ranges))
+    assert max(stop - start for start, stop in ranges) <= 4096
+    assert ranges[-1][1] <= 100_000
+    assert ranges[-1][1] > 100_000 * (1 - 1 / len(ranges))
+    assert part_ranges(10, 1.0, 4) == [(0, 4), (4, 8), (8, 10)]
+    assert part_ranges(3, 0.5, 4) == [(0, 1), (1, 2)]
+
+
+def test_data_and_config_together(tmp_path):
+    (tmp_path / "x.parquet").touch()
+    (tmp_path / "run.toml").write_text('[data]\nkind = "criteo"\nseed = 5\n[train]\nbatch_size = 7\n')
+    guessed = run_config(str(tmp_path), None, [])
+    assert (guessed.data.kind, guessed.data.path) == ("parquet", str(tmp_path))
+    assert run_config("/data/day_0", None, []).data.kind == "criteo"
+    configured = run_config("/data", tmp_path / "run.toml", ["data.seed=6"])
+    assert (configured.data.kind, configured.data.seed, configured.train.batch_size) == ("criteo", 6, 7)
+    assert run_config("synthetic", tmp_path / "run.toml", []).data.kind == "synthetic"
+    assert run_config(None, tmp_path / "run.toml", ["data.path=/d"]).data.path == "/d"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-o", "p.npz"], "what is to be counted?"),
+        (["synthetic", "-o", "nowhere/p.npz"], "is in a folder that does not exist"),
+        (["synthetic", "-o", "."], "is a folder"),
+        (["synthetic", "-o", "p.npz", "--sample", "0"], "sample = 0.0; needed a share"),
+        (["synthetic", "-o", "p.npz", "--workers", "0"], "num_workers = 0; needed at least 1"),
+        (["nowhere", "-o", "p.npz"], "nowhere: no such file or folder"),
+        (["synthetic", "-o", "p.npz", "--set", "data.sead=1"], "Did you mean data.seed?"),
+        (["show", "p.npz"], "p.npz is not a frequency profile"),
+        (["merge", "p.npz", "-o", "q.npz"], "p.npz is not a frequency profile"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(arguments, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["profile", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("embershard: ")
+    assert said in error
+    assert len(error.splitlines()) == 1
+
+
+def test_sizes_as_people_write_them():
+    sizes = {"4GB": 4 * 10**9, "1.5GiB": 3 << 29, "512 mb": 512 * 10**6, "7": 7, "2k": 2000, "1TB": 10**12}
+    assert {text: parse_bytes(text) for text in sizes} == sizes
+    with pytest.raises(argparse.ArgumentTypeError, match="needed a size such as 4GB"):
+        parse_bytes("much")
+
+
+def test_a_share_of_the_memory_is_checked():
+    with pytest.raises(ConfigError, match="memory_bytes = 5"):
+        PassOptions(memory_bytes=5)
