@@ -72,9 +72,9 @@ def sentences(chosen: TablePlacement, found: Sequence[Alternative]) -> list[str]
             lines.append(f"{each.sharding}: {each.problem or 'not chosen'}")
             continue
         more = each.step_seconds - own.step_seconds
-        change = "the same" if abs(more) < 5e-7 else f"{abs(more) * 1e3:.3f} ms {'more' if more > 0 else 'less'}"
+        change = "as much as" if abs(more) < 5e-7 else f"{abs(more) * 1e3:.3f} ms {'more' if more > 0 else 'less'} than"
         lines.append(
-            f"{each.sharding}: {each.step_seconds * 1e3:.3f} ms a step, {change} than {chosen.sharding}; then "
+            f"{each.sharding}: {each.step_seconds * 1e3:.3f} ms a step, {change} {chosen.sharding}; then "
             f"a step waits for {each.bottleneck}, and the fullest rank needs {each.most_device_bytes / 1e9:.3f} GB"
         )
     return lines

@@ -23,6 +23,7 @@ from embershard.sharding.torchrec.search import place
 from embershard.sharding.workload import place_shards, pools
 
 _ORDERS: tuple[Literal["seconds", "device_bytes"], ...] = ("seconds", "device_bytes")
+_MANY_TABLES = 200  # with more, one order must do: each costs seconds
 _SKEWED = 1.5  # times its share of the rows is what a block's share of lookups may be before we say so
 
 
@@ -100,36 +101,44 @@ def _candidates(request: PlanRequest, need: LeastNeed) -> list[Candidate]:
     """Placements that fit, among them the one that needs the least memory. First come those without a cache: where all
     rows fit the devices, nothing need be planned or moved."""
     found = list(dict.fromkeys([*_searched(request, need), need.tables]))
-    resident = [tuple(_on_device(table) for table in tables) for tables in found]
-    candidates = [sized(request, tables) for tables in [*resident, *found]]
+    tried = [*_searched(request, need, resident=True), *(tuple(map(_on_device, tables)) for tables in found), *found]
+    candidates = [sized(request, tables) for tables in dict.fromkeys(tried)]
     return [candidate for candidate in candidates if candidate is not None]
 
 
-def _searched(request: PlanRequest, need: LeastNeed) -> list[tuple[TablePlacement, ...]]:
-    """What TorchRec's planner finds, with two orders in which tables are placed."""
+def _searched(request: PlanRequest, need: LeastNeed, resident: bool = False) -> list[tuple[TablePlacement, ...]]:
+    """What TorchRec's planner finds, with two orders in which tables are placed; ``resident``: without caches."""
     shape, budget = request.workload.shape, request.budget
-    if shape.world_size == 1:
+    if shape.world_size == 1 or (resident and not _may_be_resident(request)):
         return []
-    least = sized(request, need.tables)
+    least = None if resident else sized(request, need.tables)
     num_slots = sum(pool.slots for pool in least.pools) if least is not None else 1
-    costs = ShardCosts(request.workload, request.rates, num_slots)
+    costs = ShardCosts(request.workload, request.rates, num_slots, resident=resident)
     local = min(shape.ranks_per_node, shape.world_size)
-    fixed_bytes = min(rank.fixed_bytes for rank in need.ranks)
+    fixed_bytes = _shared(request, min(rank.fixed_bytes for rank in need.ranks))
     found = []
-    for order in _ORDERS:
+    for order in _ORDERS if len(request.sharded) <= _MANY_TABLES else _ORDERS[:1]:
         placements = place(
             request.sharded,
             costs,
             world_size=shape.world_size,
             ranks_per_node=local,
-            device_bytes=None if budget.device_bytes is None else budget.device_bytes - _shared(request, fixed_bytes),
+            device_bytes=None if budget.device_bytes is None else budget.device_bytes - fixed_bytes,
             host_bytes=None if budget.host_bytes is None else budget.host_bytes // local,
             allowed=request.allowed,
             sort_by=order,
         )
         if placements is not None:
-            found.append(tuple(placed(request, placements)))
+            tables = placed(request, placements)
+            found.append(tuple(map(_on_device, tables)) if resident else tuple(tables))
     return found
+
+
+def _may_be_resident(request: PlanRequest) -> bool:
+    """Whether all devices together could hold all rows."""
+    limit = request.budget.device_bytes
+    needed = sum(table.rows * table.row_bytes() for table in request.sharded)
+    return limit is not None and needed <= limit * request.workload.shape.world_size
 
 
 def _shared(request: PlanRequest, fixed_bytes: int) -> int:

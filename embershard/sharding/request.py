@@ -15,6 +15,8 @@ from embershard.sharding.workload import Workload
 #: On one node the other types do the same as these.
 ONE_NODE_TYPES = ("table_wise", "row_wise", "column_wise")
 NODES_TYPES = (*ONE_NODE_TYPES, "table_row_wise", "table_column_wise")
+#: Of a column shard: FBGEMM is slow on narrow rows.
+LEAST_COLUMNS = 32
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,12 @@ class PlanRequest:
         """Sharding types of those."""
         shape = self.workload.shape
         types = list(self.types or (ONE_NODE_TYPES if shape.world_size <= shape.ranks_per_node else NODES_TYPES))
-        return {table.table: list(self.only.get(table.table, types)) for table in self.sharded}
+        found = {}
+        for table in self.sharded:
+            cut = table.dim >= 2 * LEAST_COLUMNS  # else it would be table-wise by another name
+            own = [name for name in types if cut or name not in ("column_wise", "table_column_wise")]
+            found[table.table] = list(self.only.get(table.table, own or types))
+        return found
 
     @property
     def replicated(self) -> list[TablePlacement]:

@@ -24,10 +24,11 @@ class ShardCosts:
 
     A table's hit rate is the one it would have in a single cache with all ranks' slots together: what balanced ranks
     come to. The link's and the memory's speed are in the rates, the rows' frequencies in the traffic.
+    ``resident``: costs of tables that are whole on the device.
     """
 
-    def __init__(self, workload: Workload, rates: Rates, num_slots: int) -> None:
-        self._workload, self._rates = workload, rates
+    def __init__(self, workload: Workload, rates: Rates, num_slots: int, *, resident: bool = False) -> None:
+        self._workload, self._rates, self._resident = workload, rates, resident
         tables = workload.model.tables
         whole = [PlacedShard(t, 0, 0, t.rows, t.dim, "table_wise", "cached") for t in tables]
         traffic = counted_traffic(workload, whole, max(1, num_slots))
@@ -41,10 +42,11 @@ class ShardCosts:
 
     def _cost(self, shard: PlacedShard) -> ShardCost:
         traffic = _part(self._traffic[shard.table.table], shard, self._workload.share_of_lookups(shard))
+        if self._resident:
+            shard = dataclasses.replace(shard, kernel="device")
+            traffic = dataclasses.replace(traffic, fills=0.0, write_backs=0.0)
         work = shard_work(self._workload, shard, traffic)
         parts = step_time(work, self._rates, self._workload.shape.device).parts
-        memory = memory_model.pool_memory([shard], self._workload.shape.memory)
-        least = min(shard.rows, max(LEAST_SLOTS, math.ceil(1.1 * traffic.unique_ids)))
         host = memory_model.host_bytes([shard], self._workload.shape.memory)
         return ShardCost(
             seconds={
@@ -52,9 +54,17 @@ class ShardCosts:
                 "communication": sum(parts[name] for name in _COMMUNICATION),
                 "copies": sum(parts[name] for name in _COPIES),
             },
-            device_bytes=memory.map_bytes + least * memory.slot_bytes + self._buffer_bytes(shard, traffic),
+            device_bytes=self._row_bytes(shard, traffic) + self._buffer_bytes(shard, traffic),
             host_bytes=sum(host.values()),
         )
+
+    def _row_bytes(self, shard: PlacedShard, traffic: ShardTraffic) -> int:
+        """All rows, or a cache's maps and the rows of one batch."""
+        if self._resident:
+            return shard.rows * shard.row_bytes
+        memory = memory_model.pool_memory([shard], self._workload.shape.memory)
+        least = min(shard.rows, max(LEAST_SLOTS, math.ceil(1.1 * traffic.unique_ids)))
+        return memory.map_bytes + least * memory.slot_bytes
 
     def _buffer_bytes(self, shard: PlacedShard, traffic: ShardTraffic) -> int:
         """Of the step's buffers what this shard adds to its rank; the rest is the same on every rank."""

@@ -99,6 +99,16 @@ class Workload:
         """Which share of its table's lookups go to a shard's rows: all of them, or as the data say for its block."""
         if shard.rows == shard.table.rows:
             return 1.0
+        key = (shard.table.table, shard.row_start, shard.row_stop)
+        if key not in self._shares:
+            self._shares[key] = self._count_share(shard)
+        return self._shares[key]
+
+    @cached_property
+    def _shares(self) -> dict[tuple[str, int, int], float]:
+        return {}
+
+    def _count_share(self, shard: PlacedShard) -> float:
         trace, name = self.data.trace, shard.table.table
         if trace is None or not self.data.tables[name].num_lookups:
             return shard.rows / shard.table.rows

@@ -30,12 +30,13 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from embershard.sharding.request import LEAST_COLUMNS
 from embershard.sharding.sizes import PlacedShard, TableSize
 from embershard.sharding.torchrec.planning import _OrderedEnumerator
 from embershard.sharding.torchrec.sharders import StockEmbeddingBagCollectionSharder
 
 _MOST_GRID_PROPOSALS = 500
-_MOST_PLACED_SHARDS = 800_000  # by one proposer, over all its proposals: bounds the search without a clock
+_MOST_PLACED_SHARDS = 400_000  # by one proposer, over all its proposals: bounds the search without a clock
 _EVERYTHING = 2**62
 
 
@@ -100,7 +101,9 @@ def place(
     by_name = {table.table: table for table in tables}
     constraints = {
         name: ParameterConstraints(
-            sharding_types=list(types), compute_kernels=[EmbeddingComputeKernel.FUSED.value], min_partition=None
+            sharding_types=list(types),
+            compute_kernels=[EmbeddingComputeKernel.FUSED.value],
+            min_partition=max(LEAST_COLUMNS, by_name[name].dim // world_size),
         )
         for name, types in allowed.items()
     }
