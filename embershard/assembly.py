@@ -9,19 +9,22 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.types import ModuleSharder, ShardingEnv
+from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 
 from embershard.cache import CacheConfig, FrequencyProfile
 from embershard.data import BatchStream, DataConfig, Schema, Source
 from embershard.distributed import Ranks
-from embershard.errors import ConfigError
+from embershard.errors import ConfigError, ShardingError
 from embershard.models import ModelConfig, build_model, table_name
-from embershard.optimizers import EmbeddingOptimizerConfig
+from embershard.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig
+from embershard.sharding.config import ShardingConfig
+from embershard.sharding.plan import Plan
 from embershard.sharding.torchrec import (
     CachedEmbeddingBagCollectionSharder,
     StockEmbeddingBagCollectionSharder,
     plan_sharding,
 )
+from embershard.sharding.torchrec.placement import check_built, torchrec_plan
 
 #: Samples that are counted for a profile when a policy needs one and none is given.
 DEFAULT_PROFILE_SAMPLES = 200_000
@@ -101,6 +104,42 @@ def find_profile(settings: CacheSettings, data: DataConfig, source: Source) -> F
     return FrequencyProfile.count(_ids_by_table(data, source, samples), rows)
 
 
+def find_plan(
+    settings: ShardingConfig,
+    embedding_optimizer: EmbeddingOptimizerConfig,
+    dense_optimizer: DenseOptimizerConfig,
+    ranks: Ranks,
+) -> Plan | None:
+    """The plan of a run, or None where it has none; the same on every rank. Collective.
+
+    Raises:
+        ShardingError: the file is no plan, or one for other ranks.
+        ConfigError: the optimizers cannot train its replicated tables.
+    """
+    if settings.plan is None:
+        return None
+    path = settings.plan
+    plan = ranks.from_first(lambda: Plan.load(path))  # read once: files may differ between machines
+    for ranks_per_node in sorted(set(ranks.all_gather_objects(ranks.local_world_size))):
+        plan.check_ranks(ranks.world_size, ranks_per_node)
+    _check_replicated(plan, embedding_optimizer, dense_optimizer)
+    return plan
+
+
+def _check_replicated(plan: Plan, embedding: EmbeddingOptimizerConfig, dense: DenseOptimizerConfig) -> None:
+    """TorchRec trains replicated tables with the dense optimizer, which must do what the embeddings' one would."""
+    replicated = [table.table for table in plan.tables if table.kernel == "replicated"]
+    only_scale = dense.clip_norm is None and dense.weight_decay is None
+    if replicated and not (embedding.kind == dense.kind == "sgd" and embedding.lr == dense.lr and only_scale):
+        raise ConfigError(
+            f"The plan replicates the tables {replicated[:5]}, and replicated tables are trained by the dense "
+            f"optimizer: got embedding_optimizer {embedding.kind!r} with lr={embedding.lr}, and dense_optimizer "
+            f"{dense.kind!r} with lr={dense.lr}, clip_norm={dense.clip_norm}, weight_decay={dense.weight_decay}; "
+            "needed 'sgd' for both, with one lr and neither clipping nor weight decay. Or plan these tables with "
+            'kernel "device".'
+        )
+
+
 def build_sharded_model(
     model_config: ModelConfig,
     optimizer: EmbeddingOptimizerConfig,
@@ -111,20 +150,27 @@ def build_sharded_model(
     *,
     batch_size: int,
     seed: int,
+    plan: Plan | None = None,
 ) -> DistributedModelParallel:
-    """The model of a run on this rank: tables sharded over the ranks, dense layers replicated under DDP.
+    """The model of a run on this rank: tables sharded over the ranks, dense layers replicated under DDP. Collective.
+
+    Args:
+        plan: obeyed exactly; where it is None, TorchRec's planner places the tables. Without a cache its cached tables
+            are whole on the device, at the same places.
 
     Raises:
         ConfigError: the model, the optimizer or the cache does not fit the data or the device.
-        ShardingError: no plan fits.
+        ShardingError: no plan fits, or the given one is for another model.
     """
     torch.manual_seed(seed)
     model = build_model(model_config, schema, ranks.device)
     optimizer.apply(model.model.sparse_arch, ranks.device)
-    sharder = _sharder(cache, profile)
-    # Planned once: ranks with different plans would wait for each other for ever.
-    plan = ranks.from_first(
-        lambda: plan_sharding(
+    sharder = _sharder(cache, profile, plan)
+
+    def placement() -> ShardingPlan:
+        if plan is not None:
+            return torchrec_plan(plan, model, [sharder], ranks.device, cached=cache.enabled)
+        return plan_sharding(
             model,
             [sharder],
             world_size=ranks.world_size,
@@ -132,21 +178,40 @@ def build_sharded_model(
             device=ranks.device,
             batch_size=batch_size,
         )
-    )
+
+    placed = ranks.from_first(placement)  # once: ranks with different plans would wait for each other for ever
     torch.manual_seed(seed + 1 + ranks.rank)  # the shards of a table must not start as copies of each other
-    return DistributedModelParallel(
+    sharded = DistributedModelParallel(
         model,
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         device=ranks.device,
-        plan=plan,
+        plan=placed,
         sharders=[sharder],
     )
+    if plan is not None:
+        _check_obeyed(sharded, plan, ranks, cached=cache.enabled)
+    return sharded
 
 
-def _sharder(cache: CacheSettings, profile: FrequencyProfile | None) -> ModuleSharder:
+def _sharder(cache: CacheSettings, profile: FrequencyProfile | None, plan: Plan | None) -> ModuleSharder:
     if cache.enabled:
-        return CachedEmbeddingBagCollectionSharder(cache=cache.cache_config(), profile=profile)
+        config = cache.cache_config()
+        if plan is not None:  # which was made for the size in the settings, or for a budget instead of it
+            config = dataclasses.replace(config, ratio=None, device_bytes=None)
+        return CachedEmbeddingBagCollectionSharder(cache=config, profile=profile, plan=plan)
     return StockEmbeddingBagCollectionSharder()
+
+
+def _check_obeyed(model: DistributedModelParallel, plan: Plan, ranks: Ranks, cached: bool) -> None:
+    """Raises on every rank when one is not built as planned, so that nobody waits for it."""
+    problem = None
+    try:
+        check_built(model, plan, ranks.rank, cached=cached)
+    except ShardingError as error:
+        problem = str(error)
+    problems = [found for found in ranks.all_gather_objects(problem) if found]
+    if problems:
+        raise ShardingError(problems[0])
 
 
 def _ids_by_table(data: DataConfig, source: Source, num_samples: int) -> Iterator[Mapping[str, torch.Tensor]]:

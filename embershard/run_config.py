@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from embershard.assembly import CacheSettings
 from embershard.data import DataConfig
@@ -11,6 +12,7 @@ from embershard.distributed import CheckpointConfig
 from embershard.errors import ConfigError
 from embershard.models import ModelConfig
 from embershard.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig, ScheduleConfig
+from embershard.sharding.config import ShardingConfig
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheSettings = field(default_factory=CacheSettings)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
     embedding_optimizer: EmbeddingOptimizerConfig = field(default_factory=EmbeddingOptimizerConfig)
     dense_optimizer: DenseOptimizerConfig = field(default_factory=DenseOptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -78,3 +81,19 @@ class RunConfig:
     def holds_out(self) -> bool:
         """Whether there is a held-out part to evaluate on."""
         return self.data.eval_path is not None or self.data.eval_fraction > 0
+
+    @property
+    def predicted_from(self) -> dict[str, Any]:
+        """The settings that a plan's prediction depends on, by name, besides the data."""
+        cache = ("profile", "warmup", "profile_samples", "lookahead", "prefetch", "decay", "host", "background")
+        model = [f.name for f in dataclasses.fields(self.model)]
+        found = {f"cache.{name}": getattr(self.cache, name) for name in cache}
+        found |= {f"model.{name}": getattr(self.model, name) for name in model}
+        return {
+            **found,
+            "cache.policy": self.cache.policy or "lookahead",
+            "embedding_optimizer.kind": self.embedding_optimizer.kind,
+            "dense_optimizer.kind": self.dense_optimizer.kind,
+            "train.batch_size": self.train.batch_size,
+            "train.precision": self.train.precision,
+        }

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from embershard.distributed import LookAheadStats, Ranks
-from embershard.sharding.torchrec import cache_stats
+from embershard.sharding.torchrec import cache_stats, cached_embeddings
 
 #: Totals that add up over tables and ranks.
 SUMMED = (
@@ -54,14 +54,15 @@ class CacheTraffic:
         return HitRates(_share(hits_unique, unique_ids), _share(hits_lookups, lookups))
 
     def totals(self, ratio: float | None) -> dict[str, Any] | None:
-        """The run's cache block: totals, and the same per table and per rank. None without a cached table.
+        """The run's cache block: totals, and the same per table and per rank, there per table and pool, too. None
+        without a cached table.
 
         Args:
-            ratio: the configured ratio; None when the size was given in bytes.
+            ratio: the configured ratio; None when a byte budget or a plan gives the size.
         """
-        mine = [asdict(table) for table in cache_stats(self._model)]
-        per_rank: list[list[dict[str, Any]]] = self._ranks.all_gather_objects(mine)
-        tables = [table for rank in per_rank for table in rank]
+        mine = ([asdict(table) for table in cache_stats(self._model)], _pools(self._model))
+        gathered: list[tuple[list[dict[str, Any]], list[dict[str, Any]]]] = self._ranks.all_gather_objects(mine)
+        tables = [table for on_rank, _ in gathered for table in on_rank]
         if not tables:
             return None
         by_name: dict[str, list[dict[str, Any]]] = {}
@@ -71,8 +72,29 @@ class CacheTraffic:
             "ratio": ratio,
             **summed(tables),
             "tables": {name: summed(shards) for name, shards in sorted(by_name.items())},
-            "ranks": [{"rank": rank, **summed(shards)} for rank, shards in enumerate(per_rank)],
+            "ranks": [
+                {
+                    "rank": rank,
+                    **summed(shards),
+                    "tables": {shard["table"]: summed([shard]) for shard in shards},
+                    "pools": pools,
+                }
+                for rank, (shards, pools) in enumerate(gathered)
+            ],
         }
+
+
+def _pools(model: nn.Module) -> list[dict[str, Any]]:
+    """Size of every cache of this rank: slots, and bytes on the device and in host memory."""
+    return [
+        {
+            "tables": sorted(set(pool.cache.tables)),
+            "slots": pool.cache.planner.map.num_slots,
+            "device_bytes": pool.cache.device_bytes,
+            "host_bytes": pool.cache.host.host_bytes + pool.cache.planner.scores.host_bytes,
+        }
+        for pool in cached_embeddings(model)
+    ]
 
 
 def look_ahead_totals(stats: LookAheadStats | None, ranks: Ranks) -> dict[str, Any] | None:
@@ -106,7 +128,7 @@ def summed(tables: list[dict[str, Any]]) -> dict[str, Any]:
         "slots": sums["slots"],
         "hit_rate_unique": _share(sums["hits_unique"], sums["unique_ids"]),
         "hit_rate_lookups": _share(sums["hits_lookups"], sums["lookups"]),
-        **{name: sums[name] for name in (*SUMMED[1:], "lookups", "unique_ids")},
+        **{name: sums[name] for name in (*SUMMED[1:], *_RATES)},
         "seconds": sum(table["seconds"] for table in tables),
         "stall_seconds": sum(table["stall_seconds"] for table in tables),
     }

@@ -16,7 +16,7 @@ from torch import nn
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from embershard.assembly import build_sharded_model, find_profile
+from embershard.assembly import build_sharded_model, find_plan, find_profile
 from embershard.data import Batch, BatchStream, StreamState, open_source
 from embershard.distributed import (
     Ranks,
@@ -51,6 +51,7 @@ class Trainer:
 
     def __init__(self, config: RunConfig, ranks: Ranks, checkpoints: Path | None = None) -> None:
         self.config, self.ranks, self.checkpoints = config, ranks, checkpoints
+        self.plan = find_plan(config.sharding, config.embedding_optimizer, config.dense_optimizer, ranks)
         self.source = open_source(config.data)
         self.profile = find_profile(config.cache, config.data, self.source)
         self.model = build_sharded_model(
@@ -62,6 +63,7 @@ class Trainer:
             ranks,
             batch_size=config.train.batch_size,
             seed=config.train.seed,
+            plan=self.plan,
         )
         self.dense_parameters = dict(in_backward_optimizer_filter(self.model.named_parameters()))
         self.dense_optimizer = config.dense_optimizer.build(self.dense_parameters)

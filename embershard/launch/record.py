@@ -19,8 +19,10 @@ from embershard.errors import ConfigError
 from embershard.launch.config import to_toml
 from embershard.reports import EvalReport, Report, SaveReport, TrainReport
 from embershard.run_config import RunConfig
+from embershard.sharding.plan import Plan
 
 METRICS = "metrics.jsonl"
+PLAN = "plan.json"
 LOCK = ".lock"
 _held_locks: list[TextIO] = []  # open for as long as the process lives
 #: Steps at the start that do not count for the speed: caches fill, memory is allocated.
@@ -60,17 +62,21 @@ class RunRecord:
         folder: the run's folder; made if need be.
         config: the run, as resolved.
         resumed_at: step at which an earlier run is continued, None for a new run.
+        plan: that the run obeys; None where it has none.
 
     Raises:
         ConfigError: the folder holds another run, and this one does not resume it.
     """
 
-    def __init__(self, folder: Path, config: RunConfig, resumed_at: int | None) -> None:
+    def __init__(self, folder: Path, config: RunConfig, resumed_at: int | None, plan: Plan | None = None) -> None:
         check_run_dir(folder, resume=resumed_at is not None)
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         metrics = folder / METRICS
         (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        (folder / PLAN).unlink(missing_ok=True)  # an earlier part of the run may have had one
+        if plan is not None:
+            plan.save(folder / PLAN)
         kept = _lines_up_to(metrics, resumed_at) if resumed_at is not None and metrics.exists() else []
         metrics.write_text("".join(kept), encoding="utf-8")
         self._metrics = metrics.open("a", encoding="utf-8")
@@ -109,12 +115,14 @@ def make_result(
     evaluation: EvalReport | None,
     cache: dict[str, Any] | None,
     look_ahead: dict[str, Any] | None,
+    plan: Plan | None = None,
 ) -> dict[str, Any]:
     """What result.json says of a run.
 
     `samples_per_second` is global, over this process's steps after the first `WARMUP_STEPS` (or after a
     quarter of them, if there are fewer); it is None when no step was trained. A quality that is undefined or
-    was not measured is None, and so are `cache` and `look_ahead` in a run without.
+    was not measured is None, and so are `cache`, `look_ahead` and `plan` in a run without. `measured_steps` are those
+    that this process trained: the counts in `cache` are of these, while `steps` includes what a resumed run had before.
     """
     quality = evaluation.quality if evaluation else None
     measured = step_seconds[min(WARMUP_STEPS, len(step_seconds) // 4) :]
@@ -122,6 +130,7 @@ def make_result(
     p50, p95 = (float(v) * 1e3 for v in np.percentile(measured, [50, 95])) if measured else (None, None)
     return {
         "steps": steps,
+        "measured_steps": len(step_seconds),
         "samples": samples,
         "samples_per_second": len(measured) * global_batch / sum(measured) if measured else None,
         "step_ms": {"p50": p50, "p95": p95},
@@ -136,6 +145,7 @@ def make_result(
         "device": device,
         "cache": cache,
         "look_ahead": look_ahead,
+        "plan": None if plan is None else {"path": config.sharding.plan, "digest": plan.digest},
         "versions": versions(),
         "git_commit": git_commit(),
     }

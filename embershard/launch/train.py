@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import shlex
@@ -24,6 +25,7 @@ from embershard.launch.progress import ProgressDisplay, closing_table
 from embershard.launch.record import RunRecord, check_run_dir, lock_run_dir, make_result
 from embershard.reports import EvalReport, Report, TrainReport
 from embershard.run_config import RunConfig
+from embershard.sharding.plan import Plan
 from embershard.traffic import look_ahead_totals
 from embershard.trainer import Trainer
 
@@ -46,9 +48,22 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         help="override a setting, for instance train.batch_size=512; may be repeated",
     )
     parser.add_argument(
+        "--plan",
+        dest="overrides",
+        action="append",
+        type=_plan_override,
+        default=[],
+        metavar="FILE",
+        help="obey a plan of embershard plan; the same as --set sharding.plan=FILE",
+    )
+    parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="folder for the run's files (default: runs/NAME-TIME)"
     )
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --run-dir")
+
+
+def _plan_override(path: str) -> str:
+    return f"sharding.plan={json.dumps(path)}"
 
 
 def default_run_dir(config: Path) -> Path:
@@ -115,8 +130,9 @@ def train_run(config: RunConfig, ranks: Ranks, run_dir: Path, *, resume: bool, s
             device=str(ranks.device.type),
             loss=last_train.loss if last_train else None,
             evaluation=last_eval,
-            cache=trainer.traffic.totals(config.cache.slot_ratio),
+            cache=trainer.traffic.totals(None if trainer.plan else config.cache.slot_ratio),
             look_ahead=look_ahead_totals(trainer.upcoming.stats(), ranks),
+            plan=trainer.plan,
         )
         outputs.finish(result, same_run)
     return result
@@ -132,7 +148,7 @@ class _Outputs:
         self._console = console
         self._record = self._display = None
         if trainer.ranks.is_first:
-            self._record = RunRecord(run_dir, config, resumed_at)
+            self._record = RunRecord(run_dir, config, resumed_at, trainer.plan)
             self._display = ProgressDisplay(console, trainer.total_steps, trainer.steps)
 
     def add(self, report: Report) -> None:
@@ -184,6 +200,23 @@ def _announce(trainer: Trainer, console: Console, run_dir: Path) -> None:
         soft_wrap=True,
         highlight=False,
     )
+    for note in [] if trainer.plan is None else _plan_notes(trainer.plan, config, ranks.device.type):
+        console.print(note, soft_wrap=True, highlight=False)
+
+
+def _plan_notes(plan: Plan, config: RunConfig, device: str) -> list[str]:
+    """What the reader should know of the plan that this run obeys."""
+    notes = [f"Tables and caches are placed by {config.sharding.plan} ({plan.digest})."]
+    size = [name for name in ("ratio", "device_bytes") if getattr(config.cache, name) is not None]
+    if size and config.cache.enabled:
+        notes.append(f"cache.{size[0]} was for planning: the plan's slots apply.")
+    if not config.cache.enabled:
+        notes.append("Without a cache: the tables that it caches are whole on the device, at the same places.")
+    elif plan.prediction is None:
+        notes.append("The plan has no prediction to compare this run with.")
+    else:
+        notes += plan.other_settings({**config.predicted_from, "train.device": device})
+    return notes
 
 
 def _quiet() -> None:

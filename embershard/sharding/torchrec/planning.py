@@ -18,7 +18,7 @@ from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.types import CacheParams, ModuleSharder, ShardingPlan
 
 from embershard.errors import ShardingError
-from embershard.sharding.torchrec.sharders import _Cached
+from embershard.sharding.torchrec.sharders import has_cache
 from embershard.sharding.torchrec.spec import CACHED_KERNEL
 
 _FUSED = EmbeddingComputeKernel.FUSED.value
@@ -56,7 +56,7 @@ def plan_sharding(
     on_cpu = torch.device(device).type == "cpu"
     if not 1 <= local_world_size <= world_size:
         raise ShardingError(f"world_size={world_size} and local_world_size={local_world_size} do not fit together")
-    tables = _tables(model, sharders)
+    tables = shardable_tables(model, sharders)
     known = {table.name for table in tables}
     unknown = sorted(set(constraints or {}) - known)
     if unknown:
@@ -88,7 +88,7 @@ def plan_sharding(
 
 
 @dataclass(frozen=True)
-class _Table:
+class ShardableTable:
     """A table of one module; tables of different modules may share a name."""
 
     path: str
@@ -107,17 +107,18 @@ class _OrderedEnumerator(EmbeddingEnumerator):
         return sorted(super()._filter_compute_kernels(*args, **kwargs))
 
 
-def _tables(model: nn.Module, sharders: Sequence[ModuleSharder]) -> list[_Table]:
+def shardable_tables(model: nn.Module, sharders: Sequence[ModuleSharder]) -> list[ShardableTable]:
+    """Every table that one of the sharders will shard, in the order of the modules."""
     by_type = {sharder.module_type: sharder for sharder in sharders}
     return [
-        _Table(path, name, by_type[type(module)])
+        ShardableTable(path, name, by_type[type(module)])
         for path, module in model.named_modules()
         if type(module) in by_type
         for name in by_type[type(module)].shardable_parameters(module)
     ]
 
 
-def _constraint(given: ParameterConstraints | None, table: _Table, device_type: str) -> ParameterConstraints:
+def _constraint(given: ParameterConstraints | None, table: ShardableTable, device_type: str) -> ParameterConstraints:
     """The user's constraint with our defaults: cached where the sharder caches, sharded rather than
     replicated."""
     constraint = copy.deepcopy(given) if given is not None else ParameterConstraints()
@@ -125,7 +126,7 @@ def _constraint(given: ParameterConstraints | None, table: _Table, device_type: 
     if constraint.sharding_types is None:
         types = table.sharder.sharding_types(device_type)
         constraint.sharding_types = [t for t in types if t not in _ONLY_ON_REQUEST]
-    caches = isinstance(table.sharder, _Cached)
+    caches = has_cache(table.sharder)
     if caches and constraint.compute_kernels is None and not replicated:
         constraint.compute_kernels = [CACHED_KERNEL]
     if CACHED_KERNEL in (constraint.compute_kernels or ()):
@@ -134,7 +135,7 @@ def _constraint(given: ParameterConstraints | None, table: _Table, device_type: 
                 f"table {table.name!r}: compute kernel {CACHED_KERNEL!r} on CPU needs one of embershard's cached "
                 f"sharders, its sharder is {type(table.sharder).__name__}"
             )
-        if device_type != "cpu" and constraint.cache_params is None and isinstance(table.sharder, _Cached):
+        if device_type != "cpu" and constraint.cache_params is None and caches:
             ratio = table.sharder.cache.slot_ratio  # TorchRec's cost model wants to know it
             constraint.cache_params = None if ratio is None else CacheParams(load_factor=ratio)
     return constraint
@@ -147,7 +148,7 @@ def _as_fused(constraint: ParameterConstraints) -> ParameterConstraints:
     return fused
 
 
-def _by_name(constraints: Mapping[_Table, ParameterConstraints]) -> dict[str, ParameterConstraints]:
+def _by_name(constraints: Mapping[ShardableTable, ParameterConstraints]) -> dict[str, ParameterConstraints]:
     """TorchRec's planner knows tables by name alone."""
     named: dict[str, ParameterConstraints] = {}
     for table, constraint in constraints.items():

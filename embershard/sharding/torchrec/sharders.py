@@ -16,6 +16,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from embershard.cache.config import CacheConfig
 from embershard.cache.profile import FrequencyProfile
 from embershard.errors import ConfigError
+from embershard.sharding.config import check_no_size
+from embershard.sharding.plan import Plan
 from embershard.sharding.torchrec.modules import (
     CachedShardedEmbeddingBagCollection,
     CachedShardedEmbeddingCollection,
@@ -52,17 +54,25 @@ class StockEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         return POOLED_TYPES
 
 
+def has_cache(sharder: object) -> bool:
+    """Whether a sharder is one of the cached ones."""
+    return isinstance(sharder, _Cached)
+
+
 class _Cached:
     """What both cached sharders share: the cache's settings, and how they reach a sharded module."""
 
     _cache: CacheConfig
     _profile: FrequencyProfile | None
+    _plan: Plan | None
 
-    def _configure(self, cache: CacheConfig | None, profile: FrequencyProfile | None) -> None:
+    def _configure(self, cache: CacheConfig | None, profile: FrequencyProfile | None, plan: Plan | None) -> None:
         if cache is not None and not isinstance(cache, CacheConfig):
             raise ConfigError(f"cache must be a CacheConfig, got {type(cache).__name__}; write CacheConfig(ratio=0.05)")
         self._cache = cache or CacheConfig()
-        self._profile = profile
+        self._profile, self._plan = profile, plan
+        if plan is not None:
+            check_no_size(self._cache)
         self._cache.resolved_policy(profile is not None)  # complain here, not in the middle of sharding
 
     @property
@@ -85,7 +95,7 @@ class _Cached:
         device: Any,
         **rest: Any,
     ) -> Any:
-        spec = CacheSpec.make(self._cache, self._profile, params, env.rank)
+        spec = CacheSpec.make(self._cache, self._profile, params, env.rank, self._plan)
         fused_params = {**(self.fused_params or {}), SPEC_KEY: spec}  # type: ignore[attr-defined]
         params = {name: _on_host(param) for name, param in params.items()}
         return new_sharded_module(
@@ -110,6 +120,8 @@ class CachedEmbeddingBagCollectionSharder(_Cached, EmbeddingBagCollectionSharder
             counts.
         fused_params: as TorchRec takes them.
         qcomm_codecs_registry: as TorchRec takes it.
+        plan: gives every pool its slots, in place of the cache's ratio or byte budget. Give
+            ``DistributedModelParallel`` the plan too, through :func:`torchrec_plan`.
 
     >>> sharder = CachedEmbeddingBagCollectionSharder(cache=CacheConfig(ratio=0.015))
     >>> sharder.cache.ratio
@@ -122,9 +134,10 @@ class CachedEmbeddingBagCollectionSharder(_Cached, EmbeddingBagCollectionSharder
         profile: FrequencyProfile | None = None,
         fused_params: dict[str, Any] | None = None,
         qcomm_codecs_registry: Any = None,
+        plan: Plan | None = None,
     ) -> None:
         super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)
-        self._configure(cache, profile)
+        self._configure(cache, profile, plan)
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """All types, on every device."""
@@ -161,13 +174,14 @@ class CachedEmbeddingCollectionSharder(_Cached, EmbeddingCollectionSharder):
         fused_params: dict[str, Any] | None = None,
         qcomm_codecs_registry: Any = None,
         use_index_dedup: bool = False,
+        plan: Plan | None = None,
     ) -> None:
         super().__init__(
             fused_params=fused_params,
             qcomm_codecs_registry=qcomm_codecs_registry,
             use_index_dedup=use_index_dedup,
         )
-        self._configure(cache, profile)
+        self._configure(cache, profile, plan)
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """What TorchRec has for sequences."""

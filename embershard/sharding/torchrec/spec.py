@@ -10,10 +10,12 @@ from torchrec.distributed.types import ParameterSharding
 
 from embershard.cache.config import CacheConfig
 from embershard.cache.profile import FrequencyProfile
-from embershard.errors import ConfigError
+from embershard.errors import ConfigError, ShardingError
 
 if TYPE_CHECKING:
     from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardedEmbeddingTable
+
+    from embershard.sharding.plan import Plan
 
 SPEC_KEY = "_embershard_cache"
 
@@ -37,6 +39,7 @@ class CacheSpec:
         profile: row counts per table, or None.
         rank: that the module is sharded for.
         rank_weights: elements of all cached tables' shards on this rank, to divide ``device_bytes`` by.
+        planned_slots: of every pool of this rank, by the names of its tables; None: ``config`` decides.
     """
 
     config: CacheConfig
@@ -46,6 +49,7 @@ class CacheSpec:
     profile: FrequencyProfile | None
     rank: int
     rank_weights: int
+    planned_slots: dict[tuple[str, ...], int] | None = None
 
     @classmethod
     def make(
@@ -54,8 +58,9 @@ class CacheSpec:
         profile: FrequencyProfile | None,
         params: dict[str, ParameterSharding],
         rank: int,
+        plan: Plan | None = None,
     ) -> CacheSpec:
-        """The spec of a module whose tables are placed by ``params``."""
+        """The spec of a module whose tables are placed by ``params``, which follow ``plan`` where there is one."""
         has_profile = profile is not None
         cached = [p for p in params.values() if p.compute_kernel == CACHED_KERNEL]
         shards = [shard for p in cached if p.sharding_spec for shard in p.sharding_spec.shards]
@@ -68,17 +73,21 @@ class CacheSpec:
             profile=profile,
             rank=rank,
             rank_weights=sum(rows * cols for rows, cols in here),
+            planned_slots=None if plan is None else {p.tables: p.slots for p in plan.pools if p.rank == rank},
         )
 
     def num_slots(self, tables: list[ShardedEmbeddingTable], row_bytes: int) -> int:
         """Slots of the pool of ``tables``, whose rows take ``row_bytes`` each.
 
-        A table's ``cache_params.load_factor`` in the plan goes before the config: such a table brings its own
-        slots to the pool, on top of the ratio's or the budget's for the others.
+        A plan of ours says it. Else a table's ``cache_params.load_factor`` in TorchRec's plan goes before the config:
+        such a table brings its own slots to the pool, on top of the ratio's or the budget's for the others.
 
         Raises:
             ConfigError: the byte budget does not even hold the maps and one slot.
+            ShardingError: the plan has no pool of these tables.
         """
+        if self.planned_slots is not None:
+            return _planned(self.planned_slots, tuple(sorted({table.name for table in tables})), self.rank)
         planned = [(table.fused_params or {}).get("cache_load_factor") for table in tables]
         own = sum(share * t.local_rows for share, t in zip(planned, tables, strict=True) if share)
         others = [table for share, table in zip(planned, tables, strict=True) if not share]
@@ -107,6 +116,14 @@ class CacheSpec:
                 f"{names}; give rank {self.rank} at least {least} bytes, or use more ranks"
             )
         return slots
+
+
+def _planned(slots: dict[tuple[str, ...], int], names: tuple[str, ...], rank: int) -> int:
+    if names not in slots:
+        raise ShardingError(
+            f"rank {rank}: the plan has no pool of the tables {list(names)}; its pools there are {sorted(slots)}"
+        )
+    return slots[names]
 
 
 def take_spec(config: GroupedEmbeddingConfig) -> tuple[CacheSpec, dict[str, Any]]:

@@ -146,6 +146,8 @@ def test_a_run_reads_back_with_every_section_changed(load):
     [cache]
     device_bytes = 1000
     policy = "lru"
+    [sharding]
+    plan = "p.json"
     [embedding_optimizer]
     kind = "sgd"
     lr = 1

@@ -1,0 +1,169 @@
+"""How long a training step takes: the work of one rank, times how long a machine takes for each kind of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, TypeVar
+
+from embershard.errors import ConfigError
+
+N = TypeVar("N", bound="Numbers")
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """A value whose fields are all finite numbers that are not negative."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not (0 <= value < math.inf):
+                raise ConfigError(
+                    f"{type(self).__name__}.{field.name}: got {value!r}, needed a finite number, 0 or more."
+                )
+
+    def to_dict(self) -> dict[str, float]:
+        """The fields by name, for JSON and TOML."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls: type[N], values: Mapping[str, Any]) -> N:
+        """The inverse of :meth:`to_dict`; absent fields are 0.
+
+        Raises:
+            ConfigError: a name is unknown, or a value is no number, negative or not finite.
+        """
+        names = [field.name for field in fields(cls)]
+        unknown = sorted(values.keys() - set(names))
+        if unknown:
+            raise ConfigError(f"{cls.__name__} has no {unknown[0]!r}, only {', '.join(names)}.")
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class StepWork(Numbers):
+    """What one rank does in one step, for its B samples and for the N ids that reach its tables.
+
+    Attributes:
+        dense_flops: floating-point operations of the dense part, forward and backward.
+        activation_bytes: what the dense part writes in its forward; the backward reads it again.
+        embedding_bytes: bytes of rows that are read, and written, in device memory, optimizer state included.
+        planned_ids: N ids for which the rank's caches find slots.
+        fills, write_backs: rows that come to the device, and that go back to the host.
+        bytes_to_device, bytes_to_host: their payloads.
+        all_to_all_bytes: what the rank sends, or receives where that is more: ids, pooled embeddings, gradients.
+        all_reduce_bytes: what it sends for the dense gradients.
+        num_collectives: operations among all ranks, each with its latency.
+        input_seconds: seconds of one core to read and parse B samples.
+    """
+
+    dense_flops: float = 0
+    activation_bytes: float = 0
+    embedding_bytes: float = 0
+    planned_ids: float = 0
+    fills: float = 0
+    write_backs: float = 0
+    bytes_to_device: float = 0
+    bytes_to_host: float = 0
+    all_to_all_bytes: float = 0
+    all_reduce_bytes: float = 0
+    num_collectives: float = 0
+    input_seconds: float = 0
+
+
+@dataclass(frozen=True)
+class Rates(Numbers):
+    """Seconds that one rank of a machine takes per unit of each kind of :class:`StepWork`, when a certain number of
+    ranks run.
+
+    Attributes:
+        seconds_per_input_second: how much of a core's parsing time the step gets to feel: parsing runs in threads.
+        step_overhead_seconds: of a step, whatever its work.
+    """
+
+    seconds_per_flop: float = 0
+    seconds_per_activation_byte: float = 0
+    seconds_per_embedding_byte: float = 0
+    seconds_per_planned_id: float = 0
+    seconds_per_fill: float = 0
+    seconds_per_write_back: float = 0
+    seconds_per_byte_to_device: float = 0
+    seconds_per_byte_to_host: float = 0
+    seconds_per_all_to_all_byte: float = 0
+    seconds_per_all_reduce_byte: float = 0
+    seconds_per_collective: float = 0
+    seconds_per_input_second: float = 0
+    step_overhead_seconds: float = 0
+
+
+#: Kind of work -> its rate -> the part of a step's time that it counts for.
+TERMS: tuple[tuple[str, str, str], ...] = (
+    ("dense_flops", "seconds_per_flop", "dense"),
+    ("activation_bytes", "seconds_per_activation_byte", "dense"),
+    ("embedding_bytes", "seconds_per_embedding_byte", "embedding"),
+    ("planned_ids", "seconds_per_planned_id", "planning"),
+    ("fills", "seconds_per_fill", "fills"),
+    ("bytes_to_device", "seconds_per_byte_to_device", "fills"),
+    ("write_backs", "seconds_per_write_back", "write_backs"),
+    ("bytes_to_host", "seconds_per_byte_to_host", "write_backs"),
+    ("all_to_all_bytes", "seconds_per_all_to_all_byte", "all_to_all"),
+    ("all_reduce_bytes", "seconds_per_all_reduce_byte", "all_reduce"),
+    ("num_collectives", "seconds_per_collective", "latency"),
+    ("input_seconds", "seconds_per_input_second", "input"),
+)
+
+#: Parts that run one after the other on a GPU; the streams run beside each other.
+STREAMS: Mapping[str, tuple[str, ...]] = {
+    "train": ("dense", "embedding", "all_to_all", "all_reduce", "latency", "overhead"),
+    "cache": ("planning", "fills", "write_backs"),
+    "input": ("input",),
+}
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """How long a step takes, in seconds.
+
+    Attributes:
+        parts: name -> seconds: "dense", "embedding", "planning", "fills", "write_backs", "all_to_all", "all_reduce",
+            "latency", "input", "overhead".
+        streams: name -> seconds of what runs one after the other; on a CPU one stream, "all".
+        seconds: of the step.
+        bottleneck: the largest part of the longest stream.
+    """
+
+    parts: Mapping[str, float]
+    streams: Mapping[str, float]
+    seconds: float
+    bottleneck: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts and numbers, for JSON."""
+        return {**asdict(self), "parts": dict(self.parts), "streams": dict(self.streams)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> StepTime:
+        """The inverse of :meth:`to_dict`."""
+        return cls(**values)
+
+
+def step_time(work: StepWork, rates: Rates, device: Literal["cpu", "cuda"]) -> StepTime:
+    """Time of a step on one rank.
+
+    On a CPU everything that a rank does shares the cores: the parts add up. On a GPU the rows of the next batches are
+    planned and copied, and the samples parsed, beside the training: the longest stream counts.
+
+    >>> step_time(StepWork(planned_ids=1000), Rates(seconds_per_planned_id=1e-6), "cpu").seconds
+    0.001
+    """
+    parts = dict.fromkeys((part for names in STREAMS.values() for part in names), 0.0)
+    for amount, rate, part in TERMS:
+        parts[part] += getattr(work, amount) * getattr(rates, rate)
+    parts["overhead"] = float(rates.step_overhead_seconds)
+    members = STREAMS if device == "cuda" else {"all": tuple(parts)}
+    streams = {stream: sum(parts[name] for name in names) for stream, names in members.items()}
+    longest = max(streams, key=lambda name: streams[name])
+    bottleneck = max(members[longest], key=lambda name: parts[name])
+    return StepTime(parts, streams, streams[longest], bottleneck)

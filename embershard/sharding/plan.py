@@ -1,0 +1,242 @@
+"""A sharding plan as a value: where every table is, how large every cache, and what that should give.
+
+A plan is a JSON file that people read, compare and edit (:mod:`embershard.sharding.plan_text`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from embershard.errors import ShardingError
+from embershard.sharding.plan_checks import check_plan
+from embershard.sharding.plan_text import from_text, to_text
+from embershard.sharding.shards import Pool, PoolPlacement, Shard, TablePlacement, pools_of, shards_of
+
+__all__ = [
+    "Plan",
+    "Pool",
+    "PoolPlacement",
+    "Prediction",
+    "RankPrediction",
+    "Shard",
+    "TablePlacement",
+    "TablePrediction",
+    "pools_of",
+    "shards_of",
+]
+
+FORMAT = 1
+#: What a prediction depends on.
+_PREDICTED_FROM = ("world_size", "ranks_per_node", "batch_size", "device", "settings", "tables", "pools")
+
+
+@dataclass(frozen=True)
+class TablePrediction:
+    """One table on one rank: counts are per step, bytes in all."""
+
+    table: str
+    rank: int
+    lookups: float
+    unique_ids: float
+    fills: float
+    write_backs: float
+    hit_rate_unique: float | None
+    hit_rate_lookups: float | None
+    device_bytes: int
+    host_bytes: int
+
+
+@dataclass(frozen=True)
+class RankPrediction:
+    """One rank.
+
+    Attributes:
+        rank: which.
+        device_bytes: by what they are for: "slots", "maps", "device_tables", "replicated", "dense", "activations",
+            "input_buffers".
+        host_bytes: "rows" and "scores".
+        work: what the rank does in one step, by the fields of the cost model.
+        seconds: of one step, by part.
+        step_seconds: of one step.
+        bottleneck: the part that decides.
+    """
+
+    rank: int
+    device_bytes: dict[str, int]
+    host_bytes: dict[str, int]
+    work: dict[str, float]
+    seconds: dict[str, float]
+    step_seconds: float
+    bottleneck: str
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a plan should give.
+
+    Attributes:
+        method: hit rates are from a replay of real lookups, or from counts alone.
+        num_steps: steps that the hit rates are meant over.
+        step_seconds, samples_per_second: of all ranks together, in the pace of the slowest.
+        bottleneck: what decides it.
+        tables: per table and rank.
+        ranks: per rank.
+    """
+
+    method: Literal["replay", "counts"]
+    num_steps: int
+    step_seconds: float
+    samples_per_second: float
+    bottleneck: str
+    tables: tuple[TablePrediction, ...]
+    ranks: tuple[RankPrediction, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where every table is and how large every cache is, for one number of ranks.
+
+    Attributes:
+        world_size, ranks_per_node: that it is for.
+        batch_size: samples per rank and step.
+        device: kind of device.
+        device_memory_bytes: budget of one rank; None: none was given.
+        host_memory_bytes: budget of one node; None: none was given.
+        settings: what the prediction assumed of the run, by the names of its settings.
+        tables: one per table.
+        pools: one per cache of every rank.
+        notes: warnings and advice.
+        prediction: what it should give; None when unknown, or when the plan was edited since.
+        made_from: the files and the command.
+        format: of the file.
+    """
+
+    world_size: int
+    ranks_per_node: int
+    batch_size: int
+    device: Literal["cpu", "cuda"]
+    device_memory_bytes: int | None
+    host_memory_bytes: int | None
+    settings: dict[str, Any]
+    tables: tuple[TablePlacement, ...]
+    pools: tuple[PoolPlacement, ...]
+    notes: tuple[str, ...] = ()
+    prediction: Prediction | None = None
+    made_from: dict[str, str] = dataclasses.field(default_factory=dict)
+    format: int = FORMAT
+
+    @property
+    def digest(self) -> str:
+        """Changes when anything changes that a prediction depends on: placement, slots, sizes, settings."""
+        values = {name: getattr(self, name) for name in _PREDICTED_FROM}
+        text = json.dumps(values, sort_keys=True, allow_nan=False, default=vars)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def save(self, path: Path | str) -> None:
+        """Writes the JSON file, one table, pool or prediction to a line.
+
+        Raises:
+            ShardingError: the plan contradicts itself.
+        """
+        check_plan(self)
+        Path(path).write_text(self.to_text(), encoding="utf-8")
+
+    def to_text(self) -> str:
+        """The contents of the file."""
+        values = {"format": self.format, **vars(self)}
+        del values["prediction"]  # the longest part comes last
+        if self.prediction is not None:
+            values["prediction"] = {"digest": self.digest, **vars(self.prediction)}
+        return to_text(values)
+
+    @classmethod
+    def load(cls, path: Path | str) -> Plan:
+        """Reads and checks a file that :meth:`save` or a person wrote.
+
+        A prediction that does not belong to the rest of the file any more is dropped, with a note.
+
+        Raises:
+            ShardingError: naming the file, the entry and what to do about it.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+            raise ShardingError(
+                f"{path}: cannot be read ({reason}). Give a file that embershard plan wrote."
+            ) from error
+        try:
+            plan = from_text(cls, text, digest_of="prediction")
+            check_plan(plan.value)
+        except ShardingError as error:
+            raise ShardingError(f"{path}: {error}") from error
+        return plan.value._without_stale_prediction(plan.digest)
+
+    def check_model(self, tables: Mapping[str, tuple[int, int, str]]) -> None:
+        """Raises unless the plan is for a model with these tables: name -> rows, dim and dtype ("fp32", "fp16").
+
+        Raises:
+            ShardingError: with both sides.
+        """
+        placed = {t.table: (t.rows, t.dim, t.dtype) for t in self.tables}
+        for what, names in (
+            ("places tables that the model does not have", placed.keys() - tables.keys()),
+            ("does not place tables of the model", tables.keys() - placed.keys()),
+        ):
+            if names:
+                raise ShardingError(
+                    f"the plan {what}: {_few(sorted(names))}. Plan again with this run's config and data."
+                )
+        different = [name for name in sorted(placed) if placed[name] != tuple(tables[name])]
+        if different:
+            name = different[0]
+            more = f" ({len(different)} tables differ)" if len(different) > 1 else ""
+            raise ShardingError(
+                f"table {name!r} has {_shape(placed[name])} in the plan and {_shape(tables[name])} in the model{more}. "
+                "Plan again with this run's config and data."
+            )
+
+    def check_ranks(self, world_size: int, ranks_per_node: int) -> None:
+        """Raises unless the plan is for so many ranks.
+
+        Raises:
+            ShardingError: with both sides.
+        """
+        if (world_size, ranks_per_node) != (self.world_size, self.ranks_per_node):
+            raise ShardingError(
+                f"the plan is for {self.world_size} ranks, {self.ranks_per_node} to a node; this run has {world_size}, "
+                f"{ranks_per_node} to a node. Start as many as it says, or plan for {world_size} (embershard plan "
+                f"--ranks {world_size})."
+            )
+
+    def other_settings(self, settings: Mapping[str, Any]) -> list[str]:
+        """What a run does otherwise than the prediction assumed: sentences, empty when nothing."""
+        return [
+            f"{name} is {_plain(settings[name])!r}; the plan's prediction assumed {_plain(assumed)!r}"
+            for name, assumed in sorted({**self.settings, "train.batch_size": self.batch_size}.items())
+            if name in settings and _plain(settings[name]) != _plain(assumed)
+        ]
+
+    def _without_stale_prediction(self, digest: str | None) -> Plan:
+        if self.prediction is None or digest == self.digest:
+            return self
+        note = "The prediction was dropped: the plan was edited after it was made. Plan again to predict."
+        return dataclasses.replace(self, prediction=None, notes=(*self.notes, note))
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _shape(shape: tuple[int, int, str]) -> str:
+    return f"{shape[0]:,} rows x {shape[1]} {shape[2]}"
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

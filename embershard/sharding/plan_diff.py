@@ -1,0 +1,136 @@
+"""What differs between two plans, for people: placements, slots, and what they should give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from embershard.sharding.plan import Plan, PoolPlacement, Prediction, TablePlacement
+
+_SIZES = ("world_size", "ranks_per_node", "batch_size", "device", "device_memory_bytes", "host_memory_bytes")
+
+
+def diff_lines(before: Plan, after: Plan) -> list[str]:
+    """One line per difference, in the order sizes, settings, tables, pools, predictions. Empty: the plans are equal in
+    all of these."""
+    return [
+        *_values((name, getattr(before, name), getattr(after, name)) for name in _SIZES),
+        *_settings(before, after),
+        *_tables(before.tables, after.tables),
+        *_pools(before.pools, after.pools),
+        *_predictions(before.prediction, after.prediction),
+    ]
+
+
+def _values(values: Iterable[tuple[str, object, object]]) -> list[str]:
+    return [f"{name}: {_or_none(old)} -> {_or_none(new)}" for name, old, new in values if old != new]
+
+
+def _settings(before: Plan, after: Plan) -> list[str]:
+    names = sorted(before.settings.keys() | after.settings.keys())
+    return _values((name, before.settings.get(name), after.settings.get(name)) for name in names)
+
+
+def _tables(before: Sequence[TablePlacement], after: Sequence[TablePlacement]) -> Iterator[str]:
+    old, new = ({table.table: table for table in tables} for tables in (before, after))
+    for name in sorted(old.keys() | new.keys()):
+        if name not in new:
+            yield f"table {name}: removed (was {_placement(old[name])})"
+        elif name not in old:
+            yield f"table {name}: added, {_placement(new[name])}"
+        elif old[name] != new[name]:
+            sizes = [f"{table.rows} rows x {table.dim} {table.dtype}" for table in (old[name], new[name])]
+            size = f", {sizes[0]} -> {sizes[1]}" if sizes[0] != sizes[1] else ""
+            places = [_placement(table) for table in (old[name], new[name])]
+            yield (
+                f"table {name}: {places[0]} -> {places[1]}{size}"
+                if places[0] != places[1]
+                else (f"table {name}: {size.removeprefix(', ')}")
+            )
+
+
+def _placement(table: TablePlacement) -> str:
+    return f"{table.kernel} {table.sharding}" + (f" on {_ranks(table.ranks)}" if table.ranks else "")
+
+
+def _pools(before: Sequence[PoolPlacement], after: Sequence[PoolPlacement]) -> list[str]:
+    """Pools with the same tables are compared by slots; of the others, one on each side of the same kind is one pool
+    that got other tables. The same change on several ranks is one line."""
+    old, new = (_by_kind(pools) for pools in (before, after))
+    ranks_of: dict[str, list[int]] = {}
+    for kind in sorted(old.keys() | new.keys()):
+        for line in _pool_changes(old.get(kind, {}), new.get(kind, {})):
+            ranks_of.setdefault(f"{kind[1]} pool of dim {kind[2]}{line}", []).append(kind[0])
+    return [f"{_ranks(ranks)}: {line}" for line, ranks in ranks_of.items()]
+
+
+def _by_kind(pools: Sequence[PoolPlacement]) -> dict[tuple[int, str, int], dict[tuple[str, ...], int]]:
+    """Rank, sharding type and columns -> tables -> slots."""
+    kinds: dict[tuple[int, str, int], dict[tuple[str, ...], int]] = {}
+    for pool in pools:
+        kinds.setdefault((pool.rank, pool.sharding, pool.dim), {})[pool.tables] = pool.slots
+    return kinds
+
+
+def _pool_changes(old: dict[tuple[str, ...], int], new: dict[tuple[str, ...], int]) -> Iterator[str]:
+    for tables in sorted(old.keys() & new.keys()):
+        if old[tables] != new[tables]:
+            yield f" ({_tables_of(tables)}): {_slots(old[tables], new[tables])}"
+    gone, come = sorted(old.keys() - new.keys()), sorted(new.keys() - old.keys())
+    if len(gone) == len(come) == 1:
+        lost, got = (sorted(set(a) - set(b)) for a, b in ((gone[0], come[0]), (come[0], gone[0])))
+        moves = [f"+{name}" for name in got] + [f"-{name}" for name in lost]
+        yield f": {' '.join(moves)}, {_slots(old[gone[0]], new[come[0]])}"
+        return
+    for tables in gone:
+        yield f" ({_tables_of(tables)}): removed (was {old[tables]:,} slots)"
+    for tables in come:
+        yield f" ({_tables_of(tables)}): added, {new[tables]:,} slots"
+
+
+def _tables_of(tables: Sequence[str]) -> str:
+    return ", ".join(tables) if len(tables) <= 3 else f"{tables[0]}, {tables[1]} and {len(tables) - 2} more"
+
+
+def _slots(old: int, new: int) -> str:
+    return f"{old:,} -> {new:,} slots ({_change(old, new)})" if old != new else f"{old:,} slots"
+
+
+def _predictions(before: Prediction | None, after: Prediction | None) -> Iterator[str]:
+    if before is None or after is None:
+        if (before is None) != (after is None):
+            yield f"predictions: only the {'second' if before is None else 'first'} plan has them"
+        return
+    for what, old, new, unit in (
+        ("step", before.step_seconds * 1e3, after.step_seconds * 1e3, "ms"),
+        ("samples per second", before.samples_per_second, after.samples_per_second, ""),
+        ("device memory of the fullest rank", _most_bytes(before) / 2**20, _most_bytes(after) / 2**20, "MiB"),
+        ("host memory of all ranks", _host_bytes(before) / 2**20, _host_bytes(after) / 2**20, "MiB"),
+    ):
+        if old != new:
+            yield f"predicted {what}: {old:,.2f} -> {new:,.2f} {unit}".rstrip() + f" ({_change(old, new)})"
+    yield from _values([("predicted bottleneck", before.bottleneck, after.bottleneck)])
+
+
+def _most_bytes(prediction: Prediction) -> int:
+    return max((sum(rank.device_bytes.values()) for rank in prediction.ranks), default=0)
+
+
+def _host_bytes(prediction: Prediction) -> int:
+    return sum(sum(rank.host_bytes.values()) for rank in prediction.ranks)
+
+
+def _change(old: float, new: float) -> str:
+    return f"{(new - old) / old:+.1%}" if old else "was none"
+
+
+def _or_none(value: object) -> str:
+    return "none" if value is None else str(value)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0-7``, ``ranks 1, 4``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return "ranks " + ", ".join(str(rank) for rank in ranks)
