@@ -27,5 +27,5 @@ def check_no_size(cache: CacheConfig) -> None:
         value = getattr(cache, name)
         if value is not None:
             raise ConfigError(
-                f"cache.{name}={value} has no effect with a plan, which gives every cache its slots. Remove one of them."
+                f"cache.{name}={value} has no effect with a plan, which gives every cache its slots. Remove one."
             )

@@ -1,0 +1,252 @@
+"""What plans predict against what training then measures.
+
+    python -m benchmarks.plan_accuracy hit-rates [--path CRITEO] [--output FILE]
+    embershard plan --calibrate -o machine.toml --ranks 1,2,4
+    python -m benchmarks.plan_accuracy step-time --topology machine.toml [--output FILE]
+
+`hit-rates` profiles three data sets (generated, generated with drift, and a real Criteo file where --path is given),
+plans for every policy and several ratios, trains by the plan, and compares per table: hit rate per lookup and per
+distinct id, device bytes. Every prediction is made twice: from a trace of all rows, and from one of a share of them.
+`step-time` does so for models and batch sizes that the calibration has not seen, on 1, 2 and 4 ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import machine, report
+from embershard.cache import FrequencyProfile
+from embershard.launch.config import load_config
+from embershard.launch.plan_inputs import budget, make_workload
+from embershard.run_config import RunConfig
+from embershard.sharding.cost import Rates
+from embershard.sharding.plan import Plan
+from embershard.sharding.planner import make_plan
+from embershard.sharding.predict import predict
+from embershard.sharding.request import PlanRequest
+from embershard.sharding.topology import load_topology
+
+RATIOS = (0.005, 0.03, 0.15)
+POLICIES = ("frequency", "lfu", "lru", "lookahead")
+SAMPLED_LOOKUPS = 300_000
+_GENERATED = """
+[data]
+kind = "synthetic"
+eval_fraction = 0.02
+[data.synthetic]
+num_samples = 400_000
+scale = 0.1
+drift = {drift}
+[model]
+embedding_dim = 16
+dense_arch_layer_sizes = [32, 16]
+over_arch_layer_sizes = [32, 1]
+[train]
+batch_size = 1024
+[checkpoint]
+at_end = false
+"""
+_CRITEO = """
+[data]
+kind = "criteo"
+path = {path}
+eval_fraction = 0.05
+[data.criteo]
+num_rows = 20_000
+[model]
+embedding_dim = 16
+dense_arch_layer_sizes = [32, 16]
+over_arch_layer_sizes = [32, 1]
+[train]
+batch_size = 128
+epochs = 3
+[checkpoint]
+at_end = false
+"""
+#: Models and batch sizes of `step-time`; none of them is among the reference settings of the calibration.
+_MODELS = {
+    "dim 16, batch 1024": ["model.embedding_dim=16", "model.dense_arch_layer_sizes=[48,16]",
+                           "model.over_arch_layer_sizes=[96,48,1]", "train.batch_size=1024", "cache.ratio=0.03"],
+    "dim 64, batch 512": ["model.embedding_dim=64", "model.dense_arch_layer_sizes=[96,64]",
+                          "model.over_arch_layer_sizes=[256,128,1]", "train.batch_size=512", "cache.ratio=0.02"],
+    "dim 32, batch 3072, dcn": ["model.arch=dlrm_dcn", "model.embedding_dim=32", "model.dense_arch_layer_sizes=[64,32]",
+                                "model.over_arch_layer_sizes=[64,1]", "train.batch_size=3072", "cache.ratio=0.05"],
+    "dim 16, batch 1536, bags of 3": ["model.embedding_dim=16", "data.synthetic.bag_sizes=[3]",
+                                      "model.dense_arch_layer_sizes=[64,16]", "model.over_arch_layer_sizes=[64,32,1]",
+                                      "train.batch_size=1536", "cache.ratio=0.1"],
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """A planned run: its config, as file and overrides, and how many ranks."""
+
+    config: Path
+    overrides: tuple[str, ...]
+    ranks: int
+
+    @property
+    def settings(self) -> RunConfig:
+        return load_config(RunConfig, self.config, self.overrides)
+
+    def request(self, profile: FrequencyProfile, rates: Rates) -> PlanRequest:
+        assert profile.statistics is not None, "made by embershard profile"
+        config = self.settings
+        workload = make_workload(
+            config, profile.statistics, world_size=self.ranks, ranks_per_node=self.ranks, device="cpu"
+        )
+        settings = {**config.predicted_from, "train.device": "cpu"}
+        return PlanRequest(workload, rates, budget(config, None, None), settings=settings)
+
+    def train(self, plan: Plan, folder: Path) -> dict[str, Any]:
+        plan.save(folder / "plan.json")
+        sets = [word for text in self.overrides for word in ("--set", text)]
+        command = ["train", "--config", str(self.config), *sets, "--plan", str(folder / "plan.json")]
+        _embershard([*command, "--nproc", str(self.ranks), "--run-dir", str(folder / "run")])
+        return json.loads((folder / "run" / "result.json").read_text())
+
+
+def hit_rates(path: str | None, work: Path) -> dict[str, Any]:
+    sources = {"generated": _GENERATED.format(drift=0.0), "generated, drift 0.5": _GENERATED.format(drift=0.5)}
+    if path is not None:
+        sources["criteo sample"] = _CRITEO.format(path=json.dumps(path))
+    cases = []
+    for source, text in sources.items():
+        config = work / "run.toml"
+        config.write_text(text)
+        profiles = [_profile(config, work, "all.npz", []), _profile(config, work, "some.npz", _limit(SAMPLED_LOOKUPS))]
+        for policy in POLICIES:
+            needs = [f"cache.profile={work / 'all.npz'}"] if policy == "frequency" else []
+            for ratio in RATIOS:
+                run = Run(config, (f"cache.policy={policy}", f"cache.ratio={ratio}", *needs), ranks=2)
+                found = _compare(run, profiles, work)
+                cases.append({"data": source, "policy": policy, "ratio": ratio, **found})
+                print(json.dumps(cases[-1]), file=sys.stderr, flush=True)
+    return {"cases": cases, "summary": _summary(cases)}
+
+
+def step_times(topology_file: str, work: Path) -> dict[str, Any]:
+    topology = load_topology(topology_file)
+    cases = []
+    config = work / "run.toml"
+    config.write_text(_GENERATED.format(drift=0.0))
+    for name, overrides in _MODELS.items():
+        overrides = (*overrides, "data.synthetic.num_samples=300_000", "train.max_steps=80", "cache.policy=lookahead")
+        profile = _profile(config, work, "profile.npz", [w for text in overrides for w in ("--set", text)])
+        for ranks in (1, 2, 4):
+            run = Run(config, overrides, ranks)
+            with tempfile.TemporaryDirectory(dir=work) as folder:
+                plan = make_plan(run.request(profile, topology.rates(ranks)))
+                assert plan.prediction is not None
+                measured = run.train(plan, Path(folder))["step_ms"]["p50"]
+            predicted = plan.prediction.step_seconds * 1e3
+            cases.append(
+                {
+                    "model": name,
+                    "ranks": ranks,
+                    "predicted_ms": round(predicted, 2),
+                    "measured_ms": round(measured, 2),
+                    "error": round(predicted / measured - 1, 3),
+                    "bottleneck": plan.prediction.bottleneck,
+                }
+            )
+            print(json.dumps(cases[-1]), file=sys.stderr, flush=True)
+    errors = [abs(case["error"]) for case in cases]
+    return {"cases": cases, "mean_error": round(statistics.mean(errors), 3), "largest_error": max(errors)}
+
+
+def _compare(run: Run, profiles: Sequence[FrequencyProfile], work: Path) -> dict[str, Any]:
+    requests = [run.request(profile, load_topology("cpu").rates(run.ranks)) for profile in profiles]
+    plan = make_plan(requests[0])
+    some = predict(requests[1].workload, plan.tables, plan.pools, requests[1].rates)
+    with tempfile.TemporaryDirectory(dir=work) as folder:
+        result = run.train(plan, Path(folder))
+    assert plan.prediction is not None
+    found: dict[str, Any] = {"steps": result["steps"], "hit_rate": round(result["cache"]["hit_rate_lookups"], 4)}
+    for name, prediction in (("all rows", plan.prediction), ("some rows", some)):
+        found[name] = _points(prediction, result)
+    pairs = zip(plan.prediction.ranks, result["cache"]["ranks"], strict=True)
+    errors = [
+        abs((rank.device_bytes["slots"] + rank.device_bytes["maps"]) / measured["device_bytes"] - 1)
+        for rank, measured in pairs
+    ]
+    found["device_bytes_error"] = round(max(errors), 5)
+    return found
+
+
+def _points(prediction: Any, result: dict[str, Any]) -> dict[str, Any]:
+    """Errors in percentage points of hit rate, over tables and ranks."""
+    errors: dict[str, list[tuple[float, str]]] = {"lookups": [], "unique": []}
+    for table in prediction.tables:
+        measured = result["cache"]["ranks"][table.rank]["tables"].get(table.table)
+        for kind, own in errors.items():
+            predicted = getattr(table, f"hit_rate_{kind}")
+            if measured is not None and predicted is not None and measured[f"hit_rate_{kind}"] is not None:
+                own.append((100 * abs(predicted - measured[f"hit_rate_{kind}"]), table.table))
+    fills = sum(table.fills for table in prediction.tables) * result["steps"]
+    return {
+        **{kind: round(statistics.mean(error for error, _ in own), 3) for kind, own in errors.items()},
+        "worst_unique": [round(max(errors["unique"])[0], 2), max(errors["unique"])[1]],
+        "fills": round(fills / max(1, result["cache"]["fills"]), 4),
+    }
+
+
+def _summary(cases: list[dict[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in ("all rows", "some rows"):
+        for source in dict.fromkeys(case["data"] for case in cases):
+            own = [case[name] for case in cases if case["data"] == source]
+            found[f"{source}, trace of {name}"] = {
+                "mean_error_lookups_points": round(statistics.mean(c["lookups"] for c in own), 3),
+                "mean_error_unique_points": round(statistics.mean(c["unique"] for c in own), 3),
+                "largest_mean_error_unique_points": max(c["unique"] for c in own),
+                "worst_table_unique": max(c["worst_unique"] for c in own),
+            }
+    found["largest_device_bytes_error"] = max(case["device_bytes_error"] for case in cases)
+    return found
+
+
+def _profile(config: Path, work: Path, name: str, more: list[str]) -> FrequencyProfile:
+    _embershard(["profile", "--config", str(config), "-o", str(work / name), *more])
+    return FrequencyProfile.load(work / name)
+
+
+def _limit(lookups: int) -> list[str]:
+    return ["--max-lookups", str(lookups)]
+
+
+def _embershard(arguments: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-m", "embershard.launch.cli", *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"embershard {' '.join(arguments)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("hit-rates", "step-time"))
+    parser.add_argument("--path", help="a Criteo file or folder")
+    parser.add_argument("--topology", help="what embershard plan --calibrate wrote")
+    parser.add_argument("--output")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.what == "hit-rates":
+            found = hit_rates(arguments.path, Path(folder))
+        elif arguments.topology is None:
+            parser.error("step-time needs --topology")
+        else:
+            found = step_times(arguments.topology, Path(folder))
+    result = {"benchmark": f"plan_accuracy {arguments.what}", "machine": machine(), **found}
+    report(result, arguments.output)
+
+
+if __name__ == "__main__":
+    main()
