@@ -123,7 +123,7 @@ def hit_rates(path: str | None, work: Path) -> dict[str, Any]:
     for source, text in sources.items():
         config = work / "run.toml"
         config.write_text(text)
-        profiles = [_profile(config, work, "all.npz", []), _profile(config, work, "some.npz", _limit(SAMPLED_LOOKUPS))]
+        profiles = [profiled(config, work, "all.npz", []), profiled(config, work, "some.npz", _limit(SAMPLED_LOOKUPS))]
         for policy in POLICIES:
             needs = [f"cache.profile={work / 'all.npz'}"] if policy == "frequency" else []
             for ratio in RATIOS:
@@ -141,7 +141,7 @@ def step_times(topology_file: str, work: Path) -> dict[str, Any]:
     config.write_text(_GENERATED.format(drift=0.0))
     for name, overrides in _MODELS.items():
         overrides = (*overrides, "data.synthetic.num_samples=300_000", "train.max_steps=80", "cache.policy=lookahead")
-        profile = _profile(config, work, "profile.npz", [w for text in overrides for w in ("--set", text)])
+        profile = profiled(config, work, "profile.npz", [w for text in overrides for w in ("--set", text)])
         for ranks in (1, 2, 4):
             run = Run(config, overrides, ranks)
             with tempfile.TemporaryDirectory(dir=work) as folder:
@@ -215,7 +215,7 @@ def _summary(cases: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _profile(config: Path, work: Path, name: str, more: list[str]) -> FrequencyProfile:
+def profiled(config: Path, work: Path, name: str, more: list[str]) -> FrequencyProfile:
     _embershard(["profile", "--config", str(config), "-o", str(work / name), *more])
     return FrequencyProfile.load(work / name)
 

@@ -99,7 +99,7 @@ def find_profile(settings: CacheSettings, data: DataConfig, source: Source) -> F
         return FrequencyProfile.load(settings.profile)
     if not settings.counts_a_profile:
         return None
-    samples = settings.profile_samples or DEFAULT_PROFILE_SAMPLES
+    samples = counted_samples(settings)
     rows = {table_name(feature.name): feature.num_rows for feature in source.schema.sparse}
     return FrequencyProfile.count(_ids_by_table(data, source, samples), rows)
 
@@ -138,6 +138,13 @@ def _check_replicated(plan: Plan, embedding: EmbeddingOptimizerConfig, dense: De
             "needed 'sgd' for both, with one lr and neither clipping nor weight decay. Or plan these tables with "
             'kernel "device".'
         )
+
+
+def counted_samples(settings: CacheSettings) -> int:
+    """Samples that are counted for a run without a profile of its own, as far as the data go: whole batches."""
+    samples = settings.profile_samples or DEFAULT_PROFILE_SAMPLES
+    batch = min(_PROFILE_BATCH, samples)
+    return -(-samples // batch) * batch
 
 
 def build_sharded_model(

@@ -248,7 +248,7 @@ def _together(
         lookups=lookups + of("lookups"),
         unique_ids=unique_ids + of("unique_ids"),
         hits_unique=unique_ids - missed + of("hits_unique"),
-        hits_lookups=lookups - missed + of("hits_lookups"),
+        hits_lookups=lookups * (1.0 - missed / max(unique_ids, 1e-300)) + of("hits_lookups"),
         fills=fills + of("fills"),
         write_backs=of("write_backs"),
         held_rows=apart.num_rows + (0.0 if stats is None else stats.slots / trace.rate),

@@ -70,18 +70,16 @@ def steady_state(
         for number, each in enumerate(zip(tables, shards, shares, strict=True))
     ]
     pool = _Pool(*(np.concatenate(parts) for parts in zip(*groups, strict=True)))  # type: ignore[arg-type]
-    held = _held_by_recency(pool, num_slots) if policy.scoring == "lru" else _held_by_count(pool, num_slots, policy)
+    held = _held_by_recency(pool, num_slots) if policy.scoring == "lru" else _held_by_count(pool, num_slots)
     count = len(shards)
-    seen, hits = pool.per_shard(pool.seen, count), pool.per_shard(pool.seen * held, count)
-    lookups = pool.per_shard(pool.lookups, count)
     # A missing row misses with all of its lookups in the batch.
-    found = pool.per_shard(pool.lookups * held, count)
-    rows = pool.per_shard(held, count)
+    per_row = (pool.seen, pool.seen * held, pool.lookups, pool.lookups * held, held)
+    seen, hits, lookups, found, rows = (pool.per_shard(values, count).tolist() for values in per_row)
     traffic = tuple(
         ShardTraffic(shard, lookups[n], seen[n], hits[n], found[n], seen[n] - hits[n], seen[n] - hits[n], rows[n])
         for n, shard in enumerate(shards)
     )
-    return PoolTraffic(traffic, traffic, 0, num_slots, bool(seen.sum() > num_slots))
+    return PoolTraffic(traffic, traffic, 0, num_slots, sum(seen) > num_slots)
 
 
 def _groups(
@@ -90,10 +88,10 @@ def _groups(
     """A shard's groups. Its share of the lookups is that of the rows, but for hot rows that are unevenly spread: those
     scale the rates, not the rows."""
     part = shard.num_rows / table.num_rows
-    rows = table.histogram.rows * part
-    counts = table.histogram.counts * (share / part if part else 0.0)
+    counts, rows = table.histogram.counts, table.histogram.rows
     if is_sample:
-        counts, rows = _as_in_other_samples(counts, rows, shard.num_rows)
+        counts, rows = _as_in_other_samples(counts, rows, table.num_rows)
+    counts, rows = counts * (share / part if part else 0.0), rows * part
     lookups = counts / num_samples * batch
     bag = max(1.0, table.lookups_per_sample)
     draws = batch * bag  # a row that got c of the N * bag lookups misses all of a step's draws with (1 - p)^draws
@@ -114,12 +112,11 @@ def _as_in_other_samples(counts: Floats, rows: Floats, num_rows: int) -> tuple[F
     return np.append(counts, (singles - 2.0 * pairs) / unseen), np.append(rows, unseen)
 
 
-def _held_by_count(pool: _Pool, num_slots: int, policy: ReplayPolicy) -> Floats:
+def _held_by_count(pool: _Pool, num_slots: int) -> Floats:
     """In which share of the steps a row of each group is found: [K]; the most frequent rows, beside the rare rows of
-    the batches that are resident."""
+    the batch in training."""
     order = np.argsort(-pool.lookups, kind="stable")
     rows = np.cumsum(pool.rows[order])
-    batches = 1.0 + (0.5 if policy.lookahead else 0.0)  # the second one only comes in where there is room
 
     def held(kept: float) -> Floats:
         before = rows - pool.rows[order]
@@ -129,7 +126,7 @@ def _held_by_count(pool: _Pool, num_slots: int, policy: ReplayPolicy) -> Floats:
         return found
 
     def room(kept: float) -> float:
-        return kept + batches * float((pool.rows * pool.seen * (1.0 - held(kept))).sum())
+        return kept + float((pool.rows * pool.seen * (1.0 - held(kept))).sum())
 
     return held(_bisect(room, num_slots, 0.0, float(num_slots)))
 

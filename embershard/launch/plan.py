@@ -56,10 +56,10 @@ class _Setup:
 
     def request(self, num_ranks: int, ratio: float | None = None) -> Any:
         """For so many ranks, and a share of rows on the device instead of what the config says."""
-        from embershard.launch.plan_inputs import budget, make_workload, with_ratio
+        from embershard.launch.plan_inputs import budget, make_workload
         from embershard.sharding.request import PlanRequest
 
-        config = self.config if ratio is None else with_ratio(self.config, ratio)
+        config, arguments = self.config, self.arguments
         topology = self._shaped(num_ranks)
         workload = make_workload(
             config,
@@ -68,19 +68,24 @@ class _Setup:
             ranks_per_node=topology.ranks_per_node,
             device=topology.device,
         )
-        device_bytes = None if ratio is not None else self.arguments.device_memory or topology.device_memory_bytes
-        host_bytes = self.arguments.host_memory or topology.host_memory_bytes
+        device_bytes = arguments.device_memory or topology.device_memory_bytes
+        host_bytes = arguments.host_memory or topology.host_memory_bytes
         note = topology.note(num_ranks)
         return PlanRequest(
             workload=workload,
             rates=topology.rates(num_ranks),
-            budget=budget(config, device_bytes, host_bytes),
-            types=self.arguments.types,
-            replicate_rows=self.arguments.replicate_rows,
+            budget=budget(config, device_bytes, host_bytes, ratio),
+            types=arguments.types,
+            replicate_rows=arguments.replicate_rows,
+            most_ranks_per_node=arguments.ranks_per_node or (None if topology.device == "cpu" else self._devices),
             settings=_settings(config, topology.device),
             made_from=self._origins(),
             notes=() if note is None else (note,),
         )
+
+    @property
+    def _devices(self) -> int:
+        return int(self.topology.ranks_per_node)
 
     def _shaped(self, num_ranks: int) -> Any:
         topology = self.topology
@@ -115,6 +120,8 @@ def _plan(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     ranks = arguments.ranks or [setup.topology.world_size]
     if len(ranks) > 1 or len(arguments.ratios or ()) > 1:
         return _what_if(setup, ranks, console)
+    if arguments.png is not None:
+        raise ConfigError("--png draws a comparison; give several --ranks or --ratios.")
     request = setup.request(ranks[0], (arguments.ratios or [None])[0])
     with plan_view.progress(console) as progress:
         plan = make_plan(request, progress)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal
 
-from embershard.assembly import DEFAULT_PROFILE_SAMPLES, CacheSettings
+from embershard.assembly import CacheSettings, counted_samples
 from embershard.cache.replay import ReplayPolicy
+from embershard.data import open_source
 from embershard.errors import ConfigError
 from embershard.frequency import DataStatistics
 from embershard.models import ModelConfig, table_name
@@ -57,7 +57,7 @@ def make_workload(
 
 def replay_policy(cache: CacheSettings, has_profile: bool) -> ReplayPolicy:
     """How the caches of a run choose rows."""
-    counted = None if cache.profile is not None else cache.profile_samples or DEFAULT_PROFILE_SAMPLES
+    counted = None if cache.profile is not None else counted_samples(cache)
     return ReplayPolicy(
         scoring=cache.resolved_scoring(has_profile),
         lookahead=cache.lookahead,
@@ -88,18 +88,14 @@ def model_size(config: RunConfig, data: DataStatistics) -> ModelSize:
     )
 
 
-def budget(config: RunConfig, device_bytes: int | None, host_bytes: int | None) -> Budget:
-    """Memory as the command line says, or else as the config does."""
-    if device_bytes is not None:
-        return Budget(device_bytes=device_bytes, host_bytes=host_bytes)
+def budget(config: RunConfig, device_bytes: int | None, host_bytes: int | None, ratio: float | None = None) -> Budget:
+    """Memory as the command line says, or else as the config does. Where the device has a limit, caches take what it
+    leaves, unless a ratio was asked for."""
+    if ratio is not None or device_bytes is not None:
+        return Budget(device_bytes=device_bytes, host_bytes=host_bytes, ratio=ratio)
     if config.cache.device_bytes is not None:
         return Budget(cache_bytes=config.cache.device_bytes, host_bytes=host_bytes)
     return Budget(ratio=config.cache.slot_ratio, host_bytes=host_bytes)
-
-
-def with_ratio(config: RunConfig, ratio: float) -> RunConfig:
-    """The same run with another share of rows on the device."""
-    return replace(config, cache=replace(config.cache, ratio=ratio, device_bytes=None))
 
 
 def check_tables(config: RunConfig, data: DataStatistics) -> None:
@@ -108,16 +104,25 @@ def check_tables(config: RunConfig, data: DataStatistics) -> None:
     Raises:
         ConfigError: naming the first difference.
     """
-    if config.data.kind == "criteo":
-        expected = {table_name(f"C{number + 1}"): rows for number, rows in enumerate(config.data.criteo.rows_per_table)}
-        for name, rows in expected.items():
-            known = data.tables.get(name)
-            if known is None or known.num_rows != rows:
-                has = "no such table" if known is None else f"{known.num_rows:,} rows"
-                raise ConfigError(
-                    f"the config gives table {name!r} {rows:,} rows, the profile has {has}; make the profile with "
-                    "embershard profile --config and this config"
-                )
+    expected = _expected_rows(config)
+    for name in [*expected, *data.tables]:
+        known = data.tables[name].num_rows if name in data.tables else None
+        if known != expected.get(name):
+            sides = [f"{rows:,} rows" if rows is not None else "no such table" for rows in (expected.get(name), known)]
+            raise ConfigError(
+                f"table {name!r}: the config's data have {sides[0]}, the profile has {sides[1]}; make the profile with "
+                "embershard profile --config and this config"
+            )
+
+
+def _expected_rows(config: RunConfig) -> dict[str, int]:
+    """Rows by table, as the settings say; no data file is opened."""
+    data = config.data
+    if data.kind == "synthetic":
+        return {table_name(feature.name): feature.num_rows for feature in open_source(data).schema.sparse}
+    if data.kind == "parquet":
+        return {table_name(n): rows for n, rows in zip(data.parquet.sparse, data.parquet.num_rows, strict=True)}
+    return {table_name(f"C{number + 1}"): rows for number, rows in enumerate(data.criteo.rows_per_table)}
 
 
 def _num_steps(config: RunConfig, data: DataStatistics, global_batch_size: int) -> int | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from embershard.errors import ShardingError
 from embershard.sharding import memory_model
 from embershard.sharding.cost import Rates
-from embershard.sharding.request import PlanRequest
+from embershard.sharding.request import Budget, PlanRequest
 from embershard.sharding.shard_costs import ShardCosts
 from embershard.sharding.shards import TablePlacement
 from embershard.sharding.sizes import PlacedShard
@@ -29,9 +29,13 @@ class RankNeed:
     host_bytes: dict[str, int]
 
     @property
-    def device_bytes(self) -> int:
-        """Least device memory of the rank."""
-        return self.fixed_bytes + sum(self.table_bytes.values())
+    def cache_bytes(self) -> int:
+        """Least device memory of the rank's caches."""
+        return sum(self.table_bytes.values())
+
+    def asked(self, budget: Budget) -> int:
+        """Least bytes of what the budget counts: everything, or the caches alone."""
+        return self.cache_bytes + (0 if budget.cache_bytes is not None else self.fixed_bytes)
 
 
 @dataclass(frozen=True)
@@ -42,56 +46,54 @@ class LeastNeed:
     ranks: tuple[RankNeed, ...]
     ranks_per_node: int
 
-    @property
-    def fullest(self) -> RankNeed:
-        """The rank that needs most device memory."""
-        return max(self.ranks, key=lambda rank: rank.device_bytes)
+    def fullest(self, budget: Budget) -> RankNeed:
+        """The rank that needs most of what the budget counts."""
+        return max(self.ranks, key=lambda rank: rank.asked(budget))
 
-    @property
-    def device_bytes(self) -> int:
-        """Device memory per rank below which nothing fits."""
-        return self.fullest.device_bytes
+    def asked(self, budget: Budget) -> int:
+        """What the budget must give each rank; below it nothing fits."""
+        return self.fullest(budget).asked(budget)
 
     @property
     def host_bytes(self) -> int:
-        """Host memory per node below which nothing fits."""
+        """Host memory per node below which no cached table fits."""
         return max(sum(sum(r.host_bytes.values()) for r in node) for node in self._nodes())
 
     def _nodes(self) -> list[tuple[RankNeed, ...]]:
         size = self.ranks_per_node
         return [self.ranks[first : first + size] for first in range(0, len(self.ranks), size)]
 
-    def check(self, request: PlanRequest) -> None:
-        """Raises unless the budget covers the need.
+    def check_device(self, request: PlanRequest) -> None:
+        """Raises unless the devices can hold the least need.
 
         Raises:
-            ShardingError: which table and tier, by how much, and the smallest changes that make it fit.
+            ShardingError: which table, by how much, and the smallest changes that make it fit.
         """
         budget = request.budget
-        host, device = self.host_bytes, self._asked_of(request)
-        if budget.host_bytes is not None and host > budget.host_bytes:
-            raise ShardingError(self._host_sentence(request, host, budget.host_bytes))
         limit = budget.device_bytes if budget.device_bytes is not None else budget.cache_bytes
-        if limit is not None and device > limit:
-            raise ShardingError(self._device_sentence(request, device, limit))
-
-    def _asked_of(self, request: PlanRequest) -> int:
-        """Least bytes of what the budget counts."""
-        if request.budget.device_bytes is not None:
-            return self.device_bytes
-        return max(sum(rank.table_bytes.values()) for rank in self.ranks)
-
-    def _device_sentence(self, request: PlanRequest, need: int, limit: int) -> str:
-        rank = self.fullest
+        need = self.asked(budget)
+        if limit is None or need <= limit:
+            return
+        rank = self.fullest(budget)
         table, part = max(rank.table_bytes.items(), key=lambda item: item[1], default=("none", 0))
-        option = "--device-memory" if request.budget.device_bytes is not None else "--set cache.device_bytes="
-        option += f" {need}" if request.budget.device_bytes is not None else str(need)
-        return (
+        change = f"--device-memory {need}" if budget.cache_bytes is None else f"--set cache.device_bytes={need}"
+        others = f"; all but caches takes {_bytes(rank.fixed_bytes)}" if budget.cache_bytes is None else ""
+        raise ShardingError(
             f"the plan does not fit: rank {rank.rank} needs at least {_bytes(need)} of device memory and may use "
             f"{_bytes(limit)}: {_bytes(need - limit)} are missing. Its largest table is {table!r} with {_bytes(part)} "
-            f"(slot map, and the rows of one batch); all but caches takes {_bytes(rank.fixed_bytes)}. Smallest change "
-            f"that fits: {option}{_other_changes(request, device=limit)}"
+            f"(slot map, and the rows of one batch){others}. Smallest change that fits: {change}"
+            f"{_other_changes(request, device=limit)}"
         )
+
+    def check_host(self, request: PlanRequest) -> None:
+        """Raises unless the nodes' host memory can hold the rows.
+
+        Raises:
+            ShardingError: as :meth:`check_device`.
+        """
+        limit = request.budget.host_bytes
+        if limit is not None and self.host_bytes > limit:
+            raise ShardingError(self._host_sentence(request, self.host_bytes, limit))
 
     def _host_sentence(self, request: PlanRequest, need: int, limit: int) -> str:
         nodes = self._nodes()
@@ -111,13 +113,15 @@ class LeastNeed:
 def least_need(request: PlanRequest) -> LeastNeed:
     """Looks for the placement that needs the least device memory on its fullest rank, whatever its speed."""
     shape = request.workload.shape
-    if shape.world_size == 1:
+    if not request.sharded:
+        found = [tuple(placed(request, []))]
+    elif shape.world_size == 1:
         sharding = {name: types[0] for name, types in request.allowed.items()}
         found = [tuple(placed(request, [Placement(name, one, (0,)) for name, one in sharding.items()]))]
     else:
         found = [tuple(placed(request, each)) for each in _small_placements(request)]
     needs = [_need(request.workload, tables) for tables in found]
-    return min(needs, key=lambda need: (need.device_bytes, need.host_bytes))
+    return min(needs, key=lambda need: (need.asked(request.budget), need.host_bytes))
 
 
 def _small_placements(request: PlanRequest) -> list[Sequence[Placement]]:
@@ -201,15 +205,16 @@ def _rank_need(workload: Workload, rank: int, here: Sequence[PlacedShard]) -> Ra
 
 def _other_changes(request: PlanRequest, device: int | None = None, host: int | None = None) -> str:
     """Another number of ranks that fits, if there is one."""
-    shape = request.workload.shape
+    shape, budget = request.workload.shape, request.budget
     ranks = 2 * shape.world_size
     while ranks <= _MOST_RANKS:
-        larger = replace(shape, world_size=ranks)
+        per_node = ranks if request.most_ranks_per_node is None else min(ranks, request.most_ranks_per_node)
+        larger = replace(shape, world_size=ranks, ranks_per_node=per_node)
         other = replace(request, workload=replace(request.workload, shape=larger))
         need = least_need(other)
-        if (device is None or need._asked_of(other) <= device) and (host is None or need.host_bytes <= host):
+        if (device is None or need.asked(budget) <= device) and (host is None or need.host_bytes <= host):
             return f"; or --ranks {ranks}"
-        if need.fullest.fixed_bytes > (device or need.fullest.fixed_bytes):
+        if device is not None and budget.cache_bytes is None and need.fullest(budget).fixed_bytes > device:
             return "; more ranks do not help, a smaller train.batch_size may"
         ranks *= 2
     return ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +15,8 @@ _NEXT_USE_BYTES = 8
 _ID_BYTES = 8
 _KNOWN_ID_BYTES = 12  # per distinct row of a known batch, and its link in the chain
 _FLOAT_BYTES = 4
+#: `LookAheadPipeline` knows fewer batches where they would take more.
+MAX_KNOWN_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -81,32 +83,29 @@ def resident_bytes(shards: Sequence[PlacedShard]) -> dict[str, int]:
 def step_bytes(
     model: ModelSize,
     shards: Sequence[PlacedShard],
+    lookups: Sequence[float],
     settings: MemorySettings,
     world_size: int,
-    lookups: Mapping[str, float],
+    lookups_per_sample: float,
 ) -> dict[str, int]:
     """Device memory of a rank for its batches: "dense", "activations", "input_buffers".
 
-    ``lookups`` are the mean lookups of a sample, by table. Ids are kept for the whole window, pooled embeddings for the
-    batch in training: sent, received, and their gradients.
+    ``lookups`` are those of each of the rank's shards in a step. Pooled embeddings are there for the batch in training:
+    sent, received, and their gradients. Ids are kept for the window, which is shorter where it would take too much.
     """
     batch = settings.batch_size
-    samples = batch * world_size
-    here = sum(
-        shard_buffer_bytes(s, lookups[s.table.table] * samples * s.rows / max(1, s.table.rows), settings, samples)
-        for s in shards
-    )
-    own_ids = sum(lookups.values()) * batch
-    pooled_in = sum(table.dim for table in model.tables) * batch * _FLOAT_BYTES
+    pooled = sum(pooled_bytes(shard, batch if shard.kernel == "replicated" else batch * world_size) for shard in shards)
+    pooled += 2 * sum(table.dim for table in model.tables) * batch * _FLOAT_BYTES
+    of_batch = sum(lookups) * (_ID_BYTES + _KNOWN_ID_BYTES)
+    known = settings.lookahead + 2 if settings.lookahead else 1
+    window = min(known * of_batch, max(MAX_KNOWN_BYTES, (settings.prefetch + 2) * of_batch))
     return {
         "dense": model.dense_parameter_bytes + model.dense_state_bytes,
         "activations": round(model.activation_bytes_per_sample * batch),
-        "input_buffers": round(here + own_ids * _ID_BYTES * 2 + 2 * pooled_in),
+        "input_buffers": round(window + 2 * lookups_per_sample * batch * _ID_BYTES + pooled),
     }
 
 
-def shard_buffer_bytes(shard: PlacedShard, lookups: float, settings: MemorySettings, num_samples: int) -> int:
-    """Of a rank's buffers what one shard adds: its ids of the whole window, and its pooled embeddings for all
-    ``num_samples`` of a step, with their gradients. ``lookups`` are the shard's in a step."""
-    known = settings.lookahead + 2 if settings.lookahead else 1
-    return round(known * lookups * (_ID_BYTES + _KNOWN_ID_BYTES)) + 2 * shard.columns * num_samples * _FLOAT_BYTES
+def pooled_bytes(shard: PlacedShard, num_samples: int) -> int:
+    """A shard's pooled embeddings for the ``num_samples`` that it serves, and their gradients."""
+    return 2 * shard.columns * num_samples * _FLOAT_BYTES

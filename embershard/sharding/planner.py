@@ -57,12 +57,13 @@ def best_candidate(request: PlanRequest) -> Candidate:
         ShardingError: as :func:`make_plan`.
     """
     need = least_need(request)
-    need.check(request)
+    need.check_device(request)
     found = _candidates(request, need)
     if not found:
+        need.check_host(request)
         raise ShardingError(
-            f"{len(request.allowed)} tables have no placement in the budget, though each rank's least need fits; give "
-            "--device-memory a little more"
+            f"{len(request.allowed)} tables have no placement in the budget, though each rank's least need fits: with "
+            "the ratio that was asked for, or spread over the nodes. Give more memory or a smaller ratio"
         )
     return min(found, key=lambda candidate: candidate.step_seconds)
 
@@ -94,7 +95,16 @@ def sized(request: PlanRequest, tables: Sequence[TablePlacement]) -> Candidate |
     if slots is None:
         return None
     quick = predict(request.workload, tables, slots, request.rates, from_counts=True)
+    limit = request.budget.host_bytes
+    if limit is not None and _host_bytes(quick, request.workload.shape.ranks_per_node) > limit:
+        return None
     return Candidate(tuple(tables), tuple(slots), quick)
+
+
+def _host_bytes(prediction: Prediction, ranks_per_node: int) -> int:
+    """Of the fullest node."""
+    hosts = [sum(rank.host_bytes.values()) for rank in prediction.ranks]
+    return max(sum(hosts[first : first + ranks_per_node]) for first in range(0, len(hosts), ranks_per_node))
 
 
 def _candidates(request: PlanRequest, need: LeastNeed) -> list[Candidate]:
@@ -109,9 +119,9 @@ def _candidates(request: PlanRequest, need: LeastNeed) -> list[Candidate]:
 def _searched(request: PlanRequest, need: LeastNeed, resident: bool = False) -> list[tuple[TablePlacement, ...]]:
     """What TorchRec's planner finds, with two orders in which tables are placed; ``resident``: without caches."""
     shape, budget = request.workload.shape, request.budget
-    if shape.world_size == 1 or (resident and not _may_be_resident(request)):
+    if shape.world_size == 1 or not request.sharded or (resident and not _may_be_resident(request)):
         return []
-    least = None if resident else sized(request, need.tables)
+    least = None if resident else sized(replace(request, budget=replace(budget, host_bytes=None)), need.tables)
     num_slots = sum(pool.slots for pool in least.pools) if least is not None else 1
     costs = ShardCosts(request.workload, request.rates, num_slots, resident=resident)
     local = min(shape.ranks_per_node, shape.world_size)

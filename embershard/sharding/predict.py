@@ -194,7 +194,7 @@ def _rank(
         "slots": sum(memory.device_bytes(slots) - memory.map_bytes for memory, slots in memories.values()),
         "maps": sum(memory.map_bytes for memory, _ in memories.values()),
         **memory_model.resident_bytes(shards),
-        **memory_model.step_bytes(workload.model, shards, shape.memory, shape.world_size, workload.lookups_per_sample),
+        **workload.step_bytes(shards),
     }
     return RankPrediction(
         rank=rank,

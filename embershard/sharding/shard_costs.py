@@ -47,6 +47,7 @@ class ShardCosts:
             traffic = dataclasses.replace(traffic, fills=0.0, write_backs=0.0)
         work = shard_work(self._workload, shard, traffic)
         parts = step_time(work, self._rates, self._workload.shape.device).parts
+        pooled = memory_model.pooled_bytes(shard, self._workload.shape.global_batch_size)
         host = memory_model.host_bytes([shard], self._workload.shape.memory)
         return ShardCost(
             seconds={
@@ -54,7 +55,7 @@ class ShardCosts:
                 "communication": sum(parts[name] for name in _COMMUNICATION),
                 "copies": sum(parts[name] for name in _COPIES),
             },
-            device_bytes=self._row_bytes(shard, traffic) + self._buffer_bytes(shard, traffic),
+            device_bytes=self._row_bytes(shard, traffic) + pooled,
             host_bytes=sum(host.values()),
         )
 
@@ -65,14 +66,6 @@ class ShardCosts:
         memory = memory_model.pool_memory([shard], self._workload.shape.memory)
         least = min(shard.rows, max(LEAST_SLOTS, math.ceil(1.1 * traffic.unique_ids)))
         return memory.map_bytes + least * memory.slot_bytes
-
-    def _buffer_bytes(self, shard: PlacedShard, traffic: ShardTraffic) -> int:
-        """Of the step's buffers what this shard adds to its rank; the rest is the same on every rank."""
-        return memory_model.shard_buffer_bytes(shard, traffic.lookups, self._workload.shape.memory, self._samples)
-
-    @property
-    def _samples(self) -> int:
-        return self._workload.shape.global_batch_size
 
 
 def _part(traffic: ShardTraffic, shard: PlacedShard, share: float) -> ShardTraffic:

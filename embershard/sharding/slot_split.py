@@ -27,12 +27,7 @@ def least_slots(workload: Workload, shards: Sequence[PlacedShard]) -> int:
 
 def fixed_bytes(workload: Workload, shards: Sequence[PlacedShard]) -> int:
     """Device memory of a rank for all but its caches."""
-    shape = workload.shape
-    resident = memory_model.resident_bytes(shards)
-    buffers = memory_model.step_bytes(
-        workload.model, shards, shape.memory, shape.world_size, workload.lookups_per_sample
-    )
-    return sum(resident.values()) + sum(buffers.values())
+    return sum(memory_model.resident_bytes(shards).values()) + sum(workload.step_bytes(shards).values())
 
 
 def split_slots(workload: Workload, shards: Sequence[PlacedShard], budget: Budget) -> list[PoolPlacement] | None:
@@ -55,13 +50,7 @@ _Sized = tuple[PoolKey, list[PlacedShard], int]
 def _rank_slots(workload: Workload, here: Sequence[PlacedShard], budget: Budget) -> list[_Sized] | None:
     grouped = pools(here)
     if budget.ratio is not None:
-        if any(shard.kernel == "device" for shard in here):
-            return None  # a share of the rows was asked for, not all of them
-        rows = {key: sum(shard.rows for shard in members) for key, members in grouped.items()}
-        return [
-            (key, members, max(1, min(rows[key], max(LEAST_SLOTS, round(budget.ratio * rows[key])))))
-            for key, members in grouped.items()
-        ]
+        return _by_ratio(workload, here, grouped, budget)
     left = budget.cache_bytes
     if left is None:
         assert budget.device_bytes is not None
@@ -71,6 +60,23 @@ def _rank_slots(workload: Workload, here: Sequence[PlacedShard], budget: Budget)
     if not grouped:
         return [] if left >= 0 else None
     return _divided(workload, grouped, left)
+
+
+def _by_ratio(
+    workload: Workload, here: Sequence[PlacedShard], grouped: dict[PoolKey, list[PlacedShard]], budget: Budget
+) -> list[_Sized] | None:
+    """A share of each pool's rows was asked for: so no table is whole on the device."""
+    assert budget.ratio is not None
+    if any(shard.kernel == "device" for shard in here):
+        return None
+    found: list[_Sized] = []
+    needed = fixed_bytes(workload, here)
+    for key, members in grouped.items():
+        memory = memory_model.pool_memory(members, workload.shape.memory)
+        slots = max(1, min(memory.rows, max(LEAST_SLOTS, round(budget.ratio * memory.rows))))
+        needed += memory.device_bytes(slots)
+        found.append((key, members, slots))
+    return found if budget.device_bytes is None or needed <= budget.device_bytes else None
 
 
 def _divided(workload: Workload, grouped: dict[PoolKey, list[PlacedShard]], left: int) -> list[_Sized] | None:

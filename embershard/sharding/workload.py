@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from embershard.cache.replay import ReplayPolicy
 from embershard.errors import ShardingError
 from embershard.frequency import DataStatistics
+from embershard.sharding import memory_model
 from embershard.sharding.memory_model import MemorySettings
 from embershard.sharding.shards import TablePlacement, shards_of
 from embershard.sharding.sizes import ModelSize, PlacedShard
@@ -118,6 +119,23 @@ class Workload:
         inside = _within(rows, shard).sum() / trace.rate + lookups[_within(constant, shard)].sum()
         everything = len(rows) / trace.rate + lookups.sum()
         return float(inside / everything) if everything else shard.rows / shard.table.rows
+
+    def lookups_per_step(self, shard: PlacedShard) -> float:
+        """Expected lookups of a shard's rows in a step; a replicated table serves its own rank only."""
+        shape = self.shape
+        samples = shape.batch_size if shard.kernel == "replicated" else shape.global_batch_size
+        return self.lookups_per_sample[shard.table.table] * samples * self.share_of_lookups(shard)
+
+    def step_bytes(self, shards: Sequence[PlacedShard]) -> dict[str, int]:
+        """Device memory that a rank with these shards needs for its batches: see :func:`memory_model.step_bytes`."""
+        return memory_model.step_bytes(
+            self.model,
+            shards,
+            [self.lookups_per_step(shard) for shard in shards],
+            self.shape.memory,
+            self.shape.world_size,
+            sum(self.lookups_per_sample.values()),
+        )
 
     def steps_to_replay(self, num_pools: int) -> int:
         """Batches of the trace that each pool is replayed over; 0: too few, counts alone must do."""

@@ -30,7 +30,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from embershard.sharding.request import LEAST_COLUMNS
+from embershard.sharding.request import column_block
 from embershard.sharding.sizes import PlacedShard, TableSize
 from embershard.sharding.torchrec.planning import _OrderedEnumerator
 from embershard.sharding.torchrec.sharders import StockEmbeddingBagCollectionSharder
@@ -103,7 +103,7 @@ def place(
         name: ParameterConstraints(
             sharding_types=list(types),
             compute_kernels=[EmbeddingComputeKernel.FUSED.value],
-            min_partition=max(LEAST_COLUMNS, by_name[name].dim // world_size),
+            min_partition=column_block(by_name[name].dim, world_size),
         )
         for name, types in allowed.items()
     }

@@ -1,0 +1,162 @@
+"""The planner's plan against plainer ones on skewed tables, by training with each of them.
+
+    python -m benchmarks.plan_comparison [--topology machine.toml] [--ranks 2] [--rounds 3] [--output FILE]
+
+Generated clicks with MLPerf's bag sizes (1 to 100 lookups a sample and table), so that tables differ in rows, in skew
+and in lookups. All plans have the same device budget per rank:
+
+    chosen                  the planner's placement and slots
+    chosen, uniform ratio   its placement; slots are the same share of every rank's rows, as large as the budget allows
+    round robin             table i on rank i mod W; slots as many as the budget allows
+    round robin, uniform    the same with a uniform share
+
+Training runs are interleaved; figures are medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import machine, report
+from benchmarks.plan_accuracy import Run, profiled
+from embershard.data.synthetic import MLPERF_BAG_SIZES
+from embershard.sharding import memory_model
+from embershard.sharding.fitting import least_need
+from embershard.sharding.plan import Plan, PoolPlacement, TablePlacement
+from embershard.sharding.planner import best_candidate, complete, sized
+from embershard.sharding.request import Budget, PlanRequest
+from embershard.sharding.slot_split import fixed_bytes, split_slots
+from embershard.sharding.topology import load_topology
+from embershard.sharding.workload import place_shards, pools
+
+_CONFIG = f"""
+[data]
+kind = "synthetic"
+eval_fraction = 0.02
+[data.synthetic]
+num_samples = 200_000
+scale = 0.1
+bag_sizes = {list(MLPERF_BAG_SIZES)}
+[model]
+embedding_dim = 32
+dense_arch_layer_sizes = [64, 32]
+over_arch_layer_sizes = [64, 1]
+[train]
+batch_size = 512
+[checkpoint]
+at_end = false
+"""
+
+
+def round_robin(request: PlanRequest) -> list[TablePlacement]:
+    """Table i on rank i mod W."""
+    world_size = request.workload.shape.world_size
+    return [
+        TablePlacement(size.table, size.rows, size.dim, size.dtype, "table_wise", "cached", (number % world_size,))
+        for number, size in enumerate(request.workload.model.tables)
+    ]
+
+
+def uniform(request: PlanRequest, tables: Sequence[TablePlacement]) -> list[PoolPlacement]:
+    """The largest share of rows that every rank has room for."""
+    workload = request.workload
+    shards = place_shards(workload.model, tables, workload.shape)
+    shares = []
+    for rank in range(workload.shape.world_size):
+        here = [shard for shard in shards if shard.rank == rank]
+        assert request.budget.device_bytes is not None
+        left = request.budget.device_bytes - fixed_bytes(workload, here)
+        memories = [memory_model.pool_memory(members, workload.shape.memory) for members in pools(here).values()]
+        slot_bytes = sum(memory.rows * memory.slot_bytes for memory in memories)
+        shares.append((left - sum(memory.device_bytes(0) for memory in memories)) / slot_bytes)
+    found = split_slots(workload, shards, Budget(ratio=min(1.0, *shares)))
+    assert found is not None, "a ratio always fits"
+    return found
+
+
+def plans(request: PlanRequest) -> dict[str, Plan]:
+    chosen = best_candidate(request)
+    plain = sized(request, round_robin(request))
+    if plain is None:
+        raise SystemExit("round robin does not fit this budget: give --slack more")
+    variants = {
+        "chosen": chosen,
+        "chosen, uniform ratio": replace(chosen, pools=tuple(uniform(request, chosen.tables))),
+        "round robin": plain,
+        "round robin, uniform ratio": replace(plain, pools=tuple(uniform(request, plain.tables))),
+    }
+    return {name: complete(request, candidate) for name, candidate in variants.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--topology", default="cpu")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--slack", type=float, default=1.5, help="budget over the least one that round robin needs")
+    parser.add_argument("--output")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = _compare(arguments, Path(folder))
+    report({"benchmark": "plan_comparison", "machine": machine(), **found}, arguments.output)
+
+
+def _compare(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
+    config = work / "run.toml"
+    config.write_text(_CONFIG)
+    run = Run(config, (f"train.max_steps={arguments.steps}",), arguments.ranks)
+    rates = load_topology(arguments.topology).rates(arguments.ranks)
+    request = run.request(profiled(config, work, "profile.npz", []), rates)
+    request = replace(request, budget=Budget(device_bytes=_budget(request, arguments.slack)))
+    made = plans(request)
+    measured: dict[str, list[dict[str, Any]]] = {name: [] for name in made}
+    for turn in range(arguments.rounds):
+        for name in list(made) if turn % 2 == 0 else list(made)[::-1]:
+            with tempfile.TemporaryDirectory(dir=work) as folder:
+                result = run.train(made[name], Path(folder))
+            measured[name].append(result)
+            print(json.dumps({"plan": name, "step_ms": result["step_ms"]["p50"]}), file=sys.stderr, flush=True)
+    base = statistics.median(result["step_ms"]["p50"] for result in measured["chosen"])
+    return {
+        "device_bytes_per_rank": request.budget.device_bytes,
+        "plans": {name: _figures(made[name], results, base) for name, results in measured.items()},
+    }
+
+
+def _figures(plan: Plan, results: list[dict[str, Any]], base_ms: float) -> dict[str, Any]:
+    assert plan.prediction is not None
+    step_ms = statistics.median(result["step_ms"]["p50"] for result in results)
+    return {
+        "step_ms": round(step_ms, 2),
+        "over_chosen": round(step_ms / base_ms, 3),
+        "predicted_ms": round(plan.prediction.step_seconds * 1e3, 2),
+        "fills_per_step": round(results[0]["cache"]["fills"] / results[0]["steps"]),
+        "predicted_fills_per_step": round(sum(table.fills for table in plan.prediction.tables)),
+        "hit_rate_lookups": round(results[0]["cache"]["hit_rate_lookups"], 4),
+        "lookups_by_rank": [rank["lookups"] // results[0]["steps"] for rank in results[0]["cache"]["ranks"]],
+        "slots_by_rank": [rank["slots"] for rank in results[0]["cache"]["ranks"]],
+    }
+
+
+def _budget(request: PlanRequest, slack: float) -> int:
+    """So much that round robin, too, has room for its batches."""
+    tables = round_robin(request)
+    unlimited = replace(request, budget=Budget(device_bytes=2**50))
+    need = least_need(unlimited).asked(unlimited.budget)
+    budget = need
+    while sized(replace(request, budget=Budget(device_bytes=budget)), tables) is None:
+        budget = int(budget * 1.05)
+    return int(budget * slack)
+
+
+if __name__ == "__main__":
+    main()
