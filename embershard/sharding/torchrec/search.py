@@ -90,14 +90,35 @@ def place(
         sort_by: which tables are placed first: the slowest or the largest.
         by_memory: look for the placement whose fullest rank needs the least device memory, not for the fastest one.
     """
+    model = _tables_module(tables)
     with _quiet():
-        topology = Topology(
-            world_size=world_size,
-            local_world_size=ranks_per_node,
-            compute_device="cuda",  # nothing is run; a CPU would have no device tier to plan
-            hbm_cap=_EVERYTHING if device_bytes is None else max(0, device_bytes),
-            ddr_cap=_EVERYTHING if host_bytes is None else max(0, host_bytes),
-        )
+        sizes = (world_size, ranks_per_node, device_bytes, host_bytes)
+        planner = _planner(tables, costs, allowed, *sizes, sort_by, by_memory)
+        try:
+            plan = planner.plan(model, [StockEmbeddingBagCollectionSharder()])  # type: ignore[list-item]
+        except (PlannerError, RuntimeError, ValueError):
+            return None
+    return _placements(plan, tables)
+
+
+def _planner(
+    tables: Sequence[TableSize],
+    costs: CostOfShards,
+    allowed: Mapping[str, Sequence[str]],
+    world_size: int,
+    ranks_per_node: int,
+    device_bytes: int | None,
+    host_bytes: int | None,
+    sort_by: str,
+    by_memory: bool,
+) -> EmbeddingShardingPlanner:
+    topology = Topology(
+        world_size=world_size,
+        local_world_size=ranks_per_node,
+        compute_device="cuda",  # nothing is run; a CPU would have no device tier to plan
+        hbm_cap=_EVERYTHING if device_bytes is None else max(0, device_bytes),
+        ddr_cap=_EVERYTHING if host_bytes is None else max(0, host_bytes),
+    )
     by_name = {table.table: table for table in tables}
     constraints = {
         name: ParameterConstraints(
@@ -107,14 +128,14 @@ def place(
         )
         for name, types in allowed.items()
     }
-    estimator = _Estimator(by_name, costs, by_memory)
-    enumerator = _OrderedEnumerator(topology, batch_size=1, constraints=constraints, estimator=estimator)
     limit = max(8, _MOST_PLACED_SHARDS // (len(tables) * world_size))
     greedy = [_AtMost(GreedyProposer(use_depth=depth), limit) for depth in (True, False)]
-    planner = EmbeddingShardingPlanner(
+    return EmbeddingShardingPlanner(
         topology=topology,
         batch_size=1,
-        enumerator=enumerator,
+        enumerator=_OrderedEnumerator(
+            topology, batch_size=1, constraints=constraints, estimator=_Estimator(by_name, costs, by_memory)
+        ),
         storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
         proposer=[UniformProposer(), *greedy, GridSearchProposer(max_proposals=_MOST_GRID_PROPOSALS)],
         partitioner=GreedyPerfPartitioner(sort_by=SortBy.PERF if sort_by == "seconds" else SortBy.STORAGE),
@@ -122,13 +143,6 @@ def place(
         stats=NoopEmbeddingStats(),
         debug=False,
     )
-    model = _tables_module(tables)
-    try:
-        with _quiet():
-            plan = planner.plan(model, [StockEmbeddingBagCollectionSharder()])  # type: ignore[list-item]
-    except (PlannerError, RuntimeError, ValueError):
-        return None
-    return _placements(plan, tables)
 
 
 class _AtMost(Proposer):
