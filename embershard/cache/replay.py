@@ -29,6 +29,7 @@ from embershard.cache.tickets import Ticket
 from embershard.frequency import SampledTrace, TableTrace
 
 _NONE = np.empty(0, np.int64)
+_MOST_IDLE_ROWS = 10_000_000  # of a table; more need not take memory to be left out
 
 
 @dataclass(frozen=True)
@@ -280,9 +281,10 @@ class _Batches:
             whole = bool(inside.all())
             rows = table.rows if whole else table.rows[inside]
             samples = table.samples if whole else table.samples[inside]
-            # Rows that never occur matter only where all rows are followed: a whole table may stay.
-            distinct, keys = (_NONE, rows - shard.start) if trace.rate >= 1 else np.unique(rows, return_inverse=True)
-            num_keys = max(1, shard.num_rows if trace.rate >= 1 else len(distinct))
+            # Rows that never occur matter only in a table that stays whole; and those are small.
+            is_dense = trace.rate >= 1 and shard.num_rows <= _MOST_IDLE_ROWS + len(rows)
+            distinct, keys = (_NONE, rows - shard.start) if is_dense else np.unique(rows, return_inverse=True)
+            num_keys = max(1, shard.num_rows if is_dense else len(distinct))
             counted = keys if profile_samples is None else keys[: np.searchsorted(samples, profile_samples)]
             self.rows_per_table.append(num_keys)
             self.counts.append(np.bincount(counted, minlength=num_keys))

@@ -17,16 +17,30 @@ from embershard.sharding.torchrec.search import Placement, place
 from embershard.sharding.workload import Workload, place_shards, pools
 
 _MOST_RANKS = 1024
+_MOST_SHARDS = 200_000  # of a number of ranks that is only tried for a message
 
 
 @dataclass(frozen=True)
 class RankNeed:
-    """What one rank needs at least, in bytes: ``fixed`` for all but its caches, and by table for those."""
+    """What one rank needs at least, in bytes: ``fixed`` for all but its caches, and by table for those. ``copies`` are
+    the replicated tables, which are a part of what is fixed."""
 
     rank: int
     fixed_bytes: int
     table_bytes: dict[str, int]
     host_bytes: dict[str, int]
+    copies: dict[str, int]
+
+    @property
+    def largest(self) -> tuple[str, int]:
+        """The table that takes most, and its bytes."""
+        everything = {**self.copies, **self.table_bytes}
+        return max(everything.items(), key=lambda item: item[1], default=("none", 0))
+
+    @property
+    def what(self) -> str:
+        """What those bytes are."""
+        return "a copy of it" if self.largest[0] in self.copies else "slot map, and the rows of one batch"
 
     @property
     def cache_bytes(self) -> int:
@@ -75,13 +89,13 @@ class LeastNeed:
         if limit is None or need <= limit:
             return
         rank = self.fullest(budget)
-        table, part = max(rank.table_bytes.items(), key=lambda item: item[1], default=("none", 0))
+        table, part = rank.largest
         change = f"--device-memory {need}" if budget.cache_bytes is None else f"--set cache.device_bytes={need}"
         others = f"; all but caches takes {_bytes(rank.fixed_bytes)}" if budget.cache_bytes is None else ""
         raise ShardingError(
             f"the plan does not fit: rank {rank.rank} needs at least {_bytes(need)} of device memory and may use "
             f"{_bytes(limit)}: {_bytes(need - limit)} are missing. Its largest table is {table!r} with {_bytes(part)} "
-            f"(slot map, and the rows of one batch){others}. Smallest change that fits: {change}"
+            f"({rank.what}){others}. Smallest change that fits: {change}"
             f"{_other_changes(request, device=limit)}"
         )
 
@@ -110,8 +124,9 @@ class LeastNeed:
         )
 
 
-def least_need(request: PlanRequest) -> LeastNeed:
-    """Looks for the placement that needs the least device memory on its fullest rank, whatever its speed."""
+def least_need(request: PlanRequest, *, by_rows: bool = False) -> LeastNeed:
+    """Looks for the placement that needs the least device memory on its fullest rank, whatever its speed. ``by_rows``:
+    only at the one that cuts every table by rows, where that is allowed."""
     shape = request.workload.shape
     if not request.sharded:
         found = [tuple(placed(request, []))]
@@ -119,13 +134,21 @@ def least_need(request: PlanRequest) -> LeastNeed:
         sharding = {name: types[0] for name, types in request.allowed.items()}
         found = [tuple(placed(request, [Placement(name, one, (0,)) for name, one in sharding.items()]))]
     else:
-        found = [tuple(placed(request, each)) for each in _small_placements(request)]
+        found = [tuple(placed(request, each)) for each in _small_placements(request, by_rows)]
     needs = [_need(request.workload, tables) for tables in found]
     return min(needs, key=lambda need: (need.asked(request.budget), need.host_bytes))
 
 
-def _small_placements(request: PlanRequest) -> list[Sequence[Placement]]:
+def _small_placements(request: PlanRequest, only_by_rows: bool) -> list[Sequence[Placement]]:
     shape = request.workload.shape
+    by_rows = [
+        Placement(name, "row_wise", tuple(range(shape.world_size)))
+        for name, types in request.allowed.items()
+        if "row_wise" in types
+    ]
+    all_by_rows = len(by_rows) == len(request.allowed)
+    if all_by_rows and only_by_rows:
+        return [by_rows]
     costs = ShardCosts(request.workload, Rates(), num_slots=1)
     balanced = place(
         request.sharded,
@@ -138,13 +161,8 @@ def _small_placements(request: PlanRequest) -> list[Sequence[Placement]]:
         sort_by="device_bytes",
         by_memory=True,
     )
-    by_rows = [
-        Placement(name, "row_wise", tuple(range(shape.world_size)))
-        for name, types in request.allowed.items()
-        if "row_wise" in types
-    ]
     found = [] if balanced is None else [balanced]
-    if len(by_rows) == len(request.allowed):
+    if all_by_rows:
         found.append(by_rows)
     if not found:
         raise ShardingError(
@@ -200,18 +218,19 @@ def _rank_need(workload: Workload, rank: int, here: Sequence[PlacedShard]) -> Ra
         own = sum(memory_model.host_bytes([shard], settings).values())
         if own:
             host[shard.table.table] = host.get(shard.table.table, 0) + own
-    return RankNeed(rank, fixed_bytes(workload, here), device, host)
+    copies = {s.table.table: sum(memory_model.resident_bytes([s]).values()) for s in here if s.kernel == "replicated"}
+    return RankNeed(rank, fixed_bytes(workload, here), device, host, copies)
 
 
 def _other_changes(request: PlanRequest, device: int | None = None, host: int | None = None) -> str:
     """Another number of ranks that fits, if there is one."""
     shape, budget = request.workload.shape, request.budget
     ranks = 2 * shape.world_size
-    while ranks <= _MOST_RANKS:
+    while ranks <= _MOST_RANKS and ranks * len(request.sharded) <= _MOST_SHARDS:
         per_node = ranks if request.most_ranks_per_node is None else min(ranks, request.most_ranks_per_node)
         larger = replace(shape, world_size=ranks, ranks_per_node=per_node)
         other = replace(request, workload=replace(request.workload, shape=larger))
-        need = least_need(other)
+        need = least_need(other, by_rows=True)
         if (device is None or need.asked(budget) <= device) and (host is None or need.host_bytes <= host):
             return f"; or --ranks {ranks}"
         if device is not None and budget.cache_bytes is None and need.fullest(budget).fixed_bytes > device:
