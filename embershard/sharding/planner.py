@@ -19,7 +19,7 @@ from embershard.sharding.predict import predict
 from embershard.sharding.request import PlanRequest
 from embershard.sharding.shard_costs import ShardCosts
 from embershard.sharding.slot_split import split_slots
-from embershard.sharding.torchrec.search import place
+from embershard.sharding.torchrec.search import Placement, place
 from embershard.sharding.workload import place_shards, pools
 
 _ORDERS: tuple[Literal["seconds", "device_bytes"], ...] = ("seconds", "device_bytes")
@@ -110,14 +110,24 @@ def _host_bytes(prediction: Prediction, ranks_per_node: int) -> int:
 def _candidates(request: PlanRequest, need: LeastNeed) -> list[Candidate]:
     """Placements that fit, among them the one that needs the least memory. First come those without a cache: where all
     rows fit the devices, nothing need be planned or moved."""
-    found = list(dict.fromkeys([*_searched(request, need), need.tables]))
+    found = list(dict.fromkeys([*_searched(request, need), *_round_robin(request), need.tables]))
     tried = [*_searched(request, need, resident=True), *(tuple(map(_on_device, tables)) for tables in found), *found]
     candidates = [sized(request, tables) for tables in dict.fromkeys(tried)]
     return [candidate for candidate in candidates if candidate is not None]
 
 
+def _round_robin(request: PlanRequest) -> list[tuple[TablePlacement, ...]]:
+    """Table i on rank i mod W, where that is allowed: what a plan must not be slower than."""
+    if not request.allowed or not all("table_wise" in types for types in request.allowed.values()):
+        return []
+    world_size = request.workload.shape.world_size
+    placements = [Placement(name, "table_wise", (n % world_size,)) for n, name in enumerate(request.allowed)]
+    return [tuple(placed(request, placements))]
+
+
 def _searched(request: PlanRequest, need: LeastNeed, resident: bool = False) -> list[tuple[TablePlacement, ...]]:
-    """What TorchRec's planner finds, with two orders in which tables are placed; ``resident``: without caches."""
+    """What TorchRec's planner finds, with two orders in which tables are placed; ``resident``: without caches. Every
+    sharding type has collectives of its own, which no table's cost shows: so also with one type for all."""
     shape, budget = request.workload.shape, request.budget
     if shape.world_size == 1 or not request.sharded or (resident and not _may_be_resident(request)):
         return []
@@ -127,7 +137,7 @@ def _searched(request: PlanRequest, need: LeastNeed, resident: bool = False) -> 
     local = min(shape.ranks_per_node, shape.world_size)
     fixed_bytes = _shared(request, min(rank.fixed_bytes for rank in need.ranks))
     found = []
-    for order in _ORDERS if len(request.sharded) <= _MANY_TABLES else _ORDERS[:1]:
+    for order, allowed in _searches(request):
         placements = place(
             request.sharded,
             costs,
@@ -135,13 +145,27 @@ def _searched(request: PlanRequest, need: LeastNeed, resident: bool = False) -> 
             ranks_per_node=local,
             device_bytes=None if budget.device_bytes is None else budget.device_bytes - fixed_bytes,
             host_bytes=None if budget.host_bytes is None else budget.host_bytes // local,
-            allowed=request.allowed,
+            allowed=allowed,
             sort_by=order,
         )
         if placements is not None:
             tables = placed(request, placements)
             found.append(tuple(map(_on_device, tables)) if resident else tuple(tables))
     return found
+
+
+def _searches(request: PlanRequest) -> list[tuple[Literal["seconds", "device_bytes"], dict[str, list[str]]]]:
+    """In which order to place tables, and with which sharding types."""
+    allowed = request.allowed
+    one_type = [
+        {table: [only] for table in allowed}
+        for only in ("table_wise", "row_wise")
+        if all(only in types for types in allowed.values())
+    ]
+    choices = [choice for choice in [allowed, *one_type] if choice is allowed or choice != allowed]
+    if len(request.sharded) > _MANY_TABLES:
+        return [("seconds", choice) for choice in choices[:2]]
+    return [(order, choice) for choice in choices for order in _ORDERS]
 
 
 def _may_be_resident(request: PlanRequest) -> bool:

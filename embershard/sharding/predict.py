@@ -53,7 +53,9 @@ def counted_traffic(workload: Workload, shards: Sequence[PlacedShard], num_slots
 
 
 def resident_traffic(workload: Workload, shard: PlacedShard) -> ShardTraffic:
-    """Of a shard that is whole on the device: everything is found."""
+    """Of a shard that is whole on the device: everything is found. A replicated one serves its own rank only."""
+    if shard.kernel == "replicated":
+        workload = replace(workload, shape=replace(workload.shape, world_size=1))
     (traffic,) = counted_traffic(workload, [shard], 2 * shard.table.rows)
     return replace(traffic, hits_unique=traffic.unique_ids, hits_lookups=traffic.lookups, fills=0.0, write_backs=0.0)
 

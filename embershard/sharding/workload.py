@@ -148,7 +148,7 @@ class Workload:
         is_whole_epoch = not self.is_sample and trace.num_samples == self.data.num_samples
         wanted = self.shape.num_steps or available
         possible = wanted if is_whole_epoch else min(wanted, available)
-        return max(LEAST_REPLAYED_STEPS, min(possible, _MOST_REPLAYED_STEPS // max(1, num_pools)))
+        return min(possible, max(LEAST_REPLAYED_STEPS, _MOST_REPLAYED_STEPS // max(1, num_pools)))
 
 
 def _within(rows: NDArray[np.int64], shard: PlacedShard) -> NDArray[np.bool_]:

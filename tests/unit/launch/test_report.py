@@ -1,0 +1,228 @@
+"""The command `embershard report`: a run's summary, predicted beside measured, corrected rates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embershard.launch import cli
+from embershard.launch.config import load_config, to_toml
+from embershard.launch.plan import main as plan_main
+from embershard.launch.profile import main as profile_main
+from embershard.launch.report import main
+from embershard.run_config import RunConfig
+from embershard.sharding.plan import Plan
+from embershard.sharding.topology import load_topology
+from tests.unit.sharding.plans import small_plan
+from tests.unit.sharding.runs import STEPS, changed, predicted_plan, result_of, without_cache
+
+ReportOf = Callable[..., tuple[int, str, str]]
+
+
+def write_run(folder: Path, plan: Plan | None, result: dict[str, Any], checkpoints: tuple[int, ...] = ()) -> Path:
+    """A run's folder as training leaves it."""
+    folder.mkdir(exist_ok=True)
+    config = folder / "given.toml"
+    config.write_text("[train]\nbatch_size = 128\n[cache]\npolicy = 'lfu'\n[model]\nover_arch_layer_sizes = [8, 1]\n")
+    (folder / "config.toml").write_text(to_toml(load_config(RunConfig, config)))
+    (folder / "result.json").write_text(json.dumps(result))
+    lines = [{"kind": "train", "step": 20}, *({"kind": "checkpoint", "step": step} for step in checkpoints)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if plan is not None:
+        plan.save(folder / "plan.json")
+    return folder
+
+
+@pytest.fixture
+def report(capsys) -> ReportOf:
+    """Runs the command: exit code, stdout, stderr."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
+@pytest.fixture
+def run_dir(tmp_path) -> Path:
+    plan = predicted_plan()
+    result = changed(result_of(plan), 1, "b", hit_rate_unique=0.5)
+    return write_run(tmp_path / "run", plan, {**result, "step_ms": {"p50": 20.0, "p95": 30.0}})
+
+
+def test_the_summary_tells_quality_speed_and_where_the_misses_are(run_dir, report):
+    code, out, _ = report(run_dir)
+    assert code == 0
+    assert "AUC" in out
+    assert "25,600 samples/s" in out
+    lines = [line.split() for line in out.splitlines()]
+    order = [words[0] for words in lines if words and words[0] in ("a", "b", "c")]
+    assert order == ["b", "a"]  # 540 misses a step, and 200
+    misses = next(words[5] for words in lines if words and words[0] == "b")
+    assert misses == "540"
+    _, out, _ = report(run_dir, "--top", 1)
+    assert "The 1 of 2 tables with most misses" in out
+
+
+def test_the_summary_of_a_run_without_a_cache(tmp_path, report):
+    plan = predicted_plan()
+    code, out, _ = report(write_run(tmp_path, None, without_cache(result_of(plan))))
+    assert code == 0
+    assert "all embedding rows are on the device" in out
+
+
+def test_predicted_beside_measured_fits_150_columns(run_dir, report):
+    code, out, _ = report(run_dir, "--predicted")
+    assert code == 0
+    lines = out.splitlines()
+    sentences = ("Note:", "Advice:", "hit rate per", "device bytes:", "step time:")
+    assert max(len(line) for line in lines if not line.startswith(sentences)) <= 150
+    assert "hit rate per unique id: off by 3.33 points, promised at most 2 points: NOT kept" in out
+    assert "step time: off by 50.00 %" in out
+    assert "Advice: correct the machine's rates" in out
+    first = next(number for number, line in enumerate(lines) if line.strip().startswith("b "))
+    assert "60.00%  +10.00" in lines[first]
+    assert "50.00%" in lines[first + 1]
+    assert [line.split()[0] for line in lines if line.split() and line.split()[0] in "abc"] == ["b", "a", "b"]
+    assert "Note: Another setting: train.device" not in out
+
+
+def test_top_shows_fewer_tables(run_dir, report):
+    _, out, _ = report(run_dir, "--predicted", "--top", 1)
+    assert "the 1 of 3 with the largest errors" in out
+
+
+def test_json_has_the_same_numbers(run_dir, report):
+    code, out, _ = report(run_dir, "--predicted", "--json")
+    found = json.loads(out)["predicted"]
+    assert code == 0
+    worst = found["tables"][0]
+    assert (worst["table"], worst["rank"]) == ("b", 1)
+    assert worst["traffic"]["hit_rate_unique"] == {
+        "predicted": pytest.approx(0.6),
+        "measured": 0.5,
+        "error": pytest.approx(0.1),
+    }
+    assert [each["kept"] for each in found["verdicts"]] == [True, False, True, False]
+    assert found["notes"]
+    assert json.loads(report(run_dir, "--json")[1])["result"]["steps"] == STEPS
+
+
+def test_other_settings_and_checkpoints_are_told(tmp_path, report):
+    plan = predicted_plan()
+    folder = write_run(tmp_path / "run", plan, result_of(plan, steps=STEPS + 50), checkpoints=(50, 51, 150))
+    config = (folder / "config.toml").read_text()
+    (folder / "config.toml").write_text(config.replace('policy = "lfu"', 'policy = "lru"'))
+    _, out, _ = report(folder, "--predicted")
+    assert "cache.policy is 'lru'; the plan's prediction assumed 'lfu'" in out
+    assert "include what 2 checkpoints wrote back" in out  # the one of step 50 was before the resume
+    (folder / "config.toml").unlink()
+    assert "the run's config cannot be read" in report(folder, "--predicted")[1]
+
+
+def test_another_plan_can_be_named(tmp_path, report):
+    plan = predicted_plan()
+    folder = write_run(tmp_path / "run", None, result_of(plan, plan=None))
+    plan.save(tmp_path / "other.json")
+    code, out, _ = report(folder, "--predicted", "--plan", tmp_path / "other.json")
+    assert code == 0
+    assert "The run had no plan" in out
+    assert "Advice" not in out
+
+
+def test_a_dropped_prediction_is_an_error_that_names_the_way_out(run_dir, report):
+    text = (run_dir / "plan.json").read_text()
+    (run_dir / "plan.json").write_text(text.replace('"batch_size": 128', '"batch_size": 64'))
+    code, _, err = report(run_dir, "--predicted")
+    assert code == 2
+    assert "the plan has no prediction to compare with" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--plan", "p.json"], "--plan has no effect without --predicted or --recalibrate"),
+        (["--predicted", "--topology", "cpu"], "--topology has no effect without --recalibrate"),
+        (["--json", "--top", "3"], "--top has no effect with --json"),
+        (["--recalibrate", "machine.json"], "needed a file name that ends in .toml"),
+        (["--recalibrate", "nowhere/machine.toml"], "cannot be written"),
+    ],
+)
+def test_options_without_an_effect_are_errors(run_dir, report, arguments, says):
+    code, out, err = report(run_dir, *arguments)
+    assert (code, out) == (2, "")
+    assert says in err
+
+
+def test_what_is_no_finished_run_says_so(tmp_path, report):
+    assert "there is no such folder" in report(tmp_path / "none")[2]
+    assert "the run has not ended" in report(tmp_path)[2]
+    (tmp_path / "result.json").write_text("[]")
+    assert "got a JSON list" in report(tmp_path)[2]
+    (tmp_path / "result.json").write_text("{")
+    assert "cannot be read" in report(tmp_path)[2]
+    (tmp_path / "result.json").write_text("{}")
+    assert "has no 'device'" in report(tmp_path)[2]
+    write_run(tmp_path, None, result_of(predicted_plan()))
+    code, _, err = report(tmp_path, "--predicted")
+    assert code == 2
+    assert "was trained without a plan" in err
+
+
+def test_recalibrating_another_model_or_batch_size_is_refused(run_dir, report):
+    config = (run_dir / "config.toml").read_text()
+    (run_dir / "config.toml").write_text(config.replace("batch_size = 128", "batch_size = 256"))
+    code, _, err = report(run_dir, "--recalibrate", run_dir / "machine.toml")
+    assert code == 2
+    assert "the work of the run is not the plan's" in err
+    assert not (run_dir / "machine.toml").exists()
+
+
+def test_a_topology_outside_the_catalogue_must_be_given(tmp_path, report):
+    plan = small_plan(made_from={"topology": "this-machine"})
+    result = {**result_of(predicted_plan()), "plan": {"path": "p", "digest": plan.digest}}
+    folder = write_run(tmp_path / "run", plan, result)
+    code, _, err = report(folder, "--recalibrate", tmp_path / "new.toml")
+    assert code == 2
+    assert "made for topology 'this-machine', which is not in the catalogue" in err
+
+
+def test_planning_again_with_the_corrected_topology_predicts_what_was_measured(tmp_path, report):
+    config = tmp_path / "run.toml"
+    config.write_text(
+        "[data]\nkind = 'synthetic'\n[data.synthetic]\nnum_samples = 2400\nscale = 0.0005\n"
+        "[model]\nembedding_dim = 16\ndense_arch_layer_sizes = [16]\nover_arch_layer_sizes = [8, 1]\n"
+        "[cache]\nratio = 0.3\n[train]\nbatch_size = 64\n"
+    )
+    given = ["--config", str(config)]
+    assert profile_main([*given, "-o", str(tmp_path / "p.npz"), "--workers", "1"]) == 0
+    planned = ["--profile", str(tmp_path / "p.npz"), "--ranks", "2", "-o", str(tmp_path / "plan.json")]
+    assert plan_main([*given, *planned]) == 0
+    plan = Plan.load(tmp_path / "plan.json")
+    assert plan.prediction is not None
+    measured = 3.7 * plan.prediction.step_seconds
+    folder = write_run(tmp_path / "run", plan, result_of(plan, step_ms={"p50": measured * 1e3, "p95": None}))
+    (folder / "config.toml").write_text(to_toml(load_config(RunConfig, config)))
+    machine = tmp_path / "machine.toml"
+    code, out, err = report(folder, "--recalibrate", machine, "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)["recalibrated"]
+    assert found["factor"] == pytest.approx(3.7, rel=0.01)
+    assert found["from_estimate"]
+    assert load_topology(str(machine)).source.endswith("after run run")
+    assert plan_main([*given, *planned, "--topology", str(machine)]) == 0
+    again = Plan.load(tmp_path / "plan.json")
+    assert again.prediction is not None
+    assert again.prediction.step_seconds == pytest.approx(measured, rel=0.01)
+
+
+def test_the_command_is_there(run_dir, capsys):
+    assert cli.main(["report", str(run_dir), "--recalibrate", str(run_dir / "m.toml")]) == 0
+    assert "All rates for 2 ranks were multiplied by" in capsys.readouterr().out

@@ -1,0 +1,152 @@
+"""Predicted bytes are those that are allocated."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torchrec.modules.embedding_configs import DataType
+
+from embershard import CacheConfig
+from embershard.cache.replay import ReplayPolicy
+from embershard.launch.plan_inputs import _STATES
+from embershard.sharding.memory_model import (
+    MemorySettings,
+    host_bytes,
+    pool_memory,
+    resident_bytes,
+)
+from embershard.sharding.sizes import PlacedShard, TableSize
+from tests.unit.sharding.pools import OPTIMIZERS, make_pool
+from tests.unit.sharding.requests import data_of, make_workload
+
+SETTINGS = MemorySettings("lfu", True, lookahead=4, prefetch=2, has_profile=False, batch_size=100)
+
+
+def size_of(rows: int, dim: int = 8, optimizer: str = "rowwise_adagrad", dtype: Any = "fp32", name: str = "t0") -> TableSize:
+    per_row, per_column = _STATES[optimizer]
+    return TableSize(name, rows, dim, dtype, per_row, per_column)
+
+
+def shard_of(size: TableSize, rows: int | None = None, **changes: Any) -> PlacedShard:
+    shard = PlacedShard(size, 0, 0, size.rows if rows is None else rows, size.dim, "table_wise", "cached")
+    return dataclasses.replace(shard, **changes)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("policy", "scoring", "by_next_use"),
+    [("lookahead", "lfu", True), ("lfu", "lfu", False), ("lru", "lru", False)],
+)
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("rows", [(400, 70), (50, 0), (1,)])
+def test_a_pool_takes_what_was_predicted(optimizer, policy, scoring, by_next_use, dtype, rows):
+    data_type = DataType.FP16 if dtype == "fp16" else DataType.FP32
+    pool = make_pool(rows, CacheConfig(ratio=0.5, policy=policy), optimizer=optimizer, data_type=data_type)
+    slots = pool.cache.planner.map.num_slots
+    settings = dataclasses.replace(SETTINGS, scoring=scoring, by_next_use=by_next_use)
+    shards = [shard_of(size_of(count, 8, optimizer, dtype, f"t{n}")) for n, count in enumerate(rows)]
+    memory = pool_memory(shards, settings)
+    assert memory.device_bytes(slots) == pool.cache.device_bytes == sum(s.device_bytes for s in pool.stats())
+    assert sum(host_bytes(shards, settings).values()) == sum(s.host_bytes for s in pool.stats())
+    assert host_bytes(shards, settings)["rows"] == pool.host.host_bytes
+    pool.cache.planner.grow(slots + 3)
+    pool.slots.resize(slots + 3)
+    assert memory.device_bytes(slots + 3) - memory.device_bytes(slots) == 3 * memory.slot_bytes
+
+
+@pytest.mark.parametrize("kind", ["adam", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb"])
+def test_states_of_other_optimizers(kind):
+    """As the FBGEMM that is installed lays them out."""
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+        ComputeDevice,
+        SplitTableBatchedEmbeddingBagsCodegen,
+    )
+
+    tables = SplitTableBatchedEmbeddingBagsCodegen(
+        [(10, 16, EmbeddingLocation.DEVICE, ComputeDevice.CUDA)],
+        optimizer=EmbOptimType[kind.upper()],
+        weights_precision=SparseType.FP32,
+        device=torch.device("meta"),
+    )
+    (states,) = tables.split_optimizer_states()
+    found = sum(state.numel() * state.element_size() for state in states)
+    assert found == 10 * size_of(10, 16, kind).optimizer_bytes()
+
+
+def test_slots_fill_a_budget_to_the_byte():
+    memory = pool_memory([shard_of(size_of(1000))], SETTINGS)
+    for slots in (1, 17, 999):
+        exact = memory.device_bytes(slots)
+        assert memory.num_slots(exact) == memory.num_slots(exact + memory.slot_bytes - 1) == slots
+        assert memory.num_slots(exact - 1) == slots - 1
+    assert memory.num_slots(10**12) == 1000
+    assert memory.num_slots(memory.map_bytes) < 1
+
+
+def test_rows_with_a_part_of_the_columns():
+    size = TableSize("t0", 100, 64, "fp16", state_bytes=4, state_bytes_per_column=8)
+    shard = shard_of(size, columns=16)
+    assert shard.row_bytes == 16 * 2 + 4 + 16 * 8
+    assert host_bytes([shard], SETTINGS)["rows"] == 100 * shard.row_bytes
+    assert resident_bytes([shard]) == {"device_tables": 0, "replicated": 0}
+
+
+def test_tables_without_a_cache_take_device_memory_only():
+    size = size_of(100, 16)
+    whole, copied = shard_of(size, kernel="device"), shard_of(size, kernel="replicated")
+    assert resident_bytes([whole, copied]) == {"device_tables": 100 * 68, "replicated": 100 * (68 + 64)}
+    assert sum(host_bytes([whole, copied], SETTINGS).values()) == 0
+
+
+def test_lru_keeps_counts_for_a_warm_up_only():
+    shard = shard_of(size_of(100))
+    lru = dataclasses.replace(SETTINGS, scoring="lru", by_next_use=False)
+    assert host_bytes([shard], lru)["scores"] == 0
+    assert host_bytes([shard], dataclasses.replace(lru, has_profile=True))["scores"] == 400
+
+
+def step(kernel: str, world_size: int, **changes: Any) -> dict[str, int]:
+    """Of a rank with a table of 100 rows x 64 and 3 lookups per sample, batches of 100 samples."""
+    policy = ReplayPolicy(lookahead=4)
+    workload = make_workload(
+        (100,), world_size=world_size, batch_size=100, policy=policy, data=data_of((100,), 2000, bag_size=3), **changes
+    )
+    return workload.step_bytes([shard_of(workload.model.tables[0], kernel=kernel)])
+
+
+def test_buffers_grow_with_ranks_where_one_rank_serves_all():
+    """A replicated table sees its own rank's samples, whatever the number of ranks."""
+    assert step("replicated", 8) == step("replicated", 1)
+    seven = 7 * 100  # samples of the other ranks
+    ids, pooled = (4 + 2) * 3 * seven * 20, 2 * 64 * 4 * seven
+    assert step("cached", 8)["input_buffers"] - step("cached", 1)["input_buffers"] == ids + pooled
+    assert step("cached", 8)["dense"] == 120_000
+    assert step("cached", 8)["activations"] == 200_000
+
+
+def test_a_block_of_hot_rows_buffers_their_ids():
+    """Not a half of them, though it has half of the rows."""
+    data = data_of((1000,), 20_000, scattered=False)
+    workload = make_workload((1000,), batch_size=100, data=data)
+    size = workload.model.tables[0]
+    hot, cold = (
+        workload.step_bytes([dataclasses.replace(shard_of(size), row_start=start, row_stop=start + 500)])
+        for start in (0, 500)
+    )
+    share = (data.trace.tables["t0"].rows < 500).mean()
+    assert share > 0.8
+    difference = hot["input_buffers"] - cold["input_buffers"]
+    assert difference == pytest.approx((2 * share - 1) * 200 * 20, abs=2)
+
+
+def test_the_window_is_no_longer_than_the_pipeline_keeps_it(monkeypatch):
+    """A window of ids that would take more than the pipeline allows is shorter."""
+    long = step("cached", 8)["input_buffers"]
+    monkeypatch.setattr("embershard.sharding.memory_model.MAX_KNOWN_BYTES", 1)
+    short = step("cached", 8)["input_buffers"]
+    assert long - short == (6 - 4) * 3 * 800 * 20  # prefetch + 2 batches stay
