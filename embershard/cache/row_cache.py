@@ -39,6 +39,16 @@ def _alone(method: _Method) -> _Method:
     return cast(_Method, locked)
 
 
+def _best(scores: Tensor, count: int) -> Tensor:
+    """Keys of the ``count`` highest scores above 0, ascending; of equal ones the lowest keys, on every device."""
+    if not count:
+        return torch.empty(0, dtype=torch.int64)
+    bound = torch.topk(scores, count, sorted=False).values.min().clamp_min(0.0)
+    above = (scores > bound).nonzero().flatten()
+    ties = (scores == bound).nonzero().flatten()[: count - above.numel() if bound > 0 else 0]
+    return torch.cat([above, ties]).sort().values
+
+
 class CacheGrowthWarning(UserWarning):
     """One batch needed more rows than the cache had slots, so the cache took more device memory."""
 
@@ -302,8 +312,7 @@ class RowCache:
         row_scores = self.planner.scores.of_rows()
         assert row_scores is not None, "warm-up without a profile"
         wanted = row_scores.index_fill(0, self._home_keys, 0.0)  # those are there already
-        best = torch.topk(wanted, min(self.planner.map.num_free, wanted.numel()))
-        self._preload(best.indices[best.values > 0].sort().values.to(self.device))
+        self._preload(_best(wanted, min(self.planner.map.num_free, wanted.numel())).to(self.device))
 
     def _preload(self, keys: Tensor) -> None:
         slots = self.planner.occupy(keys)

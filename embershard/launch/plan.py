@@ -101,7 +101,7 @@ class _Setup:
         return {
             "config": str(arguments.config),
             "profile": str(arguments.profile),
-            "topology": self.topology.name,
+            "topology": str(arguments.topology),
             "command": self.command,
         }
 

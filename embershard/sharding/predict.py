@@ -76,6 +76,7 @@ def shard_work(workload: Workload, shard: PlacedShard, traffic: ShardTraffic) ->
             traffic.lookups, size.weight_bytes(shard.columns), size.optimizer_bytes(shard.columns)
         ),
         planned_ids=traffic.lookups if cached else 0.0,
+        unique_ids=traffic.unique_ids if cached else 0.0,
         fills=traffic.fills,
         write_backs=traffic.write_backs,
         bytes_to_device=traffic.fills * shard.row_bytes,
