@@ -45,6 +45,7 @@ class ReplayPolicy:
         profile_samples: training has the counts of the first so many samples: `frequency` needs them, `lfu` starts
             with them. 0: it has none; None: those of the whole trace.
         decay: as `CacheConfig.decay`.
+        shuffle_window: samples among which an epoch's order is mixed; 0: every epoch has the same order.
     """
 
     scoring: Literal["frequency", "lfu", "lru"] = "lfu"
@@ -54,6 +55,7 @@ class ReplayPolicy:
     warmup: bool = False
     profile_samples: int | None = 0
     decay: float | None = None
+    shuffle_window: int = 0
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,7 @@ def replay_pool(
     followed = [shard for shard, rows in zip(shards, apart, strict=True) if not rows.is_home]
     taken = sum(rows.num_rows for rows in apart)
     slots = max(1, round((num_slots - taken) * trace.rate) if is_sampled else num_slots)
-    batches = _Batches(trace, followed, global_batch_size, available, policy.profile_samples)
+    batches = _Batches(trace, followed, global_batch_size, available, policy.profile_samples, policy.shuffle_window)
     cache = _make_cache(batches, slots, policy, [] if is_sampled else home_tables)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CacheGrowthWarning)
@@ -257,7 +259,11 @@ def _together(
 
 
 class _Batches:
-    """The trace cut into batches of a pool: keys [N] with the tables one after another, and lookups per table [T]."""
+    """The trace cut into batches of a pool: keys [N] with the tables one after another, and lookups per table [T].
+
+    Every epoch has an order of its own: behind its end the samples of the trace come again in another order, mixed
+    inside windows of ``shuffle_window`` samples as training mixes them. 0: in the same order.
+    """
 
     def __init__(
         self,
@@ -266,14 +272,17 @@ class _Batches:
         global_batch_size: int,
         available: int,
         profile_samples: int | None,
+        shuffle_window: int,
     ) -> None:
         self.shards = list(shards)
         self.available = available
         self.rows_per_table: list[int] = []
         self.counts: list[NDArray[np.int64]] = []
         self._keys: list[NDArray[np.int64]] = []
+        self._samples: list[NDArray[np.int64]] = []
         self._bounds: list[NDArray[np.int64]] = []
-        edges = np.arange(available + 1, dtype=np.int64) * global_batch_size
+        self._edges = np.arange(available + 1, dtype=np.int64) * global_batch_size
+        self._num_samples, self._shuffle_window, self._epoch = trace.num_samples, shuffle_window, 0
         offset = 0
         for shard in shards:
             table = trace.tables[shard.table]
@@ -289,15 +298,30 @@ class _Batches:
             self.rows_per_table.append(num_keys)
             self.counts.append(np.bincount(counted, minlength=num_keys))
             self._keys.append(keys + offset)
-            self._bounds.append(np.searchsorted(samples, edges))
+            self._samples.append(samples)
+            self._bounds.append(np.searchsorted(samples, self._edges))
             offset += num_keys
 
     def get(self, step: int) -> tuple[Tensor, Tensor]:
-        """Keys and lengths of a step; behind the last batch the first one comes again."""
-        number = step % self.available
+        """Keys and lengths of a step. Steps are asked for in order."""
+        epoch, number = divmod(step, self.available)
+        if epoch != self._epoch and self._shuffle_window:
+            self._shuffle(epoch)
+        self._epoch = epoch
         parts = [keys[b[number] : b[number + 1]] for keys, b in zip(self._keys, self._bounds, strict=True)]
         lengths = torch.tensor([len(part) for part in parts], dtype=torch.int64)
         return torch.from_numpy(np.concatenate(parts) if parts else np.empty(0, np.int64)), lengths
+
+    def _shuffle(self, epoch: int) -> None:
+        generator = np.random.default_rng(epoch)
+        windows = np.arange(self._num_samples) // self._shuffle_window
+        place = np.empty(self._num_samples, np.int64)
+        place[np.lexsort((generator.random(self._num_samples), windows))] = np.arange(self._num_samples)
+        for table, samples in enumerate(self._samples):
+            moved = place[samples]
+            order = np.argsort(moved, kind="stable")
+            self._samples[table], self._keys[table] = moved[order], self._keys[table][order]
+            self._bounds[table] = np.searchsorted(self._samples[table], self._edges)
 
 
 def _make_cache(batches: _Batches, num_slots: int, policy: ReplayPolicy, home: Sequence[str]) -> RowCache:

@@ -116,6 +116,9 @@ def _plan(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     from embershard.sharding.planner import make_plan
 
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    for path in (arguments.output, arguments.png):
+        if path is not None and not path.resolve().parent.is_dir():
+            raise ConfigError(f"{path}: there is no folder {path.resolve().parent}; make it first.")
     setup = _read(arguments, shlex.join(command))
     ranks = arguments.ranks or [setup.topology.world_size]
     if len(ranks) > 1 or len(arguments.ratios or ()) > 1:
@@ -203,8 +206,8 @@ def _diff(argv: Sequence[str]) -> int:
 def _calibrate(arguments: argparse.Namespace) -> int:
     from embershard.launch.calibrate import run_calibration
 
-    if arguments.output is None:
-        raise ConfigError("--calibrate needs -o FILE.toml, where the measured topology goes.")
+    if arguments.output is None or not arguments.output.resolve().parent.is_dir():
+        raise ConfigError("--calibrate needs -o FILE.toml in a folder that is there, for the measured topology.")
     run_calibration(arguments.ranks or [1, 2, 4], arguments.output, quick=arguments.quick)
     return 0
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from embershard.assembly import CacheSettings, counted_samples
 from embershard.cache.replay import ReplayPolicy
-from embershard.data import open_source
+from embershard.data import DataConfig, open_source
 from embershard.errors import ConfigError
 from embershard.frequency import DataStatistics
 from embershard.models import ModelConfig, table_name
@@ -48,15 +48,15 @@ def make_workload(
         ranks_per_node=ranks_per_node,
         batch_size=batch_size,
         device=device,
-        policy=replay_policy(config.cache, has_profile),
+        policy=replay_policy(config.cache, config.data, has_profile),
         has_profile=has_profile,
         num_steps=_num_steps(config, data, batch_size * world_size),
     )
     return Workload(model_size(config, data), data, shape)
 
 
-def replay_policy(cache: CacheSettings, has_profile: bool) -> ReplayPolicy:
-    """How the caches of a run choose rows."""
+def replay_policy(cache: CacheSettings, data: DataConfig, has_profile: bool) -> ReplayPolicy:
+    """How the caches of a run choose rows, and how its epochs differ."""
     counted = None if cache.profile is not None else counted_samples(cache)
     return ReplayPolicy(
         scoring=cache.resolved_scoring(has_profile),
@@ -66,6 +66,7 @@ def replay_policy(cache: CacheSettings, has_profile: bool) -> ReplayPolicy:
         warmup=cache.resolved_warmup(has_profile),
         profile_samples=counted if has_profile else 0,
         decay=cache.decay,
+        shuffle_window=data.chunk_rows * data.shuffle_window if data.shuffle else 0,
     )
 
 

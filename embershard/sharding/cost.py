@@ -48,9 +48,9 @@ class StepWork(Numbers):
 
     Attributes:
         dense_flops: floating-point operations of the dense part, forward and backward.
-        activation_bytes: what the dense part writes in its forward; the backward reads it again.
+        activation_bytes: what the dense part writes beside its products: activations, and their gradients.
         embedding_bytes: bytes of rows that are read, and written, in device memory, optimizer state included.
-        planned_ids: N ids for which the rank's caches find slots.
+        planned_ids, unique_ids: N ids for which the rank's caches find slots, and the distinct ones of them.
         fills, write_backs: rows that come to the device, and that go back to the host.
         bytes_to_device, bytes_to_host: their payloads.
         all_to_all_bytes: what the rank sends, or receives where that is more: ids, pooled embeddings, gradients.
@@ -63,6 +63,7 @@ class StepWork(Numbers):
     activation_bytes: float = 0
     embedding_bytes: float = 0
     planned_ids: float = 0
+    unique_ids: float = 0
     fills: float = 0
     write_backs: float = 0
     bytes_to_device: float = 0
@@ -87,6 +88,7 @@ class Rates(Numbers):
     seconds_per_activation_byte: float = 0
     seconds_per_embedding_byte: float = 0
     seconds_per_planned_id: float = 0
+    seconds_per_unique_id: float = 0
     seconds_per_fill: float = 0
     seconds_per_write_back: float = 0
     seconds_per_byte_to_device: float = 0
@@ -104,6 +106,7 @@ TERMS: tuple[tuple[str, str, str], ...] = (
     ("activation_bytes", "seconds_per_activation_byte", "dense"),
     ("embedding_bytes", "seconds_per_embedding_byte", "embedding"),
     ("planned_ids", "seconds_per_planned_id", "planning"),
+    ("unique_ids", "seconds_per_unique_id", "planning"),
     ("fills", "seconds_per_fill", "fills"),
     ("bytes_to_device", "seconds_per_byte_to_device", "fills"),
     ("write_backs", "seconds_per_write_back", "write_backs"),

@@ -65,13 +65,13 @@ class DenseSize:
 
     @property
     def activations_per_sample(self) -> int:
-        """Numbers that the forward keeps for the backward: every layer's input, output before and after ReLU, and the
-        interaction's operands."""
+        """Numbers that are there when the backward goes through the interaction, the point of most memory: what the
+        forward kept for it, and the gradients of the interaction."""
         crossed = self._features * self.dim
-        mlps = 2 * (sum(self.dense_layers) + sum(self.over_layers)) + self.num_dense
-        if self.arch == "dlrm_dcn":
-            return mlps + crossed + self.cross_layers * (self.cross_rank + 4 * crossed)
-        return mlps + 2 * crossed + self._features**2 + self.interaction_width
+        mlps = self.num_dense + sum(self.dense_layers) + sum(self.over_layers)
+        if self.arch == "dlrm_dcn":  # two kept per layer, and one; the gradients of first and present input
+            return mlps + (2 * self.cross_layers + 3) * crossed + self.cross_layers * self.cross_rank
+        return mlps + 2 * (crossed + self._features**2 + self.interaction_width)
 
     @property
     def _features(self) -> int:
@@ -97,7 +97,7 @@ def dense_parameter_bytes(size: DenseSize) -> int:
 
 
 def activation_bytes(size: DenseSize, batch_size: int) -> float:
-    """What the dense forward keeps for the backward of ``batch_size`` samples, in bytes."""
+    """Activations and gradients of ``batch_size`` samples at the point of most memory, in bytes."""
     return float(size.activations_per_sample * _FLOAT_BYTES * batch_size)
 
 

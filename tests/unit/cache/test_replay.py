@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -30,7 +31,7 @@ from embershard.sharding.torchrec import cached_embeddings
 from embershard.trainer import Trainer
 from tests.unit.cache.traces import skewed, trace_of
 
-DATA = DataConfig(synthetic=SyntheticConfig(num_samples=700, scale=0.0001, bag_sizes=(2,)), num_workers=0)
+DATA = DataConfig(synthetic=SyntheticConfig(num_samples=600, scale=0.0001, bag_sizes=(2,)), num_workers=0)
 COUNTED = ("lookups", "unique_ids", "hits_unique", "hits_lookups", "fills")
 POLICIES = {
     "lookahead": ReplayPolicy(lookahead=6),
@@ -62,14 +63,11 @@ def run_config(batch_size: int, **cache: Any) -> RunConfig:
 
 
 TRAINED = {
-    "lookahead 4": {"ratio": 0.3, "lookahead": 4},
     "lookahead 4, held 3 ahead": {"ratio": 0.6, "lookahead": 4, "prefetch": 3},
     "lookahead 3, of a decaying lfu": {"ratio": 0.2, "lookahead": 3, "prefetch": 1, "decay": 0.5},
-    "no batch ahead": {"ratio": 0.3, "lookahead": 0},
     "lfu with decay": {"ratio": 0.25, "policy": "lfu", "decay": 0.5, "lookahead": 0},
     "lru": {"ratio": 0.3, "policy": "lru", "lookahead": 0},
     "frequency, warm": {"ratio": 0.3, "policy": "frequency", "profile_samples": 200, "lookahead": 2},
-    "frequency, cold": {"ratio": 0.3, "policy": "frequency", "warmup": False, "lookahead": 0},
     "lookahead, warm": {"ratio": 0.3, "warmup": True, "profile_samples": 200, "lookahead": 4},
     "a batch does not fit": {"ratio": 0.04, "lookahead": 4},
     "a batch does not fit lru": {"ratio": 0.04, "lookahead": 0, "policy": "lru"},
@@ -89,14 +87,14 @@ def test_a_replay_counts_what_training_counts(ranks, profile, name):
     trainer.close()
     shards = [Shard(table, 0, profile.num_rows(table)) for table in tables]
     homes = [tables[number] for number in home_tables([shard.num_rows for shard in shards], slots)]
-    policy = replay_policy(config.cache, trainer.profile is not None)
+    policy = replay_policy(config.cache, config.data, trainer.profile is not None)
     statistics = profile.need_statistics()
     assert statistics.trace is not None
     found = replay_pool(statistics.trace, shards, slots, 60, policy, home_tables=homes)
     trained = {stats.table: stats for stats in cache_stats(trainer.model)}
     expected = {table: [getattr(trained[table], each) for each in (*COUNTED, "write_backs")] for table in tables}
-    assert found.num_steps == trainer.steps == 10
-    assert totals(found.shards, 10, (*COUNTED, "write_backs")) == expected
+    assert found.num_steps == trainer.steps == 9
+    assert totals(found.shards, 9, (*COUNTED, "write_backs")) == expected
     assert {each.shard.table: each.held_rows for each in found.shards} == {t: trained[t].slots for t in tables}
     assert found.num_slots == pool.cache.planner.map.num_slots
     assert found.grew == (found.num_slots > slots) == ("does not fit" in name)
@@ -140,7 +138,7 @@ def test_a_block_of_rows_is_a_table_of_its_own(name):
 def test_blocks_together_have_all_lookups():
     trace = trace_of({"a": skewed(301, 4000)})
     edges = [0, 76, 152, 228, 301, 301]
-    blocks = [replay_pool(trace, [Shard("a", a, b)], 40, 200, POLICIES["lru"]) for a, b in zip(edges, edges[1:])]
+    blocks = [replay_pool(trace, [Shard("a", a, b)], 40, 200, POLICIES["lru"]) for a, b in itertools.pairwise(edges)]
     whole = replay_pool(trace, [Shard("a", 0, 301)], 301, 200, POLICIES["lru"])
     for name in ("lookups", "unique_ids"):
         assert sum(getattr(b.shards[0], name) for b in blocks) == pytest.approx(getattr(whole.shards[0], name))
@@ -178,9 +176,7 @@ def test_constant_rows_are_counted_as_if_replayed():
     rows = np.where(random.random(40_000) < 0.6, random.integers(0, 3, 40_000), random.integers(3, 2003, 40_000))
     trace = trace_of({"a": rows})
     is_constant = rows < 3
-    table = dataclasses.replace(
-        trace.tables["a"], samples=np.flatnonzero(~is_constant), rows=rows[~is_constant]
-    )
+    table = dataclasses.replace(trace.tables["a"], samples=np.flatnonzero(~is_constant), rows=rows[~is_constant])
     split = SampledTrace(1 - 1e-9, 40_000, {"a": table}, {"a": np.arange(3)}, {"a": np.bincount(rows)[:3]})
     for name in ("lru", "lookahead"):
         full = replay_pool(trace, [Shard("a", 0, 2003)], 1503, 1000, POLICIES[name]).shards[0]
@@ -238,10 +234,8 @@ def test_a_trace_shorter_than_a_batch_is_refused():
         replay_pool(trace_of({"a": np.arange(99)}), [Shard("a", 0, 99)], 10, 100, POLICIES["lru"])
 
 
-@given(
-    st.integers(1, 40), st.integers(1, 12), st.integers(1, 90), st.integers(0, 5), st.sampled_from(sorted(POLICIES))
-)
-@settings(max_examples=40)
+@given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 90), st.integers(0, 5), st.sampled_from(sorted(POLICIES)))
+@settings(max_examples=20)
 def test_counters_fit_each_other(num_slots, num_rows, batch_size, seed, name):
     trace = trace_of({"a": skewed(num_rows, 120, seed), "b": skewed(30, 120, seed + 9)}, bag_size=1)
     shards = [Shard("a", 0, num_rows), Shard("b", 5, 25), Shard("b", 30, 30)]
@@ -258,10 +252,10 @@ def test_counters_fit_each_other(num_slots, num_rows, batch_size, seed, name):
 
 def test_preferences_tell_a_loop_from_a_skew():
     """In a loop longer than the cache nothing is found by its past. Of few hot rows most is found by their counts."""
-    loop = np.tile(np.arange(400), 20)
+    loop = np.tile(np.arange(400), 15)
     found = replay_preferences(trace_of({"a": loop}), {"a": 400}, 50, share_of_rows=0.5)
     assert found["lru"] == found["lfu"] == 1.0
     assert found["lookahead"] < 0.7
-    found = replay_preferences(trace_of({"a": skewed(4000, 8000)}), {"a": 4000}, 50, share_of_rows=0.1)
+    found = replay_preferences(trace_of({"a": skewed(4000, 6000)}), {"a": 4000}, 50, share_of_rows=0.1)
     assert found["frequency"] < found["lru"] - 0.05
     assert found["lookahead"] < found["lfu"]

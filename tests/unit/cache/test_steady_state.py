@@ -72,7 +72,9 @@ def test_bags_of_several_ids():
 def test_little_room_beside_rows_of_every_batch(name, num_slots):
     """100 rows of every batch and 80 others each time: the former stay, however little room there is beside them."""
     random = np.random.default_rng(0)
-    rows = np.where(random.random(160_000) < 0.95, random.integers(0, 100, 160_000), random.integers(100, 10_100, 160_000))
+    rows = np.where(
+        random.random(160_000) < 0.95, random.integers(0, 100, 160_000), random.integers(100, 10_100, 160_000)
+    )
     found = from_counts({"a": (10_100, rows)}, num_slots, 1600, POLICIES[name]).shards[0]
     assert found.unique_ids == pytest.approx(180, rel=0.02)
     assert found.hits_unique == pytest.approx(100, abs=6)
@@ -94,9 +96,7 @@ def test_more_slots_never_hit_less(groups, batch, slots, name, is_sample):
     num_rows = int(histogram.num_rows) + 7
     bags = np.array([0.0, 1.0])
     none = np.empty(0)
-    table = TableStatistics(
-        "a", num_rows, int(histogram.num_lookups), histogram, bags, none.astype(np.int64), none
-    )
+    table = TableStatistics("a", num_rows, int(histogram.num_lookups), histogram, bags, none.astype(np.int64), none)
     num_samples = int(histogram.num_lookups)
     shards = [Shard("a", 0, num_rows // 3), Shard("a", num_rows // 3, num_rows), Shard("a", num_rows, num_rows)]
     before = -1.0
@@ -136,9 +136,7 @@ def test_other_samples_have_rows_that_this_one_has_not():
     shard = Shard("a", 0, 50_000)
 
     def hit_rate(is_sample: bool) -> float:
-        found = steady_state(
-            [data.tables["a"]], [shard], [1.0], 20_000, 5000, 1000, FREQUENCY, is_sample=is_sample
-        )
+        found = steady_state([data.tables["a"]], [shard], [1.0], 20_000, 5000, 1000, FREQUENCY, is_sample=is_sample)
         return rates(found.shards)[1]
 
     run = replay_pool(trace_of({"a": stream}), [shard], 5000, 1000, FREQUENCY)

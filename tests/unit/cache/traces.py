@@ -28,7 +28,9 @@ def skewed(num_rows: int, count: int, seed: int = 0, power: float = 4.0, scatter
     return places[ranks]
 
 
-def counted(lookups: Mapping[str, tuple[int, Ints]], bag_size: int = 1, share_of_samples: float = 1.0) -> DataStatistics:
+def counted(
+    lookups: Mapping[str, tuple[int, Ints]], bag_size: int = 1, share_of_samples: float = 1.0
+) -> DataStatistics:
     """Statistics of tables: name -> rows and lookups, ``bag_size`` per sample or none at all."""
     return profile_of(lookups, bag_size, share_of_samples).need_statistics()
 

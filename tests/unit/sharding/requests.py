@@ -87,7 +87,9 @@ _OF_REQUEST = (
 def round_robin(request: PlanRequest) -> list[TablePlacement]:
     """All tables table-wise, one after another."""
     return [
-        TablePlacement(t.table, t.rows, t.dim, t.dtype, "table_wise", "cached", (n % request.workload.shape.world_size,))
+        TablePlacement(
+            t.table, t.rows, t.dim, t.dtype, "table_wise", "cached", (n % request.workload.shape.world_size,)
+        )
         for n, t in enumerate(request.workload.model.tables)
     ]
 

@@ -13,6 +13,13 @@ from embershard.sharding.planner import best_candidate, make_plan
 from embershard.sharding.request import Budget
 from tests.unit.sharding.requests import make_request
 
+
+@pytest.fixture(autouse=True)
+def _few_ranks(monkeypatch) -> None:
+    """Looking for a number of ranks that fits need not go far."""
+    monkeypatch.setattr("embershard.sharding.fitting._MOST_RANKS", 16)
+
+
 REQUEST = {"rows": (20_000, 900, 300), "dims": (128, 64, 64), "world_size": 4}
 
 

@@ -25,7 +25,9 @@ from tests.unit.sharding.requests import data_of, make_workload
 SETTINGS = MemorySettings("lfu", True, lookahead=4, prefetch=2, has_profile=False, batch_size=100)
 
 
-def size_of(rows: int, dim: int = 8, optimizer: str = "rowwise_adagrad", dtype: Any = "fp32", name: str = "t0") -> TableSize:
+def size_of(
+    rows: int, dim: int = 8, optimizer: str = "rowwise_adagrad", dtype: Any = "fp32", name: str = "t0"
+) -> TableSize:
     per_row, per_column = _STATES[optimizer]
     return TableSize(name, rows, dim, dtype, per_row, per_column)
 

@@ -16,6 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embershard.cache.replay import ReplayPolicy
+from embershard.errors import ShardingError
+from embershard.sharding.fitting import least_need
 from embershard.sharding.plan import Plan, pools_of
 from embershard.sharding.plan_checks import check_plan
 from embershard.sharding.planner import best_candidate, make_plan, sized
@@ -52,9 +54,15 @@ SHAPES = {"1": (1, 8), "2": (2, 8), "4": (4, 8), "8": (8, 8), "16, two nodes": (
 
 @pytest.mark.parametrize(
     ("name", "budget"),
-    [*((name, TIGHT) for name in SHAPES), ("1", Budget(ratio=0.1)), ("16, two nodes", Budget(ratio=0.1, device_bytes=10**7)),
-     ("2", Budget(cache_bytes=900_000))],
-)  # fmt: skip
+    [
+        ("1", TIGHT),
+        ("2", Budget(cache_bytes=900_000)),
+        ("4", TIGHT),
+        ("8", TIGHT),
+        ("16, two nodes", Budget(ratio=0.1, device_bytes=10**7)),
+        ("4, two nodes", TIGHT),
+    ],
+)
 def test_a_plan_is_complete_and_reads_back(tmp_path, name, budget):
     world_size, per_node = SHAPES[name]
     rows = (20_000, 9000, 5000, 900, 300, 40)
@@ -88,10 +96,8 @@ def test_a_plan_is_complete_and_reads_back(tmp_path, name, budget):
     st.sampled_from([ReplayPolicy(lookahead=3), ReplayPolicy("lru", 0, by_next_use=False)]),
     st.sampled_from(["fp32", "fp16"]),
 )
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_any_model_is_planned_or_refused(tables, ranks, device_bytes, replicate_rows, policy, dtype):
-    from embershard.errors import ShardingError
-
     rows, dims = zip(*tables, strict=True)
     request = make_request(
         Budget(device_bytes=device_bytes),
@@ -106,11 +112,11 @@ def test_any_model_is_planned_or_refused(tables, ranks, device_bytes, replicate_
         batch_size=16,
         dtype=dtype,
     )
-    try:
-        plan = make_plan(request)
-    except ShardingError as error:
-        assert "does not fit" in str(error)
+    if device_bytes < least_need(request).asked(request.budget):
+        with pytest.raises(ShardingError, match="does not fit"):
+            make_plan(request)
         return
+    plan = make_plan(request)
     check(plan, request)
     replicated = {t.table for t in plan.tables if t.kernel == "replicated"}
     assert replicated == {f"t{n}" for n, count in enumerate(rows) if count <= replicate_rows}
@@ -119,9 +125,8 @@ def test_any_model_is_planned_or_refused(tables, ranks, device_bytes, replicate_
 PLAN = """
 from embershard.sharding.planner import make_plan
 from tests.unit.sharding.requests import *
-for kwargs in ({"world_size": 4, "ranks_per_node": 2}, {"world_size": 3}):
-    budget = Budget(device_bytes=2_500_000)
-    print(make_plan(make_request(budget, rows=random_rows(3, 10, 4.5), dims=(64, 128) * 5, **kwargs)).to_text())
+rows, dims = (3000, 3, 3, 20000, 20000, 100, 100, 9000), (64, 128) * 4
+print(make_plan(make_request(Budget(ratio=0.1), rows=rows, dims=dims, world_size=4, ranks_per_node=2)).to_text())
 """
 
 
@@ -133,15 +138,13 @@ def test_a_plan_does_not_depend_on_the_hash_seed(project_dir):
     with contextlib.redirect_stdout(io.StringIO()) as own:
         exec(PLAN, {})
     assert int(said.pop()) != hash("t0"), "the same seed"
-    assert own.getvalue().count('"sharding"') > 20
+    assert own.getvalue().count('"sharding"') > 8
     assert said == own.getvalue().splitlines()
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "alike": {"rows": (5000,) * 4, "world_size": 2},
-    "many small": {"rows": random_rows(0, 16, 3.5), "world_size": 4},
+    "many small": {"rows": random_rows(0, 12, 3.5), "world_size": 4},
     "one large": {"rows": (90_000, 50, 60, 70), "world_size": 4},
-    "wide": {"rows": (5000, 6000, 300), "dims": (256, 128, 64), "world_size": 4},
     "nodes": {"rows": random_rows(1, 8, 4.5), "world_size": 4, "ranks_per_node": 2},
     "odd": {"rows": random_rows(2, 7, 4.5), "world_size": 3},
     "hot block": {"rows": (50_000, 300), "world_size": 2, "data": data_of((50_000, 300), scattered=False)},
@@ -150,7 +153,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(
-    ("machine", "budget"), [("h100x8x4", Budget(ratio=0.2)), ("cpux4", Budget(device_bytes=6_000_000))], ids=["gpu", "cpu"]
+    ("machine", "budget"),
+    [("h100x8x4", Budget(ratio=0.2)), ("cpux4", Budget(device_bytes=6_000_000))],
+    ids=["gpu", "cpu"],
 )
 def test_no_slower_than_round_robin(name, budget, machine):
     request = make_request(budget, rates=rates(machine, CASES[name]["world_size"]), **CASES[name])
@@ -223,7 +228,7 @@ def test_progress_counts_the_pools():
 
 
 def test_types_that_are_asked_for():
-    for kind in ("table_wise", "row_wise", "column_wise", "table_row_wise", "grid_shard"):
+    for kind in ("column_wise", "table_row_wise", "grid_shard"):
         request = make_request(
             Budget(ratio=0.1), rows=(5000, 900), dims=(128, 64), world_size=4, ranks_per_node=2, types=[kind]
         )

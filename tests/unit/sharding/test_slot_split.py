@@ -52,9 +52,8 @@ def caches_bytes(workload: Workload, here: Sequence[PlacedShard], slots: Sequenc
 )
 @settings(max_examples=60)
 def test_the_last_byte_counts(types, budget, world_size, whole, policy):
-    """Never over the budget; less than a slot per pool is left, unless all rows fit; None only where a batch may not fit.
-
-    With rows 3, 50, 900 and 2500 blocks of no row are among the shards."""
+    """Never over the budget; less than a slot per pool is left, unless all rows fit. None only where a batch may not
+    fit. With 3 rows on 4 ranks, a block without rows is among the shards."""
     workload = make_workload((3, 50, 900, 2500), (16, 16, 64, 32), world_size=world_size, policy=policy)
     shards = place_shards(workload.model, placements(workload, types), workload.shape)
     fixed = [fixed_bytes(workload, [s for s in shards if s.rank == rank]) for rank in range(world_size)]
