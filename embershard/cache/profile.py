@@ -127,6 +127,20 @@ class FrequencyProfile:
                 f"has {rows}; make it again with the model's row counts"
             )
 
+    def hottest(self, num_rows: int) -> dict[str, Tensor]:
+        """The rows most often looked up, ``num_rows`` of all tables together (of equally frequent ones the first), as
+        ascending rows int64 by table: a hot set to hold or to replicate."""
+        names = list(self.tables)
+        sparse = [self.sparse(name) for name in names]
+        counts = torch.cat([torch.from_numpy(rows.hits) for rows in sparse])
+        best = torch.sort(counts, descending=True, stable=True).indices[:num_rows]
+        ends = torch.tensor([len(rows.hits) for rows in sparse]).cumsum(0)
+        owner = torch.bucketize(best, ends, right=True)
+        return {
+            name: torch.from_numpy(rows.rows)[best[owner == table] - int(ends[table]) + len(rows.rows)].sort().values
+            for table, (name, rows) in enumerate(zip(names, sparse, strict=True))
+        }
+
     def cache_statistics(self, table: str, batch_size: int) -> BatchMisses:
         """What a cache of the most frequent rows of ``table`` misses in a batch of ``batch_size`` samples (over all
         ranks).
