@@ -99,7 +99,7 @@ def find_profile(settings: CacheSettings, data: DataConfig, source: Source) -> F
         return FrequencyProfile.load(settings.profile)
     if not settings.counts_a_profile:
         return None
-    samples = counted_samples(settings)
+    samples = counted_samples(settings, source.chunks("train").num_samples)
     rows = {table_name(feature.name): feature.num_rows for feature in source.schema.sparse}
     return FrequencyProfile.count(_ids_by_table(data, source, samples), rows)
 
@@ -140,11 +140,11 @@ def _check_replicated(plan: Plan, embedding: EmbeddingOptimizerConfig, dense: De
         )
 
 
-def counted_samples(settings: CacheSettings) -> int:
-    """Samples that are counted for a run without a profile of its own, as far as the data go: whole batches."""
+def counted_samples(settings: CacheSettings, available: int) -> int:
+    """Samples that are counted for a run without a profile of its own, of those ``available``: whole batches."""
     samples = settings.profile_samples or DEFAULT_PROFILE_SAMPLES
-    batch = min(_PROFILE_BATCH, samples)
-    return -(-samples // batch) * batch
+    batch = max(1, min(_PROFILE_BATCH, samples, available))
+    return min(-(-samples // batch), available // batch) * batch
 
 
 def build_sharded_model(
@@ -222,8 +222,7 @@ def _check_obeyed(model: DistributedModelParallel, plan: Plan, ranks: Ranks, cac
 
 
 def _ids_by_table(data: DataConfig, source: Source, num_samples: int) -> Iterator[Mapping[str, torch.Tensor]]:
-    left = num_samples
-    batch_size = min(_PROFILE_BATCH, num_samples, source.chunks("train").num_samples)
+    left, batch_size = num_samples, max(1, min(_PROFILE_BATCH, num_samples))
     with BatchStream(
         source, batch_size=batch_size, rank=0, world_size=1, split="train", epochs=1, config=data
     ) as stream:

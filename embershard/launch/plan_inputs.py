@@ -48,16 +48,16 @@ def make_workload(
         ranks_per_node=ranks_per_node,
         batch_size=batch_size,
         device=device,
-        policy=replay_policy(config.cache, config.data, has_profile),
+        policy=replay_policy(config.cache, config.data, has_profile, _training_samples(data)),
         has_profile=has_profile,
         num_steps=_num_steps(config, data, batch_size * world_size),
     )
     return Workload(model_size(config, data), data, shape)
 
 
-def replay_policy(cache: CacheSettings, data: DataConfig, has_profile: bool) -> ReplayPolicy:
+def replay_policy(cache: CacheSettings, data: DataConfig, has_profile: bool, training_samples: int) -> ReplayPolicy:
     """How the caches of a run choose rows, and how its epochs differ."""
-    counted = None if cache.profile is not None else counted_samples(cache)
+    counted = None if cache.profile is not None else counted_samples(cache, training_samples)
     return ReplayPolicy(
         scoring=cache.resolved_scoring(has_profile),
         lookahead=cache.lookahead,
@@ -126,12 +126,16 @@ def _expected_rows(config: RunConfig) -> dict[str, int]:
     return {table_name(f"C{number + 1}"): rows for number, rows in enumerate(data.criteo.rows_per_table)}
 
 
+def _training_samples(data: DataStatistics) -> int:
+    """Samples of an epoch."""
+    return round(data.num_samples / max(data.share_of_samples, 1e-12))
+
+
 def _num_steps(config: RunConfig, data: DataStatistics, global_batch_size: int) -> int | None:
     """Steps of the run; None where it has no end."""
-    samples = data.num_samples / max(data.share_of_samples, 1e-12)
     limits = [config.train.max_steps]
     if config.train.num_epochs is not None:
-        limits.append(config.train.num_epochs * max(1, int(samples + 0.5) // global_batch_size))
+        limits.append(config.train.num_epochs * max(1, _training_samples(data) // global_batch_size))
     return min((limit for limit in limits if limit is not None), default=None)
 
 

@@ -87,7 +87,7 @@ def test_a_replay_counts_what_training_counts(ranks, profile, name):
     trainer.close()
     shards = [Shard(table, 0, profile.num_rows(table)) for table in tables]
     homes = [tables[number] for number in home_tables([shard.num_rows for shard in shards], slots)]
-    policy = replay_policy(config.cache, config.data, trainer.profile is not None)
+    policy = replay_policy(config.cache, config.data, trainer.profile is not None, trainer.stream.num_samples)
     statistics = profile.need_statistics()
     assert statistics.trace is not None
     found = replay_pool(statistics.trace, shards, slots, 60, policy, home_tables=homes)
@@ -112,7 +112,7 @@ def test_a_second_epoch_has_another_order(ranks, profile):
     trainer.close()
     shards = [Shard(table, 0, profile.num_rows(table)) for table in tables]
     homes = [tables[number] for number in home_tables([shard.num_rows for shard in shards], slots)]
-    policy = replay_policy(config.cache, config.data, False)
+    policy = replay_policy(config.cache, config.data, False, trainer.stream.num_samples)
     trace = profile.need_statistics().trace
     assert trace is not None
     found, other = (

@@ -190,3 +190,19 @@ def test_a_table_that_is_never_looked_up():
             for each in (each for each in found.tables if each.table == "t1"):
                 assert (each.lookups, each.unique_ids, each.fills) == (0, 0, 0)
                 assert each.hit_rate_unique is each.hit_rate_lookups is None
+
+
+def test_a_run_longer_than_its_sample_goes_on_as_the_sample_ends():
+    """The first steps, when the cache is empty, weigh less the longer the run is."""
+    data = counted({"t0": (500, skewed(500, 3000))}, share_of_samples=0.1)
+    fills = {}
+    for num_steps in (None, 46, 460):
+        workload = make_workload((500,), world_size=1, num_steps=num_steps, data=data)
+        tables = placements(workload, [("table_wise", "cached")])
+        found = predict(workload, tables, slots_of(workload, tables), rates())
+        fills[num_steps] = found.tables[0].fills
+    traffic = replay_pool(data.trace, [Shard("t0", 0, 500)], 100, 64, workload.shape.policy)
+    assert traffic.num_steps == 46
+    assert fills[None] == fills[46] == traffic.shards[0].fills
+    assert fills[460] == pytest.approx(0.1 * fills[46] + 0.9 * traffic.late[0].fills)
+    assert fills[460] < fills[46]

@@ -144,3 +144,11 @@ def test_the_least_slots_hold_a_batch():
     least = least_slots(workload, [shard])
     assert np.mean(distinct) < least < 1.2 * np.mean(distinct)
     assert np.mean(np.array(distinct) <= least) > 0.95
+
+
+def test_the_least_budget_fits_and_a_byte_less_does_not():
+    workload = make_workload((900, 2500), (32, 64), world_size=1)
+    shards = place_shards(workload.model, placements(workload, ["table_wise"] * 2), workload.shape)
+    need = sum(pool_memory([s], workload.shape.memory).device_bytes(least_slots(workload, [s])) for s in shards)
+    assert split_slots(workload, shards, Budget(cache_bytes=need)) is not None
+    assert split_slots(workload, shards, Budget(cache_bytes=need - 1)) is None
