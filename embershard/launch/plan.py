@@ -26,6 +26,7 @@ _HELP = """Place tables and size caches; predict memory, hit rates and step time
   embershard train --config run.toml --plan plan.json
 """
 _WIDTH = 150
+_MOST_RANKS = 4096
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,8 +69,8 @@ class _Setup:
             ranks_per_node=topology.ranks_per_node,
             device=topology.device,
         )
-        device_bytes = arguments.device_memory or topology.device_memory_bytes
-        host_bytes = arguments.host_memory or topology.host_memory_bytes
+        device_bytes = _given(arguments.device_memory, topology.device_memory_bytes)
+        host_bytes = _given(arguments.host_memory, topology.host_memory_bytes)
         note = topology.note(num_ranks)
         return PlanRequest(
             workload=workload,
@@ -106,6 +107,10 @@ class _Setup:
         }
 
 
+def _given(value: int | None, otherwise: int | None) -> int | None:
+    return otherwise if value is None else value
+
+
 def _settings(config: Any, device: str) -> dict[str, Any]:
     return {**config.predicted_from, "train.device": device}
 
@@ -121,6 +126,10 @@ def _plan(arguments: argparse.Namespace, command: Sequence[str]) -> int:
             raise ConfigError(f"{path}: there is no folder {path.resolve().parent}; make it first.")
     setup = _read(arguments, shlex.join(command))
     ranks = arguments.ranks or [setup.topology.world_size]
+    if max(ranks) > _MOST_RANKS:
+        raise ConfigError(f"--ranks {max(ranks)}: needed at most {_MOST_RANKS}.")
+    if any(ratio > 1 for ratio in arguments.ratios or ()):
+        raise ConfigError(f"--ratios {max(arguments.ratios):g}: needed shares of the rows, in (0, 1].")
     if len(ranks) > 1 or len(arguments.ratios or ()) > 1:
         return _what_if(setup, ranks, console)
     if arguments.png is not None:

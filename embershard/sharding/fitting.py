@@ -14,7 +14,7 @@ from embershard.sharding.shards import TablePlacement
 from embershard.sharding.sizes import PlacedShard
 from embershard.sharding.slot_split import fixed_bytes, least_slots
 from embershard.sharding.torchrec.search import Placement, place
-from embershard.sharding.workload import Workload, place_shards, pools
+from embershard.sharding.workload import Workload, by_rank, place_shards, pools
 
 _MOST_RANKS = 1024
 _MOST_SHARDS = 200_000  # of a number of ranks that is only tried for a message
@@ -194,10 +194,8 @@ def placed(request: PlanRequest, placements: Sequence[Placement]) -> list[TableP
 
 def _need(workload: Workload, tables: tuple[TablePlacement, ...]) -> LeastNeed:
     shards = place_shards(workload.model, tables, workload.shape)
-    by_rank: list[list[PlacedShard]] = [[] for _ in range(workload.shape.world_size)]
-    for shard in shards:
-        by_rank[shard.rank].append(shard)
-    ranks = tuple(_rank_need(workload, rank, here) for rank, here in enumerate(by_rank))
+    here = by_rank(shards, workload.shape.world_size)
+    ranks = tuple(_rank_need(workload, rank, own) for rank, own in enumerate(here))
     return LeastNeed(tables, ranks, min(workload.shape.ranks_per_node, workload.shape.world_size))
 
 

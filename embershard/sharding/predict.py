@@ -13,7 +13,7 @@ from embershard.sharding.cost import Rates, StepTime, StepWork, step_time
 from embershard.sharding.memory_model import PoolMemory
 from embershard.sharding.plan import PoolPlacement, Prediction, RankPrediction, TablePlacement, TablePrediction
 from embershard.sharding.sizes import PlacedShard
-from embershard.sharding.workload import PoolKey, RunShape, Workload, place_shards, pools
+from embershard.sharding.workload import PoolKey, RunShape, Workload, by_rank, place_shards, pools
 
 
 def pool_traffic(
@@ -163,13 +163,15 @@ def _summary(
     shape = workload.shape
     ranks, tables = [], []
     slowest: StepTime | None = None
-    for rank in range(shape.world_size):
-        here = [shard for shard in shards if shard.rank == rank]
+    pools_of_rank: dict[int, dict[PoolKey, tuple[PoolMemory, int]]] = {}
+    for key, each in memories.items():
+        pools_of_rank.setdefault(key[0], {})[key] = each
+    for rank, here in enumerate(by_rank(shards, shape.world_size)):
         its_work = rank_work(workload, here, [traffic[id(shard)] for shard in here])
         seconds = step_time(its_work, rates, shape.device)
         if slowest is None or seconds.seconds > slowest.seconds:
             slowest = seconds
-        pools_here = {key: each for key, each in memories.items() if key[0] == rank}
+        pools_here = pools_of_rank.get(rank, {})
         ranks.append(_rank(workload, rank, here, pools_here, its_work, seconds))
         tables += _tables(shape, here, traffic, pools_here)
     assert slowest is not None

@@ -11,7 +11,7 @@ from embershard.sharding.predict import counted_traffic
 from embershard.sharding.request import Budget
 from embershard.sharding.shards import PoolPlacement
 from embershard.sharding.sizes import PlacedShard
-from embershard.sharding.workload import PoolKey, Workload, pools
+from embershard.sharding.workload import PoolKey, Workload, by_rank, pools
 
 LEAST_SLOTS = 16
 #: Batches differ: the one with the most distinct rows must fit, too.
@@ -33,8 +33,7 @@ def fixed_bytes(workload: Workload, shards: Sequence[PlacedShard]) -> int:
 def split_slots(workload: Workload, shards: Sequence[PlacedShard], budget: Budget) -> list[PoolPlacement] | None:
     """The pools of all ranks with as many slots as the budget allows; None where it is too small for a rank."""
     found: list[PoolPlacement] = []
-    for rank in range(workload.shape.world_size):
-        here = [shard for shard in shards if shard.rank == rank]
+    for rank, here in enumerate(by_rank(shards, workload.shape.world_size)):
         slots = _rank_slots(workload, here, budget)
         if slots is None:
             return None

@@ -176,6 +176,14 @@ def place_shards(model: ModelSize, tables: Sequence[TablePlacement], shape: RunS
     return found
 
 
+def by_rank(shards: Sequence[PlacedShard], world_size: int) -> list[list[PlacedShard]]:
+    """Each rank's shards."""
+    found: list[list[PlacedShard]] = [[] for _ in range(world_size)]
+    for shard in shards:
+        found[shard.rank].append(shard)
+    return found
+
+
 def pools(shards: Sequence[PlacedShard]) -> dict[PoolKey, list[PlacedShard]]:
     """The shards that share a cache: see :func:`embershard.sharding.shards.pools_of`."""
     found: dict[PoolKey, list[PlacedShard]] = {}
