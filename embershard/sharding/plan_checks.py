@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from embershard.sharding.plan import Plan
 
 _FORMATS = (1,)
+MOST_RANKS = 65_536  # of a plan: what is checked per rank must end
 
 
 def check_plan(plan: Plan) -> None:
@@ -24,6 +25,8 @@ def check_plan(plan: Plan) -> None:
     for name in ("world_size", "ranks_per_node", "batch_size"):
         if getattr(plan, name) < 1:
             raise ShardingError(f"{name}: got {getattr(plan, name)}, needed at least 1.")
+    if plan.world_size > MOST_RANKS:
+        raise ShardingError(f"world_size: got {plan.world_size}, needed at most {MOST_RANKS}.")
     if plan.world_size % plan.ranks_per_node:
         raise ShardingError(
             f"ranks_per_node: got {plan.ranks_per_node}, needed a divisor of world_size {plan.world_size}."
@@ -59,26 +62,36 @@ def _table_problem(table: TablePlacement, world_size: int, ranks_per_node: int) 
 
 def _ranks_problem(table: TablePlacement, world_size: int, ranks_per_node: int) -> str:
     ranks = table.ranks
-    starts = range(0, world_size, ranks_per_node)
-    nodes = [tuple(range(start, start + ranks_per_node)) for start in starts]
+    first = tuple(range(ranks_per_node))
     blocks = [ranks[start : start + ranks_per_node] for start in range(0, len(ranks), ranks_per_node)]
     needed = {
         "data_parallel": (ranks == (), "no ranks: every rank has a copy"),
         "table_wise": (len(ranks) == 1, "one rank"),
-        "row_wise": (ranks == tuple(range(world_size)), f"all ranks in order, 0 to {world_size - 1}"),
+        "row_wise": (_is_a_run(ranks, 0, world_size), f"all ranks in order, 0 to {world_size - 1}"),
         "column_wise": (len(ranks) > 0, "a rank per column shard"),
         "table_column_wise": (
             len({rank // ranks_per_node for rank in ranks}) == 1,
             f"a rank per column shard, all on one node (of {ranks_per_node} ranks)",
         ),
-        "table_row_wise": (ranks in nodes, f"the {ranks_per_node} ranks of one node in order, for instance {nodes[0]}"),
+        "table_row_wise": (
+            _is_a_node(ranks, ranks_per_node),
+            f"the {ranks_per_node} ranks of one node in order, for instance {first}",
+        ),
         "grid_shard": (
-            bool(blocks) and all(block in nodes for block in blocks),
-            f"for each column shard the {ranks_per_node} ranks of one node in order, for instance {nodes[0] * 2}",
+            bool(blocks) and all(_is_a_node(block, ranks_per_node) for block in blocks),
+            f"for each column shard the {ranks_per_node} ranks of one node in order, for instance {first * 2}",
         ),
     }
     is_right, what = needed[table.sharding]
     return "" if is_right else f"ranks: got {list(ranks)}; {table.sharding} needs {what}."
+
+
+def _is_a_run(ranks: tuple[int, ...], start: int, count: int) -> bool:
+    return len(ranks) == count and all(rank == start + number for number, rank in enumerate(ranks))
+
+
+def _is_a_node(ranks: tuple[int, ...], ranks_per_node: int) -> bool:
+    return bool(ranks) and ranks[0] % ranks_per_node == 0 and _is_a_run(ranks, ranks[0], ranks_per_node)
 
 
 def _columns_problem(table: TablePlacement, ranks_per_node: int) -> str:

@@ -273,3 +273,15 @@ def test_the_command_takes_a_plan_and_refuses_it_before_it_starts(tmp_path, caps
     ):
         assert main([*given, *more]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_plan_for_a_billion_ranks_is_refused_at_once(tmp_path):
+    small_plan().save(tmp_path / "p.json")
+    text = (tmp_path / "p.json").read_text()
+    huge = text.replace('"world_size": 2', '"world_size": 1000000000').replace(
+        '"ranks_per_node": 2', '"ranks_per_node": 1000000000'
+    )
+    assert huge != text
+    (tmp_path / "p.json").write_text(huge)
+    with pytest.raises(ShardingError, match="world_size: got 1000000000, needed at most 65536"):
+        Plan.load(tmp_path / "p.json")
