@@ -191,4 +191,7 @@ def _write_array(file: zipfile.ZipFile, name: str, values: NDArray[Any]) -> None
 
 
 def _no_profile(path: Path, error: BaseException) -> DataError:
-    return DataError(f"{path} is not a frequency profile: {error}. Make one with `embershard profile`")
+    if isinstance(error, FileNotFoundError):
+        return DataError(f"{path}: no such file. Make a frequency profile with `embershard profile`")
+    reason = "it is no .npz file" if "allow_pickle" in str(error) else error
+    return DataError(f"{path} is not a frequency profile: {reason}. Make one with `embershard profile`")

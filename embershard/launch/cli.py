@@ -8,7 +8,9 @@ import textwrap
 from collections.abc import Sequence
 
 from embershard import __version__
-from embershard.errors import EmbershardError
+from embershard.errors import ConfigError, EmbershardError
+
+_MOST_LOCAL_RANKS = 64  # more processes on one machine are nobody's default
 
 _TRAIN_HELP = """Train a model on this machine: one process per GPU, or 2 on the CPU.
 
@@ -70,6 +72,15 @@ def train(argv: Sequence[str]) -> int:
         config = load_config(RunConfig, arguments.config, arguments.overrides)
         plan = None if config.sharding.plan is None else Plan.load(config.sharding.plan)
         num_ranks = arguments.nproc or (plan.world_size if plan else None)
+        if plan is not None and arguments.nproc is None and plan.ranks_per_node != plan.world_size:
+            raise ConfigError(
+                f"the plan is for {plan.world_size} ranks on {plan.world_size // plan.ranks_per_node} nodes, and this "
+                "command starts those of one; start them with torchrun (embershard train --help)."
+            )
+        if plan is not None and arguments.nproc is None and plan.world_size > _MOST_LOCAL_RANKS:
+            raise ConfigError(
+                f"the plan is for {plan.world_size} ranks on one node; say --nproc {plan.world_size} if you mean it."
+            )
         if plan is not None and num_ranks is not None and not arguments.dry_run:
             plan.check_ranks(num_ranks, num_ranks)  # all of them on this machine
         check_run_dir(run_dir, resume=arguments.resume or arguments.dry_run)

@@ -25,6 +25,12 @@ def check_plan(plan: Plan) -> None:
     for name in ("world_size", "ranks_per_node", "batch_size"):
         if getattr(plan, name) < 1:
             raise ShardingError(f"{name}: got {getattr(plan, name)}, needed at least 1.")
+    for name in ("device_memory_bytes", "host_memory_bytes"):
+        value = getattr(plan, name)
+        if value is not None and value < 1:
+            raise ShardingError(f"{name}: got {value}, needed at least 1 byte, or null.")
+    if not plan.tables:
+        raise ShardingError("tables: got none, needed the model's. Plan again.")
     if plan.world_size > MOST_RANKS:
         raise ShardingError(f"world_size: got {plan.world_size}, needed at most {MOST_RANKS}.")
     if plan.world_size % plan.ranks_per_node:

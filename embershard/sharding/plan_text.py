@@ -37,7 +37,7 @@ def from_text(cls: type[T], text: str, digest_of: str) -> Read[T]:
     """
     try:
         values = json.loads(text, object_pairs_hook=_no_key_twice, parse_constant=_no_constant)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and endless nesting
         raise ShardingError(f"is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise ShardingError("is not a plan: needed one JSON object.")

@@ -61,11 +61,22 @@ def best_candidate(request: PlanRequest) -> Candidate:
     found = _candidates(request, need)
     if not found:
         need.check_host(request)
-        raise ShardingError(
-            f"{len(request.allowed)} tables have no placement in the budget, though each rank's least need fits: with "
-            "the ratio that was asked for, or spread over the nodes. Give more memory or a smaller ratio"
-        )
+        raise ShardingError(_no_room(request, need))
     return min(found, key=lambda candidate: candidate.step_seconds)
+
+
+def _no_room(request: PlanRequest, need: LeastNeed) -> str:
+    """Each rank's least need fits, but not the ratio that was asked for, or not so many rows on a node."""
+    budget = request.budget
+    larger = sized(replace(request, budget=replace(budget, device_bytes=2**62, host_bytes=None)), need.tables)
+    if budget.ratio is None or budget.device_bytes is None or larger is None:
+        return f"{len(request.allowed)} tables do not fit the nodes evenly: give --host-memory more, or use more nodes"
+    device_bytes = max(sum(rank.device_bytes.values()) for rank in larger.quick.ranks)
+    return (
+        f"the plan does not fit: a rank with {budget.ratio:g} of its rows on the device needs {device_bytes} bytes and "
+        f"may use {budget.device_bytes}: {device_bytes - budget.device_bytes} bytes are missing. Use a smaller ratio, "
+        f"or --device-memory {device_bytes}"
+    )
 
 
 def complete(request: PlanRequest, candidate: Candidate, progress: Callable[[int, int], None] | None = None) -> Plan:
@@ -200,6 +211,12 @@ def _advice(request: PlanRequest, candidate: Candidate, exact: Prediction) -> li
         'Scatter them with id_mapping = "hash".'
         for table, times in _skewed_blocks(request, candidate).items()
     ]
+    grown = [rank.rank for rank in exact.ranks if rank.device_bytes["slots"] > _slot_bytes(candidate, rank.rank)]
+    if grown:
+        notes.append(
+            f"The caches of ranks {grown[:8]} will grow: one batch needs more rows than they have slots. The "
+            "prediction counts that; give them more (--device-memory, a larger cache.ratio), or use a smaller batch."
+        )
     shards = place_shards(workload.model, candidate.tables, shape)
     rows = [sum(shard.rows for shard in members) for members in pools(shards).values()]
     if not candidate.pools:
@@ -207,6 +224,11 @@ def _advice(request: PlanRequest, candidate: Candidate, exact: Prediction) -> li
     elif sum(pool.slots for pool in candidate.pools) >= sum(rows):
         notes.append("Every row has a slot: nothing is ever evicted.")
     return notes
+
+
+def _slot_bytes(candidate: Candidate, rank: int) -> int:
+    """As planned: of the quick prediction, in which no cache grows."""
+    return candidate.quick.ranks[rank].device_bytes["slots"]
 
 
 def _skewed_blocks(request: PlanRequest, candidate: Candidate) -> dict[str, float]:

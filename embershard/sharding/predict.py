@@ -13,21 +13,22 @@ from embershard.sharding.cost import Rates, StepTime, StepWork, step_time
 from embershard.sharding.memory_model import PoolMemory
 from embershard.sharding.plan import PoolPlacement, Prediction, RankPrediction, TablePlacement, TablePrediction
 from embershard.sharding.sizes import PlacedShard
-from embershard.sharding.workload import PoolKey, RunShape, Workload, by_rank, place_shards, pools
+from embershard.sharding.workload import COMPLETE, PoolKey, RunShape, Workload, by_rank, place_shards, pools
 
 
 def pool_traffic(
     workload: Workload, shards: Sequence[PlacedShard], num_slots: int, replayed_steps: int
-) -> tuple[ShardTraffic, ...]:
-    """What a pool of ``num_slots`` does, per step; from counts alone when ``replayed_steps`` is 0."""
+) -> tuple[tuple[ShardTraffic, ...], int]:
+    """What a pool of ``num_slots`` does, per step, and its slots at the end: more where a batch did not fit. From
+    counts alone when ``replayed_steps`` is 0."""
     shape = workload.shape
     if not replayed_steps:
-        return counted_traffic(workload, shards, num_slots)
+        return counted_traffic(workload, shards, num_slots), num_slots
     parts = [Shard(shard.table.table, shard.row_start, shard.row_stop) for shard in shards]
     trace = workload.data.trace
     assert trace is not None, "nothing to replay"
     homes = home_tables([shard.rows for shard in shards], num_slots)
-    return replay_pool(
+    found = replay_pool(
         trace,
         parts,
         num_slots,
@@ -35,7 +36,10 @@ def pool_traffic(
         shape.policy,
         home_tables=[parts[number].table for number in homes],
         num_steps=replayed_steps,
-    ).over(shape.num_steps)
+    )
+    # In a small image of a cache one batch may fit by chance, or not: only a complete trace tells.
+    is_complete = trace.rate >= COMPLETE
+    return found.over(shape.num_steps), found.num_slots if is_complete else num_slots
 
 
 def counted_traffic(workload: Workload, shards: Sequence[PlacedShard], num_slots: int) -> tuple[ShardTraffic, ...]:
@@ -141,8 +145,8 @@ def predict(
     for done, (key, members) in enumerate(grouped.items(), start=1):
         names = tuple(sorted({shard.table.table for shard in members}))
         count = num_slots[key[0], key[1], key[2], names]
+        found, count = pool_traffic(workload, members, count, steps)
         memories[key] = memory_model.pool_memory(members, shape.memory), count
-        found = pool_traffic(workload, members, count, steps)
         traffic.update({id(shard): each for shard, each in zip(members, found, strict=True)})
         if progress is not None:
             progress(done, len(grouped))

@@ -16,13 +16,16 @@ from embershard.sharding.workload import PoolKey, Workload, by_rank, pools
 LEAST_SLOTS = 16
 #: Batches differ: the one with the most distinct rows must fit, too.
 _ROOM = 1.1
+_STAYING = 0.1
 
 
 def least_slots(workload: Workload, shards: Sequence[PlacedShard]) -> int:
-    """Slots without which a batch may not fit: its expected distinct rows and a tenth more."""
+    """Slots without which a batch may not fit: the most distinct rows of one where the trace tells them, else those to
+    be expected and a tenth more. Tables that stay take up to a tenth of the slots (`home_tables`) beside them."""
     rows = sum(shard.rows for shard in shards)
     unique_ids = sum(each.unique_ids for each in counted_traffic(workload, shards, max(1, rows)))
-    return max(1, min(rows, max(LEAST_SLOTS, math.ceil(unique_ids * _ROOM))))
+    needed = max(unique_ids * _ROOM, workload.most_unique_ids(shards)) / (1.0 - _STAYING)
+    return max(1, min(rows, max(LEAST_SLOTS, math.ceil(needed))))
 
 
 def fixed_bytes(workload: Workload, shards: Sequence[PlacedShard]) -> int:

@@ -20,6 +20,8 @@ from embershard.sharding.sizes import ModelSize, PlacedShard
 
 #: A replay of fewer batches than this says too little; then counts alone must do.
 LEAST_REPLAYED_STEPS = 12
+#: A trace of so large a share of the rows is complete: constant rows may be missing from it.
+COMPLETE = 0.999
 _MOST_REPLAYED_STEPS = 4000  # over all pools of a plan
 PoolKey = tuple[int, str, int, str]  # rank, sharding, columns, dtype
 
@@ -119,6 +121,33 @@ class Workload:
         inside = _within(rows, shard).sum() / trace.rate + lookups[_within(constant, shard)].sum()
         everything = len(rows) / trace.rate + lookups.sum()
         return float(inside / everything) if everything else shard.rows / shard.table.rows
+
+    def most_unique_ids(self, shards: Sequence[PlacedShard]) -> int:
+        """Distinct rows of the batch that has most of them, of all rows in these shards together; 0 where the trace
+        does not tell: it must follow all rows."""
+        trace = self.data.trace
+        if trace is None or trace.rate < COMPLETE or trace.num_samples < self.shape.global_batch_size or not shards:
+            return 0
+        return int(np.sum([self._unique_ids(shard) for shard in shards], axis=0).max())
+
+    def _unique_ids(self, shard: PlacedShard) -> NDArray[np.int64]:
+        """Distinct rows of a shard in each batch of the trace; constant rows are taken to be in all of them."""
+        key = (shard.table.table, shard.row_start, shard.row_stop)
+        if key not in self._distinct:
+            trace = self.data.trace
+            assert trace is not None, "a complete trace"
+            table, name = trace.tables[shard.table.table], shard.table.table
+            inside = _within(table.rows, shard)
+            batches = table.samples[inside] // self.shape.global_batch_size
+            pairs = np.unique(batches * shard.table.rows + table.rows[inside])
+            count = -(-trace.num_samples // self.shape.global_batch_size)
+            constant = _within(trace.constant_rows.get(name, np.empty(0, np.int64)), shard).sum()
+            self._distinct[key] = np.bincount(pairs // shard.table.rows, minlength=count) + int(constant)
+        return self._distinct[key]
+
+    @cached_property
+    def _distinct(self) -> dict[tuple[str, int, int], NDArray[np.int64]]:
+        return {}
 
     def lookups_per_step(self, shard: PlacedShard) -> float:
         """Expected lookups of a shard's rows in a step; a replicated table serves its own rank only."""

@@ -67,7 +67,9 @@ def test_hit_rates_are_those_of_a_replay_of_each_pool():
 
 
 def test_bytes_and_work_add_up():
-    workload, tables, slots, found = mixed()
+    workload, tables, _, _ = mixed()
+    slots = slots_of(workload, tables, 0.9)  # none grows
+    found = predict(workload, tables, slots, rates())
     shards = place_shards(workload.model, tables, workload.shape)
     for rank in found.ranks:
         own = [t for t in found.tables if t.rank == rank.rank]
@@ -95,6 +97,17 @@ def test_bytes_and_work_add_up():
     assert sum(t.lookups for t in found.tables if t.table == "t1") == pytest.approx(128, rel=0.01), "over its blocks"
     assert found.bottleneck == max(found.ranks, key=lambda rank: rank.step_seconds).bottleneck
     assert found.samples_per_second == pytest.approx(128 / found.step_seconds)
+
+
+def test_a_pool_that_will_grow_is_predicted_as_large_as_it_will_be():
+    workload, tables, _, _ = mixed()
+    slots = [dataclasses.replace(pool, slots=1) for pool in slots_of(workload, tables)]
+    found = predict(workload, tables, slots, rates())
+    for rank in found.ranks:
+        here = [s for s in place_shards(workload.model, tables, workload.shape) if s.rank == rank.rank]
+        cached = [[s for s in here if s.table.table in pool.tables] for pool in slots if pool.rank == rank.rank]
+        planned = sum(pool_memory(members, workload.shape.memory).device_bytes(1) for members in cached)
+        assert rank.device_bytes["slots"] + rank.device_bytes["maps"] > planned
 
 
 def test_device_bytes_of_the_tables_are_those_of_the_pools():

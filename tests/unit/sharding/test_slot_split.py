@@ -135,15 +135,14 @@ def test_without_a_cache_all_rows_must_fit():
 
 
 def test_the_least_slots_hold_a_batch():
-    """And nearly all batches that the data have."""
+    """And every batch that the data have, beside tables that stay."""
     data = data_of((5000,), 20_000)
     workload = make_workload((5000,), world_size=1, batch_size=200, data=data)
     (shard,) = place_shards(workload.model, placements(workload, ["table_wise"]), workload.shape)
     rows = data.trace.tables["t0"].rows
     distinct = [len(np.unique(rows[start : start + 200])) for start in range(0, 20_000, 200)]
     least = least_slots(workload, [shard])
-    assert np.mean(distinct) < least < 1.2 * np.mean(distinct)
-    assert np.mean(np.array(distinct) <= least) > 0.95
+    assert max(distinct) / 0.9 <= least < 1.3 * np.mean(distinct)
 
 
 def test_the_least_budget_fits_and_a_byte_less_does_not():
