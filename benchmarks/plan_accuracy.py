@@ -140,7 +140,7 @@ def step_times(topology_file: str, work: Path) -> dict[str, Any]:
     config = work / "run.toml"
     config.write_text(_GENERATED.format(drift=0.0))
     for name, overrides in _MODELS.items():
-        overrides = (*overrides, "data.synthetic.num_samples=300_000", "train.max_steps=80", "cache.policy=lookahead")
+        overrides = (*overrides, "data.synthetic.num_samples=300_000", "train.max_steps=50", "cache.policy=lookahead")
         profile = profiled(config, work, "profile.npz", [w for text in overrides for w in ("--set", text)])
         for ranks in (1, 2, 4):
             run = Run(config, overrides, ranks)

@@ -54,8 +54,12 @@ REFERENCE: Mapping[str, Mapping[str, Any]] = {
     "no cache": _STOCK,
     "no cache, dim 128": {**_STOCK, **_DIM_128},
     "cross layers": {"model.arch": "dlrm_dcn"},
+    "by rows": {},
+    "by rows, dim 64": _DIM_64,
     "slow input": {"data.synthetic.num_dense": 200, "data.synthetic.drift": 0.5},
 }
+#: Sharding type of all tables; else they are table-wise. More types in one plan mean more exchanges.
+SHARDING: Mapping[str, str] = {"by rows": "row_wise", "by rows, dim 64": "row_wise"}
 #: TorchRec's own tables fail on a rank where a group of them has no row; the smallest reference table has 3 rows.
 _MOST_STOCK_RANKS = 3
 _QUICK = ("base", "wide layers, small batch", "many ids")
@@ -125,7 +129,7 @@ def _segments(num_ranks: int, quick: bool) -> Segments:
         return Segments(settings, num_quiet=1, skip=3, steps=4, seconds=0)
     names = [n for n, changes in REFERENCE.items() if num_ranks <= _MOST_STOCK_RANKS or "cache" not in changes]
     settings = {name: reference_setting(REFERENCE[name]) for name in names}
-    return Segments(settings, num_quiet=3, skip=3, steps=8, seconds=60)
+    return Segments(settings, num_quiet=3, skip=3, steps=8, seconds=60, sharding=SHARDING)
 
 
 def reference_setting(changes: Mapping[str, Any]) -> dict[str, Any]:

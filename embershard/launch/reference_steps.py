@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import tempfile
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 import psutil
 from torchrec.distributed.types import ParameterSharding
 
+from embershard.cache import CacheGrowthWarning
 from embershard.data import BatchStream, open_source
 from embershard.distributed import Ranks, process_group
 from embershard.launch.config import from_values
@@ -23,7 +26,9 @@ from embershard.models import table_name
 from embershard.models.dlrm import DCN_LOW_RANK_DIM, DCN_NUM_LAYERS
 from embershard.run_config import RunConfig
 from embershard.sharding import work as formulas
+from embershard.sharding.config import ShardingConfig
 from embershard.sharding.cost import StepWork
+from embershard.sharding.plan import Plan, TablePlacement, pools_of
 from embershard.sharding.torchrec import cache_stats
 from embershard.sharding.work import DenseSize
 from embershard.trainer import Trainer
@@ -44,6 +49,7 @@ class Segments:
         num_quiet: segments of each setting that no other program disturbed.
         skip, steps: steps of a segment before its time counts (other settings ran between), and steps that count.
         seconds: after so long in all no segment is repeated.
+        sharding: name -> sharding type of all tables, where it is not "table_wise".
     """
 
     settings: Mapping[str, Mapping[str, Any]]
@@ -51,6 +57,7 @@ class Segments:
     skip: int
     steps: int
     seconds: float
+    sharding: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -82,11 +89,17 @@ class Segment:
 class _Timed:
     """One setting on this rank."""
 
-    def __init__(self, name: str, values: Mapping[str, Any], ranks: Ranks) -> None:
+    def __init__(self, name: str, values: Mapping[str, Any], sharding: str, ranks: Ranks) -> None:
         self.name, self._ranks = name, ranks
-        self._config = from_values(RunConfig, dict(values))
-        self._input_seconds = ranks.from_first(lambda: _input_seconds(self._config))
-        self._trainer = Trainer(self._config, ranks)
+        config = from_values(RunConfig, dict(values))
+        self._input_seconds = ranks.from_first(lambda: _input_seconds(config))
+        with tempfile.TemporaryDirectory() as folder:
+            plan = Path(folder) / "plan.json"
+            if ranks.is_first:
+                simple_plan(config, sharding, ranks.world_size).save(plan)
+            self._config = dataclasses.replace(config, sharding=ShardingConfig(plan=str(plan)))
+            self._trainer = Trainer(self._config, ranks)
+            ranks.barrier()
         self._lookups: dict[str, int] = {}
         self._run(1)
 
@@ -159,6 +172,37 @@ class _Timed:
             input_seconds=self._input_seconds,
             **counted,
         )
+
+
+def simple_plan(config: RunConfig, sharding: str, world_size: int) -> Plan:
+    """All tables sharded in one way, table-wise in turn over the ranks, with the config's share of slots."""
+    sparse = open_source(config.data).schema.sparse
+    in_turn = sorted(range(len(sparse)), key=lambda number: (-sparse[number].num_rows, number))
+    tables = [
+        TablePlacement(
+            table=table_name(sparse[number].name),
+            rows=sparse[number].num_rows,
+            dim=config.model.embedding_dim,
+            dtype=config.model.table_dtype,
+            sharding=sharding,  # type: ignore[arg-type]
+            kernel="cached",
+            ranks=tuple(range(world_size)) if sharding == "row_wise" else (turn % world_size,),
+        )
+        for turn, number in enumerate(in_turn)
+    ]
+    ratio = config.cache.slot_ratio or 1.0
+    slots = [(pool, max(1, min(pool.rows, max(16, round(ratio * pool.rows))))) for pool in pools_of(tables, world_size)]
+    return Plan(
+        world_size=world_size,
+        ranks_per_node=world_size,
+        batch_size=config.train.batch_size,
+        device="cpu",
+        device_memory_bytes=None,
+        host_memory_bytes=None,
+        settings={},
+        tables=tuple(tables),
+        pools=tuple(pool.with_slots(count) for pool, count in slots),
+    )
 
 
 @dataclass(frozen=True)
@@ -239,7 +283,9 @@ def _busy_seconds() -> float:
 def measure(plan: Segments, ranks: Ranks) -> list[Segment]:
     """All segments, settings in turn: what comes and goes on the machine meets all of them. Collective."""
     ends = time.perf_counter() + plan.seconds
-    timed = [_Timed(name, values, ranks) for name, values in plan.settings.items()]
+    timed = [
+        _Timed(name, values, plan.sharding.get(name, "table_wise"), ranks) for name, values in plan.settings.items()
+    ]
     found: list[Segment] = []
     quiet = dict.fromkeys(plan.settings, 0)
     for turn in range(sys.maxsize):
@@ -258,6 +304,7 @@ def measure(plan: Segments, ranks: Ranks) -> list[Segment]:
 def main(argv: Sequence[str]) -> None:
     """``python -m embershard.launch.reference_steps PLAN RESULT``: paths of JSON files."""
     _quiet()
+    warnings.filterwarnings("ignore", category=CacheGrowthWarning)  # slots are what is varied here
     plan = Segments(**json.loads(Path(argv[0]).read_text(encoding="utf-8")))
     with process_group("cpu") as ranks:
         found = measure(plan, ranks)
