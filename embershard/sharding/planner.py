@@ -168,14 +168,14 @@ def _searched(request: PlanRequest, need: LeastNeed, resident: bool = False) -> 
 def _searches(request: PlanRequest) -> list[tuple[Literal["seconds", "device_bytes"], dict[str, list[str]]]]:
     """In which order to place tables, and with which sharding types."""
     allowed = request.allowed
+    if len(request.sharded) > _MANY_TABLES:
+        return [("seconds", allowed)]
     one_type = [
         {table: [only] for table in allowed}
         for only in ("table_wise", "row_wise")
         if all(only in types for types in allowed.values())
     ]
     choices = [choice for choice in [allowed, *one_type] if choice is allowed or choice != allowed]
-    if len(request.sharded) > _MANY_TABLES:
-        return [("seconds", choice) for choice in choices[:2]]
     return [(order, choice) for choice in choices for order in _ORDERS]
 
 
