@@ -191,7 +191,7 @@ def _write_array(file: zipfile.ZipFile, name: str, values: NDArray[Any]) -> None
 
 
 def _no_profile(path: Path, error: BaseException) -> DataError:
+    reason: object = "it is no .npz file" if "allow_pickle" in str(error) else error
     if isinstance(error, FileNotFoundError):
-        return DataError(f"{path}: no such file. Make a frequency profile with `embershard profile`")
-    reason = "it is no .npz file" if "allow_pickle" in str(error) else error
+        reason = "there is no such file"
     return DataError(f"{path} is not a frequency profile: {reason}. Make one with `embershard profile`")
