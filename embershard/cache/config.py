@@ -10,6 +10,8 @@ from embershard.errors import ConfigError
 Policy = Literal["lookahead", "frequency", "lfu", "lru"]
 
 DEFAULT_RATIO = 0.05
+# A pool of three rows at a ratio of 3 % would have no slot, and overflow at once.
+LEAST_SLOTS = 16
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from embershard.cache.replay import ReplayPolicy
 from embershard.data import DataConfig, open_source
 from embershard.errors import ConfigError
 from embershard.frequency import DataStatistics
-from embershard.models import ModelConfig, table_name
+from embershard.models import table_name
 from embershard.models.dlrm import DCN_LOW_RANK_DIM, DCN_NUM_LAYERS
 from embershard.run_config import RunConfig
 from embershard.sharding import work
@@ -18,7 +18,7 @@ from embershard.sharding.sizes import ModelSize, TableSize
 from embershard.sharding.workload import RunShape, Workload
 
 #: Bytes of optimizer state per row, and per column of a row, by `embedding_optimizer.kind` (FBGEMM's layouts).
-_STATES: dict[str, tuple[int, int]] = {
+STATE_BYTES: dict[str, tuple[int, int]] = {
     "sgd": (0, 0),
     "rowwise_adagrad": (4, 0),
     "adagrad": (0, 4),
@@ -72,13 +72,13 @@ def replay_policy(cache: CacheSettings, data: DataConfig, has_profile: bool, tra
 
 def model_size(config: RunConfig, data: DataStatistics) -> ModelSize:
     """How large the config's model is over the profile's tables."""
-    per_row, per_column = _STATES[config.embedding_optimizer.kind]
+    per_row, per_column = STATE_BYTES[config.embedding_optimizer.kind]
     model = config.model
     tables = tuple(
         TableSize(name, table.num_rows, model.embedding_dim, model.table_dtype, per_row, per_column)
         for name, table in data.tables.items()
     )
-    dense = _dense_size(model, config, len(tables))
+    dense = dense_size(config, len(tables))
     parameter_bytes = work.dense_parameter_bytes(dense)
     return ModelSize(
         tables=tables,
@@ -139,7 +139,9 @@ def _num_steps(config: RunConfig, data: DataStatistics, global_batch_size: int) 
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _dense_size(model: ModelConfig, config: RunConfig, num_tables: int) -> work.DenseSize:
+def dense_size(config: RunConfig, num_tables: int) -> work.DenseSize:
+    """The dense part of the config's model over so many tables."""
+    model = config.model
     is_dcn = model.arch == "dlrm_dcn"
     return work.DenseSize(
         arch=model.arch,

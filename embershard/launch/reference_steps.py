@@ -21,23 +21,22 @@ from embershard.cache import CacheGrowthWarning
 from embershard.data import BatchStream, open_source
 from embershard.distributed import Ranks, process_group
 from embershard.launch.config import from_values
+from embershard.launch.plan_inputs import STATE_BYTES, dense_size
 from embershard.launch.train import _quiet
 from embershard.models import table_name
-from embershard.models.dlrm import DCN_LOW_RANK_DIM, DCN_NUM_LAYERS
 from embershard.run_config import RunConfig
 from embershard.sharding import work as formulas
 from embershard.sharding.config import ShardingConfig
 from embershard.sharding.cost import StepWork
 from embershard.sharding.plan import Plan, TablePlacement, pools_of
+from embershard.sharding.slot_split import slots_by_ratio
 from embershard.sharding.torchrec import cache_stats
-from embershard.sharding.work import DenseSize
 from embershard.trainer import Trainer
 
 #: A segment counts as quiet while other programs take no more than this share of the machine's processor time.
 QUIET = 0.1
 _PARSE_SECONDS = 0.2
 _COUNTED = ("unique_ids", "fills", "write_backs", "bytes_to_device", "bytes_to_host")
-_STATE_BYTES = {"sgd": (0, 0), "rowwise_adagrad": (4, 0), "adagrad": (0, 4), "adam": (0, 8)}  # per row; per column
 
 
 @dataclass(frozen=True)
@@ -139,14 +138,14 @@ class _Timed:
 
     def _work(self, steps: int, counted: Mapping[str, float]) -> StepWork:
         config, world_size = self._config, self._ranks.world_size
-        size, batch_size = _dense_size(config, self._trainer), config.train.batch_size
+        size, batch_size = dense_size(config, len(self._trainer.source.schema.sparse)), config.train.batch_size
         tables = {name: param for plan in self._trainer.model.plan.plan.values() for name, param in plan.items()}
         ids = {table_name(key): count / steps / batch_size for key, count in self._lookups.items()}
         shards = [
             shard for name, param in tables.items() for shard in _own_shards(param, self._ranks.rank, ids.get(name, 0))
         ]
         weight_bytes = 4 if config.model.table_dtype == "fp32" else 2
-        per_row, per_column = _STATE_BYTES[config.embedding_optimizer.kind]
+        per_row, per_column = STATE_BYTES[config.embedding_optimizer.kind]
         return StepWork(
             dense_flops=formulas.dense_flops(size, batch_size),
             activation_bytes=formulas.activation_bytes(size, batch_size),
@@ -191,7 +190,6 @@ def simple_plan(config: RunConfig, sharding: str, world_size: int) -> Plan:
         for turn, number in enumerate(in_turn)
     ]
     ratio = config.cache.slot_ratio or 1.0
-    slots = [(pool, max(1, min(pool.rows, max(16, round(ratio * pool.rows))))) for pool in pools_of(tables, world_size)]
     return Plan(
         world_size=world_size,
         ranks_per_node=world_size,
@@ -201,7 +199,7 @@ def simple_plan(config: RunConfig, sharding: str, world_size: int) -> Plan:
         host_memory_bytes=None,
         settings={},
         tables=tuple(tables),
-        pools=tuple(pool.with_slots(count) for pool, count in slots),
+        pools=tuple(pool.with_slots(slots_by_ratio(pool.rows, ratio)) for pool in pools_of(tables, world_size)),
     )
 
 
@@ -221,21 +219,6 @@ def _own_shards(param: ParameterSharding, rank: int, ids_per_sample: float) -> l
         for shard in shards
         if shard.placement.rank() == rank
     ]
-
-
-def _dense_size(config: RunConfig, trainer: Trainer) -> DenseSize:
-    model, schema = config.model, trainer.source.schema
-    crosses = model.arch == "dlrm_dcn"
-    return DenseSize(
-        model.arch,
-        len(schema.dense),
-        len(schema.sparse),
-        model.embedding_dim,
-        model.dense_arch_layer_sizes,
-        model.over_arch_layer_sizes,
-        (model.dcn_num_layers or DCN_NUM_LAYERS) if crosses else 0,
-        (model.dcn_low_rank_dim or DCN_LOW_RANK_DIM) if crosses else 0,
-    )
 
 
 def _input_seconds(config: RunConfig) -> float:

@@ -6,12 +6,12 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+from embershard.cache.config import LEAST_SLOTS
 from embershard.cache.replay import Shard, ShardTraffic
 from embershard.sharding import memory_model
 from embershard.sharding.cost import Rates, step_time
 from embershard.sharding.predict import counted_traffic, shard_work
 from embershard.sharding.sizes import PlacedShard
-from embershard.sharding.slot_split import LEAST_SLOTS
 from embershard.sharding.torchrec.search import ShardCost
 from embershard.sharding.workload import Workload
 

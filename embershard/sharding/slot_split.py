@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from embershard.cache.config import LEAST_SLOTS
 from embershard.sharding import memory_model
 from embershard.sharding.memory_model import PoolMemory
 from embershard.sharding.predict import counted_traffic
@@ -13,7 +14,6 @@ from embershard.sharding.shards import PoolPlacement
 from embershard.sharding.sizes import PlacedShard
 from embershard.sharding.workload import PoolKey, Workload, by_rank, pools
 
-LEAST_SLOTS = 16
 #: Batches differ: the one with the most distinct rows must fit, too.
 _ROOM = 1.1
 _STAYING = 0.1
@@ -26,6 +26,11 @@ def least_slots(workload: Workload, shards: Sequence[PlacedShard]) -> int:
     unique_ids = sum(each.unique_ids for each in counted_traffic(workload, shards, max(1, rows)))
     needed = max(unique_ids * _ROOM, workload.most_unique_ids(shards)) / (1.0 - _STAYING)
     return max(1, min(rows, max(LEAST_SLOTS, math.ceil(needed))))
+
+
+def slots_by_ratio(rows: int, ratio: float) -> int:
+    """Slots of a pool of so many rows where a share of them was asked for, as the cache itself resolves it."""
+    return max(1, min(rows, max(LEAST_SLOTS, round(ratio * rows))))
 
 
 def fixed_bytes(workload: Workload, shards: Sequence[PlacedShard]) -> int:
@@ -75,7 +80,7 @@ def _by_ratio(
     needed = fixed_bytes(workload, here)
     for key, members in grouped.items():
         memory = memory_model.pool_memory(members, workload.shape.memory)
-        slots = max(1, min(memory.rows, max(LEAST_SLOTS, round(budget.ratio * memory.rows))))
+        slots = slots_by_ratio(memory.rows, budget.ratio)
         needed += memory.device_bytes(slots)
         found.append((key, members, slots))
     return found if budget.device_bytes is None or needed <= budget.device_bytes else None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ParameterSharding
 
-from embershard.cache.config import CacheConfig
+from embershard.cache.config import LEAST_SLOTS, CacheConfig
 from embershard.cache.profile import FrequencyProfile
 from embershard.errors import ConfigError, ShardingError
 
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from embershard.sharding.plan import Plan
 
 SPEC_KEY = "_embershard_cache"
-
-# A pool of three rows at a ratio of 3 % would have no slot, and overflow at once.
-LEAST_SLOTS = 16
 
 # Our tables carry TorchRec's label for cached tables: then its planner, state dicts, optimizer states and
 # prefetch hooks all apply. CUSTOMIZED_KERNEL would leave them out of the state dict.

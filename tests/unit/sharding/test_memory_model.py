@@ -11,7 +11,7 @@ from torchrec.modules.embedding_configs import DataType
 
 from embershard import CacheConfig
 from embershard.cache.replay import ReplayPolicy
-from embershard.launch.plan_inputs import _STATES
+from embershard.launch.plan_inputs import STATE_BYTES
 from embershard.sharding.memory_model import (
     MemorySettings,
     host_bytes,
@@ -28,7 +28,7 @@ SETTINGS = MemorySettings("lfu", True, lookahead=4, prefetch=2, has_profile=Fals
 def size_of(
     rows: int, dim: int = 8, optimizer: str = "rowwise_adagrad", dtype: Any = "fp32", name: str = "t0"
 ) -> TableSize:
-    per_row, per_column = _STATES[optimizer]
+    per_row, per_column = STATE_BYTES[optimizer]
     return TableSize(name, rows, dim, dtype, per_row, per_column)
 
 

@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from embershard.cache.config import LEAST_SLOTS
 from embershard.cache.replay import ReplayPolicy
 from embershard.sharding.memory_model import pool_memory
 from embershard.sharding.plan import TablePlacement
 from embershard.sharding.request import Budget
 from embershard.sharding.shards import PoolPlacement
 from embershard.sharding.sizes import PlacedShard
-from embershard.sharding.slot_split import LEAST_SLOTS, fixed_bytes, least_slots, split_slots
+from embershard.sharding.slot_split import fixed_bytes, least_slots, split_slots
 from embershard.sharding.workload import Workload, place_shards, pools
 from tests.unit.sharding.plans import ranks_for
 from tests.unit.sharding.requests import LFU, data_of, make_workload

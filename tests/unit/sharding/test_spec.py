@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torchrec.modules.embedding_configs import DataType
 
 from embershard import CacheConfig, FrequencyProfile
-from embershard.cache.config import Policy
+from embershard.cache.config import LEAST_SLOTS, Policy
 from embershard.errors import ConfigError
-from embershard.sharding.torchrec.spec import CACHED_KERNEL, LEAST_SLOTS, CacheSpec
+from embershard.sharding.torchrec.spec import CACHED_KERNEL, CacheSpec
 from tests.unit.sharding.pools import OPTIMIZERS, make_pool, make_spec, make_table
 
 
