@@ -54,6 +54,7 @@ REFERENCE: Mapping[str, Mapping[str, Any]] = {
     "no cache": _STOCK,
     "no cache, dim 128": {**_STOCK, **_DIM_128},
     "cross layers": {"model.arch": "dlrm_dcn"},
+    "cross layers, large batch": {"model.arch": "dlrm_dcn", "train.batch_size": 3072},
     "by rows": {},
     "by rows, dim 64": _DIM_64,
     "slow input": {"data.synthetic.num_dense": 200, "data.synthetic.drift": 0.5},

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
@@ -103,6 +104,17 @@ class RunRecord:
         self._board.close()
 
 
+def steady_steps(step_seconds: Sequence[float], lookahead: int) -> tuple[Sequence[float], bool]:
+    """The steps whose speed is that of a long run, and whether all of them are.
+
+    Left out are the first `WARMUP_STEPS` (or a quarter of them, if there are fewer), and the last ones, for which no
+    batch was left to be read: as many as batches are known ahead, but no more than half of what remains.
+    """
+    started = step_seconds[min(WARMUP_STEPS, len(step_seconds) // 4) :]
+    left_out = min(lookahead, len(started) // 2)
+    return started[: len(started) - left_out], left_out == lookahead
+
+
 def make_result(
     *,
     config: RunConfig,
@@ -119,13 +131,14 @@ def make_result(
 ) -> dict[str, Any]:
     """What result.json says of a run.
 
-    `samples_per_second` is global, over this process's steps after the first `WARMUP_STEPS` (or after a
-    quarter of them, if there are fewer); it is None when no step was trained. A quality that is undefined or
-    was not measured is None, and so are `cache`, `look_ahead` and `plan` in a run without. `measured_steps` are those
-    that this process trained: the counts in `cache` are of these, while `steps` includes what a resumed run had before.
+    `samples_per_second` (global) and `step_ms` are of a long run's steps: :func:`steady_steps`. They are None when no
+    step was trained. `is_steady` is False when the run was too short to have such steps only. A quality that is
+    undefined or was not measured is None, and so are `cache`, `look_ahead` and `plan` in a run without.
+    `measured_steps` are those that this process trained: the counts in `cache` are of these, while `steps` includes what
+    a resumed run had before.
     """
     quality = evaluation.quality if evaluation else None
-    measured = step_seconds[min(WARMUP_STEPS, len(step_seconds) // 4) :]
+    measured, is_steady = steady_steps(step_seconds, config.cache.lookahead if config.cache.enabled else 0)
     global_batch = config.train.batch_size * world_size
     p50, p95 = (float(v) * 1e3 for v in np.percentile(measured, [50, 95])) if measured else (None, None)
     return {
@@ -134,6 +147,7 @@ def make_result(
         "samples": samples,
         "samples_per_second": len(measured) * global_batch / sum(measured) if measured else None,
         "step_ms": {"p50": p50, "p95": p95},
+        "is_steady": is_steady,
         "loss": loss,
         "auc": quality.auc if quality else None,
         "ne": quality.ne if quality else None,

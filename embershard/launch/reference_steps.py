@@ -149,6 +149,7 @@ class _Timed:
         return StepWork(
             dense_flops=formulas.dense_flops(size, batch_size),
             activation_bytes=formulas.activation_bytes(size, batch_size),
+            update_bytes=formulas.dense_parameter_bytes(size),
             embedding_bytes=sum(
                 formulas.embedding_bytes(
                     shard.ids_per_sample * shard.rank_share * batch_size * world_size,

@@ -49,6 +49,7 @@ class StepWork(Numbers):
     Attributes:
         dense_flops: floating-point operations of the dense part, forward and backward.
         activation_bytes: what the dense part writes beside its products: activations, and their gradients.
+        update_bytes: of the parameters that the dense optimizer updates, however few the samples.
         embedding_bytes: bytes of rows that are read, and written, in device memory, optimizer state included.
         planned_ids, unique_ids: N ids for which the rank's caches find slots, and the distinct ones of them.
         fills, write_backs: rows that come to the device, and that go back to the host.
@@ -61,6 +62,7 @@ class StepWork(Numbers):
 
     dense_flops: float = 0
     activation_bytes: float = 0
+    update_bytes: float = 0
     embedding_bytes: float = 0
     planned_ids: float = 0
     unique_ids: float = 0
@@ -86,6 +88,7 @@ class Rates(Numbers):
 
     seconds_per_flop: float = 0
     seconds_per_activation_byte: float = 0
+    seconds_per_update_byte: float = 0
     seconds_per_embedding_byte: float = 0
     seconds_per_planned_id: float = 0
     seconds_per_unique_id: float = 0
@@ -104,6 +107,7 @@ class Rates(Numbers):
 TERMS: tuple[tuple[str, str, str], ...] = (
     ("dense_flops", "seconds_per_flop", "dense"),
     ("activation_bytes", "seconds_per_activation_byte", "dense"),
+    ("update_bytes", "seconds_per_update_byte", "dense"),
     ("embedding_bytes", "seconds_per_embedding_byte", "embedding"),
     ("planned_ids", "seconds_per_planned_id", "planning"),
     ("unique_ids", "seconds_per_unique_id", "planning"),

@@ -43,6 +43,7 @@ class MeasuredRun:
         steps: that were counted, since the last resume.
         all_steps: of the whole run.
         step_seconds: median; None where no step was timed.
+        is_steady: False where the run was so short that steps with nothing left to read ahead count in the median.
         world_size: ranks.
         device: "cpu" or "cuda".
         plan_digest: of the plan that the run obeyed; None: it had none.
@@ -52,6 +53,7 @@ class MeasuredRun:
     steps: int
     all_steps: int
     step_seconds: float | None
+    is_steady: bool
     world_size: int
     device: str
     plan_digest: str | None
@@ -72,6 +74,7 @@ class MeasuredRun:
                 steps=int(steps),
                 all_steps=int(result["steps"]),
                 step_seconds=None if milliseconds is None else milliseconds / 1e3,
+                is_steady=bool(result["is_steady"]),
                 world_size=int(result["world_size"]),
                 device=str(result["device"]),
                 plan_digest=None if result["plan"] is None else str(result["plan"]["digest"]),

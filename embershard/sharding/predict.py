@@ -71,8 +71,11 @@ def shard_work(workload: Workload, shard: PlacedShard, traffic: ShardTraffic) ->
     if shard.kernel == "replicated":
         ids = per_sample * shape.batch_size
         touched = work.embedding_bytes(ids, size.weight_bytes(), size.optimizer_bytes())
+        weights = _weights(shard)
         return StepWork(
-            embedding_bytes=touched, all_reduce_bytes=work.all_reduce_bytes(_weights(shard), shape.world_size)
+            update_bytes=weights,
+            embedding_bytes=touched,
+            all_reduce_bytes=work.all_reduce_bytes(weights, shape.world_size),
         )
     cached = shard.kernel == "cached"
     return StepWork(
@@ -108,6 +111,7 @@ def rank_work(workload: Workload, shards: Sequence[PlacedShard], traffic: Sequen
     own = StepWork(
         dense_flops=model.dense_flops_per_sample * shape.batch_size,
         activation_bytes=model.activation_bytes_per_sample * shape.batch_size,
+        update_bytes=model.dense_parameter_bytes,
         all_reduce_bytes=work.all_reduce_bytes(model.dense_parameter_bytes, shape.world_size),
         num_collectives=work.num_collectives({shard.sharding for shard in shards}, shape.world_size),
         input_seconds=(data.read_seconds_per_sample or 0.0) * shape.batch_size,

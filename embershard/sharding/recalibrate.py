@@ -78,7 +78,7 @@ def recalibrated(
         run_name: of the run, for the new topology's source.
 
     Raises:
-        ShardingError: plan, run and topology do not belong together, or no step was timed.
+        ShardingError: plan, run and topology do not belong together, no step was timed, or too few.
     """
     run = MeasuredRun.from_result(result)
     _check(topology, plan, run)
@@ -116,3 +116,8 @@ def _check(topology: Topology, plan: Plan, run: MeasuredRun) -> None:
             )
     if not run.step_seconds:
         raise ShardingError("no step of the run was timed. Train for a few steps.")
+    if not run.is_steady:
+        raise ShardingError(
+            f"the run's {run.steps} steps are few beside its look-ahead: they are quicker than those of a long run, "
+            "for which input is always left to be read. Recalibrate with a longer run."
+        )

@@ -20,6 +20,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+#: The dense optimizer reads gradient, state and weight, and writes state and weight.
+_UPDATE_PASSES = 5
 _SHAPE = re.compile(r"(?P<base>.+?)x(?P<ranks>\d+)(?:x(?P<nodes>\d+))?")
 
 
@@ -267,6 +269,7 @@ def _estimate(topology: Topology, num_ranks: int) -> Rates:
     return Rates(
         seconds_per_flop=_inverse(peak.flops * share.flops) * sharing,
         seconds_per_activation_byte=2 * device,
+        seconds_per_update_byte=_UPDATE_PASSES * device,
         seconds_per_embedding_byte=device,
         seconds_per_planned_id=share.planned_id_bytes * device,
         seconds_per_unique_id=share.row_access_bytes * device,

@@ -27,6 +27,7 @@ def notes(plan: Plan, run: MeasuredRun, other_settings: Sequence[str] = (), num_
         *_which_plan(plan, run),
         *(f"Another setting: {sentence}." for sentence in other_settings),
         *_which_steps(plan.prediction, run),
+        *_which_speed(run),
         *_which_tables(plan, plan.prediction, run),
         *_growths(run),
         *_write_backs(run, num_checkpoints),
@@ -53,6 +54,14 @@ def _which_steps(prediction: Prediction, run: MeasuredRun) -> Iterator[str]:
         yield (
             f"The prediction is a mean over {prediction.num_steps:,} steps, the measurement over {run.steps:,}: the "
             f"first steps, which fill the caches, weigh {how_much} in what was measured."
+        )
+
+
+def _which_speed(run: MeasuredRun) -> Iterator[str]:
+    if run.step_seconds is not None and not run.is_steady:
+        yield (
+            f"The run's {run.steps:,} steps are few beside its look-ahead: for the last ones no batch was left to be "
+            "read, so they are quicker than those of a long run. Train longer to compare step times."
         )
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from embershard.errors import ConfigError
 from embershard.launch.progress import ProgressDisplay, closing_table, eval_line, train_line
-from embershard.launch.record import RunRecord, git_commit, lock_run_dir, make_result, versions
+from embershard.launch.record import RunRecord, git_commit, lock_run_dir, make_result, steady_steps, versions
 from embershard.metrics import Quality
 from embershard.reports import EvalReport, SaveReport, TrainReport
 from embershard.run_config import RunConfig, TrainConfig
@@ -56,6 +56,22 @@ def test_result_has_the_promised_keys_and_counts_speed_after_the_warm_up():
     assert found["samples_per_second"] == pytest.approx(2 * 10 / 0.1)
     assert found["step_ms"] == {"p50": pytest.approx(100.0), "p95": pytest.approx(100.0)}
     assert (found["auc"], found["ne"], found["logloss"], found["cache"]) == (0.7, 0.9, 0.4, None)
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "lookahead", "counted", "is_steady"),
+    [
+        (100, 0, range(10, 100), True),
+        (100, 64, range(10, 55), False),
+        (200, 64, range(10, 136), True),
+        (4, 2, range(1, 3), False),
+        (1, 64, range(1), False),
+        (0, 64, range(0), False),
+        (8, 3, range(2, 5), True),
+    ],
+)
+def test_speed_is_that_of_steps_with_something_left_to_read_ahead(num_steps, lookahead, counted, is_steady):
+    assert steady_steps([float(step) for step in range(num_steps)], lookahead) == ([*map(float, counted)], is_steady)
 
 
 def test_result_of_a_run_that_had_nothing_to_do():

@@ -87,6 +87,7 @@ def result_of(plan: Plan, /, **changes: Any) -> dict[str, Any]:
         "measured_steps": STEPS,
         "samples": STEPS * 256,
         "samples_per_second": 25600.0,
+        "is_steady": True,
         "step_ms": {"p50": prediction.step_seconds * 1e3, "p95": prediction.step_seconds * 2e3},
         **dict.fromkeys(("loss", "auc", "ne", "logloss", "accuracy", "calibration"), 0.5),
         "eval_samples": 10,

@@ -148,6 +148,8 @@ def test_notes_name_every_reason_for_differences():
     )
     assert "weigh less" in told(plan, result_of(plan, measured_steps=400, steps=400))
     assert "weigh" not in told(plan, result_of(plan, measured_steps=101, steps=101))
+    assert "few beside its look-ahead" in told(plan, result_of(plan, is_steady=False))
+    assert "look-ahead" not in told(plan, result_of(plan))
     assert "cache.enabled = false" in told(plan, without_cache(result_of(plan)))
     grown = changed(result_of(plan), 1, "b", overflow_growths=3)
     grown["cache"]["ranks"][1]["overflow_growths"] = 3
@@ -241,6 +243,7 @@ def test_the_nearest_rates_are_corrected_where_a_number_of_ranks_has_none():
         ({"plan": {"path": "x", "digest": "ffff"}}, "obeyed another plan"),
         ({"device": "cuda"}, "the run was on 'cuda'"),
         ({"step_ms": {"p50": None}}, "no step of the run was timed"),
+        ({"is_steady": False}, "few beside its look-ahead.*longer run"),
         ({"world_size": 4}, "for 2 ranks; the run had 4"),
     ],
 )
