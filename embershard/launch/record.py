@@ -134,8 +134,8 @@ def make_result(
     `samples_per_second` (global) and `step_ms` are of a long run's steps: :func:`steady_steps`. They are None when no
     step was trained. `is_steady` is False when the run was too short to have such steps only. A quality that is
     undefined or was not measured is None, and so are `cache`, `look_ahead` and `plan` in a run without.
-    `measured_steps` are those that this process trained: the counts in `cache` are of these, while `steps` includes what
-    a resumed run had before.
+    `measured_steps` are those that this process trained: the counts in `cache` are of these, while `steps` includes
+    what a resumed run had before.
     """
     quality = evaluation.quality if evaluation else None
     measured, is_steady = steady_steps(step_seconds, config.cache.lookahead if config.cache.enabled else 0)
