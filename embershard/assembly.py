@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from embershard.sharding.torchrec import (
     StockEmbeddingBagCollectionSharder,
     plan_sharding,
 )
+from embershard.sharding.torchrec.communication import comm_codecs
 from embershard.sharding.torchrec.placement import check_built, torchrec_plan
 
 #: Samples that are counted for a profile when a policy needs one and none is given.
@@ -158,12 +160,14 @@ def build_sharded_model(
     batch_size: int,
     seed: int,
     plan: Plan | None = None,
+    sharding: ShardingConfig | None = None,
 ) -> DistributedModelParallel:
     """The model of a run on this rank: tables sharded over the ranks, dense layers replicated under DDP. Collective.
 
     Args:
         plan: obeyed exactly; where it is None, TorchRec's planner places the tables. Without a cache its cached tables
             are whole on the device, at the same places.
+        sharding: in which types embeddings travel; its plan is the one given.
 
     Raises:
         ConfigError: the model, the optimizer or the cache does not fit the data or the device.
@@ -172,7 +176,7 @@ def build_sharded_model(
     torch.manual_seed(seed)
     model = build_model(model_config, schema, ranks.device)
     optimizer.apply(model.model.sparse_arch, ranks.device)
-    sharder = _sharder(cache, profile, plan)
+    sharder = _sharder(cache, profile, plan, comm_codecs(sharding or ShardingConfig(), ranks.device))
 
     def placement() -> ShardingPlan:
         if plan is not None:
@@ -200,13 +204,13 @@ def build_sharded_model(
     return sharded
 
 
-def _sharder(cache: CacheSettings, profile: FrequencyProfile | None, plan: Plan | None) -> ModuleSharder:
+def _sharder(cache: CacheSettings, profile: FrequencyProfile | None, plan: Plan | None, codecs: Any) -> ModuleSharder:
     if cache.enabled:
         config = cache.cache_config()
         if plan is not None:  # which was made for the size in the settings, or for a budget instead of it
             config = dataclasses.replace(config, ratio=None, device_bytes=None)
-        return CachedEmbeddingBagCollectionSharder(cache=config, profile=profile, plan=plan)
-    return StockEmbeddingBagCollectionSharder()
+        return CachedEmbeddingBagCollectionSharder(config, profile, qcomm_codecs_registry=codecs, plan=plan)
+    return StockEmbeddingBagCollectionSharder(qcomm_codecs_registry=codecs)
 
 
 def _check_obeyed(model: DistributedModelParallel, plan: Plan, ranks: Ranks, cached: bool) -> None:

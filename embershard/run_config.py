@@ -85,7 +85,17 @@ class RunConfig:
     @property
     def predicted_from(self) -> dict[str, Any]:
         """The settings that a plan's prediction depends on, by name, besides the data."""
-        cache = ("profile", "warmup", "profile_samples", "lookahead", "prefetch", "decay", "host", "background")
+        cache = (
+            "profile",
+            "warmup",
+            "profile_samples",
+            "lookahead",
+            "prefetch",
+            "decay",
+            "host",
+            "background",
+            "slot_map",
+        )
         model = [f.name for f in dataclasses.fields(self.model)]
         found = {f"cache.{name}": getattr(self.cache, name) for name in cache}
         found |= {f"model.{name}": getattr(self.model, name) for name in model}
@@ -96,4 +106,6 @@ class RunConfig:
             "dense_optimizer.kind": self.dense_optimizer.kind,
             "train.batch_size": self.train.batch_size,
             "train.precision": self.train.precision,
+            "sharding.forward_dtype": self.sharding.forward_dtype,
+            "sharding.backward_dtype": self.sharding.backward_dtype,
         }

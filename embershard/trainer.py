@@ -64,6 +64,7 @@ class Trainer:
             batch_size=config.train.batch_size,
             seed=config.train.seed,
             plan=self.plan,
+            sharding=config.sharding,
         )
         self.dense_parameters = dict(in_backward_optimizer_filter(self.model.named_parameters()))
         self.dense_optimizer = config.dense_optimizer.build(self.dense_parameters)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from embershard.cache.planner import CachePlan
-from embershard.cache.transfer import Transfer
+from embershard.cache.transfer import PlainTransfer
 
 # So few rows at a time that torch does not start a team of threads for a copy: the training needs the cores, and the
 # team would spin on them afterwards.
@@ -44,7 +44,7 @@ class BackgroundCopies:
         failure: the first thing that a copy raised. No copy is begun after it.
     """
 
-    def __init__(self, transfer: Transfer) -> None:
+    def __init__(self, transfer: PlainTransfer) -> None:
         self.transfer = transfer
         self.failure: BaseException | None = None
         self._fills = ThreadPoolExecutor(1, "embershard-fill")

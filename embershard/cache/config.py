@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from embershard.cache.key_entries import MapKind
 from embershard.errors import ConfigError
 
 Policy = Literal["lookahead", "frequency", "lfu", "lru"]
+TransferKind = Literal["plain", "staged", "triton_uva"]
 
 DEFAULT_RATIO = 0.05
 # A pool of three rows at a ratio of 3 % would have no slot, and overflow at once.
@@ -46,6 +48,15 @@ class CacheConfig:
     host_dir: str | None = None
     """Folder for the files of `host = "mmap"`. They are working storage: they vanish with the process."""
 
+    transfer: TransferKind | None = None
+    """What moves rows between host and device. `triton_uva`: a kernel reads and writes page-locked host memory itself.
+    `staged`: through page-locked buffers, for mapped files or where memory cannot be locked. `plain`: torch's indexed
+    copies. Default: `plain` on a CPU; on a GPU `triton_uva` with `host = "memory"`, else `staged`."""
+
+    slot_map: MapKind = "array"
+    """Where the slots of rows are looked up. `array`: 4 bytes for every row of the shard. `hashed`: 24 bytes for every
+    slot, more while more rows than slots are known ahead; each look-up takes longer."""
+
     overflow: Literal["grow", "raise"] = "grow"
     """When one batch needs more rows than there are slots: enlarge the cache with a warning, or raise."""
 
@@ -75,6 +86,18 @@ class CacheConfig:
         _one_of("policy", self.policy, (None, "lookahead", "frequency", "lfu", "lru"))
         _one_of("host", self.host, ("memory", "mmap"))
         _one_of("overflow", self.overflow, ("grow", "raise"))
+        _one_of("slot_map", self.slot_map, ("array", "hashed"))
+        _one_of("transfer", self.transfer, (None, "plain", "staged", "triton_uva"))
+        if self.transfer == "triton_uva" and self.host == "mmap":
+            raise ConfigError(
+                'cache.transfer="triton_uva" needs host rows in page-locked memory, and cache.host="mmap" has them in '
+                'files; set cache.transfer="staged" or cache.host="memory"'
+            )
+        if self.background and self.transfer not in (None, "plain"):
+            raise ConfigError(
+                f'cache.background copies in threads of the CPU, with cache.transfer="plain" only, got '
+                f"{self.transfer!r}; remove one of the two"
+            )
         if self.host == "mmap" and not self.host_dir:
             raise ConfigError('cache.host="mmap" needs cache.host_dir, a folder on a disk with room for the tables')
         if self.host == "memory" and self.host_dir is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from embershard.cache.background import BackgroundCopies
 from embershard.cache.planner import CachePlan
 from embershard.cache.tickets import Ticket
-from embershard.cache.transfer import PlainTransfer
+from embershard.cache.transfer import MakeTransfer, PlainTransfer, Transfer
 from embershard.errors import CacheError
 
 
@@ -25,19 +25,27 @@ class RowCopies:
         undo: takes a plan back whose copies failed, for the maps are ahead of them. It is told whether the victims are
             still in their slots.
         device: of the slots. On a GPU, copies run on the current stream, and events order them with the training.
-        background: copy in worker threads.
+        background: copy in worker threads, by plain transfers.
+        make_transfer: what moves the rows otherwise; None for plain transfers, too.
 
     Attributes:
+        transfer: what moves them between the tensors that are attached.
         stall_seconds: how long training steps waited for copies in the background.
     """
 
     def __init__(
-        self, pool: str, undo: Callable[[CachePlan, bool], None], device: torch.device, background: bool
+        self,
+        pool: str,
+        undo: Callable[[CachePlan, bool], None],
+        device: torch.device,
+        background: bool = False,
+        make_transfer: MakeTransfer | None = None,
     ) -> None:
         self._pool = pool
         self._undo = undo
         self._device = device
         self._wants_background = background
+        self._make_transfer = make_transfer
         self._background: BackgroundCopies | None = None
         self._last_trained: torch.cuda.Event | None = None
         self._failure: BaseException | None = None
@@ -45,11 +53,14 @@ class RowCopies:
 
     def attach(self, payload: list[Tensor], host_payload: list[Tensor]) -> None:
         """Copy between these tensors from now on; nothing is under way."""
-        self.transfer = PlainTransfer(payload, host_payload)
+        if self._make_transfer is not None and not self._wants_background:
+            self.transfer: Transfer = self._make_transfer(payload, host_payload)
+            return
+        self.transfer = plain = PlainTransfer(payload, host_payload)
         if self._background is not None:
-            self._background.transfer = self.transfer
+            self._background.transfer = plain
         elif self._wants_background:
-            self._background = BackgroundCopies(self.transfer)
+            self._background = BackgroundCopies(plain)
 
     def start(self, plan: CachePlan) -> Future[None] | torch.cuda.Event | None:
         """Execute the plan's copies, or begin with them; what to wait for before the batch is used, if anything."""
@@ -92,10 +103,16 @@ class RowCopies:
             self._background.finish()
             self.check()
         self.follow_training()
+        self.transfer.finish()
+
+    def preload(self, keys: Tensor, slots: Tensor) -> None:
+        """Host rows ``keys`` -> ``slots`` that no batch uses yet."""
+        self.transfer.fill(keys.to(self.transfer.key_device), slots)
 
     def write_back(self, slots: Tensor, keys: Tensor) -> None:
-        """``slots`` -> host rows ``keys``, at once."""
-        self.transfer.land(self.transfer.collect(slots), keys)
+        """``slots`` -> host rows ``keys``, where the CPU sees them afterwards."""
+        self.transfer.write_back(slots, keys.to(self.transfer.key_device))
+        self.transfer.finish()
 
     def check(self) -> None:
         """Raise if a copy in the background ever failed.
@@ -113,12 +130,18 @@ class RowCopies:
             ) from self._failure
 
     def _execute(self, plan: CachePlan) -> None:
-        """If a copy fails, the map must not promise its rows."""
+        """If a copy fails, the map must not promise its rows.
+
+        On a GPU the copies wait for the training on their stream, the CPU must not: it reads what the transfer needs
+        to know before that.
+        """
         victims_are_intact = True
         try:
-            self.write_back(plan.write_back_slots, plan.write_back_keys)
+            leaving, coming = (keys.to(self.transfer.key_device) for keys in (plan.write_back_keys, plan.fill_keys))
+            self.follow_training()
+            self.transfer.write_back(plan.write_back_slots, leaving)
             victims_are_intact = False
-            self.transfer.fill(plan.fill_keys, plan.fill_slots)
+            self.transfer.fill(coming, plan.fill_slots)
         except BaseException:  # an interrupt, too
             self._undo(plan, victims_are_intact)
             raise

@@ -111,7 +111,7 @@ class Forecast:
         absent = (entries <= 0).nonzero().flatten()
         if absent.numel():
             absent_keys, traces = keys.index_select(0, absent), -uses.index_select(0, absent)
-            self._map.slot_of_key.scatter_(0, absent_keys, traces)
+            self._map.leave_traces(absent_keys, traces)
             standing.scatter_(0, absent, self._map.entries(absent_keys) == traces)
         chosen = standing.nonzero().flatten().int()
         places = chosen if positions is None else positions.index_select(0, chosen)
@@ -148,7 +148,7 @@ class Forecast:
         last = self._last_use.gather(0, slots)
         self._last_use.scatter_(0, slots, last.masked_fill_(following == 0, 0))
         over = ((entries < 0) & (following == 0)).nonzero().flatten()
-        self._map.slot_of_key.scatter_(0, distinct.index_select(0, over), 0)
+        self._map.leave_traces(distinct.index_select(0, over), 0)
 
     def traces(self, slots: Tensor) -> Tensor:
         """What to leave in the map for rows that go out of ``slots`` (int64 [M]): int32 [M]."""
@@ -169,7 +169,7 @@ class Forecast:
         self.next_use.zero_()
         self._last_use.zero_()
         self._next_batch.zero_()
-        self._map.slot_of_key.clamp_(min=0)
+        self._map.forget_traces()
 
     def grow(self, num_slots: int) -> None:
         """The pool now has ``num_slots`` slots."""

@@ -3,11 +3,12 @@ tensors."""
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -31,6 +32,7 @@ class HostStore:
         states: per-row optimizer states as (name, trailing shape, dtype); they start as zeros.
         host: plain memory, or a file in ``host_dir`` mapped into memory.
         host_dir: folder for mapped files.
+        whole_pages: give every tensor pages of its own, so that they can be locked.
 
     Attributes:
         flat_weights: [R * D], what TorchRec slices its parameters from.
@@ -47,13 +49,14 @@ class HostStore:
         states: Sequence[tuple[str, torch.Size, torch.dtype]],
         host: Literal["memory", "mmap"] = "memory",
         host_dir: str | None = None,
+        whole_pages: bool = False,
     ) -> None:
         self.rows_per_table = list(rows_per_table)
         self.dim = dim
         self.num_rows = sum(self.rows_per_table)
         self.row_offsets = [sum(self.rows_per_table[:table]) for table in range(len(self.rows_per_table))]
         self.row_bytes = dim * dtype.itemsize + sum(math.prod(shape) * t.itemsize for _, shape, t in states)
-        allocate = memory.zeros
+        allocate: Callable[[int, torch.dtype], Tensor] = functools.partial(memory.zeros, whole_pages=whole_pages)
         if host == "mmap" and host_dir is not None:
             allocate = _MappedFiles(host_dir, self.host_bytes)
         self.flat_weights = allocate(self.num_rows * dim, dtype)

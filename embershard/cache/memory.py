@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 
@@ -9,22 +10,24 @@ import torch
 from torch import Tensor
 
 _HUGE_PAGE_BYTES = 2 << 20
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def zeros(numel: int, dtype: torch.dtype) -> Tensor:
-    """A zeroed tensor [numel] in host memory, on huge pages where the system has them.
+def zeros(numel: int, dtype: torch.dtype, whole_pages: bool = False) -> Tensor:
+    """A zeroed tensor [numel] in host memory, on huge pages where the system has them; with ``whole_pages`` on pages
+    that it shares with nothing else, however small it is.
 
     Random rows of a table of gigabytes miss the TLB at nearly every access with pages of 4 KiB; with 2 MiB,
     row copies take less time (docs/decisions/0003-row-copies.md). Pages are taken as they are written.
     """
     num_bytes = numel * dtype.itemsize
-    if num_bytes < _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+    has_huge_pages = num_bytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE")
+    if not numel or not (has_huge_pages or whole_pages):
         return torch.zeros(numel, dtype=dtype)
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    try:
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:  # a kernel without them
-        return torch.zeros(numel, dtype=dtype)
+    if has_huge_pages:
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype)
 
 
@@ -36,7 +39,10 @@ def widest_views(*tables: Tensor) -> list[Tensor]:
     bytes. Only for moving bits: the numbers mean nothing in this type.
     """
     row_numel = math.prod(tables[0].shape[1:])
-    if row_numel == 1 or not all(table.is_contiguous() for table in tables):
+    if row_numel == 1:  # as they are, but not as floats: some copies of a single half quiet its NaN
+        same_size = _INTEGERS[tables[0].element_size()]
+        return [table.view(same_size) for table in tables]
+    if not all(table.is_contiguous() for table in tables):
         return list(tables)
     row_bytes = row_numel * tables[0].element_size()
     for dtype in (torch.complex128, torch.int64, torch.int32, torch.int16):

@@ -15,12 +15,14 @@ from torch import Tensor
 from embershard.cache.copies import RowCopies
 from embershard.cache.forecast import Forecast, KnownBatch
 from embershard.cache.host_store import HostStore
+from embershard.cache.key_entries import MapKind
 from embershard.cache.planner import CachePlan, CachePlanner, Misses
 from embershard.cache.scores import SlotScores
 from embershard.cache.slot_map import SlotMap
 from embershard.cache.statistics import CacheCounters, Counter, TableStats
 from embershard.cache.table_stats import table_stats
 from embershard.cache.tickets import InFlight, Ticket
+from embershard.cache.transfer import MakeTransfer
 from embershard.errors import CacheError, CacheOverflowError
 
 GROWTH = 0.25  # an overflow adds what is missing, and at least this share of the slots
@@ -71,6 +73,8 @@ class RowCache:
         owner: whose pool it is ("rank 3"), for messages.
         lookahead: the victims are those whose next known use is furthest; ``scores`` decide among those without one.
         background: copy rows in worker threads.
+        make_transfer: what copies rows otherwise, from slots and host rows; None for plain copies.
+        kind: of the map from rows to slots.
     """
 
     def __init__(
@@ -88,6 +92,8 @@ class RowCache:
         owner: str = "",
         lookahead: bool = False,
         background: bool = False,
+        make_transfer: MakeTransfer | None = None,
+        kind: MapKind = "array",
     ) -> None:
         self.tables = list(tables)
         names = ", ".join(self.tables[:5]) + (", ..." if len(self.tables) > 5 else "")
@@ -95,7 +101,7 @@ class RowCache:
         self.host = host
         self.device = device
         self._home_keys = torch.empty(0, dtype=torch.int64) if home_keys is None else home_keys
-        slot_map = SlotMap(host.num_rows, num_slots, device)
+        slot_map = SlotMap(host.num_rows, num_slots, device, kind)
         self.forecast = Forecast(slot_map) if lookahead else None
         self.planner = CachePlanner(slot_map, scores, self._home_keys.numel(), self.forecast)
         first_keys = torch.tensor(host.row_offsets, dtype=torch.int64)
@@ -108,7 +114,7 @@ class RowCache:
         self._batch = self._trained_through = 0
         self._in_flight = InFlight()
         self._lock = threading.RLock()
-        self._copies = RowCopies(self.name, self._undo, device, background)
+        self._copies = RowCopies(self.name, self._undo, device, background, make_transfer)
         self._attach(num_slots)
         self._host_version = host.version
 
@@ -168,7 +174,6 @@ class RowCache:
         roaming_slots = self.planner.map.num_slots - self._home_keys.numel()
         if if_it_fits and known is not None and self._in_flight.would_crowd(known.num_rows, roaming_slots):
             return None
-        self._copies.follow_training()
         plan = self._plan(keys, known, if_it_fits)
         if plan is None:
             return None
@@ -317,7 +322,7 @@ class RowCache:
     def _preload(self, keys: Tensor) -> None:
         slots = self.planner.occupy(keys)
         try:
-            self._copies.transfer.fill(keys, slots)
+            self._copies.preload(keys, slots)
         except BaseException:  # nothing was trained yet, so the host has every row
             self.planner.clear()
             raise

@@ -5,8 +5,8 @@ A *key* numbers the rows of all tables in one pool, 0 <= key < R. Slots are numb
 allocator gives without touching memory), and a scatter over a batch's slots needs no mask for the misses.
 Below zero there is room for one more fact about a key that is not cached: its **trace** (`forecast.py`).
 
-All maps are int32 and live where planning happens. A pool has fewer than 2**31 rows; more belong on more
-ranks.
+All maps are int32 and live where planning happens; that over the keys is an array or hashed (`key_entries.py`). A pool
+has fewer than 2**31 rows; more belong on more ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from embershard.cache import memory
+from embershard.cache.key_entries import ArrayEntries, HashedEntries, KeyEntries, MapKind
 from embershard.errors import CacheError
 
 NULL_SLOT = 0
@@ -30,15 +30,17 @@ class SlotMap:
         num_keys: R, rows of the pool.
         num_slots: S, usable slots.
         device: where planning happens.
+        kind: how the slots of keys are kept.
 
     Attributes:
-        slot_of_key: int32 [R]; when not cached 0, or a negative trace.
         key_of_slot: int32 [S + 1]; -1 when free.
         use_stamp: int64 [S + 1]; high half: the last batch that used the slot (0: none yet).
         num_used: slots 1..num_used hold rows, but for those that a failed copy left empty.
     """
 
-    def __init__(self, num_keys: int, num_slots: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, num_keys: int, num_slots: int, device: torch.device | str = "cpu", kind: MapKind = "array"
+    ) -> None:
         if num_keys >= 2**31:
             raise CacheError(
                 f"a pool of {num_keys} rows passes the int32 slot map's 2147483647; shard its tables over more ranks"
@@ -46,7 +48,9 @@ class SlotMap:
         self.num_keys = num_keys
         self.num_slots = num_slots
         self.device = torch.device(device)
-        self.slot_of_key = memory.zeros(num_keys, torch.int32).to(device)
+        self._entries: KeyEntries = (
+            HashedEntries(num_keys, num_slots, self.device) if kind == "hashed" else ArrayEntries(num_keys, self.device)
+        )
         self.key_of_slot = torch.full((num_slots + 1,), _FREE, dtype=torch.int32, device=device)
         self.use_stamp = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self.num_used = 0
@@ -60,15 +64,34 @@ class SlotMap:
     @property
     def device_bytes(self) -> int:
         """Memory of all maps, in bytes."""
-        return sum(t.numel() * t.element_size() for t in (self.slot_of_key, self.key_of_slot, self.use_stamp))
+        return self.entry_bytes + sum(t.numel() * t.element_size() for t in (self.key_of_slot, self.use_stamp))
+
+    @property
+    def entry_bytes(self) -> int:
+        """Memory of the map over the keys, in bytes."""
+        return self._entries.num_bytes
+
+    @property
+    def slot_of_key(self) -> Tensor:
+        """int32 [R]: the slot of every key; when not cached 0, or a negative trace. For inspection."""
+        return self._entries.dense()
 
     def lookup(self, keys: Tensor) -> Tensor:
         """Slots of ``keys`` (int64 [N]); :data:`NULL_SLOT` where a key is not cached. int64 [N]."""
-        return self.slot_of_key.gather(0, keys).clamp_min_(NULL_SLOT).long()
+        return self._entries.get(keys).clamp_min_(NULL_SLOT).long()
 
     def entries(self, keys: Tensor) -> Tensor:
         """What the map holds for ``keys`` (int64 [N]), traces included: int32 [N]."""
-        return self.slot_of_key.gather(0, keys)
+        return self._entries.get(keys)
+
+    def leave_traces(self, keys: Tensor, traces: Tensor | int) -> None:
+        """Set the entries of ``keys`` (int64 [M]), none of them cached, to traces (int32 [M], none above 0). Of a key
+        that occurs several times one trace stands."""
+        self._entries.put(keys, traces)
+
+    def forget_traces(self) -> None:
+        """No key has a trace any more."""
+        self._entries.clear_negative()
 
     def touch(self, slots: Tensor, batch: int) -> Tensor:
         """Stamp ``slots`` (int64 [N]) as used by ``batch``; bool [N], True once per distinct slot.
@@ -111,17 +134,14 @@ class SlotMap:
 
     def bind(self, keys: Tensor, slots: Tensor, batch: int) -> None:
         """Put ``keys`` into ``slots`` (both int64 [M], distinct), used by ``batch``."""
-        self.slot_of_key.scatter_(0, keys, slots.int())
+        self._entries.put(keys, slots.int())
         self.key_of_slot.scatter_(0, slots, keys.int())
         self.use_stamp.scatter_(0, slots, batch << _BATCH_SHIFT)
 
     def unbind(self, keys: Tensor, traces: Tensor | None = None) -> None:
         """Forget where ``keys`` are, and keep their traces (int32 [M], none above 0); the slots are bound again right
         away."""
-        if traces is None:
-            self.slot_of_key.scatter_(0, keys, NULL_SLOT)
-        else:
-            self.slot_of_key.scatter_(0, keys, traces)
+        self._entries.put(keys, NULL_SLOT if traces is None else traces)
 
     def clear(self) -> None:
         """All slots are free; their keys are already unbound."""

@@ -18,8 +18,8 @@ def table_stats(cache: RowCache) -> list[TableStats]:
     held = [row[Counter.FILLS] + row[Counter.PRELOADS] - row[Counter.EVICTIONS] for row in values]
     absent = [all_rows - own for all_rows, own in zip(rows, held, strict=True)]
     slots = [own + free for own, free in zip(held, apportion(slot_map.num_free, absent), strict=True)]
-    map_bytes = apportion(slot_map.slot_of_key.numel() * 4, rows)
-    slot_bytes = apportion(cache.device_bytes - slot_map.slot_of_key.numel() * 4, slots)
+    map_bytes = apportion(slot_map.entry_bytes, rows)
+    slot_bytes = apportion(cache.device_bytes - slot_map.entry_bytes, slots)
     host_bytes = apportion(cache.host.host_bytes + cache.planner.scores.host_bytes, rows)
     lookups = [row[Counter.LOOKUPS] for row in values]
     shares = lookups if any(lookups) else [1] * len(lookups)

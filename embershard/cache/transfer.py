@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from embershard.cache.memory import widest_views
 
 
 class Transfer(Protocol):
-    """Executes the copies of a plan. Keys number host rows, slots device rows; both int64 [M] without
-    repeats. A write-back has two halves, because only the first one must come before the slots are filled again."""
+    """Executes the copies of plans. Keys number host rows, slots device rows; both int64 [M] without repeats. A plan's
+    write-back is called before its fill, with no rows, too.
+
+    On a GPU the copies are queued on the current stream, and later calls come after earlier ones. Between a
+    :meth:`write_back` and the next one, or :meth:`finish`, none of its keys is filled: a plan's fills are never rows
+    that it puts out.
+    """
+
+    @property
+    def key_device(self) -> torch.device:
+        """Where keys are wanted; slots are wanted on the device."""
 
     def fill(self, keys: Tensor, slots: Tensor) -> None:
         """Host rows ``keys`` -> ``slots``."""
 
-    def collect(self, slots: Tensor) -> list[Tensor]:
-        """Copies of the payloads in ``slots``."""
+    def write_back(self, slots: Tensor, keys: Tensor) -> None:
+        """``slots`` -> host rows ``keys``."""
 
-    def land(self, rows: list[Tensor], keys: Tensor) -> None:
-        """Collected payloads -> host rows ``keys``."""
+    def finish(self) -> None:
+        """Wait until the CPU sees all that was written back."""
+
+
+#: From slots (payload tensors [S + 1, ...]) and host rows ([R, ...], in the same order).
+MakeTransfer = Callable[[Sequence[Tensor], Sequence[Tensor]], Transfer]
 
 
 class PlainTransfer:
@@ -42,23 +56,36 @@ class PlainTransfer:
             assert d.shape[1:] == h.shape[1:], f"payload rows differ: {d.shape} and {h.shape}"
             assert d.dtype == h.dtype, f"payload types differ: {d.dtype} and {h.dtype}"
         self._pairs = [widest_views(d.data, h.data) for d, h in pairs]
+        self.key_device = host[0].device
 
     def fill(self, keys: Tensor, slots: Tensor) -> None:
+        """Host rows ``keys`` -> ``slots``."""
         if keys.numel():
             for device, host in self._pairs:
-                rows = host.index_select(0, keys.to(host.device))
-                _put(device, slots, rows.to(device.device))
+                rows = host.index_select(0, keys)
+                put_rows(device, slots, rows.to(device.device))
+
+    def write_back(self, slots: Tensor, keys: Tensor) -> None:
+        """Both halves, one right after the other."""
+        self.land(self.collect(slots), keys)
+
+    def finish(self) -> None:
+        """Nothing: every copy is done when its call returns."""
 
     def collect(self, slots: Tensor) -> list[Tensor]:
+        """The first half of a write-back, which must come before the slots are filled again: copies of the payloads in
+        ``slots``."""
         return [device.index_select(0, slots) for device, _ in self._pairs] if slots.numel() else []
 
     def land(self, rows: list[Tensor], keys: Tensor) -> None:
+        """The second half: collected payloads -> host rows ``keys``."""
         if keys.numel():
             for (_, host), part in zip(self._pairs, rows, strict=True):
-                _put(host, keys.to(host.device), part.to(host.device))
+                put_rows(host, keys, part.to(host.device))
 
 
-def _put(table: Tensor, rows: Tensor, values: Tensor) -> None:
+def put_rows(table: Tensor, rows: Tensor, values: Tensor) -> None:
+    """``table[rows] = values``: rows int64 [M], values [M, ...]."""
     if table.dim() == 1:  # several times as fast as the general assignment
         table.scatter_(0, rows, values)
     else:

@@ -51,6 +51,8 @@ def make_workload(
         policy=replay_policy(config.cache, config.data, has_profile, _training_samples(data)),
         has_profile=has_profile,
         num_steps=_num_steps(config, data, batch_size * world_size),
+        pooled_number_bytes=config.sharding.pooled_number_bytes,
+        slot_map=config.cache.slot_map,
     )
     return Workload(model_size(config, data), data, shape)
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from embershard.cache.config import CacheConfig
 from embershard.errors import ConfigError
+
+CommDtype = Literal["fp32", "fp16", "bf16"]
+_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
 @dataclass(frozen=True)
@@ -15,6 +19,24 @@ class ShardingConfig:
     plan: str | None = None
     """File of a plan that `embershard plan` made. It decides where every table is and how many slots every cache has;
     `cache.ratio` and `cache.device_bytes` are for planning then. Without it, TorchRec's planner places the tables."""
+
+    forward_dtype: CommDtype = "fp32"
+    """Type in which pooled embeddings travel between ranks. Half as many bytes, and rounded: training then differs from
+    that in fp32, with and without a cache in the same way. "bf16" on GPUs only."""
+
+    backward_dtype: CommDtype = "fp32"
+    """The same for their gradients."""
+
+    def __post_init__(self) -> None:
+        for name in ("forward_dtype", "backward_dtype"):
+            value = getattr(self, name)
+            if value not in get_args(CommDtype):
+                raise ConfigError(f"sharding.{name}: got {value!r}, needed one of {', '.join(get_args(CommDtype))}.")
+
+    @property
+    def pooled_number_bytes(self) -> int:
+        """One number of a pooled embedding on its way to another rank, and its gradient on the way back, in bytes."""
+        return _BYTES[self.forward_dtype] + _BYTES[self.backward_dtype]
 
 
 def check_no_size(cache: CacheConfig) -> None:

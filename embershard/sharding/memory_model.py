@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from embershard.cache.key_entries import ARRAY_ROW_BYTES, HASHED_SLOT_BYTES, MapKind
 from embershard.sharding.sizes import ModelSize, PlacedShard
 
-_MAP_ROW_BYTES = 4  # key -> slot, int32
 _MAP_SLOT_BYTES = 4 + 8  # slot -> key, use stamp
 _SCORE_BYTES = 4
 _NEXT_USE_BYTES = 8
@@ -29,6 +29,7 @@ class MemorySettings:
         lookahead, prefetch: batches known, and resident, ahead of the one in training.
         has_profile: whether the caches get row counts.
         batch_size: samples per rank and step.
+        slot_map: kind of the map from rows to slots.
     """
 
     scoring: Literal["frequency", "lfu", "lru"]
@@ -37,6 +38,7 @@ class MemorySettings:
     prefetch: int
     has_profile: bool
     batch_size: int
+    slot_map: MapKind = "array"
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,9 @@ def pool_memory(shards: Sequence[PlacedShard], settings: MemorySettings) -> Pool
     slot_bytes = shards[0].row_bytes + _MAP_SLOT_BYTES
     slot_bytes += 0 if settings.scoring == "lru" else _SCORE_BYTES
     slot_bytes += _NEXT_USE_BYTES if settings.by_next_use else 0
-    return PoolMemory(rows, _MAP_ROW_BYTES * rows, slot_bytes)
+    if settings.slot_map == "hashed":
+        return PoolMemory(rows, 0, slot_bytes + HASHED_SLOT_BYTES)
+    return PoolMemory(rows, ARRAY_ROW_BYTES * rows, slot_bytes)
 
 
 def host_bytes(shards: Sequence[PlacedShard], settings: MemorySettings) -> dict[str, int]:

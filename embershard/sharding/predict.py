@@ -96,6 +96,7 @@ def shard_work(workload: Workload, shard: PlacedShard, traffic: ShardTraffic) ->
             columns=shard.columns,
             rank_share=traffic.lookups / max(per_sample * shape.global_batch_size, 1e-300),
             ranks_per_node=shape.ranks_per_node,
+            pooled_number_bytes=shape.pooled_number_bytes,
         ),
     )
 

@@ -120,10 +120,11 @@ def all_to_all_bytes(
     columns: int,
     rank_share: float = 1.0,
     ranks_per_node: int | None = None,
+    pooled_number_bytes: float = 2 * _FLOAT_BYTES,
 ) -> float:
     """Bytes that one shard adds to its rank's link in a step, sent or received, whichever is more in each exchange.
 
-    With B samples per rank, W ranks, L ranks per node, K ids per sample, D columns and 4-byte floats:
+    With B samples per rank, W ranks, L ranks per node, K ids per sample and D columns:
 
     * one owner of all rows (table-wise, column-wise): it receives (W-1) B K ids and (W-1) B lengths, sends (W-1) B D
       floats, and receives as many gradients;
@@ -135,6 +136,7 @@ def all_to_all_bytes(
     Args:
         sharding: TorchRec's sharding type.
         rank_share: share of the table's lookups that this shard's rows get: 1 where it has all rows.
+        pooled_number_bytes: of one number of a pooled embedding, and of its gradient, together.
 
     Raises:
         ConfigError: the sharding type is unknown.
@@ -144,12 +146,12 @@ def all_to_all_bytes(
     others = (world_size - 1) * batch_size
     ids = others * (ids_per_sample * rank_share * _ID_BYTES + _LENGTH_BYTES)
     if sharding in ("table_wise", "column_wise", "table_column_wise", "row_wise"):
-        return ids + 2.0 * others * columns * _FLOAT_BYTES
+        return ids + others * columns * pooled_number_bytes
     if sharding in ("table_row_wise", "grid_shard"):
         local = min(ranks_per_node or world_size, world_size)
         within = world_size * (local - 1) / local
         across = world_size / local - 1
-        return ids + 2.0 * (within + across) * batch_size * columns * _FLOAT_BYTES
+        return ids + (within + across) * batch_size * columns * pooled_number_bytes
     raise ConfigError(f"Unknown sharding type {sharding!r}; needed one of TorchRec's, for instance 'table_wise'.")
 
 

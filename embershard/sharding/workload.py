@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from embershard.cache.key_entries import MapKind
 from embershard.cache.replay import ReplayPolicy
 from embershard.errors import ShardingError
 from embershard.frequency import DataStatistics
@@ -37,6 +38,8 @@ class RunShape:
         policy: which rows the caches keep.
         has_profile: whether the caches get row counts.
         num_steps: of the run, where that is known.
+        pooled_number_bytes: of one number of a pooled embedding between ranks, and of its gradient, together.
+        slot_map: kind of the caches' maps.
     """
 
     world_size: int
@@ -46,6 +49,8 @@ class RunShape:
     policy: ReplayPolicy
     has_profile: bool
     num_steps: int | None = None
+    pooled_number_bytes: float = 8
+    slot_map: MapKind = "array"
 
     @property
     def global_batch_size(self) -> int:
@@ -63,6 +68,7 @@ class RunShape:
             policy.prefetch,
             self.has_profile,
             self.batch_size,
+            self.slot_map,
         )
 
 

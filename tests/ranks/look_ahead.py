@@ -70,6 +70,8 @@ class Run:
     policy: str = "lookahead"
     profile: bool = False
     background: bool = False
+    transfer: str | None = None
+    slot_map: str = "array"
     worker: bool | None = None
     overflow: str = "raise"
     delays: int | None = None
@@ -271,7 +273,11 @@ class Reference:
 
 def reference(case: Case) -> Reference:
     """Trained once for several tests in a row. Collective."""
-    return _reference(dataclasses.replace(case, policy="lfu", profile=False, background=False, ratio=1.0, cached=None))
+    return _reference(
+        dataclasses.replace(
+            case, policy="lfu", profile=False, background=False, transfer=None, slot_map="array", ratio=1.0, cached=None
+        )
+    )
 
 
 @functools.lru_cache(maxsize=4)
@@ -329,7 +335,13 @@ def as_run(
 ) -> Iterator[tuple[DistributedModelParallel, LookAheadPipeline]]:
     """The cached model and its pipeline as ``run`` wants them; its delays are in force."""
     settings = dataclasses.replace(
-        case, policy=run.policy, profile=run.profile, background=run.background, overflow=run.overflow
+        case,
+        policy=run.policy,
+        profile=run.profile,
+        background=run.background,
+        transfer=run.transfer,
+        slot_map=run.slot_map,
+        overflow=run.overflow,
     )
     with contextlib.ExitStack() as stack:
         sizes = None

@@ -31,7 +31,9 @@ from embershard import (
     cache_stats,
     plan_sharding,
 )
+from embershard.sharding.config import ShardingConfig
 from embershard.sharding.torchrec import StockEmbeddingBagCollectionSharder
+from embershard.sharding.torchrec.communication import comm_codecs
 
 logging.getLogger("torchrec").setLevel(logging.ERROR)
 
@@ -40,6 +42,12 @@ OPTIMIZERS = {
     "sgd": EmbOptimType.EXACT_SGD,
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
     "adagrad": EmbOptimType.EXACT_ADAGRAD,
+    # FBGEMM has these on GPUs only.
+    "adam": EmbOptimType.ADAM,
+    "partial_rowwise_adam": EmbOptimType.PARTIAL_ROWWISE_ADAM,
+    "lamb": EmbOptimType.LAMB,
+    "partial_rowwise_lamb": EmbOptimType.PARTIAL_ROWWISE_LAMB,
+    "lars_sgd": EmbOptimType.LARS_SGD,
 }
 
 
@@ -54,6 +62,8 @@ class Case:
     policy: str = "lfu"
     profile: bool = False
     background: bool = False
+    transfer: str | None = None
+    slot_map: str = "array"
     cached: tuple[int, ...] | None = None
     sequence: bool = False
     mean: bool = False
@@ -69,6 +79,8 @@ class Case:
     overflow: str = "raise"
     evaluate_every: int = 0
     rows: tuple[int, ...] = ROWS
+    device: str = "cpu"
+    comm: tuple[str, str] = ("fp32", "fp32")
 
     @property
     def features(self) -> list[str]:
@@ -149,16 +161,19 @@ def build(case: Case, cached: bool, make_model: Callable[[Case], nn.Module] | No
         host="mmap" if case.host_dir else "memory",
         host_dir=case.host_dir,
         background=case.background,
+        transfer=case.transfer,  # type: ignore[arg-type]
+        slot_map=case.slot_map,  # type: ignore[arg-type]
     )
+    codecs = comm_codecs(ShardingConfig(None, *case.comm), torch.device(case.device))  # type: ignore[arg-type]
     if cached:
         sharders: list[Any] = [
-            CachedEmbeddingBagCollectionSharder(config, profile, dict(fused_params)),
-            CachedEmbeddingCollectionSharder(config, profile, dict(fused_params)),
+            CachedEmbeddingBagCollectionSharder(config, profile, dict(fused_params), codecs),
+            CachedEmbeddingCollectionSharder(config, profile, dict(fused_params), codecs),
         ]
     else:
         sharders = [
-            StockEmbeddingBagCollectionSharder(fused_params=dict(fused_params)),
-            EmbeddingCollectionSharder(fused_params=dict(fused_params)),
+            StockEmbeddingBagCollectionSharder(fused_params=dict(fused_params), qcomm_codecs_registry=codecs),
+            EmbeddingCollectionSharder(fused_params=dict(fused_params), qcomm_codecs_registry=codecs),
         ]
     world_size = dist.get_world_size()
     plan = plan_sharding(
@@ -166,13 +181,13 @@ def build(case: Case, cached: bool, make_model: Callable[[Case], nn.Module] | No
         sharders,
         world_size=world_size,
         local_world_size=case.local_world_size or world_size,
-        device="cpu",
+        device=case.device,
         constraints=_constraints(case, cached),
     )
     return DistributedModelParallel(
         model,
         env=ShardingEnv.from_process_group(dist.group.WORLD),
-        device=torch.device("cpu"),
+        device=torch.device(case.device),
         plan=plan,
         sharders=sharders,
     )
@@ -206,14 +221,14 @@ def train(model: DistributedModelParallel, case: Case, steps: int | None = None,
     losses = []
     for step, (features, labels) in enumerate(batches(case, dist.get_rank(), steps, seed)):
         optimizer.zero_grad()
-        loss = model(features, labels)
+        loss = model(features.to(model.device), labels.to(model.device))
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
         if case.evaluate_every and step % case.evaluate_every == 0:
             with torch.no_grad():
                 unseen = next(batches(case, dist.get_rank(), 1, seed=step + 1000))
-                losses.append(model(*unseen).item())
+                losses.append(model(*(part.to(model.device) for part in unseen)).item())
     return losses
 
 
@@ -226,10 +241,22 @@ def snapshot(model: DistributedModelParallel, states_first: bool = True) -> dict
             if isinstance(value, ShardedTensor):
                 for shard in value.local_shards():
                     key = f"{kind}/{name}/{tuple(shard.metadata.shard_offsets)}"
-                    found[key] = shard.tensor.detach().clone()
+                    found[key] = shard.tensor.detach().cpu().clone()
             elif isinstance(value, Tensor):
-                found[f"{kind}/{name}"] = value.detach().clone()
+                found[f"{kind}/{name}"] = value.detach().cpu().clone()
     return found
+
+
+@torch.no_grad()
+def _start_from(model: DistributedModelParallel, initial: dict[str, Tensor]) -> None:
+    """Give this rank's weights the values of a snapshot: a GPU draws other numbers than the CPU, where the cached
+    tables were initialized."""
+    for name, value in model.state_dict().items():
+        if isinstance(value, ShardedTensor):
+            for shard in value.local_shards():
+                shard.tensor.copy_(initial[f"weight/{name}/{tuple(shard.metadata.shard_offsets)}"])
+        elif isinstance(value, Tensor):
+            value.copy_(initial[f"weight/{name}"])
 
 
 def _states(model: DistributedModelParallel) -> dict[str, Any]:
@@ -267,6 +294,8 @@ def compare(case: Case, policies: tuple[str, ...] | None = None) -> dict[str, Ou
     for policy in policies or (case.policy,):
         ours = dataclasses.replace(case, policy=policy)
         model = build(ours, cached=True)
+        if case.device != "cpu":
+            _start_from(model, expected["initial"])
         different = [f"initial {name}" for name in differences(expected["initial"], snapshot(model))]
         losses = train(model, ours)
         different += [f"loss {i}" for i, (a, b) in enumerate(zip(expected["losses"], losses, strict=True)) if a != b]
@@ -281,3 +310,8 @@ def compare(case: Case, policies: tuple[str, ...] | None = None) -> dict[str, Ou
 def compare_all(cases: list[Case], policies: tuple[str, ...] | None = None) -> list[dict[str, Outcome]]:
     """:func:`compare` for several cases in one call."""
     return [compare(case, policies) for case in cases]
+
+
+def losses_of(case: Case) -> list[float]:
+    """Of a cached model, on this rank."""
+    return train(build(case, cached=True), case)

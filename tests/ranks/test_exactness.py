@@ -11,7 +11,7 @@ import dataclasses
 import pytest
 
 from tests.ranks import faults
-from tests.ranks.parity import ROWS, Case, Outcome, compare, compare_all
+from tests.ranks.parity import ROWS, Case, Outcome, compare, compare_all, losses_of
 from tests.ranks.workers import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -99,6 +99,23 @@ def test_four_ranks_on_two_nodes(four_ranks: RankPool) -> None:
 def test_rows_in_mapped_files(two_ranks: RankPool, tmp_path: object) -> None:
     case = Case(host_dir=str(tmp_path), sharding="row_wise")
     _check(two_ranks.run(compare, case), ("lfu",), states=True)
+
+
+@pytest.mark.parametrize("transfer", ["staged", "triton_uva"])
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "adagrad"])
+def test_every_transfer(two_ranks: RankPool, transfer: str, optimizer: str) -> None:
+    """The ways of a GPU, with a CPU in its place: the kernel in Triton's interpreter, the buffers not page-locked."""
+    case = Case(transfer=transfer, optimizer=optimizer, sharding="row_wise", fp16=(1,), ratio=0.27, evaluate_every=7)
+    _check(two_ranks.run(compare, case), ("lfu",), states=optimizer != "sgd")
+
+
+@pytest.mark.parametrize("comm", [("fp16", "fp32"), ("fp32", "fp16"), ("fp16", "fp16")])
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
+def test_embeddings_that_travel_in_half_precision(two_ranks: RankPool, sharding: str, comm: tuple[str, str]) -> None:
+    """Stock and cached round in the same way; and it is not what fp32 gives."""
+    case = Case(sharding=sharding, comm=comm)
+    _check(two_ranks.run(compare, case), ("lfu",), states=True)
+    assert two_ranks.run(losses_of, case) != two_ranks.run(losses_of, Case(sharding=sharding))
 
 
 def test_growing_cache_stays_exact(two_ranks: RankPool) -> None:

@@ -155,6 +155,13 @@ def test_tables_that_stay_on_the_device(two_ranks: RankPool) -> None:
         assert [sum(outcome.late[1:]) for outcome in outcomes] == [0, 0]
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "adagrad"])
+def test_every_transfer_and_a_hashed_map(two_ranks: RankPool, optimizer: str) -> None:
+    """What a GPU uses, with a CPU in its place."""
+    runs = [Run(64, 3, 3, transfer="staged", slot_map="hashed"), Run(4, 2, 3, transfer="triton_uva", worker=False)]
+    _check_all(two_ranks, Case(sharding="row_wise", optimizer=optimizer), runs)
+
+
 def test_every_policy(two_ranks: RankPool) -> None:
     """And knowing pays: fewer rows come in, the more batches are known."""
     policies = [("lookahead", False), ("lookahead", True), ("frequency", True), ("lfu", False), ("lru", False)]

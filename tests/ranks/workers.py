@@ -24,16 +24,17 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """``world_size`` processes in one gloo group, ``local_world_size`` to a pretended node. ``run`` calls a
-    function on all of them and waits.
+    """``world_size`` processes in one group, by default of gloo, ``local_world_size`` to a pretended node. ``run``
+    calls a function on all of them and waits.
 
     The function must be importable (module level); it finds rank and world size through
     ``torch.distributed``. When it fails on one rank while others wait for that rank in a collective, the
     processes are replaced.
     """
 
-    def __init__(self, world_size: int, local_world_size: int | None = None) -> None:
+    def __init__(self, world_size: int, local_world_size: int | None = None, backend: str = "gloo") -> None:
         self._world_size = world_size
+        self._backend = backend
         self._local_world_size = local_world_size or world_size
         self._start()
 
@@ -71,7 +72,7 @@ class RankPool:
             ours, theirs = context.Pipe()
             ranks = (rank, self._world_size, self._local_world_size)
             process = context.Process(
-                target=_serve, args=(*ranks, str(Path(self._store.name, "store")), theirs), daemon=True
+                target=_serve, args=(*ranks, str(Path(self._store.name, "store")), theirs, self._backend), daemon=True
             )
             process.start()
             theirs.close()
@@ -86,12 +87,12 @@ class RankPool:
         self._store.cleanup()
 
 
-def _serve(rank: int, world_size: int, local_world_size: int, store: str, pipe: Connection) -> None:
+def _serve(rank: int, world_size: int, local_world_size: int, store: str, pipe: Connection, backend: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(LOCAL_RANK=str(rank % local_world_size), LOCAL_WORLD_SIZE=str(local_world_size))
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module=r"torch(rec)?\.")  # theirs, not ours
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
     while True:
         try:
             function, args = pipe.recv()

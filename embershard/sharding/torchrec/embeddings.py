@@ -21,6 +21,7 @@ from embershard.cache.row_cache import RowCache
 from embershard.cache.scores import make_scores
 from embershard.cache.statistics import TableStats
 from embershard.cache.tickets import Ticket
+from embershard.cache.transfers import transfer_kind, transfer_maker
 from embershard.errors import CacheError
 from embershard.sharding.torchrec.slots import SlotTable
 from embershard.sharding.torchrec.spec import CacheSpec, take_spec
@@ -58,6 +59,7 @@ class CachedTableBatchedEmbeddings(nn.Module):
             self.slots.state_specs(),
             spec.config.host,
             spec.config.host_dir,
+            whole_pages=self._device.type == "cuda",
         )
         self.cache = self._make_cache(spec, config)
         first_keys = [self.host.row_offsets[table] for table in self._table_of_feature]
@@ -96,6 +98,8 @@ class CachedTableBatchedEmbeddings(nn.Module):
             owner=f"rank {spec.rank}",
             lookahead=spec.lookahead,
             background=spec.config.background,
+            make_transfer=transfer_maker(transfer_kind(spec.config, self._device), self._device, self.host.payload),
+            kind=spec.config.slot_map,
         )
 
     # -- the step

@@ -65,7 +65,9 @@ def plan_sharding(
     wanted = {t: _constraint((constraints or {}).get(t.name), t, device_type) for t in tables}
     cached = {t: c for t, c in wanted.items() if CACHED_KERNEL in (c.compute_kernels or ())}
     planned_as = _by_name({t: _as_fused(c) if on_cpu and t in cached else c for t, c in wanted.items()})
-    topology = Topology(world_size=world_size, local_world_size=local_world_size, compute_device=device_type)
+    topology = Topology(
+        world_size=world_size, local_world_size=local_world_size, compute_device=device_type, **_capacities(device_type)
+    )
     planner = EmbeddingShardingPlanner(
         topology=topology,
         batch_size=batch_size,
@@ -85,6 +87,13 @@ def plan_sharding(
             param = plan.plan[table.path][table.name]  # type: ignore[index]
             param.compute_kernel, param.cache_params = CACHED_KERNEL, constraint.cache_params
     return plan
+
+
+def _capacities(device_type: str) -> dict[str, int]:
+    """Memory of the GPU at hand, in bytes. TorchRec assumes 32 GB, and would find no plan for tables that fit."""
+    if device_type != "cuda" or not torch.cuda.is_available():
+        return {}
+    return {"hbm_cap": torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory}
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from embershard.cache import CacheGrowthWarning, HostStore, KnownBatch, RowCache, Ticket, make_scores
 from embershard.cache.config import Policy
+from embershard.cache.key_entries import MapKind
+from embershard.cache.transfer import MakeTransfer
 from embershard.errors import CacheOverflowError
 
 DIM = 4
@@ -44,6 +46,8 @@ class Pool:
         background: bool = False,
         home_table: int | None = None,
         best_victims: bool = False,
+        kind: MapKind = "array",
+        make_transfer: MakeTransfer | None = None,
     ) -> None:
         place = ("mmap", str(mmap_dir)) if mmap_dir else ("memory", None)
         self.host = HostStore(rows_per_table, DIM, torch.float32, STATES, *place)
@@ -80,6 +84,8 @@ class Pool:
             home_keys=torch.tensor(sorted(self.home)) if self.home else None,
             lookahead=policy == "lookahead",
             background=background,
+            make_transfer=make_transfer,
+            kind=kind,
         )
         self.map = self.cache.planner.map
         self.batch = 0

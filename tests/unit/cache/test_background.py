@@ -32,12 +32,15 @@ HALVES = ("collect", "land", "fill")
 LONG = 0.004  # seconds
 
 
-class Dawdling:
+class Dawdling(PlainTransfer):
     """A transfer that takes its time: each copy first sleeps for one of ``seconds``, chosen by a seeded generator of
     its own (two threads call it)."""
 
-    def __init__(self, transfer: PlainTransfer, seed: int, seconds: dict[str, tuple[float, ...]]) -> None:
-        self._transfer, self._seconds = transfer, seconds
+    def __init__(
+        self, device: list[Tensor], host: list[Tensor], seed: int, seconds: dict[str, tuple[float, ...]]
+    ) -> None:
+        super().__init__(device, host)
+        self._seconds = seconds
         self._dice = {half: random.Random(f"{seed} {half}") for half in HALVES}
 
     def _wait(self, half: str) -> None:
@@ -47,15 +50,15 @@ class Dawdling:
 
     def fill(self, keys: Tensor, slots: Tensor) -> None:
         self._wait("fill")
-        self._transfer.fill(keys, slots)
+        super().fill(keys, slots)
 
     def collect(self, slots: Tensor) -> list[Tensor]:
         self._wait("collect")
-        return self._transfer.collect(slots)
+        return super().collect(slots)
 
     def land(self, rows: list[Tensor], keys: Tensor) -> None:
         self._wait("land")
-        self._transfer.land(rows, keys)
+        super().land(rows, keys)
 
 
 ANY = dict.fromkeys(HALVES, (0.0, 0.0, 0.0002, 0.002))
@@ -66,7 +69,7 @@ def dawdling(seed: int = 0, seconds: dict[str, tuple[float, ...]] = ANY) -> Iter
     """Pools made in here copy slowly, three rows at a time."""
 
     def slow(device: list[Tensor], host: list[Tensor]) -> Dawdling:
-        return Dawdling(PlainTransfer(device, host), seed, seconds)
+        return Dawdling(device, host, seed, seconds)
 
     with mock.patch.object(copies, "PlainTransfer", slow), mock.patch.object(background, "_ROWS_AT_ONCE", 3):
         yield
@@ -312,9 +315,7 @@ def test_a_copy_that_fails_later_is_an_error_of_whatever_comes_next(half):
         with dawdling(seconds=dict.fromkeys(HALVES, (LONG,))):
             pool = Pool(num_slots=4, policy="lru", background=True)
             pool.step([5, 6, 7, 8])
-            failing = mock.patch.object(
-                pool.cache._copies.transfer._transfer, half, side_effect=OSError("no space left")
-            )
+            failing = mock.patch.object(pool.cache._copies.transfer, half, side_effect=OSError("no space left"))
             with failing, pytest.raises(CacheError, match=MESSAGE):
                 _three_batches(pool, use)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import warnings
 import weakref
@@ -13,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embershard.cache import CacheGrowthWarning
+from embershard.cache.staged_transfer import StagedTransfer
+from embershard.cache.uva_transfer import UvaTransfer
 from embershard.errors import CacheError, CacheOverflowError
 from tests.unit.cache.faults import FAULTS
 from tests.unit.cache.harness import Pool, random_operations, run, windowed_operations
@@ -96,6 +99,39 @@ def test_every_row_is_right_after_any_operations_in_a_window(
         ),
         operations,
     )
+
+
+TRANSFERS = [None, StagedTransfer, functools.partial(StagedTransfer, buffer_bytes=1), UvaTransfer]
+
+
+@given(
+    window_operations.map(lambda found: [operation for operation in found if operation[0] != "fail_known"]),
+    st.integers(1, 14),
+    st.sampled_from(TRANSFERS),
+    st.sampled_from(["array", "hashed"]),
+    st.sampled_from([None, 1]),
+)
+@settings(max_examples=100)
+def test_every_transfer_and_kind_of_map_in_a_window(operations, num_slots, make_transfer, kind, home_table):
+    """What a GPU uses: copies that land later, the kernel in Triton's interpreter, a hashed map."""
+    run(
+        Pool(
+            num_slots=num_slots + 1 if home_table else num_slots,
+            policy="lookahead",
+            overflow="grow",
+            home_table=home_table,
+            make_transfer=make_transfer,
+            kind=kind,
+        ),
+        operations,
+    )
+
+
+@given(operations, st.sampled_from(POLICIES), st.sampled_from(TRANSFERS), st.sampled_from(["array", "hashed"]))
+@settings(max_examples=60)
+def test_every_transfer_and_kind_of_map_with_every_policy(operations, policy, make_transfer, kind):
+    kept = [operation for operation in operations if operation[0] != "fail"]
+    run(Pool(num_slots=8, policy=policy, overflow="grow", make_transfer=make_transfer, kind=kind), kept)
 
 
 @given(operations, st.sampled_from(POLICIES), st.integers(2, 12), st.booleans())

@@ -152,3 +152,15 @@ def test_the_window_is_no_longer_than_the_pipeline_keeps_it(monkeypatch):
     monkeypatch.setattr("embershard.sharding.memory_model.MAX_KNOWN_BYTES", 1)
     short = step("cached", 8)["input_buffers"]
     assert long - short == (6 - 4) * 3 * 800 * 20  # prefetch + 2 batches stay
+
+
+def test_a_hashed_map_takes_what_was_predicted_for_its_slots():
+    rows = (40_000, 700)
+    pool = make_pool(rows, CacheConfig(ratio=0.01, policy="lookahead", slot_map="hashed"))
+    memory, array = (
+        pool_memory([shard_of(size_of(count, name=f"t{n}")) for n, count in enumerate(rows)], settings)
+        for settings in (dataclasses.replace(SETTINGS, slot_map="hashed"), SETTINGS)
+    )
+    slots = pool.cache.planner.map.num_slots
+    assert memory.device_bytes(slots) == pool.cache.device_bytes == sum(s.device_bytes for s in pool.stats())
+    assert memory.device_bytes(slots) < array.device_bytes(slots) / 5

@@ -1,0 +1,97 @@
+"""Which transfer a pool gets, by its settings and its device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from embershard.cache.config import CacheConfig, TransferKind
+from embershard.cache.page_lock import PageLock, cpus_beside, lock_for_cuda, unlock_for_cuda
+from embershard.cache.staged_transfer import StagedTransfer
+from embershard.cache.transfer import MakeTransfer, PlainTransfer, Transfer
+from embershard.errors import ConfigError
+
+
+def transfer_kind(config: CacheConfig, device: torch.device) -> TransferKind:
+    """The transfer in force.
+
+    Raises:
+        ConfigError: this device, or what is installed, cannot do what was asked for.
+    """
+    on_cuda = device.type == "cuda"
+    if config.transfer is None:
+        if not on_cuda or config.background:
+            return "plain"
+        return "triton_uva" if config.host == "memory" and find_spec("triton") else "staged"
+    if config.transfer == "triton_uva":
+        if find_spec("triton") is None:
+            raise ConfigError('cache.transfer="triton_uva" needs triton, which is not installed; set "staged"')
+        if not on_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ConfigError(
+                f'cache.transfer="triton_uva" needs a GPU, the slots are on {device.type!r}; set "plain" or leave it '
+                "out (with TRITON_INTERPRET=1 in the environment its kernels run on a CPU, slowly)"
+            )
+    return config.transfer
+
+
+def transfer_maker(kind: TransferKind, device: torch.device, host_payload: Sequence[Tensor]) -> MakeTransfer:
+    """Makes transfers of this kind between slots and these host rows, whenever there are new slots."""
+    if kind == "plain":
+        return PlainTransfer
+    if kind == "staged":
+        return StagedTransfer
+    from embershard.cache.uva_transfer import UvaTransfer  # triton is not installed everywhere
+
+    if device.type != "cuda":
+        return UvaTransfer
+    lock = PageLock(host_payload, lock_for_cuda, unlock_for_cuda, cpus_beside(device))
+    return lambda slots, host: WhenLocked(slots, host, lock, UvaTransfer)
+
+
+class WhenLocked:
+    """Through buffers until the host rows are locked, and from then on without.
+
+    Args:
+        device, host: as for every transfer.
+        lock: of the memory of ``host``.
+        then: makes the transfer that needs it.
+    """
+
+    def __init__(self, device: Sequence[Tensor], host: Sequence[Tensor], lock: PageLock, then: MakeTransfer) -> None:
+        self._lock, self._then = lock, then
+        self._payload = device, host
+        self._transfer: Transfer = StagedTransfer(device, host)
+        self._is_locked = False
+
+    @property
+    def key_device(self) -> torch.device:
+        """Where keys are wanted; it changes with the transfer."""
+        return self._transfer.key_device
+
+    def fill(self, keys: Tensor, slots: Tensor) -> None:
+        """Host rows ``keys`` -> ``slots``; the last call of a plan. After it the transfers may change, so that the next
+        plan reads through one what was written through the other.
+
+        Raises:
+            CacheError: the memory could not be locked.
+        """
+        self._transfer.fill(keys, slots)
+        if self._is_locked:
+            return
+        self._lock.check()
+        if self._lock.is_done:
+            self._transfer.finish()
+            self._transfer = self._then(*self._payload)
+            self._is_locked = True
+
+    def write_back(self, slots: Tensor, keys: Tensor) -> None:
+        """``slots`` -> host rows ``keys``."""
+        self._transfer.write_back(slots, keys)
+
+    def finish(self) -> None:
+        """Wait until the CPU sees all that was written back."""
+        self._transfer.finish()

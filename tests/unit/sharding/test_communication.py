@@ -1,0 +1,62 @@
+"""Types in which embeddings travel between ranks: what is accepted where, and what it saves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torchrec.distributed.types import CommOp
+
+from embershard.errors import ConfigError
+from embershard.sharding import work
+from embershard.sharding.config import ShardingConfig
+from embershard.sharding.torchrec.communication import comm_codecs
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def test_nothing_is_quantized_unless_it_is_asked_for():
+    assert comm_codecs(ShardingConfig(), CPU) is None
+    assert ShardingConfig().pooled_number_bytes == 8
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "num_bytes"), [("fp16", "fp32", 6), ("fp32", "fp16", 6), ("fp16", "fp16", 4)]
+)
+def test_every_exchange_of_embeddings_gets_a_codec(forward, backward, num_bytes):
+    config = ShardingConfig(forward_dtype=forward, backward_dtype=backward)
+    codecs = comm_codecs(config, CPU)
+    assert set(codecs) == {
+        CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name,
+        CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER.name,
+        CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name,
+    }
+    types = {"fp16": torch.float16, "fp32": torch.float32}
+    for pair in codecs.values():
+        assert pair.forward.quantized_dtype == types[forward]
+        assert pair.backward.quantized_dtype == types[backward]
+    assert config.pooled_number_bytes == num_bytes
+
+
+@pytest.mark.parametrize("name", ["forward_dtype", "backward_dtype"])
+def test_bf16_is_for_gpus(name):
+    config = ShardingConfig(**{name: "bf16"})
+    with pytest.raises(ConfigError, match=f'sharding.{name}: got "bf16", which gloo does not send'):
+        comm_codecs(config, CPU)
+    assert comm_codecs(config, CUDA) is not None
+
+
+@pytest.mark.parametrize("name", ["forward_dtype", "backward_dtype"])
+def test_an_unknown_type_is_refused_with_the_known_ones(name):
+    with pytest.raises(ConfigError, match=f"sharding.{name}: got 'int8', needed one of fp32, fp16, bf16"):
+        ShardingConfig(**{name: "int8"})
+
+
+def test_plans_count_the_bytes_that_are_sent():
+    common = {"batch_size": 10, "ids_per_sample": 2, "columns": 8, "world_size": 4}
+    for sharding in ("table_wise", "row_wise", "table_row_wise"):
+        whole, half, none = (
+            work.all_to_all_bytes(sharding, **common, ranks_per_node=2, pooled_number_bytes=num_bytes)
+            for num_bytes in (8, 4, 0)
+        )
+        assert whole - none == pytest.approx(2 * (half - none))
+        assert none > 0, "ids travel as they are"
