@@ -30,7 +30,7 @@ train: $(SETUP) ## train a small DLRM; a rank per GPU, or 2 on the CPU (CONFIG=.
 	@$(PYTHON) -m embershard.launch.cli train --config $(CONFIG) $(if $(NPROC),--nproc $(NPROC)) $(ARGS)
 
 test: $(SETUP) ## the whole test suite (ARGS="-k cache" for a part)
-	@$(PYTHON) -m pytest -q $(ARGS)
+	@$(PYTHON) -m pytest -q -n 2 $(ARGS)
 
 check: $(SETUP) ## lint, format, types and the import contract
 	$(PYTHON) -m ruff check $(CODE)

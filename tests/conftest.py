@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: tests run side by side, on few cores
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton: its kernels run on the CPU
+
 from hypothesis import settings
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -31,6 +36,19 @@ def cuda_problem() -> str:
     if torch.version.cuda is None:
         return f"{build} is a CPU build"
     return f"{build} is a CUDA {torch.version.cuda} build, but finds no GPU"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Where processes share the tests, one runs all that start ranks: they are reused, and keep the cores busy by
+    themselves. The others take a file at a time."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class RanksTogether(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return "ranks" if nodeid.startswith(("tests/ranks/", "tests/gpu/")) else nodeid.split("::", 1)[0]
+
+    return RanksTogether(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
