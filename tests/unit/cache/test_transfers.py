@@ -31,7 +31,7 @@ def config(**values) -> CacheConfig:
         ({}, CUDA, "triton_uva"),
         ({"host": "mmap"}, CPU, "plain"),
         ({"host": "mmap"}, CUDA, "staged"),
-        ({"background": True}, CUDA, "plain"),
+        ({"background": True}, CPU, "plain"),
         ({"transfer": "plain"}, CUDA, "plain"),
         ({"transfer": "staged"}, CPU, "staged"),
         ({"transfer": "staged"}, CUDA, "staged"),
@@ -40,6 +40,11 @@ def config(**values) -> CacheConfig:
 )
 def test_the_transfer_follows_device_and_settings(settings, device, kind):
     assert transfer_kind(config(**settings), device) == kind
+
+
+def test_threads_that_copy_are_for_cpus():
+    with pytest.raises(ConfigError, match="on a GPU copies run beside the training by themselves"):
+        transfer_kind(config(background=True), CUDA)
 
 
 def test_without_triton_rows_go_through_buffers(monkeypatch):
