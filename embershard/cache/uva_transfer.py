@@ -28,13 +28,11 @@ class UvaTransfer:
 
     def fill(self, keys: Tensor, slots: Tensor) -> None:
         """Host rows ``keys`` -> ``slots``."""
-        with torch.no_grad():
-            self._kernel.to_tables(slots, keys)
+        self._kernel.to_tables(slots, keys)
 
     def write_back(self, slots: Tensor, keys: Tensor) -> None:
         """``slots`` -> host rows ``keys``."""
-        with torch.no_grad():
-            self._kernel.to_others(keys, slots)
+        self._kernel.to_others(keys, slots)
         if self._device.type == "cuda" and keys.numel():
             self._written = torch.cuda.current_stream(self._device).record_event()
 

@@ -61,10 +61,17 @@ class PoolMemory:
 def pool_memory(shards: Sequence[PlacedShard], settings: MemorySettings) -> PoolMemory:
     """Of the pool that these shards share; they have the same row payload."""
     rows = sum(shard.rows for shard in shards)
-    slot_bytes = shards[0].row_bytes + _MAP_SLOT_BYTES
-    slot_bytes += 0 if settings.scoring == "lru" else _SCORE_BYTES
-    slot_bytes += _NEXT_USE_BYTES if settings.by_next_use else 0
-    if settings.slot_map == "hashed":
+    return cache_memory(rows, shards[0].row_bytes, settings.scoring, settings.by_next_use, settings.slot_map)
+
+
+def cache_memory(
+    rows: int, row_bytes: int, scoring: Literal["frequency", "lfu", "lru"], by_next_use: bool, slot_map: MapKind
+) -> PoolMemory:
+    """Of a pool of so many rows, whose payload is ``row_bytes`` each; see :class:`MemorySettings`."""
+    slot_bytes = row_bytes + _MAP_SLOT_BYTES
+    slot_bytes += 0 if scoring == "lru" else _SCORE_BYTES
+    slot_bytes += _NEXT_USE_BYTES if by_next_use else 0
+    if slot_map == "hashed":
         return PoolMemory(rows, 0, slot_bytes + HASHED_SLOT_BYTES)
     return PoolMemory(rows, ARRAY_ROW_BYTES * rows, slot_bytes)
 

@@ -9,9 +9,9 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ParameterSharding
 
 from embershard.cache.config import LEAST_SLOTS, CacheConfig
-from embershard.cache.key_entries import ARRAY_ROW_BYTES, HASHED_SLOT_BYTES
 from embershard.cache.profile import FrequencyProfile
 from embershard.errors import ConfigError, ShardingError
+from embershard.sharding.memory_model import cache_memory
 
 if TYPE_CHECKING:
     from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardedEmbeddingTable
@@ -103,18 +103,10 @@ class CacheSpec:
         rows = sum(table.local_rows for table in tables)
         weights = sum(table.local_rows * table.local_cols for table in tables)
         share = self.config.device_bytes * weights // self.rank_weights
-        is_hashed = self.config.slot_map == "hashed"
-        map_bytes = 0 if is_hashed else ARRAY_ROW_BYTES * rows
-        slot_bytes = (
-            row_bytes
-            + 12
-            + (HASHED_SLOT_BYTES if is_hashed else 0)
-            + (0 if self.scoring == "lru" else 4)
-            + (8 if self.lookahead else 0)
-        )
-        slots = (share - map_bytes) // slot_bytes - 1  # the null slot
+        memory = cache_memory(rows, row_bytes, self.scoring, self.lookahead, self.config.slot_map)
+        slots = (share - memory.map_bytes) // memory.slot_bytes - 1  # the null slot; more than rows may be left over
         if slots < 1:
-            least = (map_bytes + 2 * slot_bytes) * self.rank_weights // weights + 1
+            least = memory.device_bytes(1) * self.rank_weights // weights + 1
             names = [table.name for table in tables][:5]
             raise ConfigError(
                 f"cache.device_bytes={self.config.device_bytes} does not hold the slot map and one slot of tables "
