@@ -6,6 +6,7 @@ import functools
 import gc
 import warnings
 import weakref
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -539,3 +540,50 @@ def test_a_warm_up_that_fails_leaves_no_row_that_was_not_copied(monkeypatch):
     assert not pool.resident()
     keys = torch.arange(pool.host.num_rows)
     assert torch.equal(pool.cache.read(keys), pool.host.weights)
+
+
+class LandsOnlyAtTheEnd(StagedTransfer):
+    """Breaks the rule: what leaves does not land before the next plan fills."""
+
+    def _land(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        super()._land()
+
+
+def late_landings(make_transfer: type[StagedTransfer]) -> int:
+    """Many evictions, with nothing between them that would wait for the rows that leave. Returns how many were on
+    their way when the next plan came."""
+    pool = Pool(num_slots=12, policy="lru", make_transfer=make_transfer)
+    waiting, kept = 0, ("prepare", "train")
+    write_back = make_transfer.write_back
+
+    def counted(self: StagedTransfer, slots: torch.Tensor, keys: torch.Tensor) -> None:
+        nonlocal waiting
+        waiting += sum(late.numel() for _, late in self._landing)
+        write_back(self, slots, keys)
+
+    operations = [each for each in random_operations(seed=4, steps=300) if each[0] in kept]
+    with mock.patch.object(make_transfer, "write_back", counted), mock.patch.object(pool, "check"):
+        run(pool, operations)  # at the end it compares all host rows
+    return waiting
+
+
+def test_rows_that_land_with_the_next_plan_are_right():
+    assert late_landings(StagedTransfer) > 100
+
+
+def test_rows_that_land_too_late_are_noticed():
+    with pytest.raises(AssertionError):
+        late_landings(LandsOnlyAtTheEnd)
+
+
+def test_a_read_sees_rows_that_are_on_their_way():
+    pool = Pool(num_slots=4, policy="lru", make_transfer=StagedTransfer)
+    first = pool.prepare([0, 1, 2, 3])
+    pool.train(first)
+    pool.release(first)
+    pool.prepare([4, 5, 6, 7])
+    assert pool.cache._copies.transfer._landing, "nothing was on its way"
+    pool.read([0, 1, 2, 3])
