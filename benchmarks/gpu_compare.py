@@ -49,7 +49,7 @@ from embershard import (
     cache_stats,
 )
 from embershard.cache import memory
-from embershard.cache.page_lock import PageLock, cpus_beside, lock_for_cuda, unlock_for_cuda
+from embershard.cache.page_lock import lock_for
 from embershard.cache.staged_transfer import StagedTransfer
 from embershard.data import Batch
 from embershard.data.popularity import CRITEO_KAGGLE
@@ -285,7 +285,7 @@ def link(device: torch.device, dims: list[int]) -> dict[str, Any]:
     """Gigabytes per second over the link: copies of pinned memory, and gathers of random rows from it."""
     megabytes = 512 if device.type == "cuda" else 16
     host = memory.zeros(megabytes << 18, torch.float32, whole_pages=True).fill_(1.0)
-    lock = PageLock([host], lock_for_cuda, unlock_for_cuda, cpus_beside(device)) if device.type == "cuda" else None
+    lock = lock_for(device, [host]) if device.type == "cuda" else None
     if lock is not None:
         lock.wait()
     on_device = torch.empty_like(host, device=device)

@@ -24,7 +24,8 @@ class RowCopies:
         pool: whose copies they are, for messages.
         undo: takes a plan back whose copies failed, for the maps are ahead of them. It is told whether the victims are
             still in their slots.
-        device: of the slots. On a GPU, copies run on the current stream, and events order them with the training.
+        device: of the slots. On a GPU, plans are executed on a stream of their own: copies wait for the training, and
+            the planning of the next batch, which the CPU waits for, must not.
         background: copy in worker threads, by plain transfers.
         make_transfer: what moves the rows otherwise; None for plain transfers, too.
 
@@ -47,6 +48,7 @@ class RowCopies:
         self._wants_background = background
         self._make_transfer = make_transfer
         self._background: BackgroundCopies | None = None
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._last_trained: torch.cuda.Event | None = None
         self._failure: BaseException | None = None
         self.stall_seconds = 0.0
@@ -69,8 +71,10 @@ class RowCopies:
                 return self._background.start(plan)
             except BaseException as error:
                 self._fail(error)
-        self._execute(plan)
-        return torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
+        if self._stream is None:
+            self._execute(plan, *self._keys(plan))
+            return None
+        return self._execute_on(self._stream, plan)
 
     def wait(self, ticket: Ticket) -> None:
         """Until the batch's rows are in their slots, for whatever runs on the current stream afterwards."""
@@ -87,14 +91,20 @@ class RowCopies:
             ticket.slots.record_stream(stream)
 
     def trained(self) -> None:
-        """The update of a batch is queued on the current stream (on a CPU it is done)."""
+        """The forward or the update of a batch is queued on the current stream (on a CPU it is done)."""
         if self._device.type == "cuda":
             self._last_trained = torch.cuda.current_stream(self._device).record_event()
 
     def follow_training(self) -> None:
-        """What runs on the current stream from now on comes after the updates of all batches that have trained."""
+        """What runs on the current stream from now on comes after the updates of all batches that have trained, and
+        after the forward of the newest one."""
         if self._last_trained is not None:
             torch.cuda.current_stream(self._device).wait_event(self._last_trained)
+
+    def _follow_copies(self) -> None:
+        """And after the copies of all plans."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def finish(self) -> None:
         """Nothing is under way between slots and host any more."""
@@ -103,6 +113,7 @@ class RowCopies:
             self._background.finish()
             self.check()
         self.follow_training()
+        self._follow_copies()
         self.transfer.finish()
 
     def preload(self, keys: Tensor, slots: Tensor) -> None:
@@ -129,16 +140,30 @@ class RowCopies:
                 "from the last checkpoint"
             ) from self._failure
 
-    def _execute(self, plan: CachePlan) -> None:
-        """If a copy fails, the map must not promise its rows.
+    def _keys(self, plan: CachePlan) -> tuple[Tensor, Tensor]:
+        """Keys of the rows that leave and of those that come, where the transfer wants them."""
+        try:
+            return plan.write_back_keys.to(self.transfer.key_device), plan.fill_keys.to(self.transfer.key_device)
+        except BaseException:
+            self._undo(plan, True)
+            raise
 
-        On a GPU the copies wait for the training on their stream, the CPU must not: it reads what the transfer needs
-        to know before that.
-        """
+    def _execute_on(self, stream: torch.cuda.Stream, plan: CachePlan) -> torch.cuda.Event:
+        """The copies wait for the training, and on the current stream nothing waits for them."""
+        leaving, coming = self._keys(plan)  # the CPU may have to wait for these, so it asks first
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            self.follow_training()
+            self._execute(plan, leaving, coming)
+            for tensor in (leaving, coming, plan.write_back_slots, plan.fill_slots):
+                if tensor.is_cuda:
+                    tensor.record_stream(stream)
+            return stream.record_event()
+
+    def _execute(self, plan: CachePlan, leaving: Tensor, coming: Tensor) -> None:
+        """If a copy fails, the map must not promise its rows."""
         victims_are_intact = True
         try:
-            leaving, coming = (keys.to(self.transfer.key_device) for keys in (plan.write_back_keys, plan.fill_keys))
-            self.follow_training()
             self.transfer.write_back(plan.write_back_slots, leaving)
             victims_are_intact = False
             self.transfer.fill(coming, plan.fill_slots)

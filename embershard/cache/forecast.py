@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from embershard.cache import memory
 from embershard.cache.slot_map import SlotMap
 
 _WRAP = 2**30  # use numbers go from 1 to this, and start again
@@ -174,6 +175,7 @@ class Forecast:
     def grow(self, num_slots: int) -> None:
         """The pool now has ``num_slots`` slots."""
         extra = self.next_use.new_zeros(num_slots + 1 - self.next_use.numel())
+        memory.give_up(self.next_use, self._last_use)
         self.next_use = torch.cat([self.next_use, extra])
         self._last_use = torch.cat([self._last_use, extra])
 
@@ -195,6 +197,7 @@ class Forecast:
             kept = self._next_batch.index_select(0, self._cells(alive))
             while self._end - oldest > capacity:
                 capacity *= 2
+            memory.give_up(self._next_batch)
             self._next_batch = self._next_batch.new_zeros(capacity + 1)
             self._next_batch.scatter_(0, self._cells(alive), kept)
         start, stop = (first_use + 1) % capacity, (first_use + 1) % capacity + count

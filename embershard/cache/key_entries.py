@@ -197,6 +197,7 @@ class HashedEntries:
     def _grow(self) -> None:
         live = (self._keys != _NOBODY).nonzero().flatten()
         keys, entries = self._keys.index_select(0, live).long(), self._entries.index_select(0, live)
+        memory.give_up(self._keys, self._entries)
         self._allocate(2 * self._keys.numel(), self._keys.device)
         self._most_live = 0
         self._insert(keys, entries)

@@ -31,6 +31,14 @@ def zeros(numel: int, dtype: torch.dtype, whole_pages: bool = False) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype)
 
 
+def give_up(*tensors: Tensor) -> None:
+    """Nobody will use these tensors any more; what is queued on the current stream may. Without it, a GPU's memory goes
+    back to the stream that it was taken on, at once."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
 def widest_views(*tables: Tensor) -> list[Tensor]:
     """The same memory as ``tables``, each [any number of rows, ...] of one row shape and dtype, with as few and as
     wide elements per row as they all allow.

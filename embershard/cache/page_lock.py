@@ -6,6 +6,8 @@ move through buffers.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import threading
 import weakref
@@ -18,7 +20,8 @@ from torch import Tensor
 
 from embershard.errors import CacheError
 
-_BLOCK_BYTES = 1 << 30
+_BLOCK_BYTES = 128 << 20  # while the driver locks a block, it may let nobody launch a kernel
+_PORTABLE, _MAPPED = 1, 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
 _DEVICES = Path("/sys/bus/pci/devices")
 
 
@@ -113,18 +116,28 @@ def _blocks(tensor: Tensor, block_bytes: int) -> list[tuple[int, int]]:
     return [(first + start, min(block_bytes, total - start)) for start in range(0, total, block_bytes)]
 
 
-def lock_for_cuda(address: int, size: int) -> None:
-    """Lock one block, for all devices of the process.
+def lock_for(device: torch.device, tensors: Sequence[Tensor]) -> PageLock:
+    """Locks tensors for a GPU, from the cores next to it."""
+    lock, unlock = functools.partial(lock_for_cuda, device), functools.partial(unlock_for_cuda, device)
+    return PageLock(tensors, lock, unlock, cpus_beside(device))
+
+
+def lock_for_cuda(device: torch.device, address: int, size: int) -> None:
+    """Lock one block for the GPUs of the process, of which it uses ``device``.
 
     Raises:
         RuntimeError: CUDA refuses.
     """
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, size, 1))  # 1: portable
+    with torch.cuda.device(device):  # a thread that names none would set up the first GPU, on every rank
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE | _MAPPED))
 
 
-def unlock_for_cuda(address: int) -> None:
-    """Give one block back; when the process ends CUDA may be gone already, and the memory goes with it."""
-    torch.cuda.cudart().cudaHostUnregister(address)
+def unlock_for_cuda(device: torch.device, address: int) -> None:
+    """Give one block back, which no kernel uses any more; when the process ends CUDA may be gone already, and the
+    memory goes with it."""
+    with contextlib.suppress(RuntimeError), torch.cuda.device(device):
+        torch.cuda.synchronize(device)
+        torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def cpus_beside(device: torch.device, folder: Path = _DEVICES) -> set[int]:

@@ -23,6 +23,7 @@ from embershard.cache.statistics import CacheCounters, Counter, TableStats
 from embershard.cache.table_stats import table_stats
 from embershard.cache.tickets import InFlight, Ticket
 from embershard.cache.transfer import MakeTransfer
+from embershard.cache.turns import StreamTurns
 from embershard.errors import CacheError, CacheOverflowError
 
 GROWTH = 0.25  # an overflow adds what is missing, and at least this share of the slots
@@ -31,11 +32,12 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _alone(method: _Method) -> _Method:
-    """One thread at a time: while a worker plans ahead, an evaluation or a flush in the training thread waits."""
+    """One thread at a time: while a worker plans ahead, an evaluation or a flush in the training thread waits. And one
+    stream at a time."""
 
     @functools.wraps(method)
     def locked(self: RowCache, *args: Any, **kwargs: Any) -> Any:
-        with self._lock, torch.no_grad():
+        with self._lock, torch.no_grad(), self._turns.next():
             return method(self, *args, **kwargs)
 
     return cast(_Method, locked)
@@ -116,6 +118,7 @@ class RowCache:
         self._lock = threading.RLock()
         self._copies = RowCopies(self.name, self._undo, device, background, make_transfer)
         self._attach(num_slots)
+        self._turns = StreamTurns(device)
         self._host_version = host.version
 
     # -- training
@@ -194,6 +197,11 @@ class RowCache:
             CacheError: a copy failed.
         """
         self._copies.wait(ticket)
+
+    def read_by_forward(self) -> None:
+        """A forward that reads slots is queued on the current stream: should its pins go without a backward, later rows
+        still come into its slots after it."""
+        self._copies.trained()
 
     def release(self, ticket: Ticket) -> None:
         """The batch has trained: its slots may be evicted. Releasing twice does nothing."""

@@ -38,7 +38,8 @@ def _copy_part(  # type: ignore[no-untyped-def]
         tl.store(target + target_starts[:, None] + word[None, :], values, mask=mask)
 
 
-@triton.jit
+# One kernel for all batches: by default there would be others for one row, for a multiple of 16, and by alignment.
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["target_rows", "source_rows"])
 def _copy_rows(  # type: ignore[no-untyped-def]
     targets,
     sources,

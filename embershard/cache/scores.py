@@ -13,6 +13,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from embershard.cache import memory
+
 _RESCALE_AT = 2.0**64  # float32 reaches 2**127: room for a full count on top of this
 
 
@@ -111,6 +113,7 @@ class FrequencyScores:
 
     def grow(self, num_slots: int) -> None:
         extra = num_slots + 1 - self._slot_scores.numel()
+        memory.give_up(self._slot_scores)
         self._slot_scores = torch.cat([self._slot_scores, self._slot_scores.new_zeros(extra)])
 
 

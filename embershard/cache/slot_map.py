@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from embershard.cache import memory
 from embershard.cache.key_entries import ArrayEntries, HashedEntries, KeyEntries, MapKind
 from embershard.errors import CacheError
 
@@ -154,6 +155,7 @@ class SlotMap:
         """Add free slots, up to ``num_slots`` in all."""
         extra = num_slots - self.num_slots
         assert extra > 0, f"growing from {self.num_slots} to {num_slots} slots"
+        memory.give_up(self.key_of_slot, self.use_stamp)
         self.key_of_slot = torch.cat([self.key_of_slot, self.key_of_slot.new_full((extra,), _FREE)])
         self.use_stamp = torch.cat([self.use_stamp, self.use_stamp.new_zeros(extra)])
         self.num_slots = num_slots

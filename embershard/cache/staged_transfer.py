@@ -13,7 +13,9 @@ from embershard.cache.transfer import put_rows
 
 #: A copy of so many bytes reaches the link's bandwidth; several buffers let gathering and copying overlap.
 _BUFFER_BYTES = 8 << 20
-_NUM_BUFFERS = 4
+#: Copies wait for the training. Where a plan has no free buffer it takes a new one, up to half a gigabyte in all, and
+#: only then waits with them.
+_MOST_BUFFERS = 64
 
 
 class _Buffer:
@@ -27,6 +29,11 @@ class _Buffer:
         """A copy from or to the buffer is queued on the current stream (on a CPU it is done)."""
         if device.type == "cuda":
             self._copied = torch.cuda.current_stream(device).record_event()
+
+    @property
+    def is_free(self) -> bool:
+        """Whether that copy is done."""
+        return self._copied is None or self._copied.query()
 
     def wait(self) -> None:
         """Until that copy is done."""
@@ -86,7 +93,8 @@ class StagedTransfer:
 
     def _take(self) -> _Buffer:
         """A buffer that nothing reads or writes any more."""
-        if len(self._buffers) + len(self._landing) < _NUM_BUFFERS:
+        has_free = bool(self._buffers) and self._buffers[0].is_free
+        if not has_free and len(self._buffers) + len(self._landing) < _MOST_BUFFERS:
             pinned = self._device.type == "cuda"
             return _Buffer([host for _, host in self._pairs], self._rows, pinned)
         if not self._buffers:

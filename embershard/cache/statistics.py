@@ -119,7 +119,11 @@ class CacheCounters:
         self.values[self._by_table(miss_keys).argmax(), Counter.OVERFLOW_GROWTHS] += 1
 
     def _by_table(self, keys: Tensor) -> Tensor:
-        return torch.bincount(torch.bucketize(keys, self._starts, right=True), minlength=self._num_tables)
+        tables = torch.bucketize(keys, self._starts, right=True)
+        if tables.is_cpu:
+            return torch.bincount(tables, minlength=self._num_tables)
+        # On a GPU, bincount makes the host wait for the largest number.
+        return tables.new_zeros(self._num_tables).index_add_(0, tables, torch.ones_like(tables))
 
     def _add_by_feature(self, counter: Counter, counts: Tensor) -> None:
         self.values[:, counter].index_add_(0, self._table_of_feature, counts)

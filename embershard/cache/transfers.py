@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from embershard.cache.config import CacheConfig, TransferKind
-from embershard.cache.page_lock import PageLock, cpus_beside, lock_for_cuda, unlock_for_cuda
+from embershard.cache.page_lock import PageLock, lock_for
 from embershard.cache.staged_transfer import StagedTransfer
 from embershard.cache.transfer import MakeTransfer, PlainTransfer, Transfer
 from embershard.errors import ConfigError
@@ -53,7 +53,7 @@ def transfer_maker(kind: TransferKind, device: torch.device, host_payload: Seque
 
     if device.type != "cuda":
         return UvaTransfer
-    lock = PageLock(host_payload, lock_for_cuda, unlock_for_cuda, cpus_beside(device))
+    lock = lock_for(device, host_payload)
     return lambda slots, host: WhenLocked(slots, host, lock, UvaTransfer)
 
 

@@ -37,7 +37,9 @@ class Agreement:
     of work may stand between the two. With one rank, or without a process group, nothing is communicated.
 
     Args:
-        device: where the all-reduce runs; the CPU for gloo, the rank's GPU for NCCL.
+        device: of the rank. The all-reduce runs in host memory where the group can do that (gloo, or
+            "cpu:gloo,cuda:nccl"). With NCCL alone it runs on the GPU, where it comes after the collectives that the
+            training has queued: `result` waits for those, too.
         group: the ranks; None is all of them.
     """
 
@@ -231,7 +233,7 @@ class _Minimum:
         self._values = torch.empty(2, dtype=torch.int64)
         self._wait: Callable[[], Any] | None = None
         self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda" and not self._alone:
+        if device.type == "cuda" and not self._alone and "cpu:" not in dist.get_backend_config(group):
             # A stream of its own: the host then waits for this all-reduce, not for the training step in flight.
             self._stream = torch.cuda.Stream(device)
             self._values = self._values.pin_memory()

@@ -181,8 +181,7 @@ class LookAheadPipeline:
     def detach(self) -> None:
         """Give the model's modules their own forwards back, and forget what was ahead; those batches do not train."""
         for ahead in [*self._window, *([self._arriving] if self._arriving is not None else [])]:
-            for inputs in ahead.inputs.values():
-                inputs.close()
+            self._close(ahead)
         _end_ahead(self._pools, self._token)
         self._window.clear()
         self._unknown.clear()
@@ -204,6 +203,7 @@ class LookAheadPipeline:
         ahead, trains = self._window[0], torch.is_grad_enabled()
         ahead.check_unchanged()
         coming = list(itertools.islice(self._window, 1, self._prefetch + 1))
+        self._copy_to_device(ahead)
         self._streams.give(ahead.on_device, ahead.inputs)
         if trains and self._worker is None:
             self._look_ahead(coming)  # when it fails, no batch has left the window
@@ -223,8 +223,7 @@ class LookAheadPipeline:
         finally:
             self._current.clear()
             self._finish_ahead()
-            for inputs in ahead.inputs.values():
-                inputs.close()
+            self._close(ahead)
         if trains:
             self._depths.add(
                 known=None if self._is_over else len(self._window),
@@ -365,12 +364,20 @@ class LookAheadPipeline:
 
     def _make_resident(self, ahead: _Ahead, critical_path: bool) -> bool:
         """Bring in the rows of a batch; False when not all of them fit."""
-        if ahead.on_device is None:
-            with self._streams.copying():
-                ahead.on_device = ahead.batch.to(self._device, non_blocking=True)
+        self._copy_to_device(ahead)
         with self._streams.preparing():
             complete = [inputs.make_resident(critical_path) for inputs in ahead.inputs.values()]
         return all(complete)
+
+    def _copy_to_device(self, ahead: _Ahead) -> None:
+        if ahead.on_device is None:
+            with self._streams.copying():
+                ahead.on_device = ahead.batch.to(self._device, non_blocking=True)
+
+    def _close(self, ahead: _Ahead) -> None:
+        with self._streams.preparing():
+            for inputs in ahead.inputs.values():
+                inputs.close()
 
     @property
     def _known_bytes(self) -> int:

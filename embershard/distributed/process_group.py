@@ -94,7 +94,7 @@ def pick_device(device: Literal["auto", "cpu", "cuda"], local_rank: int) -> torc
 
 @contextmanager
 def process_group(device: Literal["auto", "cpu", "cuda"] = "auto") -> Iterator[Ranks]:
-    """Starts the default process group and ends it: gloo for CPU, NCCL for GPUs.
+    """Starts the default process group and ends it: gloo for what is in host memory, NCCL for what is on GPUs.
 
     Under torchrun it reads RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; else it is one rank.
     Each restart by torchrun gets its own key prefix in the store, because torchrun keeps one store over
@@ -113,7 +113,7 @@ def process_group(device: Literal["auto", "cpu", "cuda"] = "auto") -> Iterator[R
     store, rank, world_size = _rendezvous()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group(
-        "nccl" if place.type == "cuda" else "gloo",
+        "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo",
         store=dist.PrefixStore(f"attempt_{attempt}", store),
         rank=rank,
         world_size=world_size,

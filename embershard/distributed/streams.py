@@ -13,14 +13,15 @@ from embershard.sharding.torchrec.inputs import ModuleInput
 class Streams:
     """On a GPU a stream per stage; without one, nothing. Every tensor that a stream reads is recorded on it.
 
-    Not run on a GPU so far.
+    Their kernels are small, and later ones wait for them, some on the host: they go before the training's, which fill
+    the device. Not run on a GPU so far.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._is_cuda = device.type == "cuda"
         if self._is_cuda:
-            self._copy, self._distribute, self._prepare = (torch.cuda.Stream(device) for _ in range(3))
+            self._copy, self._distribute, self._prepare = (torch.cuda.Stream(device, priority=-1) for _ in range(3))
 
     def copying(self) -> Any:
         """Batches are copied to the device."""

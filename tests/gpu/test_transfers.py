@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from embershard.cache import memory
-from embershard.cache.page_lock import PageLock, cpus_beside, lock_for_cuda, unlock_for_cuda
+from embershard.cache.page_lock import lock_for
 from embershard.cache.staged_transfer import StagedTransfer
 from embershard.cache.transfer import PlainTransfer
 from embershard.cache.uva_transfer import UvaTransfer
@@ -40,7 +40,7 @@ def test_exchanges(payload: str, make, count: int) -> None:
     host = [_random((num_rows, *shape), dtype) for shape, dtype in PAYLOADS[payload]]
     slots = [_random((num_slots, *shape), dtype).cuda() for shape, dtype in PAYLOADS[payload]]
     expected_host, expected_slots = [t.clone() for t in host], [t.cpu() for t in slots]
-    lock = PageLock(host, lock_for_cuda, unlock_for_cuda, cpus_beside(torch.device("cuda", 0)))
+    lock = lock_for(torch.device("cuda", 0), host)
     lock.wait()
     rows, places = torch.randperm(num_rows), torch.randperm(num_slots)
     leaving, coming, at = rows[:count], rows[count : 2 * count], places[:count]
@@ -60,7 +60,7 @@ def test_copies_wait_for_what_is_queued_before_them(make) -> None:
     """A row is collected after the update that is queued, and read back after it has landed."""
     host = [memory.zeros(64 * 1024, torch.float32, whole_pages=True).view(1024, 64)]
     slots = [torch.zeros(257, 64, device="cuda")]
-    lock = PageLock(host, lock_for_cuda, unlock_for_cuda)
+    lock = lock_for(torch.device("cuda", 0), host)
     lock.wait()
     transfer = make(slots, host)
     keys, at = torch.arange(256, device=transfer.key_device), torch.arange(1, 257, device="cuda")

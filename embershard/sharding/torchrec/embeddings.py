@@ -72,7 +72,6 @@ class CachedTableBatchedEmbeddings(nn.Module):
         num_slots = spec.num_slots(tables, self.host.row_bytes)
         home_of_table = home_tables(self._rows, num_slots)
         self._home_of_feature = self.slots.set_home_slots(home_of_table)
-        self._has_home_tables = bool(home_of_table)
         home_keys = [torch.arange(rows) + self.host.row_offsets[t] for t, (_, rows) in home_of_table.items()]
         counts = None
         if spec.profile is not None:
@@ -203,6 +202,7 @@ class CachedTableBatchedEmbeddings(nn.Module):
         ticket = self._next_ticket(indices, offsets, batch_sizes)
         self.cache.wait(ticket)
         output = self.slots(ticket.slots, offsets.long(), **arguments)
+        self.cache.read_by_forward()
         _release_after_backward(self.cache, ticket, output)
         return output
 
@@ -233,7 +233,7 @@ class CachedTableBatchedEmbeddings(nn.Module):
     ) -> Ticket | None:
         keys, lengths = self._keys(indices, offsets, batch_sizes)
         ticket = self.cache.prepare(keys, lengths, critical_path, known, if_it_fits)
-        if ticket is not None and self._has_home_tables:
+        if ticket is not None and self._home_of_feature is not None:
             ticket.slots = _add_per_feature(ticket.slots, -self._home_of_feature, lengths)
         return ticket
 

@@ -59,6 +59,19 @@ class _CachedModule:
         """See :func:`check_bounds`. Not collective."""
         check_bounds(as_keyed_jagged(features), self._rows_by_feature)
 
+    def _apply(self, function: Any, recurse: bool = True) -> Any:
+        """Moves or converts what belongs to the device. The rows of cached tables stay where they are, in host memory:
+        ``DistributedModelParallel`` moves the whole model to the device, and would copy every table along."""
+        holders = getattr(self, "embedding_bags", None) or self.embeddings  # type: ignore[attr-defined]
+        plan = self.module_sharding_plan  # type: ignore[attr-defined]
+        cached = [name for name in holders if plan[name].compute_kernel == CACHED_KERNEL]
+        weights = {name: holders[name]._parameters.pop("weight") for name in cached}
+        try:
+            return super()._apply(function, recurse)  # type: ignore[misc]
+        finally:
+            for name, weight in weights.items():
+                holders[name]._parameters["weight"] = weight
+
     @staticmethod
     def _pre_load_state_dict_hook(module: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Tables that the state dict leaves out keep what they learned."""

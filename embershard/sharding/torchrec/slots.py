@@ -83,20 +83,24 @@ class SlotTable(nn.Module):
         self.tbe = self._build_slots(num_slots=1)
         self._reader: SplitTableBatchedEmbeddingBagsCodegen | None = None
 
-    def set_home_slots(self, home_of_table: Mapping[int, tuple[int, int]]) -> Tensor:
+    def set_home_slots(self, home_of_table: Mapping[int, tuple[int, int]]) -> Tensor | None:
         """Logical table -> its first slot and its rows, for tables whose rows stay in consecutive slots.
 
-        Their ids are given to :meth:`forward` relative to the first slot. Returns that slot per feature, int64 [F];
-        0 where ids are slot numbers.
+        On a CPU their ids are given to :meth:`forward` relative to the first slot. Returns that slot per feature, int64
+        [F]; 0 where ids are slot numbers. None where all are: FBGEMM's backward on a GPU tells the rows of one physical
+        table apart by number alone, so a relative number would be taken for another table's slot.
         """
+        if self._device.type == "cuda" or not home_of_table:
+            return None
         self._home_of_feature = [home_of_table.get(table, (0, 0)) for table in self._table_of_feature]
-        return torch.tensor([first for first, _ in self._home_of_feature], device=self._device)
+        return torch.tensor([first for first, _ in self._home_of_feature])
 
     def resize(self, num_slots: int) -> list[Tensor]:
         """Hold ``num_slots`` slots, keep the contents of the present ones; returns :attr:`payload`."""
         old, self.tbe = self.tbe, self._build_slots(num_slots)
         for new_rows, old_rows in zip(_payload(self.tbe), _payload(old), strict=True):
             new_rows.data[: old_rows.shape[0]] = old_rows.data
+            memory.give_up(old_rows)
         self.tbe.set_learning_rate(old.get_learning_rate())
         self.tbe.optimizer_args = old.optimizer_args
         self.tbe.iter, self.tbe.iter_cpu = old.iter, old.iter_cpu
@@ -154,8 +158,8 @@ class SlotTable(nn.Module):
 
     def _build_slots(self, num_slots: int) -> SplitTableBatchedEmbeddingBagsCodegen:
         tbe = self._build(num_slots, **self._tbe_arguments)
-        self._place_home_slots(tbe)
         if self._device.type != "cuda":
+            self._place_home_slots(tbe)
             self._name_logical_tables(tbe, num_slots)
             tbe.weights_host.data = memory.zeros(tbe.weights_host.numel(), tbe.weights_host.dtype)
         return tbe
@@ -163,10 +167,9 @@ class SlotTable(nn.Module):
     def _place_home_slots(self, tbe: SplitTableBatchedEmbeddingBagsCodegen) -> None:
         """Let each feature's row 0 be its table's first home slot, in the weights and in every optimizer state."""
         first = torch.tensor([first for first, _ in self._home_of_feature])
-        place = "dev" if self._device.type == "cuda" else "host"
         num_rows = tbe.embedding_specs[0][0]
         for kind in _PER_ROW_TENSORS:
-            rows = getattr(tbe, f"{kind}_{place}", None)
+            rows = getattr(tbe, f"{kind}_host", None)
             if rows is not None and rows.numel() >= num_rows:  # else a placeholder
                 getattr(tbe, f"{kind}_offsets").copy_(first * (rows.numel() // num_rows))
 

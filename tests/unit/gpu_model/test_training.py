@@ -1,0 +1,166 @@
+"""Without a GPU: on a model of one, training through the pipeline has no race, gives no memory away too early, and does
+not wait for the step in training. Negative controls take one wait away at a time, and the model notices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from embershard.cache import forecast, key_entries, memory, staged_transfer
+from embershard.cache.copies import RowCopies
+from embershard.cache.row_cache import CacheGrowthWarning, RowCache
+from embershard.cache.staged_transfer import _Buffer
+from embershard.cache.turns import StreamTurns
+from embershard.cache.uva_transfer import UvaTransfer
+from embershard.distributed.streams import Streams
+from embershard.sharding.torchrec.inputs import ModuleInput
+from tests.unit.gpu_model.training import Setting, expected, modelled, train
+
+EVENTS = {3: "flush", 6: "evaluate", 9: "state", 12: "stats", 15: "evaluate", 16: "flush"}
+SETTINGS = {
+    "default": Setting(),
+    "hashed map": Setting(slot_map="hashed"),
+    "hashed map that grows": Setting(slot_map="hashed", num_slots=36, rows=(300, 5, 200), lookahead=20),
+    "staged": Setting(transfer="staged"),
+    "plain": Setting(transfer="plain"),
+    "locked later": Setting(locked_at=11),
+    "never locked": Setting(locked_at=None),
+    "lfu": Setting(policy="lfu"),
+    "lru": Setting(policy="lru"),
+    "one ahead": Setting(lookahead=1, prefetch=1),
+    "evaluations": Setting(evaluated=(4, 9, 10)),
+    "abandoned forwards": Setting(abandoned=(3, 4, 11), prefetch=1),
+    "three ahead": Setting(num_slots=60, prefetch=3, rows=(200, 100)),
+    "pool that grows": Setting(num_slots=20, overflow="grow"),
+    "staged pool that grows": Setting(num_slots=20, overflow="grow", transfer="staged", slot_map="hashed"),
+}
+
+
+def problems_of(setting: Setting) -> list[str]:
+    """What goes wrong in a run; its rows are right, whatever the streams do, and many were evicted."""
+    with (
+        mock.patch.object(forecast, "_LEAST_CHAIN", 64),
+        mock.patch.object(staged_transfer, "_MOST_BUFFERS", 3),
+        pytest.warns(CacheGrowthWarning) if setting.overflow == "grow" else contextlib.nullcontext(),
+        modelled(setting) as (gpu, model, may_lock),
+    ):
+        wanted = expected(setting, model.pool.host.payload)
+        train(setting, model, may_lock)
+        evictions = sum(stats.evictions for stats in model.pool.stats())
+        model.pool.flush()
+        found = list(dict.fromkeys(gpu.problems))
+        for rows, right in zip(model.pool.host.payload, wanted, strict=True):
+            assert torch.equal(rows, right)
+        assert evictions > 100
+    return found
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_nothing_goes_wrong(name: str) -> None:
+    assert problems_of(dataclasses.replace(SETTINGS[name], between=EVENTS)) == []
+
+
+@pytest.mark.parametrize("name", ["default", "hashed map"])
+def test_the_host_never_waits_for_the_step_in_training(name: str) -> None:
+    with modelled(SETTINGS[name]) as (gpu, model, may_lock):
+        waits = train(SETTINGS[name], model, may_lock)
+        assert (waits.late, waits.for_training, gpu.problems) == ([], 0, [])
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """A mock would keep its arguments, and so their memory."""
+
+
+def _without(owner: Any, name: str) -> Callable[[], Any]:
+    return lambda: mock.patch.object(owner, name, _nothing)
+
+
+@contextlib.contextmanager
+def _own_turn(self: StreamTurns) -> Any:
+    yield
+
+
+CONTROLS: dict[str, tuple[Callable[[], Any], str, Setting, str]] = {
+    "copies do not follow the training": (
+        _without(RowCopies, "follow_training"),
+        "copy rows",
+        Setting(prefetch=1),
+        "what was written by",
+    ),
+    "a buffer is used while a copy reads it": (
+        _without(_Buffer, "wait"),
+        "the CPU",
+        Setting(transfer="staged", num_slots=40),
+        "before copy",
+    ),
+    "what was written back is read at once": (
+        _without(UvaTransfer, "finish"),
+        "the CPU",
+        Setting(between={3: "state", 9: "state"}),
+        "before copy rows",
+    ),
+    "nobody notes that a forward reads": (
+        _without(RowCache, "read_by_forward"),
+        "copy rows",
+        Setting(abandoned=tuple(range(1, 20, 2)), prefetch=1, lookahead=1),
+        "writes what is read by",
+    ),
+    "streams take no turns": (
+        lambda: mock.patch.object(StreamTurns, "next", _own_turn),
+        "statistics.py",
+        Setting(between=EVENTS),
+        "what was written by",
+    ),
+    "inputs are not recorded": (
+        _without(ModuleInput, "record_stream"),
+        "is given away while",
+        Setting(),
+        "memory of stream",
+    ),
+    "old maps are given up at once": (
+        _without(memory, "give_up"),
+        "is given away while",
+        SETTINGS["pool that grows"],
+        "slot_map.py",
+    ),
+    "an old hash table is given up at once": (
+        _without(memory, "give_up"),
+        "is given away while",
+        SETTINGS["hashed map that grows"],
+        "key_entries.py",
+    ),
+    "an old ring is given up at once": (
+        _without(memory, "give_up"),
+        "is given away while",
+        Setting(lookahead=12),
+        "forecast.py",
+    ),
+    "the training does not wait for the inputs": (
+        _without(Streams, "give"),
+        "is given away while stream 0",
+        Setting(),
+        "inputs.py",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_the_model_notices_when(name: str) -> None:
+    fault, what, setting, how = CONTROLS[name]
+    with fault():
+        found = problems_of(setting)
+    assert any(what in problem and how in problem for problem in found), found
+
+
+def test_the_settings_meet_what_they_are_for() -> None:
+    grow = key_entries.HashedEntries._grow
+    with mock.patch.object(key_entries.HashedEntries, "_grow", autospec=True, side_effect=grow) as growths:
+        problems_of(SETTINGS["hashed map that grows"])
+    assert growths.call_count >= 1

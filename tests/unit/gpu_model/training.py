@@ -1,0 +1,326 @@
+"""Training through the look-ahead pipeline on the modelled GPU: the package's pipeline, module inputs, pools, caches
+and transfers. Left out are FBGEMM, whose table is stood in for by rows that are read and written, and collectives."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
+from torch import Tensor, nn
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.modules.embedding_configs import DataType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.streamable import Multistreamable
+
+from embershard.cache import memory, page_lock
+from embershard.cache.config import CacheConfig
+from embershard.cache.row_kernels import RowKernel
+from embershard.distributed import look_ahead
+from embershard.distributed.look_ahead import LookAheadPipeline
+from embershard.sharding.torchrec import embeddings, modules
+from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
+from embershard.sharding.torchrec.inputs import InputDoor
+from embershard.sharding.torchrec.spec import SPEC_KEY, CacheSpec
+from tests.unit.gpu_model.device import CUDA, Gpu, GpuTensor, out_of_sight
+
+DIM = 4
+BATCH = 8
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Of a run. ``locked_at``: the step before which host memory is locked, None for never; ``between``: what happens
+    after a step, by its number: "flush", "evaluate", "state" or "stats". ``evaluated`` and ``abandoned`` are steps
+    whose batch is only read: without gradients, or by a forward that no backward follows."""
+
+    rows: tuple[int, ...] = (60, 5, 40)
+    num_slots: int = 44
+    steps: int = 20
+    lookahead: int = 6
+    prefetch: int = 2
+    transfer: str | None = None
+    slot_map: str = "array"
+    policy: str = "lookahead"
+    overflow: str = "raise"
+    locked_at: int | None = 0
+    between: dict[int, str] = field(default_factory=dict)
+    evaluated: tuple[int, ...] = ()
+    abandoned: tuple[int, ...] = ()
+
+
+class _Slots(nn.Module):
+    """In place of FBGEMM's table: a weight and a state for every slot."""
+
+    def __init__(self, dim: int, table_of_feature: list[int], device: torch.device, *rest: Any) -> None:
+        super().__init__()
+        self._dim, self._device = dim, device
+        self.payload: list[Tensor] = []
+
+    def set_home_slots(self, home_of_table: dict[int, tuple[int, int]]) -> None:
+        """As :class:`SlotTable` on a GPU."""
+
+    def resize(self, num_slots: int) -> list[Tensor]:
+        """As :class:`SlotTable`."""
+        old = self.payload
+        self.payload = [torch.zeros((num_slots + 1, self._dim), device=self._device)]
+        self.payload.append(torch.zeros(num_slots + 1, device=self._device))
+        for new_rows, old_rows in zip(self.payload, old, strict=False):
+            new_rows[: old_rows.shape[0]] = old_rows
+            memory.give_up(old_rows)
+        for rows in self.payload:
+            Gpu.active().watch_rows(rows)
+        return self.payload
+
+    def state_specs(self) -> list[tuple[str, torch.Size, torch.dtype]]:
+        """As :class:`SlotTable`."""
+        return [("momentum1", torch.Size([]), torch.float32)]
+
+    def end_reading(self) -> None:
+        """As :class:`SlotTable`."""
+
+    def read(self, rows: Tensor, indices: Tensor, offsets: Tensor, **arguments: Any) -> Tensor:
+        """As :class:`SlotTable`: the sum over all ids."""
+        return rows.index_select(0, indices).sum()
+
+
+class _Context(Multistreamable):
+    def record_stream(self, stream: Any) -> None:
+        """It has no tensors."""
+
+
+class _Arriving:
+    """What an all-to-all gives: a copy, made where it is waited for."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+
+    def wait(self) -> Any:
+        return self._make()
+
+
+class Module(modules._CachedModule, nn.Module):
+    """In place of TorchRec's sharded module, with one pool, on one rank."""
+
+    def __init__(self, pool: CachedTableBatchedEmbeddings, rows: tuple[int, ...]) -> None:
+        super().__init__()
+        self.pool = pool
+        kernel = SimpleNamespace(emb_module=pool)
+        self._lookups = [SimpleNamespace(_emb_modules=[kernel], _feature_splits=[len(rows)])]
+        self._rows_by_feature = {f"f{t}": (f"t{t}", num_rows) for t, num_rows in enumerate(rows)}
+        self.trained: Any = None
+
+    def create_context(self) -> _Context:
+        """As TorchRec's."""
+        return _Context()
+
+    def preprocess_input(self, args: Any, kwargs: Any) -> Any:
+        """As TorchRec's."""
+        return args, kwargs
+
+    def input_dist(self, context: Any, features: KeyedJaggedTensor) -> Any:
+        """As TorchRec's, with copies in place of the all-to-alls."""
+
+        def exchanged() -> KJTList:
+            lengths, values = features.lengths().clone(), features.values().clone()
+            return KJTList([KeyedJaggedTensor(features.keys(), values, lengths=lengths)])
+
+        return _Arriving(lambda: _Arriving(exchanged))
+
+    def compute_and_output_dist(self, context: Any, received: KJTList) -> Tensor:
+        """The forward; with gradients it leaves a backward behind."""
+        (features,) = received
+        if not torch.is_grad_enabled():
+            return self.pool(features.values(), features.offsets())
+        pool, slots_table = self.pool, self.pool.slots
+        ticket = pool._next_ticket(features.values(), features.offsets(), None)
+        pool.cache.wait(ticket)
+        output = slots_table.payload[0].data.index_select(0, ticket.slots).sum() + features.offsets().sum()
+        pool.cache.read_by_forward()
+        self.trained = ticket
+        return output
+
+    def backward(self, step: int) -> None:
+        """Train the rows: ``weight = weight * 0.5 + step``, ``state += 1``, once for every row."""
+        ticket, self.trained = self.trained, None
+        slots = ticket.slots
+        weights, states = (rows.data for rows in self.pool.slots.payload)
+        weights[slots] = weights.index_select(0, slots) * 0.5 + float(step)
+        states.scatter_(0, slots, states.gather(0, slots) + 1)
+        self.pool.cache.release(ticket)
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        """Without a pipeline: an evaluation."""
+        moved = features.to(CUDA)
+        return self.pool(moved.values(), moved.offsets())
+
+
+def batches(setting: Setting, seed: int = 0) -> list[KeyedJaggedTensor]:
+    """Ragged bags over scattered, skewed rows; in page-locked memory."""
+    found = []
+    for step in range(setting.steps):
+        generator = torch.Generator().manual_seed(1000 * seed + step)
+        lengths = torch.randint(0, 4, (len(setting.rows) * BATCH,), generator=generator)
+        counts = lengths.view(len(setting.rows), BATCH).sum(1).tolist()
+        values = [
+            (torch.rand(count, generator=generator) ** 2 * rows).long() * 7 % rows
+            for count, rows in zip(counts, setting.rows, strict=True)
+        ]
+        ids = torch.cat(values).pin_memory()
+        found.append(KeyedJaggedTensor([f"f{t}" for t in range(len(setting.rows))], ids, lengths=lengths.pin_memory()))
+    return found
+
+
+@contextlib.contextmanager
+def modelled(setting: Setting) -> Iterator[tuple[Gpu, Module, threading.Event]]:
+    """A GPU with one pool on it; the event lets the host memory be locked."""
+    may_lock = threading.Event()
+    with contextlib.ExitStack() as stack:
+        gpu = stack.enter_context(Gpu())
+        for owner, name, stand_in in (
+            (embeddings, "SlotTable", _Slots),
+            (page_lock, "cpus_beside", lambda device: ()),
+            (page_lock, "lock_for_cuda", lambda device, address, size: may_lock.wait()),
+            (page_lock, "unlock_for_cuda", lambda device, address: None),
+            (RowKernel, "_launch", _copy_rows),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, stand_in))
+        stack.callback(may_lock.set)  # or the locking thread waits for ever
+        yield gpu, Module(_pool(setting, gpu), setting.rows), may_lock
+
+
+def _pool(setting: Setting, gpu: Gpu) -> CachedTableBatchedEmbeddings:
+    config = CacheConfig(
+        ratio=setting.num_slots / sum(setting.rows),
+        policy=setting.policy,  # type: ignore[arg-type]
+        transfer=setting.transfer,  # type: ignore[arg-type]
+        slot_map=setting.slot_map,  # type: ignore[arg-type]
+        overflow=setting.overflow,  # type: ignore[arg-type]
+    )
+    scoring = config.resolved_scoring(False)
+    spec = CacheSpec(config, setting.policy == "lookahead", scoring, False, None, 0, sum(setting.rows) * DIM)
+    tables = [
+        SimpleNamespace(
+            name=f"t{t}",
+            local_rows=rows,
+            local_cols=DIM,
+            num_embeddings=rows,
+            feature_names=[f"f{t}"],
+            fused_params={},
+            local_metadata=None,
+        )
+        for t, rows in enumerate(setting.rows)
+    ]
+    grouped: Any = SimpleNamespace(embedding_tables=tables, data_type=DataType.FP32, fused_params={SPEC_KEY: spec})
+    pool = CachedTableBatchedEmbeddings(grouped, PoolingMode.SUM, CUDA)
+    generator = torch.Generator().manual_seed(5)
+    for rows in pool.host.payload:
+        rows.data.copy_(torch.rand(rows.shape, generator=generator))
+        gpu.watch_rows(rows)
+    return pool
+
+
+def _copy_rows(self: RowKernel, targets: Any, sources: Any, target_rows: Tensor, source_rows: Tensor) -> None:
+    """In place of the kernel's launch."""
+    if not target_rows.numel():
+        return
+    of, to = source_rows.inner, target_rows.inner  # type: ignore[attr-defined]
+    with out_of_sight():
+        for target, source in zip(targets, sources, strict=True):
+            _plain(target)[to] = _plain(source)[of]
+    Gpu.active().launch(
+        "copy rows",
+        [*((source, source_rows) for source in sources), target_rows, source_rows],
+        [(target, target_rows) for target in targets],
+    )
+
+
+def _plain(tensor: Any) -> Tensor:
+    return tensor.inner if isinstance(tensor, GpuTensor) else tensor
+
+
+@dataclass
+class Waits:
+    """Where the host waited, after the first step. ``late`` are the steps whose forward was queued only when the step
+    before was over on the device; ``for_training`` is how often it waited for the stream that trains."""
+
+    late: list[int] = field(default_factory=list)
+    for_training: int = 0
+
+
+def train(setting: Setting, model: Module, may_lock: threading.Event) -> Waits:
+    """Every batch once, through the pipeline."""
+    loop, data = _pipeline(setting, model), batches(setting)
+    iterator, gpu, waits, newest = iter(data), Gpu.active(), Waits(), 0
+    for step in range(setting.steps):
+        if step == setting.locked_at:
+            may_lock.set()
+            lock = getattr(model.pool.cache._copies.transfer, "_lock", None)
+            if lock is not None:
+                lock.wait()
+        gradients = torch.enable_grad() if step not in setting.evaluated else torch.no_grad()
+        with gradients, loop.step(iterator) as features:
+            if step and gpu.host_has_seen(newest):
+                waits.late.append(step)
+            elif not step:
+                waits.for_training -= gpu.waits_for(0)
+            model(features)
+            if step in setting.abandoned:
+                model.trained = None
+            elif step not in setting.evaluated:
+                model.backward(step)
+            newest = gpu.newest
+        _between(setting.between.get(step), model, data)
+    waits.for_training += gpu.waits_for(0)
+    with contextlib.suppress(StopIteration), loop.step(iterator):
+        raise AssertionError("a batch too many")
+    loop.detach()
+    return waits
+
+
+def _pipeline(setting: Setting, model: Module) -> LookAheadPipeline:
+    def doors(_: Any, batch: Any, ahead: Any, features: Any) -> list[InputDoor]:
+        given = SimpleNamespace(build_args_kwargs=lambda features: ([features], {}))
+        door: Any = InputDoor("module", given, model, ahead)  # type: ignore[arg-type]
+        model.forward = door  # type: ignore[method-assign]
+        return [door]
+
+    with mock.patch.object(look_ahead, "open_doors", doors):
+        loop = LookAheadPipeline(model, None, CUDA, setting.lookahead, setting.prefetch)  # type: ignore[arg-type]
+        loop._doors = doors(None, None, loop._current, None)
+    return loop
+
+
+def _between(what: str | None, model: Module, data: list[KeyedJaggedTensor]) -> None:
+    if what == "flush":
+        model.pool.flush()
+    elif what == "evaluate":
+        with torch.no_grad():
+            model(data[0])
+    elif what == "state":
+        model.pool.flush()
+        _ = [rows.clone() for rows in model.pool.host.payload]  # as a checkpoint reads them
+    elif what == "stats":
+        model.pool.stats()
+    else:
+        assert what is None, what
+
+
+def expected(setting: Setting, initial: list[Tensor]) -> list[Tensor]:
+    """The rows after training without a cache."""
+    weights, states = (rows.clone() for rows in initial)
+    offsets = torch.tensor([sum(setting.rows[:t]) for t in range(len(setting.rows))])
+    for step, features in enumerate(batches(setting)):
+        if step in setting.evaluated + setting.abandoned:
+            continue
+        lengths = features.lengths().view(len(setting.rows), -1).sum(1)
+        rows = (features.values() + offsets.repeat_interleave(lengths)).unique()
+        weights[rows] = weights[rows] * 0.5 + float(step)
+        states[rows] += 1
+    return [weights, states]
