@@ -5,8 +5,8 @@ A *key* numbers the rows of all tables in one pool, 0 <= key < R. Slots are numb
 allocator gives without touching memory), and a scatter over a batch's slots needs no mask for the misses.
 Below zero there is room for one more fact about a key that is not cached: its **trace** (`forecast.py`).
 
-All maps are int32 and live where planning happens; that over the keys is an array or hashed (`key_entries.py`). A pool
-has fewer than 2**31 rows; more belong on more ranks.
+All maps are int32 and live where planning happens; that over the keys is an array or hashed (`key_entries.py`). So a
+pool has at most `MOST_POOL_ROWS` rows; more belong on more ranks.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from embershard.cache.key_entries import ArrayEntries, HashedEntries, KeyEntries
 from embershard.errors import CacheError
 
 NULL_SLOT = 0
+#: Rows that a pool can have: their numbers are int32. Plans are held to it, too.
+MOST_POOL_ROWS = 2**31 - 1
 _FREE = -1
 _NOBODYS_STAMP = torch.iinfo(torch.int64).max  # of an empty slot: newer than any batch, so never a victim
 _BATCH_SHIFT = 32  # a use stamp is (batch << 32) | position in the batch
@@ -42,9 +44,10 @@ class SlotMap:
     def __init__(
         self, num_keys: int, num_slots: int, device: torch.device | str = "cpu", kind: MapKind = "array"
     ) -> None:
-        if num_keys >= 2**31:
+        if num_keys > MOST_POOL_ROWS:
             raise CacheError(
-                f"a pool of {num_keys} rows passes the int32 slot map's 2147483647; shard its tables over more ranks"
+                f"a pool of {num_keys} rows passes the int32 slot map's {MOST_POOL_ROWS}; shard its tables over more "
+                "ranks"
             )
         self.num_keys = num_keys
         self.num_slots = num_slots

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from embershard.cache.slot_map import MOST_POOL_ROWS
 from embershard.errors import ShardingError
 from embershard.sharding import memory_model
 from embershard.sharding.cost import Rates
 from embershard.sharding.request import Budget, PlanRequest
 from embershard.sharding.shard_costs import ShardCosts
-from embershard.sharding.shards import TablePlacement
+from embershard.sharding.shards import TablePlacement, largest_pool_problem
 from embershard.sharding.sizes import PlacedShard
 from embershard.sharding.slot_split import fixed_bytes, least_slots
 from embershard.sharding.torchrec.search import Placement, place
@@ -23,13 +24,14 @@ _MOST_SHARDS = 200_000  # of a number of ranks that is only tried for a message
 @dataclass(frozen=True)
 class RankNeed:
     """What one rank needs at least, in bytes: ``fixed`` for all but its caches, and by table for those. ``copies`` are
-    the replicated tables, which are a part of what is fixed."""
+    the replicated tables, which are a part of what is fixed; ``pool_rows`` are the rows of its largest pool."""
 
     rank: int
     fixed_bytes: int
     table_bytes: dict[str, int]
     host_bytes: dict[str, int]
     copies: dict[str, int]
+    pool_rows: int
 
     @property
     def largest(self) -> tuple[str, int]:
@@ -69,6 +71,11 @@ class LeastNeed:
         return self.fullest(budget).asked(budget)
 
     @property
+    def excess_rows(self) -> int:
+        """By how many rows the largest pool passes what a cache can number."""
+        return max(0, max(rank.pool_rows for rank in self.ranks) - MOST_POOL_ROWS)
+
+    @property
     def host_bytes(self) -> int:
         """Host memory per node below which no cached table fits."""
         return max(sum(sum(r.host_bytes.values()) for r in node) for node in self._nodes())
@@ -76,6 +83,23 @@ class LeastNeed:
     def _nodes(self) -> list[tuple[RankNeed, ...]]:
         size = self.ranks_per_node
         return [self.ranks[first : first + size] for first in range(0, len(self.ranks), size)]
+
+    def check_pools(self, request: PlanRequest) -> None:
+        """Raises unless every cache can number its rows.
+
+        Raises:
+            ShardingError: which rank and tables, how many rows, how many there may be, and what would fit.
+        """
+        problem = largest_pool_problem(self.tables, self.ranks_per_node)
+        if not problem:
+            return
+        budget = request.budget
+        limit = budget.device_bytes if budget.device_bytes is not None else budget.cache_bytes
+        changes = _other_changes(request, device=limit, host=budget.host_bytes)
+        raise ShardingError(
+            f"the plan does not fit: {problem}. Give its tables fewer rows (hash their ids into fewer)"
+            f"{_cut_by_rows(request)}{changes}"
+        )
 
     def check_device(self, request: PlanRequest) -> None:
         """Raises unless the devices can hold the least need.
@@ -125,22 +149,22 @@ class LeastNeed:
 
 
 def least_need(request: PlanRequest, *, by_rows: bool = False) -> LeastNeed:
-    """Looks for the placement that needs the least device memory on its fullest rank, whatever its speed. ``by_rows``:
-    only at the one that cuts every table by rows, where that is allowed."""
-    shape = request.workload.shape
-    if not request.sharded:
-        found = [tuple(placed(request, []))]
-    elif shape.world_size == 1:
-        sharding = {name: types[0] for name, types in request.allowed.items()}
-        found = [tuple(placed(request, [Placement(name, one, (0,)) for name, one in sharding.items()]))]
-    else:
-        found = [tuple(placed(request, each)) for each in _small_placements(request, by_rows)]
-    needs = [_need(request.workload, tables) for tables in found]
-    return min(needs, key=lambda need: (need.asked(request.budget), need.host_bytes))
+    """Looks for the placement that needs the least device memory on its fullest rank, whatever its speed, among those
+    whose caches can number their rows; where there is none, for the one that comes nearest. ``by_rows``: only at the
+    one that cuts every table by rows, where that is allowed."""
+    found = _small_placements(request, by_rows) if request.sharded else [[]]
+    needs = [_need(request.workload, tuple(placed(request, each))) for each in found]
+    return min(needs, key=lambda need: (need.excess_rows, need.asked(request.budget), need.host_bytes))
 
 
 def _small_placements(request: PlanRequest, only_by_rows: bool) -> list[Sequence[Placement]]:
     shape = request.workload.shape
+    if shape.world_size == 1:
+        alike = [Placement(name, types[0], (0,)) for name, types in request.allowed.items()]
+        if not largest_pool_problem(placed(request, alike), 1):
+            return [alike]
+        # Tables that are sharded in different ways share no cache, even on one rank.
+        return [_least_memory(request) or alike]
     by_rows = [
         Placement(name, "row_wise", tuple(range(shape.world_size)))
         for name, types in request.allowed.items()
@@ -149,18 +173,9 @@ def _small_placements(request: PlanRequest, only_by_rows: bool) -> list[Sequence
     all_by_rows = len(by_rows) == len(request.allowed)
     if all_by_rows and only_by_rows:
         return [by_rows]
-    costs = ShardCosts(request.workload, Rates(), num_slots=1)
-    balanced = place(
-        request.sharded,
-        costs,
-        world_size=shape.world_size,
-        ranks_per_node=min(shape.ranks_per_node, shape.world_size),
-        device_bytes=None,
-        host_bytes=None,
-        allowed=request.allowed,
-        sort_by="device_bytes",
-        by_memory=True,
-    )
+    balanced = _least_memory(request)
+    if balanced is None and not all_by_rows:
+        balanced = _least_memory(request, any_rows=True)  # nothing fits: this is for the message
     found = [] if balanced is None else [balanced]
     if all_by_rows:
         found.append(by_rows)
@@ -170,6 +185,24 @@ def _small_placements(request: PlanRequest, only_by_rows: bool) -> list[Sequence
             f"{sorted({t for types in request.allowed.values() for t in types})}; allow row_wise or table_wise"
         )
     return list(found)
+
+
+def _least_memory(request: PlanRequest, any_rows: bool = False) -> list[Placement] | None:
+    """By TorchRec's planner; None where it finds none, with ``any_rows`` even one whose caches cannot number theirs."""
+    shape = request.workload.shape
+    costs = ShardCosts(request.workload, Rates(), num_slots=1)
+    return place(
+        request.sharded,
+        costs,
+        world_size=shape.world_size,
+        ranks_per_node=min(shape.ranks_per_node, shape.world_size),
+        device_bytes=None,
+        host_bytes=None,
+        allowed=request.allowed,
+        sort_by="device_bytes",
+        by_memory=True,
+        cached=not any_rows,
+    )
 
 
 def placed(request: PlanRequest, placements: Sequence[Placement]) -> list[TablePlacement]:
@@ -203,8 +236,10 @@ def _rank_need(workload: Workload, rank: int, here: Sequence[PlacedShard]) -> Ra
     settings = workload.shape.memory
     device: dict[str, int] = {}
     host: dict[str, int] = {}
+    pool_rows = 0
     for members in pools(here).values():
         memory = memory_model.pool_memory(members, settings)
+        pool_rows = max(pool_rows, memory.rows)
         total = memory.device_bytes(least_slots(workload, members))
         rows = max(1, memory.rows)
         left = total
@@ -217,7 +252,7 @@ def _rank_need(workload: Workload, rank: int, here: Sequence[PlacedShard]) -> Ra
         if own:
             host[shard.table.table] = host.get(shard.table.table, 0) + own
     copies = {s.table.table: sum(memory_model.resident_bytes([s]).values()) for s in here if s.kernel == "replicated"}
-    return RankNeed(rank, fixed_bytes(workload, here), device, host, copies)
+    return RankNeed(rank, fixed_bytes(workload, here), device, host, copies, pool_rows)
 
 
 def _other_changes(request: PlanRequest, device: int | None = None, host: int | None = None) -> str:
@@ -228,13 +263,25 @@ def _other_changes(request: PlanRequest, device: int | None = None, host: int | 
         per_node = ranks if request.most_ranks_per_node is None else min(ranks, request.most_ranks_per_node)
         larger = replace(shape, world_size=ranks, ranks_per_node=per_node)
         other = replace(request, workload=replace(request.workload, shape=larger))
-        need = least_need(other, by_rows=True)
-        if (device is None or need.asked(budget) <= device) and (host is None or need.host_bytes <= host):
+        try:
+            need = least_need(other, by_rows=True)
+        except ShardingError:  # TorchRec has no names for so many devices of one node
+            return ""
+        fits = (device is None or need.asked(budget) <= device) and (host is None or need.host_bytes <= host)
+        if fits and not need.excess_rows:
             return f"; or --ranks {ranks}"
         if device is not None and budget.cache_bytes is None and need.fullest(budget).fixed_bytes > device:
             return "; more ranks do not help, a smaller train.batch_size may"
         ranks *= 2
     return ""
+
+
+def _cut_by_rows(request: PlanRequest) -> str:
+    """Whether the sharding types that were asked for are what keeps rows together."""
+    free = replace(request, types=None, only={})
+    if free.allowed == request.allowed or least_need(free, by_rows=True).excess_rows:
+        return ""
+    return "; or allow row_wise sharding for them"
 
 
 def _bytes(count: int) -> str:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from embershard.errors import ShardingError
-from embershard.sharding.shards import COLUMN_MULTIPLE, Pool, PoolPlacement, TablePlacement, pools_of, shards_of
+from embershard.sharding.shards import (
+    COLUMN_MULTIPLE,
+    Pool,
+    PoolPlacement,
+    TablePlacement,
+    largest_pool_problem,
+    pools_of,
+    shards_of,
+)
 
 if TYPE_CHECKING:
     from embershard.sharding.plan import Plan
@@ -109,6 +117,9 @@ def _columns_problem(table: TablePlacement, ranks_per_node: int) -> str:
 
 
 def _check_pools(plan: Plan) -> None:
+    problem = largest_pool_problem(plan.tables, plan.ranks_per_node)
+    if problem:
+        raise ShardingError(f"pools: {problem}. Move tables to other ranks, cut them by rows, or use more ranks.")
     expected = pools_of(plan.tables, plan.ranks_per_node)
     of_table = {(pool.rank, table): pool for pool in expected for table in pool.tables}
     found: dict[tuple[int, tuple[str, ...]], int] = {}

@@ -45,7 +45,7 @@ def make_plan(request: PlanRequest, progress: Callable[[int, int], None] | None 
     """The best plan that was found. Deterministic: equal requests give equal plans.
 
     Raises:
-        ShardingError: no placement fits; says which table, which tier, by how much, and what would fit.
+        ShardingError: no placement fits; says which table, which tier (or cache), by how much, and what would fit.
     """
     return complete(request, best_candidate(request), progress)
 
@@ -57,9 +57,11 @@ def best_candidate(request: PlanRequest) -> Candidate:
         ShardingError: as :func:`make_plan`.
     """
     need = least_need(request)
-    need.check_device(request)
-    found = _candidates(request, need)
+    if not need.excess_rows:
+        need.check_device(request)
+    found = _candidates(request, need)  # even so: without caches the rows may fit
     if not found:
+        need.check_pools(request)
         need.check_host(request)
         raise ShardingError(_no_room(request, need))
     return min(found, key=lambda candidate: candidate.step_seconds)
@@ -100,7 +102,8 @@ def complete(request: PlanRequest, candidate: Candidate, progress: Callable[[int
 
 
 def sized(request: PlanRequest, tables: Sequence[TablePlacement]) -> Candidate | None:
-    """A given placement with the slots that the budget allows; None where it allows too few."""
+    """A given placement with the slots that the budget allows; None where it allows too few, or where a cache cannot
+    number its rows."""
     shards = place_shards(request.workload.model, tables, request.workload.shape)
     slots = split_slots(request.workload, shards, request.budget)
     if slots is None:
@@ -158,6 +161,7 @@ def _searched(request: PlanRequest, need: LeastNeed, resident: bool = False) -> 
             host_bytes=None if budget.host_bytes is None else budget.host_bytes // local,
             allowed=allowed,
             sort_by=order,
+            cached=not resident,
         )
         if placements is not None:
             tables = placed(request, placements)

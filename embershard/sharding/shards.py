@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from embershard.cache.slot_map import MOST_POOL_ROWS
 from embershard.errors import ShardingError
 
 Sharding = Literal[
@@ -143,3 +144,29 @@ def pools_of(tables: Iterable[TablePlacement], ranks_per_node: int) -> list[Pool
             names.setdefault(key, set()).add(table.table)
             rows[key] = rows.get(key, 0) + shard.rows
     return [Pool(*key, tables=tuple(sorted(names[key])), rows=rows[key]) for key in sorted(names)]
+
+
+def rows_problem(rank: int, sharding: str, rows: Mapping[str, int]) -> str:
+    """What is wrong with a pool that holds so many rows of each table; empty when a cache can number them."""
+    total = sum(rows.values())
+    if total <= MOST_POOL_ROWS:
+        return ""
+    largest = sorted(rows.items(), key=lambda item: -item[1])
+    tables = ", ".join(f"{table!r} ({count})" for table, count in largest[:3])
+    more = f" and {len(largest) - 3} more tables" if len(largest) > 3 else ""
+    return (
+        f"the {sharding} cache of rank {rank} would have {total} rows, of {tables}{more}, and a cache can number "
+        f"{MOST_POOL_ROWS}"
+    )
+
+
+def largest_pool_problem(tables: Sequence[TablePlacement], ranks_per_node: int) -> str:
+    """What is wrong with the pool that has most rows; empty when every cache can number its own."""
+    largest = max(pools_of(tables, ranks_per_node), key=lambda pool: pool.rows, default=None)
+    if largest is None or largest.rows <= MOST_POOL_ROWS:
+        return ""
+    rows = dict.fromkeys(largest.tables, 0)
+    for table in tables:
+        if table.table in rows:
+            rows[table.table] += sum(s.rows for s in shards_of(table, ranks_per_node) if s.rank == largest.rank)
+    return rows_problem(largest.rank, largest.sharding, rows)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from embershard.cache.config import LEAST_SLOTS
+from embershard.cache.slot_map import MOST_POOL_ROWS
 from embershard.sharding import memory_model
 from embershard.sharding.memory_model import PoolMemory
 from embershard.sharding.predict import counted_traffic
@@ -39,7 +40,8 @@ def fixed_bytes(workload: Workload, shards: Sequence[PlacedShard]) -> int:
 
 
 def split_slots(workload: Workload, shards: Sequence[PlacedShard], budget: Budget) -> list[PoolPlacement] | None:
-    """The pools of all ranks with as many slots as the budget allows; None where it is too small for a rank."""
+    """The pools of all ranks with as many slots as the budget allows; None where it is too small for a rank, or
+    a pool has more rows than a cache can number."""
     found: list[PoolPlacement] = []
     for rank, here in enumerate(by_rank(shards, workload.shape.world_size)):
         slots = _rank_slots(workload, here, budget)
@@ -56,6 +58,8 @@ _Sized = tuple[PoolKey, list[PlacedShard], int]
 
 def _rank_slots(workload: Workload, here: Sequence[PlacedShard], budget: Budget) -> list[_Sized] | None:
     grouped = pools(here)
+    if any(sum(shard.rows for shard in members) > MOST_POOL_ROWS for members in grouped.values()):
+        return None
     if budget.ratio is not None:
         return _by_ratio(workload, here, grouped, budget)
     left = budget.cache_bytes

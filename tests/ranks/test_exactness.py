@@ -82,8 +82,8 @@ def test_embedding_collection(two_ranks: RankPool, sharding: str, optimizer: str
     _check(two_ranks.run(compare, case, POLICIES), POLICIES, states=optimizer != "sgd")
 
 
-@pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "column_wise"])
-def test_one_rank(one_rank: RankPool, sharding: str) -> None:
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "column_wise", ("table_wise", "row_wise") * 2])
+def test_one_rank(one_rank: RankPool, sharding: str | tuple[str, ...]) -> None:
     _check(one_rank.run(compare, Case(sharding=sharding), POLICIES), POLICIES, states=True)
 
 

@@ -3,7 +3,7 @@ module."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from typing import Any
 
 import torch
@@ -22,7 +22,8 @@ from embershard.cache.scores import make_scores
 from embershard.cache.statistics import TableStats
 from embershard.cache.tickets import Ticket
 from embershard.cache.transfers import transfer_kind, transfer_maker
-from embershard.errors import CacheError
+from embershard.errors import CacheError, ShardingError
+from embershard.sharding.shards import rows_problem
 from embershard.sharding.torchrec.slots import SlotTable
 from embershard.sharding.torchrec.spec import CacheSpec, take_spec
 
@@ -43,6 +44,7 @@ class CachedTableBatchedEmbeddings(nn.Module):
         self._dim = tables[0].local_cols
         assert all(table.local_cols == self._dim for table in tables), "TorchRec groups cached tables by dim"
         self._rows = [table.local_rows for table in tables]
+        _check_rows(config, spec.rank)
         self._table_of_feature = [t for t, table in enumerate(tables) for _ in table.feature_names]
         self.slots = SlotTable(
             self._dim,
@@ -368,3 +370,16 @@ def _release_after_backward(cache: RowCache, ticket: Ticket, output: Tensor) -> 
 
     node.register_prehook(check_pins)
     node.register_hook(lambda *_: cache.release(ticket))
+
+
+def _check_rows(config: GroupedEmbeddingConfig, rank: int) -> None:
+    """Plans of ours are within the limit; others may not be, and the host rows would be allocated before the map."""
+    rows: Counter[str] = Counter()
+    for table in config.embedding_tables:
+        rows[table.name] += table.local_rows
+    problem = rows_problem(rank, "device", rows)
+    if problem:
+        raise ShardingError(
+            f"{problem}. Use more ranks, place the tables by plan_sharding, or give them fewer rows (hash their ids "
+            "into fewer)"
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,11 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel, Shardin
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.stats import NoopEmbeddingStats
-from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.planner.types import PlannerError, ShardingOption
 from torchrec.distributed.types import CacheParams, ModuleSharder, ShardingPlan
 
 from embershard.errors import ShardingError
+from embershard.sharding.torchrec.partitioner import PoolRowsPartitioner
 from embershard.sharding.torchrec.sharders import has_cache
 from embershard.sharding.torchrec.spec import CACHED_KERNEL
 
@@ -51,7 +52,7 @@ def plan_sharding(
         batch_size: per rank, for the planner's cost model.
 
     Raises:
-        ShardingError: a constraint names an unknown table, or no plan fits.
+        ShardingError: a constraint names an unknown table, or no plan fits the memory and what a cache can number.
     """
     on_cpu = torch.device(device).type == "cpu"
     if not 1 <= local_world_size <= world_size:
@@ -68,10 +69,13 @@ def plan_sharding(
     topology = Topology(
         world_size=world_size, local_world_size=local_world_size, compute_device=device_type, **_capacities(device_type)
     )
+    ours = {(table.path, table.name) for table in cached if has_cache(table.sharder)}
+    partitioner = PoolRowsPartitioner(_pool_of(ours, _FUSED if on_cpu else CACHED_KERNEL))
     planner = EmbeddingShardingPlanner(
         topology=topology,
         batch_size=batch_size,
         enumerator=_OrderedEnumerator(topology, batch_size=batch_size, constraints=planned_as),
+        partitioner=partitioner,
         constraints=planned_as,
         stats=NoopEmbeddingStats(),
         debug=False,
@@ -81,12 +85,32 @@ def plan_sharding(
             warnings.simplefilter("ignore", FutureWarning)  # TorchRec's own advice about its storage estimate
             plan = planner.plan(model, list(sharders))
     except (PlannerError, RuntimeError, ValueError) as error:  # some constraints fail inside the planner
+        if partitioner.refused:
+            raise ShardingError(
+                f"no sharding plan for {len(tables)} tables on {world_size} ranks: {partitioner.refused}. Use more "
+                "ranks, let tables be cut by rows (row_wise), or give them fewer rows (hash their ids into fewer)"
+            ) from error
         raise ShardingError(f"no sharding plan for {len(tables)} tables on {world_size} ranks: {error}") from error
     if on_cpu:  # TorchRec's CPU cost model has no bandwidth for cached tables: they were planned as fused
         for table, constraint in cached.items():
             param = plan.plan[table.path][table.name]  # type: ignore[index]
             param.compute_kernel, param.cache_params = CACHED_KERNEL, constraint.cache_params
     return plan
+
+
+def _pool_of(tables: Collection[tuple[str, str]], kernel: str) -> Callable[[ShardingOption], Hashable | None]:
+    """What of a table decides which cache it shares, as TorchRec groups tables. Those in ``tables``, by path and name,
+    are cached where they are planned with this compute kernel."""
+
+    def pool_of(option: ShardingOption) -> Hashable | None:
+        if (option.path, option.name) not in tables or option.compute_kernel != kernel:
+            return None
+        path, module = option.module
+        configs = module.embedding_bag_configs() if option.is_pooled else ()  # type: ignore[operator]
+        pooling = next((config.pooling for config in configs if config.name == option.name), None)
+        return path, option.tensor.dtype, pooling
+
+    return pool_of
 
 
 def _capacities(device_type: str) -> dict[str, int]:

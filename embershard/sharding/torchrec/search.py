@@ -32,6 +32,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from embershard.sharding.request import column_block
 from embershard.sharding.sizes import PlacedShard, TableSize
+from embershard.sharding.torchrec.partitioner import PoolRowsPartitioner
 from embershard.sharding.torchrec.planning import _OrderedEnumerator
 from embershard.sharding.torchrec.sharders import StockEmbeddingBagCollectionSharder
 
@@ -78,6 +79,7 @@ def place(
     allowed: Mapping[str, Sequence[str]],
     sort_by: Literal["seconds", "device_bytes"] = "seconds",
     by_memory: bool = False,
+    cached: bool = True,
 ) -> list[Placement] | None:
     """A placement of all tables by TorchRec's planner; None where it finds none that fits. Deterministic.
 
@@ -89,11 +91,12 @@ def place(
         allowed: sharding types by table.
         sort_by: which tables are placed first: the slowest or the largest.
         by_memory: look for the placement whose fullest rank needs the least device memory, not for the fastest one.
+        cached: no cache may get more rows than it can number.
     """
     model = _tables_module(tables)
     with _quiet():
         sizes = (world_size, ranks_per_node, device_bytes, host_bytes)
-        planner = _planner(tables, costs, allowed, *sizes, sort_by, by_memory)
+        planner = _planner(tables, costs, allowed, *sizes, sort_by, by_memory, cached)
         try:
             plan = planner.plan(model, [StockEmbeddingBagCollectionSharder()])  # type: ignore[list-item]
         except (PlannerError, RuntimeError, ValueError):
@@ -111,6 +114,7 @@ def _planner(
     host_bytes: int | None,
     sort_by: str,
     by_memory: bool,
+    cached: bool,
 ) -> EmbeddingShardingPlanner:
     topology = Topology(
         world_size=world_size,
@@ -129,6 +133,7 @@ def _planner(
         for name, types in allowed.items()
     }
     limit = max(8, _MOST_PLACED_SHARDS // (len(tables) * world_size))
+    order = SortBy.PERF if sort_by == "seconds" else SortBy.STORAGE
     greedy = [_AtMost(GreedyProposer(use_depth=depth), limit) for depth in (True, False)]
     return EmbeddingShardingPlanner(
         topology=topology,
@@ -138,7 +143,9 @@ def _planner(
         ),
         storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
         proposer=[UniformProposer(), *greedy, GridSearchProposer(max_proposals=_MOST_GRID_PROPOSALS)],
-        partitioner=GreedyPerfPartitioner(sort_by=SortBy.PERF if sort_by == "seconds" else SortBy.STORAGE),
+        partitioner=PoolRowsPartitioner(lambda option: by_name[option.name].dtype, order)
+        if cached
+        else GreedyPerfPartitioner(sort_by=order),
         constraints=constraints,
         stats=NoopEmbeddingStats(),
         debug=False,

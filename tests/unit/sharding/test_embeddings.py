@@ -23,7 +23,7 @@ from torchrec.modules.embedding_configs import DataType
 
 from embershard import CacheConfig
 from embershard.cache import CacheGrowthWarning
-from embershard.errors import CacheError, CacheOverflowError
+from embershard.errors import CacheError, CacheOverflowError, ShardingError
 from tests.unit.sharding.pools import OPTIMIZERS, make_pool
 
 ROWS, DIM = (40, 7), 8
@@ -288,3 +288,11 @@ def test_a_prefetched_batch_that_is_only_evaluated_gives_its_pins_back():
         assert torch.equal(pool(*evaluated), plain(*evaluated))
     assert torch.equal(step(pool, *batch(1)), step(plain, *batch(1)))
     pool.reset_cache_states()  # refused while a batch is in flight
+
+
+def test_rows_that_no_cache_can_number_are_refused_before_the_host_rows_are_allocated():
+    """A plan of TorchRec's own planner may say so; the rows would take 78 GB."""
+    with pytest.raises(
+        ShardingError, match=r"rank 0 would have 2147483648 rows, of 't0' \(2147483600\), 't1' \(48\), and"
+    ):
+        make_pool((2**31 - 48, 48))

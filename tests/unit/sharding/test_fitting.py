@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from embershard.cache.slot_map import MOST_POOL_ROWS
 from embershard.errors import ConfigError, ShardingError
 from embershard.frequency import DataStatistics
 from embershard.sharding.fitting import least_need
-from embershard.sharding.plan import Plan
-from embershard.sharding.planner import make_plan
+from embershard.sharding.plan import Plan, TablePlacement, pools_of
+from embershard.sharding.planner import best_candidate, make_plan, sized
 from embershard.sharding.request import Budget, PlanRequest
 from tests.unit.sharding.requests import data_of, make_request, make_workload, random_rows
 
@@ -25,6 +26,7 @@ def _few_ranks(monkeypatch) -> None:
     monkeypatch.setattr("embershard.sharding.fitting._MOST_RANKS", 16)
 
 
+ROWS_OF_TWO_CACHES = data_of((21 * 10**8, 23 * 10**8), 3000)
 CASES: dict[str, dict[str, Any]] = {
     "one rank": {"world_size": 1},
     "two ranks": {},
@@ -34,6 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "replicated": {"replicate_rows": 500},
     "only replicated": {"replicate_rows": 10**6},
     "row_wise only": {"types": ["row_wise"], "world_size": 8},
+    "rows that one cache cannot number": {"rows": (21 * 10**8, 23 * 10**8), "data": ROWS_OF_TWO_CACHES},
     "fp16": {"dtype": "fp16", "state_bytes": 0, "state_bytes_per_column": 8},
 }
 
@@ -186,8 +189,8 @@ def huge() -> DataStatistics:
 
 @pytest.mark.parametrize("budget", [Budget(device_bytes=10**9), Budget(device_bytes=80 * 10**9, host_bytes=10**12)])
 def test_nothing_of_a_tables_size_is_made(huge, budget):
-    """A table of 10^10 rows, whose slot map alone takes 40 GB: refused before anything is allocated."""
-    request = make_request(budget, rows=(10**10, 5000), world_size=2, data=huge)
+    """A table of 10^10 rows, whose slot maps alone take 5 GB a rank: refused before anything is allocated."""
+    request = make_request(budget, rows=(10**10, 5000), world_size=8, data=huge)
     with _Largest() as largest:
         said = refusal(request)
     assert "'t0'" in said
@@ -199,11 +202,105 @@ def test_nothing_of_a_tables_size_is_made(huge, budget):
 
 
 def test_one_huge_table_needs_to_be_cut(huge):
-    """Table-wise its map fits no device; cut by rows it does."""
+    """Table-wise no cache can number its rows; cut by rows eight can."""
     request = make_request(Budget(device_bytes=16 * 10**9), rows=(10**10, 5000), world_size=8, data=huge)
-    assert "'t0'" in refusal(replace(request, types=["table_wise"]))
+    said = refusal(replace(request, types=["table_wise"]))
+    assert "the table_wise cache of rank 0 would have 10000000000 rows, of 't0' (10000000000), and a cache can" in said
+    assert "or allow row_wise sharding for them" in said
+    assert "--ranks" not in said  # whole, it fits no rank, however many there are
     plan = make_plan(request)
     assert {t.table: t.sharding for t in plan.tables}["t0"] == "row_wise"
+
+
+def of_rows(rows: tuple[int, ...], world_size: int, **changes: Any) -> PlanRequest:
+    """A little of each row is cached, on devices of any size."""
+    return make_request(Budget(ratio=0.001), rows=rows, world_size=world_size, data=data_of(rows, 3000), **changes)
+
+
+def check_pools(plan: Plan) -> None:
+    pools = pools_of(plan.tables, plan.ranks_per_node)
+    assert {table for pool in pools for table in pool.tables} == {table.table for table in plan.tables}
+    assert max(pool.rows for pool in pools) <= MOST_POOL_ROWS
+
+
+@pytest.mark.parametrize(("world_size", "types"), [(1, None), (2, ["row_wise"]), (2, ["table_wise"]), (4, None)])
+def test_a_cache_gets_as_many_rows_as_it_can_number_and_not_one_more(world_size, types):
+    most = MOST_POOL_ROWS * (1 if types == ["table_wise"] else world_size)
+    plan = make_plan(of_rows((most,), world_size, types=types))
+    check_pools(plan)
+    assert max(pool.rows for pool in pools_of(plan.tables, plan.ranks_per_node)) == MOST_POOL_ROWS
+    said = refusal(of_rows((most + 1,), world_size, types=types))
+    assert (
+        f"cache of rank 0 would have 2147483648 rows, of 't0' (2147483648), and a cache can number {MOST_POOL_ROWS}."
+        in (said)
+    )
+    assert "Give its tables fewer rows" in said
+
+
+@pytest.mark.parametrize(
+    ("rows", "world_size"),
+    [((MOST_POOL_ROWS, 7), 1), ((15 * 10**8,) * 4, 2), ((10**9, 10**9, 15 * 10**8, 15 * 10**8, 900), 2)],
+)
+def test_tables_that_are_too_many_rows_for_one_cache_are_sharded_in_different_ways(rows, world_size):
+    """In one way alone, whichever it is, a rank has too many rows for its only cache."""
+    for only in ("table_wise", "row_wise"):
+        assert "and a cache can number" in refusal(of_rows(rows, world_size, types=[only]))
+    plan = make_plan(of_rows(rows, world_size))
+    check_pools(plan)
+    assert len({table.sharding for table in plan.tables}) > 1
+
+
+@pytest.mark.parametrize("devices", [None, 4])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_number_of_ranks_whose_caches_can_number_the_rows_is_named(huge, world_size, devices):
+    request = make_request(
+        Budget(device_bytes=80 * 10**9), rows=(10**10, 5000), world_size=world_size, data=huge,
+        most_ranks_per_node=devices,
+    )  # fmt: skip
+    rows = 10**10 // world_size, 5000 // world_size
+    assert refusal(request) == (
+        f"the plan does not fit: the row_wise cache of rank 0 would have {sum(rows)} rows, of 't0' ({rows[0]}), 't1' "
+        f"({rows[1]}), and a cache can number 2147483647. Give its tables fewer rows (hash their ids into fewer); or "
+        "--ranks 8"
+    )
+    check_pools(make_plan(on_ranks(request, 8)))
+
+
+def test_where_some_table_cannot_be_cut_no_number_of_ranks_is_named(monkeypatch):
+    """However many are tried: TorchRec does not even take 256 of one node."""
+    monkeypatch.setattr("embershard.sharding.fitting._MOST_RANKS", 256)
+    said = refusal(of_rows((1000, 23 * 10**8), 2, only={"t0": ["row_wise"], "t1": ["table_wise"]}))
+    assert "would have 2300000000 rows, of 't1' (2300000000)" in said
+    assert said.endswith("(hash their ids into fewer); or allow row_wise sharding for them")
+
+
+def test_the_fastest_plan_is_looked_for_among_those_whose_caches_can_number_their_rows():
+    """Not only among those that need the least memory: a placement that fits is not faster than the plan."""
+    rows, dims = (21 * 10**8, 23 * 10**8, 1000, 1000), (64, 64, 128, 128)
+    request = of_rows(rows, 2, dims=dims)
+    placements = (("table_wise", (1,)), ("row_wise", (0, 1)), ("table_wise", (0,)), ("table_wise", (1,)))
+    tables = [
+        TablePlacement(f"t{n}", rows[n], dims[n], "fp32", sharding, "cached", ranks)  # type: ignore[arg-type]
+        for n, (sharding, ranks) in enumerate(placements)
+    ]
+    other = sized(request, tables)
+    assert other is not None
+    assert best_candidate(request).step_seconds <= other.step_seconds
+
+
+def test_ranks_are_not_named_where_their_host_memory_would_not_do(huge):
+    request = make_request(
+        Budget(device_bytes=80 * 10**9, host_bytes=10**12), rows=(10**10, 5000), world_size=2, data=huge
+    )
+    assert "--ranks" not in refusal(request)
+
+
+def test_rows_that_are_not_cached_need_no_numbers():
+    """On a device of 100 GB a table of 20 bytes a row is whole, however many rows it has."""
+    rows = (3 * 10**9,)
+    budget = Budget(device_bytes=100 * 10**9)
+    (table,) = make_plan(make_request(budget, rows=rows, dims=(4,), world_size=1, data=data_of(rows, 3000))).tables
+    assert table.kernel == "device"
 
 
 def test_a_profile_of_other_tables_is_refused():

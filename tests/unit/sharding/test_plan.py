@@ -121,6 +121,11 @@ WRONG = {
     "pool twice": (lambda v: v["pools"].append(v["pools"][0]), r"pools\[3\].*is the same pool as pools\[0\]"),
     "no pool": (lambda v: v["pools"].pop(0), r"row_wise shards of \['t1'\] on rank 0, .* Add one .* 1 to 51 slots"),
     "moved": (_edit("tables", 0, ranks=[1]), "'t0' has no cached shard on rank 0"),
+    "more rows than a cache can number": (
+        _edit("tables", 0, rows=2**31 - 102),
+        r"pools: the table_wise cache of rank 0 would have 2147483648 rows, of 't0' \(2147483546\), 't2' \(102\), and "
+        r"a cache can number 2147483647. Move tables to other ranks, cut them by rows, or use more ranks",
+    ),
     "cached": (_edit("tables", 3, kernel="cached"), r"table_wise shards of \['t3'\] on rank 1.*are in no pool"),
 }
 
@@ -130,6 +135,12 @@ def test_a_broken_file_is_refused_by_name(edited, name):
     change, message = WRONG[name]
     with pytest.raises(ShardingError, match=rf"plan\.json: .*{message}"):
         edited(change)
+
+
+def test_a_cache_may_have_as_many_rows_as_it_can_number(edited):
+    assert edited(_edit("tables", 0, rows=2**31 - 103)).tables[0].rows == 2**31 - 103
+    on_device = edited(lambda v: v["tables"][3].update(rows=2**40))  # numbers are for cached rows
+    assert on_device.tables[3].rows == 2**40
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torchrec.distributed.planner import ParameterConstraints, enumerators
 from torchrec.distributed.types import CacheParams
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from embershard import (
@@ -19,6 +19,7 @@ from embershard import (
     FrequencyProfile,
     plan_sharding,
 )
+from embershard.cache.slot_map import MOST_POOL_ROWS
 from embershard.errors import ConfigError, ShardingError
 from embershard.sharding.torchrec import StockEmbeddingBagCollectionSharder
 from embershard.sharding.torchrec.spec import CACHED_KERNEL
@@ -205,3 +206,69 @@ def test_sharders_check_their_settings_when_they_are_made(sharder):
         sharder(cache=CacheConfig(policy="frequency"))
     with pytest.raises(ConfigError, match="no effect"):
         sharder(cache=CacheConfig(policy="lru", warmup=False), profile=profile)
+
+
+def of_rows(*rows: int, pooling: PoolingType = PoolingType.SUM) -> nn.Module:
+    """A model of tables without memory; ``pooling`` is the last one's."""
+    model = nn.Module()
+    model.pooled = EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(
+                name=f"t{i}",
+                embedding_dim=16,
+                num_embeddings=count,
+                feature_names=[f"f{i}"],
+                pooling=pooling if i == len(rows) - 1 else PoolingType.SUM,
+            )
+            for i, count in enumerate(rows)
+        ],
+        device=META,
+    )
+    return model
+
+
+@pytest.fixture
+def large_memory(monkeypatch) -> None:
+    """TorchRec assumes 128 GB of a host."""
+    capacities = {"hbm_cap": 2**62, "ddr_cap": 2**62}
+    monkeypatch.setattr("embershard.sharding.torchrec.planning._capacities", lambda device_type: capacities)
+
+
+TABLE_WISE = {"sharding_types": ["table_wise"]}
+
+
+@devices
+def test_a_cache_that_could_not_number_its_rows_is_not_planned(device, large_memory):
+    whole = {"device": device, "world_size": 1}
+    plan(model=of_rows(MOST_POOL_ROWS - 5, 5), **whole, t0=TABLE_WISE, t1=TABLE_WISE)
+    with pytest.raises(ShardingError) as error:
+        plan(model=of_rows(MOST_POOL_ROWS - 5, 6), **whole, t0=TABLE_WISE, t1=TABLE_WISE)
+    assert str(error.value) == (
+        "no sharding plan for 2 tables on 1 ranks: the table_wise cache of rank 0 would have 2147483648 rows, of 't0' "
+        "(2147483642), 't1' (6), and a cache can number 2147483647. Use more ranks, let tables be cut by rows "
+        "(row_wise), or give them fewer rows (hash their ids into fewer)"
+    )
+    model = of_rows(MOST_POOL_ROWS - 5, 6, pooling=PoolingType.MEAN)  # which TorchRec gives a cache of its own
+    plan(model=model, **whole, t0=TABLE_WISE, t1=TABLE_WISE)
+    stock = [StockEmbeddingBagCollectionSharder()]
+    plan(stock, of_rows(MOST_POOL_ROWS - 5, 6), **whole, t0=TABLE_WISE, t1=TABLE_WISE)
+    fused = {**TABLE_WISE, "compute_kernels": ["fused"]}
+    if device == "cuda":  # on a CPU TorchRec plans both as fused, and one kind of a table is chosen
+        plan(model=of_rows(MOST_POOL_ROWS - 5, 6), **whole, t0=fused, t1=TABLE_WISE)
+
+
+def test_a_table_that_is_whole_on_the_gpu_shares_no_cache(large_memory):
+    """Though it might have been cached; on a CPU it is."""
+    either = {**TABLE_WISE, "compute_kernels": ["fused", CACHED_KERNEL]}
+    given = {"model": of_rows(MOST_POOL_ROWS - 5, 6), "world_size": 1, "t0": either, "t1": TABLE_WISE}
+    assert kernels(plan(device="cuda", **given)) == {"t0": "fused", "t1": CACHED_KERNEL}
+    with pytest.raises(ShardingError, match="and a cache can number"):
+        plan(device="cpu", **given)
+
+
+@devices
+def test_a_table_that_one_rank_cannot_number_is_cut_by_rows(device, large_memory):
+    params = plan(model=of_rows(4 * 10**9, 100), device=device)
+    assert params["t0"].sharding_type == "row_wise"
+    with pytest.raises(ShardingError, match=r"would have 2500000000 rows, of 't0' \(2500000000\), and a cache can"):
+        plan(model=of_rows(5 * 10**9), device=device)

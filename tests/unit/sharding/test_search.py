@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from embershard.cache.slot_map import MOST_POOL_ROWS
 from embershard.sharding.request import LEAST_COLUMNS, column_block
 from embershard.sharding.shards import TablePlacement, shards_of
 from embershard.sharding.sizes import PlacedShard, TableSize
@@ -140,3 +141,16 @@ def test_torchrec_is_quiet_and_the_log_stays_as_it_was(capfd, caplog):
         logging.disable(logging.NOTSET)
     assert capfd.readouterr().out == ""
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_caches_can_number_their_rows(dtype):
+    """Two tables share a rank's cache only if they have the same dim and dtype; those that are not cached need none."""
+    rows = MOST_POOL_ROWS - 9
+    first, second = (TableSize(name, count, 64) for name, count in (("t0", rows), ("t1", 10)))
+    alone = {"world_size": 1, "ranks_per_node": 1}
+    assert placed([first, TableSize("t1", 9, 64)], **alone) is not None
+    assert placed([first, second], **alone) is None
+    assert placed([first, second], **alone, cached=False) is not None
+    assert placed([first, TableSize("t1", 10, 32)], **alone) is not None
+    assert (placed([first, TableSize("t1", 10, 64, dtype)], **alone) is None) == (dtype == "fp32")

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import get_args, get_type_hints
+
 import pytest
 import torch
 from torch import nn
+from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from embershard.errors import ConfigError
+from embershard.launch.plan_inputs import STATE_BYTES
 from embershard.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig, ScheduleConfig
+from tests.ranks.parity import OPTIMIZERS
 
 
 @pytest.mark.parametrize(
@@ -15,6 +22,8 @@ from embershard.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig
     [
         (lambda: EmbeddingOptimizerConfig(kind="sgd", eps=1e-6), "eps has no effect"),
         (lambda: EmbeddingOptimizerConfig(kind="sgd", weight_decay=0.1), "weight_decay has no effect"),
+        (lambda: EmbeddingOptimizerConfig(kind="lars_sgd", eps=1e-6), "eps has no effect"),
+        (lambda: EmbeddingOptimizerConfig(kind="lars_sgd", betas=(0.9, 0.99)), "betas has no effect"),
         (lambda: EmbeddingOptimizerConfig(kind="adagrad", weight_decay=0.1), "weight_decay has no effect"),
         (lambda: EmbeddingOptimizerConfig(betas=(0.9, 0.99)), "betas has no effect"),
         (lambda: EmbeddingOptimizerConfig(lr=0.0), "needed more than 0"),
@@ -38,9 +47,29 @@ def test_settings_that_cannot_be_meant(make, said):
         make()
 
 
-def test_gpu_only_optimizer_on_the_cpu():
-    with pytest.raises(ConfigError, match="on the CPU it has sgd"):
-        EmbeddingOptimizerConfig(kind="adam").apply(nn.Linear(2, 2), torch.device("cpu"))
+KINDS = get_args(get_type_hints(EmbeddingOptimizerConfig)["kind"])
+
+
+def test_the_size_of_every_kind_is_known():
+    assert set(STATE_BYTES) == set(KINDS)
+
+
+@pytest.mark.parametrize("kind", sorted({*KINDS} - {"sgd", "rowwise_adagrad", "adagrad"}))
+def test_gpu_only_optimizer_on_the_cpu(kind):
+    with pytest.raises(ConfigError, match=f"got '{kind}', which FBGEMM has on GPUs only; on the CPU it has sgd"):
+        EmbeddingOptimizerConfig(kind=kind).apply(nn.Linear(2, 2), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_becomes_fbgemm_s_own(kind):
+    """With its settings: TorchRec hands both to the table."""
+    tables = [EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=10, feature_names=["f"])]
+    collection = EmbeddingBagCollection(tables, device=torch.device("meta"))
+    decay = {} if kind in ("sgd", "adagrad") else {"weight_decay": 0.125}
+    EmbeddingOptimizerConfig(kind=kind, lr=0.5, **decay).apply(collection, torch.device("cuda"))
+    (parameter,) = collection.parameters()
+    assert [optimizer_type_to_emb_opt_type(found) for found in parameter._optimizer_classes] == [OPTIMIZERS[kind]]
+    assert parameter._optimizer_kwargs == [{"lr": 0.5, **decay}]
 
 
 def test_schedule_rises_holds_falls_and_stays():
