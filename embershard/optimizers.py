@@ -30,11 +30,9 @@ _FUSED: dict[str, type[torch.optim.Optimizer]] = {
     "partial_rowwise_adam": fused.PartialRowWiseAdam,
     "lamb": fused.LAMB,
     "partial_rowwise_lamb": fused.PartialRowWiseLAMB,
-    "lars_sgd": fused.LarsSGD,
 }
 _FUSED_ON_CPU = ("sgd", "rowwise_adagrad", "adagrad")
 _WITH_BETAS = ("adam", "adamw", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb")
-_WITHOUT_EPS = ("sgd", "lars_sgd")
 #: FBGEMM's exact SGD and Adagrad ignore weight decay.
 _FUSED_WITHOUT_WEIGHT_DECAY = ("sgd", "adagrad")
 
@@ -44,16 +42,15 @@ class EmbeddingOptimizerConfig:
     """The optimizer of the embedding rows, fused into the backward pass by FBGEMM."""
 
     kind: Literal[
-        "sgd", "rowwise_adagrad", "adagrad", "adam", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb", "lars_sgd"
+        "sgd", "rowwise_adagrad", "adagrad", "adam", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb"
     ] = "rowwise_adagrad"
-    """Which optimizer. FBGEMM has "sgd", "rowwise_adagrad" and "adagrad" on the CPU, all on GPUs. "lars_sgd" has its
-    momentum of 0.9 and trust coefficient of 0.001."""
+    """Which optimizer. FBGEMM has "sgd", "rowwise_adagrad" and "adagrad" on the CPU, all on GPUs."""
 
     lr: float = 0.02
     """Learning rate after warm-up."""
 
     eps: float | None = None
-    """Added to the denominator of the adaptive optimizers; FBGEMM's default is 1e-8. Not for "sgd" and "lars_sgd"."""
+    """Added to the denominator of the adaptive optimizers; FBGEMM's default is 1e-8. Not for "sgd"."""
 
     weight_decay: float | None = None
     """L2 penalty on the touched rows. Not for "sgd" and "adagrad", whose fused kernels have none."""
@@ -198,7 +195,7 @@ def _check_optimizer(
     if config.weight_decay is not None and not config.weight_decay > 0:
         raise ConfigError(f"{section}.weight_decay: got {config.weight_decay}, needed more than 0, or leave it out.")
     effectless = {
-        "eps": config.kind in _WITHOUT_EPS,
+        "eps": config.kind == "sgd",
         "weight_decay": config.kind in without_weight_decay,
         "betas": config.kind not in _WITH_BETAS,
     }

@@ -26,7 +26,6 @@ STATE_BYTES: dict[str, tuple[int, int]] = {
     "partial_rowwise_adam": (4, 4),
     "lamb": (0, 8),
     "partial_rowwise_lamb": (4, 4),
-    "lars_sgd": (0, 4),
 }
 #: States as large as the parameters that the dense optimizer keeps, the gradients among them.
 _DENSE_STATES = {"sgd": 1, "adagrad": 2, "adam": 3, "adamw": 3}

@@ -47,7 +47,6 @@ OPTIMIZERS = {
     "partial_rowwise_adam": EmbOptimType.PARTIAL_ROWWISE_ADAM,
     "lamb": EmbOptimType.LAMB,
     "partial_rowwise_lamb": EmbOptimType.PARTIAL_ROWWISE_LAMB,
-    "lars_sgd": EmbOptimType.LARS_SGD,
 }
 
 

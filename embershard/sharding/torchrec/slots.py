@@ -42,7 +42,7 @@ _FBGEMM_CACHE_ARGUMENTS = frozenset(
 # What FBGEMM may keep per row, by its names.
 _PER_ROW_TENSORS = ("weights", "momentum1", "momentum2", "prev_iter", "row_counter")
 # FBGEMM returns from these optimizers' forward before it counts the iteration.
-_UNCOUNTED_OPTIMIZERS = (EmbOptimType.EXACT_SGD, EmbOptimType.LARS_SGD, EmbOptimType.EXACT_ADAGRAD)
+_UNCOUNTED_OPTIMIZERS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD)
 
 
 class SlotTable(nn.Module):

@@ -59,7 +59,7 @@ def test_a_pool_takes_what_was_predicted(optimizer, policy, scoring, by_next_use
     assert memory.device_bytes(slots + 3) - memory.device_bytes(slots) == 3 * memory.slot_bytes
 
 
-@pytest.mark.parametrize("kind", ["adam", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb", "lars_sgd"])
+@pytest.mark.parametrize("kind", ["adam", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb"])
 def test_states_of_other_optimizers(kind):
     """As the FBGEMM that is installed lays them out."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType

@@ -22,8 +22,6 @@ from tests.ranks.parity import OPTIMIZERS
     [
         (lambda: EmbeddingOptimizerConfig(kind="sgd", eps=1e-6), "eps has no effect"),
         (lambda: EmbeddingOptimizerConfig(kind="sgd", weight_decay=0.1), "weight_decay has no effect"),
-        (lambda: EmbeddingOptimizerConfig(kind="lars_sgd", eps=1e-6), "eps has no effect"),
-        (lambda: EmbeddingOptimizerConfig(kind="lars_sgd", betas=(0.9, 0.99)), "betas has no effect"),
         (lambda: EmbeddingOptimizerConfig(kind="adagrad", weight_decay=0.1), "weight_decay has no effect"),
         (lambda: EmbeddingOptimizerConfig(betas=(0.9, 0.99)), "betas has no effect"),
         (lambda: EmbeddingOptimizerConfig(lr=0.0), "needed more than 0"),
