@@ -5,10 +5,10 @@
 
 A DLRM with dim 128 and row-wise Adagrad. Every variant is built beside the resident model (TorchRec's FUSED), trained
 in turn with it on the same batches, block by block, and freed. Variants: embershard with `frequency` and with
-look-ahead; TorchRec's FUSED_UVM_CACHING with LRU and LFU, with and without its prefetch pipeline, at as many device
-bytes as embershard takes; FUSED_UVM. Also: what the link gives (a copy of pinned memory), and what a gather of random
-rows gets of it, at several dims. Without a GPU the variants of TorchRec that need one are left out, and the rest only
-shows that the benchmark works.
+look-ahead; TorchRec's FUSED_UVM_CACHING with LRU, with and without its prefetch pipeline, and with LFU (for which
+FBGEMM has no prefetching), at as many device bytes as embershard takes; FUSED_UVM. Also: what the link gives (a copy of
+pinned memory), and what a gather of random rows gets of it, at several dims. Without a GPU the variants of TorchRec
+that need one are left out, and the rest only shows that the benchmark works.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import itertools
 import json
 import math
 import statistics
@@ -94,7 +93,11 @@ def variants(ratios: list[float]) -> list[Variant]:
             Variant(f"embershard {policy} {ratio:.1%}", CACHED_KERNEL, policy, ratio)
             for policy in ("frequency", "lookahead")
         ]
-        for algorithm, prefetch in itertools.product((CacheAlgorithm.LRU, CacheAlgorithm.LFU), (False, True)):
+        for algorithm, prefetch in (
+            (CacheAlgorithm.LRU, False),
+            (CacheAlgorithm.LRU, True),
+            (CacheAlgorithm.LFU, False),
+        ):
             how = " with prefetch" if prefetch else ""
             name = f"uvm caching {algorithm.name.lower()}{how} {ratio:.1%}"
             found.append(Variant(name, "fused_uvm_caching", None, ratio, algorithm, prefetch))
@@ -147,6 +150,12 @@ class Trained:
         self._progress: Callable[[Iterator[Batch]], Any] = self._pipeline.progress
         self.device_bytes = _allocated(device) - before
 
+    def warm_up(self, count: int) -> None:
+        """The first batches. What the pipeline keeps from then on counts among the device bytes."""
+        before = _allocated(self._device)
+        self.steps(count)
+        self.device_bytes += _allocated(self._device) - before
+
     def steps(self, count: int) -> float:
         """Seconds per step over the next batches."""
         synchronize(self._device)
@@ -166,6 +175,13 @@ class Trained:
         stall = self._pipeline.stats().stall_seconds if isinstance(self._pipeline, LookAheadPipeline) else 0.0
         return {**found, "stall_seconds": stall}
 
+    def depths(self) -> dict[str, Any]:
+        """How far embershard's pipeline looked ahead: less than asked for where `max_known_bytes` was reached."""
+        if not isinstance(self._pipeline, LookAheadPipeline):
+            return {}
+        stats = self._pipeline.stats()
+        return {"lookahead_min": stats.lookahead_min, "prefetch_mean": stats.prefetch_mean}
+
 
 def _build(
     variant: Variant, batches: Batches, options: argparse.Namespace, device: torch.device
@@ -181,6 +197,9 @@ def _build(
     )
     profile = batches.profile(options.profile_batches) if variant.policy == "frequency" else None
     fused = {**_OPTIMIZER, **({"prefetch_pipeline": True} if variant.prefetch else {})}
+    if variant.needs_cuda:
+        # Managed memory, FBGEMM's default, is for tables that would fit the GPU: beyond that it can hang the driver.
+        fused["uvm_host_mapped"] = _table_bytes(batches.rows, options) > torch.cuda.mem_get_info(device)[0]
     sharder: Any = StockEmbeddingBagCollectionSharder(fused_params=fused)
     if variant.policy is not None:
         config = CacheConfig(ratio=variant.ratio, policy=variant.policy)  # type: ignore[arg-type]
@@ -248,17 +267,19 @@ def compare(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
             continue
         try:
             cases.append(_case(variant, batches, options, device))
-        except torch.cuda.OutOfMemoryError as error:
+        except Exception as error:
+            if not (variant.needs_cuda or isinstance(error, torch.cuda.OutOfMemoryError)):
+                raise
             left_out.append(f"{variant.name}: {str(error).splitlines()[0]}")
         print(json.dumps((cases or left_out)[-1]), file=sys.stderr, flush=True)
         _free(device)
-    return {"rows": sum(rows), "table_bytes": sum(rows) * options.dim * 4, "cases": cases, "left_out": left_out}
+    return {"rows": sum(rows), "table_bytes": _table_bytes(rows, options), "cases": cases, "left_out": left_out}
 
 
 def _case(variant: Variant, batches: Batches, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     resident, cached = (Trained(each, batches, options, device) for each in (RESIDENT, variant))
     for each in (resident, cached):
-        each.steps(options.warmup_steps)
+        each.warm_up(options.warmup_steps)
     before, seconds = cached.counts(), {"resident": [], variant.name: []}  # type: ignore[var-annotated]
     for block in range(options.blocks):
         for each in (resident, cached) if block % 2 == 0 else (cached, resident):
@@ -276,6 +297,7 @@ def _case(variant: Variant, batches: Batches, options: argparse.Namespace, devic
         "samples_per_second": round(options.batch_size / own),
         "device_bytes": cached.device_bytes,
         "resident_device_bytes": resident.device_bytes,
+        **cached.depths(),
         "per_step": {name: round(value, 6) for name, value in done.items()},
         "link_gb_per_second": round(moved / own / 1e9, 3),
     }
@@ -337,6 +359,10 @@ def _speed(call: Callable[[], Any], num_bytes: int, device: torch.device, repeat
 def _rows(options: argparse.Namespace) -> list[int]:
     sizes = [table.num_rows for table in CRITEO_KAGGLE] if options.tables == "kaggle" else list(TERABYTE)
     return [max(3, round(min(rows, options.max_rows) * options.scale)) for rows in sizes]
+
+
+def _table_bytes(rows: list[int], options: argparse.Namespace) -> int:
+    return sum(rows) * int(options.dim) * 4
 
 
 def _allocated(device: torch.device) -> int:

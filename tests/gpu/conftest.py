@@ -1,4 +1,4 @@
-"""One rank on the first GPU."""
+"""Ranks on the first GPU."""
 
 from __future__ import annotations
 
@@ -8,10 +8,22 @@ import pytest
 
 from tests.ranks.workers import RankPool
 
+# Kernels are compiled, and libraries of gigabytes loaded, before a process's first answer.
+_TIMEOUT_SECONDS = 400.0
+
 
 @pytest.fixture(scope="session")
 def gpu_rank() -> Iterator[RankPool]:
     """A group of one process: NCCL for what is on the GPU, gloo for the rest."""
-    pool = RankPool(1, backend="cpu:gloo,cuda:nccl")
+    pool = RankPool(1, backend="cpu:gloo,cuda:nccl", timeout_seconds=_TIMEOUT_SECONDS)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def two_gpu_ranks() -> Iterator[RankPool]:
+    """A group of two processes that share the GPU, as two nodes of one rank each. NCCL refuses that, so gloo exchanges
+    what is on the GPU, too."""
+    pool = RankPool(2, local_world_size=1, timeout_seconds=_TIMEOUT_SECONDS)
     yield pool
     pool.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.ranks.parity import OPTIMIZERS, Case, compare
+from tests.ranks.parity import OPTIMIZERS, Case, compare, places_of_parameters
 from tests.ranks.workers import RankPool
 
 POLICIES = ("lfu", "frequency")
@@ -39,6 +39,27 @@ def test_half_precision_and_evaluations_in_between(gpu_rank: RankPool, transfer:
     case = Case(device="cuda", transfer=transfer, fp16=(0, 2), ratio=0.35, evaluate_every=4)
     (outcome,) = gpu_rank.run(compare, case, POLICIES)
     _check(outcome, states=True)
+
+
+def test_tables_that_stay(gpu_rank: RankPool) -> None:
+    """FBGEMM's backward tells the rows of a pool apart by number: small tables are no exception."""
+    case = Case(device="cuda", rows=(1000, 30, 2000, 9), ratio=0.27)
+    (outcome,) = gpu_rank.run(compare, case, POLICIES)
+    _check(outcome, states=True, evictions=300)
+
+
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "column_wise"])
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adam"])
+def test_two_ranks(two_gpu_ranks: RankPool, sharding: str, optimizer: str) -> None:
+    case = Case(device="cuda", sharding=sharding, optimizer=optimizer, local_world_size=1, ratio=0.3)
+    for outcome in two_gpu_ranks.run(compare, case, POLICIES):
+        _check(outcome, states=True, evictions=300)
+
+
+def test_cached_tables_stay_in_host_memory(gpu_rank: RankPool) -> None:
+    """Wrapping the model for data parallelism moves the rest of it to the GPU."""
+    (places,) = gpu_rank.run(places_of_parameters, Case(device="cuda"))
+    assert {name.split(".")[0]: place for name, place in places.items()} == {"embeddings": "cpu", "dense": "cuda"}
 
 
 def test_rows_in_mapped_files(gpu_rank: RankPool, tmp_path: object) -> None:

@@ -46,8 +46,9 @@ def start_before_the_other(first: int) -> int:
 
 
 def several_at_once(rounds: int) -> list[tuple[int, int]]:
-    """Two agreements in flight at a time keep their answers apart."""
-    one, two, rank = Agreement("cpu"), Agreement("cpu"), dist.get_rank()
+    """Two agreements in flight at a time keep their answers apart. One is that of a GPU, whose ranks agree in host
+    memory where their group can."""
+    one, two, rank = Agreement("cpu"), Agreement("cuda"), dist.get_rank()
     found = []
     for i in range(rounds):
         one.start(Supply.READY if rank != i % 2 else Supply.FULL)

@@ -175,6 +175,21 @@ def abandoned_forward(case: Case) -> list[int]:
     return [*pins, _pins(model)]
 
 
+def convert_the_model(case: Case) -> dict[str, bool]:
+    """What `DistributedModelParallel` does to a model when it moves it to its device: here, to doubles. Which
+    parameters changed, and whether those of the tables are the host tier's rows, still."""
+    model = build(case, cached=True)
+    model.module.to(torch.float64)
+    pools = list(cached_embeddings(model))
+    memory = {rows.untyped_storage().data_ptr() for pool in pools for rows in pool.host.table_weights()}
+    rows = {n: p for n, p in model.module.named_parameters() if ".t" in n}
+    return {
+        "dense": all(p.dtype == torch.float64 for n, p in model.module.named_parameters() if n not in rows),
+        "rows": any(p.dtype == torch.float64 for p in rows.values()),
+        "rows in the host tier": all(p.untyped_storage().data_ptr() in memory for p in rows.values()) and bool(rows),
+    }
+
+
 def bad_id(case: Case, feature: int, bad: int) -> str:
     """An id out of range on this rank; the error's text. Raised before any collective, on every rank
     alike."""

@@ -1,6 +1,7 @@
 """Random waits in every stage of the look-ahead pipeline and in every copy, to find what depends on timing.
 
-The waits follow a seed, and each stage has random numbers of its own: threads do not change each other's.
+The waits follow a seed, and each stage has random numbers of its own: threads do not change each other's. On a GPU it
+is the streams that wait, each one where it stands, so that what no event orders is likely to go wrong.
 """
 
 from __future__ import annotations
@@ -12,9 +13,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import torch
+
 from embershard import LookAheadPipeline
+from embershard.cache.copies import RowCopies
+from embershard.cache.row_cache import RowCache
 from embershard.cache.transfer import PlainTransfer
 from embershard.sharding.torchrec.inputs import ModuleInput
+
+_CYCLES_PER_SECOND = 1.5e9
 
 STAGES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (
@@ -24,24 +31,40 @@ STAGES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (ModuleInput, ("know", "make_resident", "forward")),
     (PlainTransfer, ("fill", "collect", "land")),
 )
+# On a GPU: where kernels are queued on the stream of each stage, the copies' among them, and the training's.
+GPU_STAGES: tuple[tuple[type, tuple[str, ...]], ...] = (
+    *STAGES[:2],
+    (RowCopies, ("_execute", "trained")),
+    (RowCache, ("know", "prepare", "wait", "flush", "read")),
+)
 
 
 @contextlib.contextmanager
-def random_delays(seed: int, rank: int, most_seconds: float = 0.004) -> Iterator[dict[str, int]]:
+def random_delays(seed: int, rank: int, most_seconds: float = 0.004, on_gpu: bool = False) -> Iterator[dict[str, int]]:
     """Every third call of a stage or a copy waits, before or after its work. Gives the number of waits by stage."""
     waits: dict[str, int] = {}
     with contextlib.ExitStack() as stack:
-        for owner, names in STAGES:
+        for owner, names in GPU_STAGES if on_gpu else STAGES:
             for name in names:
                 stage = f"{owner.__name__}.{name}"
                 numbers = random.Random(f"{seed} {rank} {stage}")
-                delayed = _delayed(getattr(owner, name), stage, numbers, most_seconds, waits)
+                wait = _let_the_stream_wait if on_gpu else time.sleep
+                delayed = _delayed(getattr(owner, name), stage, numbers, most_seconds, waits, wait)
                 stack.enter_context(mock.patch.object(owner, name, delayed))
         yield waits
 
 
+def _let_the_stream_wait(seconds: float) -> None:
+    torch.cuda._sleep(int(seconds * _CYCLES_PER_SECOND))
+
+
 def _delayed(
-    function: Callable[..., Any], stage: str, numbers: random.Random, most_seconds: float, waits: dict[str, int]
+    function: Callable[..., Any],
+    stage: str,
+    numbers: random.Random,
+    most_seconds: float,
+    waits: dict[str, int],
+    wait: Callable[[float], None],
 ) -> Callable[..., Any]:
     waits[stage] = 0
 
@@ -50,12 +73,12 @@ def _delayed(
         seconds, before = numbers.random() * most_seconds, numbers.random() < 0.5
         waits[stage] += waits_now
         if waits_now and before:
-            time.sleep(seconds)
+            wait(seconds)
         try:
             return function(*args, **kwargs)
         finally:
             if waits_now and not before:
-                time.sleep(seconds)
+                wait(seconds)
 
     return with_delays
 

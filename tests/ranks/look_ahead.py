@@ -107,7 +107,9 @@ class Batch(Pipelineable):
         return Batch(self.features.to(device, non_blocking), self.labels.to(device, non_blocking=non_blocking))
 
     def record_stream(self, stream: Any) -> None:
-        """Nothing on a CPU."""
+        """As TorchRec's batches."""
+        self.features.record_stream(stream)
+        self.labels.record_stream(stream)
 
 
 class Model(nn.Module):
@@ -176,7 +178,7 @@ class Plain:
 
     def progress(self, batches: Iterator[Batch]) -> Tensor:
         """One step; in evaluation mode the forward alone."""
-        batch = next(batches)
+        batch = next(batches).to(self._model.device)  # type: ignore[arg-type]
         if self._model.training:
             self._optimizer.zero_grad()
         loss, output = self._model(batch)
@@ -222,8 +224,12 @@ def _weights(features: KeyedJaggedTensor, count: int) -> Tensor | None:
 
 
 def build(case: Case, cached: bool, make_model: Callable[[Any], nn.Module] = Model) -> DistributedModelParallel:
-    """The sharded model, from seed 7, on this rank."""
-    return parity.build(case, cached, make_model)
+    """The sharded model, from seed 7, on this rank; on a GPU, which draws other numbers, the cached one starts from
+    stock's."""
+    model = parity.build(case, cached, make_model)
+    if cached and case.device != "cpu":
+        parity.start_from(model, reference(case).after[0])
+    return model
 
 
 def dense_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -241,7 +247,7 @@ def pipeline(model: nn.Module, run: Run, **arguments: Any) -> LookAheadPipeline:
     return LookAheadPipeline(
         model,
         dense_optimizer(model),
-        torch.device("cpu"),
+        model.device,  # type: ignore[arg-type]
         lookahead=run.lookahead,
         prefetch=run.prefetch,
         max_known_bytes=run.max_known_bytes,
@@ -353,7 +359,7 @@ def as_run(
         if run.even_if_crowded:
             stack.enter_context(mock.patch.object(InFlight, "would_crowd", return_value=False))
         if run.delays is not None:
-            stack.enter_context(random_delays(run.delays, dist.get_rank()))
+            stack.enter_context(random_delays(run.delays, dist.get_rank(), on_gpu=case.device != "cpu"))
         yield model, loop
         loop.detach()
 

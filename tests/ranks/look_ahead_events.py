@@ -70,7 +70,7 @@ def _evaluation(model: nn.Module, case: Case) -> Callable[[int], Any]:
             return None
         before = _cache_contents(model)
         with torch.no_grad():
-            loss, _ = model(batches(case, 1, seed=1000 + step)[0])
+            loss, _ = model(batches(case, 1, seed=1000 + step)[0].to(model.device))
         return loss.item() if before == _cache_contents(model) else "the evaluation changed the cache"
 
     return after
@@ -78,6 +78,8 @@ def _evaluation(model: nn.Module, case: Case) -> Callable[[int], Any]:
 
 def _cache_contents(model: nn.Module) -> list[Any]:
     """Who is cached where, and the counters that the cache's behaviour shows in."""
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()  # maps are read past the cache, which would wait for the streams that write them
     maps = [pool.cache.planner.map.key_of_slot.tolist() for pool in cached_embeddings(model)]
     counted = [(s.lookups, s.fills, s.evictions, s.write_backs) for s in cache_stats(model)]
     return [maps, counted]
@@ -410,7 +412,7 @@ def failing_copy(case: Case, run: Run, copy: str, number: int) -> dict[str, Any]
 
 def _evaluate(model: nn.Module, batch: Batch) -> float:
     with torch.no_grad():
-        return model(batch)[1].item()
+        return model(batch.to(model.device))[1].item()
 
 
 def save_after_a_failed_fill(case: Case, run: Run) -> dict[str, Any]:

@@ -249,7 +249,7 @@ def snapshot(model: DistributedModelParallel, states_first: bool = True) -> dict
 
 
 @torch.no_grad()
-def _start_from(model: DistributedModelParallel, initial: dict[str, Tensor]) -> None:
+def start_from(model: DistributedModelParallel, initial: dict[str, Tensor]) -> None:
     """Give this rank's weights the values of a snapshot: a GPU draws other numbers than the CPU, where the cached
     tables were initialized."""
     for name, value in model.state_dict().items():
@@ -296,7 +296,7 @@ def compare(case: Case, policies: tuple[str, ...] | None = None) -> dict[str, Ou
         ours = dataclasses.replace(case, policy=policy)
         model = build(ours, cached=True)
         if case.device != "cpu":
-            _start_from(model, expected["initial"])
+            start_from(model, expected["initial"])
         different = [f"initial {name}" for name in differences(expected["initial"], snapshot(model))]
         losses = train(model, ours)
         different += [f"loss {i}" for i, (a, b) in enumerate(zip(expected["losses"], losses, strict=True)) if a != b]
@@ -311,6 +311,13 @@ def compare(case: Case, policies: tuple[str, ...] | None = None) -> dict[str, Ou
 def compare_all(cases: list[Case], policies: tuple[str, ...] | None = None) -> list[dict[str, Outcome]]:
     """:func:`compare` for several cases in one call."""
     return [compare(case, policies) for case in cases]
+
+
+def places_of_parameters(case: Case) -> dict[str, str]:
+    """Kind of device of every parameter of a cached model."""
+    model: Any = build(case, cached=True).module
+    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    return {name: parameter.device.type for name, parameter in inner.named_parameters()}
 
 
 def losses_of(case: Case) -> list[float]:

@@ -61,6 +61,12 @@ def test_a_forward_without_backward_gives_its_pins_back(one_rank: RankPool) -> N
     assert one_rank.run(behaviour.abandoned_forward, Case(ratio=0.5)) == [[1, 0, 0]]
 
 
+@pytest.mark.parametrize("sequence", [False, True])
+def test_converting_the_model_leaves_cached_rows_where_they_are(one_rank: RankPool, sequence: bool) -> None:
+    (found,) = one_rank.run(behaviour.convert_the_model, Case(sequence=sequence))
+    assert found == {"dense": True, "rows": False, "rows in the host tier": True}
+
+
 @pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
 @pytest.mark.parametrize("bad", [-1, 2000, 2**40])
 def test_an_id_out_of_range_is_named(two_ranks: RankPool, sharding: str, bad: int) -> None:

@@ -32,8 +32,15 @@ class RankPool:
     processes are replaced.
     """
 
-    def __init__(self, world_size: int, local_world_size: int | None = None, backend: str = "gloo") -> None:
+    def __init__(
+        self,
+        world_size: int,
+        local_world_size: int | None = None,
+        backend: str = "gloo",
+        timeout_seconds: float = _TIMEOUT_SECONDS,
+    ) -> None:
         self._world_size = world_size
+        self._timeout_seconds = timeout_seconds
         self._backend = backend
         self._local_world_size = local_world_size or world_size
         self._start()
@@ -43,7 +50,7 @@ class RankPool:
         for pipe in self._pipes:
             pipe.send((function, args))
         answers: dict[int, tuple[str | None, Any]] = {}
-        timeout = _TIMEOUT_SECONDS
+        timeout = self._timeout_seconds
         while len(answers) < self._world_size:
             waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
             ready = wait(list(waiting), timeout)
