@@ -53,9 +53,10 @@ class CacheConfig:
     `staged`: through page-locked buffers, for mapped files or where memory cannot be locked. `plain`: torch's indexed
     copies. Default: `plain` on a CPU; on a GPU `triton_uva` with `host = "memory"`, else `staged`."""
 
-    slot_map: MapKind = "array"
+    slot_map: MapKind | None = None
     """Where the slots of rows are looked up. `array`: 4 bytes for every row of the shard. `hashed`: 24 bytes for every
-    slot, more while more rows than slots are known ahead; each look-up takes longer."""
+    slot, more while more rows than slots are known ahead; each look-up takes longer. Default: `array`; on a GPU
+    `hashed` for pools of more than 2^27 rows."""
 
     overflow: Literal["grow", "raise"] = "grow"
     """When one batch needs more rows than there are slots: enlarge the cache with a warning, or raise."""
@@ -86,7 +87,7 @@ class CacheConfig:
         _one_of("policy", self.policy, (None, "lookahead", "frequency", "lfu", "lru"))
         _one_of("host", self.host, ("memory", "mmap"))
         _one_of("overflow", self.overflow, ("grow", "raise"))
-        _one_of("slot_map", self.slot_map, ("array", "hashed"))
+        _one_of("slot_map", self.slot_map, (None, "array", "hashed"))
         _one_of("transfer", self.transfer, (None, "plain", "staged", "triton_uva"))
         if self.transfer == "triton_uva" and self.host == "mmap":
             raise ConfigError(

@@ -7,6 +7,7 @@ any device.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Literal, Protocol
 
 import torch
@@ -22,7 +23,16 @@ _CELL_BYTES = 8
 _BUCKET = 8  # cells that are read together: 32 bytes of keys, one sector of device memory
 _LOAD = 0.75  # share of the cells in use beyond which the table grows
 _NOBODY = -1
-_FIRST_HASH, _SECOND_HASH = -7046029254386353131, -4417276706812531889  # odd; 2**64 / golden ratio, and another
+_HASHES = (-7046029254386353131, -4417276706812531889)  # odd; 2**64 / golden ratio, and another
+_MOST_ARRAY_ROWS = 2**27  # 512 MiB
+_HAS_TRITON = find_spec("triton") is not None
+
+
+def map_kind(wanted: MapKind | None, num_rows: int, device_type: str) -> MapKind:
+    """The kind in force for a pool of so many rows: on a GPU, whose memory is short, large pools are hashed."""
+    if wanted is not None:
+        return wanted
+    return "hashed" if device_type == "cuda" and num_rows > _MOST_ARRAY_ROWS else "array"
 
 
 class KeyEntries(Protocol):
@@ -113,14 +123,13 @@ class HashedEntries:
         """
         if keys.is_cpu and keys.numel() and not (int(keys.min()) >= 0 and int(keys.max()) < self._num_keys):
             raise IndexError(f"keys from {int(keys.min())} to {int(keys.max())}, needed 0 to {self._num_keys - 1}")
-        cells = self._find(keys)
-        return self._entries.gather(0, cells.clamp_min(0)).masked_fill_(cells < 0, 0)
+        return self._look_up(keys)[1]
 
     def put(self, keys: Tensor, entries: Tensor | int) -> None:
         """See :class:`KeyEntries`."""
         if not isinstance(entries, Tensor):
             entries = torch.full(keys.shape, entries, dtype=torch.int32, device=keys.device)
-        cells = self._find(keys)
+        cells, _ = self._look_up(keys)
         present = (cells >= 0).nonzero().flatten()
         taken, values = cells.index_select(0, present), entries.index_select(0, present)
         self._entries.scatter_(0, taken, values)
@@ -141,6 +150,15 @@ class HashedEntries:
         entries = torch.zeros(self._num_keys, dtype=torch.int32, device=self._keys.device)
         return entries.scatter_(0, self._keys.index_select(0, live).long(), self._entries.index_select(0, live))
 
+    def _look_up(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Cells of ``keys``, int64 [N], -1 where a key has none, and their entries, int32 [N], 0 where it has none."""
+        if keys.is_cpu or not _HAS_TRITON:
+            cells = self._find(keys)
+            return cells, self._entries.gather(0, cells.clamp_min(0)).masked_fill_(cells < 0, 0)
+        from embershard.cache import hash_kernels  # triton is not installed everywhere
+
+        return hash_kernels.look_up(keys, self._keys, self._entries, self._num_buckets, _BUCKET, _HASHES)
+
     def _find(self, keys: Tensor) -> Tensor:
         """Cells of ``keys``: int64 [N]; -1 where a key has none."""
         wanted, cells = keys.int().unsqueeze(1), torch.full_like(keys, _NOBODY)
@@ -153,7 +171,7 @@ class HashedEntries:
 
     def _buckets(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Both buckets of ``keys``: int64 [N] each."""
-        first, second = (((keys * factor) >> 32) & 0xFFFFFFFF for factor in (_FIRST_HASH, _SECOND_HASH))
+        first, second = (((keys * factor) >> 32) & 0xFFFFFFFF for factor in _HASHES)
         return (first * self._num_buckets) >> 32, (second * self._num_buckets) >> 32
 
     def _insert(self, keys: Tensor, entries: Tensor) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from embershard.cache.key_entries import ARRAY_ROW_BYTES, HASHED_SLOT_BYTES, MapKind
+from embershard.cache.key_entries import ARRAY_ROW_BYTES, HASHED_SLOT_BYTES, MapKind, map_kind
 from embershard.sharding.sizes import ModelSize, PlacedShard
 
 _MAP_SLOT_BYTES = 4 + 8  # slot -> key, use stamp
@@ -29,7 +29,8 @@ class MemorySettings:
         lookahead, prefetch: batches known, and resident, ahead of the one in training.
         has_profile: whether the caches get row counts.
         batch_size: samples per rank and step.
-        slot_map: kind of the map from rows to slots.
+        slot_map: kind of the maps from rows to slots; None where each pool's size decides.
+        device: "cpu" or "cuda".
     """
 
     scoring: Literal["frequency", "lfu", "lru"]
@@ -38,7 +39,8 @@ class MemorySettings:
     prefetch: int
     has_profile: bool
     batch_size: int
-    slot_map: MapKind = "array"
+    slot_map: MapKind | None = None
+    device: Literal["cpu", "cuda"] = "cpu"
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ class PoolMemory:
 def pool_memory(shards: Sequence[PlacedShard], settings: MemorySettings) -> PoolMemory:
     """Of the pool that these shards share; they have the same row payload."""
     rows = sum(shard.rows for shard in shards)
-    return cache_memory(rows, shards[0].row_bytes, settings.scoring, settings.by_next_use, settings.slot_map)
+    kind = map_kind(settings.slot_map, rows, settings.device)
+    return cache_memory(rows, shards[0].row_bytes, settings.scoring, settings.by_next_use, kind)
 
 
 def cache_memory(

@@ -39,7 +39,7 @@ class RunShape:
         has_profile: whether the caches get row counts.
         num_steps: of the run, where that is known.
         pooled_number_bytes: of one number of a pooled embedding between ranks, and of its gradient, together.
-        slot_map: kind of the caches' maps.
+        slot_map: kind of the caches' maps; None where each pool's size decides.
     """
 
     world_size: int
@@ -50,7 +50,7 @@ class RunShape:
     has_profile: bool
     num_steps: int | None = None
     pooled_number_bytes: float = 8
-    slot_map: MapKind = "array"
+    slot_map: MapKind | None = None
 
     @property
     def global_batch_size(self) -> int:
@@ -69,6 +69,7 @@ class RunShape:
             self.has_profile,
             self.batch_size,
             self.slot_map,
+            self.device,
         )
 
 

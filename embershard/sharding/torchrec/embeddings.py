@@ -17,6 +17,7 @@ from torchrec.modules.embedding_configs import data_type_to_dtype, data_type_to_
 from embershard.cache.forecast import KnownBatch
 from embershard.cache.home_tables import home_tables
 from embershard.cache.host_store import HostStore
+from embershard.cache.key_entries import map_kind
 from embershard.cache.row_cache import RowCache
 from embershard.cache.scores import make_scores
 from embershard.cache.statistics import TableStats
@@ -100,7 +101,7 @@ class CachedTableBatchedEmbeddings(nn.Module):
             lookahead=spec.lookahead,
             background=spec.config.background,
             make_transfer=transfer_maker(transfer_kind(spec.config, self._device), self._device, self.host.payload),
-            kind=spec.config.slot_map,
+            kind=map_kind(spec.config.slot_map, num_rows, self._device.type),
         )
 
     # -- the step

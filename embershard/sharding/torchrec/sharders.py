@@ -95,7 +95,9 @@ class _Cached:
         device: Any,
         **rest: Any,
     ) -> Any:
-        spec = CacheSpec.make(self._cache, self._profile, params, env.rank, self._plan)
+        spec = CacheSpec.make(
+            self._cache, self._profile, params, env.rank, self._plan, torch.device(device or "cpu").type
+        )
         fused_params = {**(self.fused_params or {}), SPEC_KEY: spec}  # type: ignore[attr-defined]
         params = {name: _on_host(param) for name, param in params.items()}
         return new_sharded_module(

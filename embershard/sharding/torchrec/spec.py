@@ -9,6 +9,7 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ParameterSharding
 
 from embershard.cache.config import LEAST_SLOTS, CacheConfig
+from embershard.cache.key_entries import map_kind
 from embershard.cache.profile import FrequencyProfile
 from embershard.errors import ConfigError, ShardingError
 from embershard.sharding.memory_model import cache_memory
@@ -37,6 +38,7 @@ class CacheSpec:
         profile: row counts per table, or None.
         rank: that the module is sharded for.
         rank_weights: elements of all cached tables' shards on this rank, to divide ``device_bytes`` by.
+        device_type: of the slots.
         planned_slots: of every pool of this rank, by the names of its tables; None: ``config`` decides.
     """
 
@@ -47,6 +49,7 @@ class CacheSpec:
     profile: FrequencyProfile | None
     rank: int
     rank_weights: int
+    device_type: str = "cpu"
     planned_slots: dict[tuple[str, ...], int] | None = None
 
     @classmethod
@@ -57,6 +60,7 @@ class CacheSpec:
         params: dict[str, ParameterSharding],
         rank: int,
         plan: Plan | None = None,
+        device_type: str = "cpu",
     ) -> CacheSpec:
         """The spec of a module whose tables are placed by ``params``, which follow ``plan`` where there is one."""
         has_profile = profile is not None
@@ -71,6 +75,7 @@ class CacheSpec:
             profile=profile,
             rank=rank,
             rank_weights=sum(rows * cols for rows, cols in here),
+            device_type=device_type,
             planned_slots=None if plan is None else {p.tables: p.slots for p in plan.pools if p.rank == rank},
         )
 
@@ -103,7 +108,8 @@ class CacheSpec:
         rows = sum(table.local_rows for table in tables)
         weights = sum(table.local_rows * table.local_cols for table in tables)
         share = self.config.device_bytes * weights // self.rank_weights
-        memory = cache_memory(rows, row_bytes, self.scoring, self.lookahead, self.config.slot_map)
+        kind = map_kind(self.config.slot_map, rows, self.device_type)
+        memory = cache_memory(rows, row_bytes, self.scoring, self.lookahead, kind)
         slots = (share - memory.map_bytes) // memory.slot_bytes - 1  # the null slot; more than rows may be left over
         if slots < 1:
             least = memory.device_bytes(1) * self.rank_weights // weights + 1

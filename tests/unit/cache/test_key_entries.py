@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embershard.cache import SlotMap
-from embershard.cache.key_entries import ArrayEntries, HashedEntries
+from embershard.cache import SlotMap, hash_kernels
+from embershard.cache.key_entries import _BUCKET, _HASHES, ArrayEntries, HashedEntries, map_kind
 
 CPU = torch.device("cpu")
 NUM_KEYS = 300
@@ -86,3 +86,27 @@ def test_room_that_was_given_up_is_used_again():
 def test_a_key_that_is_none_is_not_taken_for_another(key):
     with pytest.raises(IndexError, match="needed 0 to 299"):
         HashedEntries(NUM_KEYS, 20, CPU).get(ids([3, key]))
+
+
+@pytest.mark.parametrize("count", [0, 1, 127, 128, 129, 1000])
+@pytest.mark.parametrize("num_keys", [3000, 2**31 - 1])
+def test_the_kernel_finds_what_torch_s_operations_find(count, num_keys):
+    """In Triton's interpreter, where there is no GPU."""
+    generator = torch.Generator().manual_seed(count)
+    hashed = HashedEntries(num_keys, 200, CPU)
+    held = torch.randint(0, num_keys, (400,), generator=generator).unique()
+    hashed.put(held, torch.arange(1, held.numel() + 1, dtype=torch.int32) * (-1) ** torch.arange(held.numel()).int())
+    others = torch.randint(0, num_keys, (count,), generator=generator)
+    keys = torch.where(torch.rand(count, generator=generator) < 0.5, held[others % held.numel()], others)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tensors = [tensor.to(device) for tensor in (keys, hashed._keys, hashed._entries)]
+    cells, entries = hash_kernels.look_up(*tensors, hashed._num_buckets, _BUCKET, _HASHES)
+    assert torch.equal(cells.cpu(), hashed._find(keys))
+    assert torch.equal(entries.cpu(), hashed.get(keys))
+    assert count < 100 or 0 < int((cells >= 0).sum()) < count
+
+
+def test_large_pools_on_a_gpu_are_hashed_by_themselves():
+    assert map_kind(None, 2**27, "cuda") == map_kind(None, 2**31 - 1, "cpu") == "array"
+    assert map_kind(None, 2**27 + 1, "cuda") == "hashed"
+    assert (map_kind("array", 2**30, "cuda"), map_kind("hashed", 10, "cpu")) == ("array", "hashed")

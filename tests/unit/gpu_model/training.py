@@ -19,7 +19,7 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
-from embershard.cache import memory, page_lock
+from embershard.cache import key_entries, memory, page_lock
 from embershard.cache.config import CacheConfig
 from embershard.cache.row_kernels import RowKernel
 from embershard.distributed import look_ahead
@@ -185,6 +185,7 @@ def modelled(setting: Setting) -> Iterator[tuple[Gpu, Module, threading.Event]]:
         gpu = stack.enter_context(Gpu())
         for owner, name, stand_in in (
             (embeddings, "SlotTable", _Slots),
+            (key_entries, "_HAS_TRITON", False),
             (page_lock, "cpus_beside", lambda device: ()),
             (page_lock, "lock_for_cuda", lambda device, address, size: may_lock.wait()),
             (page_lock, "unlock_for_cuda", lambda device, address: None),

@@ -154,6 +154,15 @@ def test_the_window_is_no_longer_than_the_pipeline_keeps_it(monkeypatch):
     assert long - short == (6 - 4) * 3 * 800 * 20  # prefetch + 2 batches stay
 
 
+def test_large_pools_on_a_gpu_are_hashed():
+    """A map of 4 bytes per row is what a smaller pool has."""
+    gpu = dataclasses.replace(SETTINGS, device="cuda")
+    small, large = (pool_memory([shard_of(size_of(rows))], gpu) for rows in (2**27, 2**27 + 1))
+    assert (small.map_bytes, large.map_bytes) == (4 * 2**27, 0)
+    assert large.slot_bytes - small.slot_bytes == 24
+    assert pool_memory([shard_of(size_of(2**27 + 1))], SETTINGS).map_bytes > 0
+
+
 def test_a_hashed_map_takes_what_was_predicted_for_its_slots():
     rows = (40_000, 700)
     pool = make_pool(rows, CacheConfig(ratio=0.01, policy="lookahead", slot_map="hashed"))
