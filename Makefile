@@ -31,6 +31,7 @@ train: $(SETUP) ## train a small DLRM; a rank per GPU, or 2 on the CPU (CONFIG=.
 
 test: $(SETUP) ## the whole test suite (ARGS="-k cache" for a part)
 	@$(PYTHON) -m pytest -q -n 2 $(ARGS)
+	@$(if $(ARGS),,$(PYTHON) -m tests.gpu)
 
 check: $(SETUP) ## lint, format, types and the import contract
 	$(PYTHON) -m ruff check $(CODE)

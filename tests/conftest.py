@@ -11,10 +11,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: tests run side by
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before triton: its kernels run on the CPU
-
 from hypothesis import settings
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -28,6 +24,14 @@ settings.load_profile("embershard")
 torch.set_num_threads(1)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """The GPU is for tests/gpu alone. All others use the CPU on every machine, and Triton's interpreter, which is chosen
+    once for a process."""
+    places = [Path(config.invocation_params.dir, arg.split("::")[0]).resolve() for arg in config.args]
+    if not all(PROJECT / "tests" / "gpu" in (place, *place.parents) for place in places):
+        os.environ.update(CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")
+
+
 def cuda_problem() -> str:
     """Why GPU tests cannot run here; an empty string when they can."""
     if torch.cuda.is_available():
@@ -35,6 +39,8 @@ def cuda_problem() -> str:
     build = f"torch {torch.__version__}"
     if torch.version.cuda is None:
         return f"{build} is a CPU build"
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return "they need a process of their own: pytest tests/gpu"
     return f"{build} is a CUDA {torch.version.cuda} build, but finds no GPU"
 
 
