@@ -5,10 +5,11 @@
 
 A DLRM with dim 128 and row-wise Adagrad. Every variant is built beside the resident model (TorchRec's FUSED), trained
 in turn with it on the same batches, block by block, and freed. Variants: embershard with `frequency` and with
-look-ahead; TorchRec's FUSED_UVM_CACHING with LRU, with and without its prefetch pipeline, and with LFU (for which
-FBGEMM has no prefetching), at as many device bytes as embershard takes; FUSED_UVM. Also: what the link gives (a copy of
-pinned memory), and what a gather of random rows gets of it, at several dims. Without a GPU the variants of TorchRec
-that need one are left out, and the rest only shows that the benchmark works.
+look-ahead, planned between the steps' launches and in a thread beside them; TorchRec's FUSED_UVM_CACHING with LRU, with and
+without its prefetch pipeline, and with LFU (for which FBGEMM has no prefetching), at as many device bytes as embershard
+takes; FUSED_UVM. Also: what the link gives (a copy of pinned memory), and what a gather of random rows gets of it, at
+several dims. Without a GPU the variants of TorchRec that need one are left out, and the rest only shows that the
+benchmark works.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ _NUM_DENSE = 13
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to train. ``kernel``: TorchRec's; ``policy``: of embershard's cache, or None."""
+    """One way to train. ``kernel``: TorchRec's; ``policy``: of embershard's cache, or None; ``worker``: its batches are
+    planned in a thread."""
 
     name: str
     kernel: str
@@ -76,6 +78,7 @@ class Variant:
     ratio: float | None = None
     algorithm: CacheAlgorithm | None = None
     prefetch: bool = False
+    worker: bool = False
 
     @property
     def needs_cuda(self) -> bool:
@@ -93,6 +96,8 @@ def variants(ratios: list[float]) -> list[Variant]:
             Variant(f"embershard {policy} {ratio:.1%}", CACHED_KERNEL, policy, ratio)
             for policy in ("frequency", "lookahead")
         ]
+        name = f"embershard lookahead in a thread {ratio:.1%}"
+        found.append(Variant(name, CACHED_KERNEL, "lookahead", ratio, worker=True))
         for algorithm, prefetch in (
             (CacheAlgorithm.LRU, False),
             (CacheAlgorithm.LRU, True),
@@ -232,7 +237,8 @@ def _pipeline(
     device: torch.device,
 ) -> Any:
     if variant.policy == "lookahead":
-        return LookAheadPipeline(model, optimizer, device, options.lookahead, options.prefetch)
+        worker = variant.worker or device.type == "cpu"
+        return LookAheadPipeline(model, optimizer, device, options.lookahead, options.prefetch, worker=worker)
     if variant.policy is not None:  # rows come in ahead of their step, too: only eviction does not look forward
         return LookAheadPipeline(model, optimizer, device, options.prefetch, options.prefetch)
     if device.type != "cuda":
