@@ -11,13 +11,14 @@ Not modelled: how long anything takes, the kernels of FBGEMM, and collectives.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 from unittest import mock
 
@@ -26,7 +27,6 @@ from torch import Tensor
 from torch.cuda._sanitizer import StreamSynchronizations
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 
 CUDA = torch.device("cuda", 0)
 HOST = -1  # in place of a stream: what the CPU does
@@ -390,13 +390,36 @@ def _view_rows(tensor: Tensor, memory: Memory) -> Iterable[int] | None:
 def _where() -> str:
     """The innermost lines of the package's code."""
     frame: FrameType | None = sys._getframe(1)
-    found = []
+    found: list[str] = []
     while frame is not None and len(found) < 3:
-        folder, _, name = frame.f_code.co_filename.rpartition("/")
-        if "/embershard" in folder and "/tests" not in folder:
+        name = _own_file(frame.f_code)
+        if name:
             found.append(f"{name}:{frame.f_lineno}")
         frame = frame.f_back
     return " < ".join(found) or "a test"
+
+
+@functools.cache
+def _own_file(code: CodeType) -> str:
+    """Name of the file, if it is one of the package's."""
+    folder, _, name = code.co_filename.rpartition("/")
+    return name if "/embershard" in folder and "/tests" not in folder else ""
+
+
+def _leaves(value: Any) -> list[Any]:
+    """What is in (nested) arguments of an operation; torch's own function for it takes most of a test's time."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [leaf for each in value for leaf in _leaves(each)] if isinstance(value, list | tuple) else [value]
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """The same with every leaf replaced."""
+    if isinstance(value, dict):
+        return {name: _mapped(function, each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)([_mapped(function, each) for each in value])
+    return function(value)
 
 
 def _is_cuda(device: Any) -> bool:
@@ -421,7 +444,7 @@ class _Functions(TorchFunctionMode):
             if isinstance(args[0], GpuTensor):  # it stays where it is
                 dtypes = [each for each in [*args[1:], *kwargs.values()] if isinstance(each, torch.dtype)]
                 return args[0].to(*dtypes) if dtypes else args[0]
-        if _is_cuda(device) and not any(isinstance(each, GpuTensor) for each in tree_leaves(args)):
+        if _is_cuda(device) and not any(isinstance(each, GpuTensor) for each in _leaves(args)):
             kwargs["device"] = torch.device("cpu")
             made = func(*args, **kwargs)
             self._gpu.launch(getattr(func, "__name__", str(func)), [], [on_gpu := self._gpu.wrap(made)])
@@ -471,7 +494,7 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        tensors = [each for each in _leaves((args, kwargs)) if isinstance(each, Tensor)]
         on_gpu = [each for each in tensors if isinstance(each, GpuTensor)]
         name = func._schema.name
         if not on_gpu:
@@ -483,24 +506,24 @@ class _Operations(TorchDispatchMode):
         return self._on_gpu(func, name, args, kwargs)
 
     def _on_host(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        for argument, value in _arguments(func, args, kwargs):
-            for tensor in tree_leaves(value):
+        for is_written, value in _arguments(func, args, kwargs):
+            for tensor in _leaves(value):
                 if isinstance(tensor, Tensor) and not _is_view(func):
-                    self._gpu.touch_on_host(name, tensor, _is_written(argument))
+                    self._gpu.touch_on_host(name, tensor, is_written)
         return func(*args, **kwargs)
 
     def _on_gpu(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         gpu = self._gpu
-        found = func(*tree_map(_inner, args), **tree_map(_inner, kwargs))
+        found = func(*_mapped(_inner, args), **_mapped(_inner, kwargs))
         # An operation that writes to one of its arguments returns that argument.
-        made = tree_map(lambda each: gpu.wrap(each) if isinstance(each, Tensor) else each, found)
+        made = _mapped(lambda each: gpu.wrap(each) if isinstance(each, Tensor) else each, found)
         if not _is_view(func):
             reads, writes = _accesses(func, name, args, kwargs)
-            gpu.launch(name, reads, writes or [each for each in tree_leaves(made) if isinstance(each, GpuTensor)])
+            gpu.launch(name, reads, writes or [each for each in _leaves(made) if isinstance(each, GpuTensor)])
             if (name in _WAITED_FOR or _has_mask(name, args)) and kwargs.get("output_size") is None:
                 gpu.wait_for_stream(name)
-        for argument, value in _arguments(func, args, kwargs):
-            if _is_written(argument) and isinstance(value, GpuTensor) and isinstance(made, Tensor):
+        for is_written, value in _arguments(func, args, kwargs):
+            if is_written and isinstance(value, GpuTensor) and isinstance(made, Tensor):
                 return value
         return made
 
@@ -525,18 +548,22 @@ def _inner(value: Any) -> Any:
     return value.inner if isinstance(value, GpuTensor) else value
 
 
-def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
-    for argument, value in zip(func._schema.arguments, args, strict=False):
-        yield argument, value
-    for argument in func._schema.arguments:
-        if argument.name in kwargs:
-            yield argument, kwargs[argument.name]
+def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[bool, Any]]:
+    """Every argument, and whether the operation writes to it."""
+    names, written = _declared(func)
+    yield from zip(written, args, strict=False)
+    if kwargs:
+        yield from ((write, kwargs[name]) for name, write in zip(names, written, strict=True) if name in kwargs)
 
 
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
+@functools.cache
+def _declared(func: Any) -> tuple[list[str], list[bool]]:
+    """Names of an operation's arguments, and which of them it writes to."""
+    arguments = func._schema.arguments
+    return [each.name for each in arguments], [bool(each.alias_info and each.alias_info.is_write) for each in arguments]
 
 
+@functools.cache
 def _is_view(func: Any) -> bool:
     """Whether it makes another view, without any kernel."""
     returned = [each.alias_info for each in func._schema.returns]
@@ -555,12 +582,12 @@ def _accesses(func: Any, name: str, args: Any, kwargs: Any) -> tuple[list[Any], 
     reads: list[Any] = []
     writes: list[Any] = []
     rows = _rows(name, args)
-    for argument, value in _arguments(func, args, kwargs):
-        for tensor in tree_leaves(value):
+    for is_written, value in _arguments(func, args, kwargs):
+        for tensor in _leaves(value):
             if isinstance(tensor, GpuTensor):
                 is_table = tensor is args[0]
                 given = (tensor, rows) if is_table and rows is not None else tensor
-                (writes if _is_written(argument) else reads).append(given)
+                (writes if is_written else reads).append(given)
     return reads, writes
 
 

@@ -42,7 +42,7 @@ class Setting:
 
     rows: tuple[int, ...] = (60, 5, 40)
     num_slots: int = 44
-    steps: int = 20
+    steps: int = 18
     lookahead: int = 6
     prefetch: int = 2
     transfer: str | None = None
