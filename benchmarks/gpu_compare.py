@@ -5,11 +5,11 @@
 
 A DLRM with dim 128 and row-wise Adagrad. Every variant is built beside the resident model (TorchRec's FUSED), trained
 in turn with it on the same batches, block by block, and freed. Variants: embershard with `frequency` and with
-look-ahead, planned between the steps' launches and in a thread beside them; TorchRec's FUSED_UVM_CACHING with LRU, with and
-without its prefetch pipeline, and with LFU (for which FBGEMM has no prefetching), at as many device bytes as embershard
-takes; FUSED_UVM. Also: what the link gives (a copy of pinned memory), and what a gather of random rows gets of it, at
-several dims. Without a GPU the variants of TorchRec that need one are left out, and the rest only shows that the
-benchmark works.
+look-ahead, planned between the steps' launches and in a thread beside them; TorchRec's FUSED_UVM_CACHING with LRU, with
+and without its prefetch pipeline, and with LFU (for which FBGEMM has no prefetching), at as many device bytes as
+embershard takes; FUSED_UVM. Also: what the link gives (a copy of pinned memory), and what a gather of random rows gets
+of it, at several dims. Without a GPU the variants of TorchRec that need one are left out, and the rest only shows that
+the benchmark works.
 """
 
 from __future__ import annotations

@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 
 from embershard.cache import memory
+from embershard.cache.config import TransferKind
+from embershard.cache.transfer import MakeTransfer
+from embershard.cache.transfers import scores_transfer_maker
 
 _RESCALE_AT = 2.0**64  # float32 reaches 2**127: room for a full count on top of this
 
@@ -81,11 +84,19 @@ class RecencyScores:
 
 
 class FrequencyScores:
-    """``frequency``: the row's count in a profile; it never changes."""
+    """``frequency``: the row's count in a profile; it never changes.
 
-    def __init__(self, row_scores: Tensor, num_slots: int, device: torch.device) -> None:
+    Scores move as rows do, between planning and planning: ``make_transfer`` gives what moves them.
+    """
+
+    def __init__(self, row_scores: Tensor, num_slots: int, device: torch.device, make_transfer: MakeTransfer) -> None:
         self._row_scores = row_scores
-        self._slot_scores = torch.zeros(num_slots + 1, dtype=torch.float32, device=device)
+        self._make_transfer = make_transfer
+        self._attach(torch.zeros(num_slots + 1, dtype=torch.float32, device=device))
+
+    def _attach(self, slot_scores: Tensor) -> None:
+        self._slot_scores = slot_scores
+        self._transfer = self._make_transfer([slot_scores], [self._row_scores])
 
     @property
     def device_bytes(self) -> int:
@@ -102,19 +113,20 @@ class FrequencyScores:
         pass
 
     def admit(self, keys: Tensor, slots: Tensor) -> None:
-        scores = self._row_scores.index_select(0, keys.to(self._row_scores.device))
-        self._slot_scores.scatter_(0, slots, scores.to(slots.device))
+        self._transfer.fill(keys.to(self._transfer.key_device), slots)
 
     def retire(self, keys: Tensor, slots: Tensor) -> None:
         pass
 
     def of_rows(self) -> Tensor | None:
+        self._transfer.finish()
         return self._row_scores
 
     def grow(self, num_slots: int) -> None:
         extra = num_slots + 1 - self._slot_scores.numel()
+        self._transfer.finish()
         memory.give_up(self._slot_scores)
-        self._slot_scores = torch.cat([self._slot_scores, self._slot_scores.new_zeros(extra)])
+        self._attach(torch.cat([self._slot_scores, self._slot_scores.new_zeros(extra)]))
 
 
 class LfuScores(FrequencyScores):
@@ -125,8 +137,15 @@ class LfuScores(FrequencyScores):
     is scaled back.
     """
 
-    def __init__(self, row_scores: Tensor, num_slots: int, device: torch.device, decay: float | None) -> None:
-        super().__init__(row_scores, num_slots, device)
+    def __init__(
+        self,
+        row_scores: Tensor,
+        num_slots: int,
+        device: torch.device,
+        make_transfer: MakeTransfer,
+        decay: float | None,
+    ) -> None:
+        super().__init__(row_scores, num_slots, device, make_transfer)
         self._decay = decay
         self._weight = 1.0
 
@@ -137,13 +156,13 @@ class LfuScores(FrequencyScores):
         if self._decay is not None:
             self._weight /= self._decay
             if self._weight > _RESCALE_AT:
+                self._transfer.finish()
                 self._slot_scores /= self._weight
                 self._row_scores /= self._weight
                 self._weight = 1.0
 
     def retire(self, keys: Tensor, slots: Tensor) -> None:
-        device = self._row_scores.device
-        self._row_scores.scatter_(0, keys.to(device), self._slot_scores.index_select(0, slots).to(device))
+        self._transfer.write_back(slots, keys.to(self._transfer.key_device))
 
 
 def make_scores(
@@ -153,12 +172,17 @@ def make_scores(
     device: torch.device,
     initial: Tensor | None,
     decay: float | None,
+    transfer: TransferKind = "plain",
 ) -> SlotScores:
-    """The scoring rule of ``policy``; ``initial`` are the profile's counts per key, [R], or None."""
-    counts = None if initial is None else initial.to(torch.float32, copy=True)
+    """The scoring rule of ``policy``; ``initial`` are the profile's counts per key, [R], or None. ``transfer`` is how
+    rows move."""
     if policy == "lru":
-        return RecencyScores(counts)
+        return RecencyScores(None if initial is None else initial.to(torch.float32, copy=True))
+    counts = memory.zeros(num_keys, torch.float32, whole_pages=device.type == "cuda")
+    if initial is not None:
+        counts.copy_(initial)
+    make_transfer = scores_transfer_maker(transfer, device, counts)
     if policy == "frequency":
-        assert counts is not None, "the frequency policy needs a profile"
-        return FrequencyScores(counts, num_slots, device)
-    return LfuScores(torch.zeros(num_keys) if counts is None else counts, num_slots, device, decay)
+        assert initial is not None, "the frequency policy needs a profile"
+        return FrequencyScores(counts, num_slots, device, make_transfer)
+    return LfuScores(counts, num_slots, device, make_transfer, decay)

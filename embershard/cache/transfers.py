@@ -54,22 +54,40 @@ def transfer_maker(kind: TransferKind, device: torch.device, host_payload: Seque
     if device.type != "cuda":
         return UvaTransfer
     lock = lock_for(device, host_payload)
-    return lambda slots, host: WhenLocked(slots, host, lock, UvaTransfer)
+    return lambda slots, host: WhenLocked(slots, host, lock, StagedTransfer, UvaTransfer)
+
+
+def scores_transfer_maker(kind: TransferKind, device: torch.device, row_scores: Tensor) -> MakeTransfer:
+    """The same for the scores [R] of rows that move in this way. Planning reads them right away, so they never pass
+    through buffers that land later."""
+    if kind != "triton_uva" or device.type != "cuda":
+        return PlainTransfer
+    from embershard.cache.uva_transfer import UvaTransfer
+
+    lock = lock_for(device, [row_scores])
+    return lambda slots, host: WhenLocked(slots, host, lock, PlainTransfer, UvaTransfer)
 
 
 class WhenLocked:
-    """Through buffers until the host rows are locked, and from then on without.
+    """One transfer until the host rows are locked, and then another one.
 
     Args:
         device, host: as for every transfer.
         lock: of the memory of ``host``.
-        then: makes the transfer that needs it.
+        before, then: make the transfers; ``then`` that which needs locked memory.
     """
 
-    def __init__(self, device: Sequence[Tensor], host: Sequence[Tensor], lock: PageLock, then: MakeTransfer) -> None:
+    def __init__(
+        self,
+        device: Sequence[Tensor],
+        host: Sequence[Tensor],
+        lock: PageLock,
+        before: MakeTransfer,
+        then: MakeTransfer,
+    ) -> None:
         self._lock, self._then = lock, then
         self._payload = device, host
-        self._transfer: Transfer = StagedTransfer(device, host)
+        self._transfer: Transfer = before(device, host)
         self._is_locked = False
 
     @property

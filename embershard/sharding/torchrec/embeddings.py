@@ -85,14 +85,14 @@ class CachedTableBatchedEmbeddings(nn.Module):
                     for table, offset in zip(tables, offsets, strict=True)
                 ]
             )
-        decay = spec.config.decay
+        transfer = transfer_kind(spec.config, self._device)
         return RowCache(
             tables=[table.name for table in tables],
             host=self.host,
             device_payload=self.slots.resize,
             num_slots=num_slots,
             table_of_feature=self._table_of_feature,
-            scores=make_scores(spec.scoring, num_rows, num_slots, self._device, counts, decay),
+            scores=make_scores(spec.scoring, num_rows, num_slots, self._device, counts, spec.config.decay, transfer),
             device=self._device,
             overflow=spec.config.overflow,
             warmup=spec.warmup,
@@ -100,7 +100,7 @@ class CachedTableBatchedEmbeddings(nn.Module):
             owner=f"rank {spec.rank}",
             lookahead=spec.lookahead,
             background=spec.config.background,
-            make_transfer=transfer_maker(transfer_kind(spec.config, self._device), self._device, self.host.payload),
+            make_transfer=transfer_maker(transfer, self._device, self.host.payload),
             kind=map_kind(spec.config.slot_map, num_rows, self._device.type),
         )
 

@@ -10,7 +10,12 @@ from embershard.cache.config import CacheConfig
 from embershard.cache.page_lock import PageLock
 from embershard.cache.staged_transfer import StagedTransfer
 from embershard.cache.transfer import PlainTransfer
-from embershard.cache.transfers import WhenLocked, transfer_kind, transfer_maker
+from embershard.cache.transfers import (
+    WhenLocked,
+    scores_transfer_maker,
+    transfer_kind,
+    transfer_maker,
+)
 from embershard.cache.uva_transfer import UvaTransfer
 from embershard.errors import CacheError, ConfigError
 from tests.unit.cache.test_page_lock import Locked
@@ -70,6 +75,13 @@ def test_makers(kind, made):
     assert isinstance(transfer_maker(kind, CPU, rows)([torch.zeros(3, 4)], rows), made)
 
 
+@pytest.mark.parametrize("kind", ["plain", "staged", "triton_uva"])
+def test_scores_never_land_later(kind):
+    """On a CPU nothing keeps a thread from reading them right away."""
+    rows = torch.zeros(4)
+    assert isinstance(scores_transfer_maker(kind, CPU, rows)([torch.zeros(3)], [rows]), PlainTransfer)
+
+
 def test_buffers_until_the_memory_is_locked_and_the_kernel_afterwards():
     host, slots = [torch.arange(24.0).view(6, 4)], [torch.zeros(5, 4)]
     before = host[0].clone()
@@ -81,7 +93,7 @@ def test_buffers_until_the_memory_is_locked_and_the_kernel_afterwards():
         used.append("kernel")
         return UvaTransfer(*payloads)
 
-    transfer = WhenLocked(slots, host, lock, then)
+    transfer = WhenLocked(slots, host, lock, StagedTransfer, then)
     transfer.fill(torch.tensor([4]), torch.tensor([1]))
     slots[0][1] += 1
     transfer.write_back(torch.tensor([1]), torch.tensor([4]))  # under way when the transfers change
@@ -102,7 +114,7 @@ def test_memory_that_cannot_be_locked_stops_the_training_with_the_remedy():
     host, slots = [torch.zeros(6, 4)], [torch.zeros(5, 4)]
     locked = Locked(refuse=0)
     lock = PageLock(host, locked.lock, locked.unlock)
-    transfer = WhenLocked(slots, host, lock, UvaTransfer)
+    transfer = WhenLocked(slots, host, lock, StagedTransfer, UvaTransfer)
     lock._thread.join()
     none = torch.empty(0, dtype=torch.int64)
     with pytest.raises(CacheError, match=r'could not be locked.*cache.transfer="staged"'):

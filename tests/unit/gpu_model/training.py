@@ -220,6 +220,9 @@ def _pool(setting: Setting, gpu: Gpu) -> CachedTableBatchedEmbeddings:
     ]
     grouped: Any = SimpleNamespace(embedding_tables=tables, data_type=DataType.FP32, fused_params={SPEC_KEY: spec})
     pool = CachedTableBatchedEmbeddings(grouped, PoolingMode.SUM, CUDA)
+    row_scores = getattr(pool.cache.planner.scores, "_row_scores", None)
+    if row_scores is not None:
+        gpu.watch_rows(row_scores)
     generator = torch.Generator().manual_seed(5)
     for rows in pool.host.payload:
         rows.data.copy_(torch.rand(rows.shape, generator=generator))
