@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.ranks.workers import RankPool
+
+# For the processes that are started here. By default cuBLAS may give other bits when several streams are busy.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 # Kernels are compiled, and libraries of gigabytes loaded, before a process's first answer.
 _TIMEOUT_SECONDS = 400.0
