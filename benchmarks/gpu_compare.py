@@ -51,9 +51,10 @@ from embershard import (
 from embershard.cache import memory
 from embershard.cache.page_lock import lock_for
 from embershard.cache.staged_transfer import StagedTransfer
+from embershard.cache.transfers import WhenLocked
 from embershard.data import Batch
 from embershard.data.popularity import CRITEO_KAGGLE
-from embershard.sharding.torchrec import StockEmbeddingBagCollectionSharder
+from embershard.sharding.torchrec import StockEmbeddingBagCollectionSharder, cached_embeddings
 from embershard.sharding.torchrec.spec import CACHED_KERNEL
 
 # Rows of MLPerf's DLRM benchmark on Criteo 1TB, hashed to at most 40M per table
@@ -156,7 +157,11 @@ class Trained:
         self.device_bytes = _allocated(device) - before
 
     def warm_up(self, count: int) -> None:
-        """The first batches. What the pipeline keeps from then on counts among the device bytes."""
+        """The first batches. What the pipeline keeps from then on counts among the device bytes; rows move without
+        buffers from then on."""
+        for pool in cached_embeddings(self.model):
+            if isinstance(pool.cache.transfer, WhenLocked):
+                pool.cache.transfer.wait_until_locked()
         before = _allocated(self._device)
         self.steps(count)
         self.device_bytes += _allocated(self._device) - before

@@ -22,7 +22,7 @@ from embershard.cache.slot_map import SlotMap
 from embershard.cache.statistics import CacheCounters, Counter, TableStats
 from embershard.cache.table_stats import table_stats
 from embershard.cache.tickets import InFlight, Ticket
-from embershard.cache.transfer import MakeTransfer
+from embershard.cache.transfer import MakeTransfer, Transfer
 from embershard.cache.turns import StreamTurns
 from embershard.errors import CacheError, CacheOverflowError
 
@@ -400,6 +400,11 @@ class RowCache:
             )
 
     # -- what it did
+
+    @property
+    def transfer(self) -> Transfer:
+        """What moves its rows now."""
+        return self._copies.transfer
 
     @property
     def slot_bytes(self) -> int:

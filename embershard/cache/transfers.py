@@ -95,6 +95,14 @@ class WhenLocked:
         """Where keys are wanted; it changes with the transfer."""
         return self._transfer.key_device
 
+    def wait_until_locked(self) -> None:
+        """Until the next plan is the last one that moves rows as before: for measurements.
+
+        Raises:
+            CacheError: the memory could not be locked.
+        """
+        self._lock.wait()
+
     def fill(self, keys: Tensor, slots: Tensor) -> None:
         """Host rows ``keys`` -> ``slots``; the last call of a plan. After it the transfers may change, so that the next
         plan reads through one what was written through the other.

@@ -22,6 +22,7 @@ from torchrec.streamable import Multistreamable
 from embershard.cache import key_entries, memory, page_lock
 from embershard.cache.config import CacheConfig
 from embershard.cache.row_kernels import RowKernel
+from embershard.cache.transfers import WhenLocked
 from embershard.distributed import look_ahead
 from embershard.distributed.look_ahead import LookAheadPipeline
 from embershard.sharding.torchrec import embeddings, modules
@@ -265,9 +266,8 @@ def train(setting: Setting, model: Module, may_lock: threading.Event) -> Waits:
     for step in range(setting.steps):
         if step == setting.locked_at:
             may_lock.set()
-            lock = getattr(model.pool.cache._copies.transfer, "_lock", None)
-            if lock is not None:
-                lock.wait()
+            if isinstance(model.pool.cache.transfer, WhenLocked):
+                model.pool.cache.transfer.wait_until_locked()
         gradients = torch.enable_grad() if step not in setting.evaluated else torch.no_grad()
         with gradients, loop.step(iterator) as features:
             if step and gpu.host_has_seen(newest):
