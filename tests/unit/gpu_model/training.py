@@ -136,7 +136,7 @@ class Module(modules._CachedModule, nn.Module):
 
     def compute_and_output_dist(self, context: Any, received: KJTList) -> Tensor:
         """The forward; with gradients it leaves a backward behind."""
-        (features,) = received
+        (features,) = received[0].split(self._lookups[0]._feature_splits)  # as TorchRec's lookup does
         if not torch.is_grad_enabled():
             return self.pool(features.values(), features.offsets())
         pool, slots_table = self.pool, self.pool.slots
