@@ -35,6 +35,8 @@ SETTINGS = {
     "lfu": Setting(policy="lfu"),
     "lru": Setting(policy="lru"),
     "one ahead": Setting(lookahead=1, prefetch=1),
+    "a thread plans at once": Setting(worker="at once"),
+    "a thread plans at the end": Setting(worker="at the end", slot_map="hashed", transfer="staged"),
     "evaluations": Setting(evaluated=(4, 9, 10)),
     "abandoned forwards": Setting(abandoned=(3, 4, 11), prefetch=1),
     "three ahead": Setting(num_slots=60, prefetch=3, rows=(200, 100)),

@@ -39,7 +39,8 @@ BATCH = 8
 class Setting:
     """Of a run. ``locked_at``: the step before which host memory is locked, None for never; ``between``: what happens
     after a step, by its number: "flush", "evaluate", "state" or "stats". ``evaluated`` and ``abandoned`` are steps
-    whose batch is only read: without gradients, or by a forward that no backward follows."""
+    whose batch is only read: without gradients, or by a forward that no backward follows. ``worker``: a thread plans,
+    which in this model has done so "at once", before the step's kernels are queued, or only "at the end"."""
 
     rows: tuple[int, ...] = (60, 5, 40)
     num_slots: int = 44
@@ -52,6 +53,7 @@ class Setting:
     overflow: str = "raise"
     locked_at: int | None = 0
     between: dict[int, str] = field(default_factory=dict)
+    worker: str | None = None
     evaluated: tuple[int, ...] = ()
     abandoned: tuple[int, ...] = ()
 
@@ -94,6 +96,30 @@ class _Slots(nn.Module):
 class _Context(Multistreamable):
     def record_stream(self, stream: Any) -> None:
         """It has no tensors."""
+
+
+class _Worker:
+    """In place of the thread beside the training: the model knows one thread only."""
+
+    def __init__(self, at_once: bool) -> None:
+        self._at_once, self._job = at_once, _nothing
+
+    def start(self, job: Callable[[], None]) -> None:
+        """As :class:`CacheWorker`."""
+        self._job = job
+        if self._at_once:
+            self.join()
+
+    def join(self) -> float:
+        """As :class:`CacheWorker`."""
+        job, self._job = self._job, _nothing
+        with torch.enable_grad():  # a thread has its own mode
+            job()
+        return 0.0
+
+
+def _nothing() -> None:
+    pass
 
 
 class _Arriving:
@@ -298,6 +324,7 @@ def _pipeline(setting: Setting, model: Module) -> LookAheadPipeline:
     with mock.patch.object(look_ahead, "open_doors", doors):
         loop = LookAheadPipeline(model, None, CUDA, setting.lookahead, setting.prefetch)  # type: ignore[arg-type]
         loop._doors = doors(None, None, loop._current, None)
+        loop._worker = None if setting.worker is None else _Worker(setting.worker == "at once")  # type: ignore[assignment]
     return loop
 
 
