@@ -36,7 +36,10 @@ SETTINGS = {
     "lru": Setting(policy="lru"),
     "one ahead": Setting(lookahead=1, prefetch=1),
     "evaluations": Setting(evaluated=(4, 9, 10)),
+    "plain steps": Setting(num_slots=60, plain=6, rows=(200, 5, 100)),
+    "plain steps, staged": Setting(num_slots=60, plain=6, rows=(200, 5, 100), policy="lfu", transfer="staged"),
     "abandoned forwards": Setting(abandoned=(3, 4, 11), prefetch=1),
+    "left early": Setting(left_after=15, num_slots=36),
     "three ahead": Setting(num_slots=60, prefetch=3, rows=(200, 100)),
     "pool that grows": Setting(num_slots=20, overflow="grow"),
     "staged pool that grows": Setting(num_slots=20, overflow="grow", transfer="staged", slot_map="hashed"),
@@ -72,6 +75,17 @@ def test_the_host_never_waits_for_the_step_in_training(name: str) -> None:
     with modelled(SETTINGS[name]) as (gpu, model, may_lock):
         waits = train(SETTINGS[name], model, may_lock)
         assert (waits.late, waits.for_training, gpu.problems) == ([], 0, [])
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_cached_tables_that_are_on_other_ranks(waits: bool) -> None:
+    """Without a pool, no plan and no copy comes between a batch's ids and the training that reads them."""
+    setting = Setting(elsewhere=True)
+    fault = contextlib.nullcontext() if waits else mock.patch.object(Streams, "give", _nothing)
+    with fault, modelled(setting) as (gpu, model, may_lock):
+        train(setting, model, may_lock)
+        assert waits == (gpu.problems == [])
+        assert waits or any("stream 0" in problem and "inputs.py" in problem for problem in gpu.problems)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
