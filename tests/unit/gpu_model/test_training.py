@@ -36,6 +36,7 @@ SETTINGS = {
     "lru": Setting(policy="lru"),
     "one ahead": Setting(lookahead=1, prefetch=1),
     "evaluations": Setting(evaluated=(4, 9, 10)),
+    "evaluations first": Setting(evaluated=tuple(range(8)), lookahead=2, rows=(200, 5, 100)),
     "plain steps": Setting(num_slots=60, plain=6, rows=(200, 5, 100)),
     "plain steps, staged": Setting(num_slots=60, plain=6, rows=(200, 5, 100), policy="lfu", transfer="staged"),
     "abandoned forwards": Setting(abandoned=(3, 4, 11), prefetch=1),
@@ -155,6 +156,12 @@ CONTROLS: dict[str, tuple[Callable[[], Any], str, Setting, str]] = {
         "is given away while",
         Setting(lookahead=12),
         "forecast.py",
+    ),
+    "an evaluation does not wait for the inputs": (
+        _without(Streams, "give"),
+        "stream 0",
+        SETTINGS["evaluations first"],
+        "reads what was written by",
     ),
     "the training does not wait for the inputs": (
         _without(Streams, "give"),
