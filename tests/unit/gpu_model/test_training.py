@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -16,7 +17,7 @@ import torch
 from embershard.cache import forecast, key_entries, memory, staged_transfer
 from embershard.cache.copies import RowCopies
 from embershard.cache.row_cache import CacheGrowthWarning, RowCache
-from embershard.cache.staged_transfer import _Buffer
+from embershard.cache.staged_transfer import StagedTransfer, _Buffer
 from embershard.cache.turns import StreamTurns
 from embershard.cache.uva_transfer import UvaTransfer
 from embershard.distributed.streams import Streams
@@ -76,6 +77,22 @@ def test_the_host_never_waits_for_the_step_in_training(name: str) -> None:
     with modelled(SETTINGS[name]) as (gpu, model, may_lock):
         waits = train(SETTINGS[name], model, may_lock)
         assert (waits.late, waits.for_training, gpu.problems) == ([], 0, [])
+
+
+@pytest.mark.parametrize("copy", ["write_back", "fill"])
+@pytest.mark.parametrize("transfer", [UvaTransfer, StagedTransfer])
+def test_nothing_goes_wrong_when_copies_fail(copy: str, transfer: Any) -> None:
+    """Their plans are taken back; what was queued for them before goes on."""
+    original, failing, calls = getattr(transfer, copy), range(3, 25, 3), itertools.count(1)
+
+    def fails(self: Any, *rows: Any) -> None:
+        if next(calls) in failing:
+            raise OSError(f"{copy} failed")
+        original(self, *rows)
+
+    setting = Setting(transfer="staged" if transfer is StagedTransfer else None)
+    with mock.patch.object(transfer, copy, fails):
+        assert problems_of(setting) == []
 
 
 @pytest.mark.parametrize("waits", [True, False])
