@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
 import torch
@@ -53,7 +54,7 @@ def transfer_maker(kind: TransferKind, device: torch.device, host_payload: Seque
 
     if device.type != "cuda":
         return UvaTransfer
-    lock = lock_for(device, host_payload)
+    lock = functools.cache(functools.partial(lock_for, device, host_payload))
     return lambda slots, host: WhenLocked(slots, host, lock, UvaTransfer)
 
 
@@ -62,11 +63,15 @@ class WhenLocked:
 
     Args:
         device, host: as for every transfer.
-        lock: of the memory of ``host``.
+        lock: begins to lock the memory of ``host`` when it is called first, and always gives the same lock. It is
+            called with the first rows: the model is complete by then. Its ShardedTensors could not be made of locked
+            memory, which torch takes for pinned: they compare that with the plan's.
         then: makes the transfer that needs it.
     """
 
-    def __init__(self, device: Sequence[Tensor], host: Sequence[Tensor], lock: PageLock, then: MakeTransfer) -> None:
+    def __init__(
+        self, device: Sequence[Tensor], host: Sequence[Tensor], lock: Callable[[], PageLock], then: MakeTransfer
+    ) -> None:
         self._lock, self._then = lock, then
         self._payload = device, host
         self._transfer: Transfer = StagedTransfer(device, host)
@@ -87,8 +92,9 @@ class WhenLocked:
         self._transfer.fill(keys, slots)
         if self._is_locked:
             return
-        self._lock.check()
-        if self._lock.is_done:
+        lock = self._lock()
+        lock.check()
+        if lock.is_done:
             self._transfer.finish()
             self._transfer = self._then(*self._payload)
             self._is_locked = True

@@ -288,7 +288,7 @@ def _train_through_pipeline(
             may_lock.set()
             lock = getattr(model.pool.cache._copies.transfer, "_lock", None)
             if lock is not None:
-                lock.wait()
+                lock().wait()
         gradients = torch.enable_grad() if step not in setting.evaluated else torch.no_grad()
         with gradients, _step(loop, iterator) as features:
             if step != steps.start and gpu.host_has_seen(newest):
