@@ -197,7 +197,9 @@ class Event:
 
     def synchronize(self) -> None:
         """The host waits."""
-        Gpu.active().clocks.all_streams_wait_for_event(self.number)
+        gpu = Gpu.active()
+        gpu.waits[HOST, "an event"] += 1
+        gpu.clocks.all_streams_wait_for_event(self.number)
 
 
 class Gpu:
@@ -205,7 +207,7 @@ class Gpu:
 
     Attributes:
         problems: races, memory given away too early.
-        waits: how often the host waited for a stream, by (stream, operation).
+        waits: how often the host waited for a stream, by (stream, operation), or with ``HOST`` for an event.
         launches: kernels, by (stream, operation).
     """
 

@@ -30,6 +30,7 @@ SETTINGS = {
     "hashed map": Setting(slot_map="hashed"),
     "hashed map that grows": Setting(slot_map="hashed", num_slots=36, rows=(300, 5, 200), lookahead=20),
     "staged": Setting(transfer="staged"),
+    "staged in many small buffers": Setting(transfer="staged", buffer_bytes=60),
     "plain": Setting(transfer="plain"),
     "locked later": Setting(locked_at=11),
     "never locked": Setting(locked_at=None),
@@ -76,7 +77,7 @@ def test_nothing_goes_wrong(name: str) -> None:
 def test_the_host_never_waits_for_the_step_in_training(name: str) -> None:
     with modelled(SETTINGS[name]) as (gpu, model, may_lock):
         waits = train(SETTINGS[name], model, may_lock)
-        assert (waits.late, waits.for_training, gpu.problems) == ([], 0, [])
+        assert (waits.late, waits.for_training, waits.for_events, gpu.problems) == ([], 0, 0, [])
 
 
 @pytest.mark.parametrize("copy", ["write_back", "fill"])

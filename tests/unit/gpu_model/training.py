@@ -7,6 +7,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -19,9 +20,10 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
-from embershard.cache import key_entries, memory, page_lock
+from embershard.cache import key_entries, memory, page_lock, transfers
 from embershard.cache.config import CacheConfig
 from embershard.cache.row_kernels import RowKernel
+from embershard.cache.staged_transfer import StagedTransfer
 from embershard.cache.tickets import Ticket
 from embershard.distributed import look_ahead
 from embershard.distributed.look_ahead import LookAheadPipeline
@@ -29,7 +31,7 @@ from embershard.sharding.torchrec import embeddings, modules
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.inputs import InputDoor
 from embershard.sharding.torchrec.spec import SPEC_KEY, CacheSpec
-from tests.unit.gpu_model.device import CUDA, Gpu, GpuTensor, Stream, out_of_sight
+from tests.unit.gpu_model.device import CUDA, HOST, Gpu, GpuTensor, Stream, out_of_sight
 
 DIM = 4
 BATCH = 8
@@ -42,7 +44,7 @@ class Setting:
     whose batch is only read: without gradients, or by a forward that no backward follows. The first and the last
     ``plain`` steps train without the pipeline, and each batch's rows are prefetched on a stream of their own, as
     TorchRec's pipeline does. ``elsewhere``: the module's cached tables are on other ranks. After step ``left_after``
-    the pipeline is detached, and nothing follows."""
+    the pipeline is detached, and nothing follows. ``buffer_bytes`` are those of staged copies."""
 
     rows: tuple[int, ...] = (60, 5, 40)
     num_slots: int = 44
@@ -60,6 +62,7 @@ class Setting:
     plain: int = 0
     elsewhere: bool = False
     left_after: int | None = None
+    buffer_bytes: int = 8 << 20
 
 
 class _Slots(nn.Module):
@@ -199,6 +202,7 @@ def modelled(setting: Setting) -> Iterator[tuple[Gpu, Module, threading.Event]]:
             (embeddings, "SlotTable", _Slots),
             (key_entries, "_HAS_TRITON", False),
             (page_lock, "cpus_beside", lambda device: ()),
+            (transfers, "StagedTransfer", partial(StagedTransfer, buffer_bytes=setting.buffer_bytes)),
             (page_lock, "lock_for_cuda", lock),
             (page_lock, "unlock_for_cuda", lambda device, address: None),
             (RowKernel, "_launch", _copy_rows),
@@ -263,10 +267,12 @@ def _plain(tensor: Any) -> Tensor:
 @dataclass
 class Waits:
     """Where the host waited, after the first step. ``late`` are the steps whose forward was queued only when the step
-    before was over on the device; ``for_training`` is how often it waited for the stream that trains."""
+    before was over on the device; ``for_training`` is how often it waited for the stream that trains, ``for_events``
+    for an event."""
 
     late: list[int] = field(default_factory=list)
     for_training: int = 0
+    for_events: int = 0
 
 
 def train(setting: Setting, model: Module, may_lock: threading.Event) -> Waits:
@@ -294,7 +300,7 @@ def _train_through_pipeline(
             if step != steps.start and gpu.host_has_seen(newest):
                 waits.late.append(step)
             elif step == steps.start:
-                waits.for_training -= gpu.waits_for(0)
+                waits.for_training, waits.for_events = -gpu.waits_for(0), -gpu.waits_for(HOST)
             model(features)
             features.values().sum()  # as the rest of a model reads its batch
             if step in setting.abandoned:
@@ -307,6 +313,7 @@ def _train_through_pipeline(
             loop.detach()
             return waits
     waits.for_training += gpu.waits_for(0)
+    waits.for_events += gpu.waits_for(HOST)
     with contextlib.suppress(StopIteration), loop.step(iterator):
         raise AssertionError("a batch too many")
     loop.detach()
