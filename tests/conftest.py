@@ -25,8 +25,8 @@ torch.set_num_threads(1)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The GPU is for tests/gpu alone. All others use the CPU on every machine, and Triton's interpreter: a process
-    chooses once."""
+    """The GPU is for tests/gpu alone. All others use the CPU on every machine, and Triton's interpreter; a process
+    chooses that once."""
     places = [Path(config.invocation_params.dir, arg.split("::")[0]).resolve() for arg in config.args]
     if not all(PROJECT / "tests" / "gpu" in (place, *place.parents) for place in places):
         os.environ.update(CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")

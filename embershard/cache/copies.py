@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import nullcontext
 from typing import NoReturn
 
 import torch
@@ -125,8 +126,12 @@ class RowCopies:
         self.transfer.write_back(slots, keys.to(self.transfer.key_device))
         self.transfer.finish()
 
+    def spoil(self, error: BaseException) -> None:
+        """What this pool knows of its rows is no longer true: from now on :meth:`check` raises."""
+        self._failure = error
+
     def check(self) -> None:
-        """Raise if a copy in the background ever failed.
+        """Raise if a copy in the background ever failed, or :meth:`spoil` was called.
 
         Raises:
             CacheError: with what happened.
@@ -135,9 +140,9 @@ class RowCopies:
             self._failure = self._background.failure
         if self._failure is not None:
             raise CacheError(
-                f"{self._pool}: copying rows failed ({type(self._failure).__name__}: {self._failure}); the rows that "
-                "were under way are lost, so nothing is read, trained or saved from now on. Mend the cause and resume "
-                "from the last checkpoint"
+                f"{self._pool}: planning or copying rows failed ({type(self._failure).__name__}: {self._failure}); the "
+                "rows that were under way are lost, so nothing is read, trained or saved from now on. Mend the cause "
+                "and resume from the last checkpoint"
             ) from self._failure
 
     def _keys(self, plan: CachePlan) -> tuple[Tensor, Tensor]:
@@ -151,28 +156,33 @@ class RowCopies:
     def _execute_on(self, stream: torch.cuda.Stream, plan: CachePlan) -> torch.cuda.Event:
         """The copies wait for the training, and on the current stream nothing waits for them."""
         leaving, coming = self._keys(plan)  # the CPU may have to wait for these, so it asks first
-        stream.wait_stream(torch.cuda.current_stream(self._device))
+        planning = torch.cuda.current_stream(self._device)
+        stream.wait_stream(planning)
+        for tensor in (leaving, coming, plan.write_back_slots, plan.fill_slots):
+            if tensor.is_cuda:  # if a copy fails, those queued before it still read them
+                tensor.record_stream(stream)
         with torch.cuda.stream(stream):
             self.follow_training()
-            self._execute(plan, leaving, coming)
-            for tensor in (leaving, coming, plan.write_back_slots, plan.fill_slots):
-                if tensor.is_cuda:
-                    tensor.record_stream(stream)
+            self._execute(plan, leaving, coming, planning)
             return stream.record_event()
 
-    def _execute(self, plan: CachePlan, leaving: Tensor, coming: Tensor) -> None:
-        """If a copy fails, the map must not promise its rows."""
+    def _execute(
+        self, plan: CachePlan, leaving: Tensor, coming: Tensor, planning: torch.cuda.Stream | None = None
+    ) -> None:
+        """If a copy fails, the map must not promise its rows. On a GPU it is put right on the stream that plans, whose
+        turn this is."""
         victims_are_intact = True
         try:
             self.transfer.write_back(plan.write_back_slots, leaving)
             victims_are_intact = False
             self.transfer.fill(coming, plan.fill_slots)
         except BaseException:  # an interrupt, too
-            self._undo(plan, victims_are_intact)
+            with nullcontext() if planning is None else torch.cuda.stream(planning):
+                self._undo(plan, victims_are_intact)
             raise
 
     def _fail(self, error: BaseException) -> NoReturn:
         """A copy in the background did not happen, and plans made since rely on it: this pool is no good any more."""
-        self._failure = error
+        self.spoil(error)
         self.check()
         raise AssertionError("unreachable")

@@ -104,7 +104,8 @@ class _Work:
 
 def _end(work: _Work, thread: threading.Thread, unlock: Callable[[int], None], tensors: list[Tensor]) -> None:
     work.stop.set()
-    thread.join()
+    if thread is not threading.current_thread():  # where the garbage collector may run, too
+        thread.join()
     while work.locked:
         unlock(work.locked.pop())
     tensors.clear()  # only now
@@ -118,6 +119,8 @@ def _blocks(tensor: Tensor, block_bytes: int) -> list[tuple[int, int]]:
 
 def lock_for(device: torch.device, tensors: Sequence[Tensor]) -> PageLock:
     """Locks tensors for a GPU, from the cores next to it."""
+    if device.index is None:  # of the calling thread: another one starts with the first GPU
+        device = torch.device(device.type, torch.cuda.current_device())
     lock, unlock = functools.partial(lock_for_cuda, device), functools.partial(unlock_for_cuda, device)
     return PageLock(tensors, lock, unlock, cpus_beside(device))
 

@@ -268,7 +268,11 @@ class RowCache:
                 if if_it_fits and oldest_pinned is not None:
                     return None
                 self._grow(shortage, miss_keys, batch)
-            plan = self.planner.admit(looked, Misses(miss_keys, inverse, victims), batch)
+            try:
+                plan = self.planner.admit(looked, Misses(miss_keys, inverse, victims), batch)
+            except BaseException as error:  # an interrupt, too: rows are neither here nor there
+                self._copies.spoil(error)
+                raise
         if known is not None:
             self.planner.arrive(known, plan)
         return plan

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
 import torch
@@ -53,7 +54,7 @@ def transfer_maker(kind: TransferKind, device: torch.device, host_payload: Seque
 
     if device.type != "cuda":
         return UvaTransfer
-    lock = lock_for(device, host_payload)
+    lock = functools.cache(functools.partial(lock_for, device, host_payload))
     return lambda slots, host: WhenLocked(slots, host, lock, StagedTransfer, UvaTransfer)
 
 
@@ -64,7 +65,7 @@ def scores_transfer_maker(kind: TransferKind, device: torch.device, row_scores: 
         return PlainTransfer
     from embershard.cache.uva_transfer import UvaTransfer
 
-    lock = lock_for(device, [row_scores])
+    lock = functools.cache(functools.partial(lock_for, device, [row_scores]))
     return lambda slots, host: WhenLocked(slots, host, lock, PlainTransfer, UvaTransfer)
 
 
@@ -73,7 +74,9 @@ class WhenLocked:
 
     Args:
         device, host: as for every transfer.
-        lock: of the memory of ``host``.
+        lock: begins to lock the memory of ``host`` when it is called first, and always gives the same lock. It is
+            called with the first rows: the model is complete by then. Its ShardedTensors could not be made of locked
+            memory, which torch takes for pinned: they compare that with the plan's.
         before, then: make the transfers; ``then`` that which needs locked memory.
     """
 
@@ -81,7 +84,7 @@ class WhenLocked:
         self,
         device: Sequence[Tensor],
         host: Sequence[Tensor],
-        lock: PageLock,
+        lock: Callable[[], PageLock],
         before: MakeTransfer,
         then: MakeTransfer,
     ) -> None:
@@ -101,7 +104,7 @@ class WhenLocked:
         Raises:
             CacheError: the memory could not be locked.
         """
-        self._lock.wait()
+        self._lock().wait()
 
     def fill(self, keys: Tensor, slots: Tensor) -> None:
         """Host rows ``keys`` -> ``slots``; the last call of a plan. After it the transfers may change, so that the next
@@ -113,8 +116,9 @@ class WhenLocked:
         self._transfer.fill(keys, slots)
         if self._is_locked:
             return
-        self._lock.check()
-        if self._lock.is_done:
+        lock = self._lock()
+        lock.check()
+        if lock.is_done:
             self._transfer.finish()
             self._transfer = self._then(*self._payload)
             self._is_locked = True

@@ -47,11 +47,12 @@ class Streams:
         return torch.cuda.stream(self._prepare)
 
     def give(self, on_device: Any, inputs: dict[str, ModuleInput]) -> None:
-        """The stream that trains may read the batch and its inputs. The rows have events of their own."""
+        """The stream that trains or evaluates may read the batch and its inputs. The rows have events of their own."""
         if not self._is_cuda:
             return
         training = torch.cuda.current_stream(self._device)
         training.wait_stream(self._copy)
+        training.wait_stream(self._distribute)  # the caches were not told of a batch that is only evaluated
         training.wait_stream(self._prepare)
         on_device.record_stream(training)
         for part in inputs.values():

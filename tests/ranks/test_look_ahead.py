@@ -378,8 +378,9 @@ def test_a_copy_that_fails_in_the_background(one_rank: RankPool, copy: str, work
     run = Run(4, 2, 3, background=True, worker=worker)
     (result,) = one_rank.run(look_ahead_events.failing_copy, Case(), run, copy, 7)
     assert result["calls"] >= 7
+    says = "CacheError: rank 0, tables t0, t1, t2, t3: planning or copying rows failed"
     for what in ("error", "saving", "evaluating", "going_on"):
-        assert result[what].startswith("CacheError: rank 0, tables t0, t1, t2, t3: copying rows failed"), what
+        assert result[what].startswith(says), what
         assert f"OSError: {copy} failed" in result[what]
 
 

@@ -278,7 +278,9 @@ USES: dict[str, Callable[[Pool], object]] = {
     "read": lambda pool: pool.cache.read(torch.tensor([1])),
     "drop": lambda pool: pool.cache.drop(),
 }
-MESSAGE = r"tables t0, t1, t2: copying rows failed \(OSError: no space left\).*resume from the last checkpoint"
+MESSAGE = (
+    r"tables t0, t1, t2: planning or copying rows failed \(OSError: no space left\).*resume from the last checkpoint"
+)
 
 
 def broken(half: str) -> Pool:

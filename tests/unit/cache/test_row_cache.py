@@ -481,6 +481,24 @@ def test_a_copy_that_fails_loses_no_row(direction, error, monkeypatch):
         assert torch.equal(host, truth)
 
 
+@pytest.mark.parametrize("step", ["unbind", "take_free", "bind"])
+def test_planning_that_is_interrupted_ends_the_pool(step, monkeypatch):
+    """Rows are neither here nor there: nothing may be trained or saved as if they were."""
+    pool = Pool(num_slots=4, policy="lru")
+    pool.step([1, 2, 3, 4])
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool.map, step, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pool.cache.prepare(torch.tensor([5, 6]), torch.tensor([1, 1, 0, 0]))
+    for use in (pool.cache.flush, lambda: pool.step([1]), lambda: pool.cache.read(torch.tensor([1]))):
+        with pytest.raises(CacheError, match="planning or copying rows failed .KeyboardInterrupt"):
+            use()
+
+
 # -- shapes of batches and pools ---------------------------------------------------------
 
 

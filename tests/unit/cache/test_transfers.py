@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -86,7 +88,7 @@ def test_buffers_until_the_memory_is_locked_and_the_kernel_afterwards():
     host, slots = [torch.arange(24.0).view(6, 4)], [torch.zeros(5, 4)]
     before = host[0].clone()
     locked = Locked(gate=0)
-    lock = PageLock(host, locked.lock, locked.unlock)
+    lock = functools.cache(lambda: PageLock(host, locked.lock, locked.unlock))
     used: list[str] = []
 
     def then(*payloads):
@@ -99,7 +101,7 @@ def test_buffers_until_the_memory_is_locked_and_the_kernel_afterwards():
     transfer.write_back(torch.tensor([1]), torch.tensor([4]))  # under way when the transfers change
     assert used == []
     locked.go_on.set()
-    lock.wait()
+    lock().wait()
     transfer.fill(torch.tensor([5]), torch.tensor([3]))
     assert used == ["kernel"]
     transfer.fill(torch.tensor([4]), torch.tensor([2]))
@@ -110,11 +112,25 @@ def test_buffers_until_the_memory_is_locked_and_the_kernel_afterwards():
     assert used == ["kernel"]
 
 
+def test_nothing_is_locked_before_the_first_rows(monkeypatch):
+    """TorchRec makes ShardedTensors of the host rows with the model, and refuses rows that are pinned."""
+    locked = Locked()
+    monkeypatch.setattr(transfers, "lock_for", lambda _, tensors: PageLock(tensors, locked.lock, locked.unlock))
+    monkeypatch.setattr(transfers, "WhenLocked", lambda slots, host, lock, *transfers: lock)
+    host = [torch.zeros(6, 4)]
+    make = transfer_maker("triton_uva", CUDA, host)
+    lock, of_more_slots = (make([torch.zeros(slots, 4)], host) for slots in (3, 5))
+    assert locked.blocks == {}
+    lock().wait()
+    assert list(locked.blocks) == [host[0].data_ptr()]
+    assert of_more_slots() is lock()
+
+
 def test_memory_that_cannot_be_locked_stops_the_training_with_the_remedy():
     host, slots = [torch.zeros(6, 4)], [torch.zeros(5, 4)]
     locked = Locked(refuse=0)
     lock = PageLock(host, locked.lock, locked.unlock)
-    transfer = WhenLocked(slots, host, lock, StagedTransfer, UvaTransfer)
+    transfer = WhenLocked(slots, host, lambda: lock, StagedTransfer, UvaTransfer)
     lock._thread.join()
     none = torch.empty(0, dtype=torch.int64)
     with pytest.raises(CacheError, match=r'could not be locked.*cache.transfer="staged"'):

@@ -197,7 +197,9 @@ class Event:
 
     def synchronize(self) -> None:
         """The host waits."""
-        Gpu.active().clocks.all_streams_wait_for_event(self.number)
+        gpu = Gpu.active()
+        gpu.waits[HOST, "an event"] += 1
+        gpu.clocks.all_streams_wait_for_event(self.number)
 
 
 class Gpu:
@@ -205,7 +207,7 @@ class Gpu:
 
     Attributes:
         problems: races, memory given away too early.
-        waits: how often the host waited for a stream, by (stream, operation).
+        waits: how often the host waited for a stream, by (stream, operation), or with ``HOST`` for an event.
         launches: kernels, by (stream, operation).
     """
 
@@ -218,6 +220,7 @@ class Gpu:
         self.launches: Counter[tuple[int, str]] = Counter()
         self._memory: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
         self._host: dict[int, Memory] = {}  # by the address of its storage: page-locked, or written by kernels
+        self._locked: set[int] = set()  # addresses of storages
         self._kept: list[Tensor] = []
         self.newest = 0  # number of the newest kernel
         self._stack = contextlib.ExitStack()
@@ -281,13 +284,20 @@ class Gpu:
             self.watch_host(tensor, row_bytes)
 
     def watch_host(self, tensor: Tensor, row_bytes: int | None = None) -> None:
-        """Host memory that the device reads or writes by itself."""
+        """Host memory that the device reads or writes by itself, once it is locked."""
         self._kept.append(tensor)
         self._host[tensor.untyped_storage().data_ptr()] = Memory(HOST, _where(), row_bytes)
+
+    def lock(self, address: int) -> None:
+        """Kernels may address the host memory that begins there."""
+        self._locked.add(address)
 
     def host_memory(self, tensor: Tensor) -> Memory | None:
         """The watched memory that a host tensor views, if any."""
         return self._host.get(tensor.untyped_storage().data_ptr())
+
+    def _locked_memory(self, tensor: Tensor) -> Memory | None:
+        return self.host_memory(tensor) if tensor.untyped_storage().data_ptr() in self._locked else None
 
     # -- what is queued
 
@@ -343,8 +353,8 @@ class Gpu:
 
     def _place(self, given: Any) -> tuple[Memory, Iterable[int] | None]:
         tensor, rows = given if isinstance(given, tuple) else (given, None)
-        memory = tensor.memory if isinstance(tensor, GpuTensor) else self.host_memory(tensor)
-        assert memory is not None, "a kernel addresses host memory that is not locked"
+        memory = tensor.memory if isinstance(tensor, GpuTensor) else self._locked_memory(tensor)
+        assert memory is not None, f"a kernel addresses host memory that is not locked ({_where()})"
         inner = tensor.inner if isinstance(tensor, GpuTensor) else tensor
         if rows is None or memory.row_bytes is None:
             return memory, _view_rows(inner, memory)
@@ -454,6 +464,7 @@ class _Functions(TorchFunctionMode):
         made = args[0].clone() if func is torch.Tensor.pin_memory else func(*args, **kwargs)
         if pinned or func is torch.Tensor.pin_memory:
             self._gpu.watch_host(made)
+            self._gpu.lock(made.untyped_storage().data_ptr())
         return made
 
     def _move(self, tensor: Tensor, *rest: Any, non_blocking: bool = False, **named: Any) -> Tensor:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -16,7 +17,7 @@ import torch
 from embershard.cache import forecast, key_entries, memory, staged_transfer
 from embershard.cache.copies import RowCopies
 from embershard.cache.row_cache import CacheGrowthWarning, RowCache
-from embershard.cache.staged_transfer import _Buffer
+from embershard.cache.staged_transfer import StagedTransfer, _Buffer
 from embershard.cache.turns import StreamTurns
 from embershard.cache.uva_transfer import UvaTransfer
 from embershard.distributed.streams import Streams
@@ -29,6 +30,7 @@ SETTINGS = {
     "hashed map": Setting(slot_map="hashed"),
     "hashed map that grows": Setting(slot_map="hashed", num_slots=36, rows=(300, 5, 200), lookahead=20),
     "staged": Setting(transfer="staged"),
+    "staged in many small buffers": Setting(transfer="staged", buffer_bytes=60),
     "plain": Setting(transfer="plain"),
     "locked later": Setting(locked_at=11),
     "never locked": Setting(locked_at=None),
@@ -38,7 +40,11 @@ SETTINGS = {
     "a thread plans at once": Setting(worker="at once"),
     "a thread plans at the end": Setting(worker="at the end", slot_map="hashed", transfer="staged"),
     "evaluations": Setting(evaluated=(4, 9, 10)),
+    "evaluations first": Setting(evaluated=tuple(range(8)), lookahead=2, rows=(200, 5, 100)),
+    "plain steps": Setting(num_slots=60, plain=6, rows=(200, 5, 100)),
+    "plain steps, staged": Setting(num_slots=60, plain=6, rows=(200, 5, 100), policy="lfu", transfer="staged"),
     "abandoned forwards": Setting(abandoned=(3, 4, 11), prefetch=1),
+    "left early": Setting(left_after=15, num_slots=36),
     "three ahead": Setting(num_slots=60, prefetch=3, rows=(200, 100)),
     "pool that grows": Setting(num_slots=20, overflow="grow"),
     "staged pool that grows": Setting(num_slots=20, overflow="grow", transfer="staged", slot_map="hashed"),
@@ -73,7 +79,35 @@ def test_nothing_goes_wrong(name: str) -> None:
 def test_the_host_never_waits_for_the_step_in_training(name: str) -> None:
     with modelled(SETTINGS[name]) as (gpu, model, may_lock):
         waits = train(SETTINGS[name], model, may_lock)
-        assert (waits.late, waits.for_training, gpu.problems) == ([], 0, [])
+        assert (waits.late, waits.for_training, waits.for_events, gpu.problems) == ([], 0, 0, [])
+
+
+@pytest.mark.parametrize("copy", ["write_back", "fill"])
+@pytest.mark.parametrize("transfer", [UvaTransfer, StagedTransfer])
+def test_nothing_goes_wrong_when_copies_fail(copy: str, transfer: Any) -> None:
+    """Their plans are taken back; what was queued for them before goes on."""
+    original, failing, calls = getattr(transfer, copy), range(3, 25, 3), itertools.count(1)
+
+    def fails(self: Any, *rows: Any) -> None:
+        moves_rows = transfer is StagedTransfer or len(self._kernel.tables) == 2  # not the scores
+        if moves_rows and next(calls) in failing:
+            raise OSError(f"{copy} failed")
+        original(self, *rows)
+
+    setting = Setting(transfer="staged" if transfer is StagedTransfer else None)
+    with mock.patch.object(transfer, copy, fails):
+        assert problems_of(setting) == []
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_cached_tables_that_are_on_other_ranks(waits: bool) -> None:
+    """Without a pool, no plan and no copy comes between a batch's ids and the training that reads them."""
+    setting = Setting(elsewhere=True)
+    fault = contextlib.nullcontext() if waits else mock.patch.object(Streams, "give", _nothing)
+    with fault, modelled(setting) as (gpu, model, may_lock):
+        train(setting, model, may_lock)
+        assert waits == (gpu.problems == [])
+        assert waits or any("stream 0" in problem and "inputs.py" in problem for problem in gpu.problems)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -143,6 +177,12 @@ CONTROLS: dict[str, tuple[Callable[[], Any], str, Setting, str]] = {
         "is given away while",
         Setting(lookahead=12),
         "forecast.py",
+    ),
+    "an evaluation does not wait for the inputs": (
+        _without(Streams, "give"),
+        "stream 0",
+        SETTINGS["evaluations first"],
+        "reads what was written by",
     ),
     "the training does not wait for the inputs": (
         _without(Streams, "give"),

@@ -7,6 +7,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -19,9 +20,11 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
-from embershard.cache import key_entries, memory, page_lock
+from embershard.cache import key_entries, memory, page_lock, transfers
 from embershard.cache.config import CacheConfig
 from embershard.cache.row_kernels import RowKernel
+from embershard.cache.staged_transfer import StagedTransfer
+from embershard.cache.tickets import Ticket
 from embershard.cache.transfers import WhenLocked
 from embershard.distributed import look_ahead
 from embershard.distributed.look_ahead import LookAheadPipeline
@@ -29,7 +32,7 @@ from embershard.sharding.torchrec import embeddings, modules
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.inputs import InputDoor
 from embershard.sharding.torchrec.spec import SPEC_KEY, CacheSpec
-from tests.unit.gpu_model.device import CUDA, Gpu, GpuTensor, out_of_sight
+from tests.unit.gpu_model.device import CUDA, HOST, Gpu, GpuTensor, Stream, out_of_sight
 
 DIM = 4
 BATCH = 8
@@ -40,7 +43,10 @@ class Setting:
     """Of a run. ``locked_at``: the step before which host memory is locked, None for never; ``between``: what happens
     after a step, by its number: "flush", "evaluate", "state" or "stats". ``evaluated`` and ``abandoned`` are steps
     whose batch is only read: without gradients, or by a forward that no backward follows. ``worker``: a thread plans,
-    which in this model has done so "at once", before the step's kernels are queued, or only "at the end"."""
+    which in this model has done so "at once", before the step's kernels are queued, or only "at the end". The first and
+    the last ``plain`` steps train without the pipeline, and each batch's rows are prefetched on a stream of their own,
+    as TorchRec's pipeline does. ``elsewhere``: the module's cached tables are on other ranks. After step ``left_after``
+    the pipeline is detached, and nothing follows. ``buffer_bytes`` are those of staged copies."""
 
     rows: tuple[int, ...] = (60, 5, 40)
     num_slots: int = 44
@@ -56,6 +62,10 @@ class Setting:
     worker: str | None = None
     evaluated: tuple[int, ...] = ()
     abandoned: tuple[int, ...] = ()
+    plain: int = 0
+    elsewhere: bool = False
+    left_after: int | None = None
+    buffer_bytes: int = 8 << 20
 
 
 class _Slots(nn.Module):
@@ -88,9 +98,13 @@ class _Slots(nn.Module):
     def end_reading(self) -> None:
         """As :class:`SlotTable`."""
 
-    def read(self, rows: Tensor, indices: Tensor, offsets: Tensor, **arguments: Any) -> Tensor:
+    def forward(self, slots: Tensor, offsets: Tensor, **arguments: Any) -> Tensor:
         """As :class:`SlotTable`: the sum over all ids."""
-        return rows.index_select(0, indices).sum()
+        return self.payload[0].data.index_select(0, slots).sum() + offsets.sum()
+
+    def read(self, rows: Tensor, indices: Tensor, offsets: Tensor, **arguments: Any) -> Tensor:
+        """As :class:`SlotTable`."""
+        return rows.index_select(0, indices).sum() + offsets.sum()
 
 
 class _Context(Multistreamable):
@@ -123,22 +137,24 @@ def _nothing() -> None:
 
 
 class _Arriving:
-    """What an all-to-all gives: a copy, made where it is waited for."""
+    """In place of an all-to-all: the ids are copied when it begins, when its sizes are there, and when it is over."""
 
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make = make
+    def __init__(self, features: KeyedJaggedTensor, waits: int = 2) -> None:
+        lengths, values = features.lengths().clone(), features.values().clone()
+        self._features, self._waits = KeyedJaggedTensor(features.keys(), values, lengths=lengths), waits
 
     def wait(self) -> Any:
-        return self._make()
+        then = _Arriving(self._features, self._waits - 1)
+        return then if self._waits > 1 else KJTList([then._features])
 
 
 class Module(modules._CachedModule, nn.Module):
     """In place of TorchRec's sharded module, with one pool, on one rank."""
 
-    def __init__(self, pool: CachedTableBatchedEmbeddings, rows: tuple[int, ...]) -> None:
+    def __init__(self, pool: CachedTableBatchedEmbeddings, rows: tuple[int, ...], elsewhere: bool = False) -> None:
         super().__init__()
-        self.pool = pool
-        kernel = SimpleNamespace(emb_module=pool)
+        self.pool, self._elsewhere = pool, elsewhere
+        kernel = SimpleNamespace(emb_module=None if elsewhere else pool)
         self._lookups = [SimpleNamespace(_emb_modules=[kernel], _feature_splits=[len(rows)])]
         self._rows_by_feature = {f"f{t}": (f"t{t}", num_rows) for t, num_rows in enumerate(rows)}
         self.trained: Any = None
@@ -153,29 +169,24 @@ class Module(modules._CachedModule, nn.Module):
 
     def input_dist(self, context: Any, features: KeyedJaggedTensor) -> Any:
         """As TorchRec's, with copies in place of the all-to-alls."""
-
-        def exchanged() -> KJTList:
-            lengths, values = features.lengths().clone(), features.values().clone()
-            return KJTList([KeyedJaggedTensor(features.keys(), values, lengths=lengths)])
-
-        return _Arriving(lambda: _Arriving(exchanged))
+        return _Arriving(features)
 
     def compute_and_output_dist(self, context: Any, received: KJTList) -> Tensor:
         """The forward; with gradients it leaves a backward behind."""
         (features,) = received[0].split(self._lookups[0]._feature_splits)  # as TorchRec's lookup does
-        if not torch.is_grad_enabled():
-            return self.pool(features.values(), features.offsets())
-        pool, slots_table = self.pool, self.pool.slots
-        ticket = pool._next_ticket(features.values(), features.offsets(), None)
-        pool.cache.wait(ticket)
-        output = slots_table.payload[0].data.index_select(0, ticket.slots).sum() + features.offsets().sum()
-        pool.cache.read_by_forward()
+        if self._elsewhere:
+            return features.values().sum()  # as tables in the GPU's own memory read it
+        return self.pool(features.values(), features.offsets())
+
+    def keep(self, cache: Any, ticket: Ticket, output: Tensor) -> None:
+        """In place of a hook on autograd's node: :meth:`backward` releases the ticket."""
         self.trained = ticket
-        return output
 
     def backward(self, step: int) -> None:
         """Train the rows: ``weight = weight * 0.5 + step``, ``state += 1``, once for every row."""
         ticket, self.trained = self.trained, None
+        if self._elsewhere:
+            return
         slots = ticket.slots
         weights, states = (rows.data for rows in self.pool.slots.payload)
         weights[slots] = weights.index_select(0, slots) * 0.5 + float(step)
@@ -183,9 +194,8 @@ class Module(modules._CachedModule, nn.Module):
         self.pool.cache.release(ticket)
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        """Without a pipeline: an evaluation."""
-        moved = features.to(CUDA)
-        return self.pool(moved.values(), moved.offsets())
+        """Without a pipeline."""
+        return self.compute_and_output_dist(None, KJTList([features.to(CUDA)]))
 
 
 def batches(setting: Setting, seed: int = 0) -> list[KeyedJaggedTensor]:
@@ -210,17 +220,25 @@ def modelled(setting: Setting) -> Iterator[tuple[Gpu, Module, threading.Event]]:
     may_lock = threading.Event()
     with contextlib.ExitStack() as stack:
         gpu = stack.enter_context(Gpu())
+
+        def lock(device: torch.device, address: int, size: int) -> None:
+            may_lock.wait()
+            gpu.lock(address)
+
         for owner, name, stand_in in (
             (embeddings, "SlotTable", _Slots),
             (key_entries, "_HAS_TRITON", False),
             (page_lock, "cpus_beside", lambda device: ()),
-            (page_lock, "lock_for_cuda", lambda device, address, size: may_lock.wait()),
+            (transfers, "StagedTransfer", partial(StagedTransfer, buffer_bytes=setting.buffer_bytes)),
+            (page_lock, "lock_for_cuda", lock),
             (page_lock, "unlock_for_cuda", lambda device, address: None),
             (RowKernel, "_launch", _copy_rows),
         ):
             stack.enter_context(mock.patch.object(owner, name, stand_in))
         stack.callback(may_lock.set)  # or the locking thread waits for ever
-        yield gpu, Module(_pool(setting, gpu), setting.rows), may_lock
+        model = Module(_pool(setting, gpu), setting.rows, setting.elsewhere)
+        stack.enter_context(mock.patch.object(embeddings, "_release_after_backward", model.keep))
+        yield gpu, model, may_lock
 
 
 def _pool(setting: Setting, gpu: Gpu) -> CachedTableBatchedEmbeddings:
@@ -279,39 +297,85 @@ def _plain(tensor: Any) -> Tensor:
 @dataclass
 class Waits:
     """Where the host waited, after the first step. ``late`` are the steps whose forward was queued only when the step
-    before was over on the device; ``for_training`` is how often it waited for the stream that trains."""
+    before was over on the device; ``for_training`` is how often it waited for the stream that trains, ``for_events``
+    for an event."""
 
     late: list[int] = field(default_factory=list)
     for_training: int = 0
+    for_events: int = 0
 
 
 def train(setting: Setting, model: Module, may_lock: threading.Event) -> Waits:
-    """Every batch once, through the pipeline."""
-    loop, data = _pipeline(setting, model), batches(setting)
-    iterator, gpu, waits, newest = iter(data), Gpu.active(), Waits(), 0
-    for step in range(setting.steps):
+    """Every batch once."""
+    data, first, last = batches(setting), setting.plain, setting.steps - setting.plain
+    _train_plainly(setting, model, data, range(first))
+    waits = _train_through_pipeline(setting, model, may_lock, data, range(first, last))
+    _train_plainly(setting, model, data, range(last, setting.steps))
+    return waits
+
+
+def _train_through_pipeline(
+    setting: Setting, model: Module, may_lock: threading.Event, data: list[KeyedJaggedTensor], steps: range
+) -> Waits:
+    loop, iterator = _pipeline(setting, model), iter(data[steps.start : steps.stop])
+    gpu, waits, newest = Gpu.active(), Waits(), 0
+    for step in steps:
         if step == setting.locked_at:
             may_lock.set()
             if isinstance(model.pool.cache.transfer, WhenLocked):
                 model.pool.cache.transfer.wait_until_locked()
         gradients = torch.enable_grad() if step not in setting.evaluated else torch.no_grad()
-        with gradients, loop.step(iterator) as features:
-            if step and gpu.host_has_seen(newest):
+        with gradients, _step(loop, iterator) as features:
+            if step != steps.start and gpu.host_has_seen(newest):
                 waits.late.append(step)
-            elif not step:
-                waits.for_training -= gpu.waits_for(0)
+            elif step == steps.start:
+                waits.for_training, waits.for_events = -gpu.waits_for(0), -gpu.waits_for(HOST)
             model(features)
+            features.values().sum()  # as the rest of a model reads its batch
             if step in setting.abandoned:
                 model.trained = None
             elif step not in setting.evaluated:
                 model.backward(step)
             newest = gpu.newest
         _between(setting.between.get(step), model, data)
+        if step == setting.left_after:
+            loop.detach()
+            return waits
     waits.for_training += gpu.waits_for(0)
+    waits.for_events += gpu.waits_for(HOST)
     with contextlib.suppress(StopIteration), loop.step(iterator):
         raise AssertionError("a batch too many")
     loop.detach()
     return waits
+
+
+@contextlib.contextmanager
+def _step(loop: LookAheadPipeline, iterator: Iterator[KeyedJaggedTensor]) -> Iterator[KeyedJaggedTensor]:
+    """The next step, again and again where copies fail."""
+    with contextlib.ExitStack() as stack:
+        features = None
+        while features is None:
+            with contextlib.suppress(OSError):
+                features = stack.enter_context(loop.step(iterator))
+        yield features
+
+
+def _train_plainly(setting: Setting, model: Module, data: list[KeyedJaggedTensor], steps: range) -> None:
+    prefetching, ahead = Stream(priority=-1), None
+    for step in steps:
+        features = ahead or data[step].to(CUDA)
+        training = torch.cuda.current_stream(CUDA)
+        training.wait_stream(prefetching)
+        model.compute_and_output_dist(None, KJTList([features]))
+        if step + 1 < steps.stop:
+            ahead = data[step + 1].to(CUDA)
+            prefetching.wait_stream(training)  # the forward's rows are read; the backward comes
+            with torch.cuda.stream(prefetching):
+                ahead.record_stream(prefetching)
+                model.pool.prefetch(ahead.values(), ahead.offsets())
+            ahead.record_stream(training)
+        model.backward(step)
+        _between(setting.between.get(step), model, data)
 
 
 def _pipeline(setting: Setting, model: Module) -> LookAheadPipeline:
@@ -350,6 +414,8 @@ def expected(setting: Setting, initial: list[Tensor]) -> list[Tensor]:
     for step, features in enumerate(batches(setting)):
         if step in setting.evaluated + setting.abandoned:
             continue
+        if setting.left_after is not None and step > setting.left_after:
+            break
         lengths = features.lengths().view(len(setting.rows), -1).sum(1)
         rows = (features.values() + offsets.repeat_interleave(lengths)).unique()
         weights[rows] = weights[rows] * 0.5 + float(step)
