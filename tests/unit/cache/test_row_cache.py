@@ -495,7 +495,7 @@ def test_planning_that_is_interrupted_ends_the_pool(step, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             pool.cache.prepare(torch.tensor([5, 6]), torch.tensor([1, 1, 0, 0]))
     for use in (pool.cache.flush, lambda: pool.step([1]), lambda: pool.cache.read(torch.tensor([1]))):
-        with pytest.raises(CacheError, match="planning or copying rows failed .KeyboardInterrupt"):
+        with pytest.raises(CacheError, match=r"planning or copying rows failed .KeyboardInterrupt"):
             use()
 
 
