@@ -1,6 +1,6 @@
 """The look-ahead train pipeline: the ids of many batches are known, the rows of the next few are on the device.
 
-    window:   [ in training | resident: the next P | known: the next L, ids only | arriving ] <- batches
+    window:   [ in training | resident: the next P | known: the next L, ids only ] <- two arriving <- batches
 
 A batch goes through these stages, several batches at a time, each in another one:
 
@@ -35,6 +35,9 @@ from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.inputs import Features, InputDoor, ModuleInput, open_doors, tensors_of
 
 _NO_BATCH = object()
+#: One whose ids were sent in the step before, and one whose ids will be sent in this one. Ids are sent behind the
+#: collectives of a step's backward: with one batch on its way, the next step would begin by waiting for those.
+_MOST_ARRIVING = 2
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ class _Ahead:
         """
         if any(tensor._version != version for tensor, version in self.versions):
             raise DataError(
-                "a batch was written to in place after the pipeline had taken it: it is kept for lookahead + 2 steps. "
+                "a batch was written to in place after the pipeline had taken it: it is kept for lookahead + 3 steps. "
                 "Give each batch tensors of its own (batch.clone(), or no reuse of buffers in the loader)"
             )
 
@@ -133,7 +136,7 @@ class LookAheadPipeline:
         self._doors: list[InputDoor] | None = None
         self._current: dict[str, ModuleInput] = {}
         self._window: deque[_Ahead] = deque()
-        self._arriving: _Ahead | None = None
+        self._arriving: deque[_Ahead] = deque()
         self._offered: Any = _NO_BATCH
         self._unknown: deque[_Ahead] = deque()  # those in the window that the caches do not know yet
         self._is_offered = self._is_over = self._is_full = False
@@ -180,12 +183,13 @@ class LookAheadPipeline:
 
     def detach(self) -> None:
         """Give the model's modules their own forwards back, and forget what was ahead; those batches do not train."""
-        for ahead in [*self._window, *([self._arriving] if self._arriving is not None else [])]:
+        for ahead in [*self._window, *self._arriving]:
             self._close(ahead)
         _end_ahead(self._pools, self._token)
         self._window.clear()
         self._unknown.clear()
-        self._arriving, self._offered = None, _NO_BATCH
+        self._arriving.clear()
+        self._offered = _NO_BATCH
         self._agreement = Agreement(self._device)  # what was asked about the next batch need not be answered
         self._is_offered = self._is_over = self._is_full = False
         self._input_failure = self._failure = None
@@ -217,8 +221,8 @@ class LookAheadPipeline:
             if trains and self._worker is not None:
                 self._start(self._worker, coming)
             yield ahead.on_device
-            if self._arriving is not None:
-                self._send(self._arriving)
+            for arriving in self._arriving:
+                self._send(arriving)
             self._offer(batches)
         finally:
             self._current.clear()
@@ -235,17 +239,19 @@ class LookAheadPipeline:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
-        self._arrive()
         self._weigh()
         admitted = True
-        while admitted and len(self._window) <= self._lookahead:
-            admitted = self._admit(batches)
+        while len(self._window) <= self._lookahead:
+            if not self._arriving:
+                admitted = self._admit(batches)
+                if not admitted:
+                    break
             self._arrive()
             if len(self._unknown) > 1 and torch.is_grad_enabled():  # many, at the first step: how much do they take?
                 self._know()
             self._weigh()
-        if admitted:
-            self._admit(batches)  # its all-to-all is under way while the next batch trains
+        while admitted and len(self._arriving) < _MOST_ARRIVING:
+            admitted = self._admit(batches)
         if self._window and torch.is_grad_enabled():
             self._know()
             self._make_resident(self._window[0], critical_path=True)
@@ -318,7 +324,7 @@ class LookAheadPipeline:
         if decision != Supply.READY:
             return False
         batch, self._offered = self._offered, _NO_BATCH
-        self._arriving = self._start_input_all_to_all(batch)
+        self._arriving.append(self._start_input_all_to_all(batch))
         return True
 
     def _check(self, batch: Any) -> None:
@@ -341,11 +347,9 @@ class LookAheadPipeline:
                 inputs.send()
 
     def _arrive(self) -> None:
-        """The ids of the batch under way are here."""
-        if self._arriving is None:
-            return
-        self._send(self._arriving)
-        ahead, self._arriving = self._arriving, None
+        """The ids of the batch that was first under way are here."""
+        ahead = self._arriving.popleft()
+        self._send(ahead)
         with self._streams.distributing():
             for inputs in ahead.inputs.values():
                 inputs.receive()

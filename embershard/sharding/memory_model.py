@@ -111,7 +111,7 @@ def step_bytes(
     pooled = sum(pooled_bytes(shard, batch if shard.kernel == "replicated" else batch * world_size) for shard in shards)
     pooled += 2 * sum(table.dim for table in model.tables) * batch * _FLOAT_BYTES
     of_batch = sum(lookups) * (_ID_BYTES + _KNOWN_ID_BYTES)
-    known = settings.lookahead + 2 if settings.lookahead else 1
+    known = settings.lookahead + 3 if settings.lookahead else 1  # the one in training, and two that arrive
     window = min(known * of_batch, max(MAX_KNOWN_BYTES, (settings.prefetch + 2) * of_batch))
     return {
         "dense": model.dense_parameter_bytes + model.dense_state_bytes,

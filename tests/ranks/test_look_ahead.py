@@ -305,8 +305,8 @@ def test_an_iterator_that_fails(two_ranks: RankPool, failing: int) -> None:
         case, run = Case(ratio=0.4, batch_size=8), Run(4, 2, worker=worker)
         results = two_ranks.run(look_ahead_events.failing_iterator, case, run, failing, after)
         assert [result["different"] for result in results] == [[], []]
-        # It is asked for batch `after` when the window, the batch in training and the one under way are full.
-        assert [result["trained"] for result in results] == [max(0, after - run.lookahead - 1)] * 2
+        # It is asked for batch `after` when the window, the batch in training and the two under way are full.
+        assert [result["trained"] for result in results] == [max(0, after - run.lookahead - 2)] * 2
         assert results[failing]["error"] == f"OSError: the disk of rank {failing} is gone"
         assert results[1 - failing]["error"].startswith(f"DataError: the input of rank {failing} failed")
 
@@ -345,7 +345,7 @@ def test_detached_in_the_middle(two_ranks: RankPool, run: Run) -> None:
     """Training goes on without the pipeline, and then with it again."""
     for result in two_ranks.run(look_ahead_events.detach_and_go_on, Case(sharding="row_wise", ratio=0.4), run, 5):
         assert result["different"] == []
-        assert result["lost"] == min(run.lookahead + 2, 12 - 5)
+        assert result["lost"] == min(run.lookahead + 3, 12 - 5)
         assert result["own_forward"]
         assert result["pins"] == 0
 

@@ -11,7 +11,7 @@ from embershard.cache import transfers
 from embershard.cache.config import CacheConfig
 from embershard.cache.page_lock import PageLock
 from embershard.cache.staged_transfer import StagedTransfer
-from embershard.cache.transfer import PlainTransfer
+from embershard.cache.transfer import PlainTransfer, ScoresTransfer
 from embershard.cache.transfers import (
     WhenLocked,
     scores_transfer_maker,
@@ -81,7 +81,7 @@ def test_makers(kind, made):
 def test_scores_never_land_later(kind):
     """On a CPU nothing keeps a thread from reading them right away."""
     rows = torch.zeros(4)
-    assert isinstance(scores_transfer_maker(kind, CPU, rows)([torch.zeros(3)], [rows]), PlainTransfer)
+    assert isinstance(scores_transfer_maker(kind, CPU, rows)([torch.zeros(3)], [rows]), ScoresTransfer)
 
 
 def test_buffers_until_the_memory_is_locked_and_the_kernel_afterwards():

@@ -206,3 +206,27 @@ def test_the_settings_meet_what_they_are_for() -> None:
     with mock.patch.object(key_entries.HashedEntries, "_grow", autospec=True, side_effect=grow) as growths:
         problems_of(SETTINGS["hashed map that grows"])
     assert growths.call_count >= 1
+
+
+def test_ids_are_received_a_step_after_they_were_sent() -> None:
+    """They are sent behind the collectives of a backward pass: received at once, they would make the host wait for
+    it."""
+    events: list[tuple[str, ModuleInput]] = []
+
+    def noted(name: str) -> Any:
+        original = getattr(ModuleInput, name)
+
+        def function(self: ModuleInput, *args: Any) -> Any:
+            events.append((name, self))
+            return original(self, *args)
+
+        return mock.patch.object(ModuleInput, name, function)
+
+    with noted("send"), noted("receive"), noted("forward"), modelled(Setting()) as (_, model, may_lock):
+        train(Setting(), model, may_lock)
+    names = [name for name, _ in events]
+    started = [number for number, name in enumerate(names) if name == "forward"][2]  # the window is filled by then
+    received = [(number, each) for number, (name, each) in enumerate(events) if name == "receive" and number > started]
+    assert len(received) > 5
+    for number, each in received:
+        assert "forward" in names[events.index(("send", each)) : number]

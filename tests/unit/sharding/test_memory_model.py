@@ -125,7 +125,7 @@ def test_buffers_grow_with_ranks_where_one_rank_serves_all():
     """A replicated table sees its own rank's samples, whatever the number of ranks."""
     assert step("replicated", 8) == step("replicated", 1)
     seven = 7 * 100  # samples of the other ranks
-    ids, pooled = (4 + 2) * 3 * seven * 20, 2 * 64 * 4 * seven
+    ids, pooled = (4 + 3) * 3 * seven * 20, 2 * 64 * 4 * seven
     assert step("cached", 8)["input_buffers"] - step("cached", 1)["input_buffers"] == ids + pooled
     assert step("cached", 8)["dense"] == 120_000
     assert step("cached", 8)["activations"] == 200_000
@@ -151,7 +151,7 @@ def test_the_window_is_no_longer_than_the_pipeline_keeps_it(monkeypatch):
     long = step("cached", 8)["input_buffers"]
     monkeypatch.setattr("embershard.sharding.memory_model.MAX_KNOWN_BYTES", 1)
     short = step("cached", 8)["input_buffers"]
-    assert long - short == (6 - 4) * 3 * 800 * 20  # prefetch + 2 batches stay
+    assert long - short == (7 - 4) * 3 * 800 * 20  # prefetch + 2 batches stay
 
 
 def test_large_pools_on_a_gpu_are_hashed():
