@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from embershard.cache.key_entries import MapKind
 from embershard.cache.replay import ReplayPolicy
 from embershard.frequency import DataStatistics
 from embershard.sharding.cost import Rates
@@ -57,10 +58,11 @@ def make_workload(
     has_profile: bool = False,
     num_steps: int | None = None,
     data: DataStatistics | None = None,
+    slot_map: MapKind | None = "array",
     **table: Any,
 ) -> Workload:
-    """A model, its data and how it is trained."""
-    shape = RunShape(world_size, ranks_per_node, batch_size, device, policy, has_profile, num_steps)
+    """A model, its data and how it is trained; by default the maps of all pools are arrays, the largest ones' too."""
+    shape = RunShape(world_size, ranks_per_node, batch_size, device, policy, has_profile, num_steps, slot_map=slot_map)
     return Workload(model_of(rows, dims, **table), data or data_of(tuple(rows)), shape)
 
 
