@@ -47,7 +47,7 @@ operations = st.lists(
     st.sampled_from([None, 0.9, 1e-3]),
     st.booleans(),
 )
-@settings(max_examples=200)
+@settings(max_examples=120)
 def test_every_row_is_right_after_any_operations(operations, policy, num_slots, overflow, decay, warmup):
     profile = [(7 * k) % 23 for k in range(NUM_ROWS)] if warmup else None
     decay = decay if policy == "lfu" else None
@@ -82,7 +82,7 @@ window_operations = st.lists(
     st.booleans(),
     st.sampled_from([None, 1]),
 )
-@settings(max_examples=200)
+@settings(max_examples=120)
 def test_every_row_is_right_after_any_operations_in_a_window(
     operations, num_slots, overflow, decay, profile, background, home_table
 ):

@@ -24,7 +24,7 @@ from embershard.distributed.streams import Streams
 from embershard.sharding.torchrec.inputs import ModuleInput
 from tests.unit.gpu_model.training import Setting, expected, modelled, train
 
-EVENTS = {3: "flush", 6: "evaluate", 9: "state", 12: "stats", 15: "evaluate", 16: "flush"}
+EVENTS = {2: "flush", 4: "evaluate", 6: "state", 8: "stats", 9: "evaluate", 11: "flush"}
 SETTINGS = {
     "default": Setting(),
     "hashed map": Setting(slot_map="hashed"),
@@ -66,7 +66,7 @@ def problems_of(setting: Setting) -> list[str]:
         found = list(dict.fromkeys(gpu.problems))
         for rows, right in zip(model.pool.host.payload, wanted, strict=True):
             assert torch.equal(rows, right)
-        assert evictions > 100
+        assert evictions > 30
     return found
 
 
@@ -94,7 +94,7 @@ def test_nothing_goes_wrong_when_copies_fail(copy: str, transfer: Any) -> None:
             raise OSError(f"{copy} failed")
         original(self, *rows)
 
-    setting = Setting(transfer="staged" if transfer is StagedTransfer else None)
+    setting = Setting(transfer="staged" if transfer is StagedTransfer else None, steps=18)
     with mock.patch.object(transfer, copy, fails):
         assert problems_of(setting) == []
 
@@ -227,6 +227,6 @@ def test_ids_are_received_a_step_after_they_were_sent() -> None:
     names = [name for name, _ in events]
     started = [number for number, name in enumerate(names) if name == "forward"][2]  # the window is filled by then
     received = [(number, each) for number, (name, each) in enumerate(events) if name == "receive" and number > started]
-    assert len(received) > 5
+    assert len(received) > 2
     for number, each in received:
         assert "forward" in names[events.index(("send", each)) : number]

@@ -50,7 +50,7 @@ class Setting:
 
     rows: tuple[int, ...] = (60, 5, 40)
     num_slots: int = 44
-    steps: int = 18
+    steps: int = 13
     lookahead: int = 6
     prefetch: int = 2
     transfer: str | None = None
