@@ -15,6 +15,7 @@ from hypothesis import settings
 
 PROJECT = Path(__file__).resolve().parent.parent
 SHARED_VARIABLE = "EMBERSHARD_SHARED"
+_STARTED_ANEW = ("test_planning_workflow.py", "test_torchrec_dlrm.py", "test_train_cli.py")  # as users start them
 CRITEO_SAMPLE = Path("data", "criteo_1tb_day0_10k")
 
 # The same examples on every run, and no deadline: a slow machine is not a bug.
@@ -46,13 +47,15 @@ def cuda_problem() -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Where processes share the tests, one runs all that start ranks: they are reused, and keep the cores busy by
-    themselves. The others take a file at a time."""
+    """Where processes share the tests, one runs all that use pools of ranks, which are reused. All other files go where
+    there is room, one at a time."""
     from xdist.scheduler import LoadScopeScheduling
 
     class RanksTogether(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return "ranks" if nodeid.startswith(("tests/ranks/", "tests/gpu/")) else nodeid.split("::", 1)[0]
+            file = nodeid.split("::", 1)[0]
+            uses_pools = file.startswith(("tests/ranks/", "tests/gpu/")) and Path(file).name not in _STARTED_ANEW
+            return "ranks" if uses_pools else file
 
     return RanksTogether(config, log)
 
