@@ -86,7 +86,7 @@ class RecencyScores:
 class FrequencyScores:
     """``frequency``: the row's count in a profile; it never changes.
 
-    Scores move as rows do, between planning and planning: ``make_transfer`` gives what moves them.
+    Scores come and go while a batch is planned; ``make_transfer`` gives what moves them.
     """
 
     def __init__(self, row_scores: Tensor, num_slots: int, device: torch.device, make_transfer: MakeTransfer) -> None:
