@@ -45,7 +45,6 @@ def main() -> None:
     parser.add_argument("--policy", choices=["frequency", "lfu", "lru"], default="frequency", help="without look-ahead")
     parser.add_argument("--lookahead", type=int, default=64)
     parser.add_argument("--prefetch", type=int, default=2)
-    parser.add_argument("--background", action="store_true", help="look-ahead copies rows in threads of their own")
     parser.add_argument("--inline", action="store_true", help="look-ahead without its thread beside the training")
     parser.add_argument("--batch-size", type=int, default=4096)
     parser.add_argument("--dim", type=int, default=32)
@@ -131,7 +130,7 @@ def make_sharders(options: argparse.Namespace, profile: FrequencyProfile | None)
     """A sharder for each variant."""
     fused_params = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.02, "eps": 1e-8}
     cached = CacheConfig(ratio=options.ratio, policy=options.policy)
-    ahead = CacheConfig(ratio=options.ratio, policy="lookahead", background=options.background)
+    ahead = CacheConfig(ratio=options.ratio, policy="lookahead")
     return {
         "cached": CachedEmbeddingBagCollectionSharder(cached, profile, dict(fused_params)),
         "look_ahead": CachedEmbeddingBagCollectionSharder(ahead, profile, dict(fused_params)),

@@ -9,6 +9,7 @@
     ├── CacheError (RuntimeError)           the cache cannot do what was asked
     │   └── CacheOverflowError              one batch needs more rows than there are slots
     ├── ShardingError (ValueError)          a plan cannot be made, or does not fit the model
+    ├── StepError (RuntimeError)            a rank left a training step that the others are in
     ├── CheckpointError (RuntimeError)      a checkpoint is incomplete, or belongs to another model
     └── SetupError (RuntimeError)           versions, devices or process groups do not fit together
 
@@ -44,6 +45,10 @@ class CacheOverflowError(CacheError):
 
 class ShardingError(EmbershardError, ValueError):
     """A sharding plan cannot be made, or does not fit the model it is applied to."""
+
+
+class StepError(EmbershardError, RuntimeError):
+    """A rank left a training step by an exception while the other ranks need it there."""
 
 
 class CheckpointError(EmbershardError, RuntimeError):

@@ -93,7 +93,6 @@ class RunConfig:
             "prefetch",
             "decay",
             "host",
-            "background",
             "slot_map",
         )
         model = [f.name for f in dataclasses.fields(self.model)]

@@ -65,9 +65,6 @@ class CacheConfig:
     """`lfu`, and `lookahead` where it counts as `lfu` does: factor in (0, 1) by which old uses count less with every
     batch. Default: no decay."""
 
-    background: bool = False
-    """Copy rows in worker threads, beside the training. It pays where cores are idle while a step runs."""
-
     def __post_init__(self) -> None:
         if self.ratio is not None and self.device_bytes is not None:
             raise ConfigError(
@@ -79,7 +76,6 @@ class CacheConfig:
         _is("warmup", self.warmup, (bool,))
         _is("host_dir", self.host_dir, (str,))
         _is("decay", self.decay, (int, float))
-        _is("background", self.background, (bool,))
         if self.ratio is not None and not 0.0 < self.ratio <= 1.0:
             raise ConfigError(f"cache.ratio must be in (0, 1], got {self.ratio}; 0.015 keeps 1.5 % of the rows")
         if self.device_bytes is not None and self.device_bytes <= 0:
@@ -93,11 +89,6 @@ class CacheConfig:
             raise ConfigError(
                 'cache.transfer="triton_uva" needs host rows in page-locked memory, and cache.host="mmap" has them in '
                 'files; set cache.transfer="staged" or cache.host="memory"'
-            )
-        if self.background and self.transfer not in (None, "plain"):
-            raise ConfigError(
-                f'cache.background copies in threads of the CPU, with cache.transfer="plain" only, got '
-                f"{self.transfer!r}; remove one of the two"
             )
         if self.host == "mmap" and not self.host_dir:
             raise ConfigError('cache.host="mmap" needs cache.host_dir, a folder on a disk with room for the tables')

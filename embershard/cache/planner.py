@@ -3,6 +3,10 @@
 The cost follows the batch, not the table and not the cache: one gather finds the slots of all ids; only the
 misses are sorted; victims come from a queue that is refilled in bulk when it runs dry. Planning is
 deterministic: equal states and equal keys give equal plans.
+
+A plan changes nothing by itself. It is carried out in two halves, so that the map never promises a row that is not
+there: :meth:`CachePlanner.put_out` when the rows that leave are in the host tier, :meth:`CachePlanner.put_in` when the
+rows that come are in their slots.
 """
 
 from __future__ import annotations
@@ -46,8 +50,17 @@ class CachePlan:
     missed: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class Shortage:
+    """Why a batch has no plan: with the slots that batches in flight pin, ``num_slots`` are missing for its
+    ``miss_keys`` (int64 [M], ascending)."""
+
+    num_slots: int
+    miss_keys: Tensor
+
+
 class CachePlanner:
-    """Plans batches against one slot map. The map is updated at once; the rows follow when the plan is executed.
+    """Plans batches against one slot map.
 
     The first ``num_home_slots`` slots are never given away. With a forecast, the victims are those whose next use is
     furthest.
@@ -61,99 +74,85 @@ class CachePlanner:
         self.forecast = forecast
         self.queue = VictimQueue(slot_map, scores, num_home_slots, forecast)
         self.clean_through = 0  # rows last used by this batch or before have been written back
+        self._is_open = False  # a plan was begun and not carried out
 
-    def look(self, keys: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Find ``keys`` (int64 [N]) and mark what was found as used, so that it cannot be a victim of this
-        batch.
+    def plan(self, keys: Tensor, batch: int, oldest_pinned: int) -> CachePlan | Shortage:
+        """What ``keys`` (int64 [N]) need. Only the stamps of what was found change, so that it is no victim.
 
-        Returns:
-            slots [N], first_hits bool [N], and the positions of the misses.
+        Args:
+            batch: its number, which no other plan has.
+            oldest_pinned: slots that this batch or a later one used stay.
         """
+        if self._is_open:
+            self.queue.clear()  # the victims of that plan are still there, and missing in the queue
+        self._is_open = True
         slots = self.map.lookup(keys)
         first_hits = self.map.touch(slots, batch)
-        positions = (slots == NULL_SLOT).nonzero().flatten()
-        if positions.numel():
-            first_hits.scatter_(0, positions, False)
-        return slots, first_hits, positions
-
-    def choose_victims(self, count: int, oldest_pinned: int) -> Tensor:
-        """Slots to put out so that ``count`` rows fit: int64; fewer than needed when the rest is pinned."""
-        needed = count - self.map.num_free
-        if needed <= 0:
-            return torch.empty(0, dtype=torch.int64, device=self.map.device)
-        return self.queue.pop(needed, oldest_pinned)
-
-    def admit(self, looked: tuple[Tensor, Tensor, Tensor], misses: Misses, batch: int) -> CachePlan:
-        """Give every missing row a slot, free ones first, then those of ``misses.victims``, and update the
-        map."""
-        slots, first_hits, positions = looked
-        victims = misses.victims
+        missed = (slots == NULL_SLOT).nonzero().flatten()
+        if not missed.numel():
+            return CachePlan(batch, slots, missed, missed, missed, missed, missed, missed, first_hits, missed)
+        first_hits.scatter_(0, missed, False)
+        fill_keys, inverse = keys.index_select(0, missed).unique(return_inverse=True)
+        victims = self._choose_victims(fill_keys.numel(), oldest_pinned)
+        num_missing = fill_keys.numel() - self.map.num_free - victims.numel()
+        if num_missing > 0:
+            return Shortage(num_missing, fill_keys)
         evicted_keys = self.map.keys(victims)
         dirty = self.map.last_batch(victims) > self.clean_through
         write_back_slots, write_back_keys = victims, evicted_keys
         if not bool(dirty.all()):
             write_back_slots, write_back_keys = victims[dirty], evicted_keys[dirty]
-        self._put_out(evicted_keys, victims)
-        fill_slots = torch.cat([self.map.take_free(misses.keys.numel() - victims.numel()), victims])
-        self._put_in(misses.keys, fill_slots, batch)
-        slots.scatter_(0, positions, fill_slots.index_select(0, misses.inverse))
-        self.scores.used(slots)
+        fill_slots = torch.cat([self.map.next_free(fill_keys.numel() - victims.numel()), victims])
+        slots.scatter_(0, missed, fill_slots.index_select(0, inverse))
         return CachePlan(
             batch=batch,
             slots=slots,
-            fill_keys=misses.keys,
+            fill_keys=fill_keys,
             fill_slots=fill_slots,
             evicted_keys=evicted_keys,
             evicted_slots=victims,
             write_back_keys=write_back_keys,
             write_back_slots=write_back_slots,
             first_hits=first_hits,
-            missed=positions,
+            missed=missed,
         )
 
-    def undo(self, plan: CachePlan, victims_are_intact: bool) -> None:
-        """Take back an admitted plan whose rows could not be copied: its missing rows are not cached after all.
+    def put_out(self, plan: CachePlan) -> None:
+        """The rows that leave are in the host tier: they are not cached any more."""
+        if not plan.evicted_slots.numel():
+            return
+        self.scores.retire(plan.evicted_keys, plan.evicted_slots)
+        traces = None if self.forecast is None else self.forecast.traces(plan.evicted_slots)
+        self.map.unbind(plan.evicted_keys, traces)
 
-        Before the first fill the victims still are in their slots and stay there; later their home is the host.
-        """
-        self.map.unbind(plan.fill_keys, None if self.forecast is None else self.forecast.traces(plan.fill_slots))
-        kept = plan.evicted_slots.numel() if victims_are_intact else 0
-        self.map.leave_empty(plan.fill_slots[: plan.fill_slots.numel() - kept])
-        if kept:
-            self._put_in(plan.evicted_keys, plan.evicted_slots, plan.batch)
-        self.queue.clear()
+    def leave_empty(self, plan: CachePlan) -> None:
+        """After :meth:`put_out`, in place of :meth:`put_in`: the rows that should have come could not be copied."""
+        self.map.leave_empty(plan.evicted_slots)
 
-    def arrive(self, known: KnownBatch, plan: CachePlan) -> None:
-        """``plan`` is that of a batch that was known."""
-        assert self.forecast is not None, "only a forecast knows batches"
-        arrived = self.forecast.arrive(known, plan.slots)
-        if arrived is not None:
-            self.queue.offer(*arrived, plan.batch)
+    def put_in(self, plan: CachePlan, known: KnownBatch | None = None) -> None:
+        """The rows that come are in their slots. ``known``: what was known of the batch."""
+        self.map.claim(plan.fill_slots.numel() - plan.evicted_slots.numel())
+        self._bind(plan.fill_keys, plan.fill_slots, plan.batch)
+        self.scores.used(plan.slots)
+        if known is not None:
+            assert self.forecast is not None, "only a forecast knows batches"
+            arrived = self.forecast.arrive(known, plan.slots)
+            if arrived is not None:
+                self.queue.offer(*arrived, plan.batch)
+        self._is_open = False
 
-    def hits_only(self, looked: tuple[Tensor, Tensor, Tensor], batch: int) -> CachePlan:
-        """The plan of a batch all of whose rows are cached."""
-        slots, first_hits, positions = looked
-        self.scores.used(slots)
-        none = positions
-        return CachePlan(batch, slots, none, none, none, none, none, none, first_hits, none)
-
-    def occupy(self, keys: Tensor) -> Tensor:
-        """Bind ``keys`` (int64 [M], distinct, not cached) to free slots without a batch that uses them."""
-        slots = self.map.take_free(keys.numel())
-        self._put_in(keys, slots, batch=0)
-        return slots
+    def occupy(self, keys: Tensor, slots: Tensor) -> None:
+        """Rows ``keys`` are in the next free slots (both int64 [M], distinct), without a batch that uses them."""
+        self.map.claim(slots.numel())
+        self._bind(keys, slots, batch=0)
 
     def dirty_slots(self) -> Tensor:
         """Slots whose row was trained since it was filled or written back: int64."""
-        slots = self.map.used_slots()
-        return slots[self.map.last_batch(slots) > self.clean_through]
+        return self.dirty_among(self.map.used_slots())
 
-    def clear(self) -> None:
-        """Forget every row; counts go back to their rows."""
-        slots = self.map.used_slots()
-        self._put_out(self.map.keys(slots), slots)
-        self.map.clear()
-        self.queue.clear()
+    def dirty_among(self, slots: Tensor) -> Tensor:
+        """Those of ``slots`` (int64 [M]) whose row was trained since it was filled or written back."""
+        return slots[self.map.last_batch(slots) > self.clean_through]
 
     def grow(self, num_slots: int) -> None:
         """The pool now has ``num_slots`` slots."""
@@ -162,22 +161,17 @@ class CachePlanner:
         if self.forecast is not None:
             self.forecast.grow(num_slots)
 
-    def _put_in(self, keys: Tensor, slots: Tensor, batch: int) -> None:
+    def _choose_victims(self, count: int, oldest_pinned: int) -> Tensor:
+        """Slots to put out so that ``count`` rows fit: int64; fewer than needed when the rest is pinned."""
+        needed = count - self.map.num_free
+        if needed <= 0:
+            return torch.empty(0, dtype=torch.int64, device=self.map.device)
+        return self.queue.pop(needed, oldest_pinned)
+
+    def _bind(self, keys: Tensor, slots: Tensor, batch: int) -> None:
+        if not keys.numel():
+            return
         if self.forecast is not None:
             self.forecast.admit(keys, slots)
         self.map.bind(keys, slots, batch)
         self.scores.admit(keys, slots)
-
-    def _put_out(self, keys: Tensor, slots: Tensor) -> None:
-        self.scores.retire(keys, slots)
-        self.map.unbind(keys, None if self.forecast is None else self.forecast.traces(slots))
-
-
-@dataclass(frozen=True, eq=False)
-class Misses:
-    """The distinct missing rows of a batch, ascending: keys [M]; ``inverse`` leads from each miss to its key;
-    ``victims`` are the slots that make room."""
-
-    keys: Tensor
-    inverse: Tensor
-    victims: Tensor

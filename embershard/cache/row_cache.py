@@ -12,11 +12,12 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from embershard.cache.change_guard import ChangeGuard
 from embershard.cache.copies import RowCopies
 from embershard.cache.forecast import Forecast, KnownBatch
 from embershard.cache.host_store import HostStore
 from embershard.cache.key_entries import MapKind
-from embershard.cache.planner import CachePlan, CachePlanner, Misses
+from embershard.cache.planner import CachePlan, CachePlanner, Shortage
 from embershard.cache.scores import SlotScores
 from embershard.cache.slot_map import SlotMap
 from embershard.cache.statistics import CacheCounters, Counter, TableStats
@@ -24,6 +25,7 @@ from embershard.cache.table_stats import table_stats
 from embershard.cache.tickets import InFlight, Ticket
 from embershard.cache.transfer import MakeTransfer, Transfer
 from embershard.cache.turns import StreamTurns
+from embershard.cache.update_gate import UpdateGate
 from embershard.errors import CacheError, CacheOverflowError
 
 GROWTH = 0.25  # an overflow adds what is missing, and at least this share of the slots
@@ -74,8 +76,7 @@ class RowCache:
         home_keys: int64 [K], rows that are resident for ever, in slots 1 to K in this order.
         owner: whose pool it is ("rank 3"), for messages.
         lookahead: the victims are those whose next known use is furthest; ``scores`` decide among those without one.
-        background: copy rows in worker threads.
-        make_transfer: what copies rows otherwise, from slots and host rows; None for plain copies.
+        make_transfer: what copies rows between slots and host rows; None for plain copies.
         kind: of the map from rows to slots.
     """
 
@@ -93,7 +94,6 @@ class RowCache:
         home_keys: Tensor | None = None,
         owner: str = "",
         lookahead: bool = False,
-        background: bool = False,
         make_transfer: MakeTransfer | None = None,
         kind: MapKind = "array",
     ) -> None:
@@ -113,10 +113,13 @@ class RowCache:
         self._device_payload = device_payload
         self._overflow = overflow
         self._warmup = warmup
-        self._batch = self._trained_through = 0
+        self._batch = 0
+        self._has_updates = False  # that were not written back
         self._in_flight = InFlight()
         self._lock = threading.RLock()
-        self._copies = RowCopies(self.name, self._undo, device, background, make_transfer)
+        self._guard = ChangeGuard(self.name)
+        self._updates = UpdateGate(self.name)
+        self._copies = RowCopies(device, make_transfer)
         self._attach(num_slots)
         self._turns = StreamTurns(device)
         self._host_version = host.version
@@ -137,10 +140,11 @@ class RowCache:
         if self.forecast is None:
             return None
         started = time.perf_counter()
-        self._check_host()
+        self._check()
         self._warm_up()
         keys, positions = self._without_home_tables(keys, feature_lengths)
-        known = self.forecast.know(keys, positions)
+        with self._guard.change("adding a batch to those that are known"):
+            known = self.forecast.know(keys, positions)
         self.counters.seconds += time.perf_counter() - started
         return known
 
@@ -171,17 +175,15 @@ class RowCache:
             CacheOverflowError: the batch and those in flight do not fit, and ``overflow="raise"``.
         """
         started = time.perf_counter()
-        self._copies.check()
-        self._check_host()
+        self._check()
         self._warm_up()
         roaming_slots = self.planner.map.num_slots - self._home_keys.numel()
         if if_it_fits and known is not None and self._in_flight.would_crowd(known.num_rows, roaming_slots):
             return None
-        plan = self._plan(keys, known, if_it_fits)
+        plan = self._plan(keys, if_it_fits)
         if plan is None:
             return None
-        filled = self._copies.start(plan)
-        self.counters.add_plan(plan, feature_lengths, critical_path)
+        filled = self._carry_out(plan, known, feature_lengths, critical_path)
         seconds = time.perf_counter() - started
         self.counters.seconds += seconds
         if critical_path:
@@ -191,35 +193,46 @@ class RowCache:
         return ticket
 
     def wait(self, ticket: Ticket) -> None:
-        """Until the rows of a batch are in their slots. What runs on the current stream afterwards sees them.
-
-        Raises:
-            CacheError: a copy failed.
-        """
+        """Until the rows of a batch are in their slots. What runs on the current stream afterwards sees them."""
+        if self.host.version != self._host_version:
+            self._notice_changes()
         self._copies.wait(ticket)
 
-    def read_by_forward(self) -> None:
-        """A forward that reads slots is queued on the current stream: should its pins go without a backward, later rows
-        still come into its slots after it."""
+    def read_by_forward(self, ticket: Ticket) -> None:
+        """A forward that reads the slots of ``ticket`` is queued on the current stream: should its pins go without a
+        backward, later rows still come into its slots after it."""
+        ticket.forwarded = True
         self._copies.trained()
+
+    def begin_update(self, ticket: Ticket) -> None:
+        """The backward of a batch is about to update its rows; :meth:`release` says when it has."""
+        self._updates.begin(ticket)
+        self._has_updates = True
 
     def release(self, ticket: Ticket) -> None:
         """The batch has trained: its slots may be evicted. Releasing twice does nothing."""
         if not ticket.released:
+            self._has_updates = True
             self._copies.trained()
-            self._trained_through = max(self._trained_through, ticket.batch)
-            self.cancel(ticket)
+            self._updates.end()
+            ticket.cancel()
 
     def cancel(self, ticket: Ticket) -> None:
         """The batch will not train: its slots may be evicted."""
-        ticket.released = True
-        self._in_flight.remove(ticket)
+        ticket.cancel()
+
+    def cancel_prepared(self) -> None:
+        """No batch that was prepared and not forwarded will come."""
+        for ticket in self._in_flight.tickets:
+            if not ticket.forwarded:
+                ticket.cancel()
 
     @_alone
     def skip(self, keys: Tensor, known: KnownBatch) -> None:
         """A known batch, the next one in order, with these keys (int64 [N]), will not be prepared."""
-        if self.forecast is not None:
-            self.forecast.skip(known, keys)
+        if self.forecast is not None and not self._guard.is_broken:
+            with self._guard.change("skipping a batch that was known"):
+                self.forecast.skip(known, keys)
 
     def hold_pins(self) -> None:
         """See :meth:`InFlight.hold`."""
@@ -232,9 +245,10 @@ class RowCache:
     @_alone
     def forget(self) -> None:
         """The known batches that were not prepared will not come."""
-        if self.forecast is not None:
-            self.forecast.forget()
-            self.planner.queue.clear()
+        if self.forecast is not None and not self._guard.is_broken:
+            with self._guard.change("forgetting the batches that were known"):
+                self.forecast.forget()
+                self.planner.queue.clear()
 
     @property
     def chain_bytes(self) -> int:
@@ -246,36 +260,37 @@ class RowCache:
         """Memory of what is known of batches that were not prepared yet, in bytes."""
         return 0 if self.forecast is None else self.forecast.known_bytes
 
-    def _undo(self, plan: CachePlan, victims_are_intact: bool) -> None:
-        self.planner.undo(plan, victims_are_intact)
-        if not victims_are_intact:
-            self.counters.add_rows(Counter.EVICTIONS, plan.evicted_keys)
-            self.counters.add_rows(Counter.WRITE_BACKS, plan.write_back_keys)
+    def _plan(self, keys: Tensor, if_it_fits: bool) -> CachePlan | None:
+        """The plan of the next batch; the cache grows if it must. None if it must not."""
+        self._batch += 1  # used up even if planning fails: slots may be stamped with it
+        oldest = self._in_flight.oldest
+        found = self.planner.plan(keys, self._batch, self._batch if oldest is None else oldest)
+        if isinstance(found, Shortage):
+            if if_it_fits and oldest is not None:
+                return None
+            self._grow(found)
+            found = self.planner.plan(keys, self._batch, self._batch)
+            assert isinstance(found, CachePlan), "the cache grew by what was missing"
+        return found
 
-    def _plan(self, keys: Tensor, known: KnownBatch | None, if_it_fits: bool) -> CachePlan | None:
-        batch = self._batch + 1
-        looked = self.planner.look(keys, batch)
-        self._batch = batch  # a batch that fails below has stamped slots, so its number is used up
-        positions = looked[2]
-        if not positions.numel():
-            plan = self.planner.hits_only(looked, batch)
-        else:
-            miss_keys, inverse = keys.index_select(0, positions).unique(return_inverse=True)
-            oldest_pinned = self._in_flight.oldest
-            victims = self.planner.choose_victims(miss_keys.numel(), batch if oldest_pinned is None else oldest_pinned)
-            shortage = miss_keys.numel() - self.planner.map.num_free - victims.numel()
-            if shortage > 0:
-                if if_it_fits and oldest_pinned is not None:
-                    return None
-                self._grow(shortage, miss_keys, batch)
+    def _carry_out(
+        self, plan: CachePlan, known: KnownBatch | None, feature_lengths: Tensor, critical_path: bool
+    ) -> torch.cuda.Event | None:
+        """Move the rows; the map follows. A copy that fails leaves a cache that is as good as before."""
+        self._copies.put_out(plan)
+        with self._guard.change(f"bringing in the rows of batch {plan.batch}"):
+            self.planner.put_out(plan)
             try:
-                plan = self.planner.admit(looked, Misses(miss_keys, inverse, victims), batch)
-            except BaseException as error:  # an interrupt, too: rows are neither here nor there
-                self._copies.spoil(error)
+                filled = self._copies.bring_in(plan)
+            except BaseException:  # an interrupt, too
+                self.planner.leave_empty(plan)
+                self.counters.add_rows(Counter.EVICTIONS, plan.evicted_keys)
+                self.counters.add_rows(Counter.WRITE_BACKS, plan.write_back_keys)
+                self._guard.settle()
                 raise
-        if known is not None:
-            self.planner.arrive(known, plan)
-        return plan
+            self.planner.put_in(plan, known)
+            self.counters.add_plan(plan, feature_lengths, critical_path)
+        return filled
 
     def _without_home_tables(self, keys: Tensor, feature_lengths: Tensor) -> tuple[Tensor, Tensor | None]:
         """The keys of tables that come and go, and their positions in the batch (int32); None for all."""
@@ -291,10 +306,10 @@ class RowCache:
         places = torch.cat(none + [torch.arange(*bound, dtype=torch.int32) for bound in bounds])
         return torch.cat([keys[:0], *(keys[start:end] for start, end in bounds)]), places
 
-    def _grow(self, shortage: int, miss_keys: Tensor, batch: int) -> None:
-        slots = self.planner.map.num_slots
+    def _grow(self, shortage: Shortage) -> None:
+        slots, needed_slots = self.planner.map.num_slots, self.planner.map.num_slots + shortage.num_slots
         pinned = len(self._in_flight)
-        needed = f"batch {batch} and {pinned} in flight need {slots + shortage} slots at once, there are {slots}"
+        needed = f"batch {self._batch} and {pinned} in flight need {needed_slots} slots at once, there are {slots}"
         advice = "set a larger cache.ratio or cache.device_bytes, or a smaller batch"
         if self._overflow == "raise":
             raise CacheOverflowError(f"{self.name}: {needed}; {advice}")
@@ -303,7 +318,7 @@ class RowCache:
                 f"{self.name}: {needed}, and the cache cannot grow while {pinned} earlier batches wait for "
                 f"their backward; run each backward before the next forward, or {advice}"
             )
-        grown = min(slots + max(shortage, int(slots * GROWTH)), self.host.num_rows)
+        grown = min(max(needed_slots, slots + int(slots * GROWTH)), self.host.num_rows)
         warnings.warn(
             f"{self.name}: {needed}; the cache grows to {grown} slots "
             f"({(grown - slots) * self.slot_bytes / 1e6:.1f} MB more device memory). To avoid it {advice}",
@@ -311,9 +326,10 @@ class RowCache:
             stacklevel=2,
         )
         self._copies.finish()
-        self._attach(grown)
-        self.planner.grow(grown)
-        self.counters.add_growth(miss_keys)
+        with self._guard.change(f"growing to {grown} slots"):
+            self._attach(grown)
+            self.planner.grow(grown)
+            self.counters.add_growth(shortage.miss_keys)
 
     def _attach(self, num_slots: int) -> None:
         self._payload = self._device_payload(num_slots)
@@ -332,13 +348,11 @@ class RowCache:
         self._preload(_best(wanted, min(self.planner.map.num_free, wanted.numel())).to(self.device))
 
     def _preload(self, keys: Tensor) -> None:
-        slots = self.planner.occupy(keys)
-        try:
-            self._copies.preload(keys, slots)
-        except BaseException:  # nothing was trained yet, so the host has every row
-            self.planner.clear()
-            raise
-        self.counters.add_rows(Counter.PRELOADS, keys)
+        slots = self.planner.map.next_free(keys.numel())
+        self._copies.fill(keys, slots)
+        with self._guard.change("filling the cache before the first batch"):
+            self.planner.occupy(keys, slots)
+            self.counters.add_rows(Counter.PRELOADS, keys)
 
     # -- the host tier
 
@@ -346,8 +360,8 @@ class RowCache:
     def read(self, keys: Tensor) -> Tensor:
         """Current weights of ``keys`` (int64 [N]): [N, D] on the device. Changes neither cache nor
         counters."""
+        self._check()
         self._copies.finish()
-        self._check_host()
         host_weights, slot_weights = self.host.weights, self._payload[0]
         rows = host_weights.index_select(0, keys.to(host_weights.device)).to(self.device)
         slots = self.planner.map.lookup(keys)
@@ -357,51 +371,82 @@ class RowCache:
 
     @_alone
     def flush(self) -> None:
-        """Write every trained row back; the rows stay cached. Nothing moves when nothing was trained
-        since."""
+        """Write every trained row back; the rows stay cached. Nothing moves when nothing was trained since.
+
+        Safe in another thread than the training's: an update that runs is waited for, and one that begins waits.
+        """
         started = time.perf_counter()
-        self._copies.finish()
-        self._check_host()
-        planner = self.planner
-        if self._batch <= planner.clean_through:
-            return
-        slots = planner.dirty_slots()
-        keys = planner.map.keys(slots)
-        self._copies.write_back(slots, keys)
-        self.counters.add_rows(Counter.WRITE_BACKS, keys)
-        planner.clean_through = min(self._in_flight, default=self._batch + 1) - 1
+        self._check()
+        with self._updates.paused():
+            self._copies.finish()
+            clean_through = self._trained_before_those_in_flight()
+            if self._batch > self.planner.clean_through:
+                slots = self.planner.dirty_slots()
+                keys = self.planner.map.keys(slots)
+                self._copies.write_back(slots, keys)
+                self.counters.add_rows(Counter.WRITE_BACKS, keys)
+                self.planner.clean_through = clean_through
+            self._has_updates = False
         self.counters.seconds += time.perf_counter() - started
 
     @_alone
-    def drop(self) -> None:
-        """Forget all cached rows without writing them back: the host tier has new contents.
+    def host_rows_changed(self, keys: Tensor | None = None) -> None:
+        """Somebody wrote to these host rows: fetch those that are cached again.
+
+        Args:
+            keys: int64 [K]; None for all rows.
 
         Raises:
-            CacheError: a batch is in flight, whose rows would vanish under it.
+            CacheError: trained rows among them had not been written back, or wait for their backward.
         """
-        if self._in_flight:
-            raise CacheError(
-                f"{self.name}: rows were replaced while {len(self._in_flight)} batches were in flight; "
-                "load between steps, after the backward and before the next forward"
-            )
-        self._copies.finish()
-        self.counters.add_rows(Counter.EVICTIONS, self.planner.map.keys(self.planner.map.used_slots()))
-        self.planner.clear()
-        self._host_version = self.host.version
+        self._check()
+        if keys is None:
+            self._fetch_again(self.planner.map.used_slots(), are_all=True)
+        else:
+            slots = self.planner.map.lookup(keys.unique())
+            self._fetch_again(slots[slots > 0])
 
-    def _check_host(self) -> None:
-        if self.host.version == self._host_version:
-            return
-        # Somebody wrote to the host rows: a checkpoint was loaded, or they were initialized.
+    @_alone
+    def _notice_changes(self) -> None:
+        self._check()
+
+    def _check(self) -> None:
+        """Before every operation: is the state whole, and did somebody write to host rows?"""
+        self._guard.check()
+        if self.host.version != self._host_version:
+            self._fetch_again(self.planner.map.used_slots(), are_all=True)
+
+    def _fetch_again(self, slots: Tensor, are_all: bool = False) -> None:
+        """The host rows of what is in ``slots`` (int64 [M]) changed. Rows of batches that wait for their step are
+        fetched again in their slots; those of a forward that waits for its backward cannot be."""
+        num_forwarded = sum(ticket.forwarded for ticket in self._in_flight.tickets)
+        if num_forwarded and slots.numel():
+            raise CacheError(
+                f"{self.name}: host rows were replaced while {num_forwarded} batches waited for their backward; write "
+                "to host rows between steps, after the backward and before the next forward"
+            )
         # Batches that are only resident stamp their slots, too, but have nothing to lose.
-        lost = self.planner.dirty_slots().numel() if self._trained_through > self.planner.clean_through else 0
-        self.drop()
+        lost = self.planner.dirty_among(slots).numel() if self._has_updates else 0
+        version, keys = self.host.version, self.planner.map.keys(slots)
+        with self._updates.paused():
+            self._copies.finish()
+            self._copies.fill(keys, slots)
+        self.counters.add_rows(Counter.EVICTIONS, keys)
+        self.counters.add_rows(Counter.PRELOADS, keys)
+        if are_all:
+            self._has_updates = False
+            self.planner.clean_through = self._trained_before_those_in_flight()
+            self._host_version = version
         if lost:
             raise CacheError(
                 f"{self.name}: host rows were written to in place while {lost} trained rows had not been written "
                 "back; what these had learned since is lost, and the host's rows count from now on. Call "
                 "embershard.flush(model) before writing in place, or load with model.load_state_dict"
             )
+
+    def _trained_before_those_in_flight(self) -> int:
+        """The last batch before the oldest one in flight."""
+        return min(self._in_flight, default=self._batch + 1) - 1
 
     # -- what it did
 
@@ -425,9 +470,10 @@ class RowCache:
     @property
     def stall_seconds(self) -> float:
         """How long training steps waited for rows, in seconds."""
-        return self.counters.stall_seconds + self._copies.stall_seconds
+        return self.counters.stall_seconds
 
     @_alone
     def stats(self) -> list[TableStats]:
         """Totals per table; the sum over tables is the pool's."""
+        self._guard.check()
         return table_stats(self)

@@ -121,17 +121,22 @@ class SlotMap:
         """Keys held by ``slots``: int64, same shape."""
         return self.key_of_slot.index_select(0, slots).long()
 
-    def take_free(self, count: int) -> Tensor:
-        """Claim the next ``count`` free slots: int64 [count]. They must be bound right away."""
+    def next_free(self, count: int) -> Tensor:
+        """The next ``count`` free slots: int64 [count]. They stay free until :meth:`claim`."""
         assert count <= self.num_free, f"{count} slots asked for, {self.num_free} are free"
-        emptied, self._empty = self._empty[:count], self._empty[count:]
+        emptied = self._empty[:count]
         first = self.num_used + 1
-        self.num_used += count - emptied.numel()
-        fresh = torch.arange(first, self.num_used + 1, device=self.device)
+        fresh = torch.arange(first, first + count - emptied.numel(), device=self.device)
         return torch.cat([emptied, fresh]) if emptied.numel() else fresh
 
+    def claim(self, count: int) -> None:
+        """The slots that ``next_free(count)`` gave are used from now on; they are bound right away."""
+        num_emptied = min(count, self._empty.numel())
+        self._empty = self._empty[num_emptied:]
+        self.num_used += count - num_emptied
+
     def leave_empty(self, slots: Tensor) -> None:
-        """Nothing is in ``slots`` (int64 [M]) after all; their keys are already unbound. They are taken first."""
+        """Nothing is in ``slots`` (int64 [M]) any more; their keys are already unbound. They are taken first."""
         self.key_of_slot.scatter_(0, slots, _FREE)
         self.use_stamp.scatter_(0, slots, _NOBODYS_STAMP)
         self._empty = torch.cat([self._empty, slots])
@@ -146,13 +151,6 @@ class SlotMap:
         """Forget where ``keys`` are, and keep their traces (int32 [M], none above 0); the slots are bound again right
         away."""
         self._entries.put(keys, NULL_SLOT if traces is None else traces)
-
-    def clear(self) -> None:
-        """All slots are free; their keys are already unbound."""
-        self.key_of_slot.fill_(_FREE)
-        self.use_stamp.zero_()
-        self.num_used = 0
-        self._empty = self._empty[:0]
 
     def grow(self, num_slots: int) -> None:
         """Add free slots, up to ``num_slots`` in all."""

@@ -108,8 +108,9 @@ class StagedTransfer:
             self._land_one()
 
     def _land_one(self) -> None:
-        buffer, keys = self._landing.popleft()
+        buffer, keys = self._landing[0]  # it leaves when it has landed: after an interrupt it lands again
         buffer.wait()
         for (_, host), part in zip(self._pairs, buffer.parts, strict=True):
             put_rows(host, keys, part[: keys.numel()])
         self._buffers.append(buffer)
+        self._landing.popleft()

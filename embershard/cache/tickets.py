@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
@@ -17,14 +16,21 @@ class Ticket:
 
     ``slots`` int64 [N] takes the place of the batch's ids, once :meth:`RowCache.wait` has returned. The pins go when
     :meth:`RowCache.release` is called (after the fused backward), or when nobody holds the ticket any more (a forward
-    whose backward never ran).
+    whose backward never ran). ``forwarded``: a forward has read the slots, and its backward will update them.
     """
 
     batch: int
     slots: Tensor
     released: bool = False
-    _filled: Future[None] | torch.cuda.Event | None = field(default=None, repr=False)
+    forwarded: bool = False
+    _filled: torch.cuda.Event | None = field(default=None, repr=False)
     _unpin: weakref.finalize | None = field(default=None, repr=False)
+
+    def cancel(self) -> None:
+        """The batch will not train, or has trained: its slots may be evicted. Twice does nothing."""
+        self.released = True
+        if self._unpin is not None:
+            self._unpin()
 
 
 class InFlight:
@@ -35,7 +41,7 @@ class InFlight:
     """
 
     def __init__(self) -> None:
-        self._batches: dict[int, None] = {}
+        self._batches: dict[int, weakref.ref[Ticket]] = {}
         self._held: int | None = None
         self._rows: dict[int, int] = {}  # distinct rows of those that were known
 
@@ -50,18 +56,18 @@ class InFlight:
         """The oldest batch whose slots are pinned; None when nothing is in flight."""
         return min(self._batches, default=None) if self._held is None else self._held
 
+    @property
+    def tickets(self) -> list[Ticket]:
+        """Of the batches in flight."""
+        return [ticket for ref in list(self._batches.values()) if (ticket := ref()) is not None]
+
     def add(self, ticket: Ticket, known_rows: int | None) -> None:
         """The ticket's batch is in flight from now on; ``known_rows`` distinct rows, if it was known."""
         if known_rows is not None:
             self._rows = {**self._known_and_pinned(), ticket.batch: known_rows}
-        self._batches[ticket.batch] = None
-        ticket._unpin = weakref.finalize(ticket, self._batches.pop, ticket.batch, None)
+        ticket._unpin = weakref.finalize(ticket, self._batches.pop, ticket.batch, None)  # first: whatever happens next
         ticket._unpin.atexit = False
-
-    def remove(self, ticket: Ticket) -> None:
-        """The batch has trained, or never will."""
-        if ticket._unpin is not None:
-            ticket._unpin()
+        self._batches[ticket.batch] = weakref.ref(ticket)
 
     def hold(self) -> None:
         """From now on what is in flight stays pinned even when it is released: plans made in another thread do not

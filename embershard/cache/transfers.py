@@ -24,11 +24,6 @@ def transfer_kind(config: CacheConfig, device: torch.device) -> TransferKind:
         ConfigError: this device, or what is installed, cannot do what was asked for.
     """
     on_cuda = device.type == "cuda"
-    if on_cuda and config.background:
-        raise ConfigError(
-            "cache.background copies in threads of the CPU, for slots in host memory; on a GPU copies run beside the "
-            "training by themselves. Remove it"
-        )
     if config.transfer is None:
         if not on_cuda:
             return "plain"

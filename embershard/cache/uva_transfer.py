@@ -38,6 +38,6 @@ class UvaTransfer:
 
     def finish(self) -> None:
         """The CPU sees what was written back."""
-        written, self._written = self._written, None
-        if written is not None:
-            written.synchronize()
+        if self._written is not None:
+            self._written.synchronize()
+            self._written = None

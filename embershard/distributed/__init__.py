@@ -11,7 +11,8 @@ from embershard.distributed.checkpoint import (
     set_rng_state,
     without_empty,
 )
-from embershard.distributed.look_ahead import LookAheadPipeline, LookAheadStats
+from embershard.distributed.look_ahead import LookAheadPipeline
+from embershard.distributed.look_ahead_stats import LookAheadStats
 from embershard.distributed.process_group import Ranks, process_group
 
 __all__ = [

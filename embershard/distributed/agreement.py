@@ -46,15 +46,18 @@ class Agreement:
     def __init__(self, device: torch.device | str, group: dist.ProcessGroup | None = None) -> None:
         self._minimum = _Minimum(torch.device(device), group)
         self._failed = self._minimum.nobody
+        self.wish = 0
 
-    def start(self, state: int) -> None:
-        """Tells the others this rank's `Supply`; does not wait."""
+    def start(self, state: int, wish: int = 0) -> None:
+        """Tells the others this rank's `Supply`, and a number of which the largest one will count; does not wait."""
         failed = state == Supply.FAILED
-        self._minimum.start(int(state), self._minimum.rank if failed else self._minimum.nobody)
+        self._minimum.start(int(state), self._minimum.rank if failed else self._minimum.nobody, -wish)
 
     def result(self) -> Supply:
-        """The least `Supply` of all ranks: the same on every rank. Waits until every rank has called `start`."""
-        state, self._failed = self._minimum.result()
+        """The least `Supply` of all ranks: the same on every rank, and so is `wish`, the largest one. Waits until every
+        rank has called `start`."""
+        state, self._failed, least = self._minimum.result()
+        self.wish = -least
         return Supply(state)
 
     def failure(self) -> DataError:
@@ -82,7 +85,7 @@ def shortest(batches: Iterable[T], device: torch.device | str, group: dist.Proce
     while True:
         batch = source.take()
         minimum.start(int(batch is not _NONE), minimum.nobody if source.error is None else minimum.rank)
-        everybody_has_one, failed = minimum.result()
+        everybody_has_one, failed, _ = minimum.result()
         source.check(failed, minimum.nobody)
         if not everybody_has_one:
             return
@@ -122,7 +125,7 @@ def longest(
             # Before the others are told, so that they do not go into the step without this rank.
             stand_in = source.attempt(empty, last)
         minimum.start(int(over), minimum.nobody if source.error is None else minimum.rank)
-        everybody_is_over, failed = minimum.result()
+        everybody_is_over, failed, _ = minimum.result()
         if everybody_is_over:  # nobody needs a stand-in, not even one that could not be made
             return
         source.check(failed, minimum.nobody)
@@ -222,7 +225,7 @@ class _Source:
 
 
 class _Minimum:
-    """Elementwise minimum of two small integers over all ranks; asynchronous."""
+    """Elementwise minimum of three small integers over all ranks; asynchronous."""
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
         ranked = dist.is_available() and dist.is_initialized()
@@ -230,7 +233,7 @@ class _Minimum:
         self.nobody = dist.get_world_size() if ranked else 1  # above every rank
         self._group = group
         self._alone = not ranked or dist.get_world_size(group) == 1
-        self._values = torch.empty(2, dtype=torch.int64)
+        self._values = torch.empty(3, dtype=torch.int64)
         self._wait: Callable[[], Any] | None = None
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda" and not self._alone and "cpu:" not in dist.get_backend_config(group):
@@ -238,30 +241,33 @@ class _Minimum:
             self._stream = torch.cuda.Stream(device)
             self._values = self._values.pin_memory()
             with torch.cuda.stream(self._stream):
-                self._on_device = torch.empty(2, dtype=torch.int64, device=device)
+                self._on_device = torch.empty(3, dtype=torch.int64, device=device)
 
-    def start(self, first: int, second: int) -> None:
+    def start(self, *values: int) -> None:
+        """Up to three numbers; the others are 0."""
         assert self._wait is None, "result() of the round before comes first"
+        numbers = [*values, 0, 0][:3]
         if self._stream is None:
-            self._values[0], self._values[1] = first, second
+            for place, value in enumerate(numbers):
+                self._values[place] = value
             work = None if self._alone else dist.all_reduce(self._values, dist.ReduceOp.MIN, self._group, async_op=True)
             self._wait = work.wait if work is not None else _at_once
             return
         with torch.cuda.stream(self._stream):
-            self._on_device[0].fill_(first)
-            self._on_device[1].fill_(second)
+            for place, value in enumerate(numbers):
+                self._on_device[place].fill_(value)
             dist.all_reduce(self._on_device, dist.ReduceOp.MIN, self._group, async_op=True).wait()
             self._values.copy_(self._on_device, non_blocking=True)
             done = torch.cuda.Event()
             done.record(self._stream)
         self._wait = done.synchronize
 
-    def result(self) -> tuple[int, int]:
+    def result(self) -> tuple[int, int, int]:
         assert self._wait is not None, "start() comes first"
         wait, self._wait = self._wait, None
         wait()
-        first, second = self._values.tolist()
-        return first, second
+        first, second, third = self._values.tolist()
+        return first, second, third
 
 
 def _at_once() -> None:

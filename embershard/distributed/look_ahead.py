@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -27,41 +28,20 @@ import torch
 from torch import nn
 
 from embershard.distributed.agreement import Agreement, Supply
+from embershard.distributed.left_steps import BackwardWatch, LeftSteps
+from embershard.distributed.look_ahead_stats import Depths, LookAheadStats
+from embershard.distributed.prefetch_depth import PrefetchDepth
 from embershard.distributed.streams import Streams
 from embershard.distributed.worker import CacheWorker
 from embershard.errors import ConfigError, DataError
 from embershard.sharding.torchrec import cached_embeddings
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
-from embershard.sharding.torchrec.inputs import Features, InputDoor, ModuleInput, open_doors, tensors_of
+from embershard.sharding.torchrec.inputs import Features, InputDoor, ModuleInput, OpenStep, open_doors, tensors_of
 
 _NO_BATCH = object()
 #: One whose ids were sent in the step before, and one whose ids will be sent in this one. Ids are sent behind the
 #: collectives of a step's backward: with one batch on its way, the next step would begin by waiting for those.
 _MOST_ARRIVING = 2
-
-
-@dataclass(frozen=True)
-class LookAheadStats:
-    """What a pipeline did on this rank.
-
-    Attributes:
-        steps: batches trained.
-        lookahead_min, lookahead_mean: batches known beyond the one in training, while there was more data; None without
-            such a step.
-        prefetch_min, prefetch_mean: batches resident beyond the one in training, while there were enough: less than
-            asked for when they did not fit. None without such a step.
-        known_bytes, max_known_bytes: memory of the batches that are known and not trained, now and at most, in bytes.
-        stall_seconds: how long the steps waited for rows.
-    """
-
-    steps: int
-    lookahead_min: int | None
-    lookahead_mean: float | None
-    prefetch_min: int | None
-    prefetch_mean: float | None
-    known_bytes: int
-    max_known_bytes: int
-    stall_seconds: float
 
 
 @dataclass(eq=False)
@@ -102,7 +82,8 @@ class LookAheadPipeline:
         optimizer: of the dense parameters; the tables' optimizer is fused into their backward.
         device: of this rank.
         lookahead: L, batches whose ids are known beyond the one in training.
-        prefetch: P, batches whose rows are on the device beyond the one in training; fewer where they do not fit.
+        prefetch: P, the most batches whose rows are on the device beyond the one in training; fewer where they do not
+            fit and, where a thread plans beside the training, as few as keep the steps from waiting.
         features: gives each sharded module's input, by name, from a batch; without it the model is traced.
         max_known_bytes: known batches may take this much memory; fewer are known where they would take more.
         worker: plan and copy rows in a thread beside the training. Default: on a CPU (on a GPU they have streams).
@@ -134,7 +115,12 @@ class LookAheadPipeline:
         has_worker = self._device.type == "cpu" if worker is None else worker
         self._worker = CacheWorker() if has_worker else None
         self._doors: list[InputDoor] | None = None
-        self._current: dict[str, ModuleInput] = {}
+        self._open = OpenStep()
+        self._depth = PrefetchDepth(prefetch, is_adaptive=has_worker)
+        self._left = LeftSteps()
+        self._hook: Any = None
+        self._backward = BackwardWatch()
+        self._num_begun = 0
         self._window: deque[_Ahead] = deque()
         self._arriving: deque[_Ahead] = deque()
         self._offered: Any = _NO_BATCH
@@ -143,8 +129,9 @@ class LookAheadPipeline:
         self._input_failure: Exception | None = None  # of this rank's iterator, until the others know
         self._failure: Exception | None = None  # of the thread beside a step that was otherwise complete
         self._num_resident = 0
+        self._is_due = False  # the step in training is over; what is not needed for the next one can wait
         self._stall_seconds = 0.0
-        self._depths = _Depths()
+        self._depths = Depths()
         self._token = object()  # by which the caches know who announces batches to them
         weakref.finalize(self, _end_ahead, self._pools, self._token).atexit = False
 
@@ -172,12 +159,18 @@ class LookAheadPipeline:
         Raises:
             StopIteration: as :meth:`progress`.
         """
+        self._left.check()
         if torch.is_grad_enabled():  # an evaluation announces nothing: what a pipeline that trains announced stays
             for pool in self._pools:
                 pool.look_ahead_for(self._token)
-        self._advance(batches)
+        try:
+            self._advance(batches)
+        except Exception as error:
+            self._left.say(self._num_begun, error, must_wait=False)  # the others may be in the step already
+            raise
         if not self._window:
             self._is_over = False  # another iterator may come
+            self._open.end(is_ahead=False)
             raise StopIteration
         return self._step(batches)
 
@@ -196,43 +189,75 @@ class LookAheadPipeline:
         for door in self._doors or []:
             door.remove()
         self._doors = None
+        self._open.end(is_ahead=False)
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
     def stats(self) -> LookAheadStats:
         """What the pipeline did so far."""
         stall_seconds = self._stall_seconds + sum(pool.cache.stall_seconds for pool in self._pools)
-        return self._depths.stats(self._known_bytes, stall_seconds)
+        return self._depths.stats(self._depth.depth, self._known_bytes, stall_seconds)
 
     @contextmanager
     def _step(self, batches: Iterator[Any]) -> Iterator[Any]:
-        ahead, trains = self._window[0], torch.is_grad_enabled()
+        started, trains, number = time.perf_counter(), torch.is_grad_enabled(), self._num_begun
+        ahead = self._begin(trains)
+        self._num_begun += 1
+        is_whole = False
+        try:
+            if trains and self._worker is not None:
+                self._start(self._worker, self._coming())
+            yield ahead.on_device
+            is_whole = True
+        except (Exception, KeyboardInterrupt) as error:
+            is_whole = self._open.is_forwarded and (self._backward.is_done or not trains)
+            if not is_whole:
+                self._left.say(number, error)
+                self._left.explain(number, error)
+            raise
+        finally:
+            self._open.end(is_ahead=trains and bool(self._window))
+            try:
+                if is_whole:
+                    self._pay_debts(batches)
+            finally:
+                stall_seconds = self._finish_ahead()
+                self._close(ahead)
+        if trains:
+            self._depth.add(time.perf_counter() - started, stall_seconds)
+            self._depths.add(
+                known=None if self._is_over else len(self._window),
+                resident=None if len(self._window) < self._depth.depth else self._num_resident,
+            )
+
+    def _begin(self, trains: bool) -> _Ahead:
+        """The next batch leaves the window, and its inputs are handed out. When this fails, no batch has left it."""
+        ahead = self._window[0]
         ahead.check_unchanged()
-        coming = list(itertools.islice(self._window, 1, self._prefetch + 1))
         self._copy_to_device(ahead)
         self._streams.give(ahead.on_device, ahead.inputs)
         if trains and self._worker is None:
-            self._look_ahead(coming)  # when it fails, no batch has left the window
+            self._look_ahead(self._coming(1))
+        for door in self._doors or []:
+            door.install()
+            ahead.inputs[door.name].expect(*door.args.build_args_kwargs(ahead.on_device))
         self._window.popleft()
         if self._unknown and self._unknown[0] is ahead:
             self._unknown.popleft()  # only training concerns the caches
-        for door in self._doors or []:
-            ahead.inputs[door.name].expect(*door.args.build_args_kwargs(ahead.on_device))
-        self._current.update(ahead.inputs)
-        try:
-            if trains and self._worker is not None:
-                self._start(self._worker, coming)
-            yield ahead.on_device
-            for arriving in self._arriving:
-                self._send(arriving)
-            self._offer(batches)
-        finally:
-            self._current.clear()
-            self._finish_ahead()
-            self._close(ahead)
-        if trains:
-            self._depths.add(
-                known=None if self._is_over else len(self._window),
-                resident=None if len(self._window) < self._prefetch else self._num_resident,
-            )
+        self._backward.is_done = False
+        self._open.begin(ahead.inputs, trains)
+        return ahead
+
+    def _coming(self, first: int = 0) -> list[_Ahead]:
+        """The batches that are to be resident, from place ``first`` of the window on."""
+        return list(itertools.islice(self._window, first, first + self._depth.depth))
+
+    def _pay_debts(self, batches: Iterator[Any]) -> None:
+        """What a step owes the other ranks, whatever its body did after its backward."""
+        for arriving in self._arriving:
+            self._send(arriving)
+        self._offer(batches)
 
     def _advance(self, batches: Iterator[Any]) -> None:
         """Fill the window: all of it at the first step, later what one step took."""
@@ -269,22 +294,30 @@ class LookAheadPipeline:
             pool.cache.hold_pins()  # whether the present batch is through when a plan is made must not matter
         worker.start(functools.partial(self._look_ahead, coming))
 
-    def _finish_ahead(self) -> None:
-        """What failed is raised by the next step: this one is complete."""
-        if self._worker is not None:
-            try:
-                self._stall_seconds += self._worker.join()
-            except Exception as error:
-                self._failure = error
-            finally:
-                for pool in self._pools:
-                    pool.cache.let_pins_go()
+    def _finish_ahead(self) -> float:
+        """How long the step waited for it, in seconds. What failed is raised by the next step: this one is complete."""
+        if self._worker is None:
+            return 0.0
+        self._is_due = self._depth.is_adaptive
+        stall_seconds = 0.0
+        try:
+            stall_seconds = self._worker.join()
+        except Exception as error:
+            self._failure = error
+        finally:
+            self._is_due = False
+            for pool in self._pools:
+                pool.cache.let_pins_go()
+        self._stall_seconds += stall_seconds
+        return stall_seconds
 
     def _look_ahead(self, coming: Sequence[_Ahead]) -> None:
         """Tell the caches what arrived, and bring in the rows of the next batches, in order, as far as they fit."""
         self._know()
         self._num_resident = 0
         for ahead in coming:
+            if self._num_resident and self._is_due:
+                break  # the next step waits for this; later batches can come in beside it
             if not self._make_resident(ahead, critical_path=False):
                 break
             self._num_resident += 1
@@ -307,7 +340,7 @@ class LookAheadPipeline:
             state = Supply.FAILED
         elif self._offered is _NO_BATCH:
             state = Supply.ENDED
-        self._agreement.start(state)
+        self._agreement.start(state, self._depth.wish)
         self._is_offered = True
 
     def _admit(self, batches: Iterator[Any]) -> bool:
@@ -316,6 +349,7 @@ class LookAheadPipeline:
         if self._is_over:
             return False
         decision, self._is_offered = self._agreement.result(), False
+        self._depth.agree(self._agreement.wish)
         if decision == Supply.FAILED:
             failure, self._input_failure = self._input_failure, None
             raise self._agreement.failure() if failure is None else failure
@@ -330,7 +364,9 @@ class LookAheadPipeline:
     def _check(self, batch: Any) -> None:
         """Whatever this rank may find wrong with a batch, it must find before the others count on it."""
         if self._doors is None:
-            self._doors = open_doors(self._model, batch, self._current, self._features)
+            self._doors = open_doors(self._model, batch, self._open, self._features)
+            watch = self._backward  # not self: the model would keep the pipeline alive
+            self._hook = self._model.register_forward_hook(lambda *called: watch.follow(called[-1]))
         for door in self._doors:
             door.check(batch)
 
@@ -393,47 +429,3 @@ class LookAheadPipeline:
 def _end_ahead(pools: list[CachedTableBatchedEmbeddings], token: object) -> None:
     for pool in pools:
         pool.end_ahead_of(token)
-
-
-class _Depths:
-    """How far the steps looked ahead."""
-
-    def __init__(self) -> None:
-        self.steps = self.most_known_bytes = 0
-        self._known, self._resident = _Depth(), _Depth()
-
-    def add(self, known: int | None, resident: int | None) -> None:
-        """A step begins; a depth that only the data's end limits is None."""
-        self.steps += 1
-        self._known.add(known)
-        self._resident.add(resident)
-
-    def stats(self, known_bytes: int, stall_seconds: float) -> LookAheadStats:
-        """Everything so far."""
-        return LookAheadStats(
-            steps=self.steps,
-            lookahead_min=self._known.least,
-            lookahead_mean=self._known.mean,
-            prefetch_min=self._resident.least,
-            prefetch_mean=self._resident.mean,
-            known_bytes=known_bytes,
-            max_known_bytes=self.most_known_bytes,
-            stall_seconds=stall_seconds,
-        )
-
-
-class _Depth:
-    """Least and mean of some numbers."""
-
-    def __init__(self) -> None:
-        self.least: int | None = None
-        self._count = self._sum = 0
-
-    def add(self, depth: int | None) -> None:
-        if depth is not None:
-            self.least = depth if self.least is None else min(depth, self.least)
-            self._count, self._sum = self._count + 1, self._sum + depth
-
-    @property
-    def mean(self) -> float | None:
-        return self._sum / self._count if self._count else None

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from embershard.cache.background import _WriteBack
+from torch import Tensor
+
 from embershard.cache.row_cache import CacheGrowthWarning
+from embershard.cache.staged_transfer import StagedTransfer
 from embershard.cache.tickets import InFlight
 from embershard.sharding.torchrec.inputs import ModuleInput
 from tests.ranks import look_ahead, look_ahead_events
@@ -64,8 +67,19 @@ def _evicted_one_batch_early() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _read_before_the_write_back_landed() -> Iterator[None]:
-    """The second half: no fill waits for a write-back."""
-    with mock.patch.object(_WriteBack, "concerns", return_value=False):
+    """The second half: what a plan puts out lands two plans later, and the fills in between do not wait for it."""
+    write_back = StagedTransfer.write_back
+
+    def late(self: StagedTransfer, slots: Tensor, keys: Tensor) -> None:
+        waiting, self._landing = list(self._landing), deque()
+        write_back(self, slots, keys)
+        for buffer_and_keys in reversed(waiting[-1:]):
+            self._landing.appendleft(buffer_and_keys)
+        put_off, self._landing = self._landing, deque(waiting[:-1])
+        self._land()
+        self._landing = put_off
+
+    with mock.patch.object(StagedTransfer, "write_back", late):
         yield
 
 

@@ -25,7 +25,9 @@ from embershard import LookAheadPipeline, cache_stats
 from embershard.cache import CacheGrowthWarning
 from embershard.cache.row_cache import RowCache
 from embershard.cache.tickets import InFlight
-from embershard.distributed.look_ahead import LookAheadStats
+from embershard.distributed import look_ahead
+from embershard.distributed.look_ahead_stats import LookAheadStats
+from embershard.distributed.prefetch_depth import PrefetchDepth
 from embershard.sharding.torchrec import cached_embeddings, embeddings
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.inputs import ModuleInput
@@ -60,6 +62,7 @@ class Run:
     With ``working_set_of`` the slots of each pool hold exactly the most distinct rows that so many consecutive
     batches have, plus ``extra_slots``; otherwise the case's ratio decides. ``even_if_crowded``: batches are held as far
     ahead as they fit, though the cache would rather keep half of its slots for other rows. ``delays`` is a seed.
+    ``adaptive``: the pipeline holds as few batches as keep steps from waiting; else always ``prefetch``.
     """
 
     lookahead: int = 4
@@ -69,13 +72,13 @@ class Run:
     even_if_crowded: bool = False
     policy: str = "lookahead"
     profile: bool = False
-    background: bool = False
     transfer: str | None = None
     slot_map: str = "array"
     worker: bool | None = None
     overflow: str = "raise"
     delays: int | None = None
     max_known_bytes: int = 2**30
+    adaptive: bool = False
 
 
 @dataclass(frozen=True)
@@ -244,16 +247,21 @@ def plain(model: nn.Module) -> Plain:
 
 def pipeline(model: nn.Module, run: Run, **arguments: Any) -> LookAheadPipeline:
     """The pipeline of a run."""
-    return LookAheadPipeline(
-        model,
-        dense_optimizer(model),
-        model.device,  # type: ignore[arg-type]
-        lookahead=run.lookahead,
-        prefetch=run.prefetch,
-        max_known_bytes=run.max_known_bytes,
-        worker=run.worker,
-        **arguments,
-    )
+
+    def depth(most: int, is_adaptive: bool) -> PrefetchDepth:
+        return PrefetchDepth(most, is_adaptive and run.adaptive)
+
+    with mock.patch.object(look_ahead, "PrefetchDepth", depth):
+        return LookAheadPipeline(
+            model,
+            dense_optimizer(model),
+            model.device,  # type: ignore[arg-type]
+            lookahead=run.lookahead,
+            prefetch=run.prefetch,
+            max_known_bytes=run.max_known_bytes,
+            worker=run.worker,
+            **arguments,
+        )
 
 
 def train(loop: Any, data: Iterable[Batch], after_step: AfterStep = lambda step: None) -> list[Any]:
@@ -280,9 +288,7 @@ class Reference:
 def reference(case: Case) -> Reference:
     """Trained once for several tests in a row. Collective."""
     return _reference(
-        dataclasses.replace(
-            case, policy="lfu", profile=False, background=False, transfer=None, slot_map="array", ratio=1.0, cached=None
-        )
+        dataclasses.replace(case, policy="lfu", profile=False, transfer=None, slot_map="array", ratio=1.0, cached=None)
     )
 
 
@@ -344,7 +350,6 @@ def as_run(
         case,
         policy=run.policy,
         profile=run.profile,
-        background=run.background,
         transfer=run.transfer,
         slot_map=run.slot_map,
         overflow=run.overflow,

@@ -415,32 +415,6 @@ def _evaluate(model: nn.Module, batch: Batch) -> float:
         return model(batch.to(model.device))[1].item()
 
 
-def save_after_a_failed_fill(case: Case, run: Run) -> dict[str, Any]:
-    """In the background, the fill of a batch that is not needed yet fails. Saving and evaluating must raise at once:
-    the rows of that batch are not in their slots."""
-    only_our_warnings_raise()
-    unseen = batches(case, 1, seed=77)[0]
-    fill, calls = PlainTransfer.fill, 0
-
-    def broken(self: PlainTransfer, *args: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 3:  # the first step fills for batches 1 to 4; the third is two steps ahead
-            raise OSError("fill failed")
-        fill(self, *args)
-
-    with as_run(case, run) as (model, loop):
-        with mock.patch.object(PlainTransfer, "fill", broken):
-            loop.progress(iter(batches(case)))
-            for pool in cached_embeddings(model):
-                pool.cache._copies._background._fills.submit(int).result()  # all of them are through
-        assert calls == 3, "nothing is filled after it"
-        return {
-            "saving": _message(lambda: snapshot(model)),
-            "evaluating": _message(lambda: _evaluate(model, unseen)),
-        }
-
-
 # -- evict, then use again
 
 

@@ -60,7 +60,6 @@ class Case:
     sharding: str | tuple[str, ...] = "table_wise"
     policy: str = "lfu"
     profile: bool = False
-    background: bool = False
     transfer: str | None = None
     slot_map: str = "array"
     cached: tuple[int, ...] | None = None
@@ -161,7 +160,6 @@ def build(case: Case, cached: bool, make_model: Callable[[Case], nn.Module] | No
         overflow=case.overflow,  # type: ignore[arg-type]
         host="mmap" if case.host_dir else "memory",
         host_dir=case.host_dir,
-        background=case.background,
         transfer=case.transfer,  # type: ignore[arg-type]
         slot_map=case.slot_map,  # type: ignore[arg-type]
     )

@@ -24,7 +24,7 @@ DEPTHS = [(lookahead, prefetch) for lookahead in (1, 4, 64) for prefetch in (1, 
 
 def _runs(sharding: str, optimizer: str) -> list[Run]:
     """Three of the depths, so that each meets every sharding type and every optimizer; with the slots for P batches and
-    for P + 1; with every combination of worker and background."""
+    for P + 1; with the worker and without."""
     s, o = SHARDINGS.index(sharding), OPTIMIZERS.index(optimizer)
     runs = []
     for number in range(3):
@@ -36,7 +36,6 @@ def _runs(sharding: str, optimizer: str) -> list[Run]:
                 working_set_of=prefetch + (s + number) % 2,
                 even_if_crowded=(s + number) % 3 > 0,
                 worker=(s + o) % 2 == 0,
-                background=(number + s // 2) % 2 == 0,
             )
         )
     return runs
@@ -87,15 +86,14 @@ def test_the_depths_meet_everything() -> None:
     for sharding, optimizer in itertools.product(SHARDINGS, OPTIMIZERS):
         for run in _runs(sharding, optimizer):
             depth, fits = (run.lookahead, run.prefetch), run.working_set_of != run.prefetch
-            met |= {(sharding, depth), (optimizer, depth), (depth, run.worker), (depth, run.background), (depth, fits)}
-            met |= {(sharding, fits), (sharding, run.worker), (sharding, run.background), (run.worker, run.background)}
+            met |= {(sharding, depth), (optimizer, depth), (depth, run.worker), (depth, fits)}
+            met |= {(sharding, fits), (sharding, run.worker)}
     depths = itertools.product(DEPTHS, [*SHARDINGS, *OPTIMIZERS])
     assert {(other, depth) for depth, other in depths} <= met
     both = (True, False)
     assert {
         *itertools.product(DEPTHS, both),
         *itertools.product(SHARDINGS, both),
-        *itertools.product(both, both),
     } <= met
 
 
@@ -108,7 +106,7 @@ def test_four_ranks_on_two_nodes(four_ranks: RankPool) -> None:
     """Two ranks are a node here: only then grid and table-row-wise differ from their parts."""
     sharding = ("row_wise", "table_row_wise", "grid_shard", "table_wise")
     case = Case(sharding=sharding, local_world_size=2, batch_size=8, steps=10)
-    runs = [Run(4, 2, 3), Run(64, 3, 3, 0, True, worker=False, background=True, delays=1), Run(1, 1, 2)]
+    runs = [Run(4, 2, 3), Run(64, 3, 3, 0, True, worker=False, delays=1), Run(1, 1, 2)]
     for optimizer, run in zip(OPTIMIZERS, runs, strict=True):
         _check_all(four_ranks, dataclasses.replace(case, optimizer=optimizer), [run])
 
@@ -116,7 +114,7 @@ def test_four_ranks_on_two_nodes(four_ranks: RankPool) -> None:
 @pytest.mark.parametrize(("sharding", "optimizer"), [*zip(SHARDINGS[:3], OPTIMIZERS, strict=True)])
 def test_embedding_collection(two_ranks: RankPool, sharding: str, optimizer: str) -> None:
     case = Case(sequence=True, sharding=sharding, optimizer=optimizer)
-    _check_all(two_ranks, case, [Run(1, 1, 1), Run(4, 2, 3, background=True), Run(64, 3, 4, worker=False, delays=2)])
+    _check_all(two_ranks, case, [Run(1, 1, 1), Run(4, 2, 3), Run(64, 3, 4, worker=False, delays=2)])
 
 
 MIXED = ("row_wise", "table_wise", "column_wise", "data_parallel")
@@ -138,20 +136,20 @@ VARIANTS = {
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants(two_ranks: RankPool, name: str) -> None:
-    runs = [Run(4, 2, 3, background=True), Run(64, 3, 3, worker=False, delays=3)]
+    runs = [Run(4, 2, 3), Run(64, 3, 3, worker=False, delays=3)]
     _check_all(two_ranks, VARIANTS[name], runs)
 
 
 @pytest.mark.parametrize("sharding", ["row_wise", "column_wise"])
 def test_variable_batch_sizes(two_ranks: RankPool, sharding: str) -> None:
-    runs = [Run(4, 2), Run(64, 3, background=True, worker=False)]
+    runs = [Run(4, 2), Run(64, 3, worker=False)]
     case = Case(sharding=sharding, ratio=0.2)
     assert two_ranks.run(look_ahead_events.variable_batch_sizes, case, runs) == [[[], []], [[], []]]
 
 
 def test_tables_that_stay_on_the_device(two_ranks: RankPool) -> None:
     case = Case(rows=(1000, 30, 2000, 9), ratio=0.27, sharding="row_wise")
-    for outcomes in _check_all(two_ranks, case, [Run(4, 1), Run(64, 2, background=True, worker=False)], 300):
+    for outcomes in _check_all(two_ranks, case, [Run(4, 1), Run(64, 2, worker=False)], 300):
         assert [sum(outcome.late[1:]) for outcome in outcomes] == [0, 0]
 
 
@@ -166,7 +164,7 @@ def test_every_policy(two_ranks: RankPool) -> None:
     """And knowing pays: fewer rows come in, the more batches are known."""
     policies = [("lookahead", False), ("lookahead", True), ("frequency", True), ("lfu", False), ("lru", False)]
     runs = [Run(64, 2, 4, policy=policy, profile=profile) for policy, profile in policies]
-    runs += [Run(64, 2, 4, policy=policy, worker=False, background=True) for policy in ("lookahead", "lfu", "lru")]
+    runs += [Run(64, 2, 4, policy=policy, worker=False) for policy in ("lookahead", "lfu", "lru")]
     runs += [Run(2, 2, 4)]
     for outcomes in _check_all(two_ranks, Case(sharding="row_wise", steps=24), runs):
         fills = [outcome.fills for outcome in outcomes]
@@ -212,12 +210,12 @@ def test_a_batch_that_does_not_fit(two_ranks: RankPool, worker: bool) -> None:
 # -- timing
 
 
-@pytest.mark.parametrize(("worker", "background"), [*itertools.product([True, False], [True, False])])
-def test_random_delays_in_every_stage(two_ranks: RankPool, worker: bool, background: bool) -> None:
-    how = {"worker": worker, "background": background}
-    runs = [Run(1, 1, 2, delays=11, **how), Run(4, 3, 4, 0, True, delays=12, **how), Run(64, 2, 2, delays=13, **how)]
-    case = Case(sharding="row_wise", optimizer="adagrad") if worker == background else Case(sequence=True)
-    _check_all(two_ranks, case, runs)
+@pytest.mark.parametrize("worker", [True, False])
+@pytest.mark.parametrize("sequence", [True, False])
+def test_random_delays_in_every_stage(two_ranks: RankPool, worker: bool, sequence: bool) -> None:
+    depths = [Run(1, 1, 2, delays=11), Run(4, 3, 4, 0, True, delays=12), Run(64, 2, 2, delays=13)]
+    case = Case(sequence=True) if sequence else Case(sharding="row_wise", optimizer="adagrad")
+    _check_all(two_ranks, case, [dataclasses.replace(run, worker=worker) for run in depths])
 
 
 def test_every_stage_is_delayed(two_ranks: RankPool) -> None:
@@ -233,15 +231,15 @@ ONE_TABLE = Case(batch_size=6, rows=(1,), dims=(16,), steps=14)
 @pytest.mark.parametrize(
     "run",
     [
-        Run(1, 1, working_set_of=2, even_if_crowded=True, background=True),
-        Run(64, 3, working_set_of=4, even_if_crowded=True, background=True, worker=False),
-        Run(4, 2, working_set_of=1, even_if_crowded=True, background=True),
+        Run(1, 1, working_set_of=2, even_if_crowded=True),
+        Run(64, 3, working_set_of=4, even_if_crowded=True, worker=False),
+        Run(4, 2, working_set_of=1, even_if_crowded=True),
         Run(64, 3, working_set_of=2, even_if_crowded=True),
     ],
     ids=str,
 )
 def test_evict_then_reuse(two_ranks: RankPool, run: Run) -> None:
-    """A row is put out, and comes back 1 to 5 batches later, while its write-back is still under way."""
+    """A row is put out, and comes back 1 to 5 batches later."""
     assert run.working_set_of is not None
     size, steps = ONE_TABLE.batch_size, ONE_TABLE.steps
     for results in two_ranks.run(look_ahead_events.evict_then_reuse, ONE_TABLE, run, DISTANCES, 0.003):
@@ -266,8 +264,8 @@ def test_the_comparison_fails_when(two_ranks: RankPool, fault: str, worker: bool
 
 @pytest.mark.parametrize("worker", [True, False])
 def test_the_comparison_fails_when_rows_are_read_before_they_landed(two_ranks: RankPool, worker: bool) -> None:
-    run, fault = Run(4, 2, 3, 0, True, background=True, worker=worker), "read_before_the_write_back_landed"
-    results = two_ranks.run(faults.evict_then_reuse_with_fault, ONE_TABLE, run, [1, 2], 0.03, fault)
+    run, fault = Run(4, 2, 3, 0, True, transfer="staged", worker=worker), "read_before_the_write_back_landed"
+    results = two_ranks.run(faults.evict_then_reuse_with_fault, ONE_TABLE, run, [1], 0.0, fault)
     for by_distance in zip(*results, strict=True):
         assert any(result["different"] for result in by_distance), f"{fault} went unnoticed"
 
@@ -316,7 +314,7 @@ def test_an_iterator_that_fails(two_ranks: RankPool, failing: int) -> None:
 
 @pytest.mark.parametrize("event", look_ahead_events.BETWEEN_STEPS)
 def test_between_two_steps(two_ranks: RankPool, event: str) -> None:
-    runs = [Run(4, 2, 3), Run(64, 3, 3, 0, True, background=True, worker=False, delays=4)]
+    runs = [Run(4, 2, 3), Run(64, 3, 3, 0, True, worker=False, delays=4)]
     for different in two_ranks.run(look_ahead_events.between_steps, Case(sharding="row_wise"), runs, event):
         assert different == [[], []]
 
@@ -340,7 +338,7 @@ def test_evaluation_through_another_pipeline(two_ranks: RankPool, worker: bool) 
         assert result == {"different": [], "late": 0, "still_known": True, "known_at_the_end": [0]}
 
 
-@pytest.mark.parametrize("run", [Run(4, 2), Run(4, 2, worker=False), Run(64, 3, background=True)], ids=str)
+@pytest.mark.parametrize("run", [Run(4, 2), Run(4, 2, worker=False), Run(64, 3)], ids=str)
 def test_detached_in_the_middle(two_ranks: RankPool, run: Run) -> None:
     """Training goes on without the pipeline, and then with it again."""
     for result in two_ranks.run(look_ahead_events.detach_and_go_on, Case(sharding="row_wise", ratio=0.4), run, 5):
@@ -369,27 +367,6 @@ def test_a_copy_that_fails(two_ranks: RankPool, copy: str, worker: bool) -> None
         assert result["error"] == f"OSError: {copy} failed"
         assert (result["saving"], result["evaluating"]) == ("", "")
         assert (result["then"], result["later"]) == ([], [])
-
-
-@pytest.mark.parametrize("worker", [True, False])
-@pytest.mark.parametrize("copy", ["fill", "collect", "land"])
-def test_a_copy_that_fails_in_the_background(one_rank: RankPool, copy: str, worker: bool) -> None:
-    """Plans that were made since rely on it: the cache is of no use any more, and says so to everybody."""
-    run = Run(4, 2, 3, background=True, worker=worker)
-    (result,) = one_rank.run(look_ahead_events.failing_copy, Case(), run, copy, 7)
-    assert result["calls"] >= 7
-    says = "CacheError: rank 0, tables t0, t1, t2, t3: planning or copying rows failed"
-    for what in ("error", "saving", "evaluating", "going_on"):
-        assert result[what].startswith(says), what
-        assert f"OSError: {copy} failed" in result[what]
-
-
-def test_saving_after_a_fill_that_failed_in_the_background(one_rank: RankPool) -> None:
-    run = Run(4, 3, 4, even_if_crowded=True, background=True)
-    (result,) = one_rank.run(look_ahead_events.save_after_a_failed_fill, Case(), run)
-    for what in ("saving", "evaluating"):
-        assert result[what].startswith("CacheError")
-        assert "fill failed" in result[what]
 
 
 # -- memory
@@ -438,7 +415,7 @@ def test_a_module_that_is_called_twice(two_ranks: RankPool) -> None:
 
 def test_a_loop_of_ones_own(two_ranks: RankPool) -> None:
     """It may evaluate and save inside of a step, while a thread brings in the next rows."""
-    for run in (Run(4, 2, 4, delays=5), Run(4, 3, 4, background=True, delays=6), Run(1, 1, 2, worker=False)):
+    for run in (Run(4, 2, 4, delays=5), Run(4, 3, 4, delays=6), Run(1, 1, 2, worker=False)):
         assert two_ranks.run(look_ahead_events.own_loop, Case(sharding="row_wise"), run) == [[], []]
 
 

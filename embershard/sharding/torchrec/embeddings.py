@@ -11,7 +11,7 @@ from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
 from torch import Tensor, nn
-from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
+from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardedEmbeddingTable
 from torchrec.modules.embedding_configs import data_type_to_dtype, data_type_to_sparse_type
 
 from embershard.cache.forecast import KnownBatch
@@ -68,7 +68,9 @@ class CachedTableBatchedEmbeddings(nn.Module):
         first_keys = [self.host.row_offsets[table] for table in self._table_of_feature]
         self._first_key_of_feature = torch.tensor(first_keys, dtype=torch.int64, device=self._device)
         self._prefetched: deque[tuple[Ticket, Tensor]] = deque()  # with the ids that they are for
+        self._handed: Ticket | None = None
         self._announcer: object = None
+        self._shards = [(table.name, _first_row(table)) for table in tables]  # several may be of one table, by columns
 
     def _make_cache(self, spec: CacheSpec, config: GroupedEmbeddingConfig) -> RowCache:
         tables, num_rows = config.embedding_tables, self.host.num_rows
@@ -78,11 +80,10 @@ class CachedTableBatchedEmbeddings(nn.Module):
         home_keys = [torch.arange(rows) + self.host.row_offsets[t] for t, (_, rows) in home_of_table.items()]
         counts = None
         if spec.profile is not None:
-            offsets = [table.local_metadata.shard_offsets[0] if table.local_metadata else 0 for table in tables]
             counts = torch.cat(
                 [
-                    spec.profile.shard(table.name, table.num_embeddings, offset, table.local_rows)
-                    for table, offset in zip(tables, offsets, strict=True)
+                    spec.profile.shard(table.name, table.num_embeddings, _first_row(table), table.local_rows)
+                    for table in tables
                 ]
             )
         transfer = transfer_kind(spec.config, self._device)
@@ -99,7 +100,6 @@ class CachedTableBatchedEmbeddings(nn.Module):
             home_keys=torch.cat(home_keys) if home_keys else None,
             owner=f"rank {spec.rank}",
             lookahead=spec.lookahead,
-            background=spec.config.background,
             make_transfer=transfer_maker(transfer, self._device, self.host.payload),
             kind=map_kind(spec.config.slot_map, num_rows, self._device.type),
         )
@@ -138,18 +138,16 @@ class CachedTableBatchedEmbeddings(nn.Module):
         known: KnownBatch | None,
         critical_path: bool,
     ) -> Ticket | None:
-        """:meth:`prefetch`, unless the batch does not fit beside those in flight: None then.
+        """Make a batch resident, unless it does not fit beside those in flight: None then.
 
-        ``critical_path``: the batch trains next. The ticket is the pool's; whoever keeps it must not keep it alive.
+        ``critical_path``: the batch trains next. Whoever holds the ticket gives it to
+        :meth:`hand` before the batch's forward.
         """
-        ticket = self._prepare(indices, offsets, batch_sizes, critical_path, known, if_it_fits=True)
-        if ticket is not None:
-            self._prefetched.append((ticket, indices))
-        return ticket
+        return self._prepare(indices, offsets, batch_sizes, critical_path, known, if_it_fits=True)
 
-    def cancel_prefetch(self, ticket: Ticket | None) -> None:
-        """The batch of this ticket will not be forwarded."""
-        self._prefetched = deque(entry for entry in self._prefetched if entry[0] is not ticket)
+    def hand(self, ticket: Ticket | None) -> None:
+        """The next forward with gradients is of this ticket's batch; None: of a batch without one."""
+        self._handed = ticket
 
     def skip(
         self, indices: Tensor, offsets: Tensor, batch_sizes: list[list[int]] | None, known: KnownBatch | None
@@ -173,6 +171,7 @@ class CachedTableBatchedEmbeddings(nn.Module):
     def forget_ahead(self) -> None:
         """No batch that is known or prefetched will come."""
         self._prefetched.clear()
+        self.cache.cancel_prepared()
         self.cache.forget()
 
     def forward(
@@ -205,23 +204,27 @@ class CachedTableBatchedEmbeddings(nn.Module):
         ticket = self._next_ticket(indices, offsets, batch_sizes)
         self.cache.wait(ticket)
         output = self.slots(ticket.slots, offsets.long(), **arguments)
-        self.cache.read_by_forward()
+        self.cache.read_by_forward(ticket)
         _release_after_backward(self.cache, ticket, output)
         return output
 
     def _next_ticket(self, indices: Tensor, offsets: Tensor, batch_sizes: list[list[int]] | None) -> Ticket:
-        if not self._prefetched:
+        ticket, self._handed = self._handed, None
+        if ticket is None and self._prefetched:
+            ticket = self._next_prefetched(indices)
+        if ticket is None or ticket.released:
             ticket = self._prepare(indices, offsets, batch_sizes, critical_path=True)
             assert ticket is not None
-            return ticket
+        return ticket
+
+    def _next_prefetched(self, indices: Tensor) -> Ticket:
         ticket, expected = self._prefetched.popleft()
         if not _same(indices, expected):
             self._prefetched.clear()
             raise CacheError(
                 f"{self.cache.name}: this batch is not the one prefetched for this step (the batch has "
                 f"{indices.numel()} ids, the prefetched one {expected.numel()}); forward the batches in the order in "
-                "which they were prefetched. Under a LookAheadPipeline, forward other batches with torch.no_grad(), or "
-                "call its detach() first. What was prefetched is given up: a next forward starts afresh"
+                "which they were prefetched. What was prefetched is given up: a next forward starts afresh"
             )
         return ticket
 
@@ -317,10 +320,20 @@ class CachedTableBatchedEmbeddings(nn.Module):
         self.cache.flush()
 
     def reset_cache_states(self) -> None:
-        """Write trained rows back and forget what is cached, batches prefetched and not forwarded included."""
-        self._prefetched.clear()
+        """Write trained rows back, and fetch what is cached again."""
         self.cache.flush()
-        self.cache.drop()
+        self.cache.host_rows_changed()
+
+    def host_rows_changed(self, table: str, rows: Tensor | None = None) -> None:
+        """Somebody wrote to rows of ``table`` (int64 [K], numbers of the whole table; None: all of them) in the host
+        tier; those outside of this shard are not looked at."""
+        keys = [torch.empty(0, dtype=torch.int64)]
+        for number, (name, first_row) in enumerate(self._shards):
+            if name == table:
+                shard = torch.arange(self._rows[number]) if rows is None else rows.flatten().long().cpu() - first_row
+                inside = shard[(shard >= 0) & (shard < self._rows[number])]
+                keys.append(inside + self.host.row_offsets[number])
+        self.cache.host_rows_changed(torch.cat(keys).to(self._device))
 
     def stats(self) -> list[TableStats]:
         """What the cache did, per table."""
@@ -362,15 +375,21 @@ def _release_after_backward(cache: RowCache, ticket: Ticket, output: Tensor) -> 
         cache.release(ticket)
         return
 
-    def check_pins(_: Any) -> None:
+    def begin(_: Any) -> None:
         if ticket.released:
             raise CacheError(
                 f"{cache.name}: a second backward through one forward: its rows may have left their slots. "
                 "Run the forward again"
             )
+        cache.begin_update(ticket)
 
-    node.register_prehook(check_pins)
+    node.register_prehook(begin)
     node.register_hook(lambda *_: cache.release(ticket))
+
+
+def _first_row(table: ShardedEmbeddingTable) -> int:
+    """Of this rank's shard, in the whole table."""
+    return table.local_metadata.shard_offsets[0] if table.local_metadata else 0
 
 
 def _check_rows(config: GroupedEmbeddingConfig, rank: int) -> None:

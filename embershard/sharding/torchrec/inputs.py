@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +34,33 @@ _log = logging.getLogger(__name__)
 Features = Callable[[Any], Mapping[str, Any]]
 
 
+class OpenStep:
+    """The step that runs now, shared by the pipeline and the doors of its model.
+
+    Attributes:
+        inputs: what went ahead for it, by module name; empty between two steps.
+        trains: whether it was begun with gradients.
+        is_ahead: whether batches are resident for later steps.
+    """
+
+    def __init__(self) -> None:
+        self.inputs: dict[str, ModuleInput] = {}
+        self.trains = self.is_ahead = False
+
+    def begin(self, inputs: dict[str, ModuleInput], trains: bool) -> None:
+        """Hand out ``inputs``."""
+        self.inputs, self.trains = inputs, trains
+
+    def end(self, is_ahead: bool) -> None:
+        """Between two steps a module's forward is its own."""
+        self.inputs, self.is_ahead = {}, is_ahead
+
+    @property
+    def is_forwarded(self) -> bool:
+        """Whether every module has read its input."""
+        return all(part.is_used for part in self.inputs.values())
+
+
 class ModuleInput:
     """The input of one sharded module for one batch, from the all-to-all to the forward.
 
@@ -51,9 +77,10 @@ class ModuleInput:
         self._is_sent = False
         self._received: Any = None
         self._known: dict[int, KnownBatch | None] = {}  # by pool
-        self._tickets: dict[int, weakref.ref[Ticket]] = {}
+        self._tickets: dict[int, Ticket] = {}
         self._is_packed = False
-        self._expected: KeyedJaggedTensor | None = None
+        self._announced: _Announced | None = None
+        self.is_used = False
         self.known_bytes = 0
 
     def send(self) -> None:
@@ -91,41 +118,45 @@ class ModuleInput:
             if ticket is None:
                 complete = False
             else:
-                self._tickets[number] = weakref.ref(ticket)
+                self._tickets[number] = ticket
                 self._known[number] = None
         return complete
 
     def expect(self, args: list[Any], kwargs: dict[str, Any]) -> None:
         """The module's own input, in the batch that trains now."""
-        self._expected = _features_among(args, kwargs)
+        features = _features_among(args, kwargs)
+        self._announced = None if features is None else _Announced(features)
 
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Lookup and output all-to-all, as the module's own forward gives them for these arguments.
 
         Raises:
-            CacheError: they are not those of the batch that went ahead.
+            CacheError: they are not those of the batch that went ahead, or were forwarded before.
         """
-        given, expected, self._expected = _features_among(args, kwargs), self._expected, None
-        if expected is not None and not _are_same(given, expected):
+        if self.is_used:
             raise CacheError(
-                f"the forward got a batch with {_num_ids(given)} ids; the batch of this step is another one, with "
-                f"{_num_ids(expected)} ids. In a step, forward the batch that step() gives"
+                "a second forward of one step's batch: its rows were brought in for one forward and one backward. In a "
+                "step, call the model once with gradients (other calls under torch.no_grad()), or train without the "
+                "pipeline"
             )
+        if self._announced is not None:
+            self._announced.check(_features_among(args, kwargs))
+        self.is_used = True
         self._unpack()
+        for number, (pool, _) in enumerate(_pools(self._module, self._received)):
+            pool.hand(self._tickets.get(number) if torch.is_grad_enabled() else None)
         return self._module.compute_and_output_dist(self._context, self._received)
 
     def close(self) -> None:
         """Nobody will read this input any more: what was announced for it and did not happen is taken back."""
-        unused = {number for number in range(len(self._known)) if self._is_resident(number)}
+        for ticket in self._tickets.values():
+            if not ticket.released:  # a forward without a backward may have it, too, and be kept for long
+                ticket.cancel()
         unheeded = {number for number, known in self._known.items() if known is not None}
-        if not unused and not unheeded:
+        if not unheeded:
             return
         self._unpack()
         for number, (pool, features) in enumerate(_pools(self._module, self._received)):
-            ticket = self._tickets[number]() if number in unused else None
-            if ticket is not None:
-                pool.cancel_prefetch(ticket)
-                pool.cache.cancel(ticket)  # a forward without a backward may have it, and be kept for long
             if number in unheeded:
                 pool.skip(features.values(), features.offsets(), _batch_sizes(features), self._known[number])
 
@@ -136,9 +167,8 @@ class ModuleInput:
             self._received.record_stream(stream)
 
     def _is_resident(self, number: int) -> bool:
-        """Whether the pool still holds what it prefetched: loading a checkpoint, say, ends that."""
-        ticket = self._tickets[number]() if number in self._tickets else None
-        return ticket is not None and not ticket.released
+        """Whether the pool still holds what it prefetched: another pipeline may have ended that."""
+        return number in self._tickets and not self._tickets[number].released
 
     def _unpack(self) -> None:
         if self._is_packed:
@@ -152,19 +182,29 @@ class InputDoor:
 
     Args:
         name, args, module, stream: as TorchRec's tracer gives them; the stream is not used.
-        ahead: by name of the module the inputs for the forward that runs now; shared by all doors of a model.
+        step: shared by all doors of a model.
     """
 
-    def __init__(
-        self, name: str, args: Any, module: ShardedModule, ahead: dict[str, ModuleInput], stream: Any = None
-    ) -> None:
+    def __init__(self, name: str, args: Any, module: ShardedModule, step: OpenStep, stream: Any = None) -> None:
         self.name, self.args, self.module = name, args, module
-        self._ahead = ahead
+        self._step = step
         self._own_forward = module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        inputs = self._ahead.pop(self.name, None)
-        return self._own_forward(*args, **kwargs) if inputs is None else inputs.forward(args, kwargs)
+        inputs, has_gradients = self._step.inputs.get(self.name), torch.is_grad_enabled()
+        if inputs is not None and (has_gradients if self._step.trains else not inputs.is_used):
+            return inputs.forward(args, kwargs)
+        if inputs is None and has_gradients and self._step.is_ahead:
+            raise CacheError(
+                f"{self.name}: this batch is not the one prefetched for the next step. Under a LookAheadPipeline, "
+                "forward other batches with torch.no_grad(), or call its detach() first"
+            )
+        return self._own_forward(*args, **kwargs)
+
+    def install(self) -> None:
+        """Be the module's forward, also where another pipeline's door is by now."""
+        if self.module.forward is not self:
+            self.module.forward = self
 
     def check(self, batch: Any) -> None:
         """Whether the module can read ``batch``. Not collective.
@@ -188,15 +228,13 @@ class InputDoor:
             self.module.forward = self._own_forward
 
 
-def open_doors(
-    model: nn.Module, batch: Any, ahead: dict[str, ModuleInput], features: Features | None = None
-) -> list[InputDoor]:
+def open_doors(model: nn.Module, batch: Any, step: OpenStep, features: Features | None = None) -> list[InputDoor]:
     """Put a door before every sharded module of ``model`` whose input comes straight from the batch.
 
     Args:
         model: a ``DistributedModelParallel``.
         batch: any batch, for models that the tracer needs one for.
-        ahead: see :class:`InputDoor`.
+        step: see :class:`InputDoor`.
         features: gives each module's input; without it, the model is traced.
 
     Raises:
@@ -206,9 +244,9 @@ def open_doors(
         while isinstance(module.forward, InputDoor):
             module.forward.remove()
     if features is not None:
-        return _named_doors(model, batch, ahead, features)
+        return _named_doors(model, batch, step, features)
     try:
-        modules, _, _, _, others = _rewrite_model(model, ahead, None, batch, pipelined_forward=InputDoor)
+        modules, _, _, _, others = _rewrite_model(model, step, None, batch, pipelined_forward=InputDoor)
     except Exception as error:
         raise ShardingError(
             f"the inputs of the sharded modules could not be traced through the model's forward ({error}). Pass "
@@ -230,7 +268,7 @@ def open_doors(
     return list(doors.values())
 
 
-def _named_doors(model: nn.Module, batch: Any, ahead: dict[str, ModuleInput], features: Features) -> list[InputDoor]:
+def _named_doors(model: nn.Module, batch: Any, step: OpenStep, features: Features) -> list[InputDoor]:
     inner: Any = model.module
     while isinstance(inner, DistributedDataParallel):
         inner = inner.module
@@ -242,7 +280,7 @@ def _named_doors(model: nn.Module, batch: Any, ahead: dict[str, ModuleInput], fe
         )
     doors = []
     for name, module in sharded.items():
-        doors.append(InputDoor(name, _Given(features, name), module, ahead))
+        doors.append(InputDoor(name, _Given(features, name), module, step))
         module.forward = doors[-1]
     return doors
 
@@ -272,19 +310,60 @@ def _features_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> KeyedJagg
     return next((value for value in [*args, *kwargs.values()] if isinstance(value, KeyedJaggedTensor)), None)
 
 
-def _are_same(given: KeyedJaggedTensor | None, expected: KeyedJaggedTensor) -> bool:
-    """Whether both have the same ids. Usually they are one object. On a GPU only the number is compared, because the
-    ids would have to be waited for."""
-    if given is expected:
-        return True
-    if given is None or given.values().shape != expected.values().shape:
-        return False
-    ids, others = given.values(), expected.values()
-    return ids.data_ptr() == others.data_ptr() or not ids.is_cpu or torch.equal(ids, others)
+class _Announced:
+    """A module's input in the batch that trains: the ids, lengths and weights that were sent ahead.
+
+    Usually the forward gets the same object, or one of the same memory. Otherwise its contents are compared; on a GPU
+    the host waits for that.
+    """
+
+    def __init__(self, features: KeyedJaggedTensor) -> None:
+        self._features = features
+        self._parts = _parts(features)
+        self._versions = [None if part.is_inference() else part._version for part in self._parts.values()]
+
+    def check(self, given: KeyedJaggedTensor | None) -> None:
+        """Whether a forward that gets ``given`` means what was sent.
+
+        Raises:
+            CacheError: it does not, with what differs.
+        """
+        versions = [None if part.is_inference() else part._version for part in self._parts.values()]
+        if versions != self._versions:
+            raise CacheError(
+                "the batch of this step was written to in place after it was announced: the ids, lengths and weights "
+                "that train are those from before. Change batches before the pipeline takes them"
+            )
+        different = "no KeyedJaggedTensor" if given is None else self._difference(given)
+        if different:
+            raise CacheError(
+                f"the forward got a batch with {different}; the batch of this step is another one, with "
+                f"{self._features.values().numel()} ids. In a step, forward the batch that step() gives, as it is"
+            )
+
+    def _difference(self, given: KeyedJaggedTensor) -> str:
+        if given is self._features:
+            return ""
+        if list(given.keys()) != list(self._features.keys()):
+            return f"the keys {list(given.keys())}"
+        if _batch_sizes(given) != _batch_sizes(self._features):
+            return "other batch sizes per feature"
+        parts = _parts(given)
+        if parts.keys() != self._parts.keys():
+            return "other tensors: weights in one of the two"
+        for name, part in parts.items():
+            expected = self._parts[name]
+            if part.shape != expected.shape:
+                return f"{part.numel()} {name}"
+            if part.data_ptr() != expected.data_ptr() and not torch.equal(part, expected):
+                return f"other {name}"
+        return ""
 
 
-def _num_ids(features: KeyedJaggedTensor | None) -> int:
-    return 0 if features is None else features.values().numel()
+def _parts(features: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
+    parts = {"ids": features.values(), "lengths": features.lengths()}
+    weights = features.weights_or_none()
+    return parts if weights is None else {**parts, "weights": weights}
 
 
 def _batch_sizes(features: KeyedJaggedTensor) -> list[list[int]] | None:

@@ -28,12 +28,12 @@ def _pins_ignored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _only_the_newest_batch_pinned() -> Iterator[None]:
-    choose = planner.CachePlanner.choose_victims
+    choose = planner.CachePlanner._choose_victims
 
     def lax(self: Any, count: int, oldest_pinned: int) -> Tensor:
         return choose(self, count, max(oldest_pinned, int(self.map.use_stamp.max()) >> 32))
 
-    with mock.patch.object(planner.CachePlanner, "choose_victims", lax):
+    with mock.patch.object(planner.CachePlanner, "_choose_victims", lax):
         yield
 
 
@@ -206,13 +206,13 @@ def _counts_are_lost() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _every_lookup_counts_as_a_hit() -> Iterator[None]:
-    look = planner.CachePlanner.look
+    touch = slot_map.SlotMap.touch
 
-    def repeated(self: Any, keys: Tensor, batch: int) -> Any:
-        slots, _, positions = look(self, keys, batch)
-        return slots, slots != 0, positions
+    def repeated(self: Any, slots: Tensor, batch: int) -> Any:
+        touch(self, slots, batch)
+        return slots != 0
 
-    with mock.patch.object(planner.CachePlanner, "look", repeated):
+    with mock.patch.object(slot_map.SlotMap, "touch", repeated):
         yield
 
 

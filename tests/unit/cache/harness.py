@@ -43,7 +43,6 @@ class Pool:
         profile: Sequence[int] | None = None,
         warmup: bool = False,
         mmap_dir: Path | None = None,
-        background: bool = False,
         home_table: int | None = None,
         best_victims: bool = False,
         kind: MapKind = "array",
@@ -83,7 +82,6 @@ class Pool:
             warmup=warmup,
             home_keys=torch.tensor(sorted(self.home)) if self.home else None,
             lookahead=policy == "lookahead",
-            background=background,
             make_transfer=make_transfer,
             kind=kind,
         )
@@ -225,13 +223,13 @@ class Pool:
         return self.batch
 
     def fail_known(self, direction: str) -> None:
-        """The oldest known batch, but a copy fails: its missing rows are not cached after all, and no row is lost."""
-        _, keys = self.known[0]
+        """The oldest known batch, but a copy fails: its missing rows are not cached after all, and no row is lost. The
+        batch is as known as before."""
+        known, keys = self.known[0]
         ids, lengths = self.split_by_feature(keys)
         self._warm_up()
         if not self._fits(set(keys))[1]:
             return
-        known, _ = self.known.popleft()
         self.batch += 1
         before, dirty = self.resident(), {k for k in self.resident() if self._is_dirty(k)}
         copy = getattr(self.cache._copies.transfer, direction)
@@ -251,13 +249,6 @@ class Pool:
         assert self.resident() == before - evicted, "its missing rows are not cached"
         assert not evicted or direction == "fill", "before the first fill the victims stay"
         self.last_batch.update(dict.fromkeys(hits, self.batch))
-        for key in before - evicted - hits:  # victims that stayed
-            if int(self.map.last_batch(self.map.lookup(torch.tensor([key])))) == self.batch:
-                self.last_batch[key] = self.batch
-                self._came_in({key})
-        self.guessed -= set(keys)
-        self.counts[list(hits)] += self.weight
-        self.weight /= self.decay or 1.0
         self.trained -= evicted
         for name, rows in (("evictions", evicted), ("write_backs", evicted & dirty)):
             np.add.at(self.expected[name], self.table_of(rows), 1)
@@ -403,26 +394,26 @@ class Pool:
         self.clean_through = min(self.tickets, default=self.batch + 1) - 1
         self.trained = {k for k in self.trained if self._is_dirty(k)}
 
-    def load(self, keys: Sequence[int], value: float) -> None:
-        """Somebody writes into host rows in place. Flush first; the next use of the cache notices."""
+    def load(self, keys: Sequence[int], value: float, in_place: bool = True) -> None:
+        """Somebody writes to host rows. Flush first; the next use of the cache notices if torch counts the write."""
         for tensor in (*self.host.payload, *self.rows):
-            tensor[list(keys)] = value
-        np.add.at(self.expected["evictions"], self.table_of(self.resident()), 1)
-        self.cache.read(torch.empty(0, dtype=torch.int64))
+            (tensor if in_place else tensor.data)[list(keys)] = value
+        if in_place:
+            self.cache.read(torch.empty(0, dtype=torch.int64))
+            fetched = self.resident()
+            self.clean_through = min(self.tickets, default=self.batch + 1) - 1
+        else:
+            self.cache.host_rows_changed(torch.tensor(keys, dtype=torch.int64))
+            fetched = self.resident() & set(keys)
+        for name in ("evictions", "fills"):
+            np.add.at(self.expected[name], self.table_of(fetched), 1)
+        self.preloaded = True
 
     def forget(self) -> None:
         """The known batches will not come."""
         self.cache.forget()
         self.known.clear()
         self.guessed.clear()
-
-    def drop(self) -> None:
-        """What was trained since the last flush is forgotten, as documented."""
-        np.add.at(self.expected["evictions"], self.table_of(self.resident()), 1)
-        self.cache.drop()
-        for truth, host in zip(self.rows, self.host.payload, strict=True):
-            truth[list(self.trained)] = host[list(self.trained)]
-        self.trained.clear()
 
     def read(self, keys: Sequence[int]) -> None:
         before = self.observed()
@@ -567,7 +558,7 @@ def run(pool: Pool, operations: Iterable[Operation]) -> None:
             pool.prepare(arguments, if_it_fits=True)
         elif name == "prepare_known" and pool.known:
             pool.prepare_known(if_it_fits=arguments[0] % 2 == 0)
-        elif name == "fail_known" and pool.known and not pool.cache._copies._background:
+        elif name == "fail_known" and pool.known:
             pool.fail_known(("collect", "land", "fill")[arguments[0] % 3])
         elif name == "hold_pins":
             pool.hold_pins()
@@ -588,11 +579,9 @@ def run(pool: Pool, operations: Iterable[Operation]) -> None:
             pool.flush()
         elif name == "read":
             pool.read(arguments)
-        elif name == "drop" and not flying:
-            pool.drop()
-        elif name == "load" and not flying:
+        elif name in ("load", "load_unseen"):
             pool.flush()
-            pool.load(arguments, float(len(arguments)))
+            pool.load(arguments, float(len(arguments)), in_place=name == "load")
         pool.check()
     pool.finish()
 

@@ -15,7 +15,6 @@ def test_the_default_is_a_ratio():
     assert (config.slot_ratio, config.device_bytes) == (0.05, None)
     assert [config.resolved_policy(profile) for profile in (False, True)] == ["lookahead", "lookahead"]
     assert [config.resolved_scoring(profile) for profile in (False, True)] == ["lfu", "frequency"]
-    assert not config.background
     assert [config.resolved_warmup(profile) for profile in (False, True)] == [False, True]
 
 
@@ -110,9 +109,7 @@ def test_a_default_does_not_contradict_a_setting_that_replaces_it():
     assert dataclasses.replace(CacheConfig(), device_bytes=1000).device_bytes == 1000
 
 
-@pytest.mark.parametrize(
-    "settings", [{"ratio": "0.5"}, {"device_bytes": 1e9}, {"decay": "0.9"}, {"warmup": "yes"}, {"background": 1}]
-)
+@pytest.mark.parametrize("settings", [{"ratio": "0.5"}, {"device_bytes": 1e9}, {"decay": "0.9"}, {"warmup": "yes"}])
 def test_values_of_the_wrong_type_are_refused(settings):
     with pytest.raises(ConfigError):
         CacheConfig(**settings)

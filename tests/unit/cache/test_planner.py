@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embershard.cache import CachePlan, CachePlanner, Forecast, SlotMap, make_scores
-from embershard.cache.planner import Misses
+from embershard.cache import CachePlan, CachePlanner, Forecast, KnownBatch, SlotMap, make_scores
 from embershard.cache.victims import VictimQueue
 from tests.unit.cache.harness import Pool
 
@@ -27,16 +26,19 @@ def make(policy: str = "lru", num_slots: int = 12, num_keys: int = 40) -> CacheP
     return CachePlanner(slot_map, scores, 0, Forecast(slot_map) if policy == "lookahead" else None)
 
 
-def plan(planner: CachePlanner, keys: list[int], batch: int, oldest_pinned: int | None = None) -> CachePlan:
+def plan(
+    planner: CachePlanner,
+    keys: list[int],
+    batch: int,
+    oldest_pinned: int | None = None,
+    known: KnownBatch | None = None,
+) -> CachePlan:
     """What the cache does for one batch that fits."""
-    ids = torch.tensor(keys, dtype=torch.int64)
-    looked = planner.look(ids, batch)
-    missing = ids[looked[2]]
-    if not missing.numel():
-        return planner.hits_only(looked, batch)
-    keys_missing, inverse = missing.unique(return_inverse=True)
-    victims = planner.choose_victims(keys_missing.numel(), oldest_pinned or batch)
-    return planner.admit(looked, Misses(keys_missing, inverse, victims), batch)
+    made = planner.plan(torch.tensor(keys, dtype=torch.int64), batch, oldest_pinned or batch)
+    assert isinstance(made, CachePlan)
+    planner.put_out(made)
+    planner.put_in(made, known)
+    return made
 
 
 def values(plan: CachePlan) -> dict[str, object]:
@@ -62,8 +64,7 @@ def test_equal_states_keys_and_known_batches_give_equal_plans(batches, ahead):
     for number, keys in enumerate(batches, start=1):
         plans = []
         for planner, tokens in zip(pair, known, strict=True):
-            plans.append(plan(planner, keys, number))
-            planner.arrive(tokens[number - 1], plans[-1])
+            plans.append(plan(planner, keys, number, known=tokens[number - 1]))
             tokens.extend(planner.forecast.know(later) for later in ids[number + ahead - 1 : number + ahead])
         assert values(plans[0]) == values(plans[1])
         assert torch.equal(pair[0].map.slot_of_key, pair[1].map.slot_of_key)
@@ -104,7 +105,7 @@ def test_free_slots_go_first():
 
 def test_rows_that_were_never_trained_are_not_written_back():
     planner = make(num_slots=4)
-    planner.occupy(torch.tensor([1, 2]))
+    planner.occupy(torch.tensor([1, 2]), planner.map.next_free(2))
     plan(planner, [3, 4], 1)
     found = plan(planner, [5, 6], 2)
     assert sorted(found.evicted_keys.tolist()) == [1, 2]

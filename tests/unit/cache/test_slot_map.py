@@ -26,8 +26,14 @@ def test_a_new_map_is_empty(slot_map):
     assert slot_map.used_slots().tolist() == []
 
 
+def take_free(slot_map: SlotMap, count: int) -> torch.Tensor:
+    slots = slot_map.next_free(count)
+    slot_map.claim(count)
+    return slots
+
+
 def test_bound_keys_are_found_and_lead_back(slot_map):
-    slots = slot_map.take_free(2)
+    slots = take_free(slot_map, 2)
     slot_map.bind(ids(7, 2), slots, batch=5)
     assert slots.tolist() == [1, 2]
     assert slot_map.lookup(ids(2, 7, 1, 2)).tolist() == [2, 1, 0, 2]
@@ -36,18 +42,20 @@ def test_bound_keys_are_found_and_lead_back(slot_map):
     assert (slot_map.num_used, slot_map.num_free) == (2, 2)
 
 
-def test_clear_forgets_everything_and_slots_can_be_taken_again(slot_map):
-    slot_map.bind(ids(7, 2), slot_map.take_free(2), batch=5)
-    slot_map.unbind(ids(2, 7))
-    slot_map.clear()
-    assert not slot_map.slot_of_key.any()
+def test_slots_are_free_until_they_are_claimed(slot_map):
+    assert slot_map.next_free(2).tolist() == slot_map.next_free(2).tolist() == [1, 2]
     assert slot_map.num_free == 4
-    assert (slot_map.key_of_slot == -1).all()
-    assert slot_map.take_free(4).tolist() == [1, 2, 3, 4]
+    slot_map.bind(ids(7, 2), take_free(slot_map, 2), batch=5)
+    slot_map.unbind(ids(2))
+    slot_map.leave_empty(ids(2))
+    assert (slot_map.num_free, slot_map.used_slots().tolist()) == (3, [1])
+    assert slot_map.next_free(2).tolist() == [2, 3], "an empty slot among the used ones goes first"
+    assert take_free(slot_map, 3).tolist() == [2, 3, 4]
+    assert slot_map.num_free == 0
 
 
 def test_a_trace_is_not_a_slot(slot_map):
-    slots = slot_map.take_free(2)
+    slots = take_free(slot_map, 2)
     slot_map.bind(ids(7, 2), slots, batch=5)
     slot_map.unbind(ids(7, 2), torch.tensor([-3, 0], dtype=torch.int32))
     slot_map.bind(ids(4), slots[:1], batch=6)
@@ -58,18 +66,18 @@ def test_a_trace_is_not_a_slot(slot_map):
 
 
 def test_growing_keeps_what_is_bound(slot_map):
-    slot_map.bind(ids(7, 2, 0, 9), slot_map.take_free(4), batch=5)
+    slot_map.bind(ids(7, 2, 0, 9), take_free(slot_map, 4), batch=5)
     slot_map.grow(6)
     assert slot_map.lookup(ids(7, 2, 0, 9)).tolist() == [1, 2, 3, 4]
     assert slot_map.last_batch(slot_map.used_slots()).tolist() == [5] * 4
-    assert slot_map.take_free(2).tolist() == [5, 6]
+    assert take_free(slot_map, 2).tolist() == [5, 6]
     slot_map.bind(ids(1, 3), ids(5, 6), batch=6)
     assert slot_map.keys(ids(5, 6, 1)).tolist() == [1, 3, 7]
 
 
 def test_taking_more_than_is_free_is_a_bug(slot_map):
     with pytest.raises(AssertionError, match="5 slots asked for, 4 are free"):
-        slot_map.take_free(5)
+        take_free(slot_map, 5)
     with pytest.raises(AssertionError, match="from 4 to 4"):
         slot_map.grow(4)
 

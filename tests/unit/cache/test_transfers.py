@@ -38,7 +38,6 @@ def config(**values) -> CacheConfig:
         ({}, CUDA, "triton_uva"),
         ({"host": "mmap"}, CPU, "plain"),
         ({"host": "mmap"}, CUDA, "staged"),
-        ({"background": True}, CPU, "plain"),
         ({"transfer": "plain"}, CUDA, "plain"),
         ({"transfer": "staged"}, CPU, "staged"),
         ({"transfer": "staged"}, CUDA, "staged"),
@@ -47,11 +46,6 @@ def config(**values) -> CacheConfig:
 )
 def test_the_transfer_follows_device_and_settings(settings, device, kind):
     assert transfer_kind(config(**settings), device) == kind
-
-
-def test_threads_that_copy_are_for_cpus():
-    with pytest.raises(ConfigError, match="on a GPU copies run beside the training by themselves"):
-        transfer_kind(config(background=True), CUDA)
 
 
 def test_without_triton_rows_go_through_buffers(monkeypatch):
@@ -142,7 +136,6 @@ def test_memory_that_cannot_be_locked_stops_the_training_with_the_remedy():
     [
         ({"transfer": "magic"}, "cache.transfer must be one of 'plain', 'staged', 'triton_uva', got 'magic'"),
         ({"transfer": "triton_uva", "host": "mmap"}, 'page-locked memory, and cache.host="mmap"'),
-        ({"transfer": "staged", "background": True}, "cache.transfer=\"plain\" only, got 'staged'"),
     ],
 )
 def test_settings_that_contradict_each_other(settings, says):

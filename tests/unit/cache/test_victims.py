@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from embershard.cache import CachePlanner, Forecast, SlotMap, make_scores, victims
-from embershard.cache.planner import Misses
+from embershard.cache import Forecast, SlotMap, make_scores, victims
+from embershard.cache.planner import CachePlan, CachePlanner
 from embershard.cache.victims import VictimQueue
 from tests.unit.cache.faults import FAULTS_OF_CHOICE
 from tests.unit.cache.harness import Operation, Pool, run, windowed_operations
@@ -96,7 +96,8 @@ def test_the_lowest_ranks_of_many_slots_go_right_after_a_refill(seed):
     num_slots, num_home, count, oldest_pinned = 20_000, 7, 1500, 60
     slot_map = SlotMap(num_slots, num_slots)
     forecast, scores = Forecast(slot_map), make_scores("lfu", num_slots, num_slots, CPU, None, None)
-    every = slot_map.take_free(num_slots)
+    every = slot_map.next_free(num_slots)
+    slot_map.claim(num_slots)
     slot_map.bind(every - 1, every, batch=0)
     slot_map.use_stamp[1:] = torch.from_numpy(rng.integers(70, size=num_slots)) << 32
     known = rng.random(num_slots) < (0.05, 0.5, 0.95, 1.0)[seed]
@@ -126,7 +127,8 @@ def test_the_queue_gives_what_there_is_and_no_slot_twice(look_ahead):
     slot_map = SlotMap(10, 6)
     scores = make_scores("lfu", 10, 6, CPU, None, None)
     queue = VictimQueue(slot_map, scores, 1, Forecast(slot_map) if look_ahead else None)
-    slot_map.bind(torch.arange(5), slot_map.take_free(5), batch=3)
+    slot_map.bind(torch.arange(5), slot_map.next_free(5), batch=3)
+    slot_map.claim(5)
     assert queue.pop(9, oldest_pinned=3).tolist() == []
     assert sorted(queue.pop(9, oldest_pinned=4).tolist()) == [2, 3, 4, 5]
     first = queue.pop(2, oldest_pinned=4).tolist()
@@ -143,7 +145,8 @@ def test_slots_whose_next_use_becomes_known_move_back_and_are_handed_out_once(se
     slot_map = SlotMap(num_slots, num_slots)
     forecast, scores = Forecast(slot_map), make_scores("lfu", num_slots, num_slots, CPU, None, None)
     queue = VictimQueue(slot_map, scores, 0, forecast)
-    every = slot_map.take_free(num_slots)
+    every = slot_map.next_free(num_slots)
+    slot_map.claim(num_slots)
     slot_map.bind(every - 1, every, batch=0)
     scores.of_slots()[1:] = torch.from_numpy(rng.integers(6, size=num_slots) / 3)
     for batch in range(1, 60):
@@ -222,14 +225,10 @@ class Pipeline:
 
     def _prepare(self, keys: Tensor, number: int, known: Any) -> None:
         planner = self.planner
-        looked = planner.look(keys, number)
-        if looked[2].numel():
-            miss_keys, inverse = keys[looked[2]].unique(return_inverse=True)
-            slots = planner.choose_victims(miss_keys.numel(), max(1, number - self.prefetch))
-            plan = planner.admit(looked, Misses(miss_keys, inverse, slots), number)
-        else:
-            plan = planner.hits_only(looked, number)
-        planner.arrive(known, plan)
+        plan = planner.plan(keys, number, max(1, number - self.prefetch))
+        assert isinstance(plan, CachePlan)
+        planner.put_out(plan)
+        planner.put_in(plan, known)
         self.fills.append(plan.fill_keys.numel())
 
 

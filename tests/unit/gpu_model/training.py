@@ -379,15 +379,15 @@ def _train_plainly(setting: Setting, model: Module, data: list[KeyedJaggedTensor
 
 
 def _pipeline(setting: Setting, model: Module) -> LookAheadPipeline:
-    def doors(_: Any, batch: Any, ahead: Any, features: Any) -> list[InputDoor]:
+    def doors(_: Any, batch: Any, step: Any, features: Any) -> list[InputDoor]:
         given = SimpleNamespace(build_args_kwargs=lambda features: ([features], {}))
-        door: Any = InputDoor("module", given, model, ahead)  # type: ignore[arg-type]
+        door: Any = InputDoor("module", given, model, step)  # type: ignore[arg-type]
         model.forward = door  # type: ignore[method-assign]
         return [door]
 
     with mock.patch.object(look_ahead, "open_doors", doors):
         loop = LookAheadPipeline(model, None, CUDA, setting.lookahead, setting.prefetch)  # type: ignore[arg-type]
-        loop._doors = doors(None, None, loop._current, None)
+        loop._doors = doors(None, None, loop._open, None)
         loop._worker = None if setting.worker is None else _Worker(setting.worker == "at once")  # type: ignore[assignment]
     return loop
 

@@ -1,0 +1,113 @@
+"""What happens when a training step is left by an exception on some ranks.
+
+A step is collective. A rank that leaves it after its backward owes the others nothing more in it. One that leaves it
+earlier makes the others wait, in a collective that it will never enter: it must not start another one, which would be
+taken for it. So it says through the process group's store that it left, and goes on only if all ranks did.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from embershard.errors import EmbershardError, StepError
+
+#: How long the ranks that left a step wait for the others to leave it, too.
+GRACE = datetime.timedelta(seconds=10)
+_MOST_CHARACTERS = 500
+_numbers = itertools.count()
+
+
+class BackwardWatch:
+    """Notices the end of a backward pass, all of its collectives included."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+
+    def follow(self, output: Any) -> None:
+        """``output`` is a tensor of which a backward pass may begin, or a tuple, list or dict of those."""
+        if isinstance(output, torch.Tensor) and output.requires_grad:
+            output.register_hook(self._begin)
+        elif isinstance(output, dict):
+            self.follow(list(output.values()))
+        elif isinstance(output, tuple | list):
+            for part in output:
+                self.follow(part)
+
+    def _begin(self, _: torch.Tensor) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+
+    def _end(self) -> None:
+        self.is_done = True
+
+
+class LeftSteps:
+    """Tells the other ranks of a pipeline that this one left a step before its end.
+
+    Every rank makes it at the same place, as pipelines are made.
+    """
+
+    def __init__(self) -> None:
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self._prefix = f"embershard/left_steps/{next(_numbers)}"
+        self._left: tuple[int, BaseException] | None = None
+
+    def say(self, step: int, error: BaseException, must_wait: bool = True) -> None:
+        """This rank leaves step number ``step``. ``must_wait``: it may go on only when all ranks have left it."""
+        if self._world_size == 1:
+            return
+        if must_wait:
+            self._left = step, error
+        text = f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS]
+        try:
+            _store().set(self._key(step, self._rank), text)
+        except RuntimeError:  # whoever has the store is gone; then the others know
+            return
+
+    def check(self) -> None:
+        """Before the next step.
+
+        Raises:
+            StepError: this rank left a step that others did not leave.
+        """
+        if self._left is None:
+            return
+        step, error = self._left
+        try:
+            _store().wait([self._key(step, rank) for rank in range(self._world_size)], GRACE)
+        except RuntimeError:  # of the store: not all keys are there
+            raise StepError(
+                f"rank {self._rank} left step {step} before the end of its backward pass ({type(error).__name__}: "
+                f"{error}), and other ranks did not leave it: they wait in it for this rank. Let the exception end "
+                "this process, which ends the others; or raise it on all ranks alike"
+            ) from error
+        self._left = None
+
+    def explain(self, step: int, error: BaseException) -> None:
+        """Where ``error`` may be that of a collective, because another rank left ``step`` and ended: say so.
+
+        Raises:
+            StepError: another rank left the step, with what it raised.
+        """
+        if self._world_size == 1 or isinstance(error, EmbershardError) or not isinstance(error, RuntimeError):
+            return
+        for rank in range(self._world_size):
+            try:
+                if rank == self._rank or not _store().check([self._key(step, rank)]):
+                    continue
+                text = _store().get(self._key(step, rank)).decode()
+            except RuntimeError:  # whoever has the store is gone
+                return
+            raise StepError(f"rank {rank} left step {step}, so no rank goes on. It raised {text}") from error
+
+    def _key(self, step: int, rank: int) -> str:
+        return f"{self._prefix}/{step}/{rank}"
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
