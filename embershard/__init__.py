@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         CachedEmbeddingCollectionSharder,
         cache_stats,
         flush,
+        host_rows_changed,
         plan_sharding,
     )
 
@@ -35,6 +36,7 @@ __all__ = [
     "__version__",
     "cache_stats",
     "flush",
+    "host_rows_changed",
     "plan_sharding",
 ]
 

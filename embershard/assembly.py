@@ -50,7 +50,8 @@ class CacheSettings(CacheConfig):
     """Batches whose ids are known ahead of the one in training; 0 looks at no batch before its step."""
 
     prefetch: int = 2
-    """Batches whose rows are on the device ahead of the one in training; fewer where they do not fit."""
+    """The most batches whose rows are on the device ahead of the one in training. On a CPU as few as keep steps from
+    waiting, from 1 on; fewer where they do not fit."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

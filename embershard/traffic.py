@@ -115,6 +115,7 @@ def look_ahead_totals(stats: LookAheadStats | None, ranks: Ranks) -> dict[str, A
         "lookahead_mean": over_ranks("lookahead_mean", fmean),
         "prefetch_min": over_ranks("prefetch_min", min),
         "prefetch_mean": over_ranks("prefetch_mean", fmean),
+        "prefetch_depth": per_rank[0].prefetch_depth,
         "max_known_bytes": over_ranks("max_known_bytes", max),
         "stall_seconds": over_ranks("stall_seconds", sum),
     }

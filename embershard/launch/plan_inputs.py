@@ -48,7 +48,7 @@ def make_workload(
         ranks_per_node=ranks_per_node,
         batch_size=batch_size,
         device=device,
-        policy=replay_policy(config.cache, config.data, has_profile, _training_samples(data)),
+        policy=replay_policy(config.cache, config.data, has_profile, _training_samples(data), device),
         has_profile=has_profile,
         num_steps=_num_steps(config, data, batch_size * world_size),
         pooled_number_bytes=config.sharding.pooled_number_bytes,
@@ -57,13 +57,16 @@ def make_workload(
     return Workload(model_size(config, data), data, shape)
 
 
-def replay_policy(cache: CacheSettings, data: DataConfig, has_profile: bool, training_samples: int) -> ReplayPolicy:
-    """How the caches of a run choose rows, and how its epochs differ."""
+def replay_policy(
+    cache: CacheSettings, data: DataConfig, has_profile: bool, training_samples: int, device: Literal["cpu", "cuda"]
+) -> ReplayPolicy:
+    """How the caches of a run choose rows, and how its epochs differ. On a CPU a run holds one batch ahead, and more
+    only where its steps wait: that is not predicted."""
     counted = None if cache.profile is not None else counted_samples(cache, training_samples)
     return ReplayPolicy(
         scoring=cache.resolved_scoring(has_profile),
         lookahead=cache.lookahead,
-        prefetch=cache.prefetch,
+        prefetch=cache.prefetch if device == "cuda" else 1,
         by_next_use=cache.resolved_policy(has_profile) == "lookahead",
         warmup=cache.resolved_warmup(has_profile),
         profile_samples=counted if has_profile else 0,

@@ -29,6 +29,7 @@ over_arch_layer_sizes = [8, 1]
 [cache]
 ratio = 0.1
 lookahead = 8
+prefetch = 1
 [train]
 batch_size = 64
 [checkpoint]

@@ -1,7 +1,7 @@
 """The cache inside TorchRec: kernel, lookups, shardings, sharded modules, sharders. A new TorchRec touches
 this folder."""
 
-from embershard.sharding.torchrec.inspection import cache_stats, cached_embeddings, flush
+from embershard.sharding.torchrec.inspection import cache_stats, cached_embeddings, flush, host_rows_changed
 from embershard.sharding.torchrec.planning import plan_sharding
 from embershard.sharding.torchrec.sharders import (
     CachedEmbeddingBagCollectionSharder,
@@ -16,5 +16,6 @@ __all__ = [
     "cache_stats",
     "cached_embeddings",
     "flush",
+    "host_rows_changed",
     "plan_sharding",
 ]

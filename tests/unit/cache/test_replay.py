@@ -20,7 +20,8 @@ from embershard.cache.home_tables import home_tables
 from embershard.cache.replay import PoolTraffic, ReplayPolicy, Shard, ShardTraffic, replay_pool, replay_preferences
 from embershard.data import DataConfig
 from embershard.data.config import SyntheticConfig
-from embershard.distributed import CheckpointConfig, Ranks, process_group
+from embershard.distributed import CheckpointConfig, Ranks, look_ahead, process_group
+from embershard.distributed.prefetch_depth import PrefetchDepth
 from embershard.frequency import SampledTrace
 from embershard.frequency.thinning import thinned
 from embershard.launch.plan_inputs import replay_policy
@@ -75,19 +76,23 @@ TRAINED = {
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_a_replay_counts_what_training_counts(ranks, profile, name):
+def test_a_replay_counts_what_training_counts(ranks, profile, name, monkeypatch):
     """Hits, fills and rows held per table; growth where a batch does not fit."""
     config = run_config(60, **TRAINED[name])
     trainer = Trainer(config, ranks)
     (pool,) = cached_embeddings(trainer.model)
     slots, tables = pool.cache.planner.map.num_slots, pool.cache.tables
+    held = config.cache.prefetch if "held 3" in name else 1
+    monkeypatch.setattr(look_ahead, "PrefetchDepth", lambda most, is_adaptive: PrefetchDepth(held, False))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CacheGrowthWarning)
         list(trainer.train())
     trainer.close()
     shards = [Shard(table, 0, profile.num_rows(table)) for table in tables]
     homes = [tables[number] for number in home_tables([shard.num_rows for shard in shards], slots)]
-    policy = replay_policy(config.cache, config.data, trainer.profile is not None, trainer.stream.num_samples)
+    policy = replay_policy(config.cache, config.data, trainer.profile is not None, trainer.stream.num_samples, "cpu")
+    assert policy.prefetch == 1, "what a CPU holds while its steps do not wait"
+    policy = dataclasses.replace(policy, prefetch=held)
     statistics = profile.need_statistics()
     assert statistics.trace is not None
     found = replay_pool(statistics.trace, shards, slots, 60, policy, home_tables=homes)
@@ -112,7 +117,7 @@ def test_a_second_epoch_has_another_order(ranks, profile):
     trainer.close()
     shards = [Shard(table, 0, profile.num_rows(table)) for table in tables]
     homes = [tables[number] for number in home_tables([shard.num_rows for shard in shards], slots)]
-    policy = replay_policy(config.cache, config.data, False, trainer.stream.num_samples)
+    policy = replay_policy(config.cache, config.data, False, trainer.stream.num_samples, "cpu")
     trace = profile.need_statistics().trace
     assert trace is not None
     found, other = (
