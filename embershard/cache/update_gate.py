@@ -49,13 +49,15 @@ class UpdateGate:
             CacheError: one has been running for a minute.
         """
         with self._changed:
-            if not self._changed.wait_for(self._is_idle, _MOST_SECONDS):
-                raise CacheError(
-                    f"{self._pool}: rows cannot be copied, because a backward pass in another thread has been updating "
-                    f"them for {_MOST_SECONDS:.0f} seconds. If it failed, drop its loss and its output first"
-                )
-            self._num_paused += 1
+            self._num_paused += 1  # from here on no update begins
         try:
+            with self._changed:
+                if not self._changed.wait_for(self._is_idle, _MOST_SECONDS):
+                    raise CacheError(
+                        f"{self._pool}: rows cannot be copied, because a backward pass in another thread has been "
+                        f"updating them for {_MOST_SECONDS:.0f} seconds. If it failed, drop its loss and its output "
+                        "first"
+                    )
             yield
         finally:
             with self._changed:

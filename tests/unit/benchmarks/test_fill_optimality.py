@@ -35,19 +35,29 @@ def test_a_point_holds_together() -> None:
     names = {"lru", "lfu", "frequency", *(f"lookahead {lookahead}" for lookahead in LOOKAHEADS)}
     assert set(point.fills) == set(point.over_optimum) == names
     assert point.distinct_rows <= point.optimum_fills <= min(point.fills.values())
-    assert point.holding_over_optimum is not None
+    held = point.holding_over_optimum[2]
+    assert held is not None
+    assert 1 <= point.holding_over_optimum[1] <= held
     for lookahead in LOOKAHEADS:
         name = f"lookahead {lookahead}"
-        assert point.over_optimum[name] >= point.holding_over_optimum
+        assert point.over_optimum[name] >= held
         assert point.late_fills[name] == 0
         assert point.mean_prefetch[name] == 2.0
-    assert point.reached == (point.over_optimum["lookahead 128"] <= 1.05)
+    assert point.aim == "lookahead 128"
+    assert point.reached == (point.over_optimum["lookahead 128"] <= point.holding_over_optimum[1] + 0.005)
+
+
+def test_the_target_is_about_the_window_that_belongs_to_the_capacity() -> None:
+    for capacity, aim in ((4, "lookahead 128"), (8, "lookahead 128"), (16, "lookahead 256")):
+        point = measure(skewed_stream(num_batches=40, rows=(3000, 1000)), capacity_batches=capacity, prefetch=1)
+        assert point.aim == aim
+        assert point.reached, "all of the stream is known"
 
 
 def test_batches_that_do_not_fit_ahead_are_tried_again() -> None:
     """Two batches' slots: one is resident ahead at most, and the target says nothing about so few."""
     point = measure(skewed_stream(), capacity_batches=2, prefetch=2)
-    assert point.holding_over_optimum is None
+    assert point.holding_over_optimum[2] is None
     assert 0 < point.mean_prefetch["lookahead 128"] < 2.0
     assert point.reached is None
 
@@ -57,8 +67,8 @@ def test_holding_less_than_asked_for_fills_less() -> None:
     point = measure(skewed_stream(batch_size=40), capacity_batches=4, prefetch=2)
     assert point.mean_prefetch["lookahead 128"] == 1.0
     assert point.late_fills["lookahead 128"] == 0
-    assert point.holding_over_optimum is not None
-    assert point.over_optimum["lookahead 128"] < point.holding_over_optimum
+    assert point.holding_over_optimum[2] is not None
+    assert point.over_optimum["lookahead 128"] < point.holding_over_optimum[2]
 
 
 def test_what_is_waited_for_is_counted() -> None:
