@@ -61,19 +61,24 @@ def shard(
     model: nn.Module | None = None,
     rank: int = 0,
     constraints: dict[str, ParameterConstraints] | None = None,
+    use_index_dedup: bool = False,
+    world_size: int = 2,
 ) -> DistributedModelParallel:
-    """The model, all tables cached and on rank 0 of two."""
+    """The model, all tables cached and on rank 0."""
     model = model or unsharded()
     settings: Any = {"cache": CacheConfig(ratio=0.5), "fused_params": fused_params}
-    sharders: Any = [CachedEmbeddingBagCollectionSharder(**settings), CachedEmbeddingCollectionSharder(**settings)]
+    sequences = CachedEmbeddingCollectionSharder(**settings, use_index_dedup=use_index_dedup)
+    sharders: Any = [CachedEmbeddingBagCollectionSharder(**settings), sequences]
     given = {t: ParameterConstraints(sharding_types=["table_wise"]) for t in ("t0", "t1", "t2")} | (constraints or {})
-    plan = plan_sharding(model, sharders, world_size=2, local_world_size=2, device="cpu", constraints=given)
+    plan = plan_sharding(
+        model, sharders, world_size=world_size, local_world_size=world_size, device="cpu", constraints=given
+    )
     for tables in plan.plan.values():
         for placed in tables.values():  # type: ignore[attr-defined]
             for piece in placed.sharding_spec.shards:
                 piece.placement = torch.distributed._remote_device("rank:0/cpu")
             placed.ranks = [0]
-    with playing(rank, make_plan([], 2, 2), monkeypatch):
+    with playing(rank, make_plan([], world_size, world_size), monkeypatch):
         env = ShardingEnv.from_process_group(dist.group.WORLD)
         return DistributedModelParallel(
             model, env=env, device=CPU, plan=plan, sharders=sharders, init_data_parallel=False
@@ -173,3 +178,10 @@ def test_what_is_known_to_work_trains_as_fbgemm_does(arguments):
     pool.flush()
     for own, theirs in zip(pool.split_embedding_weights(), stock.split_embedding_weights(), strict=True):
         assert torch.equal(own, theirs)
+
+
+def test_index_dedup_on_a_cpu_is_refused_before_the_first_forward(monkeypatch):
+    said = "use_index_dedup=True needs a GPU: FBGEMM has no CPU kernel.*Leave it out: the embeddings are the same"
+    with pytest.raises(ConfigError, match=said):
+        shard(monkeypatch, {}, unsharded(sequence=True), use_index_dedup=True, world_size=1)
+    shard(monkeypatch, {}, use_index_dedup=True)  # it is about sequences
