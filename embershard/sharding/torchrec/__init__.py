@@ -1,7 +1,7 @@
 """The cache inside TorchRec: kernel, lookups, shardings, sharded modules, sharders. A new TorchRec touches
 this folder."""
 
-from embershard.sharding.torchrec.inspection import cache_stats, cached_embeddings, flush
+from embershard.sharding.torchrec.inspection import cache_stats, cached_embeddings, flush, pools_by_module
 from embershard.sharding.torchrec.planning import plan_sharding
 from embershard.sharding.torchrec.sharders import (
     CachedEmbeddingBagCollectionSharder,
@@ -17,4 +17,5 @@ __all__ = [
     "cached_embeddings",
     "flush",
     "plan_sharding",
+    "pools_by_module",
 ]
