@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from embershard.distributed import LookAheadStats, Ranks
-from embershard.sharding.torchrec import cache_stats, cached_embeddings
+from embershard.sharding.torchrec import cache_stats, pools_by_module
 
 #: Totals that add up over tables and ranks.
 SUMMED = (
@@ -27,6 +27,7 @@ SUMMED = (
     "critical_path_fills",
 )
 _RATES = ("hits_unique", "unique_ids", "hits_lookups", "lookups")
+_Pool = tuple[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -55,19 +56,24 @@ class CacheTraffic:
 
     def totals(self, ratio: float | None) -> dict[str, Any] | None:
         """The run's cache block: totals, and the same per table and per rank, there per table and pool, too. None
-        without a cached table.
+        without a cached table. A table of which another module has a namesake is called ``module.table``.
 
         Args:
             ratio: the configured ratio; None when a byte budget or a plan gives the size.
         """
         mine = ([asdict(table) for table in cache_stats(self._model)], _pools(self._model))
-        gathered: list[tuple[list[dict[str, Any]], list[dict[str, Any]]]] = self._ranks.all_gather_objects(mine)
+        gathered: list[tuple[list[dict[str, Any]], list[_Pool]]] = self._ranks.all_gather_objects(mine)
         tables = [table for on_rank, _ in gathered for table in on_rank]
         if not tables:
             return None
+        namesakes = {table for table, modules in _modules_by_table(tables).items() if len(modules) > 1}
+
+        def name_of(module: str, table: str) -> str:
+            return f"{module}.{table}" if table in namesakes else table
+
         by_name: dict[str, list[dict[str, Any]]] = {}
         for table in tables:
-            by_name.setdefault(table["table"], []).append(table)
+            by_name.setdefault(name_of(table["module"], table["table"]), []).append(table)
         return {
             "ratio": ratio,
             **summed(tables),
@@ -76,25 +82,38 @@ class CacheTraffic:
                 {
                     "rank": rank,
                     **summed(shards),
-                    "tables": {shard["table"]: summed([shard]) for shard in shards},
-                    "pools": pools,
+                    "tables": {name_of(shard["module"], shard["table"]): summed([shard]) for shard in shards},
+                    "pools": [
+                        {**pool, "tables": sorted(name_of(module, table) for table in pool["tables"])}
+                        for module, pool in pools
+                    ],
                 }
                 for rank, (shards, pools) in enumerate(gathered)
             ],
         }
 
 
-def _pools(model: nn.Module) -> list[dict[str, Any]]:
-    """Size of every cache of this rank: slots, and bytes on the device and in host memory."""
+def _pools(model: nn.Module) -> list[_Pool]:
+    """Size of every cache of this rank, after its module: slots, and bytes on the device and in host memory."""
     return [
-        {
-            "tables": sorted(set(pool.cache.tables)),
-            "slots": pool.cache.planner.map.num_slots,
-            "device_bytes": pool.cache.device_bytes,
-            "host_bytes": pool.cache.host.host_bytes + pool.cache.planner.scores.host_bytes,
-        }
-        for pool in cached_embeddings(model)
+        (
+            module,
+            {
+                "tables": set(pool.cache.tables),
+                "slots": pool.cache.planner.map.num_slots,
+                "device_bytes": pool.cache.device_bytes,
+                "host_bytes": pool.cache.host.host_bytes + pool.cache.planner.scores.host_bytes,
+            },
+        )
+        for module, pool in pools_by_module(model)
     ]
+
+
+def _modules_by_table(tables: list[dict[str, Any]]) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for table in tables:
+        found.setdefault(table["table"], set()).add(table["module"])
+    return found
 
 
 def look_ahead_totals(stats: LookAheadStats | None, ranks: Ranks) -> dict[str, Any] | None:

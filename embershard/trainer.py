@@ -21,7 +21,6 @@ from embershard.data import Batch, BatchStream, StreamState, open_source
 from embershard.distributed import (
     Ranks,
     load_tensors,
-    read_scalars,
     rng_state,
     save_checkpoint,
     set_rng_state,
@@ -32,6 +31,7 @@ from embershard.metrics import PredictionBuffer
 from embershard.optimizers import set_learning_rate
 from embershard.reports import EvalReport, Report, SaveReport, TrainReport
 from embershard.run_config import RunConfig
+from embershard.saved_run import SavedRun
 from embershard.steps import Steps
 from embershard.traffic import CacheTraffic
 from embershard.watch import LossWatch
@@ -207,15 +207,15 @@ class Trainer:
         """Continues where `checkpoint` was written, with any number of ranks, as if nothing had happened.
 
         Raises:
-            CheckpointError: the checkpoint is incomplete, or of a model with other tables.
+            CheckpointError: the checkpoint is incomplete or damaged, or of a model with other tables.
             ConfigError: it was written with another `data.seed`.
         """
+        saved = SavedRun.read(checkpoint)
+        _check_tables(saved.tables, self._tables(), checkpoint)
+        _check_settings(saved.settings, self._settings(), checkpoint)
         if self._upcoming is not None:
             self._upcoming.close()
             self._upcoming = None
-        scalars = read_scalars(checkpoint)
-        _check_tables(scalars["tables"], self._tables(), checkpoint)
-        _check_settings(scalars["settings"], self._settings(), checkpoint)
         self.dense_optimizer.init_state()  # its tensors must exist to be loaded into
         self.dense_optimizer.zero_grad()
         tensors = self._tensors()
@@ -223,15 +223,15 @@ class Trainer:
         self.model.load_state_dict(tensors["model"])
         self.model.fused_optimizer.load_state_dict({"state": tensors["embedding_optimizer"]})
         self.dense_optimizer.load_state_dict({"state": tensors["dense_optimizer"]})
-        self.steps, self.samples = scalars["step"], scalars["samples"]
+        self.steps, self.samples = saved.step, saved.samples
         if self.config.embedding_optimizer.counts_steps:
             self.model.fused_optimizer.set_optimizer_step(self.steps)
         self._reported_steps = self.steps
         self.watch, self.window = LossWatch(self.ranks), PredictionBuffer(WINDOW_SAMPLES)
         self.stream.close()
-        self.stream = self._open_stream(StreamState.from_dict(scalars["stream"]))
-        if scalars["world_size"] == self.ranks.world_size:
-            set_rng_state(scalars["rng"][self.ranks.rank], self.ranks.device)
+        self.stream = self._open_stream(saved.stream)
+        if saved.world_size == self.ranks.world_size:
+            set_rng_state(saved.rng[self.ranks.rank], self.ranks.device)
 
     def close(self) -> None:
         """Ends the threads that parse ahead."""

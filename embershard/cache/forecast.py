@@ -80,7 +80,7 @@ class Forecast:
 
     @property
     def chain_bytes(self) -> int:
-        """Memory of the chains, in bytes: the most that was needed so far."""
+        """Memory of the chains, in bytes: at most four times what was needed when a batch last became known."""
         return self._next_batch.numel() * self._next_batch.element_size()
 
     @property
@@ -191,16 +191,25 @@ class Forecast:
         """Room in the ring for ``count`` uses, cleared; the number of uses before them."""
         first_use, self._end = self._end, self._end + count
         oldest = self._known[0].first_use if self._known else first_use
-        capacity = self._next_batch.numel() - 1
-        if self._end - oldest > capacity:
-            alive = self._numbers(oldest, torch.arange(first_use - oldest, dtype=torch.int32, device=self._map.device))
-            kept = self._next_batch.index_select(0, self._cells(alive))
-            while self._end - oldest > capacity:
-                capacity *= 2
-            memory.give_up(self._next_batch)
-            self._next_batch = self._next_batch.new_zeros(capacity + 1)
-            self._next_batch.scatter_(0, self._cells(alive), kept)
+        needed, capacity = self._end - oldest, self._next_batch.numel() - 1
+        if needed > capacity or _LEAST_CHAIN < capacity > 4 * needed:
+            capacity = self._resize(oldest, first_use, needed)
         start, stop = (first_use + 1) % capacity, (first_use + 1) % capacity + count
         self._next_batch[start : min(stop, capacity)] = 0
         self._next_batch[: max(0, stop - capacity)] = 0
         return first_use
+
+    def _resize(self, oldest: int, end: int, needed: int) -> int:
+        """A ring for ``needed`` uses, with the cells of those from ``oldest`` to ``end``; its capacity. The last change
+        was at least a quarter of the old or new ring's uses ago, so that each use pays for a few cells at most."""
+        alive = self._numbers(oldest, torch.arange(end - oldest, dtype=torch.int32, device=self._map.device))
+        kept = self._next_batch.index_select(0, self._cells(alive))
+        capacity = self._next_batch.numel() - 1
+        while needed > capacity:
+            capacity *= 2
+        while _LEAST_CHAIN < capacity >= 4 * needed:
+            capacity //= 2
+        memory.give_up(self._next_batch)
+        self._next_batch = self._next_batch.new_zeros(capacity + 1)
+        self._next_batch.scatter_(0, self._cells(alive), kept)
+        return capacity

@@ -26,6 +26,8 @@ class TableStats:
     ``device_bytes`` (slots, optimizer states, maps and scores), ``seconds`` (planning and copies) and
     ``stall_seconds``, so that the sum over tables is the rank's true total. An overflow growth counts for the
     table with the most misses.
+    ``module`` is the path of the sharded module that the table belongs to, in the model without its wrappers: two
+    modules may have a table of the same name.
     """
 
     table: str
@@ -46,6 +48,7 @@ class TableStats:
     host_bytes: int
     seconds: float
     stall_seconds: float
+    module: str = ""
 
     @property
     def hit_rate_unique(self) -> float | None:

@@ -4,6 +4,7 @@ from embershard.distributed.agreement import empty_like, longest, shortest
 from embershard.distributed.checkpoint import (
     CheckpointConfig,
     complete_checkpoints,
+    damaged_scalars,
     load_tensors,
     read_scalars,
     rng_state,
@@ -21,6 +22,7 @@ __all__ = [
     "LookAheadStats",
     "Ranks",
     "complete_checkpoints",
+    "damaged_scalars",
     "empty_like",
     "load_tensors",
     "longest",

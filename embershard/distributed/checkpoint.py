@@ -110,19 +110,36 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def read_scalars(checkpoint: Path) -> dict[str, Any]:
-    """The scalars of a checkpoint; raises `CheckpointError` when a file is missing or has another size."""
+    """The scalars of a checkpoint, an object; its other files are all there.
+
+    Raises:
+        CheckpointError: a file is missing or has another size, or the scalars cannot be read.
+    """
     path = checkpoint / SCALARS
     try:
-        scalars: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        scalars = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}). Remove this checkpoint and resume again.") from error
-    for name, size in scalars["files"].items():
+    if not isinstance(scalars, dict):
+        raise damaged_scalars(checkpoint, f"it holds a {type(scalars).__name__}, needed an object")
+    files = scalars.get("files")
+    if not isinstance(files, dict):
+        raise damaged_scalars(checkpoint, "'files' is missing, or is no object of names and sizes")
+    for name, size in files.items():
         file = checkpoint / name
         got = file.stat().st_size if file.is_file() else None
         if got != size:
             state = "is missing" if got is None else f"has {got} bytes"
             raise CheckpointError(f"{file} {state}, needed {size} bytes. Remove {checkpoint} and resume again.")
     return scalars
+
+
+def damaged_scalars(checkpoint: Path, problem: str) -> CheckpointError:
+    """The error for scalars that were read and make no sense."""
+    return CheckpointError(
+        f"{checkpoint / SCALARS}: {problem}. It was changed, or written by another version of embershard: remove "
+        f"{checkpoint} and resume from another checkpoint."
+    )
 
 
 def load_tensors(checkpoint: Path, tensors: dict[str, Any]) -> None:

@@ -1,7 +1,13 @@
 """The cache inside TorchRec: kernel, lookups, shardings, sharded modules, sharders. A new TorchRec touches
 this folder."""
 
-from embershard.sharding.torchrec.inspection import cache_stats, cached_embeddings, flush, host_rows_changed
+from embershard.sharding.torchrec.inspection import (
+    cache_stats,
+    cached_embeddings,
+    flush,
+    host_rows_changed,
+    pools_by_module,
+)
 from embershard.sharding.torchrec.planning import plan_sharding
 from embershard.sharding.torchrec.sharders import (
     CachedEmbeddingBagCollectionSharder,
@@ -18,4 +24,5 @@ __all__ = [
     "flush",
     "host_rows_changed",
     "plan_sharding",
+    "pools_by_module",
 ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -390,8 +391,17 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_of(part)
     elif isinstance(value, dict):
         yield from tensors_of(list(value.values()))
-    elif dataclasses.is_dataclass(value) or isinstance(value, Multistreamable):
-        yield from tensors_of(vars(value))
+    elif not isinstance(value, type) and (dataclasses.is_dataclass(value) or isinstance(value, Multistreamable)):
+        yield from tensors_of(_attributes(value))
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """What an object holds: in its ``__dict__``, and in the ``__slots__`` of its classes."""
+    fields = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
+    members = [vars(each).items() for each in type(value).__mro__]
+    slots = [name for each in members for name, member in each if isinstance(member, types.MemberDescriptorType)]
+    found = {name: getattr(value, name) for name in [*fields, *slots] if hasattr(value, name)}
+    return {**found, **getattr(value, "__dict__", {})}
 
 
 def _tensor_bytes(value: Any) -> int:

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterator
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from embershard.cache.statistics import TableStats
 from embershard.errors import ConfigError
@@ -14,14 +16,32 @@ from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 
 def cached_embeddings(model: nn.Module) -> Iterator[CachedTableBatchedEmbeddings]:
     """Every pool of this rank, in a fixed order."""
+    for _, pool in pools_by_module(model):
+        yield pool
+
+
+def pools_by_module(model: nn.Module) -> Iterator[tuple[str, CachedTableBatchedEmbeddings]]:
+    """Every pool of this rank, in a fixed order, and before it the path of its sharded module in the model. The
+    wrappers that distribute the model are not part of the path."""
     seen: set[int] = set()
-    for module in model.modules():
+    for path, module in _named_modules(model, "", set()):
         for lookup in getattr(module, "_lookups", None) or ():
             for kernel in getattr(lookup, "_emb_modules", ()):
                 pool = getattr(kernel, "emb_module", None)
                 if isinstance(pool, CachedTableBatchedEmbeddings) and id(pool) not in seen:
                     seen.add(id(pool))
-                    yield pool
+                    yield path, pool
+
+
+def _named_modules(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """As ``named_modules``, with what a wrapper wraps in the wrapper's own place."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    yield path, module
+    is_wrapper = isinstance(module, DistributedModelParallel | DistributedDataParallel)
+    for name, child in module.named_children():
+        yield from _named_modules(child, path if is_wrapper else f"{path}.{name}".lstrip("."), seen)
 
 
 def flush(model: nn.Module) -> None:
@@ -31,21 +51,23 @@ def flush(model: nn.Module) -> None:
 
 
 def cache_stats(model: nn.Module) -> list[TableStats]:
-    """What the caches of the calling rank did: one value per table, sorted by name.
+    """What the caches of the calling rank did: one value per table, sorted by name and then by module.
 
-    A table of which the rank holds several column shards counts once, with the sum over its shards.
+    A table of which the rank holds several column shards counts once, with the sum over its shards. Tables of the same
+    name in two modules are two.
     """
-    by_table: dict[str, TableStats] = {}
-    for pool in cached_embeddings(model):
+    found: dict[tuple[str, str], TableStats] = {}
+    for module, pool in pools_by_module(model):
         for stats in pool.stats():
-            known = by_table.get(stats.table)
-            by_table[stats.table] = stats if known is None else _sum(known, stats)
-    return [by_table[table] for table in sorted(by_table)]
+            place = (stats.table, module)
+            known = found.get(place)
+            found[place] = dataclasses.replace(stats, module=module) if known is None else _sum(known, stats)
+    return [found[place] for place in sorted(found)]
 
 
 def _sum(a: TableStats, b: TableStats) -> TableStats:
     """Two column shards of one table hold the same rows; everything else adds up."""
-    added = [field.name for field in dataclasses.fields(a) if field.name not in ("table", "rows")]
+    added = [field.name for field in dataclasses.fields(a) if field.name not in ("table", "rows", "module")]
     return dataclasses.replace(a, **{name: getattr(a, name) + getattr(b, name) for name in added})
 
 

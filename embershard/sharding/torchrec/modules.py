@@ -18,16 +18,22 @@ from embershard.sharding.torchrec.bounds import check_bounds, rows_by_feature
 from embershard.sharding.torchrec.compat import as_keyed_jagged, supported
 from embershard.sharding.torchrec.lookups import PERMUTED_SHARDINGS, POOLED_SHARDINGS, SEQUENCE_SHARDINGS
 from embershard.sharding.torchrec.spec import CACHED_KERNEL, SPEC_KEY, has_spec
+from embershard.sharding.torchrec.table_arguments import check_table_arguments
 
 ShardingInfos = dict[str, list[EmbeddingShardingInfo]]
 
 
 def _mark_cached(infos: ShardingInfos, spec: Any) -> ShardingInfos:
-    """Give the spec to the cached tables. ``prefetch_pipeline`` makes TorchRec group them apart, by dim."""
-    for group in infos.values():
-        for info in group:
-            if info.param_sharding.compute_kernel == CACHED_KERNEL:
-                info.fused_params = {**(info.fused_params or {}), SPEC_KEY: spec, "prefetch_pipeline": True}
+    """Give the spec to the cached tables. ``prefetch_pipeline`` makes TorchRec group them apart, by dim.
+
+    Raises:
+        ConfigError: FBGEMM would train one of them in a way that does not work on slots. On every rank.
+    """
+    every = [info for group in infos.values() for info in group]
+    cached = [info for info in every if info.param_sharding.compute_kernel == CACHED_KERNEL]
+    check_table_arguments({info.embedding_config.name: info.fused_params or {} for info in cached})
+    for info in cached:
+        info.fused_params = {**(info.fused_params or {}), SPEC_KEY: spec, "prefetch_pipeline": True}
     return infos
 
 

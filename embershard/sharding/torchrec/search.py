@@ -20,6 +20,7 @@ from torchrec.distributed.planner.types import (
     Enumerator,
     Perf,
     PlannerError,
+    PlannerErrorType,
     Proposer,
     Shard,
     ShardEstimator,
@@ -39,6 +40,11 @@ from embershard.sharding.torchrec.sharders import StockEmbeddingBagCollectionSha
 _MOST_GRID_PROPOSALS = 500
 _MOST_PLACED_SHARDS = 400_000  # by one proposer, over all its proposals: bounds the search without a clock
 _EVERYTHING = 2**62
+# How TorchRec says that none of its proposals could be placed: for want of memory, or for another reason, such as the
+# rows of a cache. Its other errors are about what it was given, and so are mistakes of ours.
+_NOTHING_FITS = (PlannerErrorType.INSUFFICIENT_STORAGE, PlannerErrorType.STRICT_CONSTRAINTS)
+# TorchRec gives a shard's place as a device of its node, and torch counts devices in a signed byte: "cuda:-128".
+_MOST_DEVICES_OF_A_NODE = 128
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,8 @@ def place(
     by_memory: bool = False,
     cached: bool = True,
 ) -> list[Placement] | None:
-    """A placement of all tables by TorchRec's planner; None where it finds none that fits. Deterministic.
+    """A placement of all tables by TorchRec's planner; None where it finds none that fits, or cannot name a device that
+    is in it. Deterministic.
 
     Args:
         tables: of the model.
@@ -99,7 +106,13 @@ def place(
         planner = _planner(tables, costs, allowed, *sizes, sort_by, by_memory, cached)
         try:
             plan = planner.plan(model, [StockEmbeddingBagCollectionSharder()])  # type: ignore[list-item]
-        except (PlannerError, RuntimeError, ValueError):
+        except PlannerError as error:
+            if error.error_type not in _NOTHING_FITS:
+                raise
+            return None
+        except RuntimeError as error:
+            if ranks_per_node <= _MOST_DEVICES_OF_A_NODE or "Invalid device string" not in str(error):
+                raise
             return None
     return _placements(plan, tables)
 

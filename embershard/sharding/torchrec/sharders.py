@@ -166,7 +166,7 @@ class CachedEmbeddingCollectionSharder(_Cached, EmbeddingCollectionSharder):
     """Shards an ``EmbeddingCollection`` (sequence embeddings); arguments as the pooled sharder's.
 
     Args:
-        use_index_dedup: as TorchRec takes it.
+        use_index_dedup: as TorchRec takes it. Only on GPUs: FBGEMM has no CPU kernel for it.
     """
 
     def __init__(
@@ -197,7 +197,17 @@ class CachedEmbeddingCollectionSharder(_Cached, EmbeddingCollectionSharder):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> CachedShardedEmbeddingCollection:
-        """Called by ``DistributedModelParallel``."""
+        """Called by ``DistributedModelParallel``.
+
+        Raises:
+            ConfigError: ``use_index_dedup`` on a CPU.
+        """
+        if self._use_index_dedup and torch.device(device or "cpu").type == "cpu":
+            raise ConfigError(
+                "use_index_dedup=True needs a GPU: FBGEMM has no CPU kernel that finds a batch's distinct ids "
+                "(fbgemm::jagged_unique_indices), so the first forward would fail. Leave it out: the embeddings are "
+                "the same"
+            )
         return self._shard(
             CachedShardedEmbeddingCollection,
             module,

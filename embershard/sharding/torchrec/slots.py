@@ -22,23 +22,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import Tensor, nn
 
 from embershard.cache import memory
+from embershard.sharding.torchrec.table_arguments import FBGEMM_CACHE_ARGUMENTS
 
-# Arguments that steer FBGEMM's own cache, which is not used here.
-_FBGEMM_CACHE_ARGUMENTS = frozenset(
-    {
-        "cache_algorithm",
-        "cache_load_factor",
-        "cache_precision",
-        "cache_reserved_memory",
-        "cache_sets",
-        "enforce_hbm",
-        "gather_uvm_cache_stats",
-        "multipass_prefetch_config",
-        "prefetch_pipeline",
-        "record_cache_metrics",
-        "uvm_host_mapped",
-    }
-)
 # What FBGEMM may keep per row, by its names.
 _PER_ROW_TENSORS = ("weights", "momentum1", "momentum2", "prev_iter", "row_counter")
 # FBGEMM returns from these optimizers' forward before it counts the iteration.
@@ -53,7 +38,8 @@ class SlotTable(nn.Module):
         table_of_feature: for each feature, the number of its logical table; ascending.
         device: of the slots.
         pooling_mode, weights_precision: as FBGEMM takes them.
-        fused_params: further FBGEMM arguments, the optimizer and its settings among them.
+        fused_params: further FBGEMM arguments, the optimizer and its settings among them; see
+            :func:`check_table_arguments` for those that work.
 
     :meth:`set_home_slots` tells it which logical tables are resident for ever, and where.
     """
@@ -71,7 +57,7 @@ class SlotTable(nn.Module):
         self.dim = dim
         self._table_of_feature = list(table_of_feature)
         self._device = device
-        self._tbe_arguments = {k: v for k, v in fused_params.items() if k not in _FBGEMM_CACHE_ARGUMENTS}
+        self._tbe_arguments = {k: v for k, v in fused_params.items() if k not in FBGEMM_CACHE_ARGUMENTS}
         self._tbe_arguments.update(
             feature_table_map=[0] * len(self._table_of_feature),
             pooling_mode=pooling_mode,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -11,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embershard.cache import Forecast, SlotMap, forecast
-from tests.unit.cache.harness import Pool, run, windowed_operations
+from tests.unit.cache.harness import Operation, Pool, run, windowed_operations
 
 NUM_ROWS = 30
 POLICY = "lookahead"
+Resize = Callable[[Forecast, int, int, int], int]
 
 rows = st.lists(st.integers(0, NUM_ROWS - 1), max_size=8).map(tuple)
 which = st.tuples(st.integers(0, 3))
@@ -59,19 +63,67 @@ def test_next_uses_are_those_of_the_naive_oracle_whatever_happens(operations, nu
     )
 
 
-def check_ring() -> Pool:
-    """What the negative controls run: many turns of the ring and of the numbers, and growth in between."""
+def run_and_measure(
+    operations: list[Operation], resize: Resize | None = None, **settings: Any
+) -> tuple[Pool, list[int]]:
+    """The pool, and the cells of its ring whenever they changed. ``resize``: in place of the true one."""
+    cells = [4]
+
+    def measured(self: Forecast, oldest: int, end: int, needed: int) -> int:
+        cells.append((resize or _RESIZE)(self, oldest, end, needed))
+        return cells[-1]
+
+    with mock.patch.object(Forecast, "_resize", measured):
+        pool = run_with_small_ring(operations, **settings)
+    return pool, cells
+
+
+def check_ring() -> list[int]:
+    """What the negative controls run: many turns of the ring and of the numbers, and growth in between. Cells of the
+    last ring whenever they changed."""
     for lookahead in (2, 8):
         operations = windowed_operations(seed=lookahead, steps=70, lookahead=lookahead)
-        pool = run_with_small_ring(operations, num_slots=16, overflow="grow")
+        pool, cells = run_and_measure(operations, num_slots=16, overflow="grow")
     assert pool.cache.forecast is not None
     assert pool.cache.forecast._end > 4 * 64, "the numbers started again several times"
-    return pool
+    return cells
+
+
+def bursts(seed: int, steps: int) -> list[Operation]:
+    """Some large batches, then many small ones, over and over, with a window of two to four."""
+    rng = np.random.default_rng(seed)
+    operations: list[Operation] = []
+    for step in range(steps):
+        size = int(rng.integers(10, 17)) if step % 10 < 2 else int(rng.integers(1, 4))
+        operations.append(("know", tuple(int(k) for k in rng.integers(NUM_ROWS, size=size))))
+        if step % 10 >= 2:
+            operations += [("prepare_known", (1,)), ("train", (0,))]
+        if step % 10 > 4:
+            operations += [("prepare_known", (1,)), ("train", (0,))]
+        if rng.random() < 0.1:
+            operations.append((str(rng.choice(["flush", "skip_known", "forget", "drop"])), (0,)))
+    return operations
+
+
+def check_bursts(resize: Resize | None = None) -> list[int]:
+    """What the negative controls run for a ring that shrinks."""
+    return run_and_measure(bursts(seed=0, steps=120), resize, num_slots=20, overflow="grow")[1]
+
+
+@given(st.integers(0, 2**32), st.sampled_from([None, 0, 1]), st.booleans())
+@settings(max_examples=40)
+def test_next_uses_stay_exact_when_the_ring_grows_and_shrinks(seed, home_table, hashed):
+    num_slots = 18 if home_table is None else 18 + (17, 1)[home_table]
+    kind = "hashed" if hashed else "array"
+    _, cells = run_and_measure(bursts(seed, 40), num_slots=num_slots, overflow="grow", home_table=home_table, kind=kind)
+    changes = [after > before for before, after in itertools.pairwise(cells)]
+    assert set(changes) == {True, False}, cells
 
 
 def test_the_negative_controls_pass_without_a_fault():
-    pool = check_ring()
-    assert pool.cache.chain_bytes == 4 * (64 + 1), "as many cells as uses were known at a time"
+    assert max(check_ring()) == 64, "as many cells as uses were known at a time"
+    cells = check_bursts()
+    assert sum(after < before for before, after in itertools.pairwise(cells)) > 5
 
 
 def _cells_not_cleared(self: Forecast, count: int) -> int:
@@ -98,13 +150,31 @@ def _growth_counts_without_the_oldest(self: Forecast, count: int) -> int:
     return first_use
 
 
-_RESERVE = Forecast._reserve
+def _shrinking_starts_afresh(self: Forecast, oldest: int, end: int, needed: int) -> int:
+    before = self._next_batch.numel()
+    capacity = _RESIZE(self, oldest, end, needed)
+    if self._next_batch.numel() < before:
+        self._next_batch.zero_()
+    return capacity
+
+
+def _shrinks_to_the_new_batch(self: Forecast, oldest: int, end: int, needed: int) -> int:
+    return _RESIZE(self, oldest, end, needed if needed > self._next_batch.numel() - 1 else self._end - end)
+
+
+_RESERVE, _RESIZE = Forecast._reserve, Forecast._resize
 
 
 @pytest.mark.parametrize("fault", [_cells_not_cleared, _growth_starts_afresh, _growth_counts_without_the_oldest])
 def test_a_fault_in_the_ring_is_noticed(fault):
     with mock.patch.object(Forecast, "_reserve", fault), pytest.raises(AssertionError):
         check_ring()
+
+
+@pytest.mark.parametrize("fault", [_shrinking_starts_afresh, _shrinks_to_the_new_batch])
+def test_a_fault_in_shrinking_the_ring_is_noticed(fault):
+    with pytest.raises(AssertionError):
+        check_bursts(fault)
 
 
 def test_numbers_that_start_again_too_early_are_noticed():
@@ -230,6 +300,35 @@ def test_what_is_known_takes_a_few_bytes_per_distinct_id_and_goes_when_prepared(
             assert pool.cache.known_bytes - pool.cache.chain_bytes == per_id * known_ids(pool)
     pool.forget()
     assert pool.cache.known_bytes == pool.cache.chain_bytes <= 4 * (2 * most + 1)
+
+
+def test_a_burst_of_large_batches_does_not_keep_the_ring_large_for_good():
+    """`LookAheadPipeline` counts the ring towards the memory that limits its window."""
+    pool = Pool((3000,), policy=POLICY, num_slots=2500)
+    for start in (0, 500):
+        pool.know(list(range(start, start + 2000)))
+    assert pool.cache.chain_bytes == 4 * (4096 + 1)
+    for step in range(4):
+        pool.know(list(range(step, step + 100)))
+        if pool.known:
+            pool.release(pool.prepare_known())
+    found = []
+    for step in range(6):
+        pool.know(list(range(step, step + 100)))
+        found.append(pool.cache.chain_bytes)
+        pool.release(pool.prepare_known())
+        pool.check()
+    assert set(found) == {4 * (1024 + 1)}, "no less than it starts with"
+
+
+def test_a_steady_window_never_changes_the_ring():
+    pool = Pool((3000,), policy=POLICY, num_slots=2500)
+    for _ in range(8):
+        pool.know(range(300))
+    with mock.patch.object(Forecast, "_resize", side_effect=AssertionError("not needed")):
+        for step in range(30):
+            pool.release(pool.prepare_known())
+            pool.know(range(step, step + 250 + step % 50))
 
 
 def test_repeats_take_no_memory_of_their_own_beside_the_ring():

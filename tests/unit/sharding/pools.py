@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,15 +69,17 @@ def make_pool(
     data_type: DataType = DataType.FP32,
     rank_weights: int | None = None,
     load_factors: Sequence[float | None] = (),
+    fused_params: Mapping[str, Any] | None = None,
 ) -> CachedTableBatchedEmbeddings:
     """A pool of tables t0, t1, ... with random rows; ``rank_weights`` if the rank has further pools."""
     factors = [*load_factors, *[None] * len(rows)]
     tables = [make_table(f"t{i}", n, dim, data_type, factors[i]) for i, n in enumerate(rows)]
     spec = make_spec(config or CacheConfig(ratio=0.5), rank_weights or sum(rows) * dim)
-    fused_params: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         SPEC_KEY: spec,
         "optimizer": OPTIMIZERS[optimizer],
         "learning_rate": 0.1,
+        **(fused_params or {}),
     }
     group = GroupedEmbeddingConfig(
         data_type=data_type,
@@ -86,7 +88,7 @@ def make_pool(
         has_feature_processor=False,
         compute_kernel=EmbeddingComputeKernel.FUSED_UVM_CACHING,
         embedding_tables=tables,
-        fused_params=fused_params,
+        fused_params=arguments,
     )
     pool = CachedTableBatchedEmbeddings(group, PoolingMode.SUM, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)

@@ -29,7 +29,7 @@ from tests.unit.sharding.pools import OPTIMIZERS, make_pool
 ROWS, DIM = (40, 7), 8
 
 
-def make_stock(pool, optimizer: str, rows=ROWS) -> SplitTableBatchedEmbeddingBagsCodegen:
+def make_stock(pool, optimizer: str, rows=ROWS, fused_params=None) -> SplitTableBatchedEmbeddingBagsCodegen:
     """FBGEMM with all rows, which start as the pool's."""
     stock = SplitTableBatchedEmbeddingBagsCodegen(
         [(n, DIM, EmbeddingLocation.HOST, ComputeDevice.CPU) for n in rows],
@@ -39,6 +39,7 @@ def make_stock(pool, optimizer: str, rows=ROWS) -> SplitTableBatchedEmbeddingBag
         weights_precision=pool.weights_precision,
         bounds_check_mode=BoundsCheckMode.NONE,
         device=torch.device("cpu"),
+        **(fused_params or {}),
     )
     for own, theirs in zip(stock.split_embedding_weights(), pool.host.table_weights(), strict=True):
         own.data.copy_(theirs)

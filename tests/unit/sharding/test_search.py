@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
 
 from embershard.cache.slot_map import MOST_POOL_ROWS
 from embershard.sharding.request import LEAST_COLUMNS, column_block
@@ -91,6 +92,42 @@ def test_a_budget_is_kept_or_there_is_no_placement(tier, each):
     assert placed(**{tier: half - 1}) is None
     assert placed(**{tier: 0}) is None
     assert placed(**{tier: -5}) is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("a bug"),
+        RuntimeError("a bug"),
+        RuntimeError("Invalid device string: 'cuda:-128'"),  # on a node with fewer devices
+        PlannerError("a bug"),
+        PlannerError("a bug", PlannerErrorType.INPUT_VALIDATION),
+        KeyError("a bug"),
+    ],
+    ids=str,
+)
+def test_an_error_that_does_not_say_that_nothing_fits_is_not_taken_for_that(error):
+    def costs(_: Sequence[PlacedShard]) -> list[ShardCost]:
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        placed(costs=costs)
+    assert raised.value is error
+
+
+@pytest.mark.parametrize("kind", [PlannerErrorType.INSUFFICIENT_STORAGE, PlannerErrorType.STRICT_CONSTRAINTS])
+def test_there_is_no_placement_where_torchrec_says_so(kind):
+    def costs(_: Sequence[PlacedShard]) -> list[ShardCost]:
+        raise PlannerError("nothing fits", kind)
+
+    assert placed(costs=costs) is None
+
+
+def test_there_is_no_placement_on_devices_that_torch_cannot_number():
+    by_rows = {table.table: ["row_wise"] for table in TABLES}
+    assert placed(allowed=by_rows, world_size=128, ranks_per_node=128) is not None
+    assert placed(allowed=by_rows, world_size=256, ranks_per_node=256) is None
+    assert placed(allowed=by_rows, world_size=256, ranks_per_node=128) is not None
 
 
 @pytest.mark.parametrize("dim", [32, 36, 64, 80, 96, 100, 128, 160, 200, 256, 1024])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from embershard.assembly import CacheSettings, find_profile
 from embershard.data import DataConfig, open_source
 from embershard.data.config import SyntheticConfig
-from embershard.distributed import CheckpointConfig, Ranks, complete_checkpoints, process_group
+from embershard.distributed import CheckpointConfig, Ranks, complete_checkpoints, process_group, rng_state
 from embershard.errors import CheckpointError
 from embershard.models import ModelConfig
 from embershard.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig, ScheduleConfig
@@ -133,6 +134,68 @@ def test_other_tables_are_refused_by_name(ranks, tmp_path):
     trainer = Trainer(other, ranks, None)
     with pytest.raises(CheckpointError, match=r"feature '\w+' has \d+ rows x 4 in it, \d+ rows x 4 in this run"):
         trainer.resume(complete_checkpoints(tmp_path)[0])
+
+
+def _without(key: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda scalars: {name: value for name, value in scalars.items() if name != key}
+
+
+def _with(key: str, value: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda scalars: {**scalars, key: value}
+
+
+CPU_STATE = rng_state(torch.device("cpu"))
+DAMAGE: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
+    *(
+        (_without(key), f"'{key}' is missing")
+        for key in ("step", "samples", "stream", "tables", "settings", "world_size", "rng", "files")
+    ),
+    (lambda scalars: [scalars], "it holds a list, needed an object"),
+    (lambda scalars: None, "it holds a NoneType, needed an object"),
+    (_with("files", []), "'files' is missing, or is no object"),
+    (_with("step", "12"), "'step' is '12', needed an integer of at least 0"),
+    (_with("step", True), "'step' is True, needed an integer"),
+    (_with("samples", -1), "'samples' is -1, needed an integer of at least 0"),
+    (_with("samples", 1200.0), "'samples' is 1200.0, needed an integer"),
+    (_with("stream", [0, 0, 0]), "'stream' is a list of 3, needed an object"),
+    (_with("stream", {"epoch": 0, "seed": 0}), "'stream.global_sample' is missing"),
+    (_with("stream", {"epoch": None, "global_sample": 0, "seed": 0}), "'stream.epoch' is None, needed an integer"),
+    (_with("tables", "all"), "'tables' is 'all', needed an object"),
+    (_with("tables", {"cat_0": 7}), "'tables.cat_0' is 7, needed a list of rows and dim"),
+    (_with("tables", {"cat_0": [7]}), "'tables.cat_0' is a list of 1, needed a list of rows and dim"),
+    (_with("settings", None), "'settings' is None, needed an object"),
+    (_with("world_size", 0), "'world_size' is 0, needed an integer of at least 1"),
+    (_with("world_size", 2), "'rng' is a list of 1, needed a list with the states of 2 ranks"),
+    (_with("rng", []), "'rng' is a list of 0, needed a list with the states of 1 ranks"),
+    (_with("rng", {"cpu": ""}), "'rng' is {'cpu': ''}, needed a list with the states of 1 ranks"),
+    (_with("rng", [CPU_STATE["cpu"]]), r"'rng\[0\]' is '.{50,60}\.\.\., needed an object with a state for 'cpu'"),
+    (_with("rng", [{"cuda": ""}]), r"'rng\[0\]' is {'cuda': ''}, needed an object with a state for 'cpu'"),
+    (_with("rng", [{"cpu": 5}]), r"'rng\[0\].cpu' is 5, needed a generator's state in base64"),
+    (_with("rng", [{"cpu": "AAAA"}]), r"'rng\[0\].cpu' is 'AAAA', needed a generator's state"),
+    (_with("rng", [{**CPU_STATE, "cuda": "*"}]), r"'rng\[0\].cuda' is '\*', needed a generator's state"),
+]
+
+
+def test_a_checkpoint_with_damaged_scalars_is_refused_by_name(ranks, tmp_path):
+    """Before anything of it is loaded: the trainer goes on as if it had not been asked to resume."""
+    train = TrainConfig(batch_size=100, max_steps=6, log_every=1)
+    whole = losses(run(make_config(train=train), ranks, tmp_path))
+    (checkpoint,) = complete_checkpoints(tmp_path)
+    path = checkpoint / "scalars.json"
+    sound = json.loads(path.read_text())
+    trainer = Trainer(make_config(train=train), ranks, None)
+    reports = trainer.train()
+    first = [next(reports) for _ in range(2)]
+    for damage, said in DAMAGE:
+        path.write_text(json.dumps(damage(dict(sound))))
+        with pytest.raises(CheckpointError, match=rf"step_6/scalars\.json: {said}.*resume from another checkpoint"):
+            trainer.resume(checkpoint)
+    for text in ("", "{", "[" * 100_000, "\x00"):
+        path.write_text(text)
+        with pytest.raises(CheckpointError, match=r"scalars\.json cannot be read .*Remove this checkpoint"):
+            trainer.resume(checkpoint)
+    assert losses([*first, *reports]) == whole
+    trainer.close()
 
 
 def test_max_steps_ends_a_run_within_an_epoch(ranks):

@@ -1,0 +1,152 @@
+"""Which optimizers and arguments of FBGEMM's tables work on slots.
+
+Rows come to a slot and leave it with what FBGEMM keeps per row: weights and momenta. What FBGEMM keeps or does
+otherwise would belong to the slots, not to the rows, and nothing would say so: the losses just drift from those of
+uncached tables. So only what was compared with them is taken.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+    WeightDecayMode,
+)
+
+from embershard.errors import ConfigError
+
+#: What steers FBGEMM's own cache, which is not used here: dropped.
+FBGEMM_CACHE_ARGUMENTS = frozenset(
+    {
+        "cache_algorithm",
+        "cache_load_factor",
+        "cache_precision",
+        "cache_reserved_memory",
+        "cache_sets",
+        "enforce_hbm",
+        "gather_uvm_cache_stats",
+        "multipass_prefetch_config",
+        "prefetch_pipeline",
+        "record_cache_metrics",
+        "uvm_host_mapped",
+    }
+)
+
+# All of them update a row from its gradient and from states that travel with it; the step number that the Adams and
+# LAMBs correct their bias by is one for the whole table, and kept when slots are added. tests/ranks/parity.py trains
+# each. Of the others, EMAINPLACE_ROWWISE_ADAGRAD and ENSEMBLE_ROWWISE_ADAGRAD average every row of a table every so
+# many steps, the absent ones too; LARS_SGD has a state that TorchRec cannot get from FBGEMM; NONE gives out gradients
+# by slot number; FBGEMM has no kernels for the rest.
+_OPTIMIZERS = (
+    EmbOptimType.EXACT_SGD,
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    EmbOptimType.EXACT_ADAGRAD,
+    EmbOptimType.ADAM,
+    EmbOptimType.PARTIAL_ROWWISE_ADAM,
+    EmbOptimType.LAMB,
+    EmbOptimType.PARTIAL_ROWWISE_LAMB,
+)
+# These decay a row in the steps that train it, by its own value. COUNTER and COWCLIP count uses, and take the largest
+# count of the table, which a new table of slots starts again; DECOUPLE_GLOBAL makes up for the steps in which a row
+# was not trained, from a bound that starts again, too.
+_WEIGHT_DECAY_MODES = (WeightDecayMode.NONE, WeightDecayMode.L2, WeightDecayMode.DECOUPLE)
+
+_ARGUMENTS = frozenset(
+    {
+        "optimizer",  # one of the above
+        "weight_decay_mode",  # one of the above
+        # Numbers in a row's own update.
+        "learning_rate",
+        "eps",
+        "beta1",
+        "beta2",
+        "weight_decay",
+        "momentum",  # without effect on the optimizers above, and so is eta
+        "eta",
+        "gradient_clipping",  # each element of a row's gradient by itself
+        "max_gradient",
+        "max_norm",  # scales a row down after its own update, by its own norm
+        "stochastic_rounding",  # draws numbers by place in the batch: on a GPU others than an uncached table's
+        "output_dtype",  # of what the forward gives
+        "embedding_table_index_type",  # slots are numbers below 2^31
+        "embedding_table_offset_type",
+        "bounds_check_mode",  # dropped: ids are checked before they become slots
+    }
+)
+# TorchRec takes these away when it makes groups of tables.
+_TORCHREC_ARGUMENTS = frozenset({"_batch_key", "use_one_tbe_per_table", "__register_ssd_table_list"})
+
+_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(SplitTableBatchedEmbeddingBagsCodegen.__init__).parameters.items()
+}
+
+_STATE_OF_SLOTS = "it keeps a state of the whole table or of its slots, which does not go with the rows"
+_STREAMS_SLOTS = "it sends rows out by their numbers, which are slots here"
+_NAMES_SLOTS = "it names rows by their numbers, which are slots here"
+_WHY_NOT = {
+    "ensemble_mode": _STATE_OF_SLOTS,
+    "emainplace_mode": _STATE_OF_SLOTS,
+    "counter_based_regularization": _STATE_OF_SLOTS,
+    "cowclip_regularization": _STATE_OF_SLOTS,
+    "global_weight_decay": _STATE_OF_SLOTS,
+    "enable_raw_embedding_streaming": _STREAMS_SLOTS,
+    "res_params": _STREAMS_SLOTS,
+    "res_store_shards": _STREAMS_SLOTS,
+    "res_enabled_tables": _STREAMS_SLOTS,
+    "stats_reporter_config": _NAMES_SLOTS,
+    "tbe_input_multiplexer_config": _NAMES_SLOTS,
+    "embedding_shard_info": "it places the table's rows in a larger table, and slots have no such place",
+    "is_qr_tbe": "such a table divides row numbers, and gets slots here",
+    "preallocated_host_buffers": "it gives room for all rows, and slots are made anew when there are more of them",
+    "uvm_non_rowwise_momentum": "it puts the slots' optimizer states in host memory",
+}
+_NOT_COMPARED = "nobody has compared it with uncached tables"
+
+
+def check_table_arguments(arguments_of_table: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse what does not work on slots; ``arguments_of_table`` are the cached tables' ``fused_params``, by table.
+
+    Raises:
+        ConfigError: an optimizer, a weight decay mode or an argument is not among those that are known to.
+    """
+    refused: dict[str, list[str]] = {}
+    for table, arguments in arguments_of_table.items():
+        for message in _problems(arguments):
+            refused.setdefault(message, []).append(table)
+    for message, tables in refused.items():
+        raise ConfigError(f"cached tables {sorted(tables)}: {message}, or place these tables without a cache")
+
+
+def _problems(arguments: Mapping[str, Any]) -> list[str]:
+    optimizer = arguments.get("optimizer", EmbOptimType.EXACT_SGD)
+    decay = arguments.get("weight_decay_mode", WeightDecayMode.NONE)
+    found = []
+    if optimizer not in _OPTIMIZERS:
+        found.append(
+            f"got the optimizer {_name(optimizer)}, but rows in slots are trained as without a cache only by "
+            f"{', '.join(map(_name, _OPTIMIZERS))}: others work on the whole table, of which the slots are a part, or "
+            "were not compared. Take one of those"
+        )
+    if decay not in _WEIGHT_DECAY_MODES:
+        found.append(
+            f"got weight_decay_mode {_name(decay)}, but only {', '.join(map(_name, _WEIGHT_DECAY_MODES))} work on "
+            f"slots: {_STATE_OF_SLOTS}. Take one of those"
+        )
+    known = _ARGUMENTS | _TORCHREC_ARGUMENTS | FBGEMM_CACHE_ARGUMENTS
+    for name in sorted(arguments.keys() - known):
+        default = _DEFAULTS.get(name, inspect.Parameter.empty)
+        if arguments[name] is not default:
+            found.append(
+                f"got {name}={arguments[name]!r} in fused_params, which is not known to work on slots: "
+                f"{_WHY_NOT.get(name, _NOT_COMPARED)}. Known to work are {', '.join(sorted(_ARGUMENTS))}. Leave it out"
+            )
+    return found
+
+
+def _name(value: Any) -> str:
+    return getattr(value, "name", None) or repr(value)
