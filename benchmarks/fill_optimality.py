@@ -35,8 +35,9 @@ from torch import Tensor
 
 from benchmarks.common import machine, report
 from benchmarks.offline_optimum import look_ahead_rule, offline_optimum
-from embershard.cache import FrequencyProfile, HostStore, RowCache, Ticket, make_scores
+from embershard.cache import HostStore, RowCache, Ticket, make_scores
 from embershard.data import BatchStream, CriteoConfig, DataConfig, SyntheticConfig, open_source
+from embershard.frequency import FrequencyProfile
 
 Scoring = Literal["lru", "lfu", "frequency"]
 

@@ -48,10 +48,10 @@ from embershard import (
     LookAheadPipeline,
     cache_stats,
 )
-from embershard.cache import memory
-from embershard.cache.page_lock import lock_for
-from embershard.cache.staged_transfer import StagedTransfer
-from embershard.cache.transfers import WhenLocked
+from embershard.cache.rows import memory
+from embershard.cache.rows.choose_transfer import WhenLocked
+from embershard.cache.rows.page_lock import lock_for
+from embershard.cache.rows.staged_transfer import StagedTransfer
 from embershard.data import Batch
 from embershard.data.popularity import CRITEO_KAGGLE
 from embershard.sharding.torchrec import StockEmbeddingBagCollectionSharder, cached_embeddings
@@ -350,7 +350,7 @@ def _written(transfer: Any, slots: Tensor, keys: Tensor) -> None:
 def _transfers(device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {"staged": StagedTransfer}
     if device.type == "cuda":
-        from embershard.cache.uva_transfer import UvaTransfer
+        from embershard.cache.rows.uva_transfer import UvaTransfer
 
         found["triton_uva"] = UvaTransfer
     return found

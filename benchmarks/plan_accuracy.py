@@ -24,16 +24,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import machine, report
-from embershard.cache import FrequencyProfile
+from embershard.frequency import FrequencyProfile
 from embershard.launch.config import load_config
-from embershard.launch.plan_inputs import budget, make_workload
-from embershard.run_config import RunConfig
-from embershard.sharding.cost import Rates
+from embershard.launch.plan.inputs import budget, make_workload
+from embershard.planning.cost.rates import Rates
+from embershard.planning.cost.topology import load_topology
+from embershard.planning.planner import make_plan
+from embershard.planning.predict import predict
+from embershard.planning.request import PlanRequest
 from embershard.sharding.plan import Plan
-from embershard.sharding.planner import make_plan
-from embershard.sharding.predict import predict
-from embershard.sharding.request import PlanRequest
-from embershard.sharding.topology import load_topology
+from embershard.training.config import RunConfig
 
 RATIOS = (0.005, 0.03, 0.15)
 POLICIES = ("frequency", "lfu", "lru", "lookahead")

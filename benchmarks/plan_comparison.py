@@ -27,14 +27,14 @@ from typing import Any
 
 from benchmarks.common import machine, report
 from benchmarks.plan_accuracy import Run, profiled
+from embershard.planning.budget import least_need
+from embershard.planning.cost.topology import load_topology
+from embershard.planning.planner import best_candidate, complete, sized
+from embershard.planning.request import Budget, PlanRequest
+from embershard.planning.slot_split import fixed_bytes, split_slots
+from embershard.planning.workload import place_shards, pools
 from embershard.sharding import memory_model
-from embershard.sharding.fitting import least_need
 from embershard.sharding.plan import Plan, PoolPlacement, TablePlacement
-from embershard.sharding.planner import best_candidate, complete, sized
-from embershard.sharding.request import Budget, PlanRequest
-from embershard.sharding.slot_split import fixed_bytes, split_slots
-from embershard.sharding.topology import load_topology
-from embershard.sharding.workload import place_shards, pools
 
 _CONFIG = f"""
 [data]

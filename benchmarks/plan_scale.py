@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import machine, report
-from embershard.cache.replay import ReplayPolicy
 from embershard.frequency.assumed import AssumedTable, assumed_statistics
-from embershard.sharding import work
-from embershard.sharding.planner import make_plan
-from embershard.sharding.request import Budget, PlanRequest
+from embershard.planning.cost import work
+from embershard.planning.cost.topology import load_topology
+from embershard.planning.planner import make_plan
+from embershard.planning.request import Budget, PlanRequest
+from embershard.planning.simulate.replay import ReplayPolicy
+from embershard.planning.workload import RunShape, Workload
 from embershard.sharding.sizes import ModelSize, TableSize
-from embershard.sharding.topology import load_topology
-from embershard.sharding.workload import RunShape, Workload
 
 CRITEO_1TB = (
     227605432, 39060, 17295, 7424, 20265, 3, 7122, 1543, 63, 130229467, 3067956, 405282, 10, 2209, 11938, 155, 4, 976,

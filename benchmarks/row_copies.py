@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import interleaved, machine, median_ms, report
-from embershard.cache.memory import widest_views, zeros
+from embershard.cache.rows.memory import widest_views, zeros
 
 
 def main() -> None:

@@ -10,11 +10,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from embershard.cache.config import CacheConfig
-from embershard.cache.profile import FrequencyProfile
 from embershard.cache.statistics import TableStats
+from embershard.frequency.profile import FrequencyProfile
 
 if TYPE_CHECKING:
-    from embershard.distributed import LookAheadPipeline
+    from embershard.pipeline import LookAheadPipeline
     from embershard.sharding.torchrec import (
         CachedEmbeddingBagCollectionSharder,
         CachedEmbeddingCollectionSharder,
@@ -44,6 +44,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """TorchRec takes seconds to import: only once one of the names that need it is used."""
     if name in __all__:
-        home = "embershard.distributed" if name == "LookAheadPipeline" else "embershard.sharding.torchrec"
+        home = "embershard.pipeline" if name == "LookAheadPipeline" else "embershard.sharding.torchrec"
         return getattr(importlib.import_module(home), name)
     raise AttributeError(f"module 'embershard' has no attribute {name!r}")

@@ -1,12 +1,11 @@
 """The cache: pure machinery. It knows tensors, not TorchRec and not process groups."""
 
 from embershard.cache.config import CacheConfig
-from embershard.cache.forecast import Forecast, KnownBatch
-from embershard.cache.host_store import HostStore
+from embershard.cache.next_use import Forecast, KnownBatch
 from embershard.cache.planner import CachePlan, CachePlanner
-from embershard.cache.profile import FrequencyProfile
+from embershard.cache.policies import make_scores
 from embershard.cache.row_cache import CacheGrowthWarning, RowCache
-from embershard.cache.scores import make_scores
+from embershard.cache.rows.host_store import HostStore
 from embershard.cache.slot_map import SlotMap
 from embershard.cache.statistics import TableStats
 from embershard.cache.tickets import Ticket
@@ -17,7 +16,6 @@ __all__ = [
     "CachePlan",
     "CachePlanner",
     "Forecast",
-    "FrequencyProfile",
     "HostStore",
     "KnownBatch",
     "RowCache",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from embershard.cache.key_entries import MapKind
+from embershard.cache.key_map import MapKind
 from embershard.errors import ConfigError
 
 Policy = Literal["lookahead", "frequency", "lfu", "lru"]

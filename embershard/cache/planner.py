@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from embershard.cache.forecast import Forecast, KnownBatch
-from embershard.cache.scores import SlotScores
+from embershard.cache.eviction import VictimQueue
+from embershard.cache.next_use import Forecast, KnownBatch
+from embershard.cache.policies import SlotScores
 from embershard.cache.slot_map import NULL_SLOT, SlotMap
-from embershard.cache.victims import VictimQueue
 
 
 @dataclass(frozen=True, eq=False)

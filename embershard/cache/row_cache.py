@@ -13,18 +13,17 @@ import torch
 from torch import Tensor
 
 from embershard.cache.change_guard import ChangeGuard
-from embershard.cache.copies import RowCopies
-from embershard.cache.forecast import Forecast, KnownBatch
-from embershard.cache.host_store import HostStore
-from embershard.cache.key_entries import MapKind
+from embershard.cache.key_map import MapKind
+from embershard.cache.next_use import Forecast, KnownBatch
 from embershard.cache.planner import CachePlan, CachePlanner, Shortage
-from embershard.cache.scores import SlotScores
+from embershard.cache.policies import SlotScores
+from embershard.cache.rows.copies import RowCopies
+from embershard.cache.rows.host_store import HostStore
+from embershard.cache.rows.stream_order import StreamTurns
+from embershard.cache.rows.transfer import MakeTransfer, Transfer
 from embershard.cache.slot_map import SlotMap
-from embershard.cache.statistics import CacheCounters, Counter, TableStats
-from embershard.cache.table_stats import table_stats
+from embershard.cache.statistics import CacheCounters, Counter, PoolSizes, TableStats, table_stats
 from embershard.cache.tickets import InFlight, Ticket
-from embershard.cache.transfer import MakeTransfer, Transfer
-from embershard.cache.turns import StreamTurns
 from embershard.cache.update_gate import UpdateGate
 from embershard.errors import CacheError, CacheOverflowError
 
@@ -476,4 +475,13 @@ class RowCache:
     def stats(self) -> list[TableStats]:
         """Totals per table; the sum over tables is the pool's."""
         self._guard.check()
-        return table_stats(self)
+        slot_map = self.planner.map
+        sizes = PoolSizes(
+            rows_per_table=self.host.rows_per_table,
+            free_slots=slot_map.num_free,
+            map_bytes=slot_map.entry_bytes,
+            device_bytes=self.device_bytes,
+            host_bytes=self.host.host_bytes + self.planner.scores.host_bytes,
+            row_bytes=self.host.row_bytes,
+        )
+        return table_stats(self.tables, self.counters, sizes)

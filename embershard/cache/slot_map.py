@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from embershard.cache import memory
-from embershard.cache.key_entries import ArrayEntries, HashedEntries, KeyEntries, MapKind
+from embershard.cache.key_map import ArrayEntries, HashedEntries, KeyEntries, MapKind
+from embershard.cache.rows import memory
 from embershard.errors import CacheError
 
 NULL_SLOT = 0

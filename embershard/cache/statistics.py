@@ -157,3 +157,52 @@ def apportion(total: int, weights: Sequence[int]) -> list[int]:
         running += weight
         bounds.append(total * running // whole)
     return [high - low for low, high in itertools.pairwise(bounds)]
+
+
+@dataclass(frozen=True)
+class PoolSizes:
+    """What a pool has. ``device_bytes`` is all of its device memory, that of the slot map among it."""
+
+    rows_per_table: Sequence[int]
+    free_slots: int
+    map_bytes: int
+    device_bytes: int
+    host_bytes: int
+    row_bytes: int
+
+
+def table_stats(tables: Sequence[str], counters: CacheCounters, sizes: PoolSizes) -> list[TableStats]:
+    """Totals per table of a pool; the sum over tables is the pool's."""
+    values = counters.values.tolist()
+    rows = sizes.rows_per_table
+    held = [row[Counter.FILLS] + row[Counter.PRELOADS] - row[Counter.EVICTIONS] for row in values]
+    absent = [all_rows - own for all_rows, own in zip(rows, held, strict=True)]
+    slots = [own + free for own, free in zip(held, apportion(sizes.free_slots, absent), strict=True)]
+    map_bytes = apportion(sizes.map_bytes, rows)
+    slot_bytes = apportion(sizes.device_bytes - sizes.map_bytes, slots)
+    host_bytes = apportion(sizes.host_bytes, rows)
+    lookups = [row[Counter.LOOKUPS] for row in values]
+    shares = lookups if any(lookups) else [1] * len(lookups)
+    return [
+        TableStats(
+            table=table,
+            rows=rows[t],
+            slots=slots[t],
+            lookups=(row := values[t])[Counter.LOOKUPS],
+            unique_ids=row[Counter.HITS_UNIQUE] + row[Counter.FILLS],
+            hits_unique=row[Counter.HITS_UNIQUE],
+            hits_lookups=row[Counter.LOOKUPS] - row[Counter.MISSED_LOOKUPS],
+            fills=row[Counter.FILLS] + row[Counter.PRELOADS],
+            critical_path_fills=row[Counter.CRITICAL_PATH_FILLS],
+            write_backs=row[Counter.WRITE_BACKS],
+            evictions=row[Counter.EVICTIONS],
+            overflow_growths=row[Counter.OVERFLOW_GROWTHS],
+            bytes_to_device=(row[Counter.FILLS] + row[Counter.PRELOADS]) * sizes.row_bytes,
+            bytes_to_host=row[Counter.WRITE_BACKS] * sizes.row_bytes,
+            device_bytes=map_bytes[t] + slot_bytes[t],
+            host_bytes=host_bytes[t],
+            seconds=counters.seconds * shares[t] / sum(shares),
+            stall_seconds=counters.stall_seconds * shares[t] / sum(shares),
+        )
+        for t, table in enumerate(tables)
+    ]

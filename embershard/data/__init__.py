@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from embershard.data.batch import Batch, Schema, SparseFeature
 from embershard.data.config import CriteoConfig, DataConfig, ParquetConfig, SyntheticConfig
-from embershard.data.source import Source, open_source
+from embershard.data.open import open_source
+from embershard.data.source import Source
 from embershard.data.stream import BatchStream, StreamState
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What every source can do, and how one is opened."""
+"""What every source can do."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from embershard.data.batch import Schema
 from embershard.data.block import Block
-from embershard.data.config import DataConfig
 from embershard.data.order import ChunkTable
-from embershard.errors import ConfigError, DataError
+from embershard.errors import DataError
 
 Split = Literal["train", "eval"]
 K = TypeVar("K", bound=Hashable)
@@ -45,28 +44,6 @@ class Source(Protocol):
         Raises:
             DataError: the chunk holds something that is not a sample; file, row and column are named.
         """
-
-
-def open_source(config: DataConfig) -> Source:
-    """The source that ``config`` describes.
-
-    Raises:
-        ConfigError: a setting that this kind of source needs is missing.
-        DataError: files are missing, empty, or not what they should be.
-    """
-    if config.kind == "synthetic":
-        from embershard.data.synthetic import SyntheticSource
-
-        return SyntheticSource(config)
-    if config.path is None:
-        raise ConfigError(f'data.kind = "{config.kind}" needs data.path: a file, or a folder of files')
-    if config.kind == "criteo":
-        from embershard.data.criteo import CriteoSource
-
-        return CriteoSource(config)
-    from embershard.data.parquet import ParquetSource
-
-    return ParquetSource(config)
 
 
 def list_files(path: str, patterns: tuple[str, ...], setting: str) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Process group, the look-ahead pipeline, and checkpoints."""
+"""The ground that ranks stand on: process group, agreement, checkpoints."""
 
 from embershard.distributed.agreement import empty_like, longest, shortest
 from embershard.distributed.checkpoint import (
@@ -12,14 +12,10 @@ from embershard.distributed.checkpoint import (
     set_rng_state,
     without_empty,
 )
-from embershard.distributed.look_ahead import LookAheadPipeline
-from embershard.distributed.look_ahead_stats import LookAheadStats
 from embershard.distributed.process_group import Ranks, process_group
 
 __all__ = [
     "CheckpointConfig",
-    "LookAheadPipeline",
-    "LookAheadStats",
     "Ranks",
     "complete_checkpoints",
     "damaged_scalars",

@@ -1,5 +1,7 @@
-"""How often and in which order rows are looked up: counts, curves, traces. numpy only; it knows no cache."""
+"""How often and in which order rows are looked up: counts, curves, traces, and the profile that holds them. It knows no
+cache."""
 
+from embershard.frequency.profile import FrequencyProfile
 from embershard.frequency.statistics import (
     CountHistogram,
     DataStatistics,
@@ -13,6 +15,7 @@ __all__ = [
     "CountHistogram",
     "DataStatistics",
     "Drift",
+    "FrequencyProfile",
     "SampledTrace",
     "StackDistances",
     "TableStatistics",

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from embershard.errors import IdOutOfRangeError
 from embershard.frequency.counts import RowCounter, RowCounts, bound_memory, sum_counts
+from embershard.frequency.downsampling import Following, TraceBuilder
 from embershard.frequency.statistics import DataStatistics
 from embershard.frequency.summary import Windows, summarize
-from embershard.frequency.thinning import Following, TraceBuilder
 from embershard.frequency.trace import TableTrace
 
 Ints = NDArray[np.int64]

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from embershard.frequency.counts import RowCounts, histogram_of
 from embershard.frequency.curves import pooled
+from embershard.frequency.downsampling import thinned
 from embershard.frequency.drift import measure_drift
 from embershard.frequency.stack_distances import from_followed
 from embershard.frequency.statistics import CountHistogram, DataStatistics, StackDistances, TableStatistics
-from embershard.frequency.thinning import thinned
 from embershard.frequency.trace import SampledTrace
 
 Floats = NDArray[np.float64]

@@ -1,1 +1,1 @@
-"""placeholder; its author replaces this line."""
+"""The command line. See docs/training.md and docs/planning.md."""

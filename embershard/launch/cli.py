@@ -16,7 +16,7 @@ _TRAIN_HELP = """Train a model on this machine: one process per GPU, or 2 on the
 
 On several machines, start the ranks with torchrun instead:
   torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 \\
-      -m embershard.launch.train --config run.toml --run-dir /shared/run1
+      -m embershard.launch.train.command --config run.toml --run-dir /shared/run1
 """
 
 
@@ -24,21 +24,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0 well, 1 failed, 2 wrong usage or settings."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["doctor"]:
-        from embershard.launch.doctor import main as doctor
+        from embershard.launch.doctor.command import main as doctor
 
         return doctor(arguments[1:])
     if arguments[:1] == ["train"]:
         return train(arguments[1:])
     if arguments[:1] == ["profile"]:
-        from embershard.launch.profile import main as profile
+        from embershard.launch.profile.command import main as profile
 
         return profile(arguments[1:])
     if arguments[:1] == ["plan"]:
-        from embershard.launch.plan import main as plan
+        from embershard.launch.plan.command import main as plan
 
         return plan(arguments[1:])
     if arguments[:1] == ["report"]:
-        from embershard.launch.report import main as report
+        from embershard.launch.report.command import main as report
 
         return report(arguments[1:])
     parser = argparse.ArgumentParser(
@@ -60,11 +60,11 @@ def train(argv: Sequence[str]) -> int:
     """``embershard train``: checks the settings, then starts the ranks."""
     # Imported here, because it loads torch and TorchRec, and the other commands must answer at once.
     from embershard.launch.config import load_config, to_toml
-    from embershard.launch.local import default_num_ranks, start_ranks
     from embershard.launch.record import check_run_dir
-    from embershard.launch.train import default_run_dir
-    from embershard.run_config import RunConfig
+    from embershard.launch.train.command import default_run_dir
+    from embershard.launch.train.local import default_num_ranks, start_ranks
     from embershard.sharding.plan import Plan
+    from embershard.training.config import RunConfig
 
     arguments = _train_parser().parse_args(argv)
     run_dir = arguments.run_dir or default_run_dir(arguments.config)
@@ -104,11 +104,11 @@ def train(argv: Sequence[str]) -> int:
         *(["--resume"] if arguments.resume else []),
     ]
     passed += [part for override in arguments.overrides for part in ("--set", override)]
-    return start_ranks(num_ranks, "embershard.launch.train", passed)
+    return start_ranks(num_ranks, "embershard.launch.train.command", passed)
 
 
 def _train_parser() -> argparse.ArgumentParser:
-    from embershard.launch.train import add_run_arguments
+    from embershard.launch.train.command import add_run_arguments
 
     parser = argparse.ArgumentParser(
         prog="embershard train", description=_TRAIN_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -122,7 +122,7 @@ def _train_parser() -> argparse.ArgumentParser:
 
 def _settings_reference() -> str:
     from embershard.launch.config import describe
-    from embershard.run_config import RunConfig
+    from embershard.training.config import RunConfig
 
     blocks = []
     for setting in describe(RunConfig):

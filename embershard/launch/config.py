@@ -1,6 +1,6 @@
 """A run's settings: read from TOML, overridden by ``--set``, checked against the dataclasses, written back.
 
-The dataclasses stand beside what they configure (`embershard.run_config` gathers them). Nothing here knows
+The dataclasses stand beside what they configure (`embershard.training.config` gathers them). Nothing here knows
 a setting by name: keys, types and documentation come from the dataclasses.
 """
 

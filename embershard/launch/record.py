@@ -18,9 +18,9 @@ import numpy as np
 from embershard import __version__
 from embershard.errors import ConfigError
 from embershard.launch.config import to_toml
-from embershard.reports import EvalReport, Report, SaveReport, TrainReport
-from embershard.run_config import RunConfig
 from embershard.sharding.plan import Plan
+from embershard.training.config import RunConfig
+from embershard.training.reports import EvalReport, Report, SaveReport, TrainReport
 
 METRICS = "metrics.jsonl"
 PLAN = "plan.json"

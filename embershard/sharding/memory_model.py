@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from embershard.cache.key_entries import ARRAY_ROW_BYTES, HASHED_SLOT_BYTES, MapKind, map_kind
+from embershard.cache.key_map import ARRAY_ROW_BYTES, HASHED_SLOT_BYTES, MapKind, map_kind
 from embershard.sharding.sizes import ModelSize, PlacedShard
 
 _MAP_SLOT_BYTES = 4 + 8  # slot -> key, use stamp

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Protocol
 
 from embershard.errors import ShardingError
 from embershard.sharding.shards import (
@@ -15,14 +16,32 @@ from embershard.sharding.shards import (
     shards_of,
 )
 
-if TYPE_CHECKING:
-    from embershard.sharding.plan import Plan
-
 _FORMATS = (1,)
 MOST_RANKS = 65_536  # of a plan: what is checked per rank must end
 
 
-def check_plan(plan: Plan) -> None:
+class PlanFields(Protocol):
+    """What is checked of a :class:`~embershard.sharding.plan.Plan`."""
+
+    @property
+    def format(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def device_memory_bytes(self) -> int | None: ...
+    @property
+    def host_memory_bytes(self) -> int | None: ...
+    @property
+    def ranks_per_node(self) -> int: ...
+    @property
+    def tables(self) -> Sequence[TablePlacement]: ...
+    @property
+    def pools(self) -> Sequence[PoolPlacement]: ...
+
+
+def check_plan(plan: PlanFields) -> None:
     """Raises unless tables and pools fit each other and the ranks.
 
     Raises:
@@ -116,7 +135,7 @@ def _columns_problem(table: TablePlacement, ranks_per_node: int) -> str:
     return ""
 
 
-def _check_pools(plan: Plan) -> None:
+def _check_pools(plan: PlanFields) -> None:
     problem = largest_pool_problem(plan.tables, plan.ranks_per_node)
     if problem:
         raise ShardingError(f"pools: {problem}. Move tables to other ranks, cut them by rows, or use more ranks.")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from embershard.cache import memory
-from embershard.cache.page_lock import lock_for
-from embershard.cache.staged_transfer import StagedTransfer
-from embershard.cache.transfer import PlainTransfer
-from embershard.cache.uva_transfer import UvaTransfer
+from embershard.cache.rows import memory
+from embershard.cache.rows.page_lock import lock_for
+from embershard.cache.rows.staged_transfer import StagedTransfer
+from embershard.cache.rows.transfer import PlainTransfer
+from embershard.cache.rows.uva_transfer import UvaTransfer
 
 PAYLOADS = {
     "rowwise_adagrad, dim 128": [((128,), torch.float32), ((), torch.float32)],

@@ -16,10 +16,10 @@ from unittest import mock
 import torch
 
 from embershard import LookAheadPipeline
-from embershard.cache.copies import RowCopies
 from embershard.cache.row_cache import RowCache
-from embershard.cache.transfer import PlainTransfer
-from embershard.sharding.torchrec.inputs import ModuleInput
+from embershard.cache.rows.copies import RowCopies
+from embershard.cache.rows.transfer import PlainTransfer
+from embershard.pipeline.inputs import ModuleInput
 
 _CYCLES_PER_SECOND = 1.5e9
 

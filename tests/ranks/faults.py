@@ -13,9 +13,9 @@ from unittest import mock
 from torch import Tensor
 
 from embershard.cache.row_cache import CacheGrowthWarning
-from embershard.cache.staged_transfer import StagedTransfer
+from embershard.cache.rows.staged_transfer import StagedTransfer
 from embershard.cache.tickets import InFlight
-from embershard.sharding.torchrec.inputs import ModuleInput
+from embershard.pipeline.inputs import ModuleInput
 from tests.ranks import look_ahead, look_ahead_events
 from tests.ranks.parity import Case, Outcome, compare
 from tests.unit.cache.faults import FAULTS as CACHE_FAULTS

@@ -25,12 +25,12 @@ from embershard import LookAheadPipeline, cache_stats
 from embershard.cache import CacheGrowthWarning
 from embershard.cache.row_cache import RowCache
 from embershard.cache.tickets import InFlight
-from embershard.distributed import look_ahead
-from embershard.distributed.look_ahead_stats import LookAheadStats
-from embershard.distributed.prefetch_depth import PrefetchDepth
+from embershard.pipeline import look_ahead
+from embershard.pipeline.inputs import ModuleInput
+from embershard.pipeline.prefetch_depth import PrefetchDepth
+from embershard.pipeline.stats import LookAheadStats
 from embershard.sharding.torchrec import cached_embeddings, embeddings
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
-from embershard.sharding.torchrec.inputs import ModuleInput
 from embershard.sharding.torchrec.spec import CacheSpec
 from tests.ranks import parity
 from tests.ranks.delays import random_delays

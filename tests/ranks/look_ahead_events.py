@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard import LookAheadPipeline, cache_stats, flush
 from embershard.cache.row_cache import CacheGrowthWarning, RowCache
-from embershard.cache.transfer import PlainTransfer
+from embershard.cache.rows.transfer import PlainTransfer
 from embershard.sharding.torchrec import cached_embeddings
 from tests.ranks.delays import random_delays, slow_landings
 from tests.ranks.look_ahead import (

@@ -20,13 +20,13 @@ from embershard.data.config import SyntheticConfig
 from embershard.distributed import CheckpointConfig, Ranks, complete_checkpoints
 from embershard.errors import EmbershardError
 from embershard.models import ModelConfig, table_name
-from embershard.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig
-from embershard.reports import EvalReport, Report, TrainReport
-from embershard.run_config import RunConfig, TrainConfig
 from embershard.sharding.config import ShardingConfig
 from embershard.sharding.plan import Plan, TablePlacement, pools_of
 from embershard.sharding.torchrec.spec import CacheSpec
-from embershard.trainer import Trainer
+from embershard.training.config import RunConfig, TrainConfig
+from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig
+from embershard.training.reports import EvalReport, Report, TrainReport
+from embershard.training.trainer import Trainer
 from tests.ranks.parity import differences, snapshot
 from tests.unit.sharding.plans import make_plan, ranks_for
 

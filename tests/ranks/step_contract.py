@@ -18,9 +18,9 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard import cache_stats, flush, host_rows_changed
-from embershard.cache.transfer import PlainTransfer
-from embershard.distributed import left_steps
-from embershard.distributed.worker import CacheWorker
+from embershard.cache.rows.transfer import PlainTransfer
+from embershard.pipeline import left_steps
+from embershard.pipeline.worker import CacheWorker
 from embershard.sharding.torchrec import cached_embeddings
 from tests.ranks.look_ahead import (
     Batch,

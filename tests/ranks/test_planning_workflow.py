@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from embershard.launch import cli
+from embershard.planning.cost.topology import load_topology
 from embershard.sharding.plan import Plan
-from embershard.sharding.topology import load_topology
 
 pytestmark = pytest.mark.ranks
 CONFIG = """

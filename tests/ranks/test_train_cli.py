@@ -105,7 +105,7 @@ def test_uncached_run_of_the_same_command_has_the_same_losses(
         project_dir,
         *TORCHRUN,
         "-m",
-        "embershard.launch.train",
+        "embershard.launch.train.command",
         *settings,
         *off,
         "--run-dir",

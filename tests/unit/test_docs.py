@@ -20,7 +20,8 @@ from unittest import mock
 import pytest
 from packaging.requirements import Requirement
 
-from embershard.launch import cli, doctor
+from embershard.launch import cli
+from embershard.launch.doctor import command as doctor
 
 PROJECT = Path(__file__).resolve().parents[2]
 PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md"))]
@@ -113,8 +114,8 @@ def check_torchrun(words: list[str]) -> None:
         ast.parse(text)
         assert all(word in text for word in parsed.training_script_args if word.startswith("--")), parsed
         return
-    assert parsed.module, "torchrun starts a module of ours: -m embershard.launch.train"
-    assert parsed.training_script == "embershard.launch.train"
+    assert parsed.module, "torchrun starts a module of ours: -m embershard.launch.train.command"
+    assert parsed.training_script == "embershard.launch.train.command"
     check_embershard(["embershard", "train", *parsed.training_script_args])
 
 
@@ -227,7 +228,7 @@ def test_the_links_lead_somewhere(page: Path):
         "embershard train --config examples/quickstart.toml --fast",
         "embershard doctor --cure",
         "torchrun --nproc_per_node 2 -m embershard.launch.fly --config examples/quickstart.toml",
-        "torchrun --nproc_per_node 2 -m embershard.launch.train --config examples/none.toml",
+        "torchrun --nproc_per_node 2 -m embershard.launch.train.command --config examples/none.toml",
         'pip install ".[tpu]"',
         "pip install torchrec==1.9.0",
         "python scripts/none.py",

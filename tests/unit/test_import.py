@@ -20,7 +20,7 @@ def modules_after(statement: str, folder: Path) -> set[str]:
     return set(run.stdout.split())
 
 
-@pytest.mark.parametrize("module", ["embershard", "embershard.cache", "embershard.launch.doctor"])
+@pytest.mark.parametrize("module", ["embershard", "embershard.cache", "embershard.launch.doctor.command"])
 def test_the_import_is_light(module: str, project_dir: Path):
     assert modules_after(f"import {module}", project_dir) & HEAVY == set()
 

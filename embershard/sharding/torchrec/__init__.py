@@ -8,12 +8,12 @@ from embershard.sharding.torchrec.inspection import (
     host_rows_changed,
     pools_by_module,
 )
-from embershard.sharding.torchrec.planning import plan_sharding
 from embershard.sharding.torchrec.sharders import (
     CachedEmbeddingBagCollectionSharder,
     CachedEmbeddingCollectionSharder,
     StockEmbeddingBagCollectionSharder,
 )
+from embershard.sharding.torchrec.torchrec_planner import plan_sharding
 
 __all__ = [
     "CachedEmbeddingBagCollectionSharder",

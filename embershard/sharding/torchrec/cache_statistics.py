@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torchrec.distributed.types import CacheAlgorithm, CacheParams, CacheStatistics
 
-from embershard.cache import FrequencyProfile
+from embershard.frequency import FrequencyProfile
 from embershard.frequency.curves import BatchMisses
 
 

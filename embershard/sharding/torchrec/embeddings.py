@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardedEmbeddingTable
 from torchrec.modules.embedding_configs import data_type_to_dtype, data_type_to_sparse_type
 
-from embershard.cache.forecast import KnownBatch
-from embershard.cache.home_tables import home_tables
-from embershard.cache.host_store import HostStore
-from embershard.cache.key_entries import map_kind
+from embershard.cache.key_map import map_kind
+from embershard.cache.next_use import KnownBatch
+from embershard.cache.pinned_tables import home_tables
+from embershard.cache.policies import make_scores
 from embershard.cache.row_cache import RowCache
-from embershard.cache.scores import make_scores
+from embershard.cache.rows.choose_transfer import transfer_kind, transfer_maker
+from embershard.cache.rows.host_store import HostStore
 from embershard.cache.statistics import TableStats
 from embershard.cache.tickets import Ticket
-from embershard.cache.transfers import transfer_kind, transfer_maker
 from embershard.errors import CacheError, ShardingError
 from embershard.sharding.shards import rows_problem
 from embershard.sharding.torchrec.slots import SlotTable

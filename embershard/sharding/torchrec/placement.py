@@ -34,9 +34,9 @@ from embershard.sharding.plan import Plan
 from embershard.sharding.shards import PoolPlacement, Shard, TablePlacement, shards_of
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.kernels import CachedEmbedding, CachedEmbeddingBag
-from embershard.sharding.torchrec.planning import ShardableTable, shardable_tables
 from embershard.sharding.torchrec.sharders import has_cache
 from embershard.sharding.torchrec.spec import CACHED_KERNEL
+from embershard.sharding.torchrec.torchrec_planner import ShardableTable, shardable_tables
 
 #: A table's rows, columns and dtype.
 TableShape = tuple[int, int, str]

@@ -14,8 +14,8 @@ from torchrec.distributed.types import ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from embershard.cache.config import CacheConfig
-from embershard.cache.profile import FrequencyProfile
 from embershard.errors import ConfigError
+from embershard.frequency.profile import FrequencyProfile
 from embershard.sharding.config import check_no_size
 from embershard.sharding.plan import Plan
 from embershard.sharding.torchrec.modules import (

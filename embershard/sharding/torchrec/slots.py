@@ -21,7 +21,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torch import Tensor, nn
 
-from embershard.cache import memory
+from embershard.cache.rows import memory
 from embershard.sharding.torchrec.table_arguments import FBGEMM_CACHE_ARGUMENTS
 
 # What FBGEMM may keep per row, by its names.

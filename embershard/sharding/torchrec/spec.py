@@ -9,9 +9,9 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ParameterSharding
 
 from embershard.cache.config import LEAST_SLOTS, CacheConfig
-from embershard.cache.key_entries import map_kind
-from embershard.cache.profile import FrequencyProfile
+from embershard.cache.key_map import map_kind
 from embershard.errors import ConfigError, ShardingError
+from embershard.frequency.profile import FrequencyProfile
 from embershard.sharding.memory_model import cache_memory
 
 if TYPE_CHECKING:

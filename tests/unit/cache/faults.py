@@ -11,7 +11,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from embershard.cache import forecast, planner, row_cache, scores, slot_map, statistics, transfer, victims
+from embershard.cache import eviction as victims
+from embershard.cache import next_use as forecast
+from embershard.cache import planner, row_cache, slot_map, statistics
+from embershard.cache import policies as scores
+from embershard.cache.rows import transfer
 
 
 @contextlib.contextmanager

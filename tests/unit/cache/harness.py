@@ -14,8 +14,8 @@ from torch import Tensor
 
 from embershard.cache import CacheGrowthWarning, HostStore, KnownBatch, RowCache, Ticket, make_scores
 from embershard.cache.config import Policy
-from embershard.cache.key_entries import MapKind
-from embershard.cache.transfer import MakeTransfer
+from embershard.cache.key_map import MapKind
+from embershard.cache.rows.transfer import MakeTransfer
 from embershard.errors import CacheOverflowError
 
 DIM = 4

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embershard.cache import CachePlan, CachePlanner, Forecast, KnownBatch, SlotMap, make_scores
-from embershard.cache.victims import VictimQueue
+from embershard.cache.eviction import VictimQueue
 from tests.unit.cache.harness import Pool
 
 CPU = torch.device("cpu")

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embershard.cache import CacheGrowthWarning
-from embershard.cache.staged_transfer import StagedTransfer
-from embershard.cache.uva_transfer import UvaTransfer
+from embershard.cache.rows.staged_transfer import StagedTransfer
+from embershard.cache.rows.uva_transfer import UvaTransfer
 from embershard.errors import CacheError, CacheOverflowError
 from tests.unit.cache.faults import FAULTS
 from tests.unit.cache.harness import Pool, random_operations, run, windowed_operations

@@ -13,8 +13,8 @@ from embershard.errors import IdOutOfRangeError
 from embershard.frequency import SampledTrace, TableTrace, is_followed, row_hashes
 from embershard.frequency.collect import BYTES_PER_ROW, WINDOWS, Collector, count_part
 from embershard.frequency.counts import RowCounter, RowCounts, bound_memory, histogram_of, sum_counts
+from embershard.frequency.downsampling import Following, thinned
 from embershard.frequency.encoding import decode, encode
-from embershard.frequency.thinning import Following, thinned
 
 ROWS = {"user": 1000, "item": 50}
 PLENTY = {"max_lookups": 10**9, "memory_bytes": 1 << 30}

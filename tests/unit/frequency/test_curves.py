@@ -17,7 +17,7 @@ from embershard.frequency.curves import (
     static_hit_rate,
     unseen_share,
 )
-from embershard.frequency.halves import half_split
+from embershard.frequency.split_half import half_split
 
 counts = st.lists(st.integers(1, 6), min_size=1, max_size=12)
 

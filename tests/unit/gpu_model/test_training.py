@@ -14,14 +14,16 @@ from unittest import mock
 import pytest
 import torch
 
-from embershard.cache import forecast, key_entries, memory, staged_transfer
-from embershard.cache.copies import RowCopies
+from embershard.cache import key_map as key_entries
+from embershard.cache import next_use as forecast
 from embershard.cache.row_cache import CacheGrowthWarning, RowCache
-from embershard.cache.staged_transfer import StagedTransfer, _Buffer
-from embershard.cache.turns import StreamTurns
-from embershard.cache.uva_transfer import UvaTransfer
-from embershard.distributed.streams import Streams
-from embershard.sharding.torchrec.inputs import ModuleInput
+from embershard.cache.rows import memory, staged_transfer
+from embershard.cache.rows.copies import RowCopies
+from embershard.cache.rows.staged_transfer import StagedTransfer, _Buffer
+from embershard.cache.rows.stream_order import StreamTurns
+from embershard.cache.rows.uva_transfer import UvaTransfer
+from embershard.pipeline.inputs import ModuleInput
+from embershard.pipeline.streams import Streams
 from tests.unit.gpu_model.training import Setting, expected, modelled, train
 
 EVENTS = {2: "flush", 4: "evaluate", 6: "state", 8: "stats", 9: "evaluate", 11: "flush"}
@@ -170,13 +172,13 @@ CONTROLS: dict[str, tuple[Callable[[], Any], str, Setting, str]] = {
         _without(memory, "give_up"),
         "is given away while",
         SETTINGS["hashed map that grows"],
-        "key_entries.py",
+        "key_map.py",
     ),
     "an old ring is given up at once": (
         _without(memory, "give_up"),
         "is given away while",
         Setting(lookahead=12),
-        "forecast.py",
+        "next_use.py",
     ),
     "an evaluation does not wait for the inputs": (
         _without(Streams, "give"),

@@ -20,17 +20,19 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
-from embershard.cache import key_entries, memory, page_lock, transfers
+from embershard.cache import key_map as key_entries
 from embershard.cache.config import CacheConfig
-from embershard.cache.row_kernels import RowKernel
-from embershard.cache.staged_transfer import StagedTransfer
+from embershard.cache.rows import choose_transfer as transfers
+from embershard.cache.rows import memory, page_lock
+from embershard.cache.rows.choose_transfer import WhenLocked
+from embershard.cache.rows.row_kernels import RowKernel
+from embershard.cache.rows.staged_transfer import StagedTransfer
 from embershard.cache.tickets import Ticket
-from embershard.cache.transfers import WhenLocked
-from embershard.distributed import look_ahead
-from embershard.distributed.look_ahead import LookAheadPipeline
+from embershard.pipeline import look_ahead
+from embershard.pipeline.inputs import InputDoor
+from embershard.pipeline.look_ahead import LookAheadPipeline
 from embershard.sharding.torchrec import embeddings, modules
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
-from embershard.sharding.torchrec.inputs import InputDoor
 from embershard.sharding.torchrec.spec import SPEC_KEY, CacheSpec
 from tests.unit.gpu_model.device import CUDA, HOST, Gpu, GpuTensor, Stream, out_of_sight
 

@@ -10,13 +10,13 @@ from rich.console import Console
 
 from embershard.distributed import process_group
 from embershard.errors import ConfigError, SetupError
-from embershard.launch import calibrate
-from embershard.launch.calibrate import REFERENCE, reference_setting, run_calibration, summarize
 from embershard.launch.config import from_values
-from embershard.launch.reference_steps import Segment, Segments, measure
-from embershard.run_config import RunConfig
-from embershard.sharding.cost import Rates, StepWork, step_time
-from embershard.sharding.topology import load_topology
+from embershard.launch.plan import calibrate
+from embershard.launch.plan.calibrate import REFERENCE, reference_setting, run_calibration, summarize
+from embershard.launch.plan.reference_steps import Segment, Segments, measure
+from embershard.planning.cost.rates import Rates, StepWork, step_time
+from embershard.planning.cost.topology import load_topology
+from embershard.training.config import RunConfig
 
 RATES = Rates(seconds_per_flop=1e-11, seconds_per_planned_id=1e-7, step_overhead_seconds=0.01)
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from embershard.launch import cli, local
+from embershard.launch import cli
 from embershard.launch.config import tomllib
-from embershard.launch.train import _command, add_run_arguments
+from embershard.launch.train import local
+from embershard.launch.train.command import _command, add_run_arguments
 
 QUICK = "examples/quickstart.toml"
 
@@ -49,7 +50,7 @@ def test_ranks_get_what_was_asked_for(started, tmp_path, capsys):
     overrides = ["--set", "train.max_steps=3", "--set", "data.seed=4"]
     assert cli.main(["train", "--config", QUICK, "--run-dir", str(tmp_path), "--nproc", "3", *overrides]) == 0
     ranks, module, arguments = started[0]
-    assert (ranks, module) == (3, "embershard.launch.train")
+    assert (ranks, module) == (3, "embershard.launch.train.command")
     assert arguments == ["--config", QUICK, "--run-dir", str(tmp_path), *overrides]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from embershard.errors import ConfigError
 from embershard.launch.config import describe, load_config, to_toml
-from embershard.run_config import RunConfig
+from embershard.training.config import RunConfig
 
 
 @dataclass(frozen=True)

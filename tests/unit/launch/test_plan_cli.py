@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from embershard.cache import FrequencyProfile
+from embershard.frequency import FrequencyProfile
 from embershard.launch import cli
-from embershard.launch.plan import main
+from embershard.launch.plan.command import main
 from embershard.models import table_name
+from embershard.planning.cost.topology import load_topology, save_topology
 from embershard.sharding.plan import Plan
-from embershard.sharding.topology import load_topology, save_topology
-from tests.unit.cache.traces import profile_of, skewed
+from tests.unit.planning.traces import profile_of, skewed
 
 ROWS = {"a": 20_000, "b": 9000, "c": 3000, "d": 60}
 CONFIG = f"""
@@ -41,7 +41,7 @@ batch_size = 50
 @pytest.fixture(autouse=True)
 def _few_ranks(monkeypatch) -> None:
     """Looking for a number of ranks that fits need not go far."""
-    monkeypatch.setattr("embershard.sharding.fitting._MOST_RANKS", 16)
+    monkeypatch.setattr("embershard.planning.budget._MOST_RANKS", 16)
 
 
 @pytest.fixture(scope="module")

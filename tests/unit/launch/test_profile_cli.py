@@ -10,17 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embershard.assembly import CacheSettings, find_profile
-from embershard.cache import FrequencyProfile
 from embershard.data import BatchStream, DataConfig, SyntheticConfig, open_source
 from embershard.errors import ConfigError
-from embershard.launch import cli, profile_pass
+from embershard.frequency import FrequencyProfile
+from embershard.launch import cli
 from embershard.launch.config import load_config
-from embershard.launch.profile import main, run_config
-from embershard.launch.profile_pass import PassOptions, part_ranges, profile_data
+from embershard.launch.profile import data_pass as profile_pass
+from embershard.launch.profile.command import main, run_config
+from embershard.launch.profile.data_pass import PassOptions, part_ranges, profile_data
 from embershard.launch.units import parse_bytes
 from embershard.models import table_name
-from embershard.run_config import RunConfig
+from embershard.training.build import CacheSettings, find_profile
+from embershard.training.config import RunConfig
 
 SMALL = SyntheticConfig(num_samples=12_000, scale=0.0005, bag_sizes=(2,))
 SMALL_SET = ["data.synthetic.num_samples=12000", "data.synthetic.scale=0.0005", "data.synthetic.bag_sizes=[2]"]

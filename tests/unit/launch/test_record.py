@@ -13,12 +13,12 @@ import pytest
 from rich.console import Console
 
 from embershard.errors import ConfigError
-from embershard.launch.progress import ProgressDisplay, closing_table, eval_line, train_line
 from embershard.launch.record import RunRecord, git_commit, lock_run_dir, make_result, steady_steps, versions
-from embershard.metrics import Quality
-from embershard.reports import EvalReport, SaveReport, TrainReport
-from embershard.run_config import RunConfig, TrainConfig
-from embershard.traffic import summed
+from embershard.launch.train.progress import ProgressDisplay, closing_table, eval_line, train_line
+from embershard.training.cache_report import summed
+from embershard.training.config import RunConfig, TrainConfig
+from embershard.training.metrics import Quality
+from embershard.training.reports import EvalReport, SaveReport, TrainReport
 
 KEYS = {
     "steps", "samples", "samples_per_second", "step_ms", "loss", "auc", "ne", "logloss", "world_size",

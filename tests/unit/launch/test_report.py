@@ -11,14 +11,14 @@ import pytest
 
 from embershard.launch import cli
 from embershard.launch.config import load_config, to_toml
-from embershard.launch.plan import main as plan_main
-from embershard.launch.profile import main as profile_main
-from embershard.launch.report import main
-from embershard.run_config import RunConfig
+from embershard.launch.plan.command import main as plan_main
+from embershard.launch.profile.command import main as profile_main
+from embershard.launch.report.command import main
+from embershard.planning.cost.topology import load_topology
 from embershard.sharding.plan import Plan
-from embershard.sharding.topology import load_topology
+from embershard.training.config import RunConfig
+from tests.unit.planning.runs import STEPS, changed, predicted_plan, result_of, without_cache
 from tests.unit.sharding.plans import small_plan
-from tests.unit.sharding.runs import STEPS, changed, predicted_plan, result_of, without_cache
 
 ReportOf = Callable[..., tuple[int, str, str]]
 

@@ -7,7 +7,7 @@ import torch
 from torchrec.distributed.types import CommOp
 
 from embershard.errors import ConfigError
-from embershard.sharding import work
+from embershard.planning.cost import work
 from embershard.sharding.config import ShardingConfig
 from embershard.sharding.torchrec.communication import comm_codecs
 

@@ -10,8 +10,8 @@ import torch
 from torchrec.modules.embedding_configs import DataType
 
 from embershard import CacheConfig
-from embershard.cache.replay import ReplayPolicy
-from embershard.launch.plan_inputs import STATE_BYTES
+from embershard.launch.plan.inputs import STATE_BYTES
+from embershard.planning.simulate.replay import ReplayPolicy
 from embershard.sharding.memory_model import (
     MemorySettings,
     host_bytes,
@@ -19,8 +19,8 @@ from embershard.sharding.memory_model import (
     resident_bytes,
 )
 from embershard.sharding.sizes import PlacedShard, TableSize
+from tests.unit.planning.requests import data_of, make_workload
 from tests.unit.sharding.pools import OPTIMIZERS, make_pool
-from tests.unit.sharding.requests import data_of, make_workload
 
 SETTINGS = MemorySettings("lfu", True, lookahead=4, prefetch=2, has_profile=False, batch_size=100)
 

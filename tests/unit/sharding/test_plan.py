@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 
 from embershard import CacheConfig, CachedEmbeddingBagCollectionSharder
-from embershard.assembly import CacheSettings, find_plan
 from embershard.distributed import Ranks, process_group
 from embershard.errors import ConfigError, ShardingError
 from embershard.launch.cli import main
-from embershard.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig
-from embershard.run_config import RunConfig
 from embershard.sharding.config import ShardingConfig
 from embershard.sharding.plan import Plan, TablePlacement
 from embershard.sharding.plan_diff import diff_lines
+from embershard.training.build import CacheSettings, find_plan
+from embershard.training.config import RunConfig
+from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig
 from tests.unit.sharding.plans import make_plan, make_prediction, plans, small_plan
 
 SHAPES = {t.table: (t.rows, t.dim, t.dtype) for t in small_plan().tables}

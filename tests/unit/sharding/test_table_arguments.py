@@ -36,9 +36,9 @@ from embershard import (
 from embershard.errors import ConfigError
 from embershard.sharding.torchrec import table_arguments
 from tests.ranks.parity import OPTIMIZERS
+from tests.unit.planning.test_built import CPU, playing
 from tests.unit.sharding.plans import make_plan
 from tests.unit.sharding.pools import make_pool
-from tests.unit.sharding.test_built import CPU, playing
 from tests.unit.sharding.test_embeddings import batch, make_stock, step
 
 ALLOWED = "EXACT_SGD, EXACT_ROWWISE_ADAGRAD, EXACT_ADAGRAD, ADAM, PARTIAL_ROWWISE_ADAM, LAMB, PARTIAL_ROWWISE_LAMB"

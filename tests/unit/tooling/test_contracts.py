@@ -66,4 +66,4 @@ def test_a_breach_is_seen(line: str):
 
 def test_public_torchrec_is_free_to_use():
     public = "from torchrec.distributed.model_parallel import DistributedModelParallel\nimport torchrec"
-    assert not breaches({Path("embershard/trainer.py"): public})
+    assert not breaches({Path("embershard/training/trainer.py"): public})

@@ -1,0 +1,188 @@
+"""The policies: scoring rules over slots. The slot with the lowest score leaves first; ties go to the longest
+unused.
+
+A score follows its row: it sits beside the slot while the row is cached, and beside the row in host memory
+otherwise.
+So the device holds 4 bytes per slot, not per row, and history survives eviction.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from embershard.cache.config import TransferKind
+from embershard.cache.rows import memory
+from embershard.cache.rows.choose_transfer import scores_transfer_maker
+from embershard.cache.rows.transfer import MakeTransfer
+
+_RESCALE_AT = 2.0**64  # float32 reaches 2**127: room for a full count on top of this
+
+
+class SlotScores(Protocol):
+    """What the planner asks of a policy. Slots are int64 [M], keys int64 [M]."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Memory beside the slots, in bytes."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Memory beside the rows, in bytes."""
+
+    def of_slots(self) -> Tensor | None:
+        """Score of every slot, non-negative float32 [S + 1]; None when only recency counts."""
+
+    def used(self, slots: Tensor) -> None:
+        """A batch used these slots (int64 [N], with repeats)."""
+
+    def admit(self, keys: Tensor, slots: Tensor) -> None:
+        """These rows were put into these slots."""
+
+    def retire(self, keys: Tensor, slots: Tensor) -> None:
+        """These rows are about to leave these slots."""
+
+    def of_rows(self) -> Tensor | None:
+        """Score of every row, float32 [R] in host memory, for the warm-up; None when there is none."""
+
+    def grow(self, num_slots: int) -> None:
+        """The pool now has ``num_slots`` slots."""
+
+
+class RecencyScores:
+    """``lru``: no score, so the tie-break (longest unused first) decides alone."""
+
+    device_bytes = 0
+
+    def __init__(self, initial: Tensor | None = None) -> None:
+        self._initial = initial
+
+    @property
+    def host_bytes(self) -> int:
+        return 0 if self._initial is None else self._initial.numel() * self._initial.element_size()
+
+    def of_slots(self) -> Tensor | None:
+        return None
+
+    def used(self, slots: Tensor) -> None:
+        pass
+
+    def admit(self, keys: Tensor, slots: Tensor) -> None:
+        pass
+
+    def retire(self, keys: Tensor, slots: Tensor) -> None:
+        pass
+
+    def of_rows(self) -> Tensor | None:
+        initial, self._initial = self._initial, None  # the warm-up is their only use
+        return initial
+
+    def grow(self, num_slots: int) -> None:
+        pass
+
+
+class FrequencyScores:
+    """``frequency``: the row's count in a profile; it never changes.
+
+    Scores come and go while a batch is planned; ``make_transfer`` gives what moves them.
+    """
+
+    def __init__(self, row_scores: Tensor, num_slots: int, device: torch.device, make_transfer: MakeTransfer) -> None:
+        self._row_scores = row_scores
+        self._make_transfer = make_transfer
+        self._attach(torch.zeros(num_slots + 1, dtype=torch.float32, device=device))
+
+    def _attach(self, slot_scores: Tensor) -> None:
+        self._slot_scores = slot_scores
+        self._transfer = self._make_transfer([slot_scores], [self._row_scores])
+
+    @property
+    def device_bytes(self) -> int:
+        return self._slot_scores.numel() * self._slot_scores.element_size()
+
+    @property
+    def host_bytes(self) -> int:
+        return self._row_scores.numel() * self._row_scores.element_size()
+
+    def of_slots(self) -> Tensor | None:
+        return self._slot_scores
+
+    def used(self, slots: Tensor) -> None:
+        pass
+
+    def admit(self, keys: Tensor, slots: Tensor) -> None:
+        self._transfer.fill(keys.to(self._transfer.key_device), slots)
+
+    def retire(self, keys: Tensor, slots: Tensor) -> None:
+        pass
+
+    def of_rows(self) -> Tensor | None:
+        self._transfer.finish()
+        return self._row_scores
+
+    def grow(self, num_slots: int) -> None:
+        extra = num_slots + 1 - self._slot_scores.numel()
+        self._transfer.finish()
+        memory.give_up(self._slot_scores)
+        self._attach(torch.cat([self._slot_scores, self._slot_scores.new_zeros(extra)]))
+
+
+class LfuScores(FrequencyScores):
+    """``lfu``: in how many batches the row was used, plus the profile's count where there is one.
+
+    With ``decay``, a use n batches ago counts ``decay ** n``. Instead of shrinking every count with every
+    batch, the weight of a new use grows by ``1 / decay`` per batch; long before float32 overflows everything
+    is scaled back.
+    """
+
+    def __init__(
+        self,
+        row_scores: Tensor,
+        num_slots: int,
+        device: torch.device,
+        make_transfer: MakeTransfer,
+        decay: float | None,
+    ) -> None:
+        super().__init__(row_scores, num_slots, device, make_transfer)
+        self._decay = decay
+        self._weight = 1.0
+
+    def used(self, slots: Tensor) -> None:
+        # Repeats of a slot all read the old count and write the same new one: one use per batch, without a
+        # unique.
+        self._slot_scores.scatter_(0, slots, self._slot_scores.gather(0, slots).add_(self._weight))
+        if self._decay is not None:
+            self._weight /= self._decay
+            if self._weight > _RESCALE_AT:
+                self._transfer.finish()
+                self._slot_scores /= self._weight
+                self._row_scores /= self._weight
+                self._weight = 1.0
+
+    def retire(self, keys: Tensor, slots: Tensor) -> None:
+        self._transfer.write_back(slots, keys.to(self._transfer.key_device))
+
+
+def make_scores(
+    policy: Literal["frequency", "lfu", "lru"],
+    num_keys: int,
+    num_slots: int,
+    device: torch.device,
+    initial: Tensor | None,
+    decay: float | None,
+    transfer: TransferKind = "plain",
+) -> SlotScores:
+    """The scoring rule of ``policy``; ``initial`` are the profile's counts per key, [R], or None. ``transfer`` is how
+    rows move."""
+    if policy == "lru":
+        return RecencyScores(None if initial is None else initial.to(torch.float32, copy=True))
+    counts = memory.zeros(num_keys, torch.float32, whole_pages=device.type == "cuda")
+    if initial is not None:
+        counts.copy_(initial)
+    make_transfer = scores_transfer_maker(transfer, device, counts)
+    if policy == "frequency":
+        assert initial is not None, "the frequency policy needs a profile"
+        return FrequencyScores(counts, num_slots, device, make_transfer)
+    return LfuScores(counts, num_slots, device, make_transfer, decay)

@@ -1,0 +1,1 @@
+"""The host tier, and everything that moves rows between it and the slots."""

@@ -1,0 +1,127 @@
+"""Which transfer a pool gets, by its settings and its device."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from embershard.cache.config import CacheConfig, TransferKind
+from embershard.cache.rows.page_lock import PageLock, lock_for
+from embershard.cache.rows.staged_transfer import StagedTransfer
+from embershard.cache.rows.transfer import MakeTransfer, PlainTransfer, ScoresTransfer, Transfer
+from embershard.errors import ConfigError
+
+
+def transfer_kind(config: CacheConfig, device: torch.device) -> TransferKind:
+    """The transfer in force.
+
+    Raises:
+        ConfigError: this device, or what is installed, cannot do what was asked for.
+    """
+    on_cuda = device.type == "cuda"
+    if config.transfer is None:
+        if not on_cuda:
+            return "plain"
+        return "triton_uva" if config.host == "memory" and find_spec("triton") else "staged"
+    if config.transfer == "triton_uva":
+        if find_spec("triton") is None:
+            raise ConfigError('cache.transfer="triton_uva" needs triton, which is not installed; set "staged"')
+        if not on_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ConfigError(
+                f'cache.transfer="triton_uva" needs a GPU, the slots are on {device.type!r}; set "plain" or leave it '
+                "out (with TRITON_INTERPRET=1 in the environment its kernels run on a CPU, slowly)"
+            )
+    return config.transfer
+
+
+def transfer_maker(kind: TransferKind, device: torch.device, host_payload: Sequence[Tensor]) -> MakeTransfer:
+    """Makes transfers of this kind between slots and these host rows, whenever there are new slots."""
+    if kind == "plain":
+        return PlainTransfer
+    if kind == "staged":
+        return StagedTransfer
+    from embershard.cache.rows.uva_transfer import UvaTransfer  # triton is not installed everywhere
+
+    if device.type != "cuda":
+        return UvaTransfer
+    lock = functools.cache(functools.partial(lock_for, device, host_payload))
+    return lambda slots, host: WhenLocked(slots, host, lock, StagedTransfer, UvaTransfer)
+
+
+def scores_transfer_maker(kind: TransferKind, device: torch.device, row_scores: Tensor) -> MakeTransfer:
+    """The same for the scores [R] of rows that move in this way. Planning reads them right away, so they never pass
+    through buffers that land later."""
+    if kind != "triton_uva" or device.type != "cuda":
+        return ScoresTransfer
+    from embershard.cache.rows.uva_transfer import UvaTransfer
+
+    lock = functools.cache(functools.partial(lock_for, device, [row_scores]))
+    return lambda slots, host: WhenLocked(slots, host, lock, ScoresTransfer, UvaTransfer)
+
+
+class WhenLocked:
+    """One transfer until the host rows are locked, and then another one.
+
+    Args:
+        device, host: as for every transfer.
+        lock: begins to lock the memory of ``host`` when it is called first, and always gives the same lock. It is
+            called with the first rows: the model is complete by then. Its ShardedTensors could not be made of locked
+            memory, which torch takes for pinned: they compare that with the plan's.
+        before, then: make the transfers; ``then`` that which needs locked memory.
+    """
+
+    def __init__(
+        self,
+        device: Sequence[Tensor],
+        host: Sequence[Tensor],
+        lock: Callable[[], PageLock],
+        before: MakeTransfer,
+        then: MakeTransfer,
+    ) -> None:
+        self._lock, self._then = lock, then
+        self._payload = device, host
+        self._transfer: Transfer = before(device, host)
+        self._is_locked = False
+
+    @property
+    def key_device(self) -> torch.device:
+        """Where keys are wanted; it changes with the transfer."""
+        return self._transfer.key_device
+
+    def wait_until_locked(self) -> None:
+        """Until the next plan is the last one that moves rows as before: for measurements.
+
+        Raises:
+            CacheError: the memory could not be locked.
+        """
+        self._lock().wait()
+
+    def fill(self, keys: Tensor, slots: Tensor) -> None:
+        """Host rows ``keys`` -> ``slots``; the last call of a plan. After it the transfers may change, so that the next
+        plan reads through one what was written through the other.
+
+        Raises:
+            CacheError: the memory could not be locked.
+        """
+        self._transfer.fill(keys, slots)
+        if self._is_locked:
+            return
+        lock = self._lock()
+        lock.check()
+        if lock.is_done:
+            self._transfer.finish()
+            self._transfer = self._then(*self._payload)
+            self._is_locked = True
+
+    def write_back(self, slots: Tensor, keys: Tensor) -> None:
+        """``slots`` -> host rows ``keys``."""
+        self._transfer.write_back(slots, keys)
+
+    def finish(self) -> None:
+        """Wait until the CPU sees all that was written back."""
+        self._transfer.finish()

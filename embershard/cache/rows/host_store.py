@@ -1,0 +1,130 @@
+"""The host tier: a rank's full shard of some tables, weights and per-row optimizer states, as plain
+tensors."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from embershard.cache.rows import memory
+from embershard.errors import ConfigError
+
+
+class HostStore:
+    """Rows of one pool of tables of the same dim: R rows in all, table after table.
+
+    The row payload is the weights [R, D] and every per-row optimizer state ([R] or [R, D]); they always move
+    together.
+
+    Args:
+        rows_per_table: rows of each table on this rank.
+        dim: D, columns of each row on this rank.
+        dtype: of the weights.
+        states: per-row optimizer states as (name, trailing shape, dtype); they start as zeros.
+        host: plain memory, or a file in ``host_dir`` mapped into memory.
+        host_dir: folder for mapped files.
+        whole_pages: give every tensor pages of its own, so that they can be locked.
+
+    Attributes:
+        flat_weights: [R * D], what TorchRec slices its parameters from.
+        weights: [R, D], the same memory.
+        states: name -> [R, ...].
+        row_bytes: one row payload.
+    """
+
+    def __init__(
+        self,
+        rows_per_table: Sequence[int],
+        dim: int,
+        dtype: torch.dtype,
+        states: Sequence[tuple[str, torch.Size, torch.dtype]],
+        host: Literal["memory", "mmap"] = "memory",
+        host_dir: str | None = None,
+        whole_pages: bool = False,
+    ) -> None:
+        self.rows_per_table = list(rows_per_table)
+        self.dim = dim
+        self.num_rows = sum(self.rows_per_table)
+        self.row_offsets = [sum(self.rows_per_table[:table]) for table in range(len(self.rows_per_table))]
+        self.row_bytes = dim * dtype.itemsize + sum(math.prod(shape) * t.itemsize for _, shape, t in states)
+        allocate: Callable[[int, torch.dtype], Tensor] = functools.partial(memory.zeros, whole_pages=whole_pages)
+        if host == "mmap" and host_dir is not None:
+            allocate = _MappedFiles(host_dir, self.host_bytes)
+        self.flat_weights = allocate(self.num_rows * dim, dtype)
+        self.weights = self.flat_weights.view(self.num_rows, dim)
+        self.states: dict[str, Tensor] = {}
+        for name, shape, state_dtype in states:
+            numel = self.num_rows * math.prod(shape)
+            self.states[name] = allocate(numel, state_dtype).view(self.num_rows, *shape)
+
+    @property
+    def payload(self) -> list[Tensor]:
+        """Weights, then the states: [R, ...] each."""
+        return [self.weights, *self.states.values()]
+
+    @property
+    def host_bytes(self) -> int:
+        """Memory (or disk) of all rows, in bytes."""
+        return self.num_rows * self.row_bytes
+
+    @property
+    def version(self) -> int:
+        """Changes when anybody writes to a tensor of the store in place, except through ``.data``.
+
+        The cache moves rows through ``.data``, so a change means that somebody else loaded new contents.
+        """
+        return sum(t._version for t in self.payload)
+
+    def table_weights(self) -> list[Tensor]:
+        """Weights of each table: views [rows, D]."""
+        return list(self.weights.detach().split(self.rows_per_table))
+
+    def table_states(self) -> list[list[Tensor]]:
+        """Per table the list of its states: views [rows, ...]."""
+        split = [state.detach().split(self.rows_per_table) for state in self.states.values()]
+        return [[state[table] for state in split] for table in range(len(self.rows_per_table))]
+
+
+class _MappedFiles:
+    """Allocates zeroed tensors in files that have no name any more: the system frees them with the process.
+
+    The space is taken at once: a page of a sparse file that finds the disk full later kills the process.
+    """
+
+    def __init__(self, folder: str, total_bytes: int) -> None:
+        self._folder = Path(folder)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cache.host_dir={folder!r} cannot be made: {error}") from error
+        free_bytes = shutil.disk_usage(self._folder).free
+        if total_bytes > free_bytes:
+            raise ConfigError(
+                f"cache.host_dir={folder!r} has {free_bytes / 1e9:.3f} GB free, {total_bytes / 1e9:.3f} GB are "
+                "needed on this rank; choose another disk, or more ranks"
+            )
+
+    def __call__(self, numel: int, dtype: torch.dtype) -> Tensor:
+        if numel == 0:
+            return torch.zeros(0, dtype=dtype)
+        handle, path = tempfile.mkstemp(prefix="embershard-", suffix=".rows", dir=self._folder)
+        try:
+            os.posix_fallocate(handle, 0, numel * dtype.itemsize)
+            return torch.from_file(path, shared=True, size=numel, dtype=dtype)
+        except OSError as error:
+            raise ConfigError(
+                f"cache.host_dir={str(self._folder)!r}: {numel * dtype.itemsize / 1e9:.3f} GB could not be taken: "
+                f"{error}. Choose another disk, or more ranks"
+            ) from error
+        finally:
+            os.close(handle)
+            os.unlink(path)

@@ -1,0 +1,28 @@
+"""Opening the source that a configuration describes."""
+
+from __future__ import annotations
+
+from embershard.data.config import DataConfig
+from embershard.data.source import Source
+from embershard.data.synthetic import SyntheticSource
+from embershard.errors import ConfigError
+
+
+def open_source(config: DataConfig) -> Source:
+    """The source that ``config`` describes.
+
+    Raises:
+        ConfigError: a setting that this kind of source needs is missing.
+        DataError: files are missing, empty, or not what they should be.
+    """
+    if config.kind == "synthetic":
+        return SyntheticSource(config)
+    if config.path is None:
+        raise ConfigError(f'data.kind = "{config.kind}" needs data.path: a file, or a folder of files')
+    if config.kind == "criteo":
+        from embershard.data.criteo import CriteoSource  # its parser takes a while to import
+
+        return CriteoSource(config)
+    from embershard.data.parquet import ParquetSource
+
+    return ParquetSource(config)

@@ -1,0 +1,202 @@
+"""How often each row of each table occurs in a data set: counted once, saved as a file, read by the policies and the
+planner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from embershard.errors import ConfigError, DataError, IdOutOfRangeError
+from embershard.frequency.counts import RowCounts
+from embershard.frequency.curves import BatchMisses
+from embershard.frequency.merge import TableComparison, compare, merge
+from embershard.frequency.profile_file import CountsInMemory, SparseCounts, read, write
+from embershard.frequency.statistics import DataStatistics
+
+
+@dataclass(frozen=True)
+class FrequencyProfile:
+    """Row counts per table, and what else a pass over the data found.
+
+    ``counts[table]`` is an int64 tensor [rows]: how many lookups each row got. Where a profile was loaded or
+    collected, it is made anew at each access, and only the rows that occur are kept (:meth:`sparse`).
+    ``num_batches`` is the number of batches that were counted. ``statistics`` is small whatever the number of rows;
+    None where only counts were made. Immutable by convention: the tensors are not to be written to.
+
+    >>> profile = FrequencyProfile.count([{"user": torch.tensor([3, 1, 3])}], {"user": 5})
+    >>> profile.counts["user"].tolist()
+    [0, 1, 0, 2, 0]
+    """
+
+    counts: Mapping[str, Tensor]
+    num_batches: int
+    statistics: DataStatistics | None = None
+
+    @classmethod
+    def count(cls, batches: Iterable[Mapping[str, Tensor]], num_rows: Mapping[str, int]) -> FrequencyProfile:
+        """One pass over ``batches``, each a mapping table name -> ids (int, any shape; absent tables are
+        empty).
+
+        Raises:
+            DataError: a batch names a table that ``num_rows`` does not.
+            IdOutOfRangeError: an id is negative or not smaller than its table's rows.
+        """
+        counts = {table: torch.zeros(rows, dtype=torch.int64) for table, rows in num_rows.items()}
+        num_batches = 0
+        for num_batches, batch in enumerate(batches, start=1):
+            for table, ids in batch.items():
+                if table not in counts:
+                    raise DataError(f"batch {num_batches} has ids of table {table!r}; known are {sorted(counts)}")
+                _add_counts(counts[table], table, ids.reshape(-1))
+        return cls(counts, num_batches)
+
+    @classmethod
+    def of_sparse(
+        cls,
+        num_rows: Mapping[str, int],
+        counts: Mapping[str, RowCounts],
+        num_batches: int,
+        statistics: DataStatistics | None = None,
+    ) -> FrequencyProfile:
+        """From the rows that occur."""
+        return cls(SparseCounts(CountsInMemory(num_rows, counts)), num_batches, statistics)
+
+    @classmethod
+    def merge(cls, profiles: Sequence[FrequencyProfile], max_lookups: int = 4_000_000) -> FrequencyProfile:
+        """Several profiles of the same tables, of several days or ranks, as one; see :mod:`.merge`."""
+        merged = merge(profiles, max_lookups)
+        return cls.of_sparse(merged.num_rows, merged.counts, merged.num_batches, merged.statistics)
+
+    def compare(self, other: FrequencyProfile) -> list[TableComparison]:
+        """What these counts say about another profile, per table; see :mod:`.merge`."""
+        return compare(self, other)
+
+    @property
+    def tables(self) -> dict[str, int]:
+        """Rows of every table, by name."""
+        return {table: self.num_rows(table) for table in self.counts}
+
+    def num_rows(self, table: str) -> int:
+        """Rows of ``table``."""
+        if isinstance(self.counts, SparseCounts):
+            return self.counts.source.num_rows[table]
+        return self.counts[table].numel()
+
+    def sparse(self, table: str) -> RowCounts:
+        """The rows of ``table`` that occur, and their counts."""
+        if isinstance(self.counts, SparseCounts):
+            return self.counts.source.sparse(table)
+        rows = self.counts[table].nonzero().view(-1)
+        return RowCounts(rows.numpy(), self.counts[table][rows].numpy())
+
+    def shard(self, table: str, rows: int, row_offset: int, local_rows: int) -> Tensor:
+        """Counts of rows [row_offset, row_offset + local_rows) of ``table``: int64 [local_rows].
+
+        Raises:
+            ConfigError: the profile does not know the table, or was made for another number of rows.
+        """
+        self.check_table(table, rows)
+        if isinstance(self.counts, SparseCounts):
+            return self.counts.dense(table, row_offset, max(0, min(local_rows, rows - row_offset)))
+        return self.counts[table][row_offset : row_offset + local_rows]
+
+    def check_table(self, table: str, rows: int) -> None:
+        """That ``table`` is known, with so many rows.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        if table not in self.counts:
+            raise ConfigError(
+                f"the frequency profile has no table {table!r}, only {sorted(self.counts)}; "
+                "make it from the same data and model"
+            )
+        if self.num_rows(table) != rows:
+            raise ConfigError(
+                f"the frequency profile counted {self.num_rows(table)} rows of table {table!r}, the model "
+                f"has {rows}; make it again with the model's row counts"
+            )
+
+    def hottest(self, num_rows: int) -> dict[str, Tensor]:
+        """The rows most often looked up, ``num_rows`` of all tables together (of equally frequent ones the first), as
+        ascending rows int64 by table: a hot set to hold or to replicate."""
+        names = list(self.tables)
+        sparse = [self.sparse(name) for name in names]
+        counts = torch.cat([torch.from_numpy(rows.hits) for rows in sparse])
+        best = torch.sort(counts, descending=True, stable=True).indices[:num_rows]
+        ends = torch.tensor([len(rows.hits) for rows in sparse]).cumsum(0)
+        owner = torch.bucketize(best, ends, right=True)
+        return {
+            name: torch.from_numpy(rows.rows)[best[owner == table] - int(ends[table]) + len(rows.rows)].sort().values
+            for table, (name, rows) in enumerate(zip(names, sparse, strict=True))
+        }
+
+    def cache_statistics(self, table: str, batch_size: int) -> BatchMisses:
+        """What a cache of the most frequent rows of ``table`` misses in a batch of ``batch_size`` samples (over all
+        ranks).
+
+        Raises:
+            ConfigError: the profile has no statistics, or not of this table.
+        """
+        statistics = self.need_statistics()
+        if table not in statistics.tables:
+            raise ConfigError(f"the profile has no table {table!r}, only {sorted(statistics.tables)}")
+        return BatchMisses.of(statistics.tables[table], batch_size, statistics.num_samples)
+
+    def need_statistics(self) -> DataStatistics:
+        """The statistics.
+
+        Raises:
+            ConfigError: there are none.
+        """
+        if self.statistics is None:
+            raise ConfigError("this profile has counts only, and no statistics; make one with `embershard profile`")
+        return self.statistics
+
+    def save(self, path: str | Path) -> None:
+        """Write a ``.npz`` file without pickle; only the rows that occur are in it."""
+        write(Path(path), self.tables, _SparseView(self), self.num_batches, self.statistics)
+
+    @classmethod
+    def load(cls, path: str | Path) -> FrequencyProfile:
+        """Read what :meth:`save` wrote; nothing is unpickled. Counts stay in the file until they are asked for.
+
+        Raises:
+            DataError: the file is missing, damaged, or not a profile.
+        """
+        return cls(*read(Path(path)))
+
+
+@dataclass(frozen=True)
+class _SparseView:
+    """A profile as what is written."""
+
+    profile: FrequencyProfile
+
+    @property
+    def num_rows(self) -> Mapping[str, int]:
+        return self.profile.tables
+
+    def sparse(self, table: str) -> RowCounts:
+        return self.profile.sparse(table)
+
+
+def _add_counts(counts: Tensor, table: str, ids: Tensor) -> None:
+    if ids.numel() == 0:
+        return
+    if ids.is_floating_point():
+        raise DataError(f"table {table!r}: ids are {ids.dtype}; needed are whole numbers")
+    ids = ids.to("cpu", torch.int64)
+    low, high = (int(bound) for bound in ids.aminmax())
+    if low < 0 or high >= counts.numel():
+        bad = low if low < 0 else high
+        raise IdOutOfRangeError(f"table {table!r}: id {bad} is not in [0, {counts.numel()}); check the id mapping")
+    if counts.numel() <= 4 * ids.numel():
+        counts += torch.bincount(ids, minlength=counts.numel())
+    else:  # a batch is small beside a large table: touch the batch's rows only
+        unique, occurrences = ids.unique(return_counts=True)
+        counts[unique] += occurrences

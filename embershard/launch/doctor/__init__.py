@@ -1,0 +1,1 @@
+"""`embershard doctor`: what is installed, and what does not fit."""

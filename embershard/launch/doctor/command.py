@@ -1,0 +1,219 @@
+"""``embershard doctor``: what fits on this machine, what does not, and what to do about it.
+
+It looks at the machine here, and judges in :mod:`embershard.launch.doctor.checks`. torchrec and the
+collectives are tried in processes of their own: a library that crashes or hangs costs one line of the report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import importlib.metadata
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+
+from embershard.launch.doctor import checks
+from embershard.launch.doctor.checks import CheckResult
+
+COLOURS = {checks.PASS: "32", checks.WARN: "33", checks.FAIL: "31", checks.SKIP: "2"}
+IMPORT_TIMEOUT_SECONDS = 120.0
+
+# argv: backend, rank, port, timeout in seconds.
+ALL_REDUCE = """
+import datetime, sys
+import torch
+import torch.distributed as dist
+backend, rank, port, timeout = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+if backend == "nccl":
+    torch.cuda.set_device(rank)
+limit = datetime.timedelta(seconds=timeout)
+store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0, timeout=limit)
+dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=limit)
+value = torch.tensor([rank + 1.0], device="cuda" if backend == "nccl" else "cpu")
+dist.all_reduce(value)
+assert value.item() == 3.0, f"1 + 2 gave {value.item()}"
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def last_line(text: str) -> str:
+    """The last line that says something, which for a traceback is the error."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "no message"
+
+
+def fbgemm_dists() -> dict[str, str]:
+    """The FBGEMM distributions that are installed: name -> version."""
+    found = {}
+    for name in (checks.CUDA_FBGEMM, checks.CPU_FBGEMM):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def version_of(dist: str) -> str | None:
+    """The installed version of a distribution, or None."""
+    try:
+        return importlib.metadata.version(dist)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def has_driver() -> bool:
+    """Whether the library that FBGEMM's CUDA build needs from NVIDIA's driver can be loaded."""
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libnvidia-ml.so.1")
+        return True
+    return False
+
+
+def torch_facts() -> tuple[str | None, tuple[str, ...]]:
+    """``torch.version.cuda``, and each GPU with its memory; nothing when torch cannot be imported."""
+    try:
+        import torch
+    except Exception:  # the import check shows the error
+        return None, ()
+    devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    names = tuple(f"{device.name} ({device.total_memory / checks.GIB:.0f} GiB)" for device in devices)
+    return torch.version.cuda, names
+
+
+def import_error(module: str, timeout_seconds: float) -> tuple[str, float]:
+    """Imports a module in a process of its own; what it said on failing (empty: it worked), and seconds."""
+    start = time.monotonic()
+    command = [sys.executable, "-W", "ignore", "-c", f"import {module}"]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds)
+    except subprocess.TimeoutExpired:
+        return f"TimeoutError: no end after {timeout_seconds:.0f} s", timeout_seconds
+    seconds = time.monotonic() - start
+    if run.returncode < 0:
+        return f"{run.stderr}\nImportError: killed by signal {-run.returncode}", seconds
+    if run.returncode:
+        return run.stderr or f"ImportError: exit status {run.returncode}", seconds
+    return "", seconds
+
+
+def all_reduce_error(backend: str, timeout_seconds: float) -> tuple[str, float]:
+    """One all-reduce between two processes on 127.0.0.1; what went wrong (empty: nothing), and seconds."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    start = time.monotonic()
+    command = [sys.executable, "-W", "ignore", "-c", ALL_REDUCE, backend]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(port), str(timeout_seconds)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    errors = []
+    try:
+        for rank, process in enumerate(ranks):
+            left = max(1.0, timeout_seconds - (time.monotonic() - start))
+            _, stderr = process.communicate(timeout=left)
+            if process.returncode:
+                errors.append(f"rank {rank}: {last_line(stderr)}")
+    except subprocess.TimeoutExpired:
+        errors.append(f"no answer after {timeout_seconds:.0f} s")
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    return "; ".join(errors), time.monotonic() - start
+
+
+def memory_bytes() -> int:
+    """The machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def shared_memory_bytes() -> int | None:
+    """Free bytes in /dev/shm; None without one."""
+    try:
+        return shutil.disk_usage("/dev/shm").free
+    except OSError:
+        return None
+
+
+def collectives(num_gpus: int, timeout_seconds: float) -> Iterator[CheckResult]:
+    """gloo always, NCCL where there are two GPUs."""
+    error, seconds = all_reduce_error("gloo", timeout_seconds)
+    remedy = "this host's name must resolve to an address of it (see /etc/hosts), or set GLOO_SOCKET_IFNAME=lo"
+    yield checks.check_collective("gloo", error, seconds, remedy)
+    if num_gpus < 2:
+        yield CheckResult("nccl, two ranks", checks.SKIP, f"needs two GPUs, there are {num_gpus}")
+        return
+    error, seconds = all_reduce_error("nccl", timeout_seconds)
+    yield checks.check_collective("nccl", error, seconds, "NCCL_DEBUG=INFO shows why; check /dev/shm and nvidia-smi")
+
+
+def examine(timeout_seconds: float) -> Iterator[CheckResult]:
+    """All checks, one after the other, in the order in which a newcomer would fix them."""
+    torch_cuda, gpus = torch_facts()
+    driver, dists = has_driver(), fbgemm_dists()
+    limit = resource.getrlimit
+    yield checks.check_python((sys.version_info[0], sys.version_info[1]))
+    yield checks.check_versions(version_of("torch"), version_of("torchrec"), next(iter(dists.values()), None))
+    yield checks.check_fbgemm_build(dists, torch_cuda, driver)
+    for module in ("torch", "torchrec"):
+        yield checks.check_import(module, *import_error(module, IMPORT_TIMEOUT_SECONDS))
+    yield checks.check_cpu(len(os.sched_getaffinity(0)), memory_bytes())
+    yield checks.check_gpus(gpus, torch_cuda, driver)
+    yield from collectives(len(gpus), timeout_seconds)
+    yield checks.check_shared_memory(shared_memory_bytes(), len(gpus))
+    yield checks.check_open_files(limit(resource.RLIMIT_NOFILE)[0])
+    yield checks.check_locked_memory(limit(resource.RLIMIT_MEMLOCK)[0], len(gpus))
+    yield checks.check_disk(os.getcwd(), shutil.disk_usage(os.getcwd()).free)
+
+
+def line(result: CheckResult, colour: bool) -> str:
+    """One result as text, its remedy on a line of its own."""
+    status = f"\033[{COLOURS[result.status]}m{result.status}\033[0m" if colour else result.status
+    text = f"{status}  {result.name:<17}  {result.detail}"
+    return f"{text}\n      {'':<17}  -> {result.remedy}" if result.remedy else text
+
+
+def summary(results: Sequence[CheckResult]) -> str:
+    """The last line: how many of each, and what follows."""
+    statuses = [result.status for result in results]
+    counts = ", ".join(f"{statuses.count(status)} {status}" for status in COLOURS if status in statuses)
+    if checks.FAIL in statuses:
+        return f"{counts}. Fix what FAILs from the top, then run embershard doctor again."
+    return f"{counts}. Ready: `make train` in a clone, or `embershard train --config FILE`."
+
+
+def main(argv: list[str], examine: Callable[[float], Iterator[CheckResult]] = examine) -> int:
+    """Prints the report. Returns 1 when a check failed, else 0."""
+    parser = argparse.ArgumentParser(prog="embershard doctor", description="Check that this machine can train.")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds for each two-rank test (60)")
+    arguments = parser.parse_args(argv)
+    results = []
+    for result in examine(arguments.timeout):
+        results.append(result)
+        if not arguments.json:
+            print(line(result, sys.stdout.isatty()), flush=True)
+    failed = any(result.status == checks.FAIL for result in results)
+    if arguments.json:
+        print(json.dumps({"ok": not failed, "checks": [asdict(result) for result in results]}, indent=2))
+    else:
+        print(summary(results))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""`embershard plan`: places tables, sizes caches, and explains; calibrates machines."""

@@ -1,0 +1,300 @@
+"""What each rank of a calibration runs: a few steps of several settings in turn, timed, and their work counted."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import psutil
+from torchrec.distributed.types import ParameterSharding
+
+from embershard.cache import CacheGrowthWarning
+from embershard.data import BatchStream, open_source
+from embershard.distributed import Ranks, process_group
+from embershard.launch.config import from_values
+from embershard.launch.plan.inputs import STATE_BYTES, dense_size
+from embershard.launch.train.command import _quiet
+from embershard.models import table_name
+from embershard.planning.cost import work as formulas
+from embershard.planning.cost.rates import StepWork
+from embershard.planning.slot_split import slots_by_ratio
+from embershard.sharding.config import ShardingConfig
+from embershard.sharding.plan import Plan, TablePlacement, pools_of
+from embershard.sharding.torchrec import cache_stats
+from embershard.training.config import RunConfig
+from embershard.training.trainer import Trainer
+
+#: A segment counts as quiet while other programs take no more than this share of the machine's processor time.
+QUIET = 0.1
+_PARSE_SECONDS = 0.2
+_COUNTED = ("unique_ids", "fills", "write_backs", "bytes_to_device", "bytes_to_host")
+
+
+@dataclass(frozen=True)
+class Segments:
+    """How settings are timed.
+
+    Attributes:
+        settings: name -> a run's values, as in its TOML file.
+        num_quiet: segments of each setting that no other program disturbed.
+        skip, steps: steps of a segment before its time counts (other settings ran between), and steps that count.
+        seconds: after so long in all no segment is repeated.
+        sharding: name -> sharding type of all tables, where it is not "table_wise".
+    """
+
+    settings: Mapping[str, Mapping[str, Any]]
+    num_quiet: int
+    skip: int
+    steps: int
+    seconds: float
+    sharding: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One measurement.
+
+    Attributes:
+        setting: its name.
+        step_seconds: median of the steps.
+        work: mean over the ranks, per step.
+        foreign: share of the machine's processor time that other programs took.
+    """
+
+    setting: str
+    step_seconds: float
+    work: StepWork
+    foreign: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Segment:
+        """The inverse of :meth:`to_dict`."""
+        return cls(**{**values, "work": StepWork.from_dict(values["work"])})
+
+
+class _Timed:
+    """One setting on this rank."""
+
+    def __init__(self, name: str, values: Mapping[str, Any], sharding: str, ranks: Ranks) -> None:
+        self.name, self._ranks = name, ranks
+        config = from_values(RunConfig, dict(values))
+        self._input_seconds = ranks.from_first(lambda: _input_seconds(config))
+        with tempfile.TemporaryDirectory() as folder:
+            plan = Path(folder) / "plan.json"
+            if ranks.is_first:
+                simple_plan(config, sharding, ranks.world_size).save(plan)
+            self._config = dataclasses.replace(config, sharding=ShardingConfig(plan=str(plan)))
+            self._trainer = Trainer(self._config, ranks)
+            ranks.barrier()
+        self._lookups: dict[str, int] = {}
+        self._run(1)
+
+    def measure(self, skip: int, steps: int) -> Segment:
+        """Collective."""
+        self._run(skip)
+        self._lookups.clear()
+        counts, clock = self._counts(), _Clock()
+        seconds = self._run(steps)
+        foreign = clock.foreign(self._ranks)
+        per_step = {name: (now - counts[name]) / steps for name, now in self._counts().items()}
+        work = self._work(steps, per_step)
+        works = self._ranks.all_gather_objects(work.to_dict())
+        mean = {name: fmean(each[name] for each in works) for name in work.to_dict()}
+        return Segment(self.name, median(seconds), StepWork.from_dict(mean), foreign)
+
+    def close(self) -> None:
+        """Ends its threads."""
+        self._trainer.close()
+
+    def _run(self, steps: int) -> list[float]:
+        seconds = []
+        for _ in range(steps):
+            began = time.perf_counter()
+            with self._trainer.upcoming.next() as batch:
+                self._trainer.step(batch)
+            seconds.append(time.perf_counter() - began)
+            features = batch.sparse_features
+            for key, length in zip(features.keys(), features.length_per_key(), strict=True):
+                self._lookups[key] = self._lookups.get(key, 0) + length
+        return seconds
+
+    def _counts(self) -> dict[str, int]:
+        tables = cache_stats(self._trainer.model)
+        counters = {name: sum(getattr(table, name) for table in tables) for name in _COUNTED}
+        return {"planned_ids": sum(table.lookups for table in tables), **counters}
+
+    def _work(self, steps: int, counted: Mapping[str, float]) -> StepWork:
+        config, world_size = self._config, self._ranks.world_size
+        size, batch_size = dense_size(config, len(self._trainer.source.schema.sparse)), config.train.batch_size
+        tables = {name: param for plan in self._trainer.model.plan.plan.values() for name, param in plan.items()}
+        ids = {table_name(key): count / steps / batch_size for key, count in self._lookups.items()}
+        shards = [
+            shard for name, param in tables.items() for shard in _own_shards(param, self._ranks.rank, ids.get(name, 0))
+        ]
+        weight_bytes = 4 if config.model.table_dtype == "fp32" else 2
+        per_row, per_column = STATE_BYTES[config.embedding_optimizer.kind]
+        return StepWork(
+            dense_flops=formulas.dense_flops(size, batch_size),
+            activation_bytes=formulas.activation_bytes(size, batch_size),
+            update_bytes=formulas.dense_parameter_bytes(size),
+            embedding_bytes=sum(
+                formulas.embedding_bytes(
+                    shard.ids_per_sample * shard.rank_share * batch_size * world_size,
+                    shard.columns * weight_bytes,
+                    per_row + per_column * shard.columns,
+                )
+                for shard in shards
+            ),
+            all_to_all_bytes=sum(
+                formulas.all_to_all_bytes(
+                    **dataclasses.asdict(shard),
+                    batch_size=batch_size,
+                    world_size=world_size,
+                    ranks_per_node=self._ranks.local_world_size,
+                )
+                for shard in shards
+            ),
+            all_reduce_bytes=formulas.all_reduce_bytes(formulas.dense_parameter_bytes(size), world_size),
+            num_collectives=formulas.num_collectives({p.sharding_type for p in tables.values()}, world_size),
+            input_seconds=self._input_seconds,
+            **counted,
+        )
+
+
+def simple_plan(config: RunConfig, sharding: str, world_size: int) -> Plan:
+    """All tables sharded in one way, table-wise in turn over the ranks, with the config's share of slots."""
+    sparse = open_source(config.data).schema.sparse
+    in_turn = sorted(range(len(sparse)), key=lambda number: (-sparse[number].num_rows, number))
+    tables = [
+        TablePlacement(
+            table=table_name(sparse[number].name),
+            rows=sparse[number].num_rows,
+            dim=config.model.embedding_dim,
+            dtype=config.model.table_dtype,
+            sharding=sharding,  # type: ignore[arg-type]
+            kernel="cached",
+            ranks=tuple(range(world_size)) if sharding == "row_wise" else (turn % world_size,),
+        )
+        for turn, number in enumerate(in_turn)
+    ]
+    ratio = config.cache.slot_ratio or 1.0
+    return Plan(
+        world_size=world_size,
+        ranks_per_node=world_size,
+        batch_size=config.train.batch_size,
+        device="cpu",
+        device_memory_bytes=None,
+        host_memory_bytes=None,
+        settings={},
+        tables=tuple(tables),
+        pools=tuple(pool.with_slots(slots_by_ratio(pool.rows, ratio)) for pool in pools_of(tables, world_size)),
+    )
+
+
+@dataclass(frozen=True)
+class _Shard:
+    sharding: str
+    columns: int
+    ids_per_sample: float
+    rank_share: float
+
+
+def _own_shards(param: ParameterSharding, rank: int, ids_per_sample: float) -> list[_Shard]:
+    shards = param.sharding_spec.shards if param.sharding_spec else []
+    row_blocks = len({shard.shard_offsets[0] for shard in shards})
+    return [
+        _Shard(param.sharding_type, shard.shard_sizes[1], ids_per_sample, 1 / row_blocks)
+        for shard in shards
+        if shard.placement.rank() == rank
+    ]
+
+
+def _input_seconds(config: RunConfig) -> float:
+    """One core's seconds to read and parse a batch."""
+    alone = dataclasses.replace(config.data, num_workers=0)
+    with BatchStream(
+        open_source(config.data),
+        batch_size=config.train.batch_size,
+        rank=0,
+        world_size=1,
+        split="train",
+        epochs=None,
+        config=alone,
+    ) as stream:
+        next(stream)
+        began, batches = time.thread_time(), 0
+        while time.thread_time() - began < _PARSE_SECONDS:
+            next(stream)
+            batches += 1
+        return (time.thread_time() - began) / batches
+
+
+class _Clock:
+    """Processor time of this machine and of these ranks, from now on."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter(), _busy_seconds(), time.process_time()
+
+    def foreign(self, ranks: Ranks) -> float:
+        """Share that other programs took until now, the same on all ranks. Collective."""
+        wall, busy, own = (
+            now - then
+            for now, then in zip((time.perf_counter(), _busy_seconds(), time.process_time()), self._began, strict=True)
+        )
+        of_all = sum(ranks.all_gather_objects(own))
+        share: float = ranks.from_first(lambda: (busy - of_all) / (wall * (psutil.cpu_count() or 1)))
+        return max(0.0, share)
+
+
+def _busy_seconds() -> float:
+    times = psutil.cpu_times()
+    return float(sum(getattr(times, name, 0.0) for name in ("user", "system", "nice", "irq", "softirq", "steal")))
+
+
+def measure(plan: Segments, ranks: Ranks) -> list[Segment]:
+    """All segments, settings in turn: what comes and goes on the machine meets all of them. Collective."""
+    ends = time.perf_counter() + plan.seconds
+    timed = [
+        _Timed(name, values, plan.sharding.get(name, "table_wise"), ranks) for name, values in plan.settings.items()
+    ]
+    found: list[Segment] = []
+    quiet = dict.fromkeys(plan.settings, 0)
+    for turn in range(sys.maxsize):
+        waiting = [each for each in timed if quiet[each.name] < plan.num_quiet]
+        is_late = ranks.from_first(lambda: time.perf_counter() > ends)
+        if not waiting or (turn >= plan.num_quiet and is_late):
+            break
+        for each in waiting:
+            found.append(each.measure(plan.skip, plan.steps))
+            quiet[each.name] += found[-1].foreign <= QUIET
+    for each in timed:
+        each.close()
+    return found
+
+
+def main(argv: Sequence[str]) -> None:
+    """``python -m embershard.launch.plan.reference_steps PLAN RESULT``: paths of JSON files."""
+    _quiet()
+    warnings.filterwarnings("ignore", category=CacheGrowthWarning)  # slots are what is varied here
+    plan = Segments(**json.loads(Path(argv[0]).read_text(encoding="utf-8")))
+    with process_group("cpu") as ranks:
+        found = measure(plan, ranks)
+        if ranks.is_first:
+            Path(argv[1]).write_text(json.dumps([each.to_dict() for each in found]), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

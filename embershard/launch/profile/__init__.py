@@ -1,0 +1,1 @@
+"""`embershard profile`: one pass over a data set, and what it found."""

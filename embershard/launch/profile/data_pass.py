@@ -1,0 +1,225 @@
+"""One pass over the training data, in several processes: from a data source to a profile."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embershard.data import DataConfig, open_source
+from embershard.data.block import Block
+from embershard.data.order import EpochOrder
+from embershard.errors import ConfigError, SetupError
+from embershard.frequency import FrequencyProfile
+from embershard.frequency.collect import Collected, Collector, Part, count_part
+from embershard.frequency.curves import pooled, unseen_share
+from embershard.frequency.downsampling import Following
+from embershard.frequency.split_half import half_split
+from embershard.models import table_name
+
+#: Samples of a part: what a process counts at a time. Fewer where samples have many lookups.
+PART_SAMPLES = 65_536
+_PART_LOOKUPS = 8_000_000
+_LEAST_PART_SAMPLES = 1024
+_PROBED_SAMPLES = 64
+#: So many parts at least show how much of a sample's result is chance.
+_SAMPLED_PARTS = 8
+#: Share of the rows for which a sample's error is stated.
+_ERROR_SHARE = 0.015
+
+
+@dataclass(frozen=True)
+class PassOptions:
+    """How to count.
+
+    Attributes:
+        num_workers: processes; 1 counts in this one.
+        sample: share of the training samples to read.
+        max_lookups: most lookups to keep in the trace.
+        memory_bytes: about how much memory the counts may take.
+    """
+
+    num_workers: int = 1
+    sample: float = 1.0
+    max_lookups: int = 4_000_000
+    memory_bytes: int = 4 << 30
+
+    def __post_init__(self) -> None:
+        for name, low in (("num_workers", 1), ("max_lookups", 1000), ("memory_bytes", 1 << 20)):
+            if getattr(self, name) < low:
+                raise ConfigError(f"{name} = {getattr(self, name)}; needed at least {low}.")
+        if not 0 < self.sample <= 1:
+            raise ConfigError(f"sample = {self.sample}; needed a share of the samples in (0, 1], for instance 0.01.")
+
+
+class PartReader:
+    """Reads and counts ranges of positions of epoch 0's order, as the trainer will read it."""
+
+    def __init__(self, config: DataConfig) -> None:
+        self._source = open_source(config)
+        chunks = self._source.chunks("train")
+        self.num_samples = chunks.num_samples
+        self.num_rows = {table_name(feature.name): feature.num_rows for feature in self._source.schema.sparse}
+        self._order = EpochOrder(
+            chunks, seed=config.seed, epoch=0, shuffle=config.shuffle, window=config.shuffle_window
+        )
+
+    def count(self, start: int, stop: int, following: Following | None = None) -> Part:
+        """Positions [start, stop)."""
+        began = time.process_time()
+        places = self._order.locate(start, stop)
+        blocks = [self._source.read("train", chunk, rows) for chunk, rows in places]
+        seconds = time.process_time() - began
+        sizes = [_bag_sizes(blocks, feature) for feature in range(len(self.num_rows))]
+        rows = (np.concatenate([block.values[feature] for block in blocks]) for feature in range(len(self.num_rows)))
+        return count_part(list(self.num_rows.values()), rows, sizes, stop - start, following, seconds)
+
+    def part_samples(self) -> int:
+        """Samples per part: as few as bound the memory that a part needs."""
+        probed = self.count(0, min(_PROBED_SAMPLES, self.num_samples))
+        per_sample = sum(table.counts.num_lookups for table in probed.tables) / max(probed.num_samples, 1)
+        size = PART_SAMPLES
+        while size > _LEAST_PART_SAMPLES and size * per_sample > _PART_LOOKUPS:
+            size //= 2
+        return size
+
+
+def profile_data(
+    data: DataConfig,
+    options: PassOptions,
+    on_progress: Callable[[int, int], None] | None = None,
+    reader: PartReader | None = None,
+) -> FrequencyProfile:
+    """Count the training split of ``data``; ``on_progress`` gets the samples counted and those to count.
+
+    ``reader`` is of the same data, where they were opened before.
+
+    Raises:
+        DataError, ConfigError: the data are not what they should be.
+        SetupError: a process ended by itself.
+    """
+    reader = reader or PartReader(data)
+    ranges = part_ranges(reader.num_samples, options.sample, reader.part_samples())
+    to_count = sum(stop - start for start, stop in ranges)
+    collector = Collector(
+        reader.num_rows,
+        max_lookups=options.max_lookups,
+        memory_bytes=options.memory_bytes,
+        in_halves=options.sample < 1,
+    )
+    done = 0
+    for part in _parts(data, reader, ranges, options.num_workers, lambda: collector.following):
+        collector.add(part)
+        done += part.num_samples
+        if on_progress is not None:
+            on_progress(done, to_count)
+    collected = collector.finish(share_of_samples=to_count / max(reader.num_samples, 1), origin=_origin(data))
+    if collected.halves is not None:
+        collected = _with_error(collected)
+    return FrequencyProfile.of_sparse(reader.num_rows, collected.counts, collector.num_parts, collected.statistics)
+
+
+def part_ranges(num_samples: int, sample: float, part_samples: int) -> list[tuple[int, int]]:
+    """Ranges [start, stop) of positions: all of them, or a share ``sample`` in ranges that are spread evenly."""
+    if sample >= 1:
+        return [(start, min(start + part_samples, num_samples)) for start in range(0, num_samples, part_samples)]
+    wanted = max(1, round(num_samples * sample))
+    count = max(min(_SAMPLED_PARTS, wanted), -(-wanted // part_samples))
+    ranges = []
+    for number in range(count):
+        start = number * num_samples // count
+        ranges.append((start, start + wanted * (number + 1) // count - wanted * number // count))
+    return ranges
+
+
+def _bag_sizes(blocks: list[Block], feature: int) -> int | NDArray[np.integer]:
+    sizes = [block.lengths[feature] for block in blocks]
+    if all(isinstance(size, int) for size in sizes) and len(set(sizes)) == 1:
+        return int(sizes[0])
+    pairs = zip(sizes, blocks, strict=True)
+    return np.concatenate([np.broadcast_to(size, block.num_samples) for size, block in pairs])
+
+
+# -------------------------------------------------------------------------------------- processes
+
+_reader: PartReader | None = None
+
+
+def _open(config: DataConfig) -> None:
+    global _reader
+    _reader = PartReader(config)
+
+
+def _count(start: int, stop: int, following: Following) -> Part:
+    assert _reader is not None
+    return _reader.count(start, stop, following)
+
+
+def _parts(
+    data: DataConfig,
+    reader: PartReader,
+    ranges: list[tuple[int, int]],
+    num_workers: int,
+    following: Callable[[], Following],
+) -> Iterator[Part]:
+    """All parts in their order; a few are in work or wait at a time."""
+    num_workers = min(num_workers, len(ranges))
+    if num_workers <= 1:
+        for start, stop in ranges:
+            yield reader.count(start, stop, following())
+        return
+    alone = dataclasses.replace(data, num_workers=0)
+    # Processes are forked from one that has imported what takes seconds, and has no threads.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    pool = ProcessPoolExecutor(num_workers, context, _open, (alone,))
+    waiting: deque[Future[Part]] = deque()
+    left = iter(ranges)
+    try:
+        while True:
+            while len(waiting) < 2 * num_workers and (part := next(left, None)) is not None:
+                waiting.append(pool.submit(_count, *part, following()))
+            if not waiting:
+                return
+            yield waiting.popleft().result()
+    except BrokenProcessPool as error:
+        raise SetupError(
+            f"one of {num_workers} processes that count ended by itself, mostly for want of memory; "
+            "use fewer with --workers"
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+# -------------------------------------------------------------------------------------- words
+
+
+def _origin(data: DataConfig) -> str:
+    where = "" if data.path is None else f" {data.path}"
+    order = f"in the order of epoch 0, seed {data.seed}" if data.shuffle else "in the order of the files"
+    return f"{data.kind} data{where}, training samples {order}"
+
+
+def _with_error(collected: Collected) -> Collected:
+    """With a sentence about how far the sample may be trusted."""
+    assert collected.halves is not None
+    statistics = collected.statistics
+    tables = statistics.tables.values()
+    rows = _ERROR_SHARE * sum(table.num_rows for table in tables)
+    split = half_split(*collected.halves, rows)
+    unseen = unseen_share(pooled(table.histogram for table in tables))
+    said = (
+        f"{statistics.origin}; a sample of {statistics.share_of_samples:.3%}. Its halves differ by "
+        f"{split.difference:.2%} in the static hit rate at {_ERROR_SHARE:.1%} of the rows; rows chosen on one half "
+        f"find {split.other:.2%} of the other half's lookups ({split.own:.2%} of their own). About {unseen:.2%} of "
+        "further lookups go to rows that are not in the sample"
+    )
+    return dataclasses.replace(collected, statistics=dataclasses.replace(statistics, origin=said))

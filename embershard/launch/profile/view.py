@@ -1,0 +1,193 @@
+"""A profile as tables and sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from rich.table import Table
+
+from embershard.frequency import CountHistogram, DataStatistics, StackDistances, TableStatistics
+from embershard.frequency.curves import distinct_rows, pooled, static_curve, unseen_share
+from embershard.frequency.merge import TableComparison
+
+#: Sizes of a cache, as shares of a table's rows, whose hit rates are shown.
+SIZES = (0.015, 0.05)
+_HEADS = (0.001, 0.01, 0.1)
+_WINDOW = 4096
+#: Less than this many points of hit rate is no reason to prefer a policy.
+_SAME = 0.005
+
+
+def profile_table(statistics: DataStatistics, together: StackDistances | None, top: int) -> Table:
+    """One line per table, for the ``top`` tables with most rows; then all tables together."""
+    table = Table(title=_title(statistics), title_justify="left", pad_edge=False)
+    for name in ("table", "rows", "occur", "lookups", "per\nsample", "top row"):
+        table.add_column(name, justify="left" if name == "table" else "right")
+    for share in _HEADS:
+        table.add_column(f"top\n{share:.1%}", justify="right")
+    table.add_column(f"distinct in\n{_WINDOW}", justify="right")
+    for size in SIZES:
+        table.add_column(f"static\n{size:.1%}", justify="right")
+        table.add_column(f"LRU\n{size:.1%}", justify="right")
+    ordered = sorted(statistics.tables.values(), key=lambda each: each.num_rows, reverse=True)
+    for each in ordered[:top]:
+        table.add_row(each.table, *_cells([each], each.stack, statistics.num_samples))
+    if len(ordered) > top:
+        table.add_row(f"{len(ordered) - top} more", *[""] * (len(table.columns) - 1), style="dim")
+    table.add_section()
+    table.add_row("together", *_cells(ordered, together, statistics.num_samples), style="bold")
+    return table
+
+
+def sentences(statistics: DataStatistics, together: StackDistances | None) -> list[str]:
+    """What the numbers say, in words."""
+    lines = [
+        "top x %: share of lookups that go to so many of the rows that occur. static, LRU: share of lookups found by a "
+        "cache of so many of all rows."
+    ]
+    lines += [_preference_sentence(statistics, together), _drift_sentence(statistics), _trust_sentence(statistics)]
+    if statistics.read_seconds_per_sample:
+        lines.append(
+            f"One core reads {1 / statistics.read_seconds_per_sample:,.0f} samples/s on the machine that counted."
+        )
+    lines.append(f"Counted: {statistics.origin}.")
+    return lines
+
+
+def comparison_table(found: Sequence[TableComparison], top: int) -> Table:
+    """One line per table, for the ``top`` tables with most lookups."""
+    table = Table(title="The most frequent rows of A, on the lookups of B", title_justify="left", pad_edge=False)
+    columns = (
+        "table",
+        "rows\nchosen",
+        "also chosen\nby B",
+        "hit rate of\nA's rows",
+        "of B's\nrows",
+        "lookups of rows\nnew in B",
+    )
+    for name in columns:
+        table.add_column(name, justify="left" if name == "table" else "right")
+    ordered = sorted(found, key=lambda each: each.lookups, reverse=True)
+    for each in ordered[:top]:
+        shares = (each.overlap, each.hit_rate, each.own_hit_rate, each.unseen)
+        table.add_row(each.table, f"{each.num_top:,}", *(f"{share:.1%}" for share in shares))
+    if len(ordered) > top:
+        table.add_row(f"{len(ordered) - top} more", *[""] * (len(columns) - 1), style="dim")
+    return table
+
+
+def comparison_sentence(found: Sequence[TableComparison]) -> str:
+    """All tables together."""
+    lookups = [max(each.lookups, 0) for each in found]
+    if not sum(lookups):
+        return "B has no lookups."
+    old, own, new = (
+        float(np.average([getattr(each, name) for each in found], weights=lookups))
+        for name in ("hit_rate", "own_hit_rate", "unseen")
+    )
+    return (
+        f"Together, each table with its own rows: those chosen by A find {old:.1%} of B's lookups, those "
+        f"chosen by B itself {own:.1%}; "
+        f"{new:.1%} of B's lookups go to rows that A never saw."
+    )
+
+
+def _title(statistics: DataStatistics) -> str:
+    part = "" if statistics.share_of_samples >= 1 else f" ({statistics.share_of_samples:.2%} of them)"
+    return f"{statistics.num_samples:,} training samples{part}, {len(statistics.tables)} tables"
+
+
+def _cells(tables: Sequence[TableStatistics], stack: StackDistances | None, num_samples: int) -> list[str]:
+    histogram = pooled(table.histogram for table in tables)
+    rows, lookups = sum(table.num_rows for table in tables), sum(table.num_lookups for table in tables)
+    undercount = any(table.undercount for table in tables)
+    heads = [_top_share(histogram, 1.0), *(_top_share(histogram, share * histogram.num_rows) for share in _HEADS)]
+    cells = [
+        f"{rows:,}",
+        ("<= " if undercount else "") + f"{histogram.num_rows:,.0f}",
+        f"{lookups:,}",
+        f"{lookups / max(num_samples, 1):.1f}",
+        *heads,
+        f"{sum(distinct_rows(table, _WINDOW, num_samples) for table in tables):,.0f}",
+    ]
+    for size in SIZES:
+        slots = np.array(max(1.0, size * rows))
+        cells.append(f"{float(static_curve(histogram, slots)):.1%}")
+        cells.append("n/a" if stack is None else f"{float(stack.hit_rate(slots)):.1%}")
+    return cells
+
+
+def _top_share(histogram: CountHistogram, num_rows: float) -> str:
+    return f"{float(static_curve(histogram, np.array(max(1.0, num_rows)))):.1%}"
+
+
+def _preference_sentence(statistics: DataStatistics, together: StackDistances | None) -> str:
+    found = statistics.preferences
+    if not found:
+        return _curves_sentence(statistics, together)
+    named = ", ".join(f"{policy} {misses:.2%}" for policy, misses in sorted(found.items(), key=lambda item: item[1]))
+    alone = {policy: misses for policy, misses in found.items() if policy != "lookahead"} or dict(found)
+    best = min(alone, key=lambda policy: alone[policy])
+    close = [policy for policy in alone if policy != best and alone[policy] - alone[best] < _SAME]
+    text = f"Policy: in a replay with slots for 5 % of the rows that occur, lookups missed: {named}. "
+    text += f"Without looking ahead the data prefer {best}"
+    text += f" ({' and '.join(sorted(close))} within {_SAME:.1%})" if close else ""
+    text += f", {_reason(best, statistics)}."
+    if best == "frequency":
+        text += " (It was counted on these very lookups, and knows rows that new data would have to bring.)"
+    return text
+
+
+def _reason(best: str, statistics: DataStatistics) -> str:
+    drift = statistics.drift
+    if drift is None:
+        return "by these misses alone"
+    moved = f"{1 - drift.top_rows_kept:.0%} of the most frequent rows are others at the end"
+    if best == "lru":
+        return f"since what was used last tells more than what was used most: {moved}"
+    if best == "lfu":
+        return f"since counts that go on find what becomes popular: {moved}"
+    return f"since what is popular stays so: {moved}"
+
+
+def _curves_sentence(statistics: DataStatistics, together: StackDistances | None) -> str:
+    if together is None:
+        return "Policy: no trace of lookups in their order, so only a static cache can be judged."
+    rows = np.array(SIZES[1] * sum(table.num_rows for table in statistics.tables.values()))
+    static = float(static_curve(pooled(table.histogram for table in statistics.tables.values()), rows))
+    lru = float(together.hit_rate(rows))
+    best = "frequency" if static >= lru else "lru"
+    return (
+        f"Policy: the data prefer {best}: with slots for {SIZES[1]:.0%} of all rows a static cache finds {static:.1%} "
+        f"of the lookups that chose its rows, LRU {lru:.1%} (which has to fetch every row once)."
+    )
+
+
+def _drift_sentence(statistics: DataStatistics) -> str:
+    drift = statistics.drift
+    if drift is None:
+        return "Drift: not measured, the data are too few."
+    first, before, own = (float(drift.hit_rates[part, -1]) for part in (0, -2, -1))
+    return (
+        f"Drift: the {drift.share_of_rows:.0%} most frequent rows of the first of {len(drift.hit_rates)} parts find "
+        f"{first:.1%} of the last part's lookups, those of the part before it {before:.1%}, its own {own:.1%}; "
+        f"{drift.top_rows_kept:.0%} of them are the same, and {drift.new_rows_share:.1%} of its lookups go to rows "
+        "that did not occur in the first half."
+    )
+
+
+def _trust_sentence(statistics: DataStatistics) -> str:
+    unseen = unseen_share(pooled(table.histogram for table in statistics.tables.values()))
+    text = f"Trust: about {unseen:.2%} of further lookups will go to rows that did not occur"
+    trace = statistics.trace
+    if trace is not None:
+        # Beside constant rows, all but one in a million may be followed.
+        constant = sum(len(rows) for rows in trace.constant_rows.values())
+        followed = "all rows are" if trace.rate > 0.99 else f"{trace.rate:.3%} of the rows are"
+        text += f"; {followed} followed in order ({trace.num_lookups:,} lookups"
+        text += f"), beside {constant:,} that are in about every batch" if constant else ")"
+    forgotten = max(table.undercount for table in statistics.tables.values()) if statistics.tables else 0
+    if forgotten:
+        text += f"; counts are low by up to {forgotten} (memory was bounded: --memory)"
+    return text + "."

@@ -1,0 +1,1 @@
+"""`embershard report`: what a run did, beside what was planned."""

@@ -1,0 +1,214 @@
+"""``embershard report``: what a run gave, and how well its plan predicted that."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from embershard.errors import ConfigError, EmbershardError
+from embershard.planning.cost.recalibrate import Recalibration, recalibrated
+from embershard.planning.cost.topology import load_topology, save_topology
+from embershard.planning.verify.compare import compare
+from embershard.planning.verify.measured import MeasuredRun
+from embershard.planning.verify.notes import notes
+from embershard.sharding.plan import Plan
+
+_HELP = """Show what a run gave; set what its plan predicted beside what was measured.
+
+  embershard report runs/mine
+  embershard report runs/mine --predicted
+  embershard report runs/mine --recalibrate machine.toml
+  embershard plan --config run.toml --profile profile.npz --topology machine.toml
+"""
+_WIDTH = 150
+_TOP = 12
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code: 0 well, 2 wrong usage, or nothing to compare."""
+    arguments = _parser().parse_args(argv)
+    try:
+        _check_usage(arguments)
+        _report(arguments, Console(width=None if sys.stdout.isatty() else _WIDTH))
+    except EmbershardError as error:
+        print(f"embershard: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A finished run's folder."""
+
+    folder: Path
+    result: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, folder: Path) -> _Run:
+        file = folder / "result.json"
+        try:
+            result = json.loads(file.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            what = "the run has not ended, or it failed" if folder.is_dir() else "there is no such folder"
+            raise ConfigError(f"{file}: not found; {what}. Give the --run-dir of a run that ended.") from error
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{file}: cannot be read ({error}). Needed is what embershard train wrote.") from error
+        if not isinstance(result, dict):
+            raise ConfigError(f"{file}: got a JSON {type(result).__name__}, needed what embershard train wrote.")
+        return cls(folder, result)
+
+    def plan(self, given: Path | None) -> Plan:
+        """The plan to compare with: the run's own unless another one is given."""
+        if given is not None:
+            return Plan.load(given)
+        if not (self.folder / "plan.json").exists():
+            raise ConfigError(
+                f"{self.folder} was trained without a plan, so nothing was predicted. Train with one (embershard train "
+                "--plan FILE), or name a plan to compare with (--plan FILE)."
+            )
+        return Plan.load(self.folder / "plan.json")
+
+    def other_settings(self, plan: Plan) -> list[str]:
+        """What the run did otherwise than the plan's prediction assumed.
+
+        Raises:
+            ConfigError: its config.toml is missing, or of another version.
+        """
+        from embershard.launch.config import load_config  # loads torch
+        from embershard.training.config import RunConfig
+
+        config = load_config(RunConfig, self.folder / "config.toml")
+        return plan.other_settings({**config.predicted_from, "train.device": self.result.get("device")})
+
+    def num_checkpoints(self, run: MeasuredRun) -> int:
+        """Written in the steps that were counted."""
+        try:
+            lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+            reports = [json.loads(line) for line in lines]
+            steps = [report["step"] for report in reports if report["kind"] == "checkpoint"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return 0
+        return sum(step > run.all_steps - run.steps for step in steps)
+
+
+def _report(arguments: argparse.Namespace, console: Console) -> None:
+    run = _Run.read(arguments.run_dir)
+    from embershard.launch.report import view as report_view  # loads torch, and --help must answer at once
+
+    found: dict[str, Any] = {"run": str(run.folder)}
+    top = arguments.top or _TOP
+    if arguments.predicted:
+        plan = run.plan(arguments.plan)
+        comparison = compare(plan, run.result)
+        measured = MeasuredRun.from_result(run.result)
+        said = notes(plan, measured, _other_settings(run, plan), run.num_checkpoints(measured))
+        found["predicted"] = report_view.comparison_values(comparison, said)
+        if not arguments.json:
+            report_view.show_comparison(comparison, said, console, top)
+            if comparison.is_step_time_off and measured.plan_digest == plan.digest and arguments.recalibrate is None:
+                report_view.show_advice(run.folder, console)
+    if arguments.recalibrate is not None:
+        changed = _recalibrate(arguments, run)
+        found["recalibrated"] = report_view.recalibration_values(changed, arguments.recalibrate)
+        if not arguments.json:
+            report_view.show_recalibration(changed, arguments.recalibrate, console)
+    if not arguments.predicted and arguments.recalibrate is None:
+        found["result"] = run.result
+        if not arguments.json:
+            report_view.show_run(run.folder, run.result, console, top)
+    if arguments.json:
+        print(json.dumps(found, indent=2, allow_nan=False))
+
+
+def _other_settings(run: _Run, plan: Plan) -> list[str]:
+    try:
+        return run.other_settings(plan)
+    except ConfigError as error:
+        return [f"not known, since the run's config cannot be read: {error}"]
+
+
+def _recalibrate(arguments: argparse.Namespace, run: _Run) -> Recalibration:
+    plan, output = run.plan(arguments.plan), arguments.recalibrate
+    others = [text for text in run.other_settings(plan) if text.startswith(("train.batch_size", "model.", "train.dev"))]
+    if others:
+        raise ConfigError(
+            f"{others[0]}: the work of the run is not the plan's, and its speed says nothing about the rates. "
+            "Recalibrate with a run as it was planned."
+        )
+    changed = recalibrated(
+        _topology(arguments.topology, plan), plan, run.result, name=output.stem, run_name=run.folder.resolve().name
+    )
+    try:
+        save_topology(changed.topology, output)
+    except OSError as error:
+        raise ConfigError(f"--recalibrate {output}: cannot be written ({error.strerror}).") from error
+    return changed
+
+
+def _topology(given: str | None, plan: Plan) -> Any:
+    """By name or file; else the one that the plan was made with, where it is in the catalogue."""
+    if given is not None:
+        return load_topology(given)
+    name = plan.made_from.get("topology")
+    if name is None:
+        raise ConfigError("The plan does not say for which machine it was made. Name it: --topology NAME or FILE.toml.")
+    try:
+        return load_topology(name)
+    except ConfigError as error:
+        raise ConfigError(
+            f"The plan was made for topology {name!r}, which is not in the catalogue. Give its file: --topology "
+            "FILE.toml."
+        ) from error
+
+
+def _check_usage(arguments: argparse.Namespace) -> None:
+    """An option without an effect is a mistake."""
+    for needs, is_given, options in (
+        ("--predicted or --recalibrate", arguments.predicted or arguments.recalibrate is not None, ("plan",)),
+        ("--recalibrate", arguments.recalibrate is not None, ("topology",)),
+    ):
+        for option in options:
+            if getattr(arguments, option) is not None and not is_given:
+                raise ConfigError(f"--{option} has no effect without {needs}.")
+    if arguments.top is not None and arguments.json:
+        raise ConfigError("--top has no effect with --json, which has all tables.")
+    if arguments.recalibrate is not None and arguments.recalibrate.suffix != ".toml":
+        raise ConfigError(f"--recalibrate {arguments.recalibrate}: needed a file name that ends in .toml.")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="embershard report", description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run that ended")
+    parser.add_argument("--predicted", action="store_true", help="set what the plan predicted beside what was measured")
+    parser.add_argument("--plan", type=Path, metavar="FILE", help="compare with this plan (default: the run's own)")
+    parser.add_argument(
+        "--recalibrate",
+        type=Path,
+        metavar="OUT.toml",
+        help="write the topology with its rates corrected, so that they give the step time that was measured",
+    )
+    parser.add_argument(
+        "--topology", metavar="NAME", help="to correct: a machine or a TOML file (default: the one of the plan)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the same numbers as JSON, for all tables")
+    parser.add_argument("--top", type=_positive, metavar="N", help=f"tables to show (default: {_TOP})")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}; needed a whole number, 1 or more")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

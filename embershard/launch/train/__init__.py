@@ -1,0 +1,1 @@
+"""`embershard train`: starts the ranks, trains, and shows how it goes."""

@@ -1,0 +1,431 @@
+"""The look-ahead train pipeline: the ids of many batches are known, the rows of the next few are on the device.
+
+    window:   [ in training | resident: the next P | known: the next L, ids only ] <- two arriving <- batches
+
+A batch goes through these stages, several batches at a time, each in another one:
+
+    arrive    the ranks agree that there is a next batch, and exchange its ids (input all-to-all)
+    know      each cache learns when its rows are used next, and evicts accordingly
+    resident  the missing rows are brought in, into slots that no resident batch uses
+    train     forward, backward, update; its slots may be given away from now on
+
+Knowing costs a few bytes per id; holding costs slots. That is why there are two depths.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from embershard.distributed.agreement import Agreement, Supply
+from embershard.errors import ConfigError, DataError
+from embershard.pipeline.inputs import Features, InputDoor, ModuleInput, OpenStep, open_doors, tensors_of
+from embershard.pipeline.left_steps import BackwardWatch, LeftSteps
+from embershard.pipeline.prefetch_depth import PrefetchDepth
+from embershard.pipeline.stats import Depths, LookAheadStats
+from embershard.pipeline.streams import Streams
+from embershard.pipeline.worker import CacheWorker
+from embershard.sharding.torchrec import cached_embeddings
+from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
+
+_NO_BATCH = object()
+#: One whose ids were sent in the step before, and one whose ids will be sent in this one. Ids are sent behind the
+#: collectives of a step's backward: with one batch on its way, the next step would begin by waiting for those.
+_MOST_ARRIVING = 2
+
+
+@dataclass(eq=False)
+class _Ahead:
+    """A batch on its way: as the iterator gave it, on the device when it is about to train, and its modules' inputs."""
+
+    batch: Any
+    on_device: Any
+    inputs: dict[str, ModuleInput]
+    versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Note how often the batch's tensors were written to so far."""
+        self.versions = [(each, each._version) for each in tensors_of(self.batch) if not each.is_inference()]
+
+    def check_unchanged(self) -> None:
+        """Its ids went ahead long ago; the rest of it must still belong to them.
+
+        Raises:
+            DataError: somebody wrote to the batch's tensors.
+        """
+        if any(tensor._version != version for tensor, version in self.versions):
+            raise DataError(
+                "a batch was written to in place after the pipeline had taken it: it is kept for lookahead + 3 steps. "
+                "Give each batch tensors of its own (batch.clone(), or no reuse of buffers in the loader)"
+            )
+
+
+class LookAheadPipeline:
+    """Trains a sharded model with its embedding rows brought in ahead of time. Used as TorchRec's train pipelines are.
+
+    The model returns ``(losses, output)``. All ranks must call the same methods in the same order; they stop together
+    when the first one has no batch left. Evaluation, checkpoints and flushes between two steps are safe: outside of a
+    step the model's forward is its own.
+
+    Args:
+        model: a ``DistributedModelParallel``.
+        optimizer: of the dense parameters; the tables' optimizer is fused into their backward.
+        device: of this rank.
+        lookahead: L, batches whose ids are known beyond the one in training.
+        prefetch: P, the most batches whose rows are on the device beyond the one in training; fewer where they do not
+            fit and, where a thread plans beside the training, as few as keep the steps from waiting.
+        features: gives each sharded module's input, by name, from a batch; without it the model is traced.
+        max_known_bytes: known batches may take this much memory; fewer are known where they would take more.
+        worker: plan and copy rows in a thread beside the training. Default: on a CPU (on a GPU they have streams).
+
+    Raises:
+        ConfigError: not 1 <= P <= L.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        lookahead: int = 64,
+        prefetch: int = 2,
+        *,
+        features: Features | None = None,
+        max_known_bytes: int = 2**30,
+        worker: bool | None = None,
+    ) -> None:
+        if not 1 <= prefetch <= lookahead:
+            raise ConfigError(f"got lookahead={lookahead}, prefetch={prefetch}; needed 1 <= prefetch <= lookahead")
+        self._model, self._optimizer, self._device = model, optimizer, torch.device(device)
+        self._lookahead, self._prefetch = lookahead, prefetch
+        self._features, self._max_known_bytes = features, max_known_bytes
+        self._agreement = Agreement(self._device)
+        self._streams = Streams(self._device)
+        self._pools = list(cached_embeddings(model))
+        has_worker = self._device.type == "cpu" if worker is None else worker
+        self._worker = CacheWorker() if has_worker else None
+        self._doors: list[InputDoor] | None = None
+        self._open = OpenStep()
+        self._depth = PrefetchDepth(prefetch, is_adaptive=has_worker)
+        self._left = LeftSteps()
+        self._hook: Any = None
+        self._backward = BackwardWatch()
+        self._num_begun = 0
+        self._window: deque[_Ahead] = deque()
+        self._arriving: deque[_Ahead] = deque()
+        self._offered: Any = _NO_BATCH
+        self._unknown: deque[_Ahead] = deque()  # those in the window that the caches do not know yet
+        self._is_offered = self._is_over = self._is_full = False
+        self._input_failure: Exception | None = None  # of this rank's iterator, until the others know
+        self._failure: Exception | None = None  # of the thread beside a step that was otherwise complete
+        self._num_resident = 0
+        self._is_due = False  # the step in training is over; what is not needed for the next one can wait
+        self._stall_seconds = 0.0
+        self._depths = Depths()
+        self._token = object()  # by which the caches know who announces batches to them
+        weakref.finalize(self, _end_ahead, self._pools, self._token).atexit = False
+
+    def progress(self, batches: Iterator[Any]) -> Any:
+        """One step on the next batch: forward, backward, update. Returns the model's output.
+
+        In evaluation mode it is the forward alone.
+
+        Raises:
+            StopIteration: a rank has no batch left, and all that were under way have trained.
+        """
+        with self.step(batches) as batch:
+            if self._model.training:
+                self._optimizer.zero_grad()
+            losses, output = self._model(batch)
+            if self._model.training:
+                torch.sum(losses, dim=0).backward()
+                self._optimizer.step()
+        return output
+
+    def step(self, batches: Iterator[Any]) -> Any:
+        """For a training loop of one's own: a context with the next batch, on the device. In it, run the model's
+        forward and backward once.
+
+        Raises:
+            StopIteration: as :meth:`progress`.
+        """
+        self._left.check()
+        if torch.is_grad_enabled():  # an evaluation announces nothing: what a pipeline that trains announced stays
+            for pool in self._pools:
+                pool.look_ahead_for(self._token)
+        try:
+            self._advance(batches)
+        except Exception as error:
+            self._left.say(self._num_begun, error, must_wait=False)  # the others may be in the step already
+            raise
+        if not self._window:
+            self._is_over = False  # another iterator may come
+            self._open.end(is_ahead=False)
+            raise StopIteration
+        return self._step(batches)
+
+    def detach(self) -> None:
+        """Give the model's modules their own forwards back, and forget what was ahead; those batches do not train."""
+        for ahead in [*self._window, *self._arriving]:
+            self._close(ahead)
+        _end_ahead(self._pools, self._token)
+        self._window.clear()
+        self._unknown.clear()
+        self._arriving.clear()
+        self._offered = _NO_BATCH
+        self._agreement = Agreement(self._device)  # what was asked about the next batch need not be answered
+        self._is_offered = self._is_over = self._is_full = False
+        self._input_failure = self._failure = None
+        for door in self._doors or []:
+            door.remove()
+        self._doors = None
+        self._open.end(is_ahead=False)
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def stats(self) -> LookAheadStats:
+        """What the pipeline did so far."""
+        stall_seconds = self._stall_seconds + sum(pool.cache.stall_seconds for pool in self._pools)
+        return self._depths.stats(self._depth.depth, self._known_bytes, stall_seconds)
+
+    @contextmanager
+    def _step(self, batches: Iterator[Any]) -> Iterator[Any]:
+        started, trains, number = time.perf_counter(), torch.is_grad_enabled(), self._num_begun
+        ahead = self._begin(trains)
+        self._num_begun += 1
+        is_whole = False
+        try:
+            if trains and self._worker is not None:
+                self._start(self._worker, self._coming())
+            yield ahead.on_device
+            is_whole = True
+        except (Exception, KeyboardInterrupt) as error:
+            is_whole = self._open.is_forwarded and (self._backward.is_done or not trains)
+            if not is_whole:
+                self._left.say(number, error)
+                self._left.explain(number, error)
+            raise
+        finally:
+            self._open.end(is_ahead=trains and bool(self._window))
+            try:
+                if is_whole:
+                    self._pay_debts(batches)
+            finally:
+                stall_seconds = self._finish_ahead()
+                self._close(ahead)
+        if trains:
+            self._depth.add(time.perf_counter() - started, stall_seconds)
+            self._depths.add(
+                known=None if self._is_over else len(self._window),
+                resident=None if len(self._window) < self._depth.depth else self._num_resident,
+            )
+
+    def _begin(self, trains: bool) -> _Ahead:
+        """The next batch leaves the window, and its inputs are handed out. When this fails, no batch has left it."""
+        ahead = self._window[0]
+        ahead.check_unchanged()
+        self._copy_to_device(ahead)
+        self._streams.give(ahead.on_device, ahead.inputs)
+        if trains and self._worker is None:
+            self._look_ahead(self._coming(1))
+        for door in self._doors or []:
+            door.install()
+            ahead.inputs[door.name].expect(*door.args.build_args_kwargs(ahead.on_device))
+        self._window.popleft()
+        if self._unknown and self._unknown[0] is ahead:
+            self._unknown.popleft()  # only training concerns the caches
+        self._backward.is_done = False
+        self._open.begin(ahead.inputs, trains)
+        return ahead
+
+    def _coming(self, first: int = 0) -> list[_Ahead]:
+        """The batches that are to be resident, from place ``first`` of the window on."""
+        return list(itertools.islice(self._window, first, first + self._depth.depth))
+
+    def _pay_debts(self, batches: Iterator[Any]) -> None:
+        """What a step owes the other ranks, whatever its body did after its backward."""
+        for arriving in self._arriving:
+            self._send(arriving)
+        self._offer(batches)
+
+    def _advance(self, batches: Iterator[Any]) -> None:
+        """Fill the window: all of it at the first step, later what one step took."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        self._weigh()
+        admitted = True
+        while len(self._window) <= self._lookahead:
+            if not self._arriving:
+                admitted = self._admit(batches)
+                if not admitted:
+                    break
+            self._arrive()
+            if len(self._unknown) > 1 and torch.is_grad_enabled():  # many, at the first step: how much do they take?
+                self._know()
+            self._weigh()
+        while admitted and len(self._arriving) < _MOST_ARRIVING:
+            admitted = self._admit(batches)
+        if self._window and torch.is_grad_enabled():
+            self._know()
+            self._make_resident(self._window[0], critical_path=True)
+        self._weigh()
+
+    def _weigh(self) -> None:
+        """Whether what is known leaves memory for more."""
+        known_bytes = self._known_bytes
+        self._is_full = known_bytes >= self._max_known_bytes and len(self._window) > self._prefetch + 1
+        self._depths.most_known_bytes = max(self._depths.most_known_bytes, known_bytes)
+
+    def _start(self, worker: CacheWorker, coming: Sequence[_Ahead]) -> None:
+        """Begin with what the batches ahead need, beside the training of the present one."""
+        for pool in self._pools:
+            pool.cache.hold_pins()  # whether the present batch is through when a plan is made must not matter
+        worker.start(functools.partial(self._look_ahead, coming))
+
+    def _finish_ahead(self) -> float:
+        """How long the step waited for it, in seconds. What failed is raised by the next step: this one is complete."""
+        if self._worker is None:
+            return 0.0
+        self._is_due = self._depth.is_adaptive
+        stall_seconds = 0.0
+        try:
+            stall_seconds = self._worker.join()
+        except Exception as error:
+            self._failure = error
+        finally:
+            self._is_due = False
+            for pool in self._pools:
+                pool.cache.let_pins_go()
+        self._stall_seconds += stall_seconds
+        return stall_seconds
+
+    def _look_ahead(self, coming: Sequence[_Ahead]) -> None:
+        """Tell the caches what arrived, and bring in the rows of the next batches, in order, as far as they fit."""
+        self._know()
+        self._num_resident = 0
+        for ahead in coming:
+            if self._num_resident and self._is_due:
+                break  # the next step waits for this; later batches can come in beside it
+            if not self._make_resident(ahead, critical_path=False):
+                break
+            self._num_resident += 1
+
+    # -- the stages
+
+    def _offer(self, batches: Iterator[Any]) -> None:
+        """Take the next batch, and tell the other ranks. What the iterator raises is raised when all of them know."""
+        if self._is_over or self._is_offered:
+            return
+        if self._offered is _NO_BATCH:
+            try:
+                self._offered = next(batches, _NO_BATCH)
+                if self._offered is not _NO_BATCH:
+                    self._check(self._offered)
+            except Exception as error:
+                self._offered, self._input_failure = _NO_BATCH, error
+        state = Supply.FULL if self._is_full else Supply.READY
+        if self._input_failure is not None:
+            state = Supply.FAILED
+        elif self._offered is _NO_BATCH:
+            state = Supply.ENDED
+        self._agreement.start(state, self._depth.wish)
+        self._is_offered = True
+
+    def _admit(self, batches: Iterator[Any]) -> bool:
+        """Let the next batch in if all ranks have one; False if not now, or never."""
+        self._offer(batches)
+        if self._is_over:
+            return False
+        decision, self._is_offered = self._agreement.result(), False
+        self._depth.agree(self._agreement.wish)
+        if decision == Supply.FAILED:
+            failure, self._input_failure = self._input_failure, None
+            raise self._agreement.failure() if failure is None else failure
+        if decision == Supply.ENDED:
+            self._is_over, self._offered = True, _NO_BATCH
+        if decision != Supply.READY:
+            return False
+        batch, self._offered = self._offered, _NO_BATCH
+        self._arriving.append(self._start_input_all_to_all(batch))
+        return True
+
+    def _check(self, batch: Any) -> None:
+        """Whatever this rank may find wrong with a batch, it must find before the others count on it."""
+        if self._doors is None:
+            self._doors = open_doors(self._model, batch, self._open, self._features)
+            watch = self._backward  # not self: the model would keep the pipeline alive
+            self._hook = self._model.register_forward_hook(lambda *called: watch.follow(called[-1]))
+        for door in self._doors:
+            door.check(batch)
+
+    def _start_input_all_to_all(self, batch: Any) -> _Ahead:
+        assert self._doors is not None, "a batch that was not checked"
+        with self._streams.copying():
+            on_device = batch.to(self._device, non_blocking=True)
+        with self._streams.distributing(on_device):
+            return _Ahead(batch, on_device, {door.name: door.start(on_device) for door in self._doors})
+
+    def _send(self, ahead: _Ahead) -> None:
+        with self._streams.distributing():
+            for inputs in ahead.inputs.values():
+                inputs.send()
+
+    def _arrive(self) -> None:
+        """The ids of the batch that was first under way are here."""
+        ahead = self._arriving.popleft()
+        self._send(ahead)
+        with self._streams.distributing():
+            for inputs in ahead.inputs.values():
+                inputs.receive()
+        if self._device.type == "cuda":
+            ahead.on_device = None  # copied again when it is about to train: the ids are all that is kept on the device
+        self._window.append(ahead)
+        self._unknown.append(ahead)
+
+    def _know(self) -> None:
+        """The caches learn what arrived."""
+        while self._unknown:
+            inputs = self._unknown.popleft().inputs
+            with self._streams.preparing(inputs):
+                for part in inputs.values():
+                    part.know()
+
+    def _make_resident(self, ahead: _Ahead, critical_path: bool) -> bool:
+        """Bring in the rows of a batch; False when not all of them fit."""
+        self._copy_to_device(ahead)
+        with self._streams.preparing():
+            complete = [inputs.make_resident(critical_path) for inputs in ahead.inputs.values()]
+        return all(complete)
+
+    def _copy_to_device(self, ahead: _Ahead) -> None:
+        if ahead.on_device is None:
+            with self._streams.copying():
+                ahead.on_device = ahead.batch.to(self._device, non_blocking=True)
+
+    def _close(self, ahead: _Ahead) -> None:
+        with self._streams.preparing():
+            for inputs in ahead.inputs.values():
+                inputs.close()
+
+    @property
+    def _known_bytes(self) -> int:
+        inputs = sum(part.known_bytes for ahead in self._window for part in ahead.inputs.values())
+        chains = sum(pool.cache.chain_bytes for pool in self._pools)
+        return inputs + chains
+
+
+def _end_ahead(pools: list[CachedTableBatchedEmbeddings], token: object) -> None:
+    for pool in pools:
+        pool.end_ahead_of(token)

@@ -1,0 +1,1 @@
+"""What work costs on a machine: rates, and how they are fitted to measurements."""

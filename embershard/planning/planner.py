@@ -1,0 +1,246 @@
+"""Makes a plan: where every table goes, how large every cache is, and what that gives.
+
+least need      does it fit at all? if not: which table, which tier, and what would make it fit
+candidates      TorchRec's planner, with costs from the data, under the budget
+slots           what a rank's budget leaves, divided among its pools
+prediction      quick for every candidate, from counts; of the best one by replaying the trace
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from embershard.errors import ShardingError
+from embershard.planning.budget import LeastNeed, least_need, placed
+from embershard.planning.predict import predict
+from embershard.planning.request import PlanRequest
+from embershard.planning.search import Placement, place
+from embershard.planning.shard_costs import ShardCosts
+from embershard.planning.slot_split import split_slots
+from embershard.planning.workload import place_shards, pools
+from embershard.sharding.plan import Plan, PoolPlacement, Prediction, TablePlacement
+
+_ORDERS: tuple[Literal["seconds", "device_bytes"], ...] = ("seconds", "device_bytes")
+_MANY_TABLES = 200  # with more, one order must do: each costs seconds
+_SKEWED = 1.5  # times its share of the rows is what a block's share of lookups may be before we say so
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A placement with its slots, and what counts alone say about it."""
+
+    tables: tuple[TablePlacement, ...]
+    pools: tuple[PoolPlacement, ...]
+    quick: Prediction
+
+    @property
+    def step_seconds(self) -> float:
+        """Of a step, from counts alone."""
+        return self.quick.step_seconds
+
+
+def make_plan(request: PlanRequest, progress: Callable[[int, int], None] | None = None) -> Plan:
+    """The best plan that was found. Deterministic: equal requests give equal plans.
+
+    Raises:
+        ShardingError: no placement fits; says which table, which tier (or cache), by how much, and what would fit.
+    """
+    return complete(request, best_candidate(request), progress)
+
+
+def best_candidate(request: PlanRequest) -> Candidate:
+    """The fastest placement that fits, by counts alone.
+
+    Raises:
+        ShardingError: as :func:`make_plan`.
+    """
+    need = least_need(request)
+    if not need.excess_rows:
+        need.check_device(request)
+    found = _candidates(request, need)  # even so: without caches the rows may fit
+    if not found:
+        need.check_pools(request)
+        need.check_host(request)
+        raise ShardingError(_no_room(request, need))
+    return min(found, key=lambda candidate: candidate.step_seconds)
+
+
+def _no_room(request: PlanRequest, need: LeastNeed) -> str:
+    """Each rank's least need fits, but not the ratio that was asked for, or not so many rows on a node."""
+    budget = request.budget
+    larger = sized(replace(request, budget=replace(budget, device_bytes=2**62, host_bytes=None)), need.tables)
+    if budget.ratio is None or budget.device_bytes is None or larger is None:
+        return f"{len(request.allowed)} tables do not fit the nodes evenly: give --host-memory more, or use more nodes"
+    device_bytes = max(sum(rank.device_bytes.values()) for rank in larger.quick.ranks)
+    return (
+        f"the plan does not fit: a rank with {budget.ratio:g} of its rows on the device needs {device_bytes} bytes and "
+        f"may use {budget.device_bytes}: {device_bytes - budget.device_bytes} bytes are missing. Use a smaller ratio, "
+        f"or --device-memory {device_bytes}"
+    )
+
+
+def complete(request: PlanRequest, candidate: Candidate, progress: Callable[[int, int], None] | None = None) -> Plan:
+    """The plan of a candidate, predicted by replaying the trace where there is enough of it."""
+    shape = request.workload.shape
+    exact = predict(request.workload, candidate.tables, candidate.pools, request.rates, progress=progress)
+    return Plan(
+        world_size=shape.world_size,
+        ranks_per_node=min(shape.ranks_per_node, shape.world_size),
+        batch_size=shape.batch_size,
+        device=shape.device,
+        device_memory_bytes=request.budget.device_bytes,
+        host_memory_bytes=request.budget.host_bytes,
+        settings=dict(request.settings),
+        tables=candidate.tables,
+        pools=candidate.pools,
+        notes=(*request.notes, *_advice(request, candidate, exact)),
+        prediction=exact,
+        made_from=dict(request.made_from),
+    )
+
+
+def sized(request: PlanRequest, tables: Sequence[TablePlacement]) -> Candidate | None:
+    """A given placement with the slots that the budget allows; None where it allows too few, or where a cache cannot
+    number its rows."""
+    shards = place_shards(request.workload.model, tables, request.workload.shape)
+    slots = split_slots(request.workload, shards, request.budget)
+    if slots is None:
+        return None
+    quick = predict(request.workload, tables, slots, request.rates, from_counts=True)
+    limit = request.budget.host_bytes
+    if limit is not None and _host_bytes(quick, request.workload.shape.ranks_per_node) > limit:
+        return None
+    return Candidate(tuple(tables), tuple(slots), quick)
+
+
+def _host_bytes(prediction: Prediction, ranks_per_node: int) -> int:
+    """Of the fullest node."""
+    hosts = [sum(rank.host_bytes.values()) for rank in prediction.ranks]
+    return max(sum(hosts[first : first + ranks_per_node]) for first in range(0, len(hosts), ranks_per_node))
+
+
+def _candidates(request: PlanRequest, need: LeastNeed) -> list[Candidate]:
+    """Placements that fit, among them the one that needs the least memory. First come those without a cache: where all
+    rows fit the devices, nothing need be planned or moved."""
+    found = list(dict.fromkeys([*_searched(request, need), *_round_robin(request), need.tables]))
+    tried = [*_searched(request, need, resident=True), *(tuple(map(_on_device, tables)) for tables in found), *found]
+    candidates = [sized(request, tables) for tables in dict.fromkeys(tried)]
+    return [candidate for candidate in candidates if candidate is not None]
+
+
+def _round_robin(request: PlanRequest) -> list[tuple[TablePlacement, ...]]:
+    """Table i on rank i mod W, where that is allowed: what a plan must not be slower than."""
+    if not request.allowed or not all("table_wise" in types for types in request.allowed.values()):
+        return []
+    world_size = request.workload.shape.world_size
+    placements = [Placement(name, "table_wise", (n % world_size,)) for n, name in enumerate(request.allowed)]
+    return [tuple(placed(request, placements))]
+
+
+def _searched(request: PlanRequest, need: LeastNeed, resident: bool = False) -> list[tuple[TablePlacement, ...]]:
+    """What TorchRec's planner finds, with two orders in which tables are placed; ``resident``: without caches. Every
+    sharding type has collectives of its own, which no table's cost shows: so also with one type for all."""
+    shape, budget = request.workload.shape, request.budget
+    if shape.world_size == 1 or not request.sharded or (resident and not _may_be_resident(request)):
+        return []
+    least = None if resident else sized(replace(request, budget=replace(budget, host_bytes=None)), need.tables)
+    num_slots = sum(pool.slots for pool in least.pools) if least is not None else 1
+    costs = ShardCosts(request.workload, request.rates, num_slots, resident=resident)
+    local = min(shape.ranks_per_node, shape.world_size)
+    fixed_bytes = _shared(request, min(rank.fixed_bytes for rank in need.ranks))
+    found = []
+    for order, allowed in _searches(request):
+        placements = place(
+            request.sharded,
+            costs,
+            world_size=shape.world_size,
+            ranks_per_node=local,
+            device_bytes=None if budget.device_bytes is None else budget.device_bytes - fixed_bytes,
+            host_bytes=None if budget.host_bytes is None else budget.host_bytes // local,
+            allowed=allowed,
+            sort_by=order,
+            cached=not resident,
+        )
+        if placements is not None:
+            tables = placed(request, placements)
+            found.append(tuple(map(_on_device, tables)) if resident else tuple(tables))
+    return found
+
+
+def _searches(request: PlanRequest) -> list[tuple[Literal["seconds", "device_bytes"], dict[str, list[str]]]]:
+    """In which order to place tables, and with which sharding types."""
+    allowed = request.allowed
+    if len(request.sharded) > _MANY_TABLES:
+        return [("seconds", allowed)]
+    one_type = [
+        {table: [only] for table in allowed}
+        for only in ("table_wise", "row_wise")
+        if all(only in types for types in allowed.values())
+    ]
+    choices = [choice for choice in [allowed, *one_type] if choice is allowed or choice != allowed]
+    return [(order, choice) for choice in choices for order in _ORDERS]
+
+
+def _may_be_resident(request: PlanRequest) -> bool:
+    """Whether all devices together could hold all rows."""
+    limit = request.budget.device_bytes
+    needed = sum(table.rows * table.row_bytes() for table in request.sharded)
+    return limit is not None and needed <= limit * request.workload.shape.world_size
+
+
+def _shared(request: PlanRequest, fixed_bytes: int) -> int:
+    """Of a rank's fixed bytes those that are the same wherever the tables are: the dense model, and its samples'."""
+    model, batch = request.workload.model, request.workload.shape.batch_size
+    dense = model.dense_parameter_bytes + model.dense_state_bytes + round(model.activation_bytes_per_sample * batch)
+    return min(dense, fixed_bytes)
+
+
+def _on_device(table: TablePlacement) -> TablePlacement:
+    return table if table.kernel == "replicated" else replace(table, kernel="device")
+
+
+def _advice(request: PlanRequest, candidate: Candidate, exact: Prediction) -> list[str]:
+    """What a user should know about the plan."""
+    workload, shape = request.workload, request.workload.shape
+    notes = []
+    if exact.method == "counts" and candidate.pools:
+        notes.append(
+            "Hit rates are from counts alone, in the long run: the profile's trace has too few batches of "
+            f"{shape.global_batch_size:,} samples to be replayed."
+        )
+    notes += [
+        f"Table {table}: hot rows lie together, its busiest block of rows gets {times:.1f} times its share of lookups. "
+        'Scatter them with id_mapping = "hash".'
+        for table, times in _skewed_blocks(request, candidate).items()
+    ]
+    grown = [rank.rank for rank in exact.ranks if rank.device_bytes["slots"] > _slot_bytes(candidate, rank.rank)]
+    if grown:
+        notes.append(
+            f"The caches of ranks {grown[:8]} will grow: one batch needs more rows than they have slots. The "
+            "prediction counts that; give them more (--device-memory, a larger cache.ratio), or use a smaller batch."
+        )
+    shards = place_shards(workload.model, candidate.tables, shape)
+    rows = [sum(shard.rows for shard in members) for members in pools(shards).values()]
+    if not candidate.pools:
+        notes.append("All rows fit the devices: no table is cached.")
+    elif sum(pool.slots for pool in candidate.pools) >= sum(rows):
+        notes.append("Every row has a slot: nothing is ever evicted.")
+    return notes
+
+
+def _slot_bytes(candidate: Candidate, rank: int) -> int:
+    """As planned: of the quick prediction, in which no cache grows."""
+    return candidate.quick.ranks[rank].device_bytes["slots"]
+
+
+def _skewed_blocks(request: PlanRequest, candidate: Candidate) -> dict[str, float]:
+    """Tables cut by rows whose blocks are looked up very unevenly, and how much the worst one."""
+    worst: dict[str, float] = {}
+    for shard in place_shards(request.workload.model, candidate.tables, request.workload.shape):
+        part = shard.rows / shard.table.rows
+        if 0 < part < 1:
+            times = request.workload.share_of_lookups(shard) / part
+            worst[shard.table.table] = max(times, worst.get(shard.table.table, 0.0))
+    return {table: times for table, times in worst.items() if times > _SKEWED}

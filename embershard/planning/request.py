@@ -1,0 +1,104 @@
+"""What a plan is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from embershard.errors import ConfigError
+from embershard.planning.cost.rates import Rates
+from embershard.planning.workload import Workload
+from embershard.sharding.shards import TablePlacement
+from embershard.sharding.sizes import TableSize
+
+#: On one node the other types do the same as these.
+ONE_NODE_TYPES = ("table_wise", "row_wise", "column_wise")
+NODES_TYPES = (*ONE_NODE_TYPES, "table_row_wise", "table_column_wise")
+#: Of a column shard: FBGEMM is slow on narrow rows.
+LEAST_COLUMNS = 32
+
+
+def column_block(dim: int, world_size: int) -> int:
+    """Columns of a column shard: the fewest that are not narrow, a multiple of 4, and cut ``dim`` evenly."""
+    least = max(LEAST_COLUMNS, dim // world_size)
+    return next((size for size in range(least + -least % 4, dim, 4) if dim % size == 0), dim)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Memory that may be used. The ratio says how large the caches are, or else ``cache_bytes``, or else they take what
+    ``device_bytes`` leaves.
+
+    Attributes:
+        device_bytes: of one rank, for everything: slots, states, maps, resident tables, dense model, activations,
+            buffers. A hard limit.
+        cache_bytes: of one rank, for slots, states and maps alone; goes with no other.
+        ratio: slots as a share of a pool's rows.
+        host_bytes: of one node, for the rows in host memory; None: not limited.
+    """
+
+    device_bytes: int | None = None
+    cache_bytes: int | None = None
+    ratio: float | None = None
+    host_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("device_bytes", "cache_bytes", "ratio") if getattr(self, name) is not None]
+        if not given or (self.cache_bytes is not None and len(given) > 1):
+            raise ConfigError(
+                f"a budget needs device_bytes, ratio, both, or cache_bytes alone; got {' and '.join(given) or 'none'}"
+            )
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What to plan for.
+
+    Attributes:
+        workload: model, data and run.
+        rates: of a rank of the machine.
+        budget: bytes per rank and node.
+        types: sharding types that may be used; None: all that make sense on so many nodes.
+        only: sharding types of single tables, instead of ``types``.
+        replicate_rows: tables with at most so many rows are replicated.
+        most_ranks_per_node: devices of a node; None: as many as are asked for.
+        settings, made_from, notes: for the plan's file.
+    """
+
+    workload: Workload
+    rates: Rates
+    budget: Budget
+    types: Sequence[str] | None = None
+    only: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    replicate_rows: int = 0
+    most_ranks_per_node: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    made_from: Mapping[str, str] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    @property
+    def sharded(self) -> list[TableSize]:
+        """Tables that are placed on ranks, not replicated."""
+        return [table for table in self.workload.model.tables if table.rows > self.replicate_rows]
+
+    @property
+    def allowed(self) -> dict[str, list[str]]:
+        """Sharding types of those."""
+        shape = self.workload.shape
+        types = list(self.types or (ONE_NODE_TYPES if shape.world_size <= shape.ranks_per_node else NODES_TYPES))
+        found = {}
+        for table in self.sharded:
+            is_cut = column_block(table.dim, shape.world_size) < table.dim  # else it is table-wise by another name
+            own = [name for name in types if is_cut or name not in ("column_wise", "table_column_wise")]
+            found[table.table] = list(self.only.get(table.table, own or types))
+        return found
+
+    @property
+    def replicated(self) -> list[TablePlacement]:
+        """Tables that every rank has a copy of."""
+        return [
+            TablePlacement(table.table, table.rows, table.dim, table.dtype, "data_parallel", "replicated", ())
+            for table in self.workload.model.tables
+            if table.rows <= self.replicate_rows
+        ]

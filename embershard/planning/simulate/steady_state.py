@@ -1,0 +1,153 @@
+"""What a cache does in the long run, from row counts alone: for batches larger than any trace, and for planning fast.
+
+Rows are taken to be looked up independently of each other and of the past. `frequency`, and `lfu` and look-ahead in
+the long run, then hold the most frequent rows, but for the room that each batch's rare rows take; `lru` holds a row for
+a time that is the same for all rows (Che et al. 2002). The replay of a trace needs neither assumption.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embershard.frequency import TableStatistics
+from embershard.planning.simulate.replay import PoolTraffic, ReplayPolicy, Shard, ShardTraffic
+
+Floats = NDArray[np.float64]
+_BISECTIONS = 60
+
+
+@dataclass(frozen=True, eq=False)
+class _Pool:
+    """Groups of equally frequent rows of all shards; K groups.
+
+    Attributes:
+        shard: int64 [K] number of the shard.
+        rows: [K] rows of the group.
+        lookups: [K] lookups per step of one row.
+        seen: [K] in which share of the steps it occurs.
+    """
+
+    shard: NDArray[np.int64]
+    rows: Floats
+    lookups: Floats
+    seen: Floats
+
+    def per_shard(self, values: Floats, num_shards: int) -> Floats:
+        """Sums of ``values`` per row [K] over the rows of each shard."""
+        return np.bincount(self.shard, self.rows * values, num_shards).astype(np.float64)
+
+
+def steady_state(
+    tables: Sequence[TableStatistics],
+    shards: Sequence[Shard],
+    shares: Sequence[float],
+    num_samples: int,
+    num_slots: int,
+    global_batch_size: int,
+    policy: ReplayPolicy,
+    *,
+    is_sample: bool,
+) -> PoolTraffic:
+    """One pool of slots on one rank.
+
+    Args:
+        tables: statistics of each shard's table.
+        shards: what the pool holds.
+        shares: which share of its table's lookups each shard gets.
+        num_samples: that were counted.
+        num_slots: S.
+        global_batch_size: samples of a step, over all ranks.
+        policy: which rows stay.
+        is_sample: training sees other samples than those counted, so that rows seen once are rarer than they look
+            (Good 1953).
+    """
+    groups = [
+        _groups(number, *each, num_samples, global_batch_size, is_sample)
+        for number, each in enumerate(zip(tables, shards, shares, strict=True))
+    ]
+    pool = _Pool(*(np.concatenate(parts) for parts in zip(*groups, strict=True)))  # type: ignore[arg-type]
+    held = _held_by_recency(pool, num_slots) if policy.scoring == "lru" else _held_by_count(pool, num_slots)
+    count = len(shards)
+    # A missing row misses with all of its lookups in the batch.
+    per_row = (pool.seen, pool.seen * held, pool.lookups, pool.lookups * held, held)
+    seen, hits, lookups, found, rows = (pool.per_shard(values, count).tolist() for values in per_row)
+    traffic = tuple(
+        ShardTraffic(shard, lookups[n], seen[n], hits[n], found[n], seen[n] - hits[n], seen[n] - hits[n], rows[n])
+        for n, shard in enumerate(shards)
+    )
+    return PoolTraffic(traffic, traffic, 0, num_slots, sum(seen) > num_slots)
+
+
+def _groups(
+    number: int, table: TableStatistics, shard: Shard, share: float, num_samples: int, batch: int, is_sample: bool
+) -> tuple[NDArray[np.int64], Floats, Floats, Floats]:
+    """A shard's groups. Its share of the lookups is that of the rows, but for hot rows that are unevenly spread: those
+    scale the rates, not the rows."""
+    part = shard.num_rows / table.num_rows
+    counts, rows = table.histogram.counts, table.histogram.rows
+    if is_sample:
+        counts, rows = _as_in_other_samples(counts, rows, table.num_rows)
+    counts, rows = counts * (share / part if part else 0.0), rows * part
+    lookups = counts / num_samples * batch
+    bag = max(1.0, table.lookups_per_sample)
+    draws = batch * bag  # a row that got c of the N * bag lookups misses all of a step's draws with (1 - p)^draws
+    chance = np.clip(counts / max(1.0, num_samples * bag), 0.0, 1.0)
+    seen = -np.expm1(draws * np.log1p(-np.minimum(chance, 1.0 - 1e-12)))
+    return np.full(len(rows), number, np.int64), rows, lookups, seen
+
+
+def _as_in_other_samples(counts: Floats, rows: Floats, num_rows: int) -> tuple[Floats, Floats]:
+    """In other samples, rows that were seen once in this one get 2 n2 / n1 lookups each (n1, n2: rows seen once and
+    twice); what they lose goes to rows that were not seen, as many as the table has left."""
+    once, twice = counts <= 1.0, (counts > 1.0) & (counts <= 2.0)
+    singles, pairs = float(rows[once].sum()), float(rows[twice].sum())
+    unseen = num_rows - float(rows.sum())
+    if singles <= 2.0 * pairs or unseen < 1.0:
+        return counts, rows
+    counts = np.where(once, counts * (2.0 * pairs / singles), counts)
+    return np.append(counts, (singles - 2.0 * pairs) / unseen), np.append(rows, unseen)
+
+
+def _held_by_count(pool: _Pool, num_slots: int) -> Floats:
+    """In which share of the steps a row of each group is found: [K]; the most frequent rows, beside the rare rows of
+    the batch in training."""
+    order = np.argsort(-pool.lookups, kind="stable")
+    rows = np.cumsum(pool.rows[order])
+
+    def held(kept: float) -> Floats:
+        before = rows - pool.rows[order]
+        share = np.clip((kept - before) / np.maximum(pool.rows[order], 1e-300), 0.0, 1.0)
+        found = np.empty_like(share)
+        found[order] = share
+        return found
+
+    def room(kept: float) -> float:
+        return kept + float((pool.rows * pool.seen * (1.0 - held(kept))).sum())
+
+    return held(_bisect(room, num_slots, 0.0, float(num_slots)))
+
+
+def _held_by_recency(pool: _Pool, num_slots: int) -> Floats:
+    """The chance that a row was used within the last T steps, with T such that as many rows as slots were: [K]."""
+    steps_apart = -np.log1p(-np.minimum(pool.seen, 1.0 - 1e-12))
+
+    def found(log_steps: float) -> Floats:
+        return -np.expm1(-steps_apart * np.exp(log_steps))
+
+    def taken(log_steps: float) -> float:
+        return float((pool.rows * found(log_steps)).sum())
+
+    return found(_bisect(taken, num_slots, -30.0, 60.0))
+
+
+def _bisect(rising: Callable[[float], float], target: float, low: float, high: float) -> float:
+    if rising(high) <= target:
+        return high
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if rising(middle) > target else (middle, high)
+    return low

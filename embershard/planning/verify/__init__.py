@@ -1,0 +1,1 @@
+"""What a run did beside what its plan predicted."""

@@ -1,0 +1,287 @@
+"""What a plan predicted beside what training by it measured: pure values, per table and per rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from embershard.errors import ShardingError
+from embershard.planning.verify.measured import MeasuredRank, MeasuredRun
+from embershard.sharding.plan import Plan, Prediction, RankPrediction, TablePrediction, shards_of
+
+#: What predictions promise: mean error of hit rates in points, errors of device bytes and of step time as shares.
+PROMISED_POINTS, PROMISED_DEVICE_BYTES, PROMISED_STEP_TIME = 2.0, 0.02, 0.20
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A number as it was predicted and as it was measured; None: not known."""
+
+    predicted: float | None
+    measured: float | None
+
+    @property
+    def error(self) -> float | None:
+        """Predicted minus measured."""
+        if self.predicted is None or self.measured is None:
+            return None
+        return self.predicted - self.measured
+
+    @property
+    def relative_error(self) -> float | None:
+        """As a share of what was measured."""
+        error = self.error
+        if error is None or self.measured is None:
+            return None
+        return error / self.measured if self.measured else (0.0 if not error else math.inf)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What the caches of a table or a rank did: shares in 0..1, counts and bytes per step."""
+
+    hit_rate_lookups: Pair
+    hit_rate_unique: Pair
+    lookups: Pair
+    unique_ids: Pair
+    fills: Pair
+    write_backs: Pair
+    bytes_to_device: Pair
+    bytes_to_host: Pair
+
+    @property
+    def worst_points(self) -> float | None:
+        """The larger error of the two hit rates, in percentage points; None where neither was measured."""
+        errors = [pair.error for pair in (self.hit_rate_lookups, self.hit_rate_unique)]
+        return max((100 * abs(error) for error in errors if error is not None), default=None)
+
+
+@dataclass(frozen=True)
+class TableComparison:
+    """One table on one rank; ``device_bytes`` are its slots and maps. Without a cache nothing is measured."""
+
+    table: str
+    rank: int
+    kernel: Literal["cached", "device", "replicated"]
+    traffic: Traffic
+    device_bytes: Pair
+    host_bytes: Pair
+
+
+@dataclass(frozen=True)
+class RankComparison:
+    """One rank.
+
+    Attributes:
+        rank: which.
+        traffic: of its caches.
+        cache_device_bytes, host_bytes: of its caches.
+        all_to_all_bytes: that it sends, or receives, in a step; never measured.
+        step_seconds: predicted for this rank; measured is the median of the run, since ranks wait for each other.
+    """
+
+    rank: int
+    traffic: Traffic
+    cache_device_bytes: Pair
+    host_bytes: Pair
+    all_to_all_bytes: Pair
+    step_seconds: Pair
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a promise was kept: ``error`` and ``promised`` in ``unit``; None: not measured."""
+
+    what: str
+    error: float | None
+    promised: float
+    unit: Literal["points", "%"]
+    detail: str
+
+    @property
+    def kept(self) -> bool | None:
+        """None where nothing was measured."""
+        return None if self.error is None else self.error <= self.promised
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A whole run.
+
+    Attributes:
+        predicted_steps, measured_steps: that hit rates and counts are means over; 0 predicted: over any number.
+        step_seconds: the slowest rank's, and the run's median.
+        tables: of all ranks, the largest error first.
+        ranks: in order.
+        verdicts: about what was promised; the last one is about the step time.
+    """
+
+    predicted_steps: int
+    measured_steps: int
+    step_seconds: Pair
+    tables: tuple[TableComparison, ...]
+    ranks: tuple[RankComparison, ...]
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def is_step_time_off(self) -> bool:
+        """Whether it was measured, and is not as promised."""
+        return self.verdicts[-1].kept is False
+
+
+def compare(plan: Plan, result: Mapping[str, Any]) -> Comparison:
+    """Sets the plan's prediction beside a run's result (the contents of result.json).
+
+    Raises:
+        ShardingError: the plan has no prediction or is for another number of ranks, or the result lacks something.
+    """
+    run = MeasuredRun.from_result(result)
+    prediction = predicted_for(plan, run)
+    tables = sorted((_table(plan, each, run) for each in prediction.tables), key=_largest_error_first)
+    ranks = tuple(_rank(prediction, each, tables, run) for each in prediction.ranks)
+    step_seconds = Pair(prediction.step_seconds, run.step_seconds)
+    return Comparison(
+        predicted_steps=prediction.num_steps,
+        measured_steps=run.steps,
+        step_seconds=step_seconds,
+        tables=tuple(tables),
+        ranks=ranks,
+        verdicts=(
+            _hit_rate_verdict("hit rate per lookup", tables, lambda table: table.traffic.hit_rate_lookups),
+            _hit_rate_verdict("hit rate per unique id", tables, lambda table: table.traffic.hit_rate_unique),
+            _device_verdict(ranks),
+            _step_verdict(step_seconds),
+        ),
+    )
+
+
+def predicted_for(plan: Plan, run: MeasuredRun) -> Prediction:
+    """The plan's prediction, which must be for as many ranks as ran.
+
+    Raises:
+        ShardingError: it is not, or there is none.
+    """
+    if plan.prediction is None:
+        raise ShardingError(
+            "the plan has no prediction to compare with: it was edited after it was made, or written by hand. Compare "
+            "with another one (--plan FILE): embershard plan writes plans with predictions."
+        )
+    if plan.world_size != run.world_size:
+        raise ShardingError(
+            f"the plan is for {plan.world_size} ranks; the run had {run.world_size}. Give a plan for as many."
+        )
+    return plan.prediction
+
+
+def _table(plan: Plan, predicted: TablePrediction, run: MeasuredRun) -> TableComparison:
+    placement = next((table for table in plan.tables if table.table == predicted.table), None)
+    if placement is None:
+        raise ShardingError(
+            f"the plan predicts table {predicted.table!r}, which it does not place. Plan again, with embershard plan."
+        )
+    measured = run.table(predicted.rank, predicted.table) if placement.kernel == "cached" else None
+    row_bytes = _row_bytes(plan, predicted) if placement.kernel == "cached" else 0.0
+    numbers = {
+        "hit_rate_lookups": predicted.hit_rate_lookups,
+        "hit_rate_unique": predicted.hit_rate_unique,
+        **{name: getattr(predicted, name) for name in ("lookups", "unique_ids", "fills", "write_backs")},
+        "bytes_to_device": predicted.fills * row_bytes,
+        "bytes_to_host": predicted.write_backs * row_bytes,
+    }
+    found = {} if measured is None else measured.per_step
+    return TableComparison(
+        table=predicted.table,
+        rank=predicted.rank,
+        kernel=placement.kernel,
+        traffic=Traffic(**{name: Pair(number, found.get(name)) for name, number in numbers.items()}),
+        device_bytes=Pair(predicted.device_bytes, None if measured is None else measured.device_bytes),
+        host_bytes=Pair(predicted.host_bytes, None if measured is None else measured.host_bytes),
+    )
+
+
+def _row_bytes(plan: Plan, predicted: TablePrediction) -> float:
+    """Of a row of this table's shards on its rank, optimizer state included: its host bytes without the scores."""
+    assert plan.prediction is not None, "it was compared"
+    rows: dict[str, int] = {}
+    for placement in plan.tables:
+        if placement.kernel == "cached":
+            here = [s.rows for s in shards_of(placement, plan.ranks_per_node) if s.rank == predicted.rank]
+            rows[placement.table] = sum(here)
+    rank = next((each for each in plan.prediction.ranks if each.rank == predicted.rank), None)
+    own, everything = rows.get(predicted.table, 0), sum(rows.values())
+    if rank is None or not own:
+        return 0.0
+    return (predicted.host_bytes - rank.host_bytes.get("scores", 0) * own / everything) / own
+
+
+def _rank(
+    prediction: Prediction, predicted: RankPrediction, tables: Sequence[TableComparison], run: MeasuredRun
+) -> RankComparison:
+    measured = run.rank(predicted.rank)
+    own = [table for table in tables if table.rank == predicted.rank and table.kernel == "cached"]
+    device = {name: count for name, count in predicted.device_bytes.items() if name in ("slots", "maps")}
+    return RankComparison(
+        rank=predicted.rank,
+        traffic=_together([table.traffic for table in own], measured),
+        cache_device_bytes=Pair(sum(device.values()), None if measured is None else measured.device_bytes),
+        host_bytes=Pair(sum(predicted.host_bytes.values()), None if measured is None else measured.host_bytes),
+        all_to_all_bytes=Pair(predicted.work.get("all_to_all_bytes"), None),
+        step_seconds=Pair(predicted.step_seconds, run.step_seconds),
+    )
+
+
+def _together(tables: Sequence[Traffic], measured: MeasuredRank | None) -> Traffic:
+    """All cached tables of a rank; what was measured is the rank's own total."""
+
+    def total(name: str) -> float:
+        return sum(getattr(table, name).predicted or 0.0 for table in tables)
+
+    def hits(rate: str, count: str) -> float | None:
+        found = sum((getattr(t, rate).predicted or 0.0) * (getattr(t, count).predicted or 0.0) for t in tables)
+        return found / total(count) if total(count) else None
+
+    names = ("lookups", "unique_ids", "fills", "write_backs", "bytes_to_device", "bytes_to_host")
+    numbers = {
+        "hit_rate_lookups": hits("hit_rate_lookups", "lookups"),
+        "hit_rate_unique": hits("hit_rate_unique", "unique_ids"),
+        **{name: total(name) for name in names},
+    }
+    found = {} if measured is None else measured.per_step
+    return Traffic(**{name: Pair(number, found.get(name)) for name, number in numbers.items()})
+
+
+def _largest_error_first(table: TableComparison) -> tuple[float, float, str, int]:
+    """Tables of which nothing is known come last, among equals those with more fills first."""
+    points = table.traffic.worst_points
+    return (math.inf if points is None else -points, -(table.traffic.fills.predicted or 0), table.table, table.rank)
+
+
+def _hit_rate_verdict(what: str, tables: Sequence[TableComparison], rate: Callable[[TableComparison], Pair]) -> Verdict:
+    errors = [(100 * abs(error), table) for table in tables if (error := rate(table).error) is not None]
+    if not errors:
+        return Verdict(what, None, PROMISED_POINTS, "points", "no cached table was measured")
+    largest, worst = max(errors, key=lambda each: each[0])
+    weights = [table.traffic.lookups.measured or 0.0 for _, table in errors]
+    weighted = sum(e * w for (e, _), w in zip(errors, weights, strict=True)) / (sum(weights) or 1.0)
+    detail = f"mean of {len(errors)} tables and ranks, {weighted:.2f} where every lookup counts the same; "
+    detail += f"worst {worst.table} on rank {worst.rank} with {largest:.2f}"
+    return Verdict(what, sum(e for e, _ in errors) / len(errors), PROMISED_POINTS, "points", detail)
+
+
+def _device_verdict(ranks: Sequence[RankComparison]) -> Verdict:
+    errors = [(abs(e), rank) for rank in ranks if (e := rank.cache_device_bytes.relative_error) is not None]
+    what, promised = "device bytes", 100 * PROMISED_DEVICE_BYTES
+    if not errors:
+        return Verdict(what, None, promised, "%", "no cache was measured")
+    largest, worst = max(errors, key=lambda each: each[0])
+    return Verdict(what, 100 * largest, promised, "%", f"of the caches, largest on rank {worst.rank}")
+
+
+def _step_verdict(step_seconds: Pair) -> Verdict:
+    error, promised = step_seconds.relative_error, 100 * PROMISED_STEP_TIME
+    if error is None or step_seconds.predicted is None or step_seconds.measured is None:
+        return Verdict("step time", None, promised, "%", "no step was timed")
+    detail = f"{1e3 * step_seconds.predicted:.2f} ms predicted, {1e3 * step_seconds.measured:.2f} ms measured (median)"
+    return Verdict("step time", 100 * abs(error), promised, "%", detail)

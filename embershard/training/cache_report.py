@@ -1,0 +1,159 @@
+"""What the caches of all ranks did: hit rates while training, and the totals of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import nn
+
+from embershard.distributed import Ranks
+from embershard.pipeline import LookAheadStats
+from embershard.sharding.torchrec import cache_stats, pools_by_module
+
+#: Totals that add up over tables and ranks.
+SUMMED = (
+    "slots",
+    "device_bytes",
+    "host_bytes",
+    "fills",
+    "write_backs",
+    "bytes_to_device",
+    "bytes_to_host",
+    "evictions",
+    "overflow_growths",
+    "critical_path_fills",
+)
+_RATES = ("hits_unique", "unique_ids", "hits_lookups", "lookups")
+_Pool = tuple[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class HitRates:
+    """Shares in 0..1 over all ranks; None without a cache, or before the first lookup."""
+
+    rate_unique: float | None
+    rate_lookups: float | None
+
+
+class CacheTraffic:
+    """Reads the caches' counters. Its methods are collective."""
+
+    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+        self._model, self._ranks = model, ranks
+        self._last = torch.zeros(len(_RATES), dtype=torch.int64)
+
+    def since_last(self) -> HitRates:
+        """Hit rates since the last call, over all ranks and tables."""
+        stats = cache_stats(self._model)
+        mine = [sum(getattr(table, name) for table in stats) for name in _RATES]
+        counts = self._ranks.all_gather(torch.tensor(mine, device=self._ranks.device)).sum(dim=0).cpu()
+        hits_unique, unique_ids, hits_lookups, lookups = (counts - self._last).tolist()
+        self._last = counts
+        return HitRates(_share(hits_unique, unique_ids), _share(hits_lookups, lookups))
+
+    def totals(self, ratio: float | None) -> dict[str, Any] | None:
+        """The run's cache block: totals, and the same per table and per rank, there per table and pool, too. None
+        without a cached table. A table of which another module has a namesake is called ``module.table``.
+
+        Args:
+            ratio: the configured ratio; None when a byte budget or a plan gives the size.
+        """
+        mine = ([asdict(table) for table in cache_stats(self._model)], _pools(self._model))
+        gathered: list[tuple[list[dict[str, Any]], list[_Pool]]] = self._ranks.all_gather_objects(mine)
+        tables = [table for on_rank, _ in gathered for table in on_rank]
+        if not tables:
+            return None
+        namesakes = {table for table, modules in _modules_by_table(tables).items() if len(modules) > 1}
+
+        def name_of(module: str, table: str) -> str:
+            return f"{module}.{table}" if table in namesakes else table
+
+        by_name: dict[str, list[dict[str, Any]]] = {}
+        for table in tables:
+            by_name.setdefault(name_of(table["module"], table["table"]), []).append(table)
+        return {
+            "ratio": ratio,
+            **summed(tables),
+            "tables": {name: summed(shards) for name, shards in sorted(by_name.items())},
+            "ranks": [
+                {
+                    "rank": rank,
+                    **summed(shards),
+                    "tables": {name_of(shard["module"], shard["table"]): summed([shard]) for shard in shards},
+                    "pools": [
+                        {**pool, "tables": sorted(name_of(module, table) for table in pool["tables"])}
+                        for module, pool in pools
+                    ],
+                }
+                for rank, (shards, pools) in enumerate(gathered)
+            ],
+        }
+
+
+def _pools(model: nn.Module) -> list[_Pool]:
+    """Size of every cache of this rank, after its module: slots, and bytes on the device and in host memory."""
+    return [
+        (
+            module,
+            {
+                "tables": set(pool.cache.tables),
+                "slots": pool.cache.planner.map.num_slots,
+                "device_bytes": pool.cache.device_bytes,
+                "host_bytes": pool.cache.host.host_bytes + pool.cache.planner.scores.host_bytes,
+            },
+        )
+        for module, pool in pools_by_module(model)
+    ]
+
+
+def _modules_by_table(tables: list[dict[str, Any]]) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for table in tables:
+        found.setdefault(table["table"], set()).add(table["module"])
+    return found
+
+
+def look_ahead_totals(stats: LookAheadStats | None, ranks: Ranks) -> dict[str, Any] | None:
+    """What looking ahead did over all ranks: least and mean depths, one rank's memory at most, all ranks' seconds. None
+    without it. Collective."""
+    found: list[LookAheadStats | None] = ranks.all_gather_objects(stats)
+    per_rank = [each for each in found if each is not None]
+    if not per_rank:
+        return None
+
+    def over_ranks(name: str, merge: Callable[[list[Any]], Any]) -> Any:
+        values = [value for each in per_rank if (value := getattr(each, name)) is not None]
+        return merge(values) if values else None
+
+    return {
+        "steps": per_rank[0].steps,
+        "lookahead_min": over_ranks("lookahead_min", min),
+        "lookahead_mean": over_ranks("lookahead_mean", fmean),
+        "prefetch_min": over_ranks("prefetch_min", min),
+        "prefetch_mean": over_ranks("prefetch_mean", fmean),
+        "prefetch_depth": per_rank[0].prefetch_depth,
+        "max_known_bytes": over_ranks("max_known_bytes", max),
+        "stall_seconds": over_ranks("stall_seconds", sum),
+    }
+
+
+def summed(tables: list[dict[str, Any]]) -> dict[str, Any]:
+    """Rows, totals and hit rates of some tables' statistics together."""
+    sums = {name: sum(table[name] for table in tables) for name in ("rows", *SUMMED, *_RATES)}
+    return {
+        "rows": sums["rows"],
+        "slots": sums["slots"],
+        "hit_rate_unique": _share(sums["hits_unique"], sums["unique_ids"]),
+        "hit_rate_lookups": _share(sums["hits_lookups"], sums["lookups"]),
+        **{name: sums[name] for name in (*SUMMED[1:], *_RATES)},
+        "seconds": sum(table["seconds"] for table in tables),
+        "stall_seconds": sum(table["stall_seconds"] for table in tables),
+    }
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None

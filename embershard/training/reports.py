@@ -1,0 +1,44 @@
+"""What a trainer says while it trains: values, for whoever shows or records them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from embershard.training.metrics import Quality
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    """What happened since the last one of these; over all ranks."""
+
+    step: int
+    epoch: int
+    samples: int
+    loss: float
+    auc: float | None
+    samples_per_second: float
+    hit_rate_unique: float | None
+    hit_rate_lookups: float | None
+    learning_rate_factor: float
+
+
+@dataclass(frozen=True)
+class EvalReport:
+    """Quality on the held-out part."""
+
+    step: int
+    quality: Quality
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """A checkpoint was completed."""
+
+    step: int
+    path: Path
+    seconds: float
+
+
+Report = TrainReport | EvalReport | SaveReport

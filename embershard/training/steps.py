@@ -1,0 +1,81 @@
+"""Where the trainer's next batch comes from: with batches looked ahead, or one at a time."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from embershard.data import Batch, BatchStream, StreamState
+from embershard.distributed import Ranks
+from embershard.pipeline import LookAheadPipeline, LookAheadStats
+from embershard.training.build import CacheSettings
+
+
+class Steps:
+    """Hands out the batches of a run, one per step, and knows how far the *trained* part of the data goes: batches that
+    are only known or resident belong to the steps to come.
+
+    Args:
+        stream: the batches of this rank.
+        limit: number of steps after which the run ends.
+        model, optimizer: see `LookAheadPipeline`.
+        cache: how far to look ahead.
+    """
+
+    def __init__(
+        self,
+        stream: BatchStream,
+        limit: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        cache: CacheSettings,
+        ranks: Ranks,
+    ) -> None:
+        self._stream, self._device = stream, ranks.device
+        self._batches = itertools.islice(self._read(), max(0, limit))
+        self._states: deque[StreamState] = deque()  # behind each batch that was read and not trained
+        self.state = stream.state
+        self._pipeline: LookAheadPipeline | None = None
+        if cache.enabled and cache.lookahead:
+            self._pipeline = LookAheadPipeline(model, optimizer, ranks.device, cache.lookahead, cache.prefetch)
+
+    def next(self) -> AbstractContextManager[Batch]:
+        """A context with the next batch, on the device; train on it inside. Collective.
+
+        Raises:
+            StopIteration: there is none.
+        """
+        inner: AbstractContextManager[Any]
+        inner = self._plain() if self._pipeline is None else self._pipeline.step(self._batches)
+        return self._counted(inner)
+
+    def stats(self) -> LookAheadStats | None:
+        """What looking ahead did; None without."""
+        return None if self._pipeline is None else self._pipeline.stats()
+
+    def close(self) -> None:
+        """Ends what was ahead, and the threads that parse ahead."""
+        if self._pipeline is not None:
+            self._pipeline.detach()
+        self._stream.close()
+
+    def _read(self) -> Iterator[Batch]:
+        for batch in self._stream:
+            self._states.append(self._stream.state)
+            yield batch
+
+    def _plain(self) -> AbstractContextManager[Batch]:
+        batch = next(self._batches)
+        return nullcontext(batch.to(self._device, non_blocking=True))
+
+    @contextmanager
+    def _counted(self, inner: AbstractContextManager[Batch]) -> Iterator[Batch]:
+        with inner as batch:
+            yield batch
+        self.state = self._states.popleft()

@@ -1,0 +1,324 @@
+"""One training run on one rank: build, step, evaluate, save. Every rank runs the same code."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from array import array
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from embershard.data import Batch, BatchStream, StreamState, open_source
+from embershard.distributed import (
+    Ranks,
+    load_tensors,
+    rng_state,
+    save_checkpoint,
+    set_rng_state,
+    without_empty,
+)
+from embershard.errors import CheckpointError
+from embershard.training.build import build_sharded_model, find_plan, find_profile
+from embershard.training.cache_report import CacheTraffic
+from embershard.training.config import RunConfig
+from embershard.training.loss_monitor import LossWatch
+from embershard.training.metrics import PredictionBuffer
+from embershard.training.optimizers import set_learning_rate
+from embershard.training.reports import EvalReport, Report, SaveReport, TrainReport
+from embershard.training.saved_run import SavedRun
+from embershard.training.steps import Steps
+
+#: Newest samples per rank from which the AUC in the progress line is made.
+WINDOW_SAMPLES = 16_384
+
+
+class Trainer:
+    """Trains one model. Its methods are collective: all ranks call them in the same order.
+
+    Args:
+        config: the run.
+        ranks: the calling process's place, from `process_group`.
+        checkpoints: folder for the checkpoints, shared by all ranks; None saves none.
+    """
+
+    def __init__(self, config: RunConfig, ranks: Ranks, checkpoints: Path | None = None) -> None:
+        self.config, self.ranks, self.checkpoints = config, ranks, checkpoints
+        self.plan = find_plan(config.sharding, config.embedding_optimizer, config.dense_optimizer, ranks)
+        self.source = open_source(config.data)
+        self.profile = find_profile(config.cache, config.data, self.source)
+        self.model = build_sharded_model(
+            config.model,
+            config.embedding_optimizer,
+            config.cache,
+            self.profile,
+            self.source.schema,
+            ranks,
+            batch_size=config.train.batch_size,
+            seed=config.train.seed,
+            plan=self.plan,
+            sharding=config.sharding,
+        )
+        self.dense_parameters = dict(in_backward_optimizer_filter(self.model.named_parameters()))
+        self.dense_optimizer = config.dense_optimizer.build(self.dense_parameters)
+        self.stream = self._open_stream(StreamState(seed=config.data.seed))
+        self._upcoming: Steps | None = None
+        self.watch = LossWatch(ranks)
+        self.window = PredictionBuffer(WINDOW_SAMPLES)
+        self.traffic = CacheTraffic(self.model, ranks)
+        self.steps = self.samples = 0
+        self.step_seconds = array("d")
+        self._reported_steps = 0
+        self._learning_rate_factor: float | None = None
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run, the ones before a resume included."""
+        limits = [self.config.train.max_steps]
+        if self.config.train.num_epochs is not None:
+            limits.append(self.config.train.num_epochs * self.stream.steps_per_epoch)
+        return min(limit for limit in limits if limit is not None)
+
+    def train(self) -> Iterator[Report]:
+        """Trains to the end of the run and yields what happened, as it happens."""
+        evaluated = saved = -1
+        config = self.config
+
+        def every(steps: int | None) -> bool:
+            return steps is not None and self.steps % steps == 0
+
+        while self.steps < self.total_steps:
+            started = time.perf_counter()
+            try:
+                upcoming = self.upcoming.next()
+            except StopIteration:  # a resumed run with another batch size has fewer steps left than planned
+                break
+            with upcoming as batch:
+                self.step(batch)
+            self.step_seconds.append(time.perf_counter() - started)
+            if every(config.train.log_every) or self.steps == self.total_steps:
+                yield self.report()
+            if every(config.train.eval_every):
+                evaluated = self.steps
+                yield self.evaluate()
+            if self.checkpoints and every(config.checkpoint.every_steps):
+                saved = self.steps
+                yield self.save()
+        if self.steps > self._reported_steps:
+            yield self.report()
+        if config.holds_out and evaluated != self.steps:
+            yield self.evaluate()
+        if self.checkpoints and config.checkpoint.at_end and saved != self.steps and len(self.step_seconds):
+            yield self.save()
+
+    @property
+    def upcoming(self) -> Steps:
+        """The steps to come."""
+        if self._upcoming is None:
+            left = self.total_steps - self.steps
+            self._upcoming = Steps(self.stream, left, self.model, self.dense_optimizer, self.config.cache, self.ranks)
+        return self._upcoming
+
+    def step(self, batch: Batch) -> None:
+        """One training step of all ranks, on the rank's batch on its device. Nothing in it waits for a GPU."""
+        self._set_learning_rates()
+        self.dense_optimizer.zero_grad()
+        with self._autocast():
+            loss, (_, logits, labels) = self.model(batch)
+        self.watch.add(self.steps + 1, loss)
+        loss.backward()  # trains the embedding rows too
+        if self.config.dense_optimizer.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.dense_parameters.values(), self.config.dense_optimizer.clip_norm)
+        self.dense_optimizer.step()
+        self.window.add(logits, labels)
+        self.steps += 1
+        self.samples += batch.num_samples * self.ranks.world_size
+
+    def report(self) -> TrainReport:
+        """Loss, AUC, speed and hit rate since the last report."""
+        seconds = self.step_seconds[self._reported_steps - self.steps :]
+        global_batch = self.config.train.batch_size * self.ranks.world_size
+        self._reported_steps = self.steps
+        hits = self.traffic.since_last()
+        return TrainReport(
+            step=self.steps,
+            epoch=self.upcoming.state.epoch,
+            samples=self.samples,
+            loss=self.watch.mean(),
+            auc=self.window.quality(self.ranks).auc,
+            samples_per_second=len(seconds) * global_batch / sum(seconds),
+            hit_rate_unique=hits.rate_unique,
+            hit_rate_lookups=hits.rate_lookups,
+            learning_rate_factor=self._learning_rate_factor or 1.0,
+        )
+
+    @torch.no_grad()
+    def evaluate(self) -> EvalReport:
+        """Quality on the held-out part: every sample once, however many ranks there are."""
+        started = time.perf_counter()
+        predictions = PredictionBuffer()
+        self.model.eval()
+        with self._open_stream(None) as stream:
+            for batch in stream:
+                count = batch.num_samples
+                batch = _never_empty(batch).to(self.ranks.device, non_blocking=True)
+                with self._autocast():
+                    _, (_, logits, labels) = self.model(batch)
+                predictions.add(logits[:count], labels[:count])
+        self.model.train()
+        quality = predictions.quality(self.ranks)
+        return EvalReport(self.steps, quality, time.perf_counter() - started)
+
+    def save(self) -> SaveReport:
+        """Writes a checkpoint of everything that the rest of the run depends on.
+
+        Raises:
+            CheckpointError: one of this step exists, or the run has no folder for checkpoints.
+        """
+        started = time.perf_counter()
+        if self.checkpoints is None:
+            raise CheckpointError("This run has no folder for checkpoints; make the trainer with one.")
+        scalars = {
+            "samples": self.samples,
+            "stream": self.upcoming.state.to_dict(),
+            "tables": self._tables(),
+            "settings": self._settings(),
+            "world_size": self.ranks.world_size,
+            "rng": self.ranks.all_gather_objects(rng_state(self.ranks.device)),
+        }
+        path = save_checkpoint(
+            self.checkpoints,
+            self.steps,
+            without_empty(self._tensors()),
+            scalars,
+            self.ranks,
+            keep_last=self.config.checkpoint.keep_last,
+        )
+        return SaveReport(self.steps, path, time.perf_counter() - started)
+
+    def resume(self, checkpoint: Path) -> None:
+        """Continues where `checkpoint` was written, with any number of ranks, as if nothing had happened.
+
+        Raises:
+            CheckpointError: the checkpoint is incomplete or damaged, or of a model with other tables.
+            ConfigError: it was written with another `data.seed`.
+        """
+        saved = SavedRun.read(checkpoint)
+        _check_tables(saved.tables, self._tables(), checkpoint)
+        _check_settings(saved.settings, self._settings(), checkpoint)
+        if self._upcoming is not None:
+            self._upcoming.close()
+            self._upcoming = None
+        self.dense_optimizer.init_state()  # its tensors must exist to be loaded into
+        self.dense_optimizer.zero_grad()
+        tensors = self._tensors()
+        load_tensors(checkpoint, without_empty(tensors))
+        self.model.load_state_dict(tensors["model"])
+        self.model.fused_optimizer.load_state_dict({"state": tensors["embedding_optimizer"]})
+        self.dense_optimizer.load_state_dict({"state": tensors["dense_optimizer"]})
+        self.steps, self.samples = saved.step, saved.samples
+        if self.config.embedding_optimizer.counts_steps:
+            self.model.fused_optimizer.set_optimizer_step(self.steps)
+        self._reported_steps = self.steps
+        self.watch, self.window = LossWatch(self.ranks), PredictionBuffer(WINDOW_SAMPLES)
+        self.stream.close()
+        self.stream = self._open_stream(saved.stream)
+        if saved.world_size == self.ranks.world_size:
+            set_rng_state(saved.rng[self.ranks.rank], self.ranks.device)
+
+    def close(self) -> None:
+        """Ends the threads that parse ahead."""
+        self.stream.close()
+        if self._upcoming is not None:
+            self._upcoming.close()
+
+    def _tensors(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "embedding_optimizer": self.model.fused_optimizer.state_dict()["state"],
+            "dense_optimizer": self.dense_optimizer.state_dict()["state"],
+        }
+
+    def _tables(self) -> dict[str, list[int]]:
+        dim = self.config.model.embedding_dim
+        return {feature.name: [feature.num_rows, dim] for feature in self.source.schema.sparse}
+
+    def _settings(self) -> dict[str, Any]:
+        """What the tensors of a checkpoint were made with: another value would load into them silently."""
+        config = self.config
+        model = {f"model.{key}": value for key, value in asdict(config.model).items()}
+        kinds = {
+            "embedding_optimizer.kind": config.embedding_optimizer.kind,
+            "dense_optimizer.kind": config.dense_optimizer.kind,
+        }
+        return {**json.loads(json.dumps(model)), **kinds}
+
+    def _open_stream(self, state: StreamState | None) -> BatchStream:
+        """The training stream from `state`, or with None the held-out part."""
+        train = self.config.train
+        return BatchStream(
+            self.source,
+            batch_size=train.batch_size,
+            rank=self.ranks.rank,
+            world_size=self.ranks.world_size,
+            split="eval" if state is None else "train",
+            epochs=1 if state is None else train.num_epochs,
+            config=self.config.data,
+            state=state,
+            pin_memory=self.ranks.device.type == "cuda",
+        )
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        enabled = self.config.train.precision == "bf16"
+        return torch.autocast(self.ranks.device.type, dtype=torch.bfloat16, enabled=enabled)
+
+    def _set_learning_rates(self) -> None:
+        factor = self.config.schedule.factor(self.steps)
+        if factor == self._learning_rate_factor:
+            return
+        self._learning_rate_factor = factor
+        set_learning_rate(self.dense_optimizer, self.config.dense_optimizer.lr * factor)
+        set_learning_rate(self.model.fused_optimizer, self.config.embedding_optimizer.lr * factor)
+        self.model.fused_optimizer.step()  # only hands the rate to the kernels
+
+
+def _never_empty(batch: Batch) -> Batch:
+    """The batch, or where it has no sample, one placeholder: some layers cannot run on nothing."""
+    if batch.num_samples:
+        return batch
+    sparse = batch.sparse_features
+    return Batch(
+        batch.dense_features.new_zeros(1, batch.dense_features.shape[1]),
+        KeyedJaggedTensor(
+            keys=sparse.keys(),
+            values=sparse.values().new_empty(0),
+            lengths=sparse.lengths().new_zeros(len(sparse.keys())),
+        ),
+        batch.labels.new_zeros(1),
+    )
+
+
+def _check_settings(saved: dict[str, Any], needed: dict[str, Any], checkpoint: Path) -> None:
+    different = [key for key in sorted(saved.keys() | needed.keys()) if saved.get(key) != needed.get(key)]
+    if different:
+        changes = ", ".join(f"{key} was {saved.get(key)!r} and is {needed.get(key)!r} now" for key in different)
+        raise CheckpointError(f"{checkpoint} was written with other settings: {changes}. Resume with its own.")
+
+
+def _check_tables(saved: dict[str, list[int]], needed: dict[str, list[int]], checkpoint: Path) -> None:
+    if saved == needed:
+        return
+    for name in sorted(saved.keys() | needed.keys()):
+        if saved.get(name) != needed.get(name):
+            shown = [f"{t[0]} rows x {t[1]}" if t else "no table" for t in (saved.get(name), needed.get(name))]
+            raise CheckpointError(
+                f"{checkpoint} does not fit: feature {name!r} has {shown[0]} in it, {shown[1]} in this run. "
+                "Resume with the config and data it was written with."
+            )

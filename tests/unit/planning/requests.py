@@ -1,0 +1,101 @@
+"""Small requests to plan for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from embershard.cache.key_map import MapKind
+from embershard.frequency import DataStatistics
+from embershard.planning.cost.rates import Rates
+from embershard.planning.cost.topology import load_topology
+from embershard.planning.request import Budget, PlanRequest
+from embershard.planning.simulate.replay import ReplayPolicy
+from embershard.planning.workload import RunShape, Workload
+from embershard.sharding.plan import TablePlacement
+from embershard.sharding.sizes import ModelSize, TableSize
+from tests.unit.planning.traces import counted, skewed
+
+LFU = ReplayPolicy("lfu", 0, by_next_use=False)
+
+
+@functools.lru_cache(maxsize=8)
+def data_of(
+    rows: tuple[int, ...], num_samples: int = 6000, seed: int = 0, scattered: bool = True, bag_size: int = 1
+) -> DataStatistics:
+    """Tables t0, t1, ... with skewed lookups. Of a huge table only the first million rows occur."""
+    return counted(
+        {
+            f"t{number}": (count, skewed(min(count, 10**6), num_samples * bag_size, seed + number, scattered=scattered))
+            for number, count in enumerate(rows)
+        },
+        bag_size,
+    )
+
+
+def model_of(rows: Sequence[int], dims: Sequence[int] = (), **table: Any) -> ModelSize:
+    """Tables t0, t1, ... with row-wise Adagrad, and a small dense part."""
+    dims = dims or (64,) * len(rows)
+    table = {"state_bytes": 4, **table}
+    tables = tuple(
+        TableSize(f"t{number}", count, dim, **table) for number, (count, dim) in enumerate(zip(rows, dims, strict=True))
+    )
+    return ModelSize(tables, 1e5, 40_000, 80_000, 2000.0)
+
+
+def make_workload(
+    rows: Sequence[int] = (5000, 900, 300, 40),
+    dims: Sequence[int] = (),
+    *,
+    world_size: int = 2,
+    ranks_per_node: int = 8,
+    batch_size: int = 64,
+    device: Literal["cpu", "cuda"] = "cuda",
+    policy: ReplayPolicy = LFU,
+    has_profile: bool = False,
+    num_steps: int | None = None,
+    data: DataStatistics | None = None,
+    slot_map: MapKind | None = "array",
+    **table: Any,
+) -> Workload:
+    """A model, its data and how it is trained; by default the maps of all pools are arrays, the largest ones' too."""
+    shape = RunShape(world_size, ranks_per_node, batch_size, device, policy, has_profile, num_steps, slot_map=slot_map)
+    return Workload(model_of(rows, dims, **table), data or data_of(tuple(rows)), shape)
+
+
+@functools.lru_cache(maxsize=8)
+def rates(name: str = "h100x8x4", num_ranks: int = 2) -> Rates:
+    """Of a machine of the catalogue, without the overhead that hides everything small."""
+    return load_topology(name).rates(num_ranks)
+
+
+def make_request(budget: Budget | None = None, workload: Workload | None = None, **changes: Any) -> PlanRequest:
+    """With a device budget that holds a third of the rows or so, unless another one is given. Arguments of
+    :func:`make_workload` go there."""
+    own = {name: changes.pop(name) for name in list(changes) if name in _OF_REQUEST}
+    workload = workload or make_workload(**changes)
+    budget = budget or Budget(device_bytes=8_000_000)
+    return PlanRequest(workload, own.pop("rates", None) or rates(num_ranks=workload.shape.world_size), budget, **own)
+
+
+_OF_REQUEST = (
+    "rates", "types", "only", "replicate_rows", "most_ranks_per_node", "settings", "made_from", "notes",
+)  # fmt: skip
+
+
+def round_robin(request: PlanRequest) -> list[TablePlacement]:
+    """All tables table-wise, one after another."""
+    return [
+        TablePlacement(
+            t.table, t.rows, t.dim, t.dtype, "table_wise", "cached", (n % request.workload.shape.world_size,)
+        )
+        for n, t in enumerate(request.workload.model.tables)
+    ]
+
+
+def random_rows(seed: int, count: int, most: float = 5.0) -> tuple[int, ...]:
+    """Numbers of rows from 10 to 10**most."""
+    return tuple(int(rows) for rows in 10 ** np.random.default_rng(seed).uniform(1, most, count))

@@ -1,0 +1,92 @@
+"""What is said of other placements is what they give when they are made."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from embershard.errors import ShardingError
+from embershard.planning.explain import Alternative, alternatives, sentences
+from embershard.planning.planner import best_candidate, make_plan
+from embershard.planning.request import Budget
+from embershard.sharding.plan import TablePlacement
+from tests.unit.planning.requests import make_request
+
+
+@pytest.fixture(autouse=True)
+def _few_ranks(monkeypatch) -> None:
+    """Looking for a number of ranks that fits need not go far."""
+    monkeypatch.setattr("embershard.planning.budget._MOST_RANKS", 16)
+
+
+REQUEST = {"rows": (20_000, 900, 300), "dims": (128, 64, 64), "world_size": 4}
+
+
+@pytest.mark.parametrize("budget", [Budget(ratio=0.1), Budget(device_bytes=4_000_000)], ids=["ratio", "device"])
+def test_an_alternative_is_the_best_plan_with_it(budget):
+    request = make_request(budget, **REQUEST)
+    plan = make_plan(request)
+    chosen = plan.tables[0]
+    found = alternatives(request, "t0", chosen)
+    assert sorted(each.sharding for each in found) == ["column_wise", "row_wise", "table_wise"]
+    seconds = [each.step_seconds for each in found]
+    assert seconds == sorted(seconds)
+    for each in found:
+        forced = best_candidate(replace(request, only={"t0": [each.sharding]}))
+        placed = forced.tables[0]
+        assert (placed.sharding, placed.ranks) == (each.sharding, each.ranks)
+        assert forced.step_seconds == each.step_seconds
+        assert forced.quick.bottleneck == each.bottleneck
+        assert max(sum(rank.device_bytes.values()) for rank in forced.quick.ranks) == each.most_device_bytes
+    assert chosen.sharding in {each.sharding for each in found}
+
+
+@pytest.mark.parametrize("table", ["t0", "t1", "t2"])
+def test_no_alternative_is_faster_than_the_plan(table):
+    """Else the plan would not be the best one that was found."""
+    request = make_request(Budget(ratio=0.1), **REQUEST)
+    best = best_candidate(request)
+    chosen = next(each for each in best.tables if each.table == table)
+    for each in alternatives(request, table, chosen):
+        assert each.step_seconds >= best.step_seconds * (1 - 1e-9), f"{each.sharding} of {table}"
+
+
+def test_what_does_not_fit_says_why():
+    request = make_request(Budget(cache_bytes=300_000), rows=(100_000, 900), world_size=4)
+    plan = make_plan(request)
+    assert plan.tables[0].sharding == "row_wise"
+    found = {each.sharding: each for each in alternatives(request, "t0", plan.tables[0])}
+    assert found["table_wise"].step_seconds is None
+    assert "'t0'" in found["table_wise"].problem
+    assert "does not fit" in found["table_wise"].problem
+    said = sentences(plan.tables[0], list(found.values()))
+    assert any(line.startswith("table_wise: the plan does not fit") for line in said)
+
+
+def test_a_table_that_is_not_sharded_has_no_alternative():
+    request = make_request(Budget(ratio=0.1), replicate_rows=300)
+    plan = make_plan(request)
+    for name in ("t3", "t9"):
+        with pytest.raises(ShardingError, match=f"no table '{name}' is sharded in this plan; tables are t0, t1"):
+            alternatives(request, name, plan.tables[0])
+
+
+def test_sentences_compare_with_the_chosen_one():
+    chosen = TablePlacement("t0", 5000, 64, "fp32", "row_wise", "cached", (0, 1))
+    found = [
+        Alternative("row_wise", (0, 1), 0.004, 2 * 10**9, "dense"),
+        Alternative("table_wise", (0,), 0.0055, 3 * 10**9, "fills"),
+        Alternative("column_wise", (0, 1), 0.004, 3 * 10**9, "fills"),
+        Alternative("grid_shard", problem="too large"),
+    ]
+    assert sentences(chosen, found) == [
+        "t0 (5,000 rows) is row_wise on rank 0, 1, cached.",
+        "table_wise: 5.500 ms a step, 1.500 ms more than row_wise; then a step waits for fills, and the fullest rank "
+        "needs 3.000 GB",
+        "column_wise: 4.000 ms a step, as much as row_wise; then a step waits for fills, and the fullest rank needs "
+        "3.000 GB",
+        "grid_shard: too large",
+    ]
+    many = replace(chosen, ranks=tuple(range(12)))
+    assert "on rank 0, 1, 2, 3, 4, 5, 6, 7, ..., cached" in sentences(many, found)[0]

@@ -1,0 +1,239 @@
+"""Plans that are made: complete, deterministic, within the budget, and no slower than simple ones."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import os
+import subprocess
+import sys
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from embershard.errors import ShardingError
+from embershard.planning.budget import least_need
+from embershard.planning.planner import best_candidate, make_plan, sized
+from embershard.planning.request import Budget, PlanRequest
+from embershard.planning.simulate.replay import ReplayPolicy
+from embershard.sharding.plan import Plan, pools_of
+from embershard.sharding.plan_checks import check_plan
+from tests.unit.planning.requests import data_of, make_request, random_rows, rates, round_robin
+
+TIGHT = Budget(device_bytes=2_500_000)
+
+
+def check(plan: Plan, request: PlanRequest) -> None:
+    """Every table once, in the model's order, as it is; pools and bytes as they must be."""
+    check_plan(plan)
+    shape, model = request.workload.shape, request.workload.model
+    assert [(t.table, t.rows, t.dim, t.dtype) for t in plan.tables] == [
+        (t.table, t.rows, t.dim, t.dtype) for t in model.tables
+    ]
+    assert (plan.world_size, plan.batch_size) == (shape.world_size, shape.batch_size)
+    assert plan.prediction is not None
+    assert [rank.rank for rank in plan.prediction.ranks] == list(range(shape.world_size))
+    limit = request.budget.device_bytes
+    assert limit is None or max(sum(rank.device_bytes.values()) for rank in plan.prediction.ranks) <= limit
+    hosts = [sum(rank.host_bytes.values()) for rank in plan.prediction.ranks]
+    per_node = plan.ranks_per_node
+    most = max(sum(hosts[first : first + per_node]) for first in range(0, len(hosts), per_node))
+    assert request.budget.host_bytes is None or most <= request.budget.host_bytes
+    for table in plan.prediction.tables:
+        assert table.hit_rate_lookups is None or 0 <= table.hit_rate_lookups <= 1
+    assert plan.prediction.step_seconds == max(rank.step_seconds for rank in plan.prediction.ranks)
+    assert plan.prediction.samples_per_second * plan.prediction.step_seconds == pytest.approx(shape.global_batch_size)
+
+
+SHAPES = {"1": (1, 8), "2": (2, 8), "4": (4, 8), "8": (8, 8), "16, two nodes": (16, 8), "4, two nodes": (4, 2)}
+
+
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    [
+        ("1", TIGHT),
+        ("2", Budget(cache_bytes=900_000)),
+        ("4", TIGHT),
+        ("8", TIGHT),
+        ("16, two nodes", Budget(ratio=0.1, device_bytes=10**7)),
+        ("4, two nodes", TIGHT),
+    ],
+)
+def test_a_plan_is_complete_and_reads_back(tmp_path, name, budget):
+    world_size, per_node = SHAPES[name]
+    rows = (20_000, 9000, 5000, 900, 300, 40)
+    request = make_request(
+        budget,
+        rows=rows,
+        dims=(64, 128, 64, 32, 64, 16),
+        world_size=world_size,
+        ranks_per_node=per_node,
+        settings={"cache.policy": "lfu", "sizes": [8, 1]},
+        made_from={"config": "run.toml"},
+        notes=("One.",),
+    )
+    plan = make_plan(request)
+    check(plan, request)
+    assert plan.notes[0] == "One."
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    assert {t.kernel for t in plan.tables} <= {"cached", "device"}
+    assert budget.device_bytes or {t.kernel for t in plan.tables} == {"cached"}
+    assert [dataclasses.replace(p, slots=0) for p in plan.pools] == [
+        p.with_slots(0) for p in pools_of(plan.tables, plan.ranks_per_node)
+    ]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 3000), st.sampled_from([4, 16, 64, 80, 96, 128])), min_size=1, max_size=6),
+    st.sampled_from([(1, 1), (2, 2), (4, 2), (4, 4), (6, 3)]),
+    st.integers(0, 3_000_000),
+    st.integers(0, 600),
+    st.sampled_from([ReplayPolicy(lookahead=3), ReplayPolicy("lru", 0, by_next_use=False)]),
+    st.sampled_from(["fp32", "fp16"]),
+)
+@settings(max_examples=8)
+def test_any_model_is_planned_or_refused(tables, ranks, device_bytes, replicate_rows, policy, dtype):
+    rows, dims = zip(*tables, strict=True)
+    request = make_request(
+        Budget(device_bytes=device_bytes),
+        rows=rows,
+        dims=dims,
+        world_size=ranks[0],
+        ranks_per_node=ranks[1],
+        policy=policy,
+        replicate_rows=replicate_rows,
+        most_ranks_per_node=ranks[1],
+        data=data_of(rows, 800),
+        batch_size=16,
+        dtype=dtype,
+    )
+    if device_bytes < least_need(request).asked(request.budget):
+        with pytest.raises(ShardingError, match="does not fit"):
+            make_plan(request)
+        return
+    plan = make_plan(request)
+    check(plan, request)
+    replicated = {t.table for t in plan.tables if t.kernel == "replicated"}
+    assert replicated == {f"t{n}" for n, count in enumerate(rows) if count <= replicate_rows}
+
+
+PLAN = """
+from embershard.planning.planner import make_plan
+from tests.unit.planning.requests import *
+rows, dims = (3000, 3, 3, 20000, 20000, 100, 100, 9000), (64, 128) * 4
+print(make_plan(make_request(Budget(ratio=0.1), rows=rows, dims=dims, world_size=4, ranks_per_node=2)).to_text())
+"""
+
+
+def test_a_plan_does_not_depend_on_the_hash_seed(project_dir):
+    """Of this process, and another one."""
+    command = [sys.executable, "-W", "ignore", "-c", PLAN + "print(hash('t0'))"]
+    environment = {**os.environ, "PYTHONHASHSEED": "2", "PYTHONPATH": str(project_dir)}
+    said = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.splitlines()
+    with contextlib.redirect_stdout(io.StringIO()) as own:
+        exec(PLAN, {})
+    assert int(said.pop()) != hash("t0"), "the same seed"
+    assert own.getvalue().count('"sharding"') > 8
+    assert said == own.getvalue().splitlines()
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "many small": {"rows": random_rows(0, 12, 3.5), "world_size": 4},
+    "one large": {"rows": (90_000, 50, 60, 70), "world_size": 4},
+    "nodes": {"rows": random_rows(1, 8, 4.5), "world_size": 4, "ranks_per_node": 2},
+    "odd": {"rows": random_rows(2, 7, 4.5), "world_size": 3},
+    "hot block": {"rows": (50_000, 300), "world_size": 2, "data": data_of((50_000, 300), scattered=False)},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("machine", "budget"),
+    [("h100x8x4", Budget(ratio=0.2)), ("cpux4", Budget(device_bytes=6_000_000))],
+    ids=["gpu", "cpu"],
+)
+def test_no_slower_than_round_robin(name, budget, machine):
+    request = make_request(budget, rates=rates(machine, CASES[name]["world_size"]), **CASES[name])
+    chosen = best_candidate(request)
+    simple = sized(request, round_robin(request))
+    assert simple is None or chosen.step_seconds <= simple.step_seconds * (1 + 1e-9)
+
+
+def test_all_that_fits_the_devices_is_there():
+    plan = make_plan(make_request(Budget(device_bytes=20_000_000), rows=(20_000, 9000, 300), world_size=2))
+    assert Counter(t.kernel for t in plan.tables) == {"device": 3}
+    assert plan.pools == ()
+    assert "All rows fit the devices: no table is cached." in plan.notes
+    assert plan.prediction is not None
+    assert all(t.fills == 0 and t.hit_rate_unique == t.hit_rate_lookups == 1 for t in plan.prediction.tables)
+    assert all(sum(rank.host_bytes.values()) == 0 for rank in plan.prediction.ranks)
+
+
+def test_replicated_tables_are_on_every_rank():
+    request = make_request(Budget(ratio=0.1), world_size=4, replicate_rows=300)
+    plan = make_plan(request)
+    check(plan, request)
+    kernels = {t.table: (t.kernel, t.sharding, t.ranks) for t in plan.tables}
+    assert kernels["t2"] == kernels["t3"] == ("replicated", "data_parallel", ())
+    assert kernels["t0"][0] == "cached"
+    assert plan.prediction is not None
+    assert all(rank.device_bytes["replicated"] == 340 * (64 * 4 * 2 + 4) for rank in plan.prediction.ranks)
+    copies = [t for t in plan.prediction.tables if t.table == "t2"]
+    assert [t.rank for t in copies] == [0, 1, 2, 3]
+    assert all(t.hit_rate_lookups == 1 and t.fills == 0 for t in copies)
+    assert sum(t.lookups for t in copies) == pytest.approx(4 * 64), "each rank looks up its own samples only"
+
+
+def test_a_block_of_hot_rows_is_named():
+    """Of a table that is cut by rows; not when they are scattered, nor when it is whole."""
+
+    def notes(scattered: bool, kind: str) -> str:
+        data = data_of((50_000, 300), scattered=scattered)
+        request = make_request(Budget(ratio=0.1), rows=(50_000, 300), types=[kind], world_size=2, data=data)
+        return " ".join(make_plan(request).notes)
+
+    said = notes(False, "row_wise")
+    assert "Table t0: hot rows lie together, its busiest block of rows gets 1.7 times its share of lookups." in said
+    assert 'id_mapping = "hash"' in said
+    assert "hot rows" not in notes(True, "row_wise")
+    assert "hot rows" not in notes(False, "table_wise")
+
+
+def test_a_slot_for_every_row_is_said():
+    plan = make_plan(make_request(Budget(ratio=1.0)))
+    assert "Every row has a slot: nothing is ever evicted." in plan.notes
+    assert plan.prediction is not None
+    assert sum(p.slots for p in plan.pools) == 6240
+    assert not any("evicted" in note for note in make_plan(make_request(Budget(ratio=0.5))).notes)
+
+
+def test_a_short_trace_is_said():
+    request = make_request(Budget(ratio=0.1), batch_size=1000)
+    plan = make_plan(request)
+    assert plan.prediction is not None
+    assert plan.prediction.method == "counts"
+    assert any("Hit rates are from counts alone" in note and "2,000 samples" in note for note in plan.notes)
+    assert make_plan(make_request(Budget(ratio=0.1))).prediction.method == "replay"
+
+
+def test_progress_counts_the_pools():
+    seen = []
+    plan = make_plan(make_request(Budget(ratio=0.1), world_size=4), lambda done, total: seen.append((done, total)))
+    assert seen == [(n + 1, len(plan.pools)) for n in range(len(plan.pools))]
+
+
+def test_types_that_are_asked_for():
+    for kind in ("column_wise", "table_row_wise", "grid_shard"):
+        request = make_request(
+            Budget(ratio=0.1), rows=(5000, 900), dims=(128, 64), world_size=4, ranks_per_node=2, types=[kind]
+        )
+        plan = make_plan(request)
+        check(plan, request)
+        assert {t.sharding for t in plan.tables} == {kind}
+    only = make_plan(make_request(Budget(ratio=0.1), only={"t1": ["row_wise"]}))
+    assert {t.table: t.sharding for t in only.tables}["t1"] == "row_wise"

@@ -1,0 +1,221 @@
+"""A prediction is the sum of its parts."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from embershard.cache.pinned_tables import home_tables
+from embershard.planning.cost import work
+from embershard.planning.cost.rates import Rates
+from embershard.planning.predict import predict
+from embershard.planning.simulate.replay import ReplayPolicy, Shard, replay_pool
+from embershard.planning.workload import LEAST_REPLAYED_STEPS, Workload, place_shards
+from embershard.sharding.memory_model import pool_memory
+from embershard.sharding.plan import PoolPlacement, Prediction, TablePlacement, pools_of
+from tests.unit.planning.requests import data_of, make_workload, rates
+from tests.unit.planning.traces import counted, skewed
+from tests.unit.sharding.plans import ranks_for
+
+
+def placements(workload: Workload, kinds: list[tuple[str, str]]) -> list[TablePlacement]:
+    world, node = workload.shape.world_size, min(workload.shape.ranks_per_node, workload.shape.world_size)
+    return [
+        TablePlacement(t.table, t.rows, t.dim, t.dtype, kind, kernel, ranks_for(kind, n, world, node, 2))  # type: ignore[arg-type]
+        for n, (t, (kind, kernel)) in enumerate(zip(workload.model.tables, kinds, strict=True))
+    ]
+
+
+def slots_of(workload: Workload, tables: list[TablePlacement], share: float = 0.2) -> list[PoolPlacement]:
+    node = min(workload.shape.ranks_per_node, workload.shape.world_size)
+    return [pool.with_slots(max(1, int(pool.rows * share))) for pool in pools_of(tables, node)]
+
+
+MIXED = [("table_wise", "cached"), ("row_wise", "cached"), ("column_wise", "cached"), ("table_wise", "device")]
+
+
+def mixed(**changes: Any) -> tuple[Workload, list[TablePlacement], list[PoolPlacement], Prediction]:
+    workload = make_workload((5000, 900, 300, 40), (64, 64, 128, 64), **changes)
+    tables = placements(workload, MIXED)
+    slots = slots_of(workload, tables)
+    return workload, tables, slots, predict(workload, tables, slots, rates())
+
+
+def test_hit_rates_are_those_of_a_replay_of_each_pool():
+    workload, tables, slots, found = mixed(policy=ReplayPolicy(lookahead=5))
+    assert (found.method, found.num_steps) == ("replay", 6000 // 128)
+    by_place = {(t.table, t.rank): t for t in found.tables}
+    for pool in slots:
+        shards = [
+            Shard(s.table.table, s.row_start, s.row_stop)
+            for s in place_shards(workload.model, tables, workload.shape)
+            if s.rank == pool.rank and s.table.table in pool.tables
+        ]
+        homes = [shards[n].table for n in home_tables([s.num_rows for s in shards], pool.slots)]
+        assert workload.data.trace is not None
+        traffic = replay_pool(workload.data.trace, shards, pool.slots, 128, workload.shape.policy, home_tables=homes)
+        for each in traffic.shards:
+            if each.shard.table == "t2":
+                continue  # two column shards of it, one on each rank
+            seen = by_place[each.shard.table, pool.rank]
+            assert (seen.lookups, seen.fills, seen.write_backs) == (each.lookups, each.fills, each.write_backs)
+            assert seen.hit_rate_unique == each.hit_rate_unique
+            assert seen.hit_rate_lookups == each.hit_rate_lookups
+
+
+def test_bytes_and_work_add_up():
+    workload, tables, _, _ = mixed()
+    slots = slots_of(workload, tables, 0.9)  # none grows
+    found = predict(workload, tables, slots, rates())
+    shards = place_shards(workload.model, tables, workload.shape)
+    for rank in found.ranks:
+        own = [t for t in found.tables if t.rank == rank.rank]
+        here = [s for s in shards if s.rank == rank.rank]
+        pools = [p for p in slots if p.rank == rank.rank]
+        expected = sum(
+            pool_memory(
+                [s for s in here if s.table.table in p.tables and s.kernel == "cached"], workload.shape.memory
+            ).device_bytes(p.slots)
+            for p in pools
+        )
+        assert rank.device_bytes["slots"] + rank.device_bytes["maps"] == expected
+        assert sum(t.host_bytes for t in own) == sum(rank.host_bytes.values())
+        assert rank.work["fills"] == pytest.approx(sum(t.fills for t in own))
+        assert rank.work["planned_ids"] == pytest.approx(sum(t.lookups for t in own if t.table != "t3"))
+        row_bytes = {(s.table.table): s.row_bytes for s in here}
+        assert rank.work["bytes_to_device"] == pytest.approx(sum(t.fills * row_bytes[t.table] for t in own))
+        assert rank.work["bytes_to_host"] == pytest.approx(sum(t.write_backs * row_bytes[t.table] for t in own))
+        assert rank.work["dense_flops"] == workload.model.dense_flops_per_sample * 64
+        assert rank.work["num_collectives"] == work.num_collectives({s.sharding for s in here}, 2)
+        assert rank.step_seconds >= max(rank.seconds.values())
+        assert rank.bottleneck in rank.seconds
+    whole = next(t for t in found.tables if t.table == "t3")
+    assert (whole.device_bytes, whole.host_bytes, whole.fills) == (40 * 260, 0, 0)
+    assert sum(t.lookups for t in found.tables if t.table == "t1") == pytest.approx(128, rel=0.01), "over its blocks"
+    assert found.bottleneck == max(found.ranks, key=lambda rank: rank.step_seconds).bottleneck
+    assert found.samples_per_second == pytest.approx(128 / found.step_seconds)
+
+
+def test_a_pool_that_will_grow_is_predicted_as_large_as_it_will_be():
+    workload, tables, _, _ = mixed()
+    slots = [dataclasses.replace(pool, slots=1) for pool in slots_of(workload, tables)]
+    found = predict(workload, tables, slots, rates())
+    for rank in found.ranks:
+        here = [s for s in place_shards(workload.model, tables, workload.shape) if s.rank == rank.rank]
+        cached = [[s for s in here if s.table.table in pool.tables] for pool in slots if pool.rank == rank.rank]
+        planned = sum(pool_memory(members, workload.shape.memory).device_bytes(1) for members in cached)
+        assert rank.device_bytes["slots"] + rank.device_bytes["maps"] > planned
+
+
+def test_device_bytes_of_the_tables_are_those_of_the_pools():
+    """Up to the null slot, and slots that no table holds yet."""
+    workload = make_workload((500, 400), world_size=1, policy=ReplayPolicy("lru", 0, by_next_use=False))
+    tables = placements(workload, [("table_wise", "cached")] * 2)
+    found = predict(workload, tables, slots_of(workload, tables, 0.3), rates())
+    (rank,) = found.ranks
+    pool = rank.device_bytes["slots"] + rank.device_bytes["maps"]
+    assert 0 <= pool - sum(t.device_bytes for t in found.tables) <= 2 * (64 * 4 + 4 + 12)
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "over"),
+    [(None, 46), (20, 20), (90, 90)],
+)
+def test_how_long_a_run_is_decides_what_its_first_steps_weigh(num_steps, over):
+    """A cache is empty at first: a short run finds less."""
+    workload, tables, slots, found = mixed(num_steps=num_steps)
+    assert found.num_steps == over
+    cold = predict(
+        dataclasses.replace(workload, shape=dataclasses.replace(workload.shape, num_steps=12)), tables, slots, rates()
+    )
+
+    def fills(prediction: Prediction) -> float:
+        return sum(t.fills for t in prediction.tables)
+
+    assert fills(found) < fills(cold)
+
+
+def test_too_few_batches_are_not_replayed():
+    for samples, method in ((LEAST_REPLAYED_STEPS * 128, "replay"), (LEAST_REPLAYED_STEPS * 128 - 1, "counts")):
+        data = counted({"t0": (500, skewed(500, samples))})
+        workload = make_workload((500,), data=data)
+        tables = placements(workload, [("table_wise", "cached")])
+        assert predict(workload, tables, slots_of(workload, tables), rates()).method == method
+
+
+def test_a_replay_and_counts_alone_agree_about_a_long_run():
+    """On independent lookups, where nothing is to be known but how frequent rows are."""
+    data = counted({"t0": (1000, skewed(1000, 12_000, power=3)), "t1": (400, skewed(400, 12_000, seed=1, power=2))})
+    policy = ReplayPolicy("frequency", 0, by_next_use=False, warmup=True, profile_samples=None)
+    workload = make_workload((1000, 400), world_size=1, batch_size=40, policy=policy, has_profile=True, data=data)
+    tables = placements(workload, [("table_wise", "cached")] * 2)
+    slots = slots_of(workload, tables, 0.4)
+    exact = predict(workload, tables, slots, rates())
+    counts = predict(workload, tables, slots, rates(), from_counts=True)
+    assert (exact.method, counts.method) == ("replay", "counts")
+    for one, other in zip(exact.tables, counts.tables, strict=True):
+        assert one.lookups == pytest.approx(other.lookups)
+        assert one.unique_ids == pytest.approx(other.unique_ids, rel=0.02)
+        assert one.hit_rate_lookups == pytest.approx(other.hit_rate_lookups, abs=0.05)
+    both = [np.dot([t.lookups for t in p.tables], [t.hit_rate_lookups for t in p.tables]) / 80 for p in (exact, counts)]
+    assert both[0] == pytest.approx(both[1], abs=0.03)
+
+
+def test_a_block_of_hot_rows_makes_its_rank_the_slowest():
+    workload = make_workload((50_000,), data=data_of((50_000,), scattered=False))
+    tables = placements(workload, [("row_wise", "cached")])
+    per_id = Rates(seconds_per_planned_id=1e-6)
+    found = predict(workload, tables, slots_of(workload, tables), per_id)
+    first, second = found.ranks
+    assert first.step_seconds > 4 * second.step_seconds
+    assert found.step_seconds == first.step_seconds
+    assert found.bottleneck == "planning"
+    scattered = predict(make_workload((50_000,), data=data_of((50_000,))), tables, slots_of(workload, tables), per_id)
+    assert scattered.step_seconds < 0.8 * found.step_seconds
+
+
+def test_nothing_takes_time_on_a_machine_without_rates():
+    workload, tables, slots, _ = mixed()
+    found = predict(workload, tables, slots, Rates())
+    assert (found.step_seconds, found.samples_per_second) == (0, 0)
+
+
+def test_a_short_run_is_predicted_over_its_own_steps():
+    workload = make_workload((500,), world_size=1, num_steps=5)
+    tables = placements(workload, [("table_wise", "cached")])
+    found = predict(workload, tables, slots_of(workload, tables), rates())
+    assert (found.method, found.num_steps) == ("replay", 5)
+    assert workload.data.trace is not None
+    traffic = replay_pool(workload.data.trace, [Shard("t0", 0, 500)], 100, 64, workload.shape.policy, num_steps=5)
+    assert found.tables[0].fills == traffic.shards[0].fills
+
+
+def test_a_table_that_is_never_looked_up():
+    data = counted({"t0": (500, skewed(500, 6000)), "t1": (70, np.empty(0, np.int64))})
+    workload = make_workload((500, 70), data=data)
+    for kinds in ([("table_wise", "cached")] * 2, [("row_wise", "cached"), ("row_wise", "device")]):
+        tables = placements(workload, kinds)
+        for from_counts in (False, True):
+            found = predict(workload, tables, slots_of(workload, tables), rates(), from_counts=from_counts)
+            for each in (each for each in found.tables if each.table == "t1"):
+                assert (each.lookups, each.unique_ids, each.fills) == (0, 0, 0)
+                assert each.hit_rate_unique is each.hit_rate_lookups is None
+
+
+def test_a_run_longer_than_its_sample_goes_on_as_the_sample_ends():
+    """The first steps, when the cache is empty, weigh less the longer the run is."""
+    data = counted({"t0": (500, skewed(500, 3000))}, share_of_samples=0.1)
+    fills = {}
+    for num_steps in (None, 46, 460):
+        workload = make_workload((500,), world_size=1, num_steps=num_steps, data=data)
+        tables = placements(workload, [("table_wise", "cached")])
+        found = predict(workload, tables, slots_of(workload, tables), rates())
+        fills[num_steps] = found.tables[0].fills
+    traffic = replay_pool(data.trace, [Shard("t0", 0, 500)], 100, 64, workload.shape.policy)
+    assert traffic.num_steps == 46
+    assert fills[None] == fills[46] == traffic.shards[0].fills
+    assert fills[460] == pytest.approx(0.1 * fills[46] + 0.9 * traffic.late[0].fills)
+    assert fills[460] < fills[46]

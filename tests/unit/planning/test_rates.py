@@ -1,0 +1,192 @@
+"""Step times, the work of a step from sizes, and rates from measured steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from embershard.data.batch import Schema, SparseFeature
+from embershard.errors import ConfigError
+from embershard.models import ModelConfig, build_model
+from embershard.planning.cost import work as formulas
+from embershard.planning.cost.least_squares import fit_rates, nonnegative_least_squares
+from embershard.planning.cost.rates import STREAMS, TERMS, Rates, StepTime, StepWork, step_time
+from embershard.planning.cost.work import DenseSize
+
+AMOUNTS = [field.name for field in dataclasses.fields(StepWork)]
+numbers = st.floats(0, 1e6)
+works = st.builds(StepWork, **dict.fromkeys(AMOUNTS, numbers))
+rates_ = st.builds(Rates, **{field.name: numbers for field in dataclasses.fields(Rates)})
+devices = st.sampled_from(["cpu", "cuda"])
+
+
+def test_every_kind_of_work_counts_once_and_in_one_stream() -> None:
+    assert [amount for amount, _, _ in TERMS] == sorted(AMOUNTS, key=[a for a, _, _ in TERMS].index)
+    assert len({rate for _, rate, _ in TERMS}) == len(TERMS) == len(AMOUNTS)
+    parts = [part for names in STREAMS.values() for part in names]
+    assert sorted(parts) == sorted({part for _, _, part in TERMS} | {"overhead"})
+
+
+@given(works, rates_, devices, st.sampled_from(AMOUNTS), st.floats(1, 1e6))
+def test_more_work_never_takes_less_time(work, rates, device, amount, more) -> None:
+    larger = dataclasses.replace(work, **{amount: getattr(work, amount) + more})
+    assert step_time(larger, rates, device).seconds >= step_time(work, rates, device).seconds
+
+
+@given(works, rates_, devices)
+def test_twice_the_work_takes_twice_the_time_beyond_the_overhead(work, rates, device) -> None:
+    rates = dataclasses.replace(rates, step_overhead_seconds=0)
+    twice = StepWork(**{name: 2 * value for name, value in work.to_dict().items()})
+    assert step_time(twice, rates, device).seconds == pytest.approx(2 * step_time(work, rates, device).seconds)
+
+
+@given(works, rates_)
+def test_a_cpu_does_one_thing_after_the_other(work, rates) -> None:
+    time = step_time(work, rates, "cpu")
+    assert time.seconds == pytest.approx(sum(time.parts.values()))
+    assert time.parts[time.bottleneck] == max(time.parts.values())
+
+
+@given(works, rates_)
+def test_on_a_gpu_the_longest_stream_counts(work, rates) -> None:
+    time = step_time(work, rates, "cuda")
+    assert time.seconds == max(time.streams.values())
+    assert sum(time.streams.values()) == pytest.approx(sum(time.parts.values()))
+    longest = next(names for stream, names in STREAMS.items() if time.streams[stream] == time.seconds)
+    assert time.parts[time.bottleneck] == max(time.parts[name] for name in longest)
+
+
+@given(rates_, devices)
+def test_no_work_takes_the_overhead(rates, device) -> None:
+    assert step_time(StepWork(), rates, device).seconds == rates.step_overhead_seconds
+
+
+def test_a_copy_bound_step_names_the_fills() -> None:
+    work = StepWork(dense_flops=1e9, fills=1000, bytes_to_device=1e9, input_seconds=0.001)
+    rates = Rates(seconds_per_flop=1e-12, seconds_per_byte_to_device=2e-11, seconds_per_input_second=1)
+    time = step_time(work, rates, "cuda")
+    assert (time.bottleneck, time.seconds) == ("fills", pytest.approx(0.02))
+    assert step_time(work, rates, "cpu").seconds == pytest.approx(0.022)
+
+
+@given(works, rates_)
+def test_values_survive_json(work, rates) -> None:
+    assert StepWork.from_dict(json.loads(json.dumps(work.to_dict()))) == work
+    assert Rates.from_dict(json.loads(json.dumps(rates.to_dict()))) == rates
+    time = step_time(work, rates, "cuda")
+    assert StepTime.from_dict(json.loads(json.dumps(time.to_dict()))) == time
+
+
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), "1", None, True])
+def test_work_that_is_no_amount_is_refused(value) -> None:
+    with pytest.raises(ConfigError, match=r"StepWork\.fills: got .*, needed a finite number"):
+        StepWork(fills=value)
+
+
+def test_an_unknown_kind_of_work_is_refused() -> None:
+    with pytest.raises(ConfigError, match="StepWork has no 'sleep', only dense_flops"):
+        StepWork.from_dict({"sleep": 1})
+
+
+# ---------------------------------------------------------------------------------------- work
+
+
+@pytest.mark.parametrize("arch", ["dlrm", "dlrm_dcn"])
+def test_dense_sizes_are_those_of_the_model(arch) -> None:
+    cross = {"dcn_num_layers": 2, "dcn_low_rank_dim": 3} if arch == "dlrm_dcn" else {}
+    config = ModelConfig(arch, 8, (20, 8), (12, 6, 1), **cross)
+    schema = Schema(("a", "b", "c"), tuple(SparseFeature(f"s{i}", 5) for i in range(4)))
+    model = build_model(config, schema, torch.device("cpu"))
+    dense = [p for p in model.parameters() if not p.is_meta]
+    size = DenseSize(arch, 3, 4, 8, (20, 8), (12, 6, 1), *cross.values())
+    assert formulas.dense_parameter_bytes(size) == sum(p.numel() * 4 for p in dense)
+    weights = sum(p.numel() for p in dense if p.dim() == 2)
+    dots = 5 * 5 * 8 if arch == "dlrm" else 0  # all pairs of 5 vectors of dim 8
+    assert formulas.dense_flops(size, 10) == 10 * 6 * (weights + dots)
+    assert formulas.activation_bytes(size, 10) == 10 * formulas.activation_bytes(size, 1) > 0
+
+
+def test_one_rank_sends_nothing() -> None:
+    common = {"batch_size": 4, "world_size": 1, "ids_per_sample": 2, "columns": 8}
+    assert all(formulas.all_to_all_bytes(kind, **common) == 0 for kind in ("table_wise", "row_wise", "grid_shard"))
+    assert formulas.all_reduce_bytes(100, 1) == 0 == formulas.num_collectives(["row_wise"], 1)
+
+
+def test_bytes_of_each_sharding_by_hand() -> None:
+    common = {"batch_size": 10, "ids_per_sample": 2, "columns": 8}
+    # From each of 3 others: 10 samples of 2 ids and a length, 8 bytes each; to and from each 10 x 8 floats.
+    table_wise = formulas.all_to_all_bytes("table_wise", world_size=4, **common)
+    assert table_wise == 3 * 10 * (2 + 1) * 8 + 2 * 3 * 10 * 8 * 4
+    row_wise = formulas.all_to_all_bytes("row_wise", world_size=4, rank_share=0.25, **common)
+    assert row_wise == 3 * 10 * (0.5 + 1) * 8 + 2 * 3 * 10 * 8 * 4
+    # Two nodes of 2: partial sums of all 40 samples, half of them to the neighbour; then 10 samples to the other node.
+    by_node = formulas.all_to_all_bytes("table_row_wise", world_size=4, ranks_per_node=2, rank_share=0.5, **common)
+    assert by_node == 3 * 10 * (1 + 1) * 8 + 2 * (20 + 10) * 8 * 4
+    assert formulas.all_to_all_bytes("data_parallel", world_size=4, **common) == 0
+    with pytest.raises(ConfigError, match="Unknown sharding type 'diagonal'"):
+        formulas.all_to_all_bytes("diagonal", world_size=4, **common)
+
+
+@given(st.integers(2, 64), st.integers(1, 4096), st.floats(0, 100), st.integers(1, 64))
+def test_rows_over_one_node_cost_as_rows_over_all_ranks(ranks, batch_size, ids, columns) -> None:
+    common = {"batch_size": batch_size, "world_size": ranks, "ids_per_sample": ids, "columns": columns}
+    by_node = formulas.all_to_all_bytes("table_row_wise", **common, rank_share=1 / ranks, ranks_per_node=ranks)
+    assert by_node == pytest.approx(formulas.all_to_all_bytes("row_wise", **common, rank_share=1 / ranks))
+
+
+def test_collectives_are_per_sharding_type() -> None:
+    one = formulas.num_collectives(["row_wise"], 2)
+    assert formulas.num_collectives(["row_wise", "row_wise", "data_parallel"], 2) == one
+    assert formulas.num_collectives(["row_wise", "table_wise"], 2) > one
+
+
+# ---------------------------------------------------------------------------------------- fit
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.integers(0, 2**32 - 1))
+def test_nonnegative_least_squares_meets_its_optimality_conditions(rows, columns, seed) -> None:
+    rng = np.random.default_rng(seed)
+    matrix, target = rng.normal(size=(rows, columns)), rng.normal(size=rows)
+    found = nonnegative_least_squares(matrix, target)
+    gain = matrix.T @ (target - matrix @ found)
+    assert (found >= 0).all()
+    assert gain.max() <= 1e-6  # no column would help
+    assert np.abs(gain[found > 1e-9]).max(initial=0) <= 1e-6  # those in use are at their best
+
+
+def test_rates_are_found_again() -> None:
+    rng = np.random.default_rng(0)
+    true = Rates(
+        seconds_per_flop=2e-11,
+        seconds_per_planned_id=1e-7,
+        seconds_per_fill=4e-7,
+        seconds_per_write_back=4e-7,
+        seconds_per_input_second=0.5,
+        step_overhead_seconds=0.02,
+    )
+    works = [
+        StepWork(dense_flops=f, planned_ids=i, fills=x, write_backs=x, input_seconds=s)
+        for f, i, x, s in rng.uniform(0, 1, (12, 4)) * [1e10, 2e5, 1e4, 0.02]
+    ]
+    fit = fit_rates([(work, step_time(work, true, "cpu").seconds) for work in works])
+    assert fit.rates.to_dict() == pytest.approx(true.to_dict())
+    assert fit.errors == pytest.approx([0] * 12, abs=1e-9)
+
+
+def test_a_fit_says_how_far_off_it_is() -> None:
+    fit = fit_rates([(StepWork(), 0.1), (StepWork(), 0.2)])
+    low, high = fit.errors
+    assert low > 0 > high
+    assert fit.rates.step_overhead_seconds == pytest.approx(0.1 * (1 + low))
+
+
+@pytest.mark.parametrize("measured", [[], [(StepWork(), 0.0)]])
+def test_a_fit_needs_times(measured) -> None:
+    with pytest.raises(ConfigError, match="needed at least one"):
+        fit_rates(measured)

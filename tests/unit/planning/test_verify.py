@@ -1,0 +1,259 @@
+"""Predicted beside measured: errors, verdicts, what to know; and rates corrected by a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from embershard.errors import ShardingError
+from embershard.planning.cost.rates import Rates, StepWork, step_time
+from embershard.planning.cost.recalibrate import measured_work, recalibrated
+from embershard.planning.cost.topology import Topology, load_topology, save_topology
+from embershard.planning.verify.compare import Comparison, Pair, compare
+from embershard.planning.verify.measured import MeasuredRun
+from embershard.planning.verify.notes import notes
+from embershard.sharding.plan import Plan
+from tests.unit.planning.runs import STEPS, changed, predicted_plan, result_of, without_cache
+
+RATES = Rates(seconds_per_flop=1e-9, seconds_per_planned_id=1e-6, seconds_per_fill=2e-6, step_overhead_seconds=1e-3)
+
+
+def machine(**changes: Any) -> Topology:
+    given = {"ranks_per_node": 2, "host_memory_bytes": 10**9, "rates_by_ranks": {2: RATES, 4: RATES}}
+    return Topology("mine", "measured in May", "cpu", **{**given, **changes})
+
+
+def verdict(comparison: Comparison, what: str) -> Any:
+    return next(each for each in comparison.verdicts if each.what == what)
+
+
+def told(plan: Plan, result: dict[str, Any], *more: Any) -> str:
+    return " ".join(notes(plan, MeasuredRun.from_result(result), *more))
+
+
+def test_a_run_as_predicted_has_no_errors():
+    plan = predicted_plan()
+    found = compare(plan, result_of(plan))
+    assert {(table.table, table.rank) for table in found.tables} == {
+        (t, r) for t in ("a", "b", "c") for r in (0, 1)
+    } - {
+        ("a", 1),
+        ("c", 0),
+    }
+    for part in (*found.tables, *found.ranks):
+        pairs = [each for each in vars(part.traffic).values() if isinstance(each, Pair)]
+        if getattr(part, "kernel", "cached") == "cached":
+            assert all(pair.error == pytest.approx(0, abs=1e-9) for pair in pairs)
+            assert part.traffic.bytes_to_device.measured == part.traffic.fills.measured * 68
+    assert [each.error for each in found.verdicts] == [pytest.approx(0, abs=1e-9)] * 4
+    assert all(each.kept for each in found.verdicts)
+    assert notes(plan, MeasuredRun.from_result(result_of(plan))) == [
+        "1 of 3 tables are whole on the device: nothing is counted for them."
+    ]
+
+
+def test_errors_have_a_sign_a_worst_table_and_a_verdict():
+    plan = predicted_plan()
+    result = changed(result_of(plan), 1, "b", hit_rate_unique=0.5, hit_rate_lookups=0.68)  # predicted: 0.6 and 0.7
+    found = compare(plan, result)
+    worst = found.tables[0]
+    assert (worst.table, worst.rank) == ("b", 1)
+    assert worst.traffic.hit_rate_unique.error == pytest.approx(0.1)
+    assert worst.traffic.worst_points == pytest.approx(10)
+    unique = verdict(found, "hit rate per unique id")
+    assert unique.error == pytest.approx(10 / 3)  # of three cached tables and ranks
+    assert not unique.kept
+    assert "worst b on rank 1 with 10.00" in unique.detail
+    assert verdict(found, "hit rate per lookup").kept
+
+
+def test_the_mean_error_is_also_given_per_lookup():
+    plan = predicted_plan()
+    many = changed(result_of(plan), 0, "a", lookups=8 * 1000 * STEPS, hit_rate_lookups=0.79)  # predicted: 0.8
+    lookups = verdict(compare(plan, many), "hit rate per lookup")
+    assert lookups.error == pytest.approx(1 / 3)
+    assert "0.82 where every lookup counts the same" in lookups.detail  # 8000 of 8000 + 1000 + 800
+
+
+@pytest.mark.parametrize(("measured", "kept"), [(1.019, True), (1.021, False), (0.981, True)])
+def test_device_bytes_promise_two_percent(measured, kept):
+    plan = predicted_plan()
+    result = result_of(plan)
+    result["cache"]["ranks"][1]["device_bytes"] = round(result["cache"]["ranks"][1]["device_bytes"] * measured)
+    found = verdict(compare(plan, result), "device bytes")
+    assert found.kept is kept
+    assert "rank 1" in found.detail
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "kept"), [(10.0, True), (8.4, True), (8.3, False), (12.4, True), (12.6, False)]
+)
+def test_the_step_time_promises_twenty_percent_of_what_was_measured(milliseconds, kept):
+    plan = predicted_plan(step_seconds=0.010)
+    found = compare(plan, result_of(plan, step_ms={"p50": milliseconds}))
+    assert verdict(found, "step time").kept is kept
+    assert found.is_step_time_off is not kept
+
+
+def test_what_was_not_measured_has_no_verdict():
+    plan = predicted_plan()
+    found = compare(plan, without_cache(result_of(plan, step_ms={"p50": None})))
+    assert [each.kept for each in found.verdicts] == [None] * 4
+    assert [each.error for each in found.verdicts] == [None] * 4
+    assert not found.is_step_time_off
+    assert found.ranks[0].traffic.fills == Pair(pytest.approx(50.0), None)
+
+
+def test_all_to_all_bytes_are_predicted_only():
+    plan = predicted_plan()
+    assert compare(plan, result_of(plan)).ranks[0].all_to_all_bytes == Pair(5000.0, None)
+
+
+def test_a_plan_without_a_prediction_and_one_for_other_ranks_say_what_to_do():
+    plan = predicted_plan()
+    with pytest.raises(ShardingError, match="no prediction to compare with"):
+        compare(dataclasses.replace(plan, prediction=None), result_of(plan))
+    with pytest.raises(ShardingError, match="for 2 ranks; the run had 4"):
+        compare(plan, result_of(plan, world_size=4))
+
+
+@pytest.mark.parametrize("missing", ["measured_steps", "plan", "cache", "step_ms"])
+def test_results_of_another_version_name_what_they_lack(missing):
+    plan = predicted_plan()
+    result = result_of(plan)
+    del result[missing]
+    with pytest.raises(ShardingError, match=f"has no '{missing}'"):
+        compare(plan, result)
+
+
+def test_malformed_results_are_errors():
+    plan = predicted_plan()
+    for result in (result_of(plan, step_ms=7), result_of(plan, cache={"ranks": [{"rank": 0, "tables": []}]})):
+        with pytest.raises(ShardingError, match="malformed"):
+            compare(plan, result)
+
+
+def test_notes_name_every_reason_for_differences():
+    plan = predicted_plan()
+    assert "had no plan" in told(plan, result_of(plan, plan=None))
+    assert "obeyed another plan (ffff)" in told(plan, result_of(plan, plan={"path": "x", "digest": "ffff"}))
+    assert "resumed at step 60" in told(plan, result_of(plan, steps=STEPS + 60))
+    assert "Another setting: cache.decay is 1." in told(plan, result_of(plan), ["cache.decay is 1"])
+    assert "over 100 steps, the measurement over 40: the first steps, which fill the caches, weigh more" in told(
+        plan, result_of(plan, measured_steps=40, steps=40)
+    )
+    assert "weigh less" in told(plan, result_of(plan, measured_steps=400, steps=400))
+    assert "weigh" not in told(plan, result_of(plan, measured_steps=101, steps=101))
+    assert "few beside its look-ahead" in told(plan, result_of(plan, is_steady=False))
+    assert "look-ahead" not in told(plan, result_of(plan))
+    assert "cache.enabled = false" in told(plan, without_cache(result_of(plan)))
+    grown = changed(result_of(plan), 1, "b", overflow_growths=3)
+    grown["cache"]["ranks"][1]["overflow_growths"] = 3
+    assert "grew 3 times, for batches that did not fit; most misses were of b on rank 1 (3)" in told(plan, grown)
+    assert "include what 2 checkpoints wrote back" in told(plan, result_of(plan), (), 2)
+
+
+def test_tables_on_one_side_only_are_named():
+    plan = predicted_plan()
+    result = result_of(plan)
+    result["cache"]["ranks"][1]["tables"]["other"] = result["cache"]["ranks"][1]["tables"].pop("b")
+    said = told(plan, result)
+    assert "predicted with a cache but not measured: b on rank 1." in said
+    assert "measured but not predicted: other on rank 1." in said
+    found = next(each for each in compare(plan, result).tables if (each.table, each.rank) == ("b", 1))
+    assert found.traffic.worst_points is None
+    assert found.device_bytes.measured is None
+
+
+def test_a_plan_without_caches_compares_the_step_time():
+    plan = predicted_plan()
+    tables = tuple(dataclasses.replace(t, kernel="device") for t in plan.tables)
+    plan = dataclasses.replace(plan, tables=tables, pools=())
+    result = without_cache(result_of(plan))
+    assert "No table is cached" in told(plan, result)
+    assert verdict(compare(plan, result), "step time").error == pytest.approx(0)
+
+
+@given(st.floats(0.001, 1000), st.floats(0, 1e6), st.floats(0, 1e6))
+def test_recalibrated_rates_give_the_measured_step_for_the_measured_work(milliseconds, fills, ids):
+    plan = predicted_plan()
+    result = result_of(plan, step_ms={"p50": milliseconds})
+    for rank in result["cache"]["ranks"]:
+        rank.update(fills=fills * STEPS, lookups=ids * STEPS)
+    found = recalibrated(machine(), plan, result, name="new", run_name="r")
+    works = measured_work(plan, MeasuredRun.from_result(result))
+    assert [(work.fills, work.planned_ids) for work in works] == [(pytest.approx(fills), pytest.approx(ids))] * 2
+    seconds = max(step_time(work, found.topology.rates(2), "cpu").seconds for work in works)
+    assert seconds == pytest.approx(milliseconds / 1e3)
+    assert found.before_seconds * found.factor == pytest.approx(found.measured_seconds)
+    assert found.topology.rates(4) == RATES  # of another number of ranks nothing is known
+    ratio = found.topology.rates(2).seconds_per_fill / found.topology.rates(2).seconds_per_planned_id
+    assert ratio == pytest.approx(2)
+
+
+def test_measured_work_keeps_what_runs_do_not_count():
+    plan = predicted_plan()
+    assert plan.prediction is not None
+    result = changed(result_of(plan), 0, "a")
+    work = measured_work(plan, MeasuredRun.from_result(without_cache(result)))[0]
+    predicted = StepWork.from_dict(plan.prediction.ranks[0].work)
+    assert (work.dense_flops, work.all_to_all_bytes) == (predicted.dense_flops, predicted.all_to_all_bytes)
+    assert (work.planned_ids, work.fills, work.bytes_to_host) == (0, 0, 0)
+
+
+def test_a_recalibrated_topology_is_saved_with_its_origin(tmp_path):
+    plan = predicted_plan()
+    found = recalibrated(machine(), plan, result_of(plan), name="new", run_name="runs/7")
+    save_topology(found.topology, tmp_path / "new.toml")
+    loaded = load_topology(str(tmp_path / "new.toml"))
+    assert loaded == found.topology
+    assert loaded.source.startswith("measured in May; rates for 2 ranks times ")
+    assert loaded.source.endswith("after run runs/7")
+    assert loaded.note(2) is None
+    assert not found.from_estimate
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_estimated_topology_gets_rates(ranks):
+    plan = predicted_plan(device="cuda", world_size=ranks)
+    estimated = load_topology("h200x8")
+    found = recalibrated(estimated, plan, result_of(plan), name="new", run_name="r")
+    assert found.from_estimate
+    assert found.topology.rates_by_ranks.keys() == {ranks}
+    assert found.topology.ranks_per_node == 8
+    before = estimated.shaped(ranks).rates(ranks)
+    assert found.topology.rates(ranks).seconds_per_flop == pytest.approx(before.seconds_per_flop * found.factor)
+
+
+def test_the_nearest_rates_are_corrected_where_a_number_of_ranks_has_none():
+    plan = predicted_plan()
+    found = recalibrated(machine(rates_by_ranks={4: RATES}), plan, result_of(plan), name="new", run_name="r")
+    assert found.topology.rates(2).seconds_per_flop == pytest.approx(RATES.seconds_per_flop * found.factor)
+    assert found.topology.rates(4) == RATES
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"plan": None}, "had no plan"),
+        ({"plan": {"path": "x", "digest": "ffff"}}, "obeyed another plan"),
+        ({"device": "cuda"}, "the run was on 'cuda'"),
+        ({"step_ms": {"p50": None}}, "no step of the run was timed"),
+        ({"is_steady": False}, "few beside its look-ahead.*longer run"),
+        ({"world_size": 4}, "for 2 ranks; the run had 4"),
+    ],
+)
+def test_what_says_nothing_about_rates_is_refused(changes, says):
+    plan = predicted_plan()
+    with pytest.raises(ShardingError, match=says):
+        recalibrated(machine(), plan, result_of(plan, **changes), name="new", run_name="r")
+
+
+def test_a_topology_of_another_device_is_refused():
+    plan = predicted_plan()
+    with pytest.raises(ShardingError, match="the topology is on 'cuda'"):
+        recalibrated(load_topology("h200"), plan, result_of(plan), name="new", run_name="r")

@@ -1,0 +1,59 @@
+"""Metrics against hand-made formulas, on the samples of one rank and undefined cases."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from embershard.distributed import Ranks
+from embershard.training.metrics import PredictionBuffer, judge
+
+
+def test_against_formulas_written_out():
+    torch.manual_seed(0)
+    logits, labels = torch.randn(200), (torch.rand(200) < 0.3).float()
+    quality = judge(logits, labels)
+    p = torch.sigmoid(logits.double())
+    clicks, others = p[labels == 1], p[labels == 0]
+    pairs = (clicks[:, None] > others[None, :]).double() + 0.5 * (clicks[:, None] == others[None, :]).double()
+    logloss = -(labels * p.log() + (1 - labels) * (1 - p).log()).mean().item()
+    mean = labels.double().mean().item()
+    background = -(mean * math.log(mean) + (1 - mean) * math.log(1 - mean))
+    assert quality.samples == 200
+    assert quality.auc == pytest.approx(pairs.mean().item(), abs=1e-6)
+    assert quality.logloss == pytest.approx(logloss, rel=1e-9)
+    assert quality.ne == pytest.approx(logloss / background, rel=1e-9)
+    assert quality.accuracy == pytest.approx(((p > 0.5) == (labels == 1)).double().mean().item())
+    assert quality.calibration == pytest.approx(p.sum().item() / labels.sum().item())
+
+
+def test_ties_count_half():
+    assert judge(torch.zeros(10), torch.tensor([0.0, 1.0] * 5)).auc == pytest.approx(0.5)
+
+
+def test_what_is_undefined_is_none():
+    nothing = judge(torch.empty(0), torch.empty(0))
+    assert (nothing.samples, nothing.auc, nothing.logloss) == (0, None, None)
+    no_clicks = judge(torch.randn(5), torch.zeros(5))
+    assert (no_clicks.auc, no_clicks.ne, no_clicks.calibration) == (None, None, None)
+    assert no_clicks.logloss is not None
+    assert judge(torch.randn(5), torch.ones(5)).auc is None
+
+
+class TwoRanks(Ranks):
+    """Stands for two ranks, of which the other one holds no samples."""
+
+    def all_gather_rows(self, value: torch.Tensor) -> torch.Tensor:
+        return torch.cat([value, value[:0]])
+
+
+def test_buffer_keeps_the_newest_samples_and_takes_empty_batches():
+    ranks = TwoRanks(0, 2, 0, 2, torch.device("cpu"))
+    buffer = PredictionBuffer(capacity=4)
+    assert buffer.quality(ranks).samples == 0
+    for start in range(0, 8, 2):
+        buffer.add(torch.tensor([float(start), -float(start)]), torch.tensor([1.0, 0.0]))
+        buffer.add(torch.empty(0), torch.empty(0))
+    assert buffer.quality(ranks).samples == 4

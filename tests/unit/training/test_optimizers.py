@@ -1,0 +1,94 @@
+"""Optimizer and schedule settings: what has no effect is an error, the schedule is a function of the step."""
+
+from __future__ import annotations
+
+from typing import get_args, get_type_hints
+
+import pytest
+import torch
+from torch import nn
+from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from embershard.errors import ConfigError
+from embershard.launch.plan.inputs import STATE_BYTES
+from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig, ScheduleConfig
+from tests.ranks.parity import OPTIMIZERS
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: EmbeddingOptimizerConfig(kind="sgd", eps=1e-6), "eps has no effect"),
+        (lambda: EmbeddingOptimizerConfig(kind="sgd", weight_decay=0.1), "weight_decay has no effect"),
+        (lambda: EmbeddingOptimizerConfig(kind="adagrad", weight_decay=0.1), "weight_decay has no effect"),
+        (lambda: EmbeddingOptimizerConfig(betas=(0.9, 0.99)), "betas has no effect"),
+        (lambda: EmbeddingOptimizerConfig(lr=0.0), "needed more than 0"),
+        (lambda: EmbeddingOptimizerConfig(lr=float("nan")), "needed more than 0"),
+        (lambda: EmbeddingOptimizerConfig(kind="ftrl"), "rowwise_adagrad"),
+        (lambda: DenseOptimizerConfig(kind="sgd", betas=(0.9, 0.99)), "betas has no effect"),
+        (lambda: DenseOptimizerConfig(clip_norm=-1.0), "clip_norm"),
+        (lambda: ScheduleConfig(warmup_steps=-1), "0 or more"),
+        (lambda: ScheduleConfig(decay_steps=5), "no effect without"),
+        (lambda: ScheduleConfig(floor=0.5), "no effect without"),
+        (lambda: ScheduleConfig(decay="linear"), "needs 1 or more"),
+        (
+            lambda: ScheduleConfig(decay="linear", decay_steps=5, warmup_steps=4, decay_start=3),
+            "warmup_steps=4",
+        ),
+        (lambda: ScheduleConfig(decay="cosine", decay_steps=5, floor=2.0), "from 0 to 1"),
+    ],
+)
+def test_settings_that_cannot_be_meant(make, said):
+    with pytest.raises(ConfigError, match=said):
+        make()
+
+
+KINDS = get_args(get_type_hints(EmbeddingOptimizerConfig)["kind"])
+
+
+def test_the_size_of_every_kind_is_known():
+    assert set(STATE_BYTES) == set(KINDS)
+
+
+@pytest.mark.parametrize("kind", sorted({*KINDS} - {"sgd", "rowwise_adagrad", "adagrad"}))
+def test_gpu_only_optimizer_on_the_cpu(kind):
+    with pytest.raises(ConfigError, match=f"got '{kind}', which FBGEMM has on GPUs only; on the CPU it has sgd"):
+        EmbeddingOptimizerConfig(kind=kind).apply(nn.Linear(2, 2), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_becomes_fbgemm_s_own(kind):
+    """With its settings: TorchRec hands both to the table."""
+    tables = [EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=10, feature_names=["f"])]
+    collection = EmbeddingBagCollection(tables, device=torch.device("meta"))
+    decay = {} if kind in ("sgd", "adagrad") else {"weight_decay": 0.125}
+    EmbeddingOptimizerConfig(kind=kind, lr=0.5, **decay).apply(collection, torch.device("cuda"))
+    (parameter,) = collection.parameters()
+    assert [optimizer_type_to_emb_opt_type(found) for found in parameter._optimizer_classes] == [OPTIMIZERS[kind]]
+    assert parameter._optimizer_kwargs == [{"lr": 0.5, **decay}]
+
+
+def test_schedule_rises_holds_falls_and_stays():
+    schedule = ScheduleConfig(warmup_steps=4, decay="linear", decay_start=6, decay_steps=4, floor=0.2)
+    got = [round(schedule.factor(step), 6) for step in range(12)]
+    assert got == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2]
+
+
+@pytest.mark.parametrize(("decay", "half"), [("linear", 0.5), ("quadratic", 0.25), ("cosine", 0.5)])
+def test_decay_shapes(decay, half):
+    schedule = ScheduleConfig(decay=decay, decay_steps=10)
+    assert schedule.factor(0) == pytest.approx(1.0)
+    assert schedule.factor(5) == pytest.approx(half)
+    assert schedule.factor(10) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_dense_state_is_keyed_by_parameter_name():
+    layer = nn.Linear(3, 1)
+    optimizer = DenseOptimizerConfig(kind="adamw", betas=(0.8, 0.9), weight_decay=0.1).build(
+        dict(layer.named_parameters())
+    )
+    optimizer.init_state()
+    assert set(optimizer.state_dict()["state"]) == {"weight", "bias"}
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)

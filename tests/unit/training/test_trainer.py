@@ -1,0 +1,244 @@
+"""The trainer on one rank, in this process: what it says, where it ends, how it resumes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from embershard.data import DataConfig, open_source
+from embershard.data.config import SyntheticConfig
+from embershard.distributed import CheckpointConfig, Ranks, complete_checkpoints, process_group, rng_state
+from embershard.errors import CheckpointError
+from embershard.models import ModelConfig
+from embershard.training.build import CacheSettings, find_profile
+from embershard.training.config import RunConfig, TrainConfig
+from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig, ScheduleConfig
+from embershard.training.reports import EvalReport, Report, SaveReport, TrainReport
+from embershard.training.trainer import Trainer
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with process_group("cpu") as found:
+        yield found
+
+
+def make_config(**changes: Any) -> RunConfig:
+    parts = {
+        "data": DataConfig(synthetic=SyntheticConfig(num_samples=1000, scale=0.0001), num_workers=0),
+        "model": ModelConfig(embedding_dim=4, dense_arch_layer_sizes=(8, 4), over_arch_layer_sizes=(8, 1)),
+        "cache": CacheSettings(ratio=0.3, policy="lru"),
+        "schedule": ScheduleConfig(warmup_steps=5),
+        "train": TrainConfig(batch_size=100, log_every=1, epochs=2),
+        "checkpoint": CheckpointConfig(every_steps=6, at_end=False),
+    }
+    return RunConfig(**{**parts, **changes})
+
+
+def run(config: RunConfig, ranks: Ranks, folder: Path | None, start: Path | None = None) -> list[Report]:
+    trainer = Trainer(config, ranks, folder)
+    if start is not None:
+        trainer.resume(start)
+    reports = list(trainer.train())
+    trainer.close()
+    return reports
+
+
+def losses(reports: list[Report]) -> dict[int, float]:
+    return {report.step: report.loss for report in reports if isinstance(report, TrainReport)}
+
+
+def test_reports_come_when_they_are_due(ranks, tmp_path):
+    train = TrainConfig(batch_size=100, epochs=2, log_every=4, eval_every=9)
+    reports = run(make_config(train=train), ranks, tmp_path)
+    said = [(type(report), report.step) for report in reports]
+    assert said == [
+        (TrainReport, 4), (SaveReport, 6), (TrainReport, 8), (EvalReport, 9), (TrainReport, 12),
+        (SaveReport, 12),
+        (TrainReport, 16), (TrainReport, 18), (EvalReport, 18), (SaveReport, 18),
+    ]  # fmt: skip
+    last = [report for report in reports if isinstance(report, TrainReport)][-1]
+    assert (last.epoch, last.samples) == (1, 1800)
+    assert 0 < last.hit_rate_unique < 1  # of the last batch; that of the one before came in before the last report
+    assert 0 < reports[0].hit_rate_unique < reports[0].hit_rate_lookups < 1
+    assert all(report.quality.samples == 100 for report in reports if isinstance(report, EvalReport))
+
+
+@pytest.mark.parametrize(("embedding", "dense"), [("rowwise_adagrad", "adam"), ("adagrad", "adagrad"), ("sgd", "sgd")])
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_resumed_run_is_the_same_run(ranks, tmp_path, embedding, dense, cached):
+    config = make_config(
+        cache=CacheSettings(ratio=0.3, policy="lfu", enabled=cached),
+        embedding_optimizer=EmbeddingOptimizerConfig(kind=embedding, lr=0.1),
+        dense_optimizer=DenseOptimizerConfig(kind=dense, lr=0.01),
+    )
+    whole = run(config, ranks, tmp_path / "a")
+    start = complete_checkpoints(tmp_path / "a")[0]
+    resumed = run(config, ranks, tmp_path / "b", start)
+    assert start.name == "step_12"
+    assert losses(resumed) == {step: loss for step, loss in losses(whole).items() if step > 12}
+    assert isinstance(whole[-1], EvalReport)
+    assert whole[-1].quality == resumed[-1].quality
+
+
+@pytest.mark.parametrize("lookahead", [0, 64])
+def test_a_trainer_goes_back_to_a_checkpoint_in_mid_run(ranks, tmp_path, lookahead):
+    """With batches ahead, whose rows are on the device."""
+    settings = CacheSettings(ratio=0.3, policy="lfu", lookahead=lookahead)
+    config = make_config(cache=settings, embedding_optimizer=EmbeddingOptimizerConfig(kind="rowwise_adagrad", lr=0.1))
+    whole = losses(run(config, ranks, tmp_path / "a"))
+    trainer = Trainer(config, ranks, tmp_path / "b")
+    for _ in trainer.train():
+        if complete_checkpoints(tmp_path / "b"):
+            break
+    for _ in range(2):
+        with trainer.upcoming.next() as batch:
+            trainer.step(batch)
+    start = complete_checkpoints(tmp_path / "b")[0]
+    trainer.resume(start)
+    again = losses(trainer.train())
+    trainer.close()
+    assert again
+    assert again == {step: loss for step, loss in whole.items() if step > int(start.name.removeprefix("step_"))}
+
+
+def test_a_checkpoint_without_optimizer_states_would_be_noticed(ranks, tmp_path, monkeypatch):
+    config = make_config(embedding_optimizer=EmbeddingOptimizerConfig(kind="adagrad", lr=0.1))
+    whole = run(config, ranks, tmp_path)
+    forgetful = Trainer(config, ranks, None)
+    fused = forgetful.model.fused_optimizer
+    monkeypatch.setattr(type(fused), "load_state_dict", lambda self, state: None)
+    monkeypatch.setattr("embershard.training.trainer.load_tensors", _leave_out_embedding_optimizer)
+    forgetful.resume(complete_checkpoints(tmp_path)[0])
+    resumed = losses(list(forgetful.train()))
+    assert resumed[18] != losses(whole)[18]
+
+
+def _leave_out_embedding_optimizer(checkpoint: Path, tensors: dict[str, Any]) -> None:
+    from embershard.distributed import load_tensors
+
+    tensors = dict(tensors)
+    tensors.pop("embedding_optimizer")
+    load_tensors(checkpoint, tensors)
+
+
+def test_other_tables_are_refused_by_name(ranks, tmp_path):
+    run(make_config(), ranks, tmp_path)
+    other = make_config(data=DataConfig(synthetic=SyntheticConfig(num_samples=1000, scale=0.001), num_workers=0))
+    trainer = Trainer(other, ranks, None)
+    with pytest.raises(CheckpointError, match=r"feature '\w+' has \d+ rows x 4 in it, \d+ rows x 4 in this run"):
+        trainer.resume(complete_checkpoints(tmp_path)[0])
+
+
+def _without(key: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda scalars: {name: value for name, value in scalars.items() if name != key}
+
+
+def _with(key: str, value: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda scalars: {**scalars, key: value}
+
+
+CPU_STATE = rng_state(torch.device("cpu"))
+DAMAGE: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
+    *(
+        (_without(key), f"'{key}' is missing")
+        for key in ("step", "samples", "stream", "tables", "settings", "world_size", "rng", "files")
+    ),
+    (lambda scalars: [scalars], "it holds a list, needed an object"),
+    (lambda scalars: None, "it holds a NoneType, needed an object"),
+    (_with("files", []), "'files' is missing, or is no object"),
+    (_with("step", "12"), "'step' is '12', needed an integer of at least 0"),
+    (_with("step", True), "'step' is True, needed an integer"),
+    (_with("samples", -1), "'samples' is -1, needed an integer of at least 0"),
+    (_with("samples", 1200.0), "'samples' is 1200.0, needed an integer"),
+    (_with("stream", [0, 0, 0]), "'stream' is a list of 3, needed an object"),
+    (_with("stream", {"epoch": 0, "seed": 0}), "'stream.global_sample' is missing"),
+    (_with("stream", {"epoch": None, "global_sample": 0, "seed": 0}), "'stream.epoch' is None, needed an integer"),
+    (_with("tables", "all"), "'tables' is 'all', needed an object"),
+    (_with("tables", {"cat_0": 7}), "'tables.cat_0' is 7, needed a list of rows and dim"),
+    (_with("tables", {"cat_0": [7]}), "'tables.cat_0' is a list of 1, needed a list of rows and dim"),
+    (_with("settings", None), "'settings' is None, needed an object"),
+    (_with("world_size", 0), "'world_size' is 0, needed an integer of at least 1"),
+    (_with("world_size", 2), "'rng' is a list of 1, needed a list with the states of 2 ranks"),
+    (_with("rng", []), "'rng' is a list of 0, needed a list with the states of 1 ranks"),
+    (_with("rng", {"cpu": ""}), "'rng' is {'cpu': ''}, needed a list with the states of 1 ranks"),
+    (_with("rng", [CPU_STATE["cpu"]]), r"'rng\[0\]' is '.{50,60}\.\.\., needed an object with a state for 'cpu'"),
+    (_with("rng", [{"cuda": ""}]), r"'rng\[0\]' is {'cuda': ''}, needed an object with a state for 'cpu'"),
+    (_with("rng", [{"cpu": 5}]), r"'rng\[0\].cpu' is 5, needed a generator's state in base64"),
+    (_with("rng", [{"cpu": "AAAA"}]), r"'rng\[0\].cpu' is 'AAAA', needed a generator's state"),
+    (_with("rng", [{**CPU_STATE, "cuda": "*"}]), r"'rng\[0\].cuda' is '\*', needed a generator's state"),
+]
+
+
+def test_a_checkpoint_with_damaged_scalars_is_refused_by_name(ranks, tmp_path):
+    """Before anything of it is loaded: the trainer goes on as if it had not been asked to resume."""
+    train = TrainConfig(batch_size=100, max_steps=6, log_every=1)
+    whole = losses(run(make_config(train=train), ranks, tmp_path))
+    (checkpoint,) = complete_checkpoints(tmp_path)
+    path = checkpoint / "scalars.json"
+    sound = json.loads(path.read_text())
+    trainer = Trainer(make_config(train=train), ranks, None)
+    reports = trainer.train()
+    first = [next(reports) for _ in range(2)]
+    for damage, said in DAMAGE:
+        path.write_text(json.dumps(damage(dict(sound))))
+        with pytest.raises(CheckpointError, match=rf"step_6/scalars\.json: {said}.*resume from another checkpoint"):
+            trainer.resume(checkpoint)
+    for text in ("", "{", "[" * 100_000, "\x00"):
+        path.write_text(text)
+        with pytest.raises(CheckpointError, match=r"scalars\.json cannot be read .*Remove this checkpoint"):
+            trainer.resume(checkpoint)
+    assert losses([*first, *reports]) == whole
+    trainer.close()
+
+
+def test_max_steps_ends_a_run_within_an_epoch(ranks):
+    reports = run(make_config(train=TrainConfig(batch_size=100, max_steps=3, log_every=10)), ranks, None)
+    assert [(type(report), report.step) for report in reports] == [(TrainReport, 3), (EvalReport, 3)]
+
+
+def test_nothing_held_out_is_nothing_evaluated(ranks):
+    data = DataConfig(synthetic=SyntheticConfig(num_samples=300, scale=0.0001), eval_fraction=0.0, num_workers=0)
+    reports = run(make_config(data=data, train=TrainConfig(batch_size=100, log_every=10)), ranks, None)
+    assert [type(report) for report in reports] == [TrainReport]
+
+
+def test_saving_needs_a_folder(ranks):
+    with pytest.raises(CheckpointError, match="no folder"):
+        Trainer(make_config(), ranks, None).save()
+
+
+def test_a_profile_is_counted_where_the_policy_needs_one(tmp_path):
+    data = make_config().data
+    source = open_source(data)
+    counted = find_profile(CacheSettings(ratio=0.3, policy="frequency", profile_samples=500), data, source)
+    assert counted is not None
+    assert {int(counts.sum()) for counts in counted.counts.values()} == {500}
+    counted.save(tmp_path / "p.npz")
+    read = find_profile(CacheSettings(ratio=0.3, profile=str(tmp_path / "p.npz")), data, source)
+    assert read is not None
+    assert all(torch.equal(read.counts[name], counts) for name, counts in counted.counts.items())
+    assert find_profile(CacheSettings(ratio=0.3, policy="lru"), data, source) is None
+    assert find_profile(CacheSettings(ratio=0.3, policy="frequency", enabled=False), data, source) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model": {"table_dtype": "fp16"}}, "model.table_dtype was 'fp32' and is 'fp16' now"),
+        ({"dense_optimizer": {"kind": "sgd"}}, "dense_optimizer.kind was 'adam' and is 'sgd' now"),
+    ],
+)
+def test_a_checkpoint_of_other_settings_is_refused(ranks, tmp_path, changes, named):
+    """Such tensors would load silently: rounded weights, or an optimizer's state dropped."""
+    config = make_config(dense_optimizer=DenseOptimizerConfig(kind="adam"))
+    run(config, ranks, tmp_path)
+    other = {key: dataclasses.replace(getattr(config, key), **values) for key, values in changes.items()}
+    with pytest.raises(CheckpointError, match=named):
+        run(dataclasses.replace(config, **other), ranks, None, complete_checkpoints(tmp_path)[0])
