@@ -5,13 +5,19 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+import torch.distributed as dist
 
+from tests.faults import model_level
 from tests.faults.cache_level import SETTINGS, Tally, chosen, try_points
+from tests.faults.interrupts import interrupted_runs
+from tests.ranks.workers import RankPool
 
 
 def main() -> int:
@@ -29,6 +35,10 @@ def main() -> int:
     problems: list[str] = []
     if names and arguments.points != 0:
         problems += _one_cache(names, arguments.points, arguments.seed)
+    if arguments.training:
+        problems += _training(arguments.training, arguments.seed)
+    if arguments.sigint:
+        problems += _interrupts(arguments.sigint, arguments.seed)
     for problem in problems:
         print("WRONG:", problem)
     return 1 if problems else 0
@@ -43,6 +53,31 @@ def _one_cache(names: list[str], count: int | None, seed: int) -> list[str]:
         _show(f"one cache, {name}", tally, time.perf_counter() - started)
         problems += tally.problems
     return problems
+
+
+def _training(count: int, seed: int) -> list[str]:
+    problems, share = [], -(-count // len(model_level.TRAININGS))
+    for training in model_level.TRAININGS.values():
+        pool = RankPool(training.world_size, timeout_seconds=900.0)
+        started = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            tally = model_level.try_sample(pool, training, share, seed, folder)
+        pool.close()
+        _show(f"training, {training.name}", tally, time.perf_counter() - started)
+        problems += tally.problems
+    return problems
+
+
+def _interrupts(count: int, seed: int) -> list[str]:
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    tally, started = Tally(), time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{Path(folder, 'store')}", rank=0, world_size=1)
+        for kind, ended in interrupted_runs(count, seed):
+            tally.add(kind, ended.kind, f"{ended.where}: {ended.problem}" if ended.problem else "")
+        dist.destroy_process_group()
+    _show("SIGINT", tally, time.perf_counter() - started)
+    return tally.problems
 
 
 def _show(title: str, tally: Tally, seconds: float) -> None:

@@ -32,11 +32,8 @@ GROUPS: dict[str, frozenset[str]] = {
 }
 ALL_FILES = frozenset().union(*GROUPS.values())
 
-#: Not the cache: what takes a batch from the iterator, finds the modules' inputs, and exchanges ids between ranks.
-_NOT_CACHE = {
-    *("ModuleInput.__init__", "ModuleInput.send", "ModuleInput.receive", "InputDoor.check", "InputDoor.start"),
-    *("OpenStep.begin", "OpenStep.end", "open_doors", "_named_doors", "_Given.build_args_kwargs"),
-}
+#: Not the cache: what looks at a batch as it is taken, before other ranks count on it.
+_NOT_CACHE = {"InputDoor.check", "open_doors", "_named_doors"}
 
 
 class HangError(BaseException):
@@ -81,7 +78,7 @@ class Injector:
 
     def _enter(self, frame: FrameType, event: str, _: Any) -> Any:
         code = frame.f_code
-        if code.co_filename not in self._files or code.co_qualname in _NOT_CACHE:
+        if code.co_filename not in self._files:
             return None
         name = code.co_qualname
         if name == "_alone.<locals>.locked":
@@ -99,6 +96,8 @@ class Injector:
         elif event == "line" and frame.f_lasti not in _lock_exits(code):
             operation = self._local.stack[0]
         else:
+            return self._line
+        if operation in _NOT_CACHE:
             return self._line
         number, self.count = self.count, self.count + 1
         if self._at is None:
