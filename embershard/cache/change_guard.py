@@ -48,7 +48,7 @@ class ChangeGuard:
         try:
             yield
         except BaseException as error:
-            if self._change is not None:
+            if self._change is not None and not isinstance(error, GeneratorExit):  # which only says that it is given up
                 self._cause = error
             raise
         self._change = None

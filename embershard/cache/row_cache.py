@@ -376,7 +376,8 @@ class RowCache:
         """
         started = time.perf_counter()
         self._check()
-        with self._updates.paused():
+        with self._updates.lock:
+            self._updates.wait_until_idle()
             self._copies.finish()
             clean_through = self._trained_before_those_in_flight()
             if self._batch > self.planner.clean_through:
@@ -427,21 +428,32 @@ class RowCache:
         # Batches that are only resident stamp their slots, too, but have nothing to lose.
         lost = self.planner.dirty_among(slots).numel() if self._has_updates else 0
         version, keys = self.host.version, self.planner.map.keys(slots)
-        with self._updates.paused():
+        with self._updates.lock:
+            self._updates.wait_until_idle()
             self._copies.finish()
             self._copies.fill(keys, slots)
-        self.counters.add_rows(Counter.EVICTIONS, keys)
-        self.counters.add_rows(Counter.PRELOADS, keys)
-        if are_all:
-            self._has_updates = False
-            self.planner.clean_through = self._trained_before_those_in_flight()
-            self._host_version = version
-        if lost:
+        if not lost:
+            self._note_fetched(keys, version if are_all else None)
+            return
+        try:
             raise CacheError(
                 f"{self.name}: host rows were written to in place while {lost} trained rows had not been written "
                 "back; what these had learned since is lost, and the host's rows count from now on. Call "
                 "embershard.flush(model) before writing in place, or load with model.load_state_dict"
             )
+        except CacheError:  # it is said once, so it must be on its way before that is noted
+            self._note_fetched(keys, version if are_all else None)
+            raise
+
+    def _note_fetched(self, keys: Tensor, version: int | None) -> None:
+        """The slots of ``keys`` hold what is in the host tier; ``version``: of the host tier, where they are all."""
+        with self._guard.change("fetching rows that were written to in the host tier"):
+            self.counters.add_rows(Counter.EVICTIONS, keys)
+            self.counters.add_rows(Counter.PRELOADS, keys)
+            if version is not None:
+                self._has_updates = False
+                self.planner.clean_through = self._trained_before_those_in_flight()
+                self._host_version = version
 
     def _trained_before_those_in_flight(self) -> int:
         """The last batch before the oldest one in flight."""

@@ -90,8 +90,9 @@ class ModuleInput:
             self._waiting, self._is_sent = self._waiting.wait(), True
 
     def receive(self) -> None:
-        """The ids of this rank's tables are here."""
-        self._received, self._waiting = self._waiting.wait(), None
+        """The ids of this rank's tables are here. Doing it twice does nothing."""
+        if self._waiting is not None:
+            self._received, self._waiting = self._waiting.wait(), None
         self.known_bytes = _tensor_bytes((self._received, self._context))
 
     def know(self) -> None:

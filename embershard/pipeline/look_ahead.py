@@ -203,16 +203,17 @@ class LookAheadPipeline:
     def _step(self, batches: Iterator[Any]) -> Iterator[Any]:
         started, trains, number = time.perf_counter(), torch.is_grad_enabled(), self._num_begun
         ahead = self._begin(trains)
-        self._num_begun += 1
-        is_whole = False
+        is_given = is_whole = False
         try:
             if trains and self._worker is not None:
                 self._start(self._worker, self._coming())
+            self._num_begun += 1
+            is_given = True
             yield ahead.on_device
             is_whole = True
         except (Exception, KeyboardInterrupt) as error:
-            is_whole = self._open.is_forwarded and (self._backward.is_done or not trains)
-            if not is_whole:
+            is_whole = is_given and self._open.is_forwarded and (self._backward.is_done or not trains)
+            if is_given and not is_whole:
                 self._left.say(number, error)
                 self._left.explain(number, error)
             raise
@@ -223,7 +224,10 @@ class LookAheadPipeline:
                     self._pay_debts(batches)
             finally:
                 stall_seconds = self._finish_ahead()
-                self._close(ahead)
+                if is_given:
+                    self._close(ahead)
+                else:
+                    self._window.appendleft(ahead)  # for the next step
         if trains:
             self._depth.add(time.perf_counter() - started, stall_seconds)
             self._depths.add(
@@ -242,11 +246,11 @@ class LookAheadPipeline:
         for door in self._doors or []:
             door.install()
             ahead.inputs[door.name].expect(*door.args.build_args_kwargs(ahead.on_device))
+        self._backward.is_done = False
+        self._open.begin(ahead.inputs, trains)
         self._window.popleft()
         if self._unknown and self._unknown[0] is ahead:
             self._unknown.popleft()  # only training concerns the caches
-        self._backward.is_done = False
-        self._open.begin(ahead.inputs, trains)
         return ahead
 
     def _coming(self, first: int = 0) -> list[_Ahead]:
@@ -328,6 +332,8 @@ class LookAheadPipeline:
         """Take the next batch, and tell the other ranks. What the iterator raises is raised when all of them know."""
         if self._is_over or self._is_offered:
             return
+        if self._arriving and self._arriving[-1].batch is self._offered:  # an exception came when it was let in
+            self._offered = _NO_BATCH
         if self._offered is _NO_BATCH:
             try:
                 self._offered = next(batches, _NO_BATCH)
@@ -357,8 +363,8 @@ class LookAheadPipeline:
             self._is_over, self._offered = True, _NO_BATCH
         if decision != Supply.READY:
             return False
-        batch, self._offered = self._offered, _NO_BATCH
-        self._arriving.append(self._start_input_all_to_all(batch))
+        self._arriving.append(self._start_input_all_to_all(self._offered))
+        self._offered = _NO_BATCH  # not before: an exception loses no batch
         return True
 
     def _check(self, batch: Any) -> None:
@@ -384,14 +390,14 @@ class LookAheadPipeline:
 
     def _arrive(self) -> None:
         """The ids of the batch that was first under way are here."""
-        ahead = self._arriving.popleft()
+        ahead = self._arriving[0]  # it leaves when it is complete: an exception loses no batch
         self._send(ahead)
         with self._streams.distributing():
             for inputs in ahead.inputs.values():
                 inputs.receive()
         if self._device.type == "cuda":
             ahead.on_device = None  # copied again when it is about to train: the ids are all that is kept on the device
-        self._window.append(ahead)
+        self._window.append(self._arriving.popleft())
         self._unknown.append(ahead)
 
     def _know(self) -> None:

@@ -112,5 +112,5 @@ class StagedTransfer:
         buffer.wait()
         for (_, host), part in zip(self._pairs, buffer.parts, strict=True):
             put_rows(host, keys, part[: keys.numel()])
+        self._landing.popleft()  # first: in both, it would be filled again before its rows had landed
         self._buffers.append(buffer)
-        self._landing.popleft()

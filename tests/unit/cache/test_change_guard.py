@@ -61,9 +61,9 @@ def ticket() -> Ticket:
     return Ticket(1, torch.empty(0, dtype=torch.int64))
 
 
-def test_a_pause_waits_for_an_update_and_an_update_for_a_pause() -> None:
+def test_copies_wait_for_an_update_and_an_update_for_copies() -> None:
     gate, updating, order = UpdateGate("pool"), ticket(), []
-    begun, may_end = threading.Event(), threading.Event()
+    begun, may_end, copying = threading.Event(), threading.Event(), threading.Event()
 
     def update() -> None:
         gate.begin(updating)
@@ -71,6 +71,7 @@ def test_a_pause_waits_for_an_update_and_an_update_for_a_pause() -> None:
         may_end.wait(10)
         order.append("updated")
         gate.end()
+        copying.wait(10)
         gate.begin(updating)  # the next one
         order.append("updated again")
         gate.end()
@@ -79,10 +80,12 @@ def test_a_pause_waits_for_an_update_and_an_update_for_a_pause() -> None:
     thread.start()
     begun.wait(10)
     threading.Timer(0.05, may_end.set).start()
-    with gate.paused(), gate.paused():
+    with gate.lock:
+        gate.wait_until_idle()
+        copying.set()
         assert order == ["updated"]
         thread.join(0.05)
-        assert order == ["updated"], "an update began in a pause"
+        assert order == ["updated"], "an update began beside copies"
     thread.join(10)
     assert order == ["updated", "updated again"]
 
@@ -91,13 +94,13 @@ def test_an_update_that_failed_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("embershard.cache.update_gate._MOST_SECONDS", 0.05)
     gate, updating = UpdateGate("pool"), ticket()
     gate.begin(updating)  # and raised
-    with gate.paused():
-        pass
+    with gate.lock:
+        gate.wait_until_idle()  # in the same thread, so it cannot run any more
     thread = threading.Thread(target=gate.begin, args=(updating,))
     thread.start()
     thread.join()
-    with pytest.raises(CacheError, match="drop its loss and its output first"), gate.paused():
-        raise AssertionError("it may still run")
+    with gate.lock, pytest.raises(CacheError, match="drop its loss and its output first"):
+        gate.wait_until_idle()  # it may still run
     del updating
-    with gate.paused():
-        pass
+    with gate.lock:
+        gate.wait_until_idle()

@@ -1,0 +1,176 @@
+"""Raising an exception at any one line of the cache, as an interrupt or a lack of memory would."""
+
+from __future__ import annotations
+
+import ast
+import dis
+import functools
+import gc
+import inspect
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+ERRORS: tuple[type[BaseException], ...] = (KeyboardInterrupt, MemoryError, RuntimeError)
+
+_ROOT = Path(__file__).resolve().parent.parent.parent / "embershard"
+_SHOWS_NOTHING = {"__init__.py", "config.py", "pinned_tables.py", "page_lock.py", "row_kernels.py", "hash_kernels.py"}
+#: Where exceptions are raised, by group: all of the cache but what runs on GPUs only or when a model is built.
+GROUPS: dict[str, frozenset[str]] = {
+    "cache": frozenset(str(path) for path in (_ROOT / "cache").rglob("*.py") if path.name not in _SHOWS_NOTHING),
+    "torchrec": frozenset(str(_ROOT / path) for path in ("sharding/torchrec/embeddings.py", "pipeline/inputs.py")),
+}
+ALL_FILES = frozenset().union(*GROUPS.values())
+
+#: Not the cache: what looks at a batch as it is taken, before other ranks count on it.
+_NOT_CACHE = {"InputDoor.check", "open_doors", "_named_doors"}
+
+
+class HangError(BaseException):
+    """Something took far too long."""
+
+
+class Injector:
+    """Counts the lines that run in some files while it is entered, and raises once, at one of them.
+
+    A line counts before it runs, and a function's return once more. While it counts only (``at`` is None), ``events``
+    tells for each line in which operation it is (the outermost function of these files), and where. An exception of a
+    trace function is raised in the frame that it traces.
+
+    Args:
+        at: number of the line, from 0; None to count.
+        error: what is raised.
+    """
+
+    def __init__(
+        self, at: int | None = None, error: type[BaseException] = KeyboardInterrupt, files: frozenset[str] = ALL_FILES
+    ) -> None:
+        self.events: list[tuple[str, str]] = []
+        self.count = 0
+        self.raised: BaseException | None = None
+        self.where = "nowhere"
+        self._at, self._error, self._files = at, error, files
+        self._local = threading.local()
+
+    def __enter__(self) -> Injector:
+        self._local.before, self._local.stack = sys.gettrace(), []
+        if self.raised is None:
+            sys.settrace(self._enter)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        sys.settrace(self._local.before)
+
+    def run(self, function: Callable[[], T]) -> T:
+        """``function()`` with the injector entered: for other threads."""
+        with self:
+            return function()
+
+    def _enter(self, frame: FrameType, event: str, _: Any) -> Any:
+        code = frame.f_code
+        if code.co_filename not in self._files:
+            return None
+        name = code.co_qualname
+        if name == "_alone.<locals>.locked":
+            name = f"RowCache.{frame.f_locals['method'].__name__}"
+        self._local.stack.append(name)
+        return self._line
+
+    def _line(self, frame: FrameType, event: str, _: Any) -> Any:
+        code = frame.f_code
+        if event == "return":
+            operation = self._local.stack[0]
+            self._local.stack.pop()
+            if code.co_flags & inspect.CO_GENERATOR or frame.f_lasti not in _returns(code):
+                return self._line  # raised at a yield it would not pass through the generator; or another one passes
+        elif event == "line" and frame.f_lasti not in _lock_exits(code):
+            operation = self._local.stack[0]
+        else:
+            return self._line
+        if operation in _NOT_CACHE:
+            return self._line
+        number, self.count = self.count, self.count + 1
+        if self._at is None:
+            self.events.append((operation, _place(frame, event)))
+        elif number == self._at and self.raised is None:
+            self.where = f"{self._error.__name__} at {_place(frame, event)} in {operation}"
+            self.raised = self._error("injected")
+            raise self.raised
+        return self._line
+
+
+def _place(frame: FrameType, event: str) -> str:
+    code = frame.f_code
+    return (
+        f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_qualname}{' (return)' if event == 'return' else ''}"
+    )
+
+
+@functools.cache
+def _returns(code: CodeType) -> frozenset[int]:
+    return frozenset(each.offset for each in dis.get_instructions(code) if each.opname.startswith("RETURN_"))
+
+
+@functools.cache
+def _lock_exits(code: CodeType) -> frozenset[int]:
+    """Where ``with lock:`` gives the lock back: between the last line inside and that call the interpreter runs no
+    signal handler and takes no memory, so nothing can be raised there."""
+    lines = _lock_lines(code.co_filename)
+    first: dict[int, int] = {}
+    for offset, line in dis.findlinestarts(code):
+        if line in lines:
+            first.setdefault(line, offset)
+    return frozenset(o for o, line in dis.findlinestarts(code) if line in first and first[line] != o)
+
+
+@functools.cache
+def _lock_lines(file: str) -> frozenset[int]:
+    statements = (node for node in ast.walk(ast.parse(Path(file).read_text())) if isinstance(node, ast.With))
+    return frozenset(
+        node.lineno
+        for node in statements
+        if len(node.items) == 1 and ast.unparse(node.items[0].context_expr).endswith(("lock", "_changed"))
+    )
+
+
+@contextmanager
+def no_hang(seconds: float) -> Iterator[None]:
+    """In the main thread: raises :class:`HangError` inside when it takes longer."""
+
+    def late(*_: Any) -> None:
+        raise HangError(f"no end after {seconds:g} seconds")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """No garbage is collected at a moment of its own: finalizers would count as lines of whatever runs."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def is_refusal(error: BaseException, cause: BaseException | None) -> bool:
+    """Whether ``error`` is what a pool says after a change that did not end, with its cause."""
+    from embershard.errors import CacheError
+
+    text = str(error)
+    named = "interrupted" in text or cause is None or type(cause).__name__ in text
+    return isinstance(error, CacheError) and "did not end" in text and named

@@ -1,0 +1,35 @@
+"""An exception at any line of an operation leaves a cache that is as good as before, or one that refuses everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import pytest
+
+from tests.faults.cache_level import SETTINGS, bound_too_early, chosen, each_place_once, try_points, unguarded
+
+# Where a fault once had consequences; all of their lines, wherever they run.
+_FORMER_BUGS = ("StagedTransfer._land_one", "UpdateGate.", "RowCache._fetch_again")
+
+
+def test_every_line_of_every_operation_once() -> None:
+    tally = try_points(each_place_once(seed=1))
+    assert tally.problems == []
+    assert tally.totals["equal"] > 500
+    assert tally.totals["refused"] > 200
+
+
+@pytest.mark.parametrize("function", _FORMER_BUGS)
+def test_where_a_fault_once_had_consequences(function: str) -> None:
+    names = [name for name in SETTINGS if "staged" in name or "written" in name]
+    found = [point for point in chosen(None, 0, names) if f" {function}" in point.place]
+    assert len(found) > 100
+    assert try_points(found[:: max(1, len(found) // 150)]).problems == []
+
+
+@pytest.mark.parametrize("control", [unguarded, bound_too_early])
+def test_the_harness_finds_what_is_wrong(control: Callable[[], AbstractContextManager[None]]) -> None:
+    with control():
+        problems = try_points(chosen(250, seed=2)).problems
+    assert any("rows differ in the host tier" in problem for problem in problems), problems

@@ -1,0 +1,36 @@
+"""An exception in the caches of a training, or a real interrupt of it: the model is stock's, or refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.interrupts import KINDS, interrupted_runs
+from tests.faults.model_level import TRAININGS, try_sample
+from tests.ranks.workers import RankPool
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, RankPool]]:
+    """By number of ranks; their own, because their groups are made anew."""
+    made = {world_size: RankPool(world_size, timeout_seconds=60.0) for world_size in (1, 2)}
+    yield made
+    for pool in made.values():
+        pool.close()
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_a_fault_in_the_caches(name: str, pools: dict[int, RankPool], tmp_path: Path) -> None:
+    training = TRAININGS[name]
+    tally = try_sample(pools[training.world_size], training, 12, 3, str(tmp_path))
+    assert tally.problems == []
+    assert tally.totals["equal"] + tally.totals["refused"] >= 11, tally.totals
+    assert tally.totals["equal"] > 0
+
+
+def test_real_interrupts(pools: dict[int, RankPool]) -> None:
+    (ended,) = pools[1].run(interrupted_runs, 2 * len(KINDS), 0)
+    assert [each.problem for _, each in ended if each.problem] == []
+    assert len(ended) == 2 * len(KINDS)
