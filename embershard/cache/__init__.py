@@ -1,7 +1,7 @@
 """The cache: pure machinery. It knows tensors, not TorchRec and not process groups."""
 
 from embershard.cache.config import CacheConfig
-from embershard.cache.next_use import Forecast, KnownBatch
+from embershard.cache.next_use import KnownBatch, NextUseIndex
 from embershard.cache.planner import CachePlan, CachePlanner
 from embershard.cache.policies import make_scores
 from embershard.cache.row_cache import CacheGrowthWarning, RowCache
@@ -15,9 +15,9 @@ __all__ = [
     "CacheGrowthWarning",
     "CachePlan",
     "CachePlanner",
-    "Forecast",
     "HostStore",
     "KnownBatch",
+    "NextUseIndex",
     "RowCache",
     "SlotMap",
     "TableStats",

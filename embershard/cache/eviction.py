@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from embershard.cache.next_use import Forecast
+from embershard.cache.next_use import NextUseIndex
 from embershard.cache.policies import SlotScores
 from embershard.cache.slot_map import SlotMap
 
@@ -59,31 +59,35 @@ class VictimQueue:
     then those with a known use, the furthest first.
 
     The order is as of the last refill. An entry is skipped when its slot is pinned, or was used or refilled since. With
-    a forecast it is ranked again when a use of its row became known, and slots whose rank fell since the refill are
-    offered: a row that was used and will not be used again is the best victim of all. So the victims are the best
-    there are, as long as all batches were known.
+    an index of next uses it is ranked again when a use of its row became known, and slots whose rank fell since the
+    refill are offered: a row that was used and will not be used again is the best victim of all. So the victims are the
+    best there are, as long as all batches were known.
     """
 
     def __init__(
-        self, slot_map: SlotMap, scores: SlotScores, num_home_slots: int = 0, forecast: Forecast | None = None
+        self,
+        slot_map: SlotMap,
+        scores: SlotScores,
+        num_pinned_slots: int = 0,
+        next_use_index: NextUseIndex | None = None,
     ) -> None:
         self._map = slot_map
         self._scores = scores
-        self._forecast = forecast
-        self._num_home_slots = num_home_slots
+        self._next_use_index = next_use_index
+        self._num_pinned_slots = num_pinned_slots
         self.clear()
 
     def clear(self) -> None:
         """Forget the ranking."""
         none = torch.empty(0, dtype=torch.int64, device=self._map.device)
-        self._queue = _Ranked(none, none, none, None if self._forecast is None else none.int())
+        self._queue = _Ranked(none, none, none, None if self._next_use_index is None else none.int())
         self._cursor = 0
         self._offered: list[tuple[int, _Ranked]] = []  # with the batch that used them
         self._set_worst(-1)
 
     def pop(self, count: int, oldest_pinned: int) -> Tensor:
         """Up to ``count`` slots whose last batch is before ``oldest_pinned``: int64 [<= count]."""
-        take = self._take_first if self._forecast is None else self._take_lowest
+        take = self._take_first if self._next_use_index is None else self._take_lowest
         victims = take(count, oldest_pinned)
         if victims.numel() < count:
             # Slots handed out above still hold their rows, and would be ranked again: start over.
@@ -181,8 +185,8 @@ class VictimQueue:
     def _usable(self, ranked: _Ranked, oldest_pinned: int) -> Tensor:
         """Positions of entries that may leave and are as they were when ranked: int64."""
         usable = self._unused(ranked, oldest_pinned)
-        if self._forecast is not None and ranked.next_uses is not None:
-            usable &= self._forecast.next_use.index_select(0, ranked.slots) == ranked.next_uses
+        if self._next_use_index is not None and ranked.next_uses is not None:
+            usable &= self._next_use_index.next_use.index_select(0, ranked.slots) == ranked.next_uses
         return usable.nonzero().flatten()
 
     def _unused(self, ranked: _Ranked, oldest_pinned: int) -> Tensor:
@@ -208,26 +212,26 @@ class VictimQueue:
         scores = self._scores.of_slots()
         if scores is not None:  # the bits of a non-negative float32 order like the number itself
             ranks = (select(scores).view(torch.int32).long() << 32).bitwise_or_(ranks)
-        if self._forecast is None:
+        if self._next_use_index is None:
             return _Ranked(slots, stamps, ranks, None)
-        next_uses = select(self._forecast.next_use)
+        next_uses = select(self._next_use_index.next_use)
         ranks = torch.where(next_uses > 0, _KNOWN_USE + _LAST_BATCH - next_uses.long(), ranks)
         return _Ranked(slots, stamps, ranks, next_uses)
 
     def _refill(self, least: int, oldest_pinned: int) -> None:
         ranked = self._rank()
         pinned = ranked.stamps >> 32 >= oldest_pinned
-        pinned[: self._num_home_slots] = True
+        pinned[: self._num_pinned_slots] = True
         ranks = ranked.ranks.masked_fill(pinned, _NEVER)
         order = _lowest(ranks, least, max(least, self._map.num_used // _QUEUE_SHARE))
         self._queue, self._cursor, self._offered = ranked.select(order), 0, []
-        if self._forecast is not None and order.numel():
+        if self._next_use_index is not None and order.numel():
             self._set_worst(int(self._queue.ranks[-1]))
             self._offer_pinned(ranked, pinned & (ranked.ranks <= self._worst))
 
     def _offer_pinned(self, ranked: _Ranked, which: Tensor) -> None:
         """Slots of batches in flight, which may go once these are released."""
-        which[: self._num_home_slots] = False
+        which[: self._num_pinned_slots] = False
         which &= ranked.stamps != _NEVER  # empty
         waiting = ranked.select(which.nonzero().flatten())
         batches = waiting.stamps >> 32

@@ -35,7 +35,7 @@ def map_kind(wanted: MapKind | None, num_rows: int, device_type: str) -> MapKind
     return "hashed" if device_type == "cuda" and num_rows > _MOST_ARRAY_ROWS else "array"
 
 
-class KeyEntries(Protocol):
+class KeyMap(Protocol):
     """int32 entries by key; 0 where none was put."""
 
     @property
@@ -56,7 +56,7 @@ class KeyEntries(Protocol):
         """All entries: int32 [R]."""
 
 
-class ArrayEntries:
+class ArrayKeyMap:
     """4 bytes per key. The pages of a new array are taken as they are written.
 
     Args:
@@ -72,15 +72,15 @@ class ArrayEntries:
         return self._entries.numel() * ARRAY_ROW_BYTES
 
     def get(self, keys: Tensor) -> Tensor:
-        """See :class:`KeyEntries`."""
+        """See :class:`KeyMap`."""
         return self._entries.gather(0, keys)
 
     def put(self, keys: Tensor, entries: Tensor | int) -> None:
-        """See :class:`KeyEntries`."""
+        """See :class:`KeyMap`."""
         self._entries.scatter_(0, keys, entries)
 
     def clear_negative(self) -> None:
-        """See :class:`KeyEntries`."""
+        """See :class:`KeyMap`."""
         self._entries.clamp_(min=0)
 
     def dense(self) -> Tensor:
@@ -88,7 +88,7 @@ class ArrayEntries:
         return self._entries
 
 
-class HashedEntries:
+class HashedKeyMap:
     """Memory follows the entries that are not 0: 24 bytes for each slot, as long as traces are not more than slots.
 
     Every key has two buckets of eight cells, and its entry stands in either; a new one goes to the emptier bucket. So
@@ -116,7 +116,7 @@ class HashedEntries:
         return self._keys.numel() * _CELL_BYTES
 
     def get(self, keys: Tensor) -> Tensor:
-        """See :class:`KeyEntries`.
+        """See :class:`KeyMap`.
 
         Raises:
             IndexError: on a CPU, a key is not in [0, R).
@@ -126,7 +126,7 @@ class HashedEntries:
         return self._look_up(keys)[1]
 
     def put(self, keys: Tensor, entries: Tensor | int) -> None:
-        """See :class:`KeyEntries`."""
+        """See :class:`KeyMap`."""
         if not isinstance(entries, Tensor):
             entries = torch.full(keys.shape, entries, dtype=torch.int32, device=keys.device)
         cells, _ = self._look_up(keys)
@@ -139,7 +139,7 @@ class HashedEntries:
             self._insert(keys.index_select(0, absent), entries.index_select(0, absent))
 
     def clear_negative(self) -> None:
-        """See :class:`KeyEntries`."""
+        """See :class:`KeyMap`."""
         cells = (self._entries < 0).nonzero().flatten()
         self._entries.index_fill_(0, cells, 0)
         self._keys.index_fill_(0, cells, _NOBODY)
@@ -215,7 +215,7 @@ class HashedEntries:
     def _grow(self) -> None:
         live = (self._keys != _NOBODY).nonzero().flatten()
         keys, entries = self._keys.index_select(0, live).long(), self._entries.index_select(0, live)
-        memory.give_up(self._keys, self._entries)
+        memory.record_stream(self._keys, self._entries)
         self._allocate(2 * self._keys.numel(), self._keys.device)
         self._most_live = 0
         self._insert(keys, entries)

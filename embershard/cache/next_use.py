@@ -8,7 +8,7 @@ is scanned.
 The uses of a row in the known batches form a chain. Every use has a number; for each use the chain holds the batch of
 the row's following use, so preparing a batch tells at once when each of its rows is used again. To append to the
 chains, the last known use of each row must be found: it stands beside the slot of a cached row, and in the slot map's
-entry, negated, for a row that is not cached. That entry would be 0 otherwise: the forecast takes no memory per row.
+entry, negated, for a row that is not cached. That entry would be 0 otherwise: the index takes no memory per row.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class KnownBatch:
         return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
-class Forecast:
+class NextUseIndex:
     """The next known use of every slot's row.
 
     Attributes:
@@ -175,7 +175,7 @@ class Forecast:
     def grow(self, num_slots: int) -> None:
         """The pool now has ``num_slots`` slots."""
         extra = self.next_use.new_zeros(num_slots + 1 - self.next_use.numel())
-        memory.give_up(self.next_use, self._last_use)
+        memory.record_stream(self.next_use, self._last_use)
         self.next_use = torch.cat([self.next_use, extra])
         self._last_use = torch.cat([self._last_use, extra])
 
@@ -209,7 +209,7 @@ class Forecast:
             capacity *= 2
         while _LEAST_CHAIN < capacity >= 4 * needed:
             capacity //= 2
-        memory.give_up(self._next_batch)
+        memory.record_stream(self._next_batch)
         self._next_batch = self._next_batch.new_zeros(capacity + 1)
         self._next_batch.scatter_(0, self._cells(alive), kept)
         return capacity

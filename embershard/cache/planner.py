@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from embershard.cache.eviction import VictimQueue
-from embershard.cache.next_use import Forecast, KnownBatch
+from embershard.cache.next_use import KnownBatch, NextUseIndex
 from embershard.cache.policies import SlotScores
 from embershard.cache.slot_map import NULL_SLOT, SlotMap
 
@@ -62,17 +62,21 @@ class Shortage:
 class CachePlanner:
     """Plans batches against one slot map.
 
-    The first ``num_home_slots`` slots are never given away. With a forecast, the victims are those whose next use is
-    furthest.
+    The first ``num_pinned_slots`` slots are never given away. With an index of next uses, the victims are those whose
+    next use is furthest.
     """
 
     def __init__(
-        self, slot_map: SlotMap, scores: SlotScores, num_home_slots: int = 0, forecast: Forecast | None = None
+        self,
+        slot_map: SlotMap,
+        scores: SlotScores,
+        num_pinned_slots: int = 0,
+        next_use_index: NextUseIndex | None = None,
     ) -> None:
         self.map = slot_map
         self.scores = scores
-        self.forecast = forecast
-        self.queue = VictimQueue(slot_map, scores, num_home_slots, forecast)
+        self.next_use_index = next_use_index
+        self.queue = VictimQueue(slot_map, scores, num_pinned_slots, next_use_index)
         self.clean_through = 0  # rows last used by this batch or before have been written back
         self._is_open = False  # a plan was begun and not carried out
 
@@ -122,7 +126,7 @@ class CachePlanner:
         if not plan.evicted_slots.numel():
             return
         self.scores.retire(plan.evicted_keys, plan.evicted_slots)
-        traces = None if self.forecast is None else self.forecast.traces(plan.evicted_slots)
+        traces = None if self.next_use_index is None else self.next_use_index.traces(plan.evicted_slots)
         self.map.unbind(plan.evicted_keys, traces)
 
     def leave_empty(self, plan: CachePlan) -> None:
@@ -135,8 +139,8 @@ class CachePlanner:
         self._bind(plan.fill_keys, plan.fill_slots, plan.batch)
         self.scores.used(plan.slots)
         if known is not None:
-            assert self.forecast is not None, "only a forecast knows batches"
-            arrived = self.forecast.arrive(known, plan.slots)
+            assert self.next_use_index is not None, "only an index of next uses knows batches"
+            arrived = self.next_use_index.arrive(known, plan.slots)
             if arrived is not None:
                 self.queue.offer(*arrived, plan.batch)
         self._is_open = False
@@ -158,8 +162,8 @@ class CachePlanner:
         """The pool now has ``num_slots`` slots."""
         self.map.grow(num_slots)
         self.scores.grow(num_slots)
-        if self.forecast is not None:
-            self.forecast.grow(num_slots)
+        if self.next_use_index is not None:
+            self.next_use_index.grow(num_slots)
 
     def _choose_victims(self, count: int, oldest_pinned: int) -> Tensor:
         """Slots to put out so that ``count`` rows fit: int64; fewer than needed when the rest is pinned."""
@@ -171,7 +175,7 @@ class CachePlanner:
     def _bind(self, keys: Tensor, slots: Tensor, batch: int) -> None:
         if not keys.numel():
             return
-        if self.forecast is not None:
-            self.forecast.admit(keys, slots)
+        if self.next_use_index is not None:
+            self.next_use_index.admit(keys, slots)
         self.map.bind(keys, slots, batch)
         self.scores.admit(keys, slots)

@@ -125,7 +125,7 @@ class FrequencyScores:
     def grow(self, num_slots: int) -> None:
         extra = num_slots + 1 - self._slot_scores.numel()
         self._transfer.finish()
-        memory.give_up(self._slot_scores)
+        memory.record_stream(self._slot_scores)
         self._attach(torch.cat([self._slot_scores, self._slot_scores.new_zeros(extra)]))
 
 

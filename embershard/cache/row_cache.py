@@ -14,12 +14,12 @@ from torch import Tensor
 
 from embershard.cache.change_guard import ChangeGuard
 from embershard.cache.key_map import MapKind
-from embershard.cache.next_use import Forecast, KnownBatch
+from embershard.cache.next_use import KnownBatch, NextUseIndex
 from embershard.cache.planner import CachePlan, CachePlanner, Shortage
 from embershard.cache.policies import SlotScores
 from embershard.cache.rows.copies import RowCopies
 from embershard.cache.rows.host_store import HostStore
-from embershard.cache.rows.stream_order import StreamTurns
+from embershard.cache.rows.stream_order import StreamOrder
 from embershard.cache.rows.transfer import MakeTransfer, Transfer
 from embershard.cache.slot_map import SlotMap
 from embershard.cache.statistics import CacheCounters, Counter, PoolSizes, TableStats, table_stats
@@ -38,7 +38,7 @@ def _alone(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def locked(self: RowCache, *args: Any, **kwargs: Any) -> Any:
-        with self._lock, torch.no_grad(), self._turns.next():
+        with self._lock, torch.no_grad(), self._stream_order.next():
             return method(self, *args, **kwargs)
 
     return cast(_Method, locked)
@@ -72,7 +72,7 @@ class RowCache:
         scores: the policy.
         overflow: ``"grow"`` or ``"raise"``.
         warmup: fill the pool with the rows of highest score before the first batch.
-        home_keys: int64 [K], rows that are resident for ever, in slots 1 to K in this order.
+        pinned_keys: int64 [K], rows that are resident for ever, in slots 1 to K in this order.
         owner: whose pool it is ("rank 3"), for messages.
         lookahead: the victims are those whose next known use is furthest; ``scores`` decide among those without one.
         make_transfer: what copies rows between slots and host rows; None for plain copies.
@@ -90,7 +90,7 @@ class RowCache:
         device: torch.device,
         overflow: str = "grow",
         warmup: bool = False,
-        home_keys: Tensor | None = None,
+        pinned_keys: Tensor | None = None,
         owner: str = "",
         lookahead: bool = False,
         make_transfer: MakeTransfer | None = None,
@@ -101,13 +101,13 @@ class RowCache:
         self.name = f"{owner + ', ' if owner else ''}tables {names}"
         self.host = host
         self.device = device
-        self._home_keys = torch.empty(0, dtype=torch.int64) if home_keys is None else home_keys
+        self._pinned_keys = torch.empty(0, dtype=torch.int64) if pinned_keys is None else pinned_keys
         slot_map = SlotMap(host.num_rows, num_slots, device, kind)
-        self.forecast = Forecast(slot_map) if lookahead else None
-        self.planner = CachePlanner(slot_map, scores, self._home_keys.numel(), self.forecast)
+        self.next_use_index = NextUseIndex(slot_map) if lookahead else None
+        self.planner = CachePlanner(slot_map, scores, self._pinned_keys.numel(), self.next_use_index)
         first_keys = torch.tensor(host.row_offsets, dtype=torch.int64)
-        at_home = torch.isin(first_keys, self._home_keys).tolist()
-        self._roaming_features = [f for f, table in enumerate(table_of_feature) if not at_home[table]]
+        are_pinned = torch.isin(first_keys, self._pinned_keys).tolist()
+        self._cached_features = [f for f, table in enumerate(table_of_feature) if not are_pinned[table]]
         self.counters = CacheCounters(host.row_offsets, table_of_feature, device)
         self._device_payload = device_payload
         self._overflow = overflow
@@ -120,7 +120,7 @@ class RowCache:
         self._updates = UpdateGate(self.name)
         self._copies = RowCopies(device, make_transfer)
         self._attach(num_slots)
-        self._turns = StreamTurns(device)
+        self._stream_order = StreamOrder(device)
         self._host_version = host.version
 
     # -- training
@@ -136,14 +136,14 @@ class RowCache:
         Returns:
             What :meth:`prepare` wants to be given with the batch; None when the policy does not look ahead.
         """
-        if self.forecast is None:
+        if self.next_use_index is None:
             return None
         started = time.perf_counter()
         self._check()
         self._warm_up()
-        keys, positions = self._without_home_tables(keys, feature_lengths)
+        keys, positions = self._without_pinned_tables(keys, feature_lengths)
         with self._guard.change("adding a batch to those that are known"):
-            known = self.forecast.know(keys, positions)
+            known = self.next_use_index.know(keys, positions)
         self.counters.seconds += time.perf_counter() - started
         return known
 
@@ -176,8 +176,8 @@ class RowCache:
         started = time.perf_counter()
         self._check()
         self._warm_up()
-        roaming_slots = self.planner.map.num_slots - self._home_keys.numel()
-        if if_it_fits and known is not None and self._in_flight.would_crowd(known.num_rows, roaming_slots):
+        free_slots = self.planner.map.num_slots - self._pinned_keys.numel()
+        if if_it_fits and known is not None and self._in_flight.would_crowd(known.num_rows, free_slots):
             return None
         plan = self._plan(keys, if_it_fits)
         if plan is None:
@@ -229,35 +229,35 @@ class RowCache:
     @_alone
     def skip(self, keys: Tensor, known: KnownBatch) -> None:
         """A known batch, the next one in order, with these keys (int64 [N]), will not be prepared."""
-        if self.forecast is not None and not self._guard.is_broken:
+        if self.next_use_index is not None and not self._guard.is_broken:
             with self._guard.change("skipping a batch that was known"):
-                self.forecast.skip(known, keys)
+                self.next_use_index.skip(known, keys)
 
-    def hold_pins(self) -> None:
-        """See :meth:`InFlight.hold`."""
-        self._in_flight.hold()
+    def freeze_pins(self) -> None:
+        """See :meth:`InFlight.freeze`."""
+        self._in_flight.freeze()
 
-    def let_pins_go(self) -> None:
-        """See :meth:`InFlight.let_go`."""
-        self._in_flight.let_go()
+    def unfreeze_pins(self) -> None:
+        """See :meth:`InFlight.unfreeze`."""
+        self._in_flight.unfreeze()
 
     @_alone
     def forget(self) -> None:
         """The known batches that were not prepared will not come."""
-        if self.forecast is not None and not self._guard.is_broken:
+        if self.next_use_index is not None and not self._guard.is_broken:
             with self._guard.change("forgetting the batches that were known"):
-                self.forecast.forget()
+                self.next_use_index.forget()
                 self.planner.queue.clear()
 
     @property
     def chain_bytes(self) -> int:
         """Memory of what links the known batches, in bytes."""
-        return 0 if self.forecast is None else self.forecast.chain_bytes
+        return 0 if self.next_use_index is None else self.next_use_index.chain_bytes
 
     @property
     def known_bytes(self) -> int:
         """Memory of what is known of batches that were not prepared yet, in bytes."""
-        return 0 if self.forecast is None else self.forecast.known_bytes
+        return 0 if self.next_use_index is None else self.next_use_index.known_bytes
 
     def _plan(self, keys: Tensor, if_it_fits: bool) -> CachePlan | None:
         """The plan of the next batch; the cache grows if it must. None if it must not."""
@@ -291,16 +291,16 @@ class RowCache:
             self.counters.add_plan(plan, feature_lengths, critical_path)
         return filled
 
-    def _without_home_tables(self, keys: Tensor, feature_lengths: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _without_pinned_tables(self, keys: Tensor, feature_lengths: Tensor) -> tuple[Tensor, Tensor | None]:
         """The keys of tables that come and go, and their positions in the batch (int32); None for all."""
-        if len(self._roaming_features) == feature_lengths.numel():
+        if len(self._cached_features) == feature_lengths.numel():
             return keys, None
         if not keys.is_cpu:
-            entries = self.planner.map.entries(keys)  # below 1: not cached, so not of a home table
-            positions = ((entries < 1) | (entries > self._home_keys.numel())).nonzero().flatten().int()
+            entries = self.planner.map.entries(keys)  # below 1: not cached, so not of a pinned table
+            positions = ((entries < 1) | (entries > self._pinned_keys.numel())).nonzero().flatten().int()
             return keys.index_select(0, positions), positions
         ends = feature_lengths.cumsum(0).tolist()
-        bounds = [(ends[feature - 1] if feature else 0, ends[feature]) for feature in self._roaming_features]
+        bounds = [(ends[feature - 1] if feature else 0, ends[feature]) for feature in self._cached_features]
         none = [torch.empty(0, dtype=torch.int32)]
         places = torch.cat(none + [torch.arange(*bound, dtype=torch.int32) for bound in bounds])
         return torch.cat([keys[:0], *(keys[start:end] for start, end in bounds)]), places
@@ -336,14 +336,14 @@ class RowCache:
 
     def _warm_up(self) -> None:
         """Before the first batch, and again when all rows were dropped: first the rows that stay, then the best."""
-        if self._home_keys.numel() and not self.planner.map.num_used:
-            self._preload(self._home_keys.to(self.device))
+        if self._pinned_keys.numel() and not self.planner.map.num_used:
+            self._preload(self._pinned_keys.to(self.device))
         if not self._warmup:
             return
         self._warmup = False
         row_scores = self.planner.scores.of_rows()
         assert row_scores is not None, "warm-up without a profile"
-        wanted = row_scores.index_fill(0, self._home_keys, 0.0)  # those are there already
+        wanted = row_scores.index_fill(0, self._pinned_keys, 0.0)  # those are there already
         self._preload(_best(wanted, min(self.planner.map.num_free, wanted.numel())).to(self.device))
 
     def _preload(self, keys: Tensor) -> None:
@@ -475,7 +475,7 @@ class RowCache:
     def device_bytes(self) -> int:
         """Slots, optimizer states, maps, scores and next uses, in bytes, as allocated; without the known batches."""
         slots = sum(t.numel() * t.element_size() for t in self._payload)
-        next_uses = 0 if self.forecast is None else self.forecast.device_bytes
+        next_uses = 0 if self.next_use_index is None else self.next_use_index.device_bytes
         return slots + self.planner.map.device_bytes + self.planner.scores.device_bytes + next_uses
 
     @property

@@ -3,7 +3,7 @@
 A *key* numbers the rows of all tables in one pool, 0 <= key < R. Slots are numbered 1..S; slot 0 is the
 **null slot**: a key that is not cached maps to it. So the map of a new cache is all zeros (which the
 allocator gives without touching memory), and a scatter over a batch's slots needs no mask for the misses.
-Below zero there is room for one more fact about a key that is not cached: its **trace** (`forecast.py`).
+Below zero there is room for one more fact about a key that is not cached: its **trace** (`next_use_index.py`).
 
 All maps are int32 and live where planning happens; that over the keys is an array or hashed (`key_entries.py`). So a
 pool has at most `MOST_POOL_ROWS` rows; more belong on more ranks.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from embershard.cache.key_map import ArrayEntries, HashedEntries, KeyEntries, MapKind
+from embershard.cache.key_map import ArrayKeyMap, HashedKeyMap, KeyMap, MapKind
 from embershard.cache.rows import memory
 from embershard.errors import CacheError
 
@@ -52,8 +52,8 @@ class SlotMap:
         self.num_keys = num_keys
         self.num_slots = num_slots
         self.device = torch.device(device)
-        self._entries: KeyEntries = (
-            HashedEntries(num_keys, num_slots, self.device) if kind == "hashed" else ArrayEntries(num_keys, self.device)
+        self._entries: KeyMap = (
+            HashedKeyMap(num_keys, num_slots, self.device) if kind == "hashed" else ArrayKeyMap(num_keys, self.device)
         )
         self.key_of_slot = torch.full((num_slots + 1,), _FREE, dtype=torch.int32, device=device)
         self.use_stamp = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
@@ -156,7 +156,7 @@ class SlotMap:
         """Add free slots, up to ``num_slots`` in all."""
         extra = num_slots - self.num_slots
         assert extra > 0, f"growing from {self.num_slots} to {num_slots} slots"
-        memory.give_up(self.key_of_slot, self.use_stamp)
+        memory.record_stream(self.key_of_slot, self.use_stamp)
         self.key_of_slot = torch.cat([self.key_of_slot, self.key_of_slot.new_full((extra,), _FREE)])
         self.use_stamp = torch.cat([self.use_stamp, self.use_stamp.new_zeros(extra)])
         self.num_slots = num_slots

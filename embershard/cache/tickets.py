@@ -42,7 +42,7 @@ class InFlight:
 
     def __init__(self) -> None:
         self._batches: dict[int, weakref.ref[Ticket]] = {}
-        self._held: int | None = None
+        self._frozen: int | None = None
         self._rows: dict[int, int] = {}  # distinct rows of those that were known
 
     def __len__(self) -> int:
@@ -54,7 +54,7 @@ class InFlight:
     @property
     def oldest(self) -> int | None:
         """The oldest batch whose slots are pinned; None when nothing is in flight."""
-        return min(self._batches, default=None) if self._held is None else self._held
+        return min(self._batches, default=None) if self._frozen is None else self._frozen
 
     @property
     def tickets(self) -> list[Ticket]:
@@ -69,14 +69,14 @@ class InFlight:
         ticket._unpin.atexit = False
         self._batches[ticket.batch] = weakref.ref(ticket)
 
-    def hold(self) -> None:
+    def freeze(self) -> None:
         """From now on what is in flight stays pinned even when it is released: plans made in another thread do not
         depend on how far the training is."""
-        self._held = min(self._batches, default=None)
+        self._frozen = min(self._batches, default=None)
 
-    def let_go(self) -> None:
-        """Ends :meth:`hold`."""
-        self._held = None
+    def unfreeze(self) -> None:
+        """Ends :meth:`freeze`."""
+        self._frozen = None
 
     def would_crowd(self, rows: int, slots: int) -> bool:
         """Whether with a batch of ``rows`` distinct rows, three batches or more would be held in more than half of

@@ -175,7 +175,7 @@ class Collector:
         self._read_seconds += part.read_seconds
         self._trace.add([table.trace for table in part.tables], part.num_samples)
         if self._trace.is_too_long:
-            self._trace.thin(self._totals())
+            self._trace.downsample(self._totals())
 
     def finish(self, *, share_of_samples: float = 1.0, origin: str = "") -> Collected:
         """Everything that was found."""

@@ -68,10 +68,10 @@ class TraceBuilder:
 
     @property
     def is_too_long(self) -> bool:
-        """Whether it must be thinned."""
+        """Whether it must be downsampled."""
         return self.num_lookups > self._max_lookups
 
-    def thin(self, counts: Sequence[RowCounts]) -> None:
+    def downsample(self, counts: Sequence[RowCounts]) -> None:
         """Leave out constant rows, by the counts [tables] so far; if that is not enough, follow ever fewer of the
         others."""
         self._leave_out_constant(counts)
@@ -123,7 +123,7 @@ def joined(parts: Sequence[TableTrace]) -> TableTrace:
     )
 
 
-def thinned(trace: SampledTrace, max_lookups: int) -> SampledTrace:
+def downsampled(trace: SampledTrace, max_lookups: int) -> SampledTrace:
     """The same trace with fewer rows followed, where it is longer than this."""
     if trace.num_lookups <= max_lookups:
         return trace
@@ -132,7 +132,7 @@ def thinned(trace: SampledTrace, max_lookups: int) -> SampledTrace:
     builder = TraceBuilder(names, max_lookups, Following(trace.rate, constant))
     builder.add([trace.tables[name] for name in names], trace.num_samples)
     counts = [counts_of(trace, name) for name in names]
-    builder.thin(counts)
+    builder.downsample(counts)
     return builder.finish(counts)
 
 

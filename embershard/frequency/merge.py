@@ -138,7 +138,7 @@ def _merge_traces(
         builder.add([trace.tables[table] for table in tables], trace.num_samples)
     by_number = [counts[table] for table in tables]
     if builder.is_too_long:
-        builder.thin(by_number)
+        builder.downsample(by_number)
     return builder.finish(by_number)
 
 

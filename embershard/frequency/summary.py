@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from embershard.frequency.counts import RowCounts, histogram_of
 from embershard.frequency.curves import pooled
-from embershard.frequency.downsampling import thinned
+from embershard.frequency.downsampling import downsampled
 from embershard.frequency.drift import measure_drift
 from embershard.frequency.stack_distances import from_followed
 from embershard.frequency.statistics import CountHistogram, DataStatistics, StackDistances, TableStatistics
@@ -94,7 +94,7 @@ def stack_of_all(statistics: DataStatistics, max_lookups: int = 1_000_000) -> St
     """Stack distances of all tables in one cache; None without a trace. At most so many lookups are followed."""
     if statistics.trace is None:
         return None
-    trace = thinned(statistics.trace, max_lookups)
+    trace = downsampled(statistics.trace, max_lookups)
     tables = list(statistics.tables.values())
     starts = np.cumsum([0, *(table.num_rows for table in tables)])
     rows = np.concatenate([trace.tables[t.table].rows + start for t, start in zip(tables, starts, strict=False)])

@@ -36,7 +36,7 @@ Features = Callable[[Any], Mapping[str, Any]]
 
 
 class OpenStep:
-    """The step that runs now, shared by the pipeline and the doors of its model.
+    """The step that runs now, shared by the pipeline and the forwards of its model.
 
     Attributes:
         inputs: what went ahead for it, by module name; empty between two steps.
@@ -178,13 +178,13 @@ class ModuleInput:
             self._is_packed = False
 
 
-class InputDoor:
+class PipelinedForward:
     """Stands in for a sharded module's forward. It hands out the input that went ahead, if there is one; otherwise the
     module does what it always does.
 
     Args:
         name, args, module, stream: as TorchRec's tracer gives them; the stream is not used.
-        step: shared by all doors of a model.
+        step: shared by all forwards of a model.
     """
 
     def __init__(self, name: str, args: Any, module: ShardedModule, step: OpenStep, stream: Any = None) -> None:
@@ -204,7 +204,7 @@ class InputDoor:
         return self._own_forward(*args, **kwargs)
 
     def install(self) -> None:
-        """Be the module's forward, also where another pipeline's door is by now."""
+        """Be the module's forward, also where another pipeline's forward is by now."""
         if self.module.forward is not self:
             self.module.forward = self
 
@@ -225,30 +225,32 @@ class InputDoor:
             return ModuleInput(self.module, *self.args.build_args_kwargs(batch))
 
     def remove(self) -> None:
-        """Give the module its own forward back, unless there is another door by now."""
+        """Give the module its own forward back, unless there is another forward by now."""
         if self.module.forward is self:
             self.module.forward = self._own_forward
 
 
-def open_doors(model: nn.Module, batch: Any, step: OpenStep, features: Features | None = None) -> list[InputDoor]:
-    """Put a door before every sharded module of ``model`` whose input comes straight from the batch.
+def pipelined_forwards(
+    model: nn.Module, batch: Any, step: OpenStep, features: Features | None = None
+) -> list[PipelinedForward]:
+    """Put a forward before every sharded module of ``model`` whose input comes straight from the batch.
 
     Args:
         model: a ``DistributedModelParallel``.
         batch: any batch, for models that the tracer needs one for.
-        step: see :class:`InputDoor`.
+        step: see :class:`PipelinedForward`.
         features: gives each module's input; without it, the model is traced.
 
     Raises:
         ShardingError: the model cannot be traced, or ``features`` leaves a module out.
     """
     for module in model.modules():  # of a pipeline that was left without detach()
-        while isinstance(module.forward, InputDoor):
+        while isinstance(module.forward, PipelinedForward):
             module.forward.remove()
     if features is not None:
-        return _named_doors(model, batch, step, features)
+        return _named_forwards(model, batch, step, features)
     try:
-        modules, _, _, _, others = _rewrite_model(model, step, None, batch, pipelined_forward=InputDoor)
+        modules, _, _, _, others = _rewrite_model(model, step, None, batch, pipelined_forward=PipelinedForward)
     except Exception as error:
         raise ShardingError(
             f"the inputs of the sharded modules could not be traced through the model's forward ({error}). Pass "
@@ -257,20 +259,20 @@ def open_doors(model: nn.Module, batch: Any, step: OpenStep, features: Features 
         ) from error
     for name in others:
         _log.warning("%s looks nothing ahead: its input does not come straight from the batch", name)
-    doors = {}
+    forwards = {}
     for module in modules:
         module.is_pipelined = False  # or it would keep the whole batch for a stage that is not here
-        door = module.forward
+        forward = module.forward
         if modules.count(module) == 1:
-            doors[door.name] = door
-        elif isinstance(door, InputDoor):
-            _log.warning("%s looks nothing ahead: it is called more than once in a forward", door.name)
-            while isinstance(module.forward, InputDoor):  # one for each call
+            forwards[forward.name] = forward
+        elif isinstance(forward, PipelinedForward):
+            _log.warning("%s looks nothing ahead: it is called more than once in a forward", forward.name)
+            while isinstance(module.forward, PipelinedForward):  # one for each call
                 module.forward.remove()
-    return list(doors.values())
+    return list(forwards.values())
 
 
-def _named_doors(model: nn.Module, batch: Any, step: OpenStep, features: Features) -> list[InputDoor]:
+def _named_forwards(model: nn.Module, batch: Any, step: OpenStep, features: Features) -> list[PipelinedForward]:
     inner: Any = model.module
     while isinstance(inner, DistributedDataParallel):
         inner = inner.module
@@ -280,11 +282,11 @@ def _named_doors(model: nn.Module, batch: Any, step: OpenStep, features: Feature
         raise ShardingError(
             f"features(batch) gives inputs for {sorted(given)}; the sharded modules are {sorted(sharded)}"
         )
-    doors = []
+    forwards = []
     for name, module in sharded.items():
-        doors.append(InputDoor(name, _Given(features, name), module, step))
-        module.forward = doors[-1]
-    return doors
+        forwards.append(PipelinedForward(name, _Given(features, name), module, step))
+        module.forward = forwards[-1]
+    return forwards
 
 
 @dataclasses.dataclass(frozen=True)

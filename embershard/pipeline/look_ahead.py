@@ -29,7 +29,7 @@ from torch import nn
 
 from embershard.distributed.agreement import Agreement, Supply
 from embershard.errors import ConfigError, DataError
-from embershard.pipeline.inputs import Features, InputDoor, ModuleInput, OpenStep, open_doors, tensors_of
+from embershard.pipeline.inputs import Features, ModuleInput, OpenStep, PipelinedForward, pipelined_forwards, tensors_of
 from embershard.pipeline.left_steps import BackwardWatch, LeftSteps
 from embershard.pipeline.prefetch_depth import PrefetchDepth
 from embershard.pipeline.stats import Depths, LookAheadStats
@@ -114,7 +114,7 @@ class LookAheadPipeline:
         self._pools = list(cached_embeddings(model))
         has_worker = self._device.type == "cpu" if worker is None else worker
         self._worker = CacheWorker() if has_worker else None
-        self._doors: list[InputDoor] | None = None
+        self._forwards: list[PipelinedForward] | None = None
         self._open = OpenStep()
         self._depth = PrefetchDepth(prefetch, is_adaptive=has_worker)
         self._left = LeftSteps()
@@ -186,9 +186,9 @@ class LookAheadPipeline:
         self._agreement = Agreement(self._device)  # what was asked about the next batch need not be answered
         self._is_offered = self._is_over = self._is_full = False
         self._input_failure = self._failure = None
-        for door in self._doors or []:
-            door.remove()
-        self._doors = None
+        for forward in self._forwards or []:
+            forward.remove()
+        self._forwards = None
         self._open.end(is_ahead=False)
         if self._hook is not None:
             self._hook.remove()
@@ -243,9 +243,9 @@ class LookAheadPipeline:
         self._streams.give(ahead.on_device, ahead.inputs)
         if trains and self._worker is None:
             self._look_ahead(self._coming(1))
-        for door in self._doors or []:
-            door.install()
-            ahead.inputs[door.name].expect(*door.args.build_args_kwargs(ahead.on_device))
+        for forward in self._forwards or []:
+            forward.install()
+            ahead.inputs[forward.name].expect(*forward.args.build_args_kwargs(ahead.on_device))
         self._backward.is_done = False
         self._open.begin(ahead.inputs, trains)
         self._window.popleft()
@@ -295,7 +295,7 @@ class LookAheadPipeline:
     def _start(self, worker: CacheWorker, coming: Sequence[_Ahead]) -> None:
         """Begin with what the batches ahead need, beside the training of the present one."""
         for pool in self._pools:
-            pool.cache.hold_pins()  # whether the present batch is through when a plan is made must not matter
+            pool.cache.freeze_pins()  # whether the present batch is through when a plan is made must not matter
         worker.start(functools.partial(self._look_ahead, coming))
 
     def _finish_ahead(self) -> float:
@@ -311,7 +311,7 @@ class LookAheadPipeline:
         finally:
             self._is_due = False
             for pool in self._pools:
-                pool.cache.let_pins_go()
+                pool.cache.unfreeze_pins()
         self._stall_seconds += stall_seconds
         return stall_seconds
 
@@ -369,19 +369,19 @@ class LookAheadPipeline:
 
     def _check(self, batch: Any) -> None:
         """Whatever this rank may find wrong with a batch, it must find before the others count on it."""
-        if self._doors is None:
-            self._doors = open_doors(self._model, batch, self._open, self._features)
+        if self._forwards is None:
+            self._forwards = pipelined_forwards(self._model, batch, self._open, self._features)
             watch = self._backward  # not self: the model would keep the pipeline alive
             self._hook = self._model.register_forward_hook(lambda *called: watch.follow(called[-1]))
-        for door in self._doors:
-            door.check(batch)
+        for forward in self._forwards:
+            forward.check(batch)
 
     def _start_input_all_to_all(self, batch: Any) -> _Ahead:
-        assert self._doors is not None, "a batch that was not checked"
+        assert self._forwards is not None, "a batch that was not checked"
         with self._streams.copying():
             on_device = batch.to(self._device, non_blocking=True)
         with self._streams.distributing(on_device):
-            return _Ahead(batch, on_device, {door.name: door.start(on_device) for door in self._doors})
+            return _Ahead(batch, on_device, {forward.name: forward.start(on_device) for forward in self._forwards})
 
     def _send(self, ahead: _Ahead) -> None:
         with self._streams.distributing():

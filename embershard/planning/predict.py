@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from embershard.cache.pinned_tables import home_tables
+from embershard.cache.pinned_tables import pinned_tables
 from embershard.planning.cost import work
 from embershard.planning.cost.rates import Rates, StepTime, StepWork, step_time
 from embershard.planning.simulate.replay import Shard, ShardTraffic, replay_pool
@@ -28,14 +28,14 @@ def pool_traffic(
     parts = [Shard(shard.table.table, shard.row_start, shard.row_stop) for shard in shards]
     trace = workload.data.trace
     assert trace is not None, "nothing to replay"
-    homes = home_tables([shard.rows for shard in shards], num_slots)
+    pinned = pinned_tables([shard.rows for shard in shards], num_slots)
     found = replay_pool(
         trace,
         parts,
         num_slots,
         shape.global_batch_size,
         shape.policy,
-        home_tables=[parts[number].table for number in homes],
+        pinned_tables=[parts[number].table for number in pinned],
         num_steps=replayed_steps,
     )
     # In a small image of a cache one batch may fit by chance, or not: only a complete trace tells.

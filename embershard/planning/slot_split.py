@@ -22,7 +22,7 @@ _STAYING = 0.1
 
 def least_slots(workload: Workload, shards: Sequence[PlacedShard]) -> int:
     """Slots without which a batch may not fit: the most distinct rows of one where the trace tells them, else those to
-    be expected and a tenth more. Tables that stay take up to a tenth of the slots (`home_tables`) beside them."""
+    be expected and a tenth more. Tables that stay take up to a tenth of the slots (`pinned_tables`) beside them."""
     rows = sum(shard.rows for shard in shards)
     unique_ids = sum(each.unique_ids for each in counted_traffic(workload, shards, max(1, rows)))
     needed = max(unique_ids * _ROOM, workload.most_unique_ids(shards)) / (1.0 - _STAYING)

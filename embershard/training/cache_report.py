@@ -39,7 +39,7 @@ class HitRates:
     rate_lookups: float | None
 
 
-class CacheTraffic:
+class CacheReport:
     """Reads the caches' counters. Its methods are collective."""
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:

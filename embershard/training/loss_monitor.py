@@ -14,7 +14,7 @@ class NotFiniteError(EmbershardError, ArithmeticError):
     """A rank's loss is NaN or infinite: training cannot go on."""
 
 
-class LossWatch:
+class LossMonitor:
     """Collects every step's loss over all ranks and stops the run, on all ranks, when one is not finite.
 
     On a GPU a loss is read when the next one is added, so the host never waits for the step in flight; the

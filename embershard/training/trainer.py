@@ -27,9 +27,9 @@ from embershard.distributed import (
 )
 from embershard.errors import CheckpointError
 from embershard.training.build import build_sharded_model, find_plan, find_profile
-from embershard.training.cache_report import CacheTraffic
+from embershard.training.cache_report import CacheReport
 from embershard.training.config import RunConfig
-from embershard.training.loss_monitor import LossWatch
+from embershard.training.loss_monitor import LossMonitor
 from embershard.training.metrics import PredictionBuffer
 from embershard.training.optimizers import set_learning_rate
 from embershard.training.reports import EvalReport, Report, SaveReport, TrainReport
@@ -70,9 +70,9 @@ class Trainer:
         self.dense_optimizer = config.dense_optimizer.build(self.dense_parameters)
         self.stream = self._open_stream(StreamState(seed=config.data.seed))
         self._upcoming: Steps | None = None
-        self.watch = LossWatch(ranks)
+        self.loss_monitor = LossMonitor(ranks)
         self.window = PredictionBuffer(WINDOW_SAMPLES)
-        self.traffic = CacheTraffic(self.model, ranks)
+        self.cache_report = CacheReport(self.model, ranks)
         self.steps = self.samples = 0
         self.step_seconds = array("d")
         self._reported_steps = 0
@@ -132,7 +132,7 @@ class Trainer:
         self.dense_optimizer.zero_grad()
         with self._autocast():
             loss, (_, logits, labels) = self.model(batch)
-        self.watch.add(self.steps + 1, loss)
+        self.loss_monitor.add(self.steps + 1, loss)
         loss.backward()  # trains the embedding rows too
         if self.config.dense_optimizer.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.dense_parameters.values(), self.config.dense_optimizer.clip_norm)
@@ -146,12 +146,12 @@ class Trainer:
         seconds = self.step_seconds[self._reported_steps - self.steps :]
         global_batch = self.config.train.batch_size * self.ranks.world_size
         self._reported_steps = self.steps
-        hits = self.traffic.since_last()
+        hits = self.cache_report.since_last()
         return TrainReport(
             step=self.steps,
             epoch=self.upcoming.state.epoch,
             samples=self.samples,
-            loss=self.watch.mean(),
+            loss=self.loss_monitor.mean(),
             auc=self.window.quality(self.ranks).auc,
             samples_per_second=len(seconds) * global_batch / sum(seconds),
             hit_rate_unique=hits.rate_unique,
@@ -227,7 +227,7 @@ class Trainer:
         if self.config.embedding_optimizer.counts_steps:
             self.model.fused_optimizer.set_optimizer_step(self.steps)
         self._reported_steps = self.steps
-        self.watch, self.window = LossWatch(self.ranks), PredictionBuffer(WINDOW_SAMPLES)
+        self.loss_monitor, self.window = LossMonitor(self.ranks), PredictionBuffer(WINDOW_SAMPLES)
         self.stream.close()
         self.stream = self._open_stream(saved.stream)
         if saved.world_size == self.ranks.world_size:

@@ -42,7 +42,7 @@ class Setting:
     kind: str = "array"
     staged: bool = False
     overflow: str = "raise"
-    home_table: int | None = None
+    pinned_table: int | None = None
     warmup: bool = False
     num_slots: int = 10
 
@@ -55,7 +55,7 @@ class Setting:
             decay=0.5 if self.policy == "lfu" else None,
             profile=[key % 5 for key in range(30)] if self.warmup else None,
             warmup=self.warmup,
-            home_table=self.home_table,
+            pinned_table=self.pinned_table,
             kind=self.kind,  # type: ignore[arg-type]
             make_transfer=functools.partial(StagedTransfer, buffer_bytes=100) if self.staged else None,
         )
@@ -102,10 +102,10 @@ SETTINGS = {
     for setting in (
         Setting("look-ahead", stream(10, 0, _MIXED)),
         Setting("look-ahead, staged, hashed", stream(10, 1, _STAGED), staged=True, kind="hashed"),
-        Setting("look-ahead, grows, home table", stream(10, 2, _GROWS), overflow="grow", home_table=1),
+        Setting("look-ahead, grows, pinned table", stream(10, 2, _GROWS), overflow="grow", pinned_table=1),
         Setting("look-ahead, grows, staged, hashed", stream(10, 3, _GROWS | _STAGED | {6: _GROWS[6]}), "lookahead",
                 "hashed", staged=True, overflow="grow", warmup=True),
-        Setting("lfu, warm-up", stream(10, 4, _MIXED), "lfu", warmup=True, home_table=1),
+        Setting("lfu, warm-up", stream(10, 4, _MIXED), "lfu", warmup=True, pinned_table=1),
         Setting("lfu, staged, grows", stream(10, 5, _STAGED | {6: _GROWS[6]}), "lfu", staged=True, overflow="grow"),
         Setting("lru, hashed", stream(10, 6, _MIXED), "lru", "hashed"),
         Setting("lru, staged", stream(10, 7, _STAGED), "lru", staged=True),
@@ -225,10 +225,10 @@ class Player:
             self.flying.pop()
 
     def _hold(self) -> None:
-        self.call(self.cache.hold_pins)
+        self.call(self.cache.freeze_pins)
 
     def _let_go(self) -> None:
-        self.call(self.cache.let_pins_go)
+        self.call(self.cache.unfreeze_pins)
 
     def _flush(self) -> None:
         self.call(self.cache.flush)
@@ -337,7 +337,7 @@ class Player:
             "host rows changed": cache.host_rows_changed,
             "some host rows changed": lambda: cache.host_rows_changed(ids),
         }
-        if cache.forecast is None:
+        if cache.next_use_index is None:
             del tries["know"]
         for name, attempt in tries.items():
             try:

@@ -30,7 +30,7 @@ GROUPS: dict[str, frozenset[str]] = {
 ALL_FILES = frozenset().union(*GROUPS.values())
 
 #: Not the cache: what looks at a batch as it is taken, before other ranks count on it.
-_NOT_CACHE = {"InputDoor.check", "open_doors", "_named_doors"}
+_NOT_CACHE = {"PipelinedForward.check", "pipelined_forwards", "_named_forwards"}
 
 
 class HangError(BaseException):

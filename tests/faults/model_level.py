@@ -60,7 +60,7 @@ TRAININGS = {
 
 
 #: The exchange of ids. A rank that begins it again makes a collective that the others are not in.
-_COLLECTIVE = {"InputDoor.start", "ModuleInput.send", "ModuleInput.receive", "tensors_of"}
+_COLLECTIVE = {"PipelinedForward.start", "ModuleInput.send", "ModuleInput.receive", "tensors_of"}
 
 
 @dataclass(frozen=True)

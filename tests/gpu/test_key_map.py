@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from embershard.cache.key_map import ArrayEntries, HashedEntries
+from embershard.cache.key_map import ArrayKeyMap, HashedKeyMap
 
 NUM_KEYS = 200_000
 
 
 def test_it_holds_what_an_array_holds() -> None:
     generator = torch.Generator().manual_seed(3)
-    array, hashed = ArrayEntries(NUM_KEYS, torch.device("cpu")), HashedEntries(NUM_KEYS, 5000, torch.device("cuda"))
+    array, hashed = ArrayKeyMap(NUM_KEYS, torch.device("cpu")), HashedKeyMap(NUM_KEYS, 5000, torch.device("cuda"))
     everywhere = torch.randperm(NUM_KEYS, generator=generator)
     for value in (1, -1, 2, 0, -3, 0, 4, 5):
         keys = torch.randint(0, NUM_KEYS, (4000,), generator=generator)

@@ -437,7 +437,7 @@ def pools_made(num_slots: Sequence[int] | None = None) -> Iterator[list[RowCache
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(CachedTableBatchedEmbeddings, "_make_cache", sized))
         if num_slots is not None:  # tables that stay would take slots beyond the working set
-            stack.enter_context(mock.patch.object(embeddings, "home_tables", return_value={}))
+            stack.enter_context(mock.patch.object(embeddings, "pinned_tables", return_value={}))
         yield made
 
 

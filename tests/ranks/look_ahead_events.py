@@ -223,7 +223,7 @@ def evaluate_through_another_pipeline(case: Case, run: Run) -> dict[str, Any]:
 
 def _num_known(model: nn.Module) -> list[int]:
     """Batches that each cache knows and that were not prepared yet."""
-    return [len(p.cache.forecast._known) for p in cached_embeddings(model) if p.cache.forecast is not None]
+    return [len(p.cache.next_use_index._known) for p in cached_embeddings(model) if p.cache.next_use_index is not None]
 
 
 def _progress(loop: Any, iterator: Iterator[Batch], steps: int | None) -> list[float]:

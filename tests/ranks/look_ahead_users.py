@@ -89,7 +89,7 @@ def leave_a_pipeline(case: Case, run: Run, how: str) -> dict[str, Any]:
         del old
     losses += train(new, rest)
     late = sum(stats.critical_path_fills for stats in cache_stats(model))
-    known = [len(pool.cache.forecast._known) for pool in new._pools]
+    known = [len(pool.cache.next_use_index._known) for pool in new._pools]
     return {"different": differs(case, case.steps, model, losses), "late": late, "known": known}
 
 

@@ -31,7 +31,7 @@ def zeros(numel: int, dtype: torch.dtype, whole_pages: bool = False) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype)
 
 
-def give_up(*tensors: Tensor) -> None:
+def record_stream(*tensors: Tensor) -> None:
     """Nobody will use these tensors any more; what is queued on the current stream may. Without it, a GPU's memory goes
     back to the stream that it was taken on, at once."""
     for tensor in tensors:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 
-class StreamTurns:
+class StreamOrder:
     """Batches are planned on one stream, while evaluations, flushes and statistics come from the stream that trains.
     They share maps, scores and counters: what is queued in one turn comes after all that was queued in earlier turns.
 

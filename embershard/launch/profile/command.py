@@ -179,13 +179,13 @@ def run_config(data: str | None, path: Path | None, overrides: Sequence[str]) ->
 
 def with_preferences(profile: Any, batch_size: int) -> Any:
     """With the misses per lookup that every policy has in a replay; as it is where the data are too few for one."""
-    from embershard.frequency.downsampling import thinned
+    from embershard.frequency.downsampling import downsampled
     from embershard.planning.simulate.replay import replay_preferences
 
     statistics = profile.need_statistics()
     if statistics.trace is None or statistics.trace.num_samples < 2 * batch_size:
         return profile
-    trace = thinned(statistics.trace, _PREFERENCE_LOOKUPS)
+    trace = downsampled(statistics.trace, _PREFERENCE_LOOKUPS)
     found = replay_preferences(trace, profile.tables, batch_size)
     return dataclasses.replace(profile, statistics=dataclasses.replace(statistics, preferences=found))
 

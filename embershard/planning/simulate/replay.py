@@ -139,7 +139,7 @@ def replay_pool(
     global_batch_size: int,
     policy: ReplayPolicy,
     *,
-    home_tables: Sequence[str] = (),
+    pinned_tables: Sequence[str] = (),
     num_steps: int | None = None,
 ) -> PoolTraffic:
     """One pool of slots on one rank, over the batches that the trace has.
@@ -150,7 +150,7 @@ def replay_pool(
         num_slots: S.
         global_batch_size: samples of a step, over all ranks.
         policy: which rows stay.
-        home_tables: those whose rows are resident for ever.
+        pinned_tables: those whose rows are resident for ever.
         num_steps: stop after so many; None: all whole batches of the trace. More than those begin it again.
 
     Raises:
@@ -161,12 +161,12 @@ def replay_pool(
         raise ValueError(f"the trace has {trace.num_samples} samples, less than a batch of {global_batch_size}")
     steps = available if num_steps is None else num_steps
     is_sampled = trace.rate < 1
-    apart = [_apart(trace, shard, shard.table in home_tables) for shard in shards]
-    followed = [shard for shard, rows in zip(shards, apart, strict=True) if not rows.is_home]
+    apart = [_apart(trace, shard, shard.table in pinned_tables) for shard in shards]
+    followed = [shard for shard, rows in zip(shards, apart, strict=True) if not rows.is_pinned]
     taken = sum(rows.num_rows for rows in apart)
     slots = max(1, round((num_slots - taken) * trace.rate) if is_sampled else num_slots)
     batches = _Batches(trace, followed, global_batch_size, available, policy.profile_samples, policy.shuffle_window)
-    cache = _make_cache(batches, slots, policy, [] if is_sampled else home_tables)
+    cache = _make_cache(batches, slots, policy, [] if is_sampled else pinned_tables)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CacheGrowthWarning)
         half = _run(cache, batches, steps, policy)
@@ -175,7 +175,7 @@ def replay_pool(
 
     def traffic(stats: list[TableStats], num_steps: int, is_late: bool) -> tuple[ShardTraffic, ...]:
         of_shard = iter(stats)
-        replayed = [None if rows.is_home else next(of_shard) for rows in apart]
+        replayed = [None if rows.is_pinned else next(of_shard) for rows in apart]
         missed_once = not (is_late or policy.warmup)
         return tuple(
             _together(*pair, num_steps, global_batch_size, trace, is_late, missed_once)
@@ -200,23 +200,23 @@ def _since(after: TableStats, before: TableStats) -> TableStats:
 @dataclass(frozen=True, eq=False)
 class _Apart:
     """A shard's rows that stay in any cache and so are counted, not replayed: constant ones and, where rows are
-    sampled, all rows of a home table. ``constant`` int64 [C] are their lookups, ``others`` what else was followed."""
+    sampled, all rows of a pinned table. ``constant`` int64 [C] are their lookups, ``others`` what else was followed."""
 
     shard: Shard
-    is_home: bool
+    is_pinned: bool
     constant: NDArray[np.int64]
     others: TableTrace
 
     @property
     def num_rows(self) -> int:
-        return self.shard.num_rows if self.is_home else len(self.constant)
+        return self.shard.num_rows if self.is_pinned else len(self.constant)
 
 
-def _apart(trace: SampledTrace, shard: Shard, is_home: bool) -> _Apart:
+def _apart(trace: SampledTrace, shard: Shard, is_pinned: bool) -> _Apart:
     rows = trace.constant_rows.get(shard.table, _NONE)
     inside = (rows >= shard.start) & (rows < shard.stop)
     constant = trace.constant_lookups.get(shard.table, _NONE)[inside]
-    if not is_home or trace.rate >= 1:
+    if not is_pinned or trace.rate >= 1:
         return _Apart(shard, False, constant, TableTrace(_NONE, _NONE))
     table = trace.tables[shard.table]
     inside = (table.rows >= shard.start) & (table.rows < shard.stop)
@@ -243,7 +243,7 @@ def _together(
         lookups += len(apart.others.rows) / trace.rate / batches
         unique_ids += min(len(pairs) / trace.rate / batches, apart.shard.num_rows - unique_ids)
     fills = 0.0 if is_late else apart.num_rows / steps
-    missed = min(fills, unique_ids) if missed_once and not apart.is_home else 0.0
+    missed = min(fills, unique_ids) if missed_once and not apart.is_pinned else 0.0
     zero = 0.0 if stats is None else 1.0 / (trace.rate * steps)
     of = (lambda name: 0.0) if stats is None else (lambda name: getattr(stats, name) * zero)
     return ShardTraffic(
@@ -324,12 +324,12 @@ class _Batches:
             self._bounds[table] = np.searchsorted(self._samples[table], self._edges)
 
 
-def _make_cache(batches: _Batches, num_slots: int, policy: ReplayPolicy, home: Sequence[str]) -> RowCache:
+def _make_cache(batches: _Batches, num_slots: int, policy: ReplayPolicy, pinned: Sequence[str]) -> RowCache:
     rows = batches.rows_per_table or [1]
     names = [shard.table for shard in batches.shards] or ["none"]
     host = HostStore(rows, 1, torch.uint8, [])
-    at_home = [number for number in np.argsort(rows, kind="stable") if names[number] in home]
-    home_keys = [torch.arange(rows[number]) + host.row_offsets[number] for number in at_home]
+    are_pinned = [number for number in np.argsort(rows, kind="stable") if names[number] in pinned]
+    pinned_keys = [torch.arange(rows[number]) + host.row_offsets[number] for number in are_pinned]
     counts = None
     if policy.profile_samples != 0 and batches.counts:
         counts = torch.from_numpy(np.concatenate(batches.counts))
@@ -344,7 +344,7 @@ def _make_cache(batches: _Batches, num_slots: int, policy: ReplayPolicy, home: S
         scores=make_scores(policy.scoring, host.num_rows, num_slots, cpu, counts, policy.decay),
         device=cpu,
         warmup=policy.warmup,
-        home_keys=torch.cat(home_keys) if home_keys else None,
+        pinned_keys=torch.cat(pinned_keys) if pinned_keys else None,
         owner="replay",
         lookahead=policy.lookahead > 0 and policy.by_next_use,
     )
@@ -369,14 +369,14 @@ def _run(cache: RowCache, batches: _Batches, steps: int, policy: ReplayPolicy) -
             assert ticket is not None
             resident.append(ticket)
         known.popleft()
-        cache.hold_pins()
+        cache.freeze_pins()
         for ahead in range(len(resident) - 1, min(policy.prefetch, len(known)) if policy.lookahead else 0):
             keys, lengths, batch = known[ahead]
             prepared = cache.prepare(keys, lengths, False, batch, if_it_fits=True)
             if prepared is None:
                 break
             resident.append(prepared)
-        cache.let_pins_go()
+        cache.unfreeze_pins()
         cache.release(resident.popleft())
     return half
 

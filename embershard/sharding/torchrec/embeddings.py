@@ -16,7 +16,7 @@ from torchrec.modules.embedding_configs import data_type_to_dtype, data_type_to_
 
 from embershard.cache.key_map import map_kind
 from embershard.cache.next_use import KnownBatch
-from embershard.cache.pinned_tables import home_tables
+from embershard.cache.pinned_tables import pinned_tables
 from embershard.cache.policies import make_scores
 from embershard.cache.row_cache import RowCache
 from embershard.cache.rows.choose_transfer import transfer_kind, transfer_maker
@@ -75,9 +75,9 @@ class CachedTableBatchedEmbeddings(nn.Module):
     def _make_cache(self, spec: CacheSpec, config: GroupedEmbeddingConfig) -> RowCache:
         tables, num_rows = config.embedding_tables, self.host.num_rows
         num_slots = spec.num_slots(tables, self.host.row_bytes)
-        home_of_table = home_tables(self._rows, num_slots)
-        self._home_of_feature = self.slots.set_home_slots(home_of_table)
-        home_keys = [torch.arange(rows) + self.host.row_offsets[t] for t, (_, rows) in home_of_table.items()]
+        pinned_of_table = pinned_tables(self._rows, num_slots)
+        self._pinned_of_feature = self.slots.set_pinned_slots(pinned_of_table)
+        pinned_keys = [torch.arange(rows) + self.host.row_offsets[t] for t, (_, rows) in pinned_of_table.items()]
         counts = None
         if spec.profile is not None:
             counts = torch.cat(
@@ -97,7 +97,7 @@ class CachedTableBatchedEmbeddings(nn.Module):
             device=self._device,
             overflow=spec.config.overflow,
             warmup=spec.warmup,
-            home_keys=torch.cat(home_keys) if home_keys else None,
+            pinned_keys=torch.cat(pinned_keys) if pinned_keys else None,
             owner=f"rank {spec.rank}",
             lookahead=spec.lookahead,
             make_transfer=transfer_maker(transfer, self._device, self.host.payload),
@@ -125,7 +125,7 @@ class CachedTableBatchedEmbeddings(nn.Module):
 
     def know(self, indices: Tensor, offsets: Tensor, batch_sizes: list[list[int]] | None) -> KnownBatch | None:
         """A batch that will be prefetched, after all that are known already; see :meth:`RowCache.know`."""
-        if self.cache.forecast is None:
+        if self.cache.next_use_index is None:
             return None
         keys, lengths = self._keys(indices, offsets, batch_sizes)
         return self.cache.know(keys, lengths)
@@ -239,8 +239,8 @@ class CachedTableBatchedEmbeddings(nn.Module):
     ) -> Ticket | None:
         keys, lengths = self._keys(indices, offsets, batch_sizes)
         ticket = self.cache.prepare(keys, lengths, critical_path, known, if_it_fits)
-        if ticket is not None and self._home_of_feature is not None:
-            ticket.slots = _add_per_feature(ticket.slots, -self._home_of_feature, lengths)
+        if ticket is not None and self._pinned_of_feature is not None:
+            ticket.slots = _add_per_feature(ticket.slots, -self._pinned_of_feature, lengths)
         return ticket
 
     def _keys(self, indices: Tensor, offsets: Tensor, batch_sizes: list[list[int]] | None) -> tuple[Tensor, Tensor]:

@@ -41,7 +41,7 @@ class SlotTable(nn.Module):
         fused_params: further FBGEMM arguments, the optimizer and its settings among them; see
             :func:`check_table_arguments` for those that work.
 
-    :meth:`set_home_slots` tells it which logical tables are resident for ever, and where.
+    :meth:`set_pinned_slots` tells it which logical tables are resident for ever, and where.
     """
 
     def __init__(
@@ -65,28 +65,28 @@ class SlotTable(nn.Module):
             bounds_check_mode=BoundsCheckMode.NONE,  # ids are checked before they become slots
             device=device,
         )
-        self._home_of_feature: list[tuple[int, int]] = [(0, 0)] * len(self._table_of_feature)
+        self._pinned_of_feature: list[tuple[int, int]] = [(0, 0)] * len(self._table_of_feature)
         self.tbe = self._build_slots(num_slots=1)
         self._reader: SplitTableBatchedEmbeddingBagsCodegen | None = None
 
-    def set_home_slots(self, home_of_table: Mapping[int, tuple[int, int]]) -> Tensor | None:
+    def set_pinned_slots(self, pinned_of_table: Mapping[int, tuple[int, int]]) -> Tensor | None:
         """Logical table -> its first slot and its rows, for tables whose rows stay in consecutive slots.
 
         On a CPU their ids are given to :meth:`forward` relative to the first slot. Returns that slot per feature, int64
         [F]; 0 where ids are slot numbers. None where all are: FBGEMM's backward on a GPU tells the rows of one physical
         table apart by number alone, so a relative number would be taken for another table's slot.
         """
-        if self._device.type == "cuda" or not home_of_table:
+        if self._device.type == "cuda" or not pinned_of_table:
             return None
-        self._home_of_feature = [home_of_table.get(table, (0, 0)) for table in self._table_of_feature]
-        return torch.tensor([first for first, _ in self._home_of_feature])
+        self._pinned_of_feature = [pinned_of_table.get(table, (0, 0)) for table in self._table_of_feature]
+        return torch.tensor([first for first, _ in self._pinned_of_feature])
 
     def resize(self, num_slots: int) -> list[Tensor]:
         """Hold ``num_slots`` slots, keep the contents of the present ones; returns :attr:`payload`."""
         old, self.tbe = self.tbe, self._build_slots(num_slots)
         for new_rows, old_rows in zip(_payload(self.tbe), _payload(old), strict=True):
             new_rows.data[: old_rows.shape[0]] = old_rows.data
-            memory.give_up(old_rows)
+            memory.record_stream(old_rows)
         self.tbe.set_learning_rate(old.get_learning_rate())
         self.tbe.optimizer_args = old.optimizer_args
         self.tbe.iter, self.tbe.iter_cpu = old.iter, old.iter_cpu
@@ -145,14 +145,14 @@ class SlotTable(nn.Module):
     def _build_slots(self, num_slots: int) -> SplitTableBatchedEmbeddingBagsCodegen:
         tbe = self._build(num_slots, **self._tbe_arguments)
         if self._device.type != "cuda":
-            self._place_home_slots(tbe)
+            self._place_pinned_slots(tbe)
             self._name_logical_tables(tbe, num_slots)
             tbe.weights_host.data = memory.zeros(tbe.weights_host.numel(), tbe.weights_host.dtype)
         return tbe
 
-    def _place_home_slots(self, tbe: SplitTableBatchedEmbeddingBagsCodegen) -> None:
-        """Let each feature's row 0 be its table's first home slot, in the weights and in every optimizer state."""
-        first = torch.tensor([first for first, _ in self._home_of_feature])
+    def _place_pinned_slots(self, tbe: SplitTableBatchedEmbeddingBagsCodegen) -> None:
+        """Let each feature's row 0 be its table's first pinned slot, in the weights and in every optimizer state."""
+        first = torch.tensor([first for first, _ in self._pinned_of_feature])
         num_rows = tbe.embedding_specs[0][0]
         for kind in _PER_ROW_TENSORS:
             rows = getattr(tbe, f"{kind}_host", None)
@@ -163,8 +163,8 @@ class SlotTable(nn.Module):
         """FBGEMM's CPU backward sorts the ids table by table, with as many passes as the table's ids have bytes, and
         takes features with the same entry here for one table. A slot belongs to one logical table at a time, so
         telling it the logical tables changes no result, and the sorts are shorter (docs/decisions/0004)."""
-        homes = zip(self._table_of_feature, self._home_of_feature, strict=True)
-        sizes = {table: rows or num_slots + 1 for table, (_, rows) in homes}
+        pinned = zip(self._table_of_feature, self._pinned_of_feature, strict=True)
+        sizes = {table: rows or num_slots + 1 for table, (_, rows) in pinned}
         ends = itertools.accumulate(sizes.values())
         starts = {table: end - size for (table, size), end in zip(sizes.items(), ends, strict=True)}
         ranges = [starts[table] for table in self._table_of_feature]

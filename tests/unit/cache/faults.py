@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from embershard.cache import eviction as victims
-from embershard.cache import next_use as forecast
+from embershard.cache import next_use as next_use_index
 from embershard.cache import planner, row_cache, slot_map, statistics
 from embershard.cache import policies as scores
 from embershard.cache.rows import transfer
@@ -121,7 +121,7 @@ def _known_uses_do_not_matter() -> Iterator[None]:
     rank = victims.VictimQueue._rank
 
     def by_score(self: Any, slots: Tensor | None = None) -> Any:
-        with mock.patch.object(self, "_forecast", None):
+        with mock.patch.object(self, "_next_use_index", None):
             ranked = rank(self, slots)
         return dataclasses.replace(ranked, next_uses=torch.zeros(ranked.slots.shape, dtype=torch.int32))
 
@@ -131,7 +131,7 @@ def _known_uses_do_not_matter() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _uses_after_the_next_one_are_forgotten() -> Iterator[None]:
-    arrive = forecast.Forecast.arrive
+    arrive = next_use_index.NextUseIndex.arrive
 
     def shortsighted(self: Any, batch: Any, slots: Tensor) -> Any:
         arrived = arrive(self, batch, slots)
@@ -139,7 +139,7 @@ def _uses_after_the_next_one_are_forgotten() -> Iterator[None]:
             self.next_use[arrived[0]] = 0
         return arrived
 
-    with mock.patch.object(forecast.Forecast, "arrive", shortsighted):
+    with mock.patch.object(next_use_index.NextUseIndex, "arrive", shortsighted):
         yield
 
 
@@ -148,14 +148,14 @@ def _evicted_rows_leave_no_trace() -> Iterator[None]:
     def nothing(self: Any, slots: Tensor) -> Tensor:
         return torch.zeros(slots.shape, dtype=torch.int32)
 
-    with mock.patch.object(forecast.Forecast, "traces", nothing):
+    with mock.patch.object(next_use_index.NextUseIndex, "traces", nothing):
         yield
 
 
 @contextlib.contextmanager
 def _repeats_are_uses_of_their_own() -> Iterator[None]:
     """The chain of a row's uses is that of whichever repeat comes first, not of the one that others follow."""
-    know = forecast.Forecast.know
+    know = next_use_index.NextUseIndex.know
 
     def careless(self: Any, keys: Tensor, positions: Tensor | None = None) -> Any:
         batch = know(self, keys, positions)
@@ -167,20 +167,20 @@ def _repeats_are_uses_of_their_own() -> Iterator[None]:
         object.__setattr__(batch, "positions", places)
         return batch
 
-    with mock.patch.object(forecast.Forecast, "know", careless):
+    with mock.patch.object(next_use_index.NextUseIndex, "know", careless):
         yield
 
 
 @contextlib.contextmanager
 def _forgetting_keeps_the_traces() -> Iterator[None]:
-    forget = forecast.Forecast.forget
+    forget = next_use_index.NextUseIndex.forget
 
     def half(self: Any) -> None:
         entries = self._map.slot_of_key.clone()
         forget(self)
         self._map.slot_of_key.copy_(entries)
 
-    with mock.patch.object(forecast.Forecast, "forget", half):
+    with mock.patch.object(next_use_index.NextUseIndex, "forget", half):
         yield
 
 

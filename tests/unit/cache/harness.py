@@ -27,9 +27,9 @@ class Pool:
 
     ``rows`` [R, ...] hold the truth: plain tensors, updated as the slots are. ``last_batch`` is when
     each row was last looked up, ``counts`` what `lfu` should count, ``expected`` the counters per table.
-    ``known`` are the batches known and not prepared, ``guessed`` the rows of which the forecast may guess when they are
-    used next. ``home_table`` is one whose rows never leave. ``best_victims`` asks for the best victims that there are:
-    what look-ahead promises as long as all batches were known, and no other policy but `lru`.
+    ``known`` are the batches known and not prepared, ``guessed`` the rows whose next use may be a guess.
+    ``pinned_table`` is one whose rows never leave. ``best_victims`` asks for the best victims that there are: what
+    look-ahead promises as long as all batches were known, and no other policy but `lru`.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Pool:
         profile: Sequence[int] | None = None,
         warmup: bool = False,
         mmap_dir: Path | None = None,
-        home_table: int | None = None,
+        pinned_table: int | None = None,
         best_victims: bool = False,
         kind: MapKind = "array",
         make_transfer: MakeTransfer | None = None,
@@ -66,9 +66,11 @@ class Pool:
         self.scoring: Policy = policy
         if policy == "lookahead":
             self.scoring = "lfu" if initial is None or decay is not None else "frequency"
-        self.home: set[int] = set()
-        if home_table is not None:
-            self.home = set(range(self.bounds[home_table] - rows_per_table[home_table], self.bounds[home_table]))
+        self.pinned_rows: set[int] = set()
+        if pinned_table is not None:
+            self.pinned_rows = set(
+                range(self.bounds[pinned_table] - rows_per_table[pinned_table], self.bounds[pinned_table])
+            )
         self.slots: list[Tensor] = []
         self.cache = RowCache(
             [f"t{t}" for t in range(self.num_tables)],
@@ -80,7 +82,7 @@ class Pool:
             torch.device("cpu"),
             overflow=overflow,
             warmup=warmup,
-            home_keys=torch.tensor(sorted(self.home)) if self.home else None,
+            pinned_keys=torch.tensor(sorted(self.pinned_rows)) if self.pinned_rows else None,
             lookahead=policy == "lookahead",
             make_transfer=make_transfer,
             kind=kind,
@@ -207,7 +209,7 @@ class Pool:
             assert not caught
             return None
         if known is not None:
-            self.rows_of_known[self.batch] = len(distinct - self.home)
+            self.rows_of_known[self.batch] = len(distinct - self.pinned_rows)
         growths = [w for w in caught if issubclass(w.category, CacheGrowthWarning)]
         assert len(growths) == len(caught) == (0 if fits else 1), [str(w.message) for w in caught]
         assert (self.map.num_slots > slots_before) == (not fits)
@@ -253,22 +255,22 @@ class Pool:
         for name, rows in (("evictions", evicted), ("write_backs", evicted & dirty)):
             np.add.at(self.expected[name], self.table_of(rows), 1)
 
-    def hold_pins(self) -> None:
+    def freeze_pins(self) -> None:
         """Batches in flight stay pinned, released or not."""
-        self.cache.hold_pins()
+        self.cache.freeze_pins()
         self.held_pin = min(self.tickets, default=None)
 
-    def let_pins_go(self) -> None:
+    def unfreeze_pins(self) -> None:
         """As usual again."""
-        self.cache.let_pins_go()
+        self.cache.unfreeze_pins()
         self.held_pin = None
 
     def _would_crowd(self, distinct: set[int]) -> bool:
         """Two known batches or more are pinned, and with this one they would take more than half of the slots."""
         oldest = self._oldest_pinned() if self.tickets or self.held_pin else self.batch + 1
         pinned = [count for batch, count in self.rows_of_known.items() if batch >= oldest]
-        room = (self.map.num_slots - len(self.home)) // 2
-        return len(pinned) >= 2 and sum(pinned) + len(distinct - self.home) > room
+        room = (self.map.num_slots - len(self.pinned_rows)) // 2
+        return len(pinned) >= 2 and sum(pinned) + len(distinct - self.pinned_rows) > room
 
     def _oldest_pinned(self) -> int:
         return self.held_pin or min(self.tickets, default=self.batch)
@@ -276,7 +278,7 @@ class Pool:
     def _fits(self, distinct: set[int]) -> tuple[set[int], bool]:
         """Rows that are pinned, and whether those of a batch fit beside them."""
         oldest = self._oldest_pinned() if self.tickets or self.held_pin else self.batch + 1
-        pinned = self.home | {k for k in self.resident() if self.last_batch.get(k, 0) >= oldest}
+        pinned = self.pinned_rows | {k for k in self.resident() if self.last_batch.get(k, 0) >= oldest}
         return pinned, len(pinned | distinct) <= self.map.num_slots
 
     def _warm_up(self) -> None:
@@ -285,20 +287,20 @@ class Pool:
         self.cache._warm_up()
         brought = self.resident() - before
         if not brought and self.warm:
-            assert self.home <= before
+            assert self.pinned_rows <= before
             return
         self.preloaded = True
         self._came_in(brought)
         self.last_batch.update(dict.fromkeys(brought, 0))
         np.add.at(self.expected["fills"], self.table_of(brought), 1)
-        assert self.home <= before | brought, "the rows that stay are there"
-        best = brought - self.home
+        assert self.pinned_rows <= before | brought, "the rows that stay are there"
+        best = brought - self.pinned_rows
         if self.warm:
             assert not best, "only before the first batch"
             return
         self.warm = True
-        frequent = int((np.delete(self.counts, list(self.home)) > 0).sum())
-        assert len(best) == min(self.map.num_slots - len(self.home), frequent)
+        frequent = int((np.delete(self.counts, list(self.pinned_rows)) > 0).sum())
+        assert len(best) == min(self.map.num_slots - len(self.pinned_rows), frequent)
         others = [self.counts[k] for k in range(self.num_rows) if k not in brought]
         assert max(others, default=0) <= min((self.counts[k] for k in best), default=0), "not the most frequent"
 
@@ -311,12 +313,12 @@ class Pool:
 
     def _check_victims(self, evicted: set[int], stayed: set[int], oldest: int) -> None:
         assert not any(self.last_batch.get(k, 0) >= oldest for k in evicted), "a pinned row was put out"
-        assert not evicted & self.home, "a row that stays was put out"
+        assert not evicted & self.pinned_rows, "a row that stays was put out"
         if not evicted or not (self.policy == "lru" or self.best_victims):
             return
         next_uses = self.next_uses()
         worst = max(self._rank(k, next_uses) for k in evicted)
-        free_to_go = [k for k in stayed - self.home if self.last_batch.get(k, 0) < oldest]
+        free_to_go = [k for k in stayed - self.pinned_rows if self.last_batch.get(k, 0) < oldest]
         assert all(worst <= self._rank(k, next_uses) for k in free_to_go), "not the best victims"
 
     def _rank(self, key: int, next_uses: dict[int, int]) -> tuple[float, ...]:
@@ -430,7 +432,7 @@ class Pool:
         found: dict[int, int] = {}
         for known, keys in self.known:
             if known is not None:
-                for key in set(keys) - self.home:
+                for key in set(keys) - self.pinned_rows:
                     found.setdefault(key, known.number)
         return found
 
@@ -442,7 +444,7 @@ class Pool:
             "key_of_slot": self.map.key_of_slot.tolist(),
             "last_batch": self.map.last_batch(torch.arange(1, self.map.num_slots + 1)).tolist(),
             "scores": None if scores is None else scores[1:].tolist(),
-            "next_uses": None if self.cache.forecast is None else self.cache.forecast.next_use[1:].tolist(),
+            "next_uses": None if self.cache.next_use_index is None else self.cache.next_use_index.next_use[1:].tolist(),
             "known_bytes": self.cache.known_bytes,
             "counters": self.cache.counters.values.tolist(),
             "in_flight": list(self.cache._in_flight),
@@ -453,7 +455,7 @@ class Pool:
         """Raise AssertionError unless every invariant holds."""
         self.cache._copies.finish()
         self._check_map()
-        self._check_forecast()
+        self._check_next_uses()
         self.check_rows()
         self._check_pins()
         self._check_counters()
@@ -470,13 +472,13 @@ class Pool:
         assert (self.map.key_of_slot[self.map.num_used + 1 :] == -1).all()
         assert self.map.key_of_slot[0] == -1
 
-    def _check_forecast(self) -> None:
+    def _check_next_uses(self) -> None:
         """Every slot knows when its row is used next; a row without a slot left a trace if a known batch uses it."""
-        forecast, true = self.cache.forecast, self.next_uses()
-        if forecast is None:
-            assert int(self.map.slot_of_key.min()) >= 0, "a trace without a forecast"
+        next_use_index, true = self.cache.next_use_index, self.next_uses()
+        if next_use_index is None:
+            assert int(self.map.slot_of_key.min()) >= 0, "a trace without an index of next uses"
             return
-        entries, found = self.map.slot_of_key.tolist(), forecast.next_use.tolist()
+        entries, found = self.map.slot_of_key.tolist(), next_use_index.next_use.tolist()
         for key, entry in enumerate(entries):
             if entry <= 0:
                 assert (entry < 0) == (key in true), f"row {key} is not cached: trace {entry}"
@@ -498,7 +500,7 @@ class Pool:
     def _check_pins(self) -> None:
         for ticket, keys in self.tickets.values():
             assert torch.equal(self.map.keys(ticket.slots), keys), "a row in flight lost its slot"
-        assert self.home <= self.resident() or not self.map.num_used
+        assert self.pinned_rows <= self.resident() or not self.map.num_used
 
     def _check_counters(self) -> None:
         stats = self.cache.stats()
@@ -562,10 +564,10 @@ def run(pool: Pool, operations: Iterable[Operation]) -> None:
             pool.prepare_known(if_it_fits=arguments[0] % 2 == 0)
         elif name == "fail_known" and pool.known:
             pool.fail_known(("collect", "land", "fill")[arguments[0] % 3])
-        elif name == "hold_pins":
-            pool.hold_pins()
-        elif name == "let_pins_go":
-            pool.let_pins_go()
+        elif name == "freeze_pins":
+            pool.freeze_pins()
+        elif name == "unfreeze_pins":
+            pool.unfreeze_pins()
         elif name == "skip_known" and pool.known:
             pool.skip_known()
         elif name == "forget":

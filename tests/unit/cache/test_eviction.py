@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from embershard.cache import Forecast, SlotMap, make_scores
+from embershard.cache import NextUseIndex, SlotMap, make_scores
 from embershard.cache import eviction as victims
 from embershard.cache.eviction import VictimQueue
 from embershard.cache.planner import CachePlan, CachePlanner
@@ -36,7 +36,7 @@ operations = st.lists(
         st.tuples(st.just("prepare_known"), which),
         st.tuples(st.just("train"), which),
         st.tuples(st.just("train"), which),
-        st.tuples(st.sampled_from(["abandon", "flush", "drop", "forget", "hold_pins", "let_pins_go"]), which),
+        st.tuples(st.sampled_from(["abandon", "flush", "drop", "forget", "freeze_pins", "unfreeze_pins"]), which),
     ),
     max_size=80,
 )
@@ -52,7 +52,7 @@ operations = st.lists(
 )
 @settings(max_examples=150)
 def test_victims_are_the_best_there_are_when_all_batches_are_known(
-    operations, num_slots, queue_share, profile, home_table, overflow
+    operations, num_slots, queue_share, profile, pinned_table, overflow
 ):
     """The pool compares every victim with every row that could have gone, by the naive oracle's next uses."""
     with mock.patch.object(victims, "_QUEUE_SHARE", queue_share):
@@ -62,7 +62,7 @@ def test_victims_are_the_best_there_are_when_all_batches_are_known(
             overflow=overflow,
             profile=[(7 * k) % 5 for k in range(NUM_ROWS)] if profile else None,
             warmup=profile == "warmup",
-            home_table=home_table,
+            pinned_table=pinned_table,
             best_victims=True,
         )
         run(pool, operations)
@@ -94,20 +94,20 @@ def test_a_fault_of_choice_is_noticed(fault):
 def test_the_lowest_ranks_of_many_slots_go_right_after_a_refill(seed):
     """More slots than are ranked one by one: a sample gives the bound. Any next uses, counts and ages."""
     rng = np.random.default_rng(seed)
-    num_slots, num_home, count, oldest_pinned = 20_000, 7, 1500, 60
+    num_slots, num_pinned, count, oldest_pinned = 20_000, 7, 1500, 60
     slot_map = SlotMap(num_slots, num_slots)
-    forecast, scores = Forecast(slot_map), make_scores("lfu", num_slots, num_slots, CPU, None, None)
+    next_use_index, scores = NextUseIndex(slot_map), make_scores("lfu", num_slots, num_slots, CPU, None, None)
     every = slot_map.next_free(num_slots)
     slot_map.claim(num_slots)
     slot_map.bind(every - 1, every, batch=0)
     slot_map.use_stamp[1:] = torch.from_numpy(rng.integers(70, size=num_slots)) << 32
     known = rng.random(num_slots) < (0.05, 0.5, 0.95, 1.0)[seed]
-    forecast.next_use[1:] = torch.from_numpy(np.where(known, rng.integers(1, 90, size=num_slots), 0))
+    next_use_index.next_use[1:] = torch.from_numpy(np.where(known, rng.integers(1, 90, size=num_slots), 0))
     scores.of_slots()[1:] = torch.from_numpy(rng.integers(30, size=num_slots) / 7)
-    queue = VictimQueue(slot_map, scores, num_home, forecast)
+    queue = VictimQueue(slot_map, scores, num_pinned, next_use_index)
 
     def ranks(slots: Tensor) -> list[tuple[float, ...]]:
-        columns = forecast.next_use, scores.of_slots(), slot_map.use_stamp >> 32
+        columns = next_use_index.next_use, scores.of_slots(), slot_map.use_stamp >> 32
         each = zip(*(column[slots].tolist() for column in columns), strict=True)
         return [(1, -use) if use else (0, score, batch) for use, score, batch in each]
 
@@ -115,7 +115,7 @@ def test_the_lowest_ranks_of_many_slots_go_right_after_a_refill(seed):
         chosen = queue.pop(count, oldest_pinned)
         assert chosen.unique().numel() == count
         evictable = torch.zeros(num_slots + 1, dtype=torch.bool)
-        evictable[num_home + 1 :] = (slot_map.use_stamp[num_home + 1 :] >> 32) < oldest_pinned
+        evictable[num_pinned + 1 :] = (slot_map.use_stamp[num_pinned + 1 :] >> 32) < oldest_pinned
         assert evictable[chosen].all()
         left = evictable.index_fill(0, chosen, False).nonzero().flatten()
         assert max(ranks(chosen)) <= min(ranks(left))
@@ -127,7 +127,7 @@ def test_the_lowest_ranks_of_many_slots_go_right_after_a_refill(seed):
 def test_the_queue_gives_what_there_is_and_no_slot_twice(look_ahead):
     slot_map = SlotMap(10, 6)
     scores = make_scores("lfu", 10, 6, CPU, None, None)
-    queue = VictimQueue(slot_map, scores, 1, Forecast(slot_map) if look_ahead else None)
+    queue = VictimQueue(slot_map, scores, 1, NextUseIndex(slot_map) if look_ahead else None)
     slot_map.bind(torch.arange(5), slot_map.next_free(5), batch=3)
     slot_map.claim(5)
     assert queue.pop(9, oldest_pinned=3).tolist() == []
@@ -144,16 +144,16 @@ def test_slots_whose_next_use_becomes_known_move_back_and_are_handed_out_once(se
     rng = np.random.default_rng(seed)
     num_slots, in_flight = 80, 2
     slot_map = SlotMap(num_slots, num_slots)
-    forecast, scores = Forecast(slot_map), make_scores("lfu", num_slots, num_slots, CPU, None, None)
-    queue = VictimQueue(slot_map, scores, 0, forecast)
+    next_use_index, scores = NextUseIndex(slot_map), make_scores("lfu", num_slots, num_slots, CPU, None, None)
+    queue = VictimQueue(slot_map, scores, 0, next_use_index)
     every = slot_map.next_free(num_slots)
     slot_map.claim(num_slots)
     slot_map.bind(every - 1, every, batch=0)
     scores.of_slots()[1:] = torch.from_numpy(rng.integers(6, size=num_slots) / 3)
     for batch in range(1, 60):
         becoming_known = torch.from_numpy(rng.permutation(num_slots)[: rng.integers(20)] + 1)
-        becoming_known = becoming_known[forecast.next_use[becoming_known] == 0]
-        forecast.next_use[becoming_known] = batch
+        becoming_known = becoming_known[next_use_index.next_use[becoming_known] == 0]
+        next_use_index.next_use[becoming_known] = batch
         hits = torch.from_numpy(rng.permutation(num_slots)[: rng.integers(8)] + 1)
         slot_map.use_stamp[hits] = batch << 32
         count, oldest_pinned = int(rng.integers(1, 9)), max(1, batch - in_flight)
@@ -164,8 +164,8 @@ def test_slots_whose_next_use_becomes_known_move_back_and_are_handed_out_once(se
         used = torch.cat([hits, chosen])
         slot_map.use_stamp[used] = batch << 32
         gone = torch.from_numpy(rng.random(used.numel()) < 0.6)
-        forecast.next_use[used[gone]] = 0
-        queue.offer(used, forecast.next_use[used], batch)
+        next_use_index.next_use[used[gone]] = 0
+        queue.offer(used, next_use_index.next_use[used], batch)
 
 
 def test_a_guess_about_another_row_does_not_make_a_slot_be_handed_out_twice(monkeypatch):
@@ -210,9 +210,9 @@ class Pipeline:
 
     def __init__(self, num_slots: int, lookahead: int, prefetch: int = 2, num_rows: int = 2000) -> None:
         slot_map = SlotMap(num_rows, num_slots)
-        self.forecast = Forecast(slot_map)
+        self.next_use_index = NextUseIndex(slot_map)
         scores = make_scores("lfu", num_rows, num_slots, CPU, None, None)
-        self.planner = CachePlanner(slot_map, scores, 0, self.forecast)
+        self.planner = CachePlanner(slot_map, scores, 0, self.next_use_index)
         self.lookahead, self.prefetch = lookahead, prefetch
         self.fills: list[int] = []
 
@@ -220,7 +220,7 @@ class Pipeline:
         known: deque[Any] = deque()
         for number in range(1, len(stream) + 1):
             while len(known) < self.lookahead and number - 1 + len(known) < len(stream):
-                known.append(self.forecast.know(stream[number - 1 + len(known)]))
+                known.append(self.next_use_index.know(stream[number - 1 + len(known)]))
             self._prepare(stream[number - 1], number, known.popleft())
         return sum(self.fills)
 

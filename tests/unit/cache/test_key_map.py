@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from embershard.cache import SlotMap, hash_kernels
-from embershard.cache.key_map import _BUCKET, _HASHES, ArrayEntries, HashedEntries, map_kind
+from embershard.cache.key_map import _BUCKET, _HASHES, ArrayKeyMap, HashedKeyMap, map_kind
 
 CPU = torch.device("cpu")
 NUM_KEYS = 300
@@ -32,7 +32,7 @@ def ids(values) -> torch.Tensor:
     ),
 )
 def test_it_holds_what_an_array_holds(num_slots, changes):
-    array, hashed = ArrayEntries(NUM_KEYS, CPU), HashedEntries(NUM_KEYS, num_slots, CPU)
+    array, hashed = ArrayKeyMap(NUM_KEYS, CPU), HashedKeyMap(NUM_KEYS, num_slots, CPU)
     for what, keys, value in changes:
         if what == "clear":
             array.clear_negative(), hashed.clear_negative()
@@ -46,7 +46,7 @@ def test_it_holds_what_an_array_holds(num_slots, changes):
 
 
 def test_of_a_key_that_occurs_several_times_one_entry_stands():
-    hashed = HashedEntries(NUM_KEYS, 20, CPU)
+    hashed = HashedKeyMap(NUM_KEYS, 20, CPU)
     keys = ids([5, 9, 5, 5, 9, 7])
     hashed.put(keys, torch.tensor([-1, -2, -3, -4, -5, -6], dtype=torch.int32))
     five, nine, seven = hashed.get(ids([5, 9, 7])).tolist()
@@ -61,7 +61,7 @@ def test_memory_follows_the_slots_and_not_the_keys():
 
 
 def test_as_many_traces_as_slots_fit_and_more_make_it_grow():
-    hashed = HashedEntries(2**31 - 1, 10_000, CPU)
+    hashed = HashedKeyMap(2**31 - 1, 10_000, CPU)
     keys = torch.randperm(10**6, generator=torch.Generator().manual_seed(1)) * 2001
     hashed.put(keys[:20_000], torch.arange(1, 20_001, dtype=torch.int32))
     assert hashed.num_bytes == 24 * 10_001
@@ -73,7 +73,7 @@ def test_as_many_traces_as_slots_fit_and_more_make_it_grow():
 
 
 def test_room_that_was_given_up_is_used_again():
-    hashed = HashedEntries(10**6, 1000, CPU)
+    hashed = HashedKeyMap(10**6, 1000, CPU)
     before = hashed.num_bytes
     for turn in range(50):
         keys = torch.arange(turn * 2000, (turn + 1) * 2000)
@@ -85,7 +85,7 @@ def test_room_that_was_given_up_is_used_again():
 @pytest.mark.parametrize("key", [-1, 300])
 def test_a_key_that_is_none_is_not_taken_for_another(key):
     with pytest.raises(IndexError, match="needed 0 to 299"):
-        HashedEntries(NUM_KEYS, 20, CPU).get(ids([3, key]))
+        HashedKeyMap(NUM_KEYS, 20, CPU).get(ids([3, key]))
 
 
 @pytest.mark.parametrize("count", [0, 1, 127, 128, 129, 1000])
@@ -93,7 +93,7 @@ def test_a_key_that_is_none_is_not_taken_for_another(key):
 def test_the_kernel_finds_what_torch_s_operations_find(count, num_keys):
     """In Triton's interpreter."""
     generator = torch.Generator().manual_seed(count)
-    hashed = HashedEntries(num_keys, 200, CPU)
+    hashed = HashedKeyMap(num_keys, 200, CPU)
     held = torch.randint(0, num_keys, (400,), generator=generator).unique()
     hashed.put(held, torch.arange(1, held.numel() + 1, dtype=torch.int32) * (-1) ** torch.arange(held.numel()).int())
     others = torch.randint(0, num_keys, (count,), generator=generator)

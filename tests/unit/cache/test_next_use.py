@@ -13,13 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embershard.cache import Forecast, SlotMap
-from embershard.cache import next_use as forecast
+from embershard.cache import NextUseIndex, SlotMap
+from embershard.cache import next_use as next_use_index
 from tests.unit.cache.harness import Operation, Pool, run, windowed_operations
 
 NUM_ROWS = 30
 POLICY = "lookahead"
-Resize = Callable[[Forecast, int, int, int], int]
+Resize = Callable[[NextUseIndex, int, int, int], int]
 
 rows = st.lists(st.integers(0, NUM_ROWS - 1), max_size=8).map(tuple)
 which = st.tuples(st.integers(0, 3))
@@ -42,7 +42,7 @@ operations = st.lists(
 
 def small_ring() -> mock._patch:
     """The ring starts with 4 cells, so that it must grow, and use numbers start again after 64."""
-    return mock.patch.multiple(forecast, _LEAST_CHAIN=4, _WRAP=64)
+    return mock.patch.multiple(next_use_index, _LEAST_CHAIN=4, _WRAP=64)
 
 
 def run_with_small_ring(operations, **settings) -> Pool:
@@ -55,12 +55,12 @@ def run_with_small_ring(operations, **settings) -> Pool:
 
 @given(operations, st.integers(3, 14), st.sampled_from([None, 0, 1]), st.booleans())
 @settings(max_examples=150)
-def test_next_uses_are_those_of_the_naive_oracle_whatever_happens(operations, num_slots, home_table, warmup):
-    if home_table is not None:
-        num_slots += (17, 1)[home_table]
+def test_next_uses_are_those_of_the_naive_oracle_whatever_happens(operations, num_slots, pinned_table, warmup):
+    if pinned_table is not None:
+        num_slots += (17, 1)[pinned_table]
     profile = [(7 * k) % 23 for k in range(NUM_ROWS)] if warmup else None
     run_with_small_ring(
-        operations, num_slots=num_slots, overflow="grow", home_table=home_table, profile=profile, warmup=warmup
+        operations, num_slots=num_slots, overflow="grow", pinned_table=pinned_table, profile=profile, warmup=warmup
     )
 
 
@@ -70,11 +70,11 @@ def run_and_measure(
     """The pool, and the cells of its ring whenever they changed. ``resize``: in place of the true one."""
     cells = [4]
 
-    def measured(self: Forecast, oldest: int, end: int, needed: int) -> int:
+    def measured(self: NextUseIndex, oldest: int, end: int, needed: int) -> int:
         cells.append((resize or _RESIZE)(self, oldest, end, needed))
         return cells[-1]
 
-    with mock.patch.object(Forecast, "_resize", measured):
+    with mock.patch.object(NextUseIndex, "_resize", measured):
         pool = run_with_small_ring(operations, **settings)
     return pool, cells
 
@@ -85,8 +85,8 @@ def check_ring() -> list[int]:
     for lookahead in (2, 8):
         operations = windowed_operations(seed=lookahead, steps=70, lookahead=lookahead)
         pool, cells = run_and_measure(operations, num_slots=16, overflow="grow")
-    assert pool.cache.forecast is not None
-    assert pool.cache.forecast._end > 4 * 64, "the numbers started again several times"
+    assert pool.cache.next_use_index is not None
+    assert pool.cache.next_use_index._end > 4 * 64, "the numbers started again several times"
     return cells
 
 
@@ -113,10 +113,12 @@ def check_bursts(resize: Resize | None = None) -> list[int]:
 
 @given(st.integers(0, 2**32), st.sampled_from([None, 0, 1]), st.booleans())
 @settings(max_examples=40)
-def test_next_uses_stay_exact_when_the_ring_grows_and_shrinks(seed, home_table, hashed):
-    num_slots = 18 if home_table is None else 18 + (17, 1)[home_table]
+def test_next_uses_stay_exact_when_the_ring_grows_and_shrinks(seed, pinned_table, hashed):
+    num_slots = 18 if pinned_table is None else 18 + (17, 1)[pinned_table]
     kind = "hashed" if hashed else "array"
-    _, cells = run_and_measure(bursts(seed, 40), num_slots=num_slots, overflow="grow", home_table=home_table, kind=kind)
+    _, cells = run_and_measure(
+        bursts(seed, 40), num_slots=num_slots, overflow="grow", pinned_table=pinned_table, kind=kind
+    )
     changes = [after > before for before, after in itertools.pairwise(cells)]
     assert set(changes) == {True, False}, cells
 
@@ -127,7 +129,7 @@ def test_the_negative_controls_pass_without_a_fault():
     assert sum(after < before for before, after in itertools.pairwise(cells)) > 5
 
 
-def _cells_not_cleared(self: Forecast, count: int) -> int:
+def _cells_not_cleared(self: NextUseIndex, count: int) -> int:
     found = self._next_batch.clone()
     first_use = _RESERVE(self, count)
     if self._next_batch.numel() == found.numel():
@@ -135,7 +137,7 @@ def _cells_not_cleared(self: Forecast, count: int) -> int:
     return first_use
 
 
-def _growth_starts_afresh(self: Forecast, count: int) -> int:
+def _growth_starts_afresh(self: NextUseIndex, count: int) -> int:
     capacity = self._next_batch.numel()
     first_use = _RESERVE(self, count)
     if self._next_batch.numel() != capacity:
@@ -143,7 +145,7 @@ def _growth_starts_afresh(self: Forecast, count: int) -> int:
     return first_use
 
 
-def _growth_counts_without_the_oldest(self: Forecast, count: int) -> int:
+def _growth_counts_without_the_oldest(self: NextUseIndex, count: int) -> int:
     """The ring is as large as one batch needs."""
     known, self._known = self._known, type(self._known)()
     first_use = _RESERVE(self, count)
@@ -151,7 +153,7 @@ def _growth_counts_without_the_oldest(self: Forecast, count: int) -> int:
     return first_use
 
 
-def _shrinking_starts_afresh(self: Forecast, oldest: int, end: int, needed: int) -> int:
+def _shrinking_starts_afresh(self: NextUseIndex, oldest: int, end: int, needed: int) -> int:
     before = self._next_batch.numel()
     capacity = _RESIZE(self, oldest, end, needed)
     if self._next_batch.numel() < before:
@@ -159,16 +161,16 @@ def _shrinking_starts_afresh(self: Forecast, oldest: int, end: int, needed: int)
     return capacity
 
 
-def _shrinks_to_the_new_batch(self: Forecast, oldest: int, end: int, needed: int) -> int:
+def _shrinks_to_the_new_batch(self: NextUseIndex, oldest: int, end: int, needed: int) -> int:
     return _RESIZE(self, oldest, end, needed if needed > self._next_batch.numel() - 1 else self._end - end)
 
 
-_RESERVE, _RESIZE = Forecast._reserve, Forecast._resize
+_RESERVE, _RESIZE = NextUseIndex._reserve, NextUseIndex._resize
 
 
 @pytest.mark.parametrize("fault", [_cells_not_cleared, _growth_starts_afresh, _growth_counts_without_the_oldest])
 def test_a_fault_in_the_ring_is_noticed(fault):
-    with mock.patch.object(Forecast, "_reserve", fault), pytest.raises(AssertionError):
+    with mock.patch.object(NextUseIndex, "_reserve", fault), pytest.raises(AssertionError):
         check_ring()
 
 
@@ -182,7 +184,7 @@ def test_numbers_that_start_again_too_early_are_noticed():
     """The patched constant is in use: with fewer numbers than known uses, rows are taken for others."""
     operations = windowed_operations(seed=8, steps=80, lookahead=8)
     pool = Pool(policy=POLICY, num_slots=16, overflow="grow")
-    with mock.patch.object(forecast, "_WRAP", 16), pytest.raises(AssertionError):
+    with mock.patch.object(next_use_index, "_WRAP", 16), pytest.raises(AssertionError):
         run(pool, operations)
 
 
@@ -190,8 +192,8 @@ def test_numbers_that_start_again_too_early_are_noticed():
 
 
 def next_use(pool: Pool, key: int) -> int:
-    assert pool.cache.forecast is not None
-    return int(pool.cache.forecast.next_use[pool.map.lookup(torch.tensor([key]))])
+    assert pool.cache.next_use_index is not None
+    return int(pool.cache.next_use_index.next_use[pool.map.lookup(torch.tensor([key]))])
 
 
 def test_the_chain_of_a_row_s_uses_is_followed():
@@ -255,9 +257,9 @@ def test_a_forgotten_or_second_token_changes_nothing():
 
 @given(st.lists(rows, min_size=1, max_size=6), st.sampled_from([0, 1, 2]))
 @settings(max_examples=30)
-def test_where_keys_are_not_on_the_cpu_tables_that_stay_are_left_out_all_the_same(batches, home_table):
+def test_where_keys_are_not_on_the_cpu_tables_that_stay_are_left_out_all_the_same(batches, pinned_table):
     """There the slots tell which keys these are; cached or not, the others must be known."""
-    pools = [Pool(policy=POLICY, num_slots=25, home_table=home_table) for _ in range(2)]
+    pools = [Pool(policy=POLICY, num_slots=25, pinned_table=pinned_table) for _ in range(2)]
     for keys in batches:
         ids, _ = pools[0].split_by_feature(keys)
         pools[0].know(keys)
@@ -265,7 +267,7 @@ def test_where_keys_are_not_on_the_cpu_tables_that_stay_are_left_out_all_the_sam
             pools[1].know(keys)
         on_cpu, elsewhere = (pool.known[-1][0] for pool in pools)
         distinct = [ids[known.positions.long()].tolist() for known in (on_cpu, elsewhere)]
-        assert sorted(distinct[0]) == sorted(distinct[1]) == sorted(set(ids.tolist()) - pools[0].home)
+        assert sorted(distinct[0]) == sorted(distinct[1]) == sorted(set(ids.tolist()) - pools[0].pinned_rows)
     for pool in pools:
         pool.check()
         while pool.known:
@@ -280,11 +282,11 @@ def known_ids(pool: Pool) -> int:
     return sum(len(set(keys)) for _, keys in pool.known)
 
 
-@pytest.mark.parametrize(("home_table", "per_id"), [(None, 4), (1, 8)])
-def test_what_is_known_takes_a_few_bytes_per_distinct_id_and_goes_when_prepared(home_table, per_id, monkeypatch):
+@pytest.mark.parametrize(("pinned_table", "per_id"), [(None, 4), (1, 8)])
+def test_what_is_known_takes_a_few_bytes_per_distinct_id_and_goes_when_prepared(pinned_table, per_id, monkeypatch):
     """Beside the ring, whose cells are as many as ids were known at a time, rounded up to a power of two."""
-    monkeypatch.setattr(forecast, "_LEAST_CHAIN", 4)
-    pool = Pool((1000, 1, 100), policy=POLICY, num_slots=600, home_table=home_table)
+    monkeypatch.setattr(next_use_index, "_LEAST_CHAIN", 4)
+    pool = Pool((1000, 1, 100), policy=POLICY, num_slots=600, pinned_table=pinned_table)
     rng = np.random.default_rng(0)
     assert pool.cache.known_bytes == pool.cache.chain_bytes == 20
     most = 0
@@ -326,7 +328,7 @@ def test_a_steady_window_never_changes_the_ring():
     pool = Pool((3000,), policy=POLICY, num_slots=2500)
     for _ in range(8):
         pool.know(range(300))
-    with mock.patch.object(Forecast, "_resize", side_effect=AssertionError("not needed")):
+    with mock.patch.object(NextUseIndex, "_resize", side_effect=AssertionError("not needed")):
         for step in range(30):
             pool.release(pool.prepare_known())
             pool.know(range(step, step + 250 + step % 50))
@@ -348,9 +350,9 @@ def test_tokens_hold_nothing_of_the_batch():
     assert sum(held.values()) == known.num_bytes == 4
 
 
-def test_the_forecast_takes_eight_bytes_a_slot_and_none_a_row():
+def test_the_index_takes_eight_bytes_a_slot_and_none_a_row():
     for num_rows in (100, 10_000):
-        found = Forecast(SlotMap(num_rows, 10))
+        found = NextUseIndex(SlotMap(num_rows, 10))
         assert found.device_bytes == 8 * 11
         found.grow(20)
         assert found.device_bytes == 8 * 21
@@ -363,4 +365,4 @@ def test_without_look_ahead_nothing_is_known():
     pool.know([1, 2])
     pool.forget()
     assert pool.cache.known_bytes == 0
-    assert pool.cache.forecast is None
+    assert pool.cache.next_use_index is None

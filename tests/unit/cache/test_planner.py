@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embershard.cache import CachePlan, CachePlanner, Forecast, KnownBatch, SlotMap, make_scores
+from embershard.cache import CachePlan, CachePlanner, KnownBatch, NextUseIndex, SlotMap, make_scores
 from embershard.cache.eviction import VictimQueue
 from tests.unit.cache.harness import Pool
 
@@ -23,7 +23,7 @@ def make(policy: str = "lru", num_slots: int = 12, num_keys: int = 40) -> CacheP
     slot_map = SlotMap(num_keys, num_slots)
     scoring = "lfu" if policy == "lookahead" else policy
     scores = make_scores(scoring, num_keys, num_slots, CPU, initial, None)
-    return CachePlanner(slot_map, scores, 0, Forecast(slot_map) if policy == "lookahead" else None)
+    return CachePlanner(slot_map, scores, 0, NextUseIndex(slot_map) if policy == "lookahead" else None)
 
 
 def plan(
@@ -60,15 +60,15 @@ def test_equal_states_and_keys_give_equal_plans(batches, policy):
 def test_equal_states_keys_and_known_batches_give_equal_plans(batches, ahead):
     pair = make("lookahead"), make("lookahead")
     ids = [torch.tensor(keys, dtype=torch.int64) for keys in batches]
-    known = [[planner.forecast.know(keys) for keys in ids[:ahead]] for planner in pair]
+    known = [[planner.next_use_index.know(keys) for keys in ids[:ahead]] for planner in pair]
     for number, keys in enumerate(batches, start=1):
         plans = []
         for planner, tokens in zip(pair, known, strict=True):
             plans.append(plan(planner, keys, number, known=tokens[number - 1]))
-            tokens.extend(planner.forecast.know(later) for later in ids[number + ahead - 1 : number + ahead])
+            tokens.extend(planner.next_use_index.know(later) for later in ids[number + ahead - 1 : number + ahead])
         assert values(plans[0]) == values(plans[1])
         assert torch.equal(pair[0].map.slot_of_key, pair[1].map.slot_of_key)
-        assert torch.equal(pair[0].forecast.next_use[1:], pair[1].forecast.next_use[1:])
+        assert torch.equal(pair[0].next_use_index.next_use[1:], pair[1].next_use_index.next_use[1:])
 
 
 @given(batches, st.sampled_from(["lookahead", "frequency", "lfu", "lru"]), st.integers(10, 14))

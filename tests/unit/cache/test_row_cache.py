@@ -67,7 +67,7 @@ window_operations = st.lists(
         st.tuples(st.just("train"), which),
         st.tuples(st.sampled_from(["prepare", "prepare_if_it_fits", "read", "load", "load_unseen"]), rows),
         st.tuples(st.sampled_from(["skip_known", "fail_known", "abandon", "cancel", "flush", "forget"]), which),
-        st.tuples(st.sampled_from(["hold_pins", "let_pins_go"]), which),
+        st.tuples(st.sampled_from(["freeze_pins", "unfreeze_pins"]), which),
     ),
     max_size=50,
 )
@@ -83,18 +83,18 @@ window_operations = st.lists(
 )
 @settings(max_examples=120)
 def test_every_row_is_right_after_any_operations_in_a_window(
-    operations, num_slots, overflow, decay, profile, home_table
+    operations, num_slots, overflow, decay, profile, pinned_table
 ):
     """The same with batches that are known ahead; and every slot knows when its row is used next."""
     run(
         Pool(
-            num_slots=num_slots + 1 if home_table else num_slots,
+            num_slots=num_slots + 1 if pinned_table else num_slots,
             policy="lookahead",
             overflow=overflow,
             decay=decay,
             profile=[(7 * k) % 23 for k in range(NUM_ROWS)] if profile else None,
             warmup=profile == "warmup",
-            home_table=home_table,
+            pinned_table=pinned_table,
         ),
         operations,
     )
@@ -111,14 +111,14 @@ TRANSFERS = [None, StagedTransfer, functools.partial(StagedTransfer, buffer_byte
     st.sampled_from([None, 1]),
 )
 @settings(max_examples=100)
-def test_every_transfer_and_kind_of_map_in_a_window(operations, num_slots, make_transfer, kind, home_table):
+def test_every_transfer_and_kind_of_map_in_a_window(operations, num_slots, make_transfer, kind, pinned_table):
     """What a GPU uses: copies that land later, the kernel in Triton's interpreter, a hashed map."""
     run(
         Pool(
-            num_slots=num_slots + 1 if home_table else num_slots,
+            num_slots=num_slots + 1 if pinned_table else num_slots,
             policy="lookahead",
             overflow="grow",
-            home_table=home_table,
+            pinned_table=pinned_table,
             make_transfer=make_transfer,
             kind=kind,
         ),
@@ -136,7 +136,7 @@ def test_every_transfer_and_kind_of_map_with_every_policy(operations, policy, ma
 @given(operations, st.sampled_from(POLICIES), st.integers(2, 12))
 @settings(max_examples=60)
 def test_rows_that_stay_with_every_policy(operations, policy, num_slots):
-    run(Pool(num_slots=num_slots, policy=policy, overflow="grow", home_table=1), operations)
+    run(Pool(num_slots=num_slots, policy=policy, overflow="grow", pinned_table=1), operations)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -195,14 +195,14 @@ def test_held_pins_stay_until_they_are_let_go():
     """A worker plans while the training thread releases: what it plans must not depend on who was first."""
     pool = Pool(num_slots=6, policy="lru")
     numbers = [pool.prepare([1, 2]), pool.prepare([3, 4])]
-    pool.hold_pins()
+    pool.freeze_pins()
     for number in numbers:
         pool.train(number)
         pool.release(number)
     assert pool.prepare([5, 6]) is not None
     assert pool.resident() == {1, 2, 3, 4, 5, 6}
     assert pool.prepare([7], if_it_fits=True) is None
-    pool.let_pins_go()
+    pool.unfreeze_pins()
     assert pool.prepare([7], if_it_fits=True) is not None
     assert pool.resident() == {2, 3, 4, 5, 6, 7}
     pool.check()

@@ -13,7 +13,7 @@ from embershard.errors import IdOutOfRangeError
 from embershard.frequency import SampledTrace, TableTrace, is_followed, row_hashes
 from embershard.frequency.collect import BYTES_PER_ROW, WINDOWS, Collector, count_part
 from embershard.frequency.counts import RowCounter, RowCounts, bound_memory, histogram_of, sum_counts
-from embershard.frequency.downsampling import Following, thinned
+from embershard.frequency.downsampling import Following, downsampled
 from embershard.frequency.encoding import decode, encode
 
 ROWS = {"user": 1000, "item": 50}
@@ -133,15 +133,15 @@ def test_what_workers_filter_early_changes_nothing():
 @settings(max_examples=10)
 def test_a_thinner_trace_is_a_part_of_the_thicker_one(max_lookups):
     trace = collect(cut(zipf_samples(1000), [0, 1000])).statistics.trace
-    once = thinned(trace, max_lookups)
-    twice = thinned(once, max_lookups // 2)
+    once = downsampled(trace, max_lookups)
+    twice = downsampled(once, max_lookups // 2)
     assert twice.num_lookups <= max_lookups // 2
     assert twice.rate <= once.rate
     for table in ROWS:
         thick, thin = ({*zip(t.samples, t.rows, strict=True)} for t in (once.tables[table], twice.tables[table]))
         assert thin <= thick
         assert set(once.constant_rows.get(table, [])) <= set(twice.constant_rows.get(table, []))
-    assert thinned(trace, trace.num_lookups) is trace
+    assert downsampled(trace, trace.num_lookups) is trace
 
 
 def test_counts_stay_below_the_memory_given_and_are_low_by_no_more_than_said():
@@ -224,7 +224,7 @@ def test_windows_rise():
 def test_a_trace_without_constant_rows_is_thinned_by_what_it_counts():
     rows = np.concatenate([np.zeros(600, np.int64), np.arange(1, 401)])
     trace = SampledTrace(1.0, 1000, {"t": TableTrace(np.arange(1000), rows)}, {}, {})
-    thin = thinned(trace, 450)
+    thin = downsampled(trace, 450)
     assert thin.constant_rows["t"].tolist() == [0]
     assert thin.constant_lookups["t"].tolist() == [600]
     assert 0.99 < thin.rate < 1

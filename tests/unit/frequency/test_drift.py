@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from embershard.frequency import SampledTrace, TableTrace
-from embershard.frequency.downsampling import thinned
+from embershard.frequency.downsampling import downsampled
 from embershard.frequency.drift import measure_drift
 
 NUM_ROWS = 20_000
@@ -48,7 +48,7 @@ def test_rows_that_come_up_late_are_new():
 @pytest.mark.parametrize("moved", [0.0, 1.0])
 def test_a_sampled_trace_shows_the_same_drift(moved):
     trace = zipf_trace(moved)
-    whole, sampled = measure_drift(trace), measure_drift(thinned(trace, 40_000))
+    whole, sampled = measure_drift(trace), measure_drift(downsampled(trace, 40_000))
     assert sampled.loss == pytest.approx(whole.loss, abs=0.05)
     assert sampled.new_rows_share == pytest.approx(whole.new_rows_share, abs=0.05)
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from embershard.cache import key_map as key_entries
-from embershard.cache import next_use as forecast
+from embershard.cache import next_use as next_use_index
 from embershard.cache.row_cache import CacheGrowthWarning, RowCache
 from embershard.cache.rows import memory, staged_transfer
 from embershard.cache.rows.copies import RowCopies
 from embershard.cache.rows.staged_transfer import StagedTransfer, _Buffer
-from embershard.cache.rows.stream_order import StreamTurns
+from embershard.cache.rows.stream_order import StreamOrder
 from embershard.cache.rows.uva_transfer import UvaTransfer
 from embershard.pipeline.inputs import ModuleInput
 from embershard.pipeline.streams import Streams
@@ -56,7 +56,7 @@ SETTINGS = {
 def problems_of(setting: Setting) -> list[str]:
     """What goes wrong in a run; its rows are right, whatever the streams do, and many were evicted."""
     with (
-        mock.patch.object(forecast, "_LEAST_CHAIN", 64),
+        mock.patch.object(next_use_index, "_LEAST_CHAIN", 64),
         mock.patch.object(staged_transfer, "_MOST_BUFFERS", 3),
         pytest.warns(CacheGrowthWarning) if setting.overflow == "grow" else contextlib.nullcontext(),
         modelled(setting) as (gpu, model, may_lock),
@@ -121,7 +121,7 @@ def _without(owner: Any, name: str) -> Callable[[], Any]:
 
 
 @contextlib.contextmanager
-def _own_turn(self: StreamTurns) -> Any:
+def _own_turn(self: StreamOrder) -> Any:
     yield
 
 
@@ -151,7 +151,7 @@ CONTROLS: dict[str, tuple[Callable[[], Any], str, Setting, str]] = {
         "writes what is read by",
     ),
     "streams take no turns": (
-        lambda: mock.patch.object(StreamTurns, "next", _own_turn),
+        lambda: mock.patch.object(StreamOrder, "next", _own_turn),
         "statistics.py",
         Setting(between=EVENTS),
         "what was written by",
@@ -163,19 +163,19 @@ CONTROLS: dict[str, tuple[Callable[[], Any], str, Setting, str]] = {
         "memory of stream",
     ),
     "old maps are given up at once": (
-        _without(memory, "give_up"),
+        _without(memory, "record_stream"),
         "is given away while",
         SETTINGS["pool that grows"],
         "slot_map.py",
     ),
     "an old hash table is given up at once": (
-        _without(memory, "give_up"),
+        _without(memory, "record_stream"),
         "is given away while",
         SETTINGS["hashed map that grows"],
         "key_map.py",
     ),
     "an old ring is given up at once": (
-        _without(memory, "give_up"),
+        _without(memory, "record_stream"),
         "is given away while",
         Setting(lookahead=12),
         "next_use.py",
@@ -204,8 +204,8 @@ def test_the_model_notices_when(name: str) -> None:
 
 
 def test_the_settings_meet_what_they_are_for() -> None:
-    grow = key_entries.HashedEntries._grow
-    with mock.patch.object(key_entries.HashedEntries, "_grow", autospec=True, side_effect=grow) as growths:
+    grow = key_entries.HashedKeyMap._grow
+    with mock.patch.object(key_entries.HashedKeyMap, "_grow", autospec=True, side_effect=grow) as growths:
         problems_of(SETTINGS["hashed map that grows"])
     assert growths.call_count >= 1
 

@@ -29,7 +29,7 @@ from embershard.cache.rows.row_kernels import RowKernel
 from embershard.cache.rows.staged_transfer import StagedTransfer
 from embershard.cache.tickets import Ticket
 from embershard.pipeline import look_ahead
-from embershard.pipeline.inputs import InputDoor
+from embershard.pipeline.inputs import PipelinedForward
 from embershard.pipeline.look_ahead import LookAheadPipeline
 from embershard.sharding.torchrec import embeddings, modules
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
@@ -78,7 +78,7 @@ class _Slots(nn.Module):
         self._dim, self._device = dim, device
         self.payload: list[Tensor] = []
 
-    def set_home_slots(self, home_of_table: dict[int, tuple[int, int]]) -> None:
+    def set_pinned_slots(self, pinned_of_table: dict[int, tuple[int, int]]) -> None:
         """As :class:`SlotTable` on a GPU."""
 
     def resize(self, num_slots: int) -> list[Tensor]:
@@ -88,7 +88,7 @@ class _Slots(nn.Module):
         self.payload.append(torch.zeros(num_slots + 1, device=self._device))
         for new_rows, old_rows in zip(self.payload, old, strict=False):
             new_rows[: old_rows.shape[0]] = old_rows
-            memory.give_up(old_rows)
+            memory.record_stream(old_rows)
         for rows in self.payload:
             Gpu.active().watch_rows(rows)
         return self.payload
@@ -381,15 +381,15 @@ def _train_plainly(setting: Setting, model: Module, data: list[KeyedJaggedTensor
 
 
 def _pipeline(setting: Setting, model: Module) -> LookAheadPipeline:
-    def doors(_: Any, batch: Any, step: Any, features: Any) -> list[InputDoor]:
+    def forwards(_: Any, batch: Any, step: Any, features: Any) -> list[PipelinedForward]:
         given = SimpleNamespace(build_args_kwargs=lambda features: ([features], {}))
-        door: Any = InputDoor("module", given, model, step)  # type: ignore[arg-type]
-        model.forward = door  # type: ignore[method-assign]
-        return [door]
+        forward: Any = PipelinedForward("module", given, model, step)  # type: ignore[arg-type]
+        model.forward = forward  # type: ignore[method-assign]
+        return [forward]
 
-    with mock.patch.object(look_ahead, "open_doors", doors):
+    with mock.patch.object(look_ahead, "pipelined_forwards", forwards):
         loop = LookAheadPipeline(model, None, CUDA, setting.lookahead, setting.prefetch)  # type: ignore[arg-type]
-        loop._doors = doors(None, None, loop._open, None)
+        loop._forwards = forwards(None, None, loop._open, None)
         loop._worker = None if setting.worker is None else _Worker(setting.worker == "at once")  # type: ignore[assignment]
     return loop
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embershard.cache.pinned_tables import home_tables
+from embershard.cache.pinned_tables import pinned_tables
 from embershard.planning.cost import work
 from embershard.planning.cost.rates import Rates
 from embershard.planning.predict import predict
@@ -54,9 +54,9 @@ def test_hit_rates_are_those_of_a_replay_of_each_pool():
             for s in place_shards(workload.model, tables, workload.shape)
             if s.rank == pool.rank and s.table.table in pool.tables
         ]
-        homes = [shards[n].table for n in home_tables([s.num_rows for s in shards], pool.slots)]
+        pinned = [shards[n].table for n in pinned_tables([s.num_rows for s in shards], pool.slots)]
         assert workload.data.trace is not None
-        traffic = replay_pool(workload.data.trace, shards, pool.slots, 128, workload.shape.policy, home_tables=homes)
+        traffic = replay_pool(workload.data.trace, shards, pool.slots, 128, workload.shape.policy, pinned_tables=pinned)
         for each in traffic.shards:
             if each.shard.table == "t2":
                 continue  # two column shards of it, one on each rank

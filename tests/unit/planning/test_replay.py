@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from embershard import cache_stats
 from embershard.cache import CacheGrowthWarning
-from embershard.cache.pinned_tables import home_tables
+from embershard.cache.pinned_tables import pinned_tables
 from embershard.data import DataConfig
 from embershard.data.config import SyntheticConfig
 from embershard.distributed import CheckpointConfig, Ranks, process_group
 from embershard.frequency import FrequencyProfile, SampledTrace
-from embershard.frequency.downsampling import thinned
+from embershard.frequency.downsampling import downsampled
 from embershard.launch.plan.inputs import replay_policy
 from embershard.launch.profile.data_pass import PassOptions, profile_data
 from embershard.models import ModelConfig
@@ -97,13 +97,13 @@ def test_a_replay_counts_what_training_counts(ranks, profile, name, monkeypatch)
         list(trainer.train())
     trainer.close()
     shards = [Shard(table, 0, profile.num_rows(table)) for table in tables]
-    homes = [tables[number] for number in home_tables([shard.num_rows for shard in shards], slots)]
+    pinned = [tables[number] for number in pinned_tables([shard.num_rows for shard in shards], slots)]
     policy = replay_policy(config.cache, config.data, trainer.profile is not None, trainer.stream.num_samples, "cpu")
     assert policy.prefetch == 1, "what a CPU holds while its steps do not wait"
     policy = dataclasses.replace(policy, prefetch=held)
     statistics = profile.need_statistics()
     assert statistics.trace is not None
-    found = replay_pool(statistics.trace, shards, slots, 60, policy, home_tables=homes)
+    found = replay_pool(statistics.trace, shards, slots, 60, policy, pinned_tables=pinned)
     trained = {stats.table: stats for stats in cache_stats(trainer.model)}
     expected = {table: [getattr(trained[table], each) for each in (*COUNTED, "write_backs")] for table in tables}
     assert found.num_steps == trainer.steps == 9
@@ -111,7 +111,7 @@ def test_a_replay_counts_what_training_counts(ranks, profile, name, monkeypatch)
     assert {each.shard.table: each.held_rows for each in found.shards} == {t: trained[t].slots for t in tables}
     assert found.num_slots == pool.cache.planner.map.num_slots
     assert found.grew == (found.num_slots > slots) == ("does not fit" in name)
-    assert homes, "no table stays: this was to be tested too"
+    assert pinned, "no table stays: this was to be tested too"
 
 
 def test_a_second_epoch_has_another_order(ranks, profile):
@@ -124,12 +124,12 @@ def test_a_second_epoch_has_another_order(ranks, profile):
     list(trainer.train())
     trainer.close()
     shards = [Shard(table, 0, profile.num_rows(table)) for table in tables]
-    homes = [tables[number] for number in home_tables([shard.num_rows for shard in shards], slots)]
+    pinned = [tables[number] for number in pinned_tables([shard.num_rows for shard in shards], slots)]
     policy = replay_policy(config.cache, config.data, False, trainer.stream.num_samples, "cpu")
     trace = profile.need_statistics().trace
     assert trace is not None
     found, other = (
-        replay_pool(trace, shards, slots, 60, each, home_tables=homes, num_steps=18)
+        replay_pool(trace, shards, slots, 60, each, pinned_tables=pinned, num_steps=18)
         for each in (policy, dataclasses.replace(policy, shuffle_window=0))
     )
     stats = cache_stats(trainer.model)
@@ -196,7 +196,7 @@ def test_a_share_of_the_rows_says_what_all_of_them_say(name):
     eighth of them, it would be far off."""
     lookups = {"a": skewed(24_000, 80_000, power=3), "b": skewed(3000, 80_000, seed=2, power=3)}
     trace = trace_of(lookups)
-    sampled = thinned(trace, 80_000 * 2 // 8)
+    sampled = downsampled(trace, 80_000 * 2 // 8)
     assert sampled.rate < 0.25
     shards = [Shard("a", 0, 24_000), Shard("b", 0, 3000)]
 
@@ -238,10 +238,10 @@ def test_constant_rows_are_counted_as_if_replayed():
 def test_tables_that_stay_are_counted_where_rows_are_sampled(name):
     lookups = {"small": skewed(40, 20_000), "large": skewed(4000, 20_000, seed=1)}
     shards = [Shard("small", 0, 40), Shard("large", 0, 4000)]
-    full = replay_pool(trace_of(lookups), shards, 1000, 1000, POLICIES[name], home_tables=["small"])
-    sampled = thinned(trace_of(lookups), 8000)
+    full = replay_pool(trace_of(lookups), shards, 1000, 1000, POLICIES[name], pinned_tables=["small"])
+    sampled = downsampled(trace_of(lookups), 8000)
     assert sampled.rate < 1
-    found = replay_pool(sampled, shards, 1000, 1000, POLICIES[name], home_tables=["small"]).shards[0]
+    found = replay_pool(sampled, shards, 1000, 1000, POLICIES[name], pinned_tables=["small"]).shards[0]
     assert found.hits_unique == pytest.approx(found.unique_ids)
     assert full.shards[0].hits_unique == full.shards[0].unique_ids
     assert full.shards[0].held_rows == found.held_rows == 40

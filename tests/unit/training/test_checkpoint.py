@@ -19,7 +19,7 @@ from embershard.distributed import (
     set_rng_state,
 )
 from embershard.errors import CheckpointError, ConfigError, EmbershardError, SetupError
-from embershard.training.loss_monitor import LossWatch, NotFiniteError
+from embershard.training.loss_monitor import LossMonitor, NotFiniteError
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_stops_the_run(ranks, bad):
-    watch = LossWatch(ranks)
+    watch = LossMonitor(ranks)
     watch.add(1, torch.tensor(0.5))
     watch.add(2, torch.tensor(0.25))
     assert watch.mean() == pytest.approx(0.375)
