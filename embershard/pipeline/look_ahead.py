@@ -21,53 +21,26 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from embershard.distributed.agreement import Agreement, Supply
-from embershard.errors import ConfigError, DataError
-from embershard.pipeline.inputs import Features, ModuleInput, OpenStep, PipelinedForward, pipelined_forwards, tensors_of
+from embershard.errors import ConfigError
+from embershard.pipeline.intake import Intake
 from embershard.pipeline.left_steps import BackwardWatch, LeftSteps
+from embershard.pipeline.pipelined_forward import Features, OpenStep, PipelinedForward, pipelined_forwards
 from embershard.pipeline.prefetch_depth import PrefetchDepth
+from embershard.pipeline.staged_batch import StagedBatch
 from embershard.pipeline.stats import Depths, LookAheadStats
 from embershard.pipeline.streams import Streams
 from embershard.pipeline.worker import CacheWorker
 from embershard.sharding.torchrec import cached_embeddings
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 
-_NO_BATCH = object()
 #: One whose ids were sent in the step before, and one whose ids will be sent in this one. Ids are sent behind the
 #: collectives of a step's backward: with one batch on its way, the next step would begin by waiting for those.
 _MOST_ARRIVING = 2
-
-
-@dataclass(eq=False)
-class _Ahead:
-    """A batch on its way: as the iterator gave it, on the device when it is about to train, and its modules' inputs."""
-
-    batch: Any
-    on_device: Any
-    inputs: dict[str, ModuleInput]
-    versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        """Note how often the batch's tensors were written to so far."""
-        self.versions = [(each, each._version) for each in tensors_of(self.batch) if not each.is_inference()]
-
-    def check_unchanged(self) -> None:
-        """Its ids went ahead long ago; the rest of it must still belong to them.
-
-        Raises:
-            DataError: somebody wrote to the batch's tensors.
-        """
-        if any(tensor._version != version for tensor, version in self.versions):
-            raise DataError(
-                "a batch was written to in place after the pipeline had taken it: it is kept for lookahead + 3 steps. "
-                "Give each batch tensors of its own (batch.clone(), or no reuse of buffers in the loader)"
-            )
 
 
 class LookAheadPipeline:
@@ -109,7 +82,7 @@ class LookAheadPipeline:
         self._model, self._optimizer, self._device = model, optimizer, torch.device(device)
         self._lookahead, self._prefetch = lookahead, prefetch
         self._features, self._max_known_bytes = features, max_known_bytes
-        self._agreement = Agreement(self._device)
+        self._intake = Intake(self._device, self._check)
         self._streams = Streams(self._device)
         self._pools = list(cached_embeddings(model))
         has_worker = self._device.type == "cpu" if worker is None else worker
@@ -121,12 +94,10 @@ class LookAheadPipeline:
         self._hook: Any = None
         self._backward = BackwardWatch()
         self._num_begun = 0
-        self._window: deque[_Ahead] = deque()
-        self._arriving: deque[_Ahead] = deque()
-        self._offered: Any = _NO_BATCH
-        self._unknown: deque[_Ahead] = deque()  # those in the window that the caches do not know yet
-        self._is_offered = self._is_over = self._is_full = False
-        self._input_failure: Exception | None = None  # of this rank's iterator, until the others know
+        self._window: deque[StagedBatch] = deque()
+        self._arriving: deque[StagedBatch] = deque()
+        self._unknown: deque[StagedBatch] = deque()  # those in the window that the caches do not know yet
+        self._is_full = False
         self._failure: Exception | None = None  # of the thread beside a step that was otherwise complete
         self._num_resident = 0
         self._is_due = False  # the step in training is over; what is not needed for the next one can wait
@@ -169,23 +140,21 @@ class LookAheadPipeline:
             self._left.say(self._num_begun, error, must_wait=False)  # the others may be in the step already
             raise
         if not self._window:
-            self._is_over = False  # another iterator may come
+            self._intake.reopen()
             self._open.end(is_ahead=False)
             raise StopIteration
         return self._step(batches)
 
     def detach(self) -> None:
         """Give the model's modules their own forwards back, and forget what was ahead; those batches do not train."""
-        for ahead in [*self._window, *self._arriving]:
-            self._close(ahead)
+        for staged in [*self._window, *self._arriving]:
+            staged.close()
         _end_ahead(self._pools, self._token)
         self._window.clear()
         self._unknown.clear()
         self._arriving.clear()
-        self._offered = _NO_BATCH
-        self._agreement = Agreement(self._device)  # what was asked about the next batch need not be answered
-        self._is_offered = self._is_over = self._is_full = False
-        self._input_failure = self._failure = None
+        self._intake.forget()
+        self._is_full, self._failure = False, None
         for forward in self._forwards or []:
             forward.remove()
         self._forwards = None
@@ -202,14 +171,14 @@ class LookAheadPipeline:
     @contextmanager
     def _step(self, batches: Iterator[Any]) -> Iterator[Any]:
         started, trains, number = time.perf_counter(), torch.is_grad_enabled(), self._num_begun
-        ahead = self._begin(trains)
+        staged = self._begin(trains)
         is_given = is_whole = False
         try:
             if trains and self._worker is not None:
                 self._start(self._worker, self._coming())
             self._num_begun += 1
             is_given = True
-            yield ahead.on_device
+            yield staged.on_device
             is_whole = True
         except (Exception, KeyboardInterrupt) as error:
             is_whole = is_given and self._open.is_forwarded and (self._backward.is_done or not trains)
@@ -225,42 +194,37 @@ class LookAheadPipeline:
             finally:
                 stall_seconds = self._finish_ahead()
                 if is_given:
-                    self._close(ahead)
+                    staged.close()
                 else:
-                    self._window.appendleft(ahead)  # for the next step
+                    self._window.appendleft(staged)  # for the next step
         if trains:
             self._depth.add(time.perf_counter() - started, stall_seconds)
             self._depths.add(
-                known=None if self._is_over else len(self._window),
+                known=None if self._intake.is_over else len(self._window),
                 resident=None if len(self._window) < self._depth.depth else self._num_resident,
             )
 
-    def _begin(self, trains: bool) -> _Ahead:
+    def _begin(self, trains: bool) -> StagedBatch:
         """The next batch leaves the window, and its inputs are handed out. When this fails, no batch has left it."""
-        ahead = self._window[0]
-        ahead.check_unchanged()
-        self._copy_to_device(ahead)
-        self._streams.give(ahead.on_device, ahead.inputs)
+        staged = self._window[0]
+        staged.begin()
         if trains and self._worker is None:
             self._look_ahead(self._coming(1))
-        for forward in self._forwards or []:
-            forward.install()
-            ahead.inputs[forward.name].expect(*forward.args.build_args_kwargs(ahead.on_device))
         self._backward.is_done = False
-        self._open.begin(ahead.inputs, trains)
+        self._open.begin(staged.inputs, trains)
         self._window.popleft()
-        if self._unknown and self._unknown[0] is ahead:
+        if self._unknown and self._unknown[0] is staged:
             self._unknown.popleft()  # only training concerns the caches
-        return ahead
+        return staged
 
-    def _coming(self, first: int = 0) -> list[_Ahead]:
+    def _coming(self, first: int = 0) -> list[StagedBatch]:
         """The batches that are to be resident, from place ``first`` of the window on."""
         return list(itertools.islice(self._window, first, first + self._depth.depth))
 
     def _pay_debts(self, batches: Iterator[Any]) -> None:
         """What a step owes the other ranks, whatever its body did after its backward."""
         for arriving in self._arriving:
-            self._send(arriving)
+            arriving.send()
         self._offer(batches)
 
     def _advance(self, batches: Iterator[Any]) -> None:
@@ -283,7 +247,7 @@ class LookAheadPipeline:
             admitted = self._admit(batches)
         if self._window and torch.is_grad_enabled():
             self._know()
-            self._make_resident(self._window[0], critical_path=True)
+            self._window[0].make_resident(critical_path=True)
         self._weigh()
 
     def _weigh(self) -> None:
@@ -292,7 +256,7 @@ class LookAheadPipeline:
         self._is_full = known_bytes >= self._max_known_bytes and len(self._window) > self._prefetch + 1
         self._depths.most_known_bytes = max(self._depths.most_known_bytes, known_bytes)
 
-    def _start(self, worker: CacheWorker, coming: Sequence[_Ahead]) -> None:
+    def _start(self, worker: CacheWorker, coming: Sequence[StagedBatch]) -> None:
         """Begin with what the batches ahead need, beside the training of the present one."""
         for pool in self._pools:
             pool.cache.freeze_pins()  # whether the present batch is through when a plan is made must not matter
@@ -315,57 +279,35 @@ class LookAheadPipeline:
         self._stall_seconds += stall_seconds
         return stall_seconds
 
-    def _look_ahead(self, coming: Sequence[_Ahead]) -> None:
+    def _look_ahead(self, coming: Sequence[StagedBatch]) -> None:
         """Tell the caches what arrived, and bring in the rows of the next batches, in order, as far as they fit."""
         self._know()
         self._num_resident = 0
-        for ahead in coming:
+        for staged in coming:
             if self._num_resident and self._is_due:
                 break  # the next step waits for this; later batches can come in beside it
-            if not self._make_resident(ahead, critical_path=False):
+            if not staged.make_resident(critical_path=False):
                 break
             self._num_resident += 1
 
     # -- the stages
 
     def _offer(self, batches: Iterator[Any]) -> None:
-        """Take the next batch, and tell the other ranks. What the iterator raises is raised when all of them know."""
-        if self._is_over or self._is_offered:
-            return
-        if self._arriving and self._arriving[-1].batch is self._offered:  # an exception came when it was let in
-            self._offered = _NO_BATCH
-        if self._offered is _NO_BATCH:
-            try:
-                self._offered = next(batches, _NO_BATCH)
-                if self._offered is not _NO_BATCH:
-                    self._check(self._offered)
-            except Exception as error:
-                self._offered, self._input_failure = _NO_BATCH, error
-        state = Supply.FULL if self._is_full else Supply.READY
-        if self._input_failure is not None:
-            state = Supply.FAILED
-        elif self._offered is _NO_BATCH:
-            state = Supply.ENDED
-        self._agreement.start(state, self._depth.wish)
-        self._is_offered = True
+        """Take the next batch, and tell the other ranks."""
+        if self._arriving:
+            self._intake.has_let_in(self._arriving[-1].batch)
+        self._intake.offer(batches, self._is_full, self._depth.wish)
 
     def _admit(self, batches: Iterator[Any]) -> bool:
         """Let the next batch in if all ranks have one; False if not now, or never."""
         self._offer(batches)
-        if self._is_over:
-            return False
-        decision, self._is_offered = self._agreement.result(), False
-        self._depth.agree(self._agreement.wish)
-        if decision == Supply.FAILED:
-            failure, self._input_failure = self._input_failure, None
-            raise self._agreement.failure() if failure is None else failure
-        if decision == Supply.ENDED:
-            self._is_over, self._offered = True, _NO_BATCH
-        if decision != Supply.READY:
-            return False
-        self._arriving.append(self._start_input_all_to_all(self._offered))
-        self._offered = _NO_BATCH  # not before: an exception loses no batch
-        return True
+        is_in = self._intake.admit(self._let_in)
+        self._depth.agree(self._intake.wish)
+        return is_in
+
+    def _let_in(self, batch: Any) -> None:
+        assert self._forwards is not None, "a batch that was not checked"
+        self._arriving.append(StagedBatch(batch, self._device, self._forwards, self._streams))
 
     def _check(self, batch: Any) -> None:
         """Whatever this rank may find wrong with a batch, it must find before the others count on it."""
@@ -376,60 +318,22 @@ class LookAheadPipeline:
         for forward in self._forwards:
             forward.check(batch)
 
-    def _start_input_all_to_all(self, batch: Any) -> _Ahead:
-        assert self._forwards is not None, "a batch that was not checked"
-        with self._streams.copying():
-            on_device = batch.to(self._device, non_blocking=True)
-        with self._streams.distributing(on_device):
-            return _Ahead(batch, on_device, {forward.name: forward.start(on_device) for forward in self._forwards})
-
-    def _send(self, ahead: _Ahead) -> None:
-        with self._streams.distributing():
-            for inputs in ahead.inputs.values():
-                inputs.send()
-
     def _arrive(self) -> None:
         """The ids of the batch that was first under way are here."""
-        ahead = self._arriving[0]  # it leaves when it is complete: an exception loses no batch
-        self._send(ahead)
-        with self._streams.distributing():
-            for inputs in ahead.inputs.values():
-                inputs.receive()
-        if self._device.type == "cuda":
-            ahead.on_device = None  # copied again when it is about to train: the ids are all that is kept on the device
+        staged = self._arriving[0]  # it leaves when it is complete: an exception loses no batch
+        staged.receive()
         self._window.append(self._arriving.popleft())
-        self._unknown.append(ahead)
+        self._unknown.append(staged)
 
     def _know(self) -> None:
         """The caches learn what arrived."""
         while self._unknown:
-            inputs = self._unknown.popleft().inputs
-            with self._streams.preparing(inputs):
-                for part in inputs.values():
-                    part.know()
-
-    def _make_resident(self, ahead: _Ahead, critical_path: bool) -> bool:
-        """Bring in the rows of a batch; False when not all of them fit."""
-        self._copy_to_device(ahead)
-        with self._streams.preparing():
-            complete = [inputs.make_resident(critical_path) for inputs in ahead.inputs.values()]
-        return all(complete)
-
-    def _copy_to_device(self, ahead: _Ahead) -> None:
-        if ahead.on_device is None:
-            with self._streams.copying():
-                ahead.on_device = ahead.batch.to(self._device, non_blocking=True)
-
-    def _close(self, ahead: _Ahead) -> None:
-        with self._streams.preparing():
-            for inputs in ahead.inputs.values():
-                inputs.close()
+            self._unknown.popleft().know()
 
     @property
     def _known_bytes(self) -> int:
-        inputs = sum(part.known_bytes for ahead in self._window for part in ahead.inputs.values())
         chains = sum(pool.cache.chain_bytes for pool in self._pools)
-        return inputs + chains
+        return chains + sum(staged.known_bytes for staged in self._window)
 
 
 def _end_ahead(pools: list[CachedTableBatchedEmbeddings], token: object) -> None:

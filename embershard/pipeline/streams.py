@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from embershard.pipeline.inputs import ModuleInput
+from embershard.pipeline.module_input import ModuleInput
 
 
 class Streams:

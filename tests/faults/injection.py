@@ -22,10 +22,16 @@ ERRORS: tuple[type[BaseException], ...] = (KeyboardInterrupt, MemoryError, Runti
 
 _ROOT = Path(__file__).resolve().parent.parent.parent / "embershard"
 _SHOWS_NOTHING = {"__init__.py", "config.py", "pinned_tables.py", "page_lock.py", "row_kernels.py", "hash_kernels.py"}
+_TORCHREC = (
+    "sharding/torchrec/embeddings.py",
+    "pipeline/module_input.py",
+    "pipeline/pipelined_forward.py",
+    "pipeline/staged_batch.py",
+)
 #: Where exceptions are raised, by group: all of the cache but what runs on GPUs only or when a model is built.
 GROUPS: dict[str, frozenset[str]] = {
     "cache": frozenset(str(path) for path in (_ROOT / "cache").rglob("*.py") if path.name not in _SHOWS_NOTHING),
-    "torchrec": frozenset(str(_ROOT / path) for path in ("sharding/torchrec/embeddings.py", "pipeline/inputs.py")),
+    "torchrec": frozenset(str(_ROOT / path) for path in _TORCHREC),
 }
 ALL_FILES = frozenset().union(*GROUPS.values())
 

@@ -19,22 +19,23 @@ from embershard import LookAheadPipeline
 from embershard.cache.row_cache import RowCache
 from embershard.cache.rows.copies import RowCopies
 from embershard.cache.rows.transfer import PlainTransfer
-from embershard.pipeline.inputs import ModuleInput
+from embershard.pipeline.intake import Intake
+from embershard.pipeline.module_input import ModuleInput
+from embershard.pipeline.staged_batch import StagedBatch
 
 _CYCLES_PER_SECOND = 1.5e9
 
 STAGES: tuple[tuple[type, tuple[str, ...]], ...] = (
-    (
-        LookAheadPipeline,
-        ("_offer", "_admit", "_start_input_all_to_all", "_send", "_arrive", "_make_resident"),
-    ),
+    (Intake, ("offer", "admit")),
+    (LookAheadPipeline, ("_let_in",)),
+    (StagedBatch, ("send", "receive", "make_resident")),
     (ModuleInput, ("know", "make_resident", "forward")),
     (PlainTransfer, ("fill", "collect", "land")),
 )
 # On a GPU: where kernels are queued on the stream of each stage, the copies' among them, and the training's.
 GPU_STAGES: tuple[tuple[type, tuple[str, ...]], ...] = (
-    *STAGES[:2],
-    (RowCopies, ("_execute", "trained")),
+    *STAGES[:4],
+    (RowCopies, ("put_out", "bring_in", "trained")),
     (RowCache, ("know", "prepare", "wait", "flush", "read")),
 )
 

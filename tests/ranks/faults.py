@@ -15,7 +15,7 @@ from torch import Tensor
 from embershard.cache.row_cache import CacheGrowthWarning
 from embershard.cache.rows.staged_transfer import StagedTransfer
 from embershard.cache.tickets import InFlight
-from embershard.pipeline.inputs import ModuleInput
+from embershard.pipeline.module_input import ModuleInput
 from tests.ranks import look_ahead, look_ahead_events
 from tests.ranks.parity import Case, Outcome, compare
 from tests.unit.cache.faults import FAULTS as CACHE_FAULTS

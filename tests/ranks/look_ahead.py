@@ -26,7 +26,7 @@ from embershard.cache import CacheGrowthWarning
 from embershard.cache.row_cache import RowCache
 from embershard.cache.tickets import InFlight
 from embershard.pipeline import look_ahead
-from embershard.pipeline.inputs import ModuleInput
+from embershard.pipeline.module_input import ModuleInput
 from embershard.pipeline.prefetch_depth import PrefetchDepth
 from embershard.pipeline.stats import LookAheadStats
 from embershard.sharding.torchrec import cached_embeddings, embeddings

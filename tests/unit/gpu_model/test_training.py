@@ -22,7 +22,7 @@ from embershard.cache.rows.copies import RowCopies
 from embershard.cache.rows.staged_transfer import StagedTransfer, _Buffer
 from embershard.cache.rows.stream_order import StreamOrder
 from embershard.cache.rows.uva_transfer import UvaTransfer
-from embershard.pipeline.inputs import ModuleInput
+from embershard.pipeline.module_input import ModuleInput
 from embershard.pipeline.streams import Streams
 from tests.unit.gpu_model.training import Setting, expected, modelled, train
 
@@ -109,7 +109,7 @@ def test_cached_tables_that_are_on_other_ranks(waits: bool) -> None:
     with fault, modelled(setting) as (gpu, model, may_lock):
         train(setting, model, may_lock)
         assert waits == (gpu.problems == [])
-        assert waits or any("stream 0" in problem and "inputs.py" in problem for problem in gpu.problems)
+        assert waits or any("stream 0" in problem and "module_input.py" in problem for problem in gpu.problems)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -190,7 +190,7 @@ CONTROLS: dict[str, tuple[Callable[[], Any], str, Setting, str]] = {
         _without(Streams, "give"),
         "is given away while stream 0",
         Setting(),
-        "inputs.py",
+        "module_input.py",
     ),
 }
 

@@ -29,8 +29,8 @@ from embershard.cache.rows.row_kernels import RowKernel
 from embershard.cache.rows.staged_transfer import StagedTransfer
 from embershard.cache.tickets import Ticket
 from embershard.pipeline import look_ahead
-from embershard.pipeline.inputs import PipelinedForward
 from embershard.pipeline.look_ahead import LookAheadPipeline
+from embershard.pipeline.pipelined_forward import PipelinedForward
 from embershard.sharding.torchrec import embeddings, modules
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.spec import SPEC_KEY, CacheSpec

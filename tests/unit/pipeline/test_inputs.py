@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
-from embershard.pipeline.inputs import tensors_of
+from embershard.pipeline.batch_tensors import tensors_of
 
 
 class _Streamable(Multistreamable):

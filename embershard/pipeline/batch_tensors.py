@@ -1,0 +1,44 @@
+"""The tensors in batches, whatever their classes."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.streamable import Multistreamable
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in a batch, a module's input or its context."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, KeyedJaggedTensor):
+        parts = (value.values(), value.weights_or_none(), value.lengths_or_none(), value.offsets_or_none())
+        yield from (part for part in parts if part is not None)
+    elif isinstance(value, KJTList | list | tuple):
+        for part in value:
+            yield from tensors_of(part)
+    elif isinstance(value, dict):
+        yield from tensors_of(list(value.values()))
+    elif not isinstance(value, type) and (dataclasses.is_dataclass(value) or isinstance(value, Multistreamable)):
+        yield from tensors_of(_attributes(value))
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """What an object holds: in its ``__dict__``, and in the ``__slots__`` of its classes."""
+    fields = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
+    members = [vars(each).items() for each in type(value).__mro__]
+    slots = [name for each in members for name, member in each if isinstance(member, types.MemberDescriptorType)]
+    found = {name: getattr(value, name) for name in [*fields, *slots] if hasattr(value, name)}
+    return {**found, **getattr(value, "__dict__", {})}
+
+
+def tensor_bytes(value: Any) -> int:
+    """Memory of all tensors in ``value``, each counted once, in bytes."""
+    by_place = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors_of(value)}
+    return sum(tensor.numel() * tensor.element_size() for tensor in by_place.values())

@@ -1,0 +1,94 @@
+"""Which batches enter a pipeline: those of which every rank has one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from embershard.distributed.agreement import Agreement, Supply
+
+_NO_BATCH = object()
+
+
+class Intake:
+    """Takes batches from this rank's iterator, and lets each in when all ranks have one.
+
+    All ranks call the same methods in the same order.
+
+    Args:
+        device: of this rank.
+        check: raises for a batch that this rank cannot use: before the others count on it.
+
+    Attributes:
+        is_over: a rank has no batch left.
+        wish: what the ranks last agreed on: the largest number that any of them gave to :meth:`offer`.
+    """
+
+    def __init__(self, device: torch.device, check: Callable[[Any], None]) -> None:
+        self._device, self._check = device, check
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew: what was asked about the next batch need not be answered."""
+        self._agreement = Agreement(self._device)
+        self._offered: Any = _NO_BATCH
+        self._is_asked = self.is_over = False
+        self._failure: Exception | None = None  # of this rank's iterator, until the others know
+        self.wish = 0
+
+    def reopen(self) -> None:
+        """Another iterator may come."""
+        self.is_over = False
+
+    def offer(self, batches: Iterator[Any], is_full: bool, wish: int) -> None:
+        """Take the next batch, and tell the other ranks. What the iterator raises is raised when all of them know.
+
+        Args:
+            batches: this rank's.
+            is_full: it has no room for a batch now.
+            wish: see :attr:`wish`.
+        """
+        if self.is_over or self._is_asked:
+            return
+        if self._offered is _NO_BATCH:
+            try:
+                self._offered = next(batches, _NO_BATCH)
+                if self._offered is not _NO_BATCH:
+                    self._check(self._offered)
+            except Exception as error:
+                self._offered, self._failure = _NO_BATCH, error
+        state = Supply.FULL if is_full else Supply.READY
+        if self._failure is not None:
+            state = Supply.FAILED
+        elif self._offered is _NO_BATCH:
+            state = Supply.ENDED
+        self._agreement.start(state, wish)
+        self._is_asked = True
+
+    def admit(self, let_in: Callable[[Any], None]) -> bool:
+        """After :meth:`offer`: ``let_in(batch)`` if every rank has one; False if not now, or never.
+
+        Raises:
+            DataError: another rank's iterator failed; that rank raises its own exception.
+        """
+        if self.is_over:
+            return False
+        decision, self._is_asked = self._agreement.result(), False
+        self.wish = self._agreement.wish
+        if decision == Supply.FAILED:
+            failure, self._failure = self._failure, None
+            raise self._agreement.failure() if failure is None else failure
+        if decision == Supply.ENDED:
+            self.is_over, self._offered = True, _NO_BATCH
+        if decision != Supply.READY:
+            return False
+        let_in(self._offered)
+        self._offered = _NO_BATCH  # not before: an exception loses no batch
+        return True
+
+    def has_let_in(self, batch: Any) -> None:
+        """``batch`` is in already, though an exception came before :meth:`admit` ended."""
+        if batch is self._offered:
+            self._offered = _NO_BATCH

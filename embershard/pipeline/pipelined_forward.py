@@ -1,0 +1,174 @@
+"""Stand-ins for the forwards of sharded modules, which hand out the inputs that went ahead.
+
+TorchRec's tracer, which its own train pipelines use, finds out how each sharded module's input comes from the batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.train_pipeline.utils import _rewrite_model
+from torchrec.distributed.types import ShardedModule
+
+from embershard.errors import CacheError, ShardingError
+from embershard.pipeline.announced import features_among
+from embershard.pipeline.module_input import ModuleInput
+from embershard.sharding.torchrec.modules import check_ids, ids_are_checked
+
+_log = logging.getLogger(__name__)
+
+#: For each sharded module, by name, how its arguments come from a batch.
+Features = Callable[[Any], Mapping[str, Any]]
+
+
+class OpenStep:
+    """The step that runs now, shared by the pipeline and the forwards of its model.
+
+    Attributes:
+        inputs: what went ahead for it, by module name; empty between two steps.
+        trains: whether it was begun with gradients.
+        is_ahead: whether batches are resident for later steps.
+    """
+
+    def __init__(self) -> None:
+        self.inputs: dict[str, ModuleInput] = {}
+        self.trains = self.is_ahead = False
+
+    def begin(self, inputs: dict[str, ModuleInput], trains: bool) -> None:
+        """Hand out ``inputs``."""
+        self.inputs, self.trains = inputs, trains
+
+    def end(self, is_ahead: bool) -> None:
+        """Between two steps a module's forward is its own."""
+        self.inputs, self.is_ahead = {}, is_ahead
+
+    @property
+    def is_forwarded(self) -> bool:
+        """Whether every module has read its input."""
+        return all(part.is_used for part in self.inputs.values())
+
+
+class PipelinedForward:
+    """Stands in for a sharded module's forward. It hands out the input that went ahead, if there is one; otherwise the
+    module does what it always does.
+
+    Args:
+        name, args, module, stream: as TorchRec's tracer gives them; the stream is not used.
+        step: shared by all forwards of a model.
+    """
+
+    def __init__(self, name: str, args: Any, module: ShardedModule, step: OpenStep, stream: Any = None) -> None:
+        self.name, self.args, self.module = name, args, module
+        self._step = step
+        self._own_forward = module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        inputs, has_gradients = self._step.inputs.get(self.name), torch.is_grad_enabled()
+        if inputs is not None and (has_gradients if self._step.trains else not inputs.is_used):
+            return inputs.forward(args, kwargs)
+        if inputs is None and has_gradients and self._step.is_ahead:
+            raise CacheError(
+                f"{self.name}: this batch is not the one prefetched for the next step. Under a LookAheadPipeline, "
+                "forward other batches with torch.no_grad(), or call its detach() first"
+            )
+        return self._own_forward(*args, **kwargs)
+
+    def install(self) -> None:
+        """Be the module's forward, also where another pipeline's forward is by now."""
+        if self.module.forward is not self:
+            self.module.forward = self
+
+    def check(self, batch: Any) -> None:
+        """Whether the module can read ``batch``. Not collective.
+
+        Raises:
+            IdOutOfRangeError: an id is no row of its table.
+        """
+        args, kwargs = self.args.build_args_kwargs(batch)
+        features = features_among(args, kwargs)
+        if features is not None:
+            check_ids(self.module, features)
+
+    def start(self, batch: Any) -> ModuleInput:
+        """Begin with the module's input all-to-all for ``batch``, which is checked. Collective."""
+        with ids_are_checked(self.module):
+            return ModuleInput(self.module, *self.args.build_args_kwargs(batch))
+
+    def remove(self) -> None:
+        """Give the module its own forward back, unless there is another forward by now."""
+        if self.module.forward is self:
+            self.module.forward = self._own_forward
+
+
+def pipelined_forwards(
+    model: nn.Module, batch: Any, step: OpenStep, features: Features | None = None
+) -> list[PipelinedForward]:
+    """Put a forward before every sharded module of ``model`` whose input comes straight from the batch.
+
+    Args:
+        model: a ``DistributedModelParallel``.
+        batch: any batch, for models that the tracer needs one for.
+        step: see :class:`PipelinedForward`.
+        features: gives each module's input; without it, the model is traced.
+
+    Raises:
+        ShardingError: the model cannot be traced, or ``features`` leaves a module out.
+    """
+    for module in model.modules():  # of a pipeline that was left without detach()
+        while isinstance(module.forward, PipelinedForward):
+            module.forward.remove()
+    if features is not None:
+        return _named_forwards(model, batch, step, features)
+    try:
+        modules, _, _, _, others = _rewrite_model(model, step, None, batch, pipelined_forward=PipelinedForward)
+    except Exception as error:
+        raise ShardingError(
+            f"the inputs of the sharded modules could not be traced through the model's forward ({error}). Pass "
+            "features=lambda batch: {name of the sharded module: its KeyedJaggedTensor}, or keep control flow that "
+            "depends on tensors out of the modules that hold the embeddings"
+        ) from error
+    for name in others:
+        _log.warning("%s looks nothing ahead: its input does not come straight from the batch", name)
+    forwards = {}
+    for module in modules:
+        module.is_pipelined = False  # or it would keep the whole batch for a stage that is not here
+        forward = module.forward
+        if modules.count(module) == 1:
+            forwards[forward.name] = forward
+        elif isinstance(forward, PipelinedForward):
+            _log.warning("%s looks nothing ahead: it is called more than once in a forward", forward.name)
+            while isinstance(module.forward, PipelinedForward):  # one for each call
+                module.forward.remove()
+    return list(forwards.values())
+
+
+def _named_forwards(model: nn.Module, batch: Any, step: OpenStep, features: Features) -> list[PipelinedForward]:
+    inner: Any = model.module
+    while isinstance(inner, DistributedDataParallel):
+        inner = inner.module
+    sharded = {name: m for name, m in inner.named_modules() if isinstance(m, ShardedModule)}
+    given = set(features(batch))
+    if given != set(sharded):
+        raise ShardingError(
+            f"features(batch) gives inputs for {sorted(given)}; the sharded modules are {sorted(sharded)}"
+        )
+    forwards = []
+    for name, module in sharded.items():
+        forwards.append(PipelinedForward(name, _Given(features, name), module, step))
+        module.forward = forwards[-1]
+    return forwards
+
+
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    features: Features
+    name: str
+
+    def build_args_kwargs(self, batch: Any) -> tuple[list[Any], dict[str, Any]]:
+        return [self.features(batch)[self.name]], {}

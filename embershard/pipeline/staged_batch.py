@@ -1,0 +1,107 @@
+"""A batch's life in the pipeline, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from embershard.errors import DataError
+from embershard.pipeline.batch_tensors import tensors_of
+from embershard.pipeline.pipelined_forward import PipelinedForward
+from embershard.pipeline.streams import Streams
+
+
+class StagedBatch:
+    """A batch on its way: as the iterator gave it, its copy on the device, and its modules' inputs.
+
+    Its methods are its stages, in this order; the first three are collective::
+
+        StagedBatch(...)   arriving    copied to the device; its input all-to-all begins
+        send               arriving    the ranks told each other how many ids they will send: the ids are sent
+        receive            arrived     the ids of this rank's tables are here
+        know               known       the caches know when its rows are used, and evict accordingly
+        make_resident      resident    its rows are in slots that no other resident batch uses; again until it is True
+        begin              training    the model's forward is handed its inputs, and the inputs their tickets
+        close              released    its slots may be given away; what was announced and did not happen is taken back
+
+    An exception in a stage leaves the batch in the stage before, and the stage can be tried again.
+
+    Args:
+        batch: has ``to(device, non_blocking)`` and ``record_stream(stream)``.
+        forwards: of the sharded modules whose inputs go ahead.
+    """
+
+    def __init__(
+        self, batch: Any, device: torch.device, forwards: Sequence[PipelinedForward], streams: Streams
+    ) -> None:
+        self.batch = batch
+        self._device, self._forwards, self._streams = device, forwards, streams
+        self._versions = [(each, each._version) for each in tensors_of(batch) if not each.is_inference()]
+        with streams.copying():
+            self.on_device = batch.to(device, non_blocking=True)
+        with streams.distributing(self.on_device):
+            self.inputs = {forward.name: forward.start(self.on_device) for forward in forwards}
+
+    @property
+    def known_bytes(self) -> int:
+        """Memory of what is kept for it beside the batch itself, in bytes."""
+        return sum(part.known_bytes for part in self.inputs.values())
+
+    def send(self) -> None:
+        """Send the ids. Doing it twice does nothing."""
+        with self._streams.distributing():
+            for part in self.inputs.values():
+                part.send()
+
+    def receive(self) -> None:
+        """Wait for the ids of this rank's tables."""
+        self.send()
+        with self._streams.distributing():
+            for part in self.inputs.values():
+                part.receive()
+        if self._device.type == "cuda":
+            self.on_device = None  # copied again when it is about to train: the ids are all that is kept on the device
+
+    def know(self) -> None:
+        """Tell the caches when its rows are used."""
+        with self._streams.preparing(self.inputs):
+            for part in self.inputs.values():
+                part.know()
+
+    def make_resident(self, critical_path: bool) -> bool:
+        """Bring its rows in, as far as they fit beside those of the batches before it; whether all did."""
+        self._copy_to_device()
+        with self._streams.preparing():
+            complete = [part.make_resident(critical_path) for part in self.inputs.values()]
+        return all(complete)
+
+    def begin(self) -> Any:
+        """Its step begins: the batch on the device.
+
+        Raises:
+            DataError: somebody wrote to the batch's tensors since the pipeline took it.
+        """
+        if any(tensor._version != version for tensor, version in self._versions):
+            raise DataError(
+                "a batch was written to in place after the pipeline had taken it: it is kept for lookahead + 3 steps. "
+                "Give each batch tensors of its own (batch.clone(), or no reuse of buffers in the loader)"
+            )
+        self._copy_to_device()
+        self._streams.give(self.on_device, self.inputs)
+        for forward in self._forwards:
+            forward.install()
+            self.inputs[forward.name].expect(*forward.args.build_args_kwargs(self.on_device))
+        return self.on_device
+
+    def close(self) -> None:
+        """Nobody will read it any more."""
+        with self._streams.preparing():
+            for part in self.inputs.values():
+                part.close()
+
+    def _copy_to_device(self) -> None:
+        if self.on_device is None:
+            with self._streams.copying():
+                self.on_device = self.batch.to(self._device, non_blocking=True)
