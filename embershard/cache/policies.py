@@ -186,3 +186,13 @@ def make_scores(
         assert initial is not None, "the frequency policy needs a profile"
         return FrequencyScores(counts, num_slots, device, make_transfer)
     return LfuScores(counts, num_slots, device, make_transfer, decay)
+
+
+def best_rows(scores: Tensor, count: int) -> Tensor:
+    """Keys of the ``count`` highest scores above 0, ascending; of equal ones the lowest keys, on every device."""
+    if not count:
+        return torch.empty(0, dtype=torch.int64)
+    bound = torch.topk(scores, count, sorted=False).values.min().clamp_min(0.0)
+    above = (scores > bound).nonzero().flatten()
+    ties = (scores == bound).nonzero().flatten()[: count - above.numel() if bound > 0 else 0]
+    return torch.cat([above, ties]).sort().values

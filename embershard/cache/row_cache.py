@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from embershard.cache.change_guard import ChangeGuard
+from embershard.cache.host_sync import HostSync
 from embershard.cache.key_map import MapKind
 from embershard.cache.next_use import KnownBatch, NextUseIndex
+from embershard.cache.pinned_tables import OtherTables
 from embershard.cache.planner import CachePlan, CachePlanner, Shortage
-from embershard.cache.policies import SlotScores
+from embershard.cache.policies import SlotScores, best_rows
 from embershard.cache.rows.copies import RowCopies
 from embershard.cache.rows.host_store import HostStore
 from embershard.cache.rows.stream_order import StreamOrder
@@ -24,8 +26,7 @@ from embershard.cache.rows.transfer import MakeTransfer, Transfer
 from embershard.cache.slot_map import SlotMap
 from embershard.cache.statistics import CacheCounters, Counter, PoolSizes, TableStats, table_stats
 from embershard.cache.tickets import InFlight, Ticket
-from embershard.cache.update_gate import UpdateGate
-from embershard.errors import CacheError, CacheOverflowError
+from embershard.errors import CacheOverflowError
 
 GROWTH = 0.25  # an overflow adds what is missing, and at least this share of the slots
 
@@ -42,16 +43,6 @@ def _alone(method: _Method) -> _Method:
             return method(self, *args, **kwargs)
 
     return cast(_Method, locked)
-
-
-def _best(scores: Tensor, count: int) -> Tensor:
-    """Keys of the ``count`` highest scores above 0, ascending; of equal ones the lowest keys, on every device."""
-    if not count:
-        return torch.empty(0, dtype=torch.int64)
-    bound = torch.topk(scores, count, sorted=False).values.min().clamp_min(0.0)
-    above = (scores > bound).nonzero().flatten()
-    ties = (scores == bound).nonzero().flatten()[: count - above.numel() if bound > 0 else 0]
-    return torch.cat([above, ties]).sort().values
 
 
 class CacheGrowthWarning(UserWarning):
@@ -105,23 +96,20 @@ class RowCache:
         slot_map = SlotMap(host.num_rows, num_slots, device, kind)
         self.next_use_index = NextUseIndex(slot_map) if lookahead else None
         self.planner = CachePlanner(slot_map, scores, self._pinned_keys.numel(), self.next_use_index)
-        first_keys = torch.tensor(host.row_offsets, dtype=torch.int64)
-        are_pinned = torch.isin(first_keys, self._pinned_keys).tolist()
-        self._cached_features = [f for f, table in enumerate(table_of_feature) if not are_pinned[table]]
+        self._other_tables = OtherTables(host.row_offsets, table_of_feature, self._pinned_keys)
         self.counters = CacheCounters(host.row_offsets, table_of_feature, device)
         self._device_payload = device_payload
         self._overflow = overflow
         self._warmup = warmup
-        self._batch = 0
-        self._has_updates = False  # that were not written back
         self._in_flight = InFlight()
         self._lock = threading.RLock()
         self._guard = ChangeGuard(self.name)
-        self._updates = UpdateGate(self.name)
         self._copies = RowCopies(device, make_transfer)
         self._attach(num_slots)
         self._stream_order = StreamOrder(device)
-        self._host_version = host.version
+        self._host_sync = HostSync(
+            self.name, host, self.planner, self._copies, self.counters, self._in_flight, self._guard
+        )
 
     # -- training
 
@@ -141,7 +129,7 @@ class RowCache:
         started = time.perf_counter()
         self._check()
         self._warm_up()
-        keys, positions = self._without_pinned_tables(keys, feature_lengths)
+        keys, positions = self._other_tables.select(keys, feature_lengths, self.planner.map)
         with self._guard.change("adding a batch to those that are known"):
             known = self.next_use_index.know(keys, positions)
         self.counters.seconds += time.perf_counter() - started
@@ -193,7 +181,7 @@ class RowCache:
 
     def wait(self, ticket: Ticket) -> None:
         """Until the rows of a batch are in their slots. What runs on the current stream afterwards sees them."""
-        if self.host.version != self._host_version:
+        if self._host_sync.is_behind:
             self._notice_changes()
         self._copies.wait(ticket)
 
@@ -205,15 +193,13 @@ class RowCache:
 
     def begin_update(self, ticket: Ticket) -> None:
         """The backward of a batch is about to update its rows; :meth:`release` says when it has."""
-        self._updates.begin(ticket)
-        self._has_updates = True
+        self._host_sync.begin_update(ticket)
 
     def release(self, ticket: Ticket) -> None:
         """The batch has trained: its slots may be evicted. Releasing twice does nothing."""
         if not ticket.released:
-            self._has_updates = True
             self._copies.trained()
-            self._updates.end()
+            self._host_sync.end_update()
             ticket.cancel()
 
     def cancel(self, ticket: Ticket) -> None:
@@ -261,14 +247,14 @@ class RowCache:
 
     def _plan(self, keys: Tensor, if_it_fits: bool) -> CachePlan | None:
         """The plan of the next batch; the cache grows if it must. None if it must not."""
-        self._batch += 1  # used up even if planning fails: slots may be stamped with it
+        batch = self._in_flight.next_batch()  # used up even if planning fails: slots may be stamped with it
         oldest = self._in_flight.oldest
-        found = self.planner.plan(keys, self._batch, self._batch if oldest is None else oldest)
+        found = self.planner.plan(keys, batch, batch if oldest is None else oldest)
         if isinstance(found, Shortage):
             if if_it_fits and oldest is not None:
                 return None
             self._grow(found)
-            found = self.planner.plan(keys, self._batch, self._batch)
+            found = self.planner.plan(keys, batch, batch)
             assert isinstance(found, CachePlan), "the cache grew by what was missing"
         return found
 
@@ -291,24 +277,10 @@ class RowCache:
             self.counters.add_plan(plan, feature_lengths, critical_path)
         return filled
 
-    def _without_pinned_tables(self, keys: Tensor, feature_lengths: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The keys of tables that come and go, and their positions in the batch (int32); None for all."""
-        if len(self._cached_features) == feature_lengths.numel():
-            return keys, None
-        if not keys.is_cpu:
-            entries = self.planner.map.entries(keys)  # below 1: not cached, so not of a pinned table
-            positions = ((entries < 1) | (entries > self._pinned_keys.numel())).nonzero().flatten().int()
-            return keys.index_select(0, positions), positions
-        ends = feature_lengths.cumsum(0).tolist()
-        bounds = [(ends[feature - 1] if feature else 0, ends[feature]) for feature in self._cached_features]
-        none = [torch.empty(0, dtype=torch.int32)]
-        places = torch.cat(none + [torch.arange(*bound, dtype=torch.int32) for bound in bounds])
-        return torch.cat([keys[:0], *(keys[start:end] for start, end in bounds)]), places
-
     def _grow(self, shortage: Shortage) -> None:
         slots, needed_slots = self.planner.map.num_slots, self.planner.map.num_slots + shortage.num_slots
-        pinned = len(self._in_flight)
-        needed = f"batch {self._batch} and {pinned} in flight need {needed_slots} slots at once, there are {slots}"
+        batch, pinned = self._in_flight.newest, len(self._in_flight)
+        needed = f"batch {batch} and {pinned} in flight need {needed_slots} slots at once, there are {slots}"
         advice = "set a larger cache.ratio or cache.device_bytes, or a smaller batch"
         if self._overflow == "raise":
             raise CacheOverflowError(f"{self.name}: {needed}; {advice}")
@@ -344,7 +316,7 @@ class RowCache:
         row_scores = self.planner.scores.of_rows()
         assert row_scores is not None, "warm-up without a profile"
         wanted = row_scores.index_fill(0, self._pinned_keys, 0.0)  # those are there already
-        self._preload(_best(wanted, min(self.planner.map.num_free, wanted.numel())).to(self.device))
+        self._preload(best_rows(wanted, min(self.planner.map.num_free, wanted.numel())).to(self.device))
 
     def _preload(self, keys: Tensor) -> None:
         slots = self.planner.map.next_free(keys.numel())
@@ -376,17 +348,7 @@ class RowCache:
         """
         started = time.perf_counter()
         self._check()
-        with self._updates.lock:
-            self._updates.wait_until_idle()
-            self._copies.finish()
-            clean_through = self._trained_before_those_in_flight()
-            if self._batch > self.planner.clean_through:
-                slots = self.planner.dirty_slots()
-                keys = self.planner.map.keys(slots)
-                self._copies.write_back(slots, keys)
-                self.counters.add_rows(Counter.WRITE_BACKS, keys)
-                self.planner.clean_through = clean_through
-            self._has_updates = False
+        self._host_sync.write_back()
         self.counters.seconds += time.perf_counter() - started
 
     @_alone
@@ -400,11 +362,7 @@ class RowCache:
             CacheError: trained rows among them had not been written back, or wait for their backward.
         """
         self._check()
-        if keys is None:
-            self._fetch_again(self.planner.map.used_slots(), are_all=True)
-        else:
-            slots = self.planner.map.lookup(keys.unique())
-            self._fetch_again(slots[slots > 0])
+        self._host_sync.fetch_again(keys)
 
     @_alone
     def _notice_changes(self) -> None:
@@ -413,51 +371,8 @@ class RowCache:
     def _check(self) -> None:
         """Before every operation: is the state whole, and did somebody write to host rows?"""
         self._guard.check()
-        if self.host.version != self._host_version:
-            self._fetch_again(self.planner.map.used_slots(), are_all=True)
-
-    def _fetch_again(self, slots: Tensor, are_all: bool = False) -> None:
-        """The host rows of what is in ``slots`` (int64 [M]) changed. Rows of batches that wait for their step are
-        fetched again in their slots; those of a forward that waits for its backward cannot be."""
-        num_forwarded = sum(ticket.forwarded for ticket in self._in_flight.tickets)
-        if num_forwarded and slots.numel():
-            raise CacheError(
-                f"{self.name}: host rows were replaced while {num_forwarded} batches waited for their backward; write "
-                "to host rows between steps, after the backward and before the next forward"
-            )
-        # Batches that are only resident stamp their slots, too, but have nothing to lose.
-        lost = self.planner.dirty_among(slots).numel() if self._has_updates else 0
-        version, keys = self.host.version, self.planner.map.keys(slots)
-        with self._updates.lock:
-            self._updates.wait_until_idle()
-            self._copies.finish()
-            self._copies.fill(keys, slots)
-        if not lost:
-            self._note_fetched(keys, version if are_all else None)
-            return
-        try:
-            raise CacheError(
-                f"{self.name}: host rows were written to in place while {lost} trained rows had not been written "
-                "back; what these had learned since is lost, and the host's rows count from now on. Call "
-                "embershard.flush(model) before writing in place, or load with model.load_state_dict"
-            )
-        except CacheError:  # it is said once, so it must be on its way before that is noted
-            self._note_fetched(keys, version if are_all else None)
-            raise
-
-    def _note_fetched(self, keys: Tensor, version: int | None) -> None:
-        """The slots of ``keys`` hold what is in the host tier; ``version``: of the host tier, where they are all."""
-        with self._guard.change("fetching rows that were written to in the host tier"):
-            self.counters.add_rows(Counter.EVICTIONS, keys)
-            self.counters.add_rows(Counter.PRELOADS, keys)
-            if version is not None:
-                self._has_updates = False
-                self.planner.clean_through = self._trained_before_those_in_flight()
-                self._host_version = version
-
-    def _trained_before_those_in_flight(self) -> int:
-        """The last batch before the oldest one in flight."""
-        return min(self._in_flight, default=self._batch + 1) - 1
+        if self._host_sync.is_behind:
+            self._host_sync.fetch_again()
 
     # -- what it did
 

@@ -44,6 +44,17 @@ class InFlight:
         self._batches: dict[int, weakref.ref[Ticket]] = {}
         self._frozen: int | None = None
         self._rows: dict[int, int] = {}  # distinct rows of those that were known
+        self.newest = 0  # number of the last batch that was begun; they are counted from 1
+
+    def next_batch(self) -> int:
+        """Number of a batch that begins now."""
+        self.newest += 1
+        return self.newest
+
+    @property
+    def trained_through(self) -> int:
+        """The last batch before the oldest one in flight."""
+        return min(self._batches, default=self.newest + 1) - 1
 
     def __len__(self) -> int:
         return len(self._batches)

@@ -190,7 +190,7 @@ def _flush_cleans_batches_in_flight() -> Iterator[None]:
 
     def hasty(self: Any) -> None:
         flush(self)
-        self.planner.clean_through = self._batch
+        self.planner.clean_through = self._in_flight.newest
 
     with mock.patch.object(row_cache.RowCache, "flush", hasty):
         yield
