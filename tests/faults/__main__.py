@@ -39,8 +39,7 @@ def main() -> int:
         problems += _training(arguments.training, arguments.seed)
     if arguments.sigint:
         problems += _interrupts(arguments.sigint, arguments.seed)
-    for problem in problems:
-        print("WRONG:", problem)
+    print(f"{len(problems)} wrong")
     return 1 if problems else 0
 
 
@@ -85,6 +84,8 @@ def _show(title: str, tally: Tally, seconds: float) -> None:
     print(f"{title}: {totals.total()} points in {seconds:.0f} s: {_counts(totals)}")
     for name, ended in sorted(tally.ended.items()):
         print(f"    {name}: {_counts(ended)}")
+    for problem in tally.problems:
+        print(f"    WRONG: {problem}")
     sys.stdout.flush()
 
 

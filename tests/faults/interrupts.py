@@ -87,6 +87,7 @@ def interrupted_runs(count: int, seed: int) -> list[tuple[str, Ended]]:
             kind = KINDS[number % len(KINDS)]
             with warnings.catch_warnings(), no_hang(_SECONDS):
                 ended.append((kind, _one(kind, interrupts, rng)))
+            torch.set_grad_enabled(True)  # an interrupt in torch's own no_grad can leave it off
             gc.collect()
     finally:
         interrupts.close()
@@ -101,7 +102,8 @@ def _one(kind: str, interrupts: Interrupts, rng: random.Random) -> Ended:
     if kind == "plain loop":
         run = replace(run, policy="lfu", working_set_of=2)
     expected = reference(case).after
-    with as_run(case, run) as (model, pipeline):
+    # Named features: an interrupt of torch.fx, which would trace the model, can leave its patch of nn.Module for ever.
+    with as_run(case, run, features=lambda batch: {"parts.0": batch.features}) as (model, pipeline):
         loop: Any = plain(model) if kind == "plain loop" else pipeline
         try:
             if kind in ("flush", "snapshot"):

@@ -25,11 +25,11 @@ def test_where_a_fault_once_had_consequences(function: str) -> None:
     names = [name for name in SETTINGS if "staged" in name or "written" in name]
     found = [point for point in chosen(None, 0, names) if f" {function}" in point.place]
     assert len(found) > 100
-    assert try_points(found[:: max(1, len(found) // 150)]).problems == []
+    assert try_points(found[:: max(1, len(found) // 80)]).problems == []
 
 
 @pytest.mark.parametrize("control", [unguarded, bound_too_early])
 def test_the_harness_finds_what_is_wrong(control: Callable[[], AbstractContextManager[None]]) -> None:
     with control():
-        problems = try_points(chosen(250, seed=2)).problems
+        problems = try_points(chosen(160, seed=2)).problems
     assert any("rows differ in the host tier" in problem for problem in problems), problems
