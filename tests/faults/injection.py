@@ -96,7 +96,7 @@ class Injector:
             self._local.stack.pop()
             if code.co_flags & inspect.CO_GENERATOR or frame.f_lasti not in _returns(code):
                 return self._line  # raised at a yield it would not pass through the generator; or another one passes
-        elif event == "line" and frame.f_lasti not in _lock_exits(code):
+        elif event == "line" and frame.f_lasti not in _nowhere(code):
             operation = self._local.stack[0]
         else:
             return self._line
@@ -125,6 +125,16 @@ def _returns(code: CodeType) -> frozenset[int]:
 
 
 @functools.cache
+def _nowhere(code: CodeType) -> frozenset[int]:
+    return _lock_exits(code) | _handler_starts(code)
+
+
+def _handler_starts(code: CodeType) -> frozenset[int]:
+    """Where an exception was caught and is not noted yet: raised here, another one would not have it for its context.
+    Neither a signal handler nor anything else runs here."""
+    return frozenset(each.offset for each in dis.get_instructions(code) if each.opname == "PUSH_EXC_INFO")
+
+
 def _lock_exits(code: CodeType) -> frozenset[int]:
     """Where ``with lock:`` gives the lock back: between the last line inside and that call the interpreter runs no
     signal handler and takes no memory, so nothing can be raised there."""
