@@ -92,6 +92,8 @@ class HostSync:
             )
         # Batches that are only resident stamp their slots, too, but have nothing to lose.
         lost = planner.dirty_among(slots).numel() if self._has_updates else 0
+        if keys is None:
+            lost += self._copies.transfer.discard()  # these would land on what was written
         version, fetched = self._host.version, planner.map.keys(slots)
         with self._updates.lock:
             self._updates.wait_until_idle()

@@ -147,6 +147,7 @@ class LookAheadPipeline:
 
     def detach(self) -> None:
         """Give the model's modules their own forwards back, and forget what was ahead; those batches do not train."""
+        self._finish_ahead()
         for staged in [*self._window, *self._arriving]:
             staged.close()
         _end_ahead(self._pools, self._token)
@@ -229,6 +230,7 @@ class LookAheadPipeline:
 
     def _advance(self, batches: Iterator[Any]) -> None:
         """Fill the window: all of it at the first step, later what one step took."""
+        self._finish_ahead()  # of a step whose end was interrupted
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure

@@ -36,7 +36,10 @@ class CacheWorker:
             Exception: what the job raised.
         """
         started = time.perf_counter()
-        job, self._job = self._job, None
-        if job is not None:
-            job.result()
+        if self._job is not None:
+            try:
+                self._job.result()
+            finally:
+                if self._job.done():  # else the waiting was interrupted: the next call waits again
+                    self._job = None
         return time.perf_counter() - started

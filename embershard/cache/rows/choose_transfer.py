@@ -125,3 +125,7 @@ class WhenLocked:
     def finish(self) -> None:
         """Wait until the CPU sees all that was written back."""
         self._transfer.finish()
+
+    def discard(self) -> int:
+        """Forget what was written back and is not in the host tier yet: how many rows."""
+        return self._transfer.discard()

@@ -91,6 +91,15 @@ class StagedTransfer:
         """Everything that was written back is in the host tier."""
         self._land()
 
+    def discard(self) -> int:
+        """See :class:`Transfer`."""
+        num_rows = 0
+        while self._landing:
+            buffer, keys = self._landing.popleft()
+            num_rows += keys.numel()
+            self._buffers.append(buffer)
+        return num_rows
+
     def _take(self) -> _Buffer:
         """A buffer that nothing reads or writes any more."""
         has_free = bool(self._buffers) and self._buffers[0].is_free

@@ -33,6 +33,9 @@ class Transfer(Protocol):
     def finish(self) -> None:
         """Wait until the CPU sees all that was written back."""
 
+    def discard(self) -> int:
+        """Forget what was written back and is not in the host tier yet: how many rows."""
+
 
 #: From slots (payload tensors [S + 1, ...]) and host rows ([R, ...], in the same order).
 MakeTransfer = Callable[[Sequence[Tensor], Sequence[Tensor]], Transfer]
@@ -72,6 +75,10 @@ class PlainTransfer:
     def finish(self) -> None:
         """Nothing: every copy is done when its call returns."""
 
+    def discard(self) -> int:
+        """Nothing is under way."""
+        return 0
+
     def collect(self, slots: Tensor) -> list[Tensor]:
         """The first half of a write-back, which must come before the slots are filled again: copies of the payloads in
         ``slots``."""
@@ -106,6 +113,10 @@ class ScoresTransfer:
 
     def finish(self) -> None:
         """Nothing."""
+
+    def discard(self) -> int:
+        """Nothing is under way."""
+        return 0
 
 
 def put_rows(table: Tensor, rows: Tensor, values: Tensor) -> None:

@@ -36,6 +36,11 @@ class UvaTransfer:
         if self._device.type == "cuda" and keys.numel():
             self._written = torch.cuda.current_stream(self._device).record_event()
 
+    def discard(self) -> int:
+        """The kernels write to the host tier itself, so nothing can be called back."""
+        self.finish()
+        return 0
+
     def finish(self) -> None:
         """The CPU sees what was written back."""
         if self._written is not None:

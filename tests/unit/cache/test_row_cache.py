@@ -481,6 +481,18 @@ def test_new_contents_under_trained_rows_are_an_error():
         assert torch.equal(pool.cache.read(torch.tensor([1, 2])), pool.host.weights[[1, 2]])
 
 
+def test_rows_that_have_not_landed_do_not_overwrite_what_was_written_to_the_host_tier():
+    """Staged copies land with the next plan; a write in between, without a flush, counts."""
+    pool = Pool(num_slots=4, policy="lru", make_transfer=StagedTransfer)
+    pool.step([1, 2])
+    pool.step([3, 4, 5, 6])  # rows 1 and 2 are on their way out
+    pool.host.weights[1] = 5.0
+    with pytest.raises(CacheError, match="while 6 trained rows had not been written back"):
+        pool.cache.flush()
+    pool.cache.flush()
+    assert (pool.host.weights[1] == 5.0).all()
+
+
 @pytest.mark.parametrize("end", [Pool.cancel, Pool.abandon])
 def test_new_contents_under_rows_that_were_only_resident_lose_nothing(end):
     pool = Pool(num_slots=8)
