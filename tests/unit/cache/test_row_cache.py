@@ -6,6 +6,7 @@ import functools
 import gc
 import warnings
 import weakref
+from typing import get_args
 from unittest import mock
 
 import numpy as np
@@ -15,13 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embershard.cache import CacheGrowthWarning
+from embershard.cache.config import Policy
 from embershard.cache.rows.staged_transfer import StagedTransfer
 from embershard.cache.rows.uva_transfer import UvaTransfer
 from embershard.errors import CacheError, CacheOverflowError
 from tests.unit.cache.faults import FAULTS
 from tests.unit.cache.harness import Pool, random_operations, run, windowed_operations
 
-POLICIES = ("lookahead", "frequency", "lfu", "lru")
+POLICIES = get_args(Policy)
 NUM_ROWS = 30
 
 rows = st.lists(st.integers(0, NUM_ROWS - 1), max_size=8).map(tuple)
