@@ -47,6 +47,7 @@ def test_lru_is_true_lru(keys, num_slots):
         assert pool.resident() == set(reference.held)
 
 
+@pytest.mark.slow
 def test_lru_over_many_slots_and_refills():
     pool, reference = Pool((2000,), num_slots=500, policy="lru"), OrderedDictLru(500)
     rng = np.random.default_rng(0)

@@ -105,6 +105,7 @@ def test_every_row_is_right_after_any_operations_in_a_window(
 TRANSFERS = [None, StagedTransfer, functools.partial(StagedTransfer, buffer_bytes=1), UvaTransfer]
 
 
+@pytest.mark.slow
 @given(
     window_operations.map(lambda found: [operation for operation in found if operation[0] != "fail_known"]),
     st.integers(1, 14),
@@ -128,6 +129,7 @@ def test_every_transfer_and_kind_of_map_in_a_window(operations, num_slots, make_
     )
 
 
+@pytest.mark.slow
 @given(operations, st.sampled_from(POLICIES), st.sampled_from(TRANSFERS), st.sampled_from(["array", "hashed"]))
 @settings(max_examples=60)
 def test_every_transfer_and_kind_of_map_with_every_policy(operations, policy, make_transfer, kind):
@@ -165,6 +167,7 @@ def test_the_negative_controls_pass_without_a_fault():
     check_scenarios()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_noticed(fault):
     with FAULTS[fault](), pytest.raises(AssertionError):

@@ -70,6 +70,7 @@ def test_reports_come_when_they_are_due(ranks, tmp_path):
     assert all(report.quality.samples == 100 for report in reports if isinstance(report, EvalReport))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("embedding", "dense"), [("rowwise_adagrad", "adam"), ("adagrad", "adagrad"), ("sgd", "sgd")])
 @pytest.mark.parametrize("cached", [True, False])
 def test_a_resumed_run_is_the_same_run(ranks, tmp_path, embedding, dense, cached):
