@@ -257,6 +257,7 @@ def naive_fills(stream: Sequence[Tensor], num_slots: int, lookahead: int, prefet
     return fills
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize(("num_slots", "lookahead"), [(250, 4), (250, 16), (500, 64)])
 def test_fills_are_those_of_a_naive_exact_implementation(stream, num_slots, lookahead):

@@ -88,6 +88,7 @@ def test_a_resumed_run_is_the_same_run(ranks, tmp_path, embedding, dense, cached
     assert whole[-1].quality == resumed[-1].quality
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lookahead", [0, 64])
 def test_a_trainer_goes_back_to_a_checkpoint_in_mid_run(ranks, tmp_path, lookahead):
     """With batches ahead, whose rows are on the device."""
