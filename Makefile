@@ -18,7 +18,7 @@ NPROC ?=
 ARGS ?=
 CODE := embershard tests scripts benchmarks examples
 
-.PHONY: help setup train test check format bench doctor clean clean-venv
+.PHONY: help setup train test test-fast check format bench doctor clean clean-venv
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -32,6 +32,9 @@ train: $(SETUP) ## train a small DLRM; a rank per GPU, or 2 on the CPU (CONFIG=.
 test: $(SETUP) ## the whole test suite (ARGS="-k cache" for a part)
 	@$(PYTHON) -m pytest -q -n 2 $(ARGS)
 	@$(if $(ARGS),,$(PYTHON) -m tests.gpu)
+
+test-fast: $(SETUP) ## unit tests without the slow ones: under a minute (ARGS="-k cache" for a part)
+	@$(PYTHON) -m pytest -q -n 2 tests/unit -m "not slow" $(ARGS)
 
 check: $(SETUP) ## lint, format, types and the import contract
 	$(PYTHON) -m ruff check $(CODE)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from embershard.cache.key_map import MapKind
 from embershard.errors import ConfigError
 
-Policy = Literal["lookahead", "frequency", "lfu", "lru"]
+#: By what rows are compared. `make_scores` in `policies.py` has a rule for each.
+Scoring = Literal["frequency", "lfu", "lru"]
+Policy = Literal["lookahead", Scoring]
 TransferKind = Literal["plain", "staged", "triton_uva"]
 
 DEFAULT_RATIO = 0.05
@@ -80,11 +82,11 @@ class CacheConfig:
             raise ConfigError(f"cache.ratio must be in (0, 1], got {self.ratio}; 0.015 keeps 1.5 % of the rows")
         if self.device_bytes is not None and self.device_bytes <= 0:
             raise ConfigError(f"cache.device_bytes must be positive, got {self.device_bytes}")
-        _one_of("policy", self.policy, (None, "lookahead", "frequency", "lfu", "lru"))
+        _one_of("policy", self.policy, (None, *get_args(Policy)))
         _one_of("host", self.host, ("memory", "mmap"))
         _one_of("overflow", self.overflow, ("grow", "raise"))
-        _one_of("slot_map", self.slot_map, (None, "array", "hashed"))
-        _one_of("transfer", self.transfer, (None, "plain", "staged", "triton_uva"))
+        _one_of("slot_map", self.slot_map, (None, *get_args(MapKind)))
+        _one_of("transfer", self.transfer, (None, *get_args(TransferKind)))
         if self.transfer == "triton_uva" and self.host == "mmap":
             raise ConfigError(
                 'cache.transfer="triton_uva" needs host rows in page-locked memory, and cache.host="mmap" has them in '
@@ -99,7 +101,7 @@ class CacheConfig:
                 "or remove it"
             )
         if self.decay is not None:
-            if self.policy in ("frequency", "lru"):
+            if self.policy not in (None, "lookahead", "lfu"):
                 raise ConfigError(f'cache.decay has no effect with cache.policy="{self.policy}"; it belongs to "lfu"')
             if not 0.0 < self.decay < 1.0:
                 raise ConfigError(f"cache.decay must be in (0, 1), got {self.decay}; 0.999 halves a count in 693 steps")
@@ -124,7 +126,7 @@ class CacheConfig:
             raise ConfigError('a profile has no effect with cache.policy="lru" and cache.warmup=False; drop one')
         return policy
 
-    def resolved_scoring(self, has_profile: bool) -> Literal["frequency", "lfu", "lru"]:
+    def resolved_scoring(self, has_profile: bool) -> Scoring:
         """The policy by which rows are compared: under `lookahead`, those without a known use."""
         policy = self.resolved_policy(has_profile)
         if policy != "lookahead":

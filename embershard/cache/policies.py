@@ -8,12 +8,12 @@ So the device holds 4 bytes per slot, not per row, and history survives eviction
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from embershard.cache.config import TransferKind
+from embershard.cache.config import Scoring, TransferKind
 from embershard.cache.rows import memory
 from embershard.cache.rows.choose_transfer import scores_transfer_maker
 from embershard.cache.rows.transfer import MakeTransfer
@@ -166,7 +166,7 @@ class LfuScores(FrequencyScores):
 
 
 def make_scores(
-    policy: Literal["frequency", "lfu", "lru"],
+    policy: Scoring,
     num_keys: int,
     num_slots: int,
     device: torch.device,
@@ -185,6 +185,7 @@ def make_scores(
     if policy == "frequency":
         assert initial is not None, "the frequency policy needs a profile"
         return FrequencyScores(counts, num_slots, device, make_transfer)
+    assert policy == "lfu", f"no scores for policy {policy!r}"
     return LfuScores(counts, num_slots, device, make_transfer, decay)
 
 

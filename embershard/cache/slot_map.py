@@ -3,9 +3,9 @@
 A *key* numbers the rows of all tables in one pool, 0 <= key < R. Slots are numbered 1..S; slot 0 is the
 **null slot**: a key that is not cached maps to it. So the map of a new cache is all zeros (which the
 allocator gives without touching memory), and a scatter over a batch's slots needs no mask for the misses.
-Below zero there is room for one more fact about a key that is not cached: its **trace** (`next_use_index.py`).
+Below zero there is room for one more fact about a key that is not cached: its **trace** (`next_use.py`).
 
-All maps are int32 and live where planning happens; that over the keys is an array or hashed (`key_entries.py`). So a
+All maps are int32 and live where planning happens; that over the keys is an array or hashed (`key_map.py`). So a
 pool has at most `MOST_POOL_ROWS` rows; more belong on more ranks.
 """
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from embershard.cache.config import Scoring
 from embershard.cache.key_map import ARRAY_ROW_BYTES, HASHED_SLOT_BYTES, MapKind, map_kind
 from embershard.sharding.sizes import ModelSize, PlacedShard
 
@@ -33,7 +34,7 @@ class MemorySettings:
         device: "cpu" or "cuda".
     """
 
-    scoring: Literal["frequency", "lfu", "lru"]
+    scoring: Scoring
     by_next_use: bool
     lookahead: int
     prefetch: int
@@ -67,9 +68,7 @@ def pool_memory(shards: Sequence[PlacedShard], settings: MemorySettings) -> Pool
     return cache_memory(rows, shards[0].row_bytes, settings.scoring, settings.by_next_use, kind)
 
 
-def cache_memory(
-    rows: int, row_bytes: int, scoring: Literal["frequency", "lfu", "lru"], by_next_use: bool, slot_map: MapKind
-) -> PoolMemory:
+def cache_memory(rows: int, row_bytes: int, scoring: Scoring, by_next_use: bool, slot_map: MapKind) -> PoolMemory:
     """Of a pool of so many rows, whose payload is ``row_bytes`` each; see :class:`MemorySettings`."""
     slot_bytes = row_bytes + _MAP_SLOT_BYTES
     slot_bytes += 0 if scoring == "lru" else _SCORE_BYTES

@@ -3,8 +3,11 @@ streams make it likely that what no event orders goes wrong."""
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
+from embershard.cache.config import Scoring
 from tests.ranks import look_ahead_events
 from tests.ranks.look_ahead import Case, Outcome, Run, compare
 from tests.ranks.parity import OPTIMIZERS
@@ -40,7 +43,7 @@ def test_every_sharding_type(gpu_rank: RankPool, sharding: str, sequence: bool) 
     _check(outcomes)
 
 
-@pytest.mark.parametrize("policy", ["frequency", "lfu", "lru"])
+@pytest.mark.parametrize("policy", get_args(Scoring))
 def test_every_policy(gpu_rank: RankPool, policy: str) -> None:
     run = Run(4, 2, 3, policy=policy, profile=policy == "frequency", delays=4)
     (outcomes,) = gpu_rank.run(compare, Case(device="cuda"), [run])

@@ -7,16 +7,18 @@ comparison fails when a row's optimizer state stays behind, or when a pinned slo
 from __future__ import annotations
 
 import dataclasses
+from typing import get_args
 
 import pytest
 
+from embershard.cache.config import Scoring
 from tests.ranks import faults
 from tests.ranks.parity import ROWS, Case, Outcome, compare, compare_all, losses_of
 from tests.ranks.workers import RankPool
 
 pytestmark = pytest.mark.ranks
 
-POLICIES = ("frequency", "lfu", "lru")
+POLICIES = get_args(Scoring)
 POOLED = ("table_wise", "row_wise", "column_wise", "table_column_wise", "table_row_wise", "grid_shard")
 
 

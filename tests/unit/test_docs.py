@@ -1,4 +1,4 @@
-"""What the documentation shows must work: every command in a bash block, every import, every link.
+"""What the documentation shows must work: every command in a bash block, every import, every link, every path and name.
 
 A command is run as a dry run, or parsed by the program it calls. One that is neither needs an entry in
 ``TAKEN_ON_TRUST``, with the reason. A command of an unknown program fails.
@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import ast
 import configparser
+import functools
 import importlib.util
 import re
 import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -24,7 +26,14 @@ from embershard.launch import cli
 from embershard.launch.doctor import command as doctor
 
 PROJECT = Path(__file__).resolve().parents[2]
-PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md"))]
+PAGES = [
+    PROJECT / "README.md",
+    PROJECT / "CONTRIBUTING.md",
+    PROJECT / "benchmarks" / "README.md",
+    *sorted((PROJECT / "docs").rglob("*.md")),
+]
+FOLDERS = ("embershard", "tests", "docs", "benchmarks", "examples", "scripts", ".ci")
+ARCHITECTURE = PROJECT / "docs" / "architecture.md"
 
 # First words of a command -> why it is not checked here.
 TAKEN_ON_TRUST = {
@@ -35,6 +44,8 @@ TAKEN_ON_TRUST = {
     "tensorboard": "a server; another project's",
     "pip config": "shows the reader's settings",
 }
+# Names of other projects that documents mention without saying whose.
+NAMES_OF_OTHERS = {"DTensor", "PATH", "split_embedding_cpu_forward_2", "weights_offsets"}
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -215,6 +226,137 @@ def test_the_links_lead_somewhere(page: Path):
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def quoted(text: str) -> list[str]:
+    """What stands in backticks outside of fenced blocks."""
+    return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
+
+
+def wrong_paths(text: str) -> list[str]:
+    """Paths in backticks that do not exist: those that begin at the project's root, and all names of Python files."""
+    wrong = []
+    for word in quoted(text):
+        path = word.partition("::")[0]
+        if not re.fullmatch(r"[\w./-]+", path):
+            continue
+        if "/" in path and (path.partition("/")[0] in FOLDERS or path.endswith(".py")):
+            wrong += [] if (PROJECT / path).exists() else [word]
+        elif path.endswith(".py"):
+            wrong += [] if any(any((PROJECT / folder).rglob(path)) for folder in FOLDERS) else [word]
+    return wrong
+
+
+@functools.cache
+def words_of_the_code() -> frozenset[str]:
+    files = [file for folder in ("embershard", "tests", "benchmarks") for file in (PROJECT / folder).rglob("*.py")]
+    files += [PROJECT / "setup.cfg", PROJECT / "Makefile"]
+    return frozenset(word for file in files for word in re.findall(r"\w+", file.read_text(encoding="utf-8")))
+
+
+def unknown_names(text: str) -> list[str]:
+    """Names in backticks (``CamelCase``, ``with_underscore``, ``A.b``) that occur nowhere in the code."""
+    known = words_of_the_code() | NAMES_OF_OTHERS
+    unknown = []
+    for word in quoted(text):
+        name = re.fullmatch(r"([A-Za-z_]\w*(?:\.\w+)*)(?:\(.*\))?", word)
+        if name is None or re.match(r"(torch|torchrec|fbgemm_gpu|SparseType)\.", word) or word.endswith(".tmp"):
+            continue
+        parts = [part for part in name[1].split(".") if re.search(r"_|[a-z][A-Z]|^[A-Z]", part)]
+        unknown += [word] if set(parts) - known else []
+    return unknown
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(PROJECT)))
+def test_the_paths_exist(page: Path):
+    assert wrong_paths(page.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(PROJECT)))
+def test_the_names_exist(page: Path):
+    assert unknown_names(page.read_text(encoding="utf-8")) == []
+
+
+def test_a_wrong_path_or_name_is_noticed():
+    right = "`embershard/cache/policies.py::x`, `tests/unit`, `policies.py`, `RowCache.know`, `make_scores()`"
+    assert wrong_paths(right) == unknown_names(right) == []
+    paths = ["cache/policies.py", "embershard/cache/forecast.py", "tests/none", "door.py"]
+    assert wrong_paths(" ".join(f"`{path}`" for path in paths)) == paths
+    backwards = "RowCache"[::-1]
+    names = [backwards, f"RowCache.{backwards}", f"{backwards}(model)"]
+    assert unknown_names(" ".join(f"`{name}`" for name in names)) == names
+
+
+def tree_of(block: str) -> set[str]:
+    """The files of an annotated tree: two spaces of indentation a folder, whose names end in a slash."""
+    files, folders = set(), [""]
+    for line in filter(None, block.splitlines()):
+        name = line.split()[0]
+        depth = (len(line) - len(line.lstrip())) // 2
+        del folders[depth + 1 :]
+        if name.endswith("/"):
+            folders.append(folders[depth] + name)
+        else:
+            files.add(folders[depth] + name)
+            assert len(line.split()) > 2, f"{name} is listed without its subject"
+    return files
+
+
+def test_the_tree_lists_every_file_of_the_package():
+    """But for the rooms' own ``__init__.py``, which the page excepts; and it lists nothing else."""
+    (tree,) = (block for block in blocks(ARCHITECTURE.read_text(encoding="utf-8"), "text") if block.startswith("emb"))
+    there = {str(p.relative_to(PROJECT)) for p in (PROJECT / "embershard").rglob("*") if p.is_file()}
+    rooms = {path for path in there if path.endswith("/__init__.py") and path.count("/") > 1}
+    there = {path for path in there - rooms if "__pycache__" not in path}
+    listed = tree_of(tree)
+    assert sorted(there - listed) == [], "not in the tree of docs/architecture.md"
+    assert sorted(listed - there) == [], "in the tree of docs/architecture.md only"
+
+
+def imports_of_rooms() -> set[tuple[str, str]]:
+    """Which room imports from which other one; imports for types alone do not count, as in setup.cfg."""
+    found = set()
+    for file in (PROJECT / "embershard").rglob("*.py"):
+        room, *rest = file.relative_to(PROJECT / "embershard").parts
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                node.body = []
+        modules = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        others = {module.split(".")[1] for module in modules if module.startswith("embershard.")}
+        found |= {(room, other) for other in others - {room} if rest}
+    return found
+
+
+def reached(arrows: set[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Every pair that a path of arrows leads from and to."""
+    while more := {(a, d) for a, b in arrows for c, d in arrows if b == c} - arrows:
+        arrows = arrows | more
+    return arrows
+
+
+def test_the_picture_of_the_floors_is_what_the_code_imports():
+    (picture,) = blocks(ARCHITECTURE.read_text(encoding="utf-8"), "mermaid")
+    drawn = set(re.findall(r"^ +(\w+) --> (\w+)$", picture, re.MULTILINE))
+    assert reached(drawn) == reached(imports_of_rooms())
+    assert all(reached(drawn - {arrow}) != reached(drawn) for arrow in drawn), "an arrow that a path makes superfluous"
+
+
+def test_the_example_of_a_policy_does_what_the_page_says():
+    """It is a policy as it stands, and counts up to 15."""
+    import torch
+
+    from embershard.cache.rows.transfer import ScoresTransfer
+
+    (block,) = blocks(ARCHITECTURE.read_text(encoding="utf-8"), "python")
+    names: dict[str, Any] = {}
+    exec(compile(block, str(ARCHITECTURE), "exec"), names)
+    scores = names["CappedScores"](torch.zeros(30), 4, torch.device("cpu"), ScoresTransfer, None)
+    scores.admit(torch.tensor([7, 9]), torch.tensor([1, 2]))
+    for _ in range(20):
+        scores.used(torch.tensor([1, 1]))
+    scores.used(torch.tensor([2]))
+    assert scores.of_slots().tolist() == [0.0, 15.0, 1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(

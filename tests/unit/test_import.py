@@ -20,11 +20,13 @@ def modules_after(statement: str, folder: Path) -> set[str]:
     return set(run.stdout.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["embershard", "embershard.cache", "embershard.launch.doctor.command"])
 def test_the_import_is_light(module: str, project_dir: Path):
     assert modules_after(f"import {module}", project_dir) & HEAVY == set()
 
 
+@pytest.mark.slow
 def test_the_probe_sees_a_heavy_import(project_dir: Path):
     assert "pyarrow" in modules_after("import embershard, pyarrow", project_dir)
 

@@ -13,13 +13,13 @@ import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from embershard.cache.config import Scoring
 from embershard.cache.next_use import KnownBatch
 from embershard.cache.policies import make_scores
 from embershard.cache.row_cache import CacheGrowthWarning, RowCache
@@ -48,7 +48,7 @@ class ReplayPolicy:
         shuffle_window: samples among which an epoch's order is mixed; 0: every epoch has the same order.
     """
 
-    scoring: Literal["frequency", "lfu", "lru"] = "lfu"
+    scoring: Scoring = "lfu"
     lookahead: int = 64
     prefetch: int = 2
     by_next_use: bool = True

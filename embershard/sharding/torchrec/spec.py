@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ParameterSharding
 
-from embershard.cache.config import LEAST_SLOTS, CacheConfig
+from embershard.cache.config import LEAST_SLOTS, CacheConfig, Scoring
 from embershard.cache.key_map import map_kind
 from embershard.errors import ConfigError, ShardingError
 from embershard.frequency.profile import FrequencyProfile
@@ -44,7 +44,7 @@ class CacheSpec:
 
     config: CacheConfig
     lookahead: bool
-    scoring: Literal["frequency", "lfu", "lru"]
+    scoring: Scoring
     warmup: bool
     profile: FrequencyProfile | None
     rank: int

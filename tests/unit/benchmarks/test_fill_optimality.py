@@ -14,6 +14,8 @@ from benchmarks import fill_optimality
 from benchmarks.fill_optimality import LOOKAHEADS, Run, Stream, measure
 from benchmarks.offline_optimum import look_ahead_rule, offline_optimum
 
+pytestmark = pytest.mark.slow
+
 
 def skewed_stream(num_batches: int = 60, batch_size: int = 12, rows: tuple[int, int] = (300, 100)) -> Stream:
     """Two tables; low ids are popular."""

@@ -84,6 +84,7 @@ def test_the_negative_controls_pass_without_a_fault():
     check_choices()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS_OF_CHOICE)
 def test_a_fault_of_choice_is_noticed(fault):
     with FAULTS_OF_CHOICE[fault](), pytest.raises(AssertionError, match="not the best victims"):
@@ -256,6 +257,7 @@ def naive_fills(stream: Sequence[Tensor], num_slots: int, lookahead: int, prefet
     return fills
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize(("num_slots", "lookahead"), [(250, 4), (250, 16), (500, 64)])
 def test_fills_are_those_of_a_naive_exact_implementation(stream, num_slots, lookahead):
@@ -265,6 +267,7 @@ def test_fills_are_those_of_a_naive_exact_implementation(stream, num_slots, look
     assert abs(fills / naive - 1) <= 0.002
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS_OF_CHOICE)
 def test_a_fault_of_choice_costs_fills(fault):
     """The comparison above would notice."""

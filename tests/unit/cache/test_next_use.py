@@ -111,6 +111,7 @@ def check_bursts(resize: Resize | None = None) -> list[int]:
     return run_and_measure(bursts(seed=0, steps=120), resize, num_slots=20, overflow="grow")[1]
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**32), st.sampled_from([None, 0, 1]), st.booleans())
 @settings(max_examples=40)
 def test_next_uses_stay_exact_when_the_ring_grows_and_shrinks(seed, pinned_table, hashed):
@@ -168,12 +169,14 @@ def _shrinks_to_the_new_batch(self: NextUseIndex, oldest: int, end: int, needed:
 _RESERVE, _RESIZE = NextUseIndex._reserve, NextUseIndex._resize
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [_cells_not_cleared, _growth_starts_afresh, _growth_counts_without_the_oldest])
 def test_a_fault_in_the_ring_is_noticed(fault):
     with mock.patch.object(NextUseIndex, "_reserve", fault), pytest.raises(AssertionError):
         check_ring()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [_shrinking_starts_afresh, _shrinks_to_the_new_batch])
 def test_a_fault_in_shrinking_the_ring_is_noticed(fault):
     with pytest.raises(AssertionError):

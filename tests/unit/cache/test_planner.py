@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embershard.cache import CachePlan, CachePlanner, KnownBatch, NextUseIndex, SlotMap, make_scores
+from embershard.cache.config import Policy, Scoring
 from embershard.cache.eviction import VictimQueue
 from tests.unit.cache.harness import Pool
 
@@ -46,7 +48,7 @@ def values(plan: CachePlan) -> dict[str, object]:
     return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in fields.items()}
 
 
-@given(batches, st.sampled_from(["frequency", "lfu", "lru"]))
+@given(batches, st.sampled_from(get_args(Scoring)))
 def test_equal_states_and_keys_give_equal_plans(batches, policy):
     a, b = make(policy), make(policy)
     for number, keys in enumerate(batches, start=1):
@@ -71,7 +73,7 @@ def test_equal_states_keys_and_known_batches_give_equal_plans(batches, ahead):
         assert torch.equal(pair[0].next_use_index.next_use[1:], pair[1].next_use_index.next_use[1:])
 
 
-@given(batches, st.sampled_from(["lookahead", "frequency", "lfu", "lru"]), st.integers(10, 14))
+@given(batches, st.sampled_from(get_args(Policy)), st.integers(10, 14))
 @settings(max_examples=60)
 def test_a_plan_accounts_for_every_id(batches, policy, num_slots):
     planner = make(policy, num_slots)
@@ -144,7 +146,7 @@ def test_one_choice_among_ties_and_always_the_same():
     assert len(set(choices[0])) == 4
 
 
-@pytest.mark.parametrize("policy", ["lookahead", "frequency", "lfu", "lru"])
+@pytest.mark.parametrize("policy", get_args(Policy))
 def test_the_cache_is_ranked_once_for_many_batches(policy, monkeypatch):
     """No scan of all slots per step: a refill ranks an eighth of them, and the queue hands that out."""
     refills = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from embershard.cache import make_scores
 from embershard.cache import policies as scores_module
+from embershard.cache.config import Scoring
 from tests.unit.cache.harness import Pool
 
 CPU = torch.device("cpu")
@@ -45,6 +47,7 @@ def test_lru_is_true_lru(keys, num_slots):
         assert pool.resident() == set(reference.held)
 
 
+@pytest.mark.slow
 def test_lru_over_many_slots_and_refills():
     pool, reference = Pool((2000,), num_slots=500, policy="lru"), OrderedDictLru(500)
     rng = np.random.default_rng(0)
@@ -170,7 +173,7 @@ def test_equal_frequencies_leave_by_age():
 # -- all of them ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["frequency", "lfu", "lru"])
+@pytest.mark.parametrize("policy", get_args(Scoring))
 def test_warm_up_takes_the_most_frequent_rows_and_only_those_that_occur(policy):
     profile = [0] * 30
     profile[3], profile[17], profile[29] = 5, 2, 9

@@ -6,6 +6,7 @@ import functools
 import gc
 import warnings
 import weakref
+from typing import get_args
 from unittest import mock
 
 import numpy as np
@@ -15,13 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embershard.cache import CacheGrowthWarning
+from embershard.cache.config import Policy
 from embershard.cache.rows.staged_transfer import StagedTransfer
 from embershard.cache.rows.uva_transfer import UvaTransfer
 from embershard.errors import CacheError, CacheOverflowError
 from tests.unit.cache.faults import FAULTS
 from tests.unit.cache.harness import Pool, random_operations, run, windowed_operations
 
-POLICIES = ("lookahead", "frequency", "lfu", "lru")
+POLICIES = get_args(Policy)
 NUM_ROWS = 30
 
 rows = st.lists(st.integers(0, NUM_ROWS - 1), max_size=8).map(tuple)
@@ -103,6 +105,7 @@ def test_every_row_is_right_after_any_operations_in_a_window(
 TRANSFERS = [None, StagedTransfer, functools.partial(StagedTransfer, buffer_bytes=1), UvaTransfer]
 
 
+@pytest.mark.slow
 @given(
     window_operations.map(lambda found: [operation for operation in found if operation[0] != "fail_known"]),
     st.integers(1, 14),
@@ -126,6 +129,7 @@ def test_every_transfer_and_kind_of_map_in_a_window(operations, num_slots, make_
     )
 
 
+@pytest.mark.slow
 @given(operations, st.sampled_from(POLICIES), st.sampled_from(TRANSFERS), st.sampled_from(["array", "hashed"]))
 @settings(max_examples=60)
 def test_every_transfer_and_kind_of_map_with_every_policy(operations, policy, make_transfer, kind):
@@ -163,6 +167,7 @@ def test_the_negative_controls_pass_without_a_fault():
     check_scenarios()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_noticed(fault):
     with FAULTS[fault](), pytest.raises(AssertionError):

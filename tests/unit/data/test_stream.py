@@ -80,6 +80,7 @@ def test_every_sample_once_and_one_order_for_any_world_size(kit, shape):
             assert all(len(step) == size for step in steps[:-1])
 
 
+@pytest.mark.slow
 @given(shapes, st.data())
 @settings(max_examples=40)
 def test_a_stream_goes_on_with_another_world_size(kit, shape, data):
@@ -216,6 +217,7 @@ def test_threads_end_with_the_stream(kit, ending):
         assert not thread.is_alive()
 
 
+@pytest.mark.slow
 def test_interpreter_ends_in_the_middle_of_a_stream():
     program = (
         "from embershard.data import *\n"

@@ -181,6 +181,7 @@ def test_every_stream_has_a_bound() -> None:
     assert BOUNDS.keys() == streams(1).keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BOUNDS)
 def test_a_small_stream_is_estimated_from_a_twentieth_of_its_rows(name: str) -> None:
     """200,000 lookups, of which some 9,000 are of followed rows; the benchmark has 10 million."""

@@ -26,6 +26,8 @@ from embershard.pipeline.module_input import ModuleInput
 from embershard.pipeline.streams import Streams
 from tests.unit.gpu_model.training import Setting, expected, modelled, train
 
+pytestmark = pytest.mark.slow
+
 EVENTS = {2: "flush", 4: "evaluate", 6: "state", 8: "stats", 9: "evaluate", 11: "flush"}
 SETTINGS = {
     "default": Setting(),

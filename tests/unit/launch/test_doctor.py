@@ -119,6 +119,7 @@ def test_an_import_that_kills_the_process_is_reported(tmp_path: Path, monkeypatc
     assert "killed by signal 11" in error
 
 
+@pytest.mark.slow
 def test_an_import_that_hangs_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "hanging.py").write_text("import time\ntime.sleep(60)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -132,6 +133,7 @@ def test_a_wrong_sum_is_noticed(monkeypatch: pytest.MonkeyPatch):
     assert error == "rank 1: AssertionError: 1 + 2 gave 4.0"
 
 
+@pytest.mark.slow
 def test_ranks_that_never_meet_end_in_time(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(doctor, "ALL_REDUCE", "import time; time.sleep(60)")
     error, seconds = doctor.all_reduce_error("gloo", 1.0)
@@ -171,6 +173,7 @@ def test_json(capsys: pytest.CaptureFixture[str]):
     }
 
 
+@pytest.mark.slow
 def test_it_speaks_when_torchrec_cannot_be_imported(tmp_path: Path, project_dir: Path):
     """The whole doctor, with a torchrec in front of the real one that does not import."""
     (tmp_path / "torchrec.py").write_text("raise OSError('libtorch_cuda.so: cannot open shared object file')\n")

@@ -55,6 +55,7 @@ def same(a: FrequencyProfile, b: FrequencyProfile) -> None:
         assert one.tables[table].window_rows.tolist() == other.tables[table].window_rows.tolist()
 
 
+@pytest.mark.slow
 def test_the_number_of_processes_changes_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(profile_pass, "PART_SAMPLES", 2048)
     given = ["synthetic", *settings(*SMALL_SET), "--max-lookups", "30000"]

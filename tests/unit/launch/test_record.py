@@ -167,6 +167,7 @@ def test_versions_and_commit():
     assert commit is None or len(commit) == 40
 
 
+@pytest.mark.slow
 def test_a_run_folder_takes_one_writer_at_a_time(tmp_path):
     """Killing a launcher leaves its ranks running for a while: a second run must not write into their folder."""
     code = """

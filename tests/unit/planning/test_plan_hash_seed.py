@@ -10,6 +10,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 PLAN = """
 import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -37,6 +39,7 @@ def _plan(hash_seed: str) -> str:
     ).stdout
 
 
+@pytest.mark.slow
 def test_a_plan_does_not_depend_on_the_hash_seed() -> None:
     first, second = _plan("0"), _plan("2")
     assert first.count("\n") == 18

@@ -130,6 +130,7 @@ print(make_plan(make_request(Budget(ratio=0.1), rows=rows, dims=dims, world_size
 """
 
 
+@pytest.mark.slow
 def test_a_plan_does_not_depend_on_the_hash_seed(project_dir):
     """Of this process, and another one."""
     command = [sys.executable, "-W", "ignore", "-c", PLAN + "print(hash('t0'))"]

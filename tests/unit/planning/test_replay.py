@@ -83,6 +83,7 @@ TRAINED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_replay_counts_what_training_counts(ranks, profile, name, monkeypatch):
     """Hits, fills and rows held per table; growth where a batch does not fit."""

@@ -112,6 +112,7 @@ def test_pooled_and_sequence_embeddings_in_one_model(device):
     assert found == {"s0": CACHED_KERNEL, **dict.fromkeys(["t0", "t1", "t2", "t3"], "fused")}
 
 
+@pytest.mark.slow
 @devices
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_plans_depend_neither_on_the_call_nor_on_the_order_of_a_set(device, world_size, monkeypatch):

@@ -70,6 +70,7 @@ def test_reports_come_when_they_are_due(ranks, tmp_path):
     assert all(report.quality.samples == 100 for report in reports if isinstance(report, EvalReport))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("embedding", "dense"), [("rowwise_adagrad", "adam"), ("adagrad", "adagrad"), ("sgd", "sgd")])
 @pytest.mark.parametrize("cached", [True, False])
 def test_a_resumed_run_is_the_same_run(ranks, tmp_path, embedding, dense, cached):
@@ -87,6 +88,7 @@ def test_a_resumed_run_is_the_same_run(ranks, tmp_path, embedding, dense, cached
     assert whole[-1].quality == resumed[-1].quality
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lookahead", [0, 64])
 def test_a_trainer_goes_back_to_a_checkpoint_in_mid_run(ranks, tmp_path, lookahead):
     """With batches ahead, whose rows are on the device."""

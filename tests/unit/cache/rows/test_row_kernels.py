@@ -69,11 +69,13 @@ def ptx(tmp_path_factory: pytest.TempPathFactory, project_dir: Path) -> dict[str
     return {name: collections.Counter(kinds.findall(text)) for name, text in json.loads(done.stdout).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_rows_move_16_bytes_at_a_time(ptx: dict[str, collections.Counter[str]], name: str):
     accesses, wide = ptx[name], CASES[name][2]
     assert (accesses["ld.global.v2.b64"] > 0) == (accesses["st.global.v2.b64"] > 0) == wide, accesses
 
 
+@pytest.mark.slow
 def test_looking_up_reads_half_a_bucket_at_a_time(ptx: dict[str, collections.Counter[str]]):
     assert ptx[LOOK_UP]["ld.global.v4.b32"] > 0, ptx[LOOK_UP]

@@ -201,6 +201,7 @@ def exchanges(draw):
     return rows(num_slots), rows(num_rows), slots, keys
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "plain"])
 @given(exchange=exchanges())
 def test_every_transfer_does_what_the_plain_one_does(implementation, exchange):
