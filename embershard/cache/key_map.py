@@ -1,5 +1,5 @@
-"""A number for every key of a pool, most of them 0: as an array over all keys, or hashed, for pools whose keys would
-take more memory than their slots.
+"""Sparse int32 map from row key to slot: as an array over all keys, or hashed, for pools whose keys would take more
+memory than their slots.
 
 Planning reads the entries of a whole batch at once and writes those that change, so both work on tensors of keys, on
 any device.
