@@ -553,6 +553,31 @@ def test_planning_that_is_interrupted_ends_the_pool(step, monkeypatch):
             use()
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, RuntimeError])
+def test_an_exception_behind_the_planning_never_leaves_rows_that_nobody_copied(error, monkeypatch):
+    """When the batch is counted off what is known, its rows are in the map. They must be in their slots, or the next
+    flush writes others over them."""
+    pool = Pool(num_slots=4, policy="lookahead")
+    for keys in ([1, 2, 3, 4], [5, 6]):
+        pool.know(keys)
+    number = pool.prepare_known()
+    pool.train(number)
+    pool.release(number)
+    known, keys = pool.known[0]
+
+    def fail(*_):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool.cache.next_use_index, "arrive", fail)
+        with pytest.raises(error):
+            pool.cache.prepare(*pool.split_by_feature(keys), known=known)
+    before = [tensor.clone() for tensor in pool.host.payload]
+    with pytest.raises(CacheError, match=f"bringing in the rows of batch 2 did not end .{error.__name__}"):
+        pool.cache.flush()
+    assert all(torch.equal(a, b) for a, b in zip(before, pool.host.payload, strict=True))
+
+
 # -- shapes of batches and pools ---------------------------------------------------------
 
 
