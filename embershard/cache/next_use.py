@@ -127,7 +127,7 @@ class NextUseIndex:
             Its distinct slots int64 [U], and the number of the batch that uses each one next, int32 [U]; None when
             the batch is not the oldest: it was forgotten, or has arrived before.
         """
-        if not self._known or self._known[0] is not batch:
+        if not self._is_oldest(batch):
             return None
         self._known.popleft()
         distinct = slots.index_select(0, batch.positions)
@@ -139,7 +139,7 @@ class NextUseIndex:
 
     def skip(self, batch: KnownBatch, keys: Tensor) -> None:
         """The oldest known batch, with these keys (int64 [N]), will not be prepared."""
-        if not self._known or self._known[0] is not batch:
+        if not self._is_oldest(batch):
             return
         distinct = keys.index_select(0, batch.positions)
         entries = self._map.entries(distinct)
@@ -178,6 +178,13 @@ class NextUseIndex:
         memory.record_stream(self.next_use, self._last_use)
         self.next_use = torch.cat([self.next_use, extra])
         self._last_use = torch.cat([self._last_use, extra])
+
+    def _is_oldest(self, batch: KnownBatch) -> bool:
+        """Whether ``batch`` is the oldest known one. Older ones that are left will not come: batches come in order, so
+        nobody heard of them (an exception came when they had just become known)."""
+        while self._known and self._known[0].number < batch.number:
+            self._known.popleft()
+        return bool(self._known) and self._known[0] is batch
 
     def _numbers(self, first_use: int, uses: Tensor) -> Tensor:
         return ((uses + first_use % _WRAP) & (_WRAP - 1)) + 1

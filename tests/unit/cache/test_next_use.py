@@ -369,3 +369,21 @@ def test_without_look_ahead_nothing_is_known():
     pool.forget()
     assert pool.cache.known_bytes == 0
     assert pool.cache.next_use_index is None
+
+
+def test_a_batch_that_nobody_heard_of_does_not_end_the_looking_ahead():
+    """An exception came when it had just become known: nobody will ever prepare or skip it."""
+    slot_map = SlotMap(10, 6)
+    index = NextUseIndex(slot_map)
+    keys = [torch.tensor(each) for each in ([1, 2], [2, 3], [3, 2])]
+    _, second, third = (index.know(each) for each in keys)
+    slots = slot_map.next_free(2)
+    slot_map.claim(2)
+    index.admit(keys[1], slots)
+    slot_map.bind(keys[1], slots, batch=1)
+    arrived = index.arrive(second, slots)
+    assert arrived is not None
+    assert arrived[1].tolist() == [third.number, third.number]
+    assert index.arrive(third, slots.flip(0)) is not None
+    assert index.next_use[1:].tolist() == [0] * 6
+    assert index.arrive(second, slots) is None
