@@ -74,6 +74,8 @@ def from_values(cls: type[C], values: dict[str, Any], path: str = "") -> C:
     """An instance of `cls` from nested dicts; every key and type is checked before anything is built."""
     arguments = {}
     for name, value in values.items():
+        if name in _retired(cls) and value == _retired(cls)[name][0]:
+            continue  # in files of earlier versions, with the value that means what there is now
         hint = _field_type(cls, name, path)
         arguments[name] = _checked(hint, value, f"{path}{name}")
     return cls(**arguments)
@@ -126,9 +128,16 @@ class _NoMatch:
 _NO_MATCH = _NoMatch()
 
 
+def _retired(cls: type) -> dict[str, tuple[Any, str]]:
+    """Settings that a config class had: the value that means what there is now, and why the setting went."""
+    return getattr(cls, "RETIRED", {})
+
+
 def _field_type(cls: type, name: str, path: str) -> Any:
     hints = get_type_hints(cls)
     names = [field.name for field in dataclasses.fields(cls)]
+    if name in _retired(cls):
+        raise ConfigError(f"{path}{name} is no setting any more: {_retired(cls)[name][1]}")
     if name not in names:
         close = difflib.get_close_matches(name, names, n=1)
         hint = f"Did you mean {path}{close[0]}?" if close else f"Known here: {', '.join(names)}."

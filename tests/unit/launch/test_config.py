@@ -182,3 +182,14 @@ def test_a_run_reads_back_with_every_section_changed(load):
 def test_a_run_refuses_what_cannot_be_meant(load, overrides, said):
     with pytest.raises(ConfigError, match=said):
         load("", *overrides, cls=RunConfig)
+
+
+def test_a_file_of_an_earlier_version_is_read_as_long_as_it_means_the_same(tmp_path: Path) -> None:
+    """`cache.background` was written into every run's config.toml; off meant what there is now."""
+    file = tmp_path / "config.toml"
+    file.write_text("[cache]\nratio = 0.1\nbackground = false\n")
+    assert load_config(RunConfig, file).cache.ratio == 0.1
+    for text, overrides in (("[cache]\nbackground = true\n", ()), ("", ("cache.background=true",))):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=r"cache\.background is no setting any more: .* Remove it\."):
+            load_config(RunConfig, file, overrides)
