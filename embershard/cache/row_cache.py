@@ -164,8 +164,8 @@ class RowCache:
         started = time.perf_counter()
         self._check()
         self._warm_up()
-        free_slots = self.planner.map.num_slots - self._pinned_keys.numel()
-        if if_it_fits and known is not None and self._in_flight.would_crowd(known.num_rows, free_slots):
+        other_slots = self.planner.map.num_slots - self._pinned_keys.numel()
+        if if_it_fits and known is not None and self._in_flight.would_crowd(known.num_rows, other_slots):
             return None
         plan = self._plan(keys, if_it_fits)
         if plan is None:
@@ -201,10 +201,6 @@ class RowCache:
             self._copies.trained()
             self._host_sync.end_update()
             ticket.cancel()
-
-    def cancel(self, ticket: Ticket) -> None:
-        """The batch will not train: its slots may be evicted."""
-        ticket.cancel()
 
     def cancel_prepared(self) -> None:
         """No batch that was prepared and not forwarded will come."""

@@ -374,6 +374,15 @@ def late_fills(model: nn.Module) -> int:
     return sum(stats.critical_path_fills for stats in cache_stats(model))
 
 
+def message_of(function: Callable[[], Any]) -> str:
+    """Type and text of what the function raises; "" when it raises nothing."""
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def only_our_warnings_raise() -> None:
     """As in the exactness tests; the growth of a cache is checked where it is expected."""
     warnings.simplefilter("error", category=UserWarning)

@@ -32,6 +32,7 @@ from tests.ranks.look_ahead import (
     differs,
     features_of,
     late_fills,
+    message_of,
     only_our_warnings_raise,
     pipeline,
     plain,
@@ -39,15 +40,6 @@ from tests.ranks.look_ahead import (
     train,
 )
 from tests.ranks.parity import differences, snapshot
-
-
-def _message(function: Callable[[], Any]) -> str:
-    """Type and text of what the function raises; "" when it raises nothing."""
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def _unequal(expected: list[Any], found: list[Any]) -> list[str]:
@@ -249,7 +241,7 @@ def uneven_data(case: Case, run: Run, lengths: list[tuple[int, ...]]) -> list[li
         with as_run(case, run) as (model, loop):
             found = train(loop, first)
             halfway = len(found)
-            ends_again = _message(lambda: loop.progress(iter([])))
+            ends_again = message_of(lambda: loop.progress(iter([])))
             found += train(loop, second)
             different = _unequal(expected, found) + differences(snapshot(stock), snapshot(model))
             different += [] if halfway == common else [f"{halfway} steps of {common} with the first iterator"]
@@ -275,7 +267,7 @@ def failing_iterator(case: Case, run: Run, failing: int, after: int) -> dict[str
 
     with as_run(case, run) as (model, loop):
         iterator = broken() if dist.get_rank() == failing else iter(data)
-        error = _message(go)
+        error = message_of(go)
         trained = loop.stats().steps
         different = differs(case, trained, model, outputs)
         outputs += train(loop, iterator)
@@ -341,7 +333,7 @@ def raising_body(case: Case, run: Run, when: str) -> list[str]:
                 loss.backward()
                 optimizer.step()
                 found.append(output.item())
-        over = _message(lambda: loop.progress(iterator))
+        over = message_of(lambda: loop.progress(iterator))
         different = _unequal(expected, found) + differences(snapshot(stock), snapshot(model))
     return different + ([] if over.startswith("StopIteration") else [f"did not end: {over}"])
 
@@ -360,7 +352,7 @@ def other_batch(case: Case, run: Run, where: str) -> dict[str, Any]:
                 model(other)[0].backward()
 
         left_out = 4 if where == "in a step" else None
-        error = _message(in_a_step if left_out is not None else lambda: model(other)[0].backward())
+        error = message_of(in_a_step if left_out is not None else lambda: model(other)[0].backward())
         outputs += train(loop, iterator)
         if left_out is None:
             return {"error": error, "different": differs(case, case.steps, model, outputs)}
@@ -397,12 +389,12 @@ def failing_copy(case: Case, run: Run, copy: str, number: int) -> dict[str, Any]
             while True:
                 found.append(loop.progress(iterator).item())
 
-        error, trained = _message(go), loop.stats().steps
-        saving = _message(lambda: snapshot(model))
-        evaluating = _message(lambda: _evaluate(model, unseen))
+        error, trained = message_of(go), loop.stats().steps
+        saving = message_of(lambda: snapshot(model))
+        evaluating = message_of(lambda: _evaluate(model, unseen))
         result: dict[str, Any] = {"error": error, "saving": saving, "evaluating": evaluating, "calls": calls}
         if saving:
-            result["going_on"] = _message(go)
+            result["going_on"] = message_of(go)
             return result
         result["then"] = differs(case, trained, model, found)
         found += train(loop, iterator)
@@ -465,7 +457,7 @@ def untraceable(case: Case, run: Run, features: str) -> Any:
     arguments = {} if features == "none" else {"features": given}
     with as_run(case, run, UntraceableModel, **arguments) as (model, loop):
         if features != "all":
-            return _message(lambda: loop.progress(iter(data)))
+            return message_of(lambda: loop.progress(iter(data)))
         found = train(loop, data)
         late = late_fills(model)
         return _unequal(expected, found) + differences(snapshot(stock), snapshot(model)), late
@@ -573,7 +565,7 @@ def wrong_depths(run: Run) -> str:
     """What the pipeline says about its arguments."""
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
-    return _message(lambda: LookAheadPipeline(model, optimizer, "cpu", run.lookahead, run.prefetch))
+    return message_of(lambda: LookAheadPipeline(model, optimizer, "cpu", run.lookahead, run.prefetch))
 
 
 def delayed_stages(case: Case, run: Run) -> dict[str, int]:
@@ -593,7 +585,7 @@ def overflow(case: Case, run: Run) -> dict[str, Any]:
     with as_run(case, run) as (model, loop), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", CacheGrowthWarning)
         found: list[float] = []
-        error = _message(lambda: found.extend(train(loop, batches(case))))
+        error = message_of(lambda: found.extend(train(loop, batches(case))))
         if error:
             return {"error": error}
         growths = sum(stats.overflow_growths for stats in cache_stats(model))

@@ -30,21 +30,13 @@ from tests.ranks.look_ahead import (
     batches,
     build,
     differs,
+    message_of,
     only_our_warnings_raise,
     plain,
     reference,
     train,
 )
 from tests.ranks.parity import differences, snapshot
-
-
-def message_of(function: Callable[[], Any]) -> str:
-    """Type and text of what the function raises; "" when it raises nothing."""
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def losses_until(loop: Any, iterator: Iterator[Batch], steps: int) -> list[float]:

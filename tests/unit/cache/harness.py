@@ -376,7 +376,7 @@ class Pool:
     def cancel(self, batch: int) -> None:
         """The batch does not train."""
         ticket, _ = self.tickets.pop(batch)
-        self.cache.cancel(ticket)
+        ticket.cancel()
 
     def abandon(self, batch: int) -> None:
         """Nobody holds the ticket any more; without a cycle, the reference count alone frees it."""
