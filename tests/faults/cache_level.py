@@ -217,7 +217,7 @@ class Player:
 
     def _cancel(self) -> None:
         if self.flying:
-            self.call(self.cache.cancel, self.flying[-1][0])
+            self.call(self.flying[-1][0].cancel)
             self.flying.pop()
 
     def _abandon(self) -> None:
