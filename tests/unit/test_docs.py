@@ -1,4 +1,5 @@
 """What the documentation shows must work: every command in a bash block, every import, every link, every path and name.
+Its prose keeps to the line length.
 
 A command is run as a dry run, or parsed by the program it calls. One that is neither needs an entry in
 ``TAKEN_ON_TRUST``, with the reason. A command of an unknown program fails.
@@ -34,6 +35,7 @@ PAGES = [
 ]
 FOLDERS = ("embershard", "tests", "docs", "benchmarks", "examples", "scripts", ".ci")
 ARCHITECTURE = PROJECT / "docs" / "architecture.md"
+LINE_LENGTH = 120  # as in the code
 
 # First words of a command -> why it is not checked here.
 TAKEN_ON_TRUST = {
@@ -228,9 +230,31 @@ def test_the_links_lead_somewhere(page: Path):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def prose(text: str) -> str:
+    """A page without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def long_lines(text: str) -> list[str]:
+    """Lines of prose that are too long; a table's row and a link's target may be."""
+    lines = (re.sub(r"\]\([^)]*\)", "]", line) for line in prose(text).splitlines() if not line.startswith("|"))
+    return [line for line in lines if len(line) > LINE_LENGTH]
+
+
+@pytest.mark.parametrize("page", [*PAGES, PROJECT / "CHANGELOG.md"], ids=lambda page: str(page.relative_to(PROJECT)))
+def test_the_lines_are_not_too_long(page: Path):
+    assert long_lines(page.read_text(encoding="utf-8")) == []
+
+
+def test_a_long_line_is_noticed():
+    long = "word " * 25
+    assert long_lines(f"short\n{long}\n") == [long]
+    assert long_lines(f"| {long} |\n```text\n{long}\n```\n[link]({long})\n") == []
+
+
 def quoted(text: str) -> list[str]:
     """What stands in backticks outside of fenced blocks."""
-    return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
+    return re.findall(r"`([^`\n]+)`", prose(text))
 
 
 def wrong_paths(text: str) -> list[str]:
