@@ -54,7 +54,7 @@ def arguments() -> argparse.Namespace:
 
 
 def clicks(args: argparse.Namespace) -> Iterator[Batch]:
-    """Yield random clicks of this rank: one user, 0 to 3 ids of other features; low ids are popular; even users click."""
+    """Yield random clicks of this rank: one user, 0 to 3 ids of the rest; low ids are popular; even users click."""
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     for _ in range(args.steps):
         lengths = torch.randint(0, 4, (len(FEATURES), args.batch_size), generator=generator, dtype=torch.int32)
