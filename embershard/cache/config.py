@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Literal, get_args
 
 from embershard.cache.key_map import MapKind
 from embershard.errors import ConfigError
@@ -66,11 +66,6 @@ class CacheConfig:
     decay: float | None = None
     """`lfu`, and `lookahead` where it counts as `lfu` does: factor in (0, 1) by which old uses count less with every
     batch. Default: no decay."""
-
-    #: Settings of earlier versions: the value that means what there is now, and why the setting went.
-    RETIRED: ClassVar[dict[str, tuple[Any, str]]] = {
-        "background": (False, "copies in threads of their own gained nothing. Remove it.")
-    }
 
     def __post_init__(self) -> None:
         if self.ratio is not None and self.device_bytes is not None:

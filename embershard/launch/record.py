@@ -16,8 +16,8 @@ from typing import Any, TextIO
 import numpy as np
 
 from embershard import __version__
+from embershard.decoding import to_toml
 from embershard.errors import ConfigError
-from embershard.launch.config import to_toml
 from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
 from embershard.training.reports import EvalReport, Report, SaveReport, TrainReport

@@ -205,7 +205,7 @@ def _topology(name: str, rates: Mapping[int, Rates], busy: float, quick: bool) -
         device="cpu",
         ranks_per_node=max(rates),
         host_memory_bytes=psutil.virtual_memory().total,
-        rates_by_ranks=dict(rates),
+        rates=dict(rates),
     )
 
 

@@ -85,12 +85,15 @@ def _edit(part: str, number: int, **values: Any):
 
 
 WRONG = {
-    "unknown key": (_edit("tables", 1, rank=3), r"tables\[1\] \('t1'\): unknown key 'rank'. Did you mean 'ranks'\?"),
-    "missing key": (lambda v: v["pools"][2].pop("slots"), r"pools\[2\] \(1\): key 'slots' is missing. It is a whole"),
-    "missing part": (lambda v: v.pop("pools"), r"key 'pools' is missing. It is a list"),
-    "type": (_edit("pools", 0, slots="9"), r"pools\[0\] \(0\): slots: got \"9\", needed a whole number"),
-    "bool": (_edit("pools", 0, slots=True), r"slots: got true, needed a whole number"),
-    "choice": (_edit("tables", 0, kernel="host"), r"kernel: got \"host\", needed one of \"cached\", \"device\""),
+    "unknown key": (_edit("tables", 1, rank=3), r"tables\[1\] \('t1'\): rank: unknown key. Did you mean 'ranks'\?"),
+    "missing key": (lambda v: v["pools"][2].pop("slots"), r"pools\[2\] \(1\): slots: is missing, needed integer"),
+    "missing part": (lambda v: v.pop("pools"), r"pools: is missing, needed \[section, \.\.\.\]"),
+    "type": (_edit("pools", 0, slots="9"), r"pools\[0\] \(0\): slots: got '9', needed integer"),
+    "bool": (_edit("pools", 0, slots=True), r"slots: got True, needed integer"),
+    "choice": (
+        _edit("tables", 0, kernel="host"),
+        r"kernel: got 'host', needed \"cached\" \| \"device\" \| \"replicated\"",
+    ),
     "format": (lambda v: v.update(format=9), "format: got 9, needed 1. Plan again with this version"),
     "world size": (lambda v: v.update(world_size=0), "world_size: got 0, needed at least 1"),
     "node": (lambda v: v.update(world_size=3), "ranks_per_node: got 2, needed a divisor of world_size 3"),
