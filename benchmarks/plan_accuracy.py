@@ -127,7 +127,7 @@ def hit_rates(path: str | None, work: Path) -> dict[str, Any]:
         config.write_text(text)
         profiles = [profiled(config, work, "all.npz", []), profiled(config, work, "some.npz", _limit(SAMPLED_LOOKUPS))]
         for policy in POLICIES:
-            needs = [f"cache.profile={work / 'all.npz'}"] if policy == "frequency" else []
+            needs = [f"profile.path={work / 'all.npz'}"] if policy == "frequency" else []
             for ratio in RATIOS:
                 run = Run(config, (f"cache.policy={policy}", f"cache.ratio={ratio}", *needs), ranks=2)
                 found = _compare(run, profiles, work)

@@ -48,7 +48,7 @@ bag_sizes = {[24, 1] * 13}
 embedding_dim = 32
 dense_arch_layer_sizes = [64, 32]
 over_arch_layer_sizes = [64, 1]
-[cache]
+[look_ahead]
 lookahead = 8
 [train]
 batch_size = 256

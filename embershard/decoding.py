@@ -9,7 +9,6 @@ import re
 import sys
 import types
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -36,7 +35,7 @@ def decode(cls: type[T], values: object, error: type[EmbershardError] = ConfigEr
     0.5
     >>> decode(CacheConfig, {"ration": 0.5})
     Traceback (most recent call last):
-    embershard.errors.ConfigError: ration: unknown key. Did you mean 'ratio'?
+    embershard.errors.ConfigError: ration: unknown key. Did you mean ratio?
 
     Raises:
         error: a key is unknown or missing, or a value is of another type. An exception of a dataclass's own checks
@@ -44,7 +43,7 @@ def decode(cls: type[T], values: object, error: type[EmbershardError] = ConfigEr
     """
     try:
         text = json.dumps(values, default=lambda date: {"date": str(date)})  # JSON has all of TOML's types but dates
-        return _adapter(cls).validate_json(text, strict=True, extra="forbid")
+        return TypeAdapter(cls).validate_json(text, strict=True, extra="forbid")
     except RecursionError as found:
         raise error(f"cannot be read: {found}") from found
     except ValidationError as found:
@@ -64,11 +63,17 @@ def field_types(cls: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
+def is_section(hint: Any) -> bool:
+    """Return whether a type is a dataclass."""
+    return dataclasses.is_dataclass(hint)
+
+
 def unknown_key(cls: type, key: str, at: str = "") -> str:
     """Return the message about a `key` that the dataclass `cls` does not have; `at` names the section."""
     names = field_types(cls)
     close = difflib.get_close_matches(key, names, n=1)
-    hint = f"Did you mean {close[0]!r}?" if close else f"Known here: {', '.join(names)}."
+    meant = [name if at.endswith(")") else _joined(at, name) for name in close]  # an entry of a list is long
+    hint = f"Did you mean {meant[0]}?" if close else f"Known here: {', '.join(names)}."
     return f"{_joined(at, key)}: unknown key. {hint}"
 
 
@@ -90,7 +95,7 @@ def type_name(hint: Any) -> str:
         return " | ".join(map(json.dumps, get_args(hint)))
     if get_origin(hint) is tuple:
         return f"[{', '.join('...' if item is Ellipsis else type_name(item) for item in get_args(hint))}]"
-    if get_origin(hint) in (dict, Mapping) or dataclasses.is_dataclass(hint):
+    if get_origin(hint) in (dict, Mapping) or is_section(hint):
         return "section"
     names = {str: "text", int: "integer", float: "number", bool: "true | false", type(None): "none"}
     return names.get(hint, "any value")
@@ -142,11 +147,6 @@ def toml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, (str, bool)) else repr(value)
 
 
-@lru_cache
-def _adapter(cls: type[T]) -> TypeAdapter[T]:
-    return TypeAdapter(cls)
-
-
 def _message(cls: type, values: Any, problem: ErrorDetails) -> str:
     """Say where in `values` pydantic found a problem, what is there, and what is needed."""
     kind, keys = problem["type"], list(problem["loc"])
@@ -158,7 +158,7 @@ def _message(cls: type, values: Any, problem: ErrorDetails) -> str:
             break
         values, hint = values[key], inner
         at = _joined(at, key)
-        if isinstance(key, int) and dataclasses.is_dataclass(hint):  # named by its first field, too
+        if isinstance(key, int) and is_section(hint):  # named by its first field, too
             name = values.get(dataclasses.fields(hint)[0].name) if isinstance(values, dict) else None
             at += "" if name is None else f" ({name!r})"
     if kind == _UNKNOWN:
@@ -172,7 +172,7 @@ def _inner(hint: Any, key: str | int, keys: list[str | int]) -> Any:
     """Return the type of the entry `key` in a value of type `hint`; None where pydantic only names an alternative."""
     hint = _section(hint)
     arguments = get_args(hint)
-    if dataclasses.is_dataclass(hint):
+    if is_section(hint):
         return field_types(hint).get(str(key))
     if get_origin(hint) in (dict, Mapping):
         return arguments[0 if keys[-1] == "[key]" else 1]  # the key itself is wrong, or the value under it

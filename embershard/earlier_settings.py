@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from embershard.errors import ConfigError
 
 #: Old name -> the name now.
-RENAMED: dict[str, str] = {}
+RENAMED = {
+    "cache.lookahead": "look_ahead.lookahead",
+    "cache.prefetch": "look_ahead.prefetch",
+    "cache.profile": "profile.path",
+    "cache.profile_samples": "profile.samples",
+}
 #: Old name -> the value that means what there is now, and why the setting went.
 RETIRED: dict[str, tuple[Any, str]] = {
     "cache.background": (False, "copies in threads of their own gained nothing. Remove it.")
 }
+
+
+def with_names_of_now(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by name, as a plan holds them, under the names of this version.
+
+    >>> with_names_of_now({"cache.lookahead": 8, "cache.policy": "lru"})
+    {'look_ahead.lookahead': 8, 'cache.policy': 'lru'}
+    """
+    return {RENAMED.get(name, name): value for name, value in settings.items()}
 
 
 def refuse_earlier(key: str) -> None:

@@ -16,21 +16,37 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_origin
 
-from embershard.decoding import alternatives, decode, field_types, read_toml, toml, toml_value, type_name, unknown_key
+from embershard.decoding import (
+    alternatives,
+    decode,
+    field_types,
+    is_section,
+    read_toml,
+    toml,
+    toml_value,
+    type_name,
+    unknown_key,
+)
 from embershard.earlier_settings import bring_up_to_date, refuse_earlier
 from embershard.errors import ConfigError
 
 C = TypeVar("C")
 
+#: Files in the folder of a run.
+RUN_CONFIG, METRICS = "config.toml", "metrics.jsonl"
+
 
 def load_config(cls: type[C], path: Path, overrides: Sequence[str] = ()) -> C:
     """Read the dataclass `cls` from a TOML file and `key=value` overrides, of which the last one wins.
+
+    In a run's own record, which an earlier version may have written, earlier names of settings are accepted.
 
     Raises:
         ConfigError: the file is missing or not TOML, a key is unknown, a value is of another type or refused.
     """
     values = read_toml(path)
-    bring_up_to_date(values, rename=False)
+    is_record = path.name == RUN_CONFIG and (path.parent / METRICS).exists()
+    bring_up_to_date(values, rename=is_record)
     for override in overrides:
         apply_override(cls, values, override)
     return decode(cls, values)
@@ -54,12 +70,12 @@ def apply_override(cls: type, values: dict[str, Any], override: str) -> None:
     *sections, name = key.split(".")
     for number, part in enumerate((*sections, name)):
         at = ".".join(sections[:number])
-        if not dataclasses.is_dataclass(hint):
+        if not is_section(hint):
             raise ConfigError(f"{at} is a setting, not a section.")
         if part not in field_types(hint):
             raise ConfigError(unknown_key(hint, part, at))
         hint = field_types(hint)[part]
-    if dataclasses.is_dataclass(hint):
+    if is_section(hint):
         raise ConfigError(f"--set {override}: {key} is a section; set one of its settings, as {key}.NAME=VALUE.")
     for section in sections:
         values = values.setdefault(section, {})
@@ -84,14 +100,15 @@ class Setting:
 
 def describe(config: Any, path: str = "") -> list[Setting]:
     """Return all settings of a config, nested ones as `section.key`, in the order of their declaration."""
-    found = []
-    for name, hint in field_types(type(config)).items():
+    found: list[Setting] = []
+    cls: type = type(config)
+    for name, hint in field_types(cls).items():
         default = getattr(config, name)
         if dataclasses.is_dataclass(default):
             found += describe(default, f"{path}{name}.")
             continue
         shown = "none" if default is None else toml(default)
-        found.append(Setting(f"{path}{name}", type_name(hint), shown, _docs(type(config)).get(name, "")))
+        found.append(Setting(f"{path}{name}", type_name(hint), shown, _docs(cls).get(name, "")))
     return found
 
 

@@ -122,7 +122,7 @@ def test_ranks_that_fail_are_an_error(monkeypatch) -> None:
 @pytest.mark.slow
 def test_work_is_counted_in_steps_that_ran() -> None:
     small = {"data.synthetic.scale": 1e-4, "data.synthetic.bag_sizes": [2], "train.batch_size": 32}
-    at_once = {"cache.lookahead": 0, "cache.policy": "lfu", "cache.ratio": 0.5}  # each step plans its own batch
+    at_once = {"look_ahead.lookahead": 0, "cache.policy": "lfu", "cache.ratio": 0.5}  # each step plans its own batch
     settings = {
         "cached": reference_setting({**small, **at_once}),
         "stock": reference_setting({**small, "cache": {"enabled": False}}),

@@ -125,10 +125,14 @@ seconds_per_fill = 1
         ("ranks_per_node = 2", "", "ranks_per_node: is missing, needed integer"),
         ('"cpu"', '"tpu"', 'device: got \'tpu\', needed "cpu" | "cuda"'),
         ('"cpu"', '"cuda"', "device_memory_bytes: got None, needed the memory of one GPU"),
-        ("host_memory_bytes", "host_memory", "host_memory: unknown key. Did you mean 'host_memory_bytes'?"),
+        ("host_memory_bytes", "host_memory", "host_memory: unknown key. Did you mean host_memory_bytes?"),
         ("rates.2", "rates.two", "rates.two: got 'two', needed integer"),
         ("seconds_per_fill = 1", "seconds_per_fill = -1", "Rates.seconds_per_fill: got -1.0, needed a finite number"),
-        ("seconds_per_fill", "seconds_per_sleep", "rates.2.seconds_per_sleep: unknown key. Did you mean 'seconds_per_"),
+        (
+            "seconds_per_fill",
+            "seconds_per_sleep",
+            "rates.2.seconds_per_sleep: unknown key. Did you mean rates.2.",
+        ),
         ("[x.rates.2]\nseconds_per_fill = 1", "", "rates: got 'no rates and no bandwidths', needed one of them"),
         (
             "[x.rates.2]\nseconds_per_fill",

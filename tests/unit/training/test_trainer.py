@@ -11,12 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+from embershard.cache import CacheConfig
 from embershard.data import DataConfig, open_source
 from embershard.data.config import SyntheticConfig
 from embershard.distributed import CheckpointConfig, Ranks, complete_checkpoints, process_group, rng_state
 from embershard.errors import CheckpointError
+from embershard.frequency import FrequencyProfile
+from embershard.frequency.config import ProfileConfig
 from embershard.models import ModelConfig
-from embershard.training.build import CacheSettings, find_profile
+from embershard.pipeline.config import LookAheadConfig
+from embershard.training.build import find_profile
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig, ScheduleConfig
 from embershard.training.reports import EvalReport, Report, SaveReport, TrainReport
@@ -33,7 +37,7 @@ def make_config(**changes: Any) -> RunConfig:
     parts = {
         "data": DataConfig(synthetic=SyntheticConfig(num_samples=1000, scale=0.0001), num_workers=0),
         "model": ModelConfig(embedding_dim=4, dense_arch_layer_sizes=(8, 4), over_arch_layer_sizes=(8, 1)),
-        "cache": CacheSettings(ratio=0.3, policy="lru"),
+        "cache": CacheConfig(ratio=0.3, policy="lru"),
         "schedule": ScheduleConfig(warmup_steps=5),
         "train": TrainConfig(batch_size=100, log_every=1, epochs=2),
         "checkpoint": CheckpointConfig(every_steps=6, at_end=False),
@@ -75,7 +79,7 @@ def test_reports_come_when_they_are_due(ranks, tmp_path):
 @pytest.mark.parametrize("cached", [True, False])
 def test_a_resumed_run_is_the_same_run(ranks, tmp_path, embedding, dense, cached):
     config = make_config(
-        cache=CacheSettings(ratio=0.3, policy="lfu", enabled=cached),
+        cache=CacheConfig(ratio=0.3, policy="lfu", enabled=cached),
         embedding_optimizer=EmbeddingOptimizerConfig(kind=embedding, lr=0.1),
         dense_optimizer=DenseOptimizerConfig(kind=dense, lr=0.01),
     )
@@ -92,8 +96,11 @@ def test_a_resumed_run_is_the_same_run(ranks, tmp_path, embedding, dense, cached
 @pytest.mark.parametrize("lookahead", [0, 64])
 def test_a_trainer_goes_back_to_a_checkpoint_in_mid_run(ranks, tmp_path, lookahead):
     """With batches ahead, whose rows are on the device."""
-    settings = CacheSettings(ratio=0.3, policy="lfu", lookahead=lookahead)
-    config = make_config(cache=settings, embedding_optimizer=EmbeddingOptimizerConfig(kind="rowwise_adagrad", lr=0.1))
+    config = make_config(
+        cache=CacheConfig(ratio=0.3, policy="lfu"),
+        look_ahead=LookAheadConfig(lookahead),
+        embedding_optimizer=EmbeddingOptimizerConfig(kind="rowwise_adagrad", lr=0.1),
+    )
     whole = losses(run(config, ranks, tmp_path / "a"))
     trainer = Trainer(config, ranks, tmp_path / "b")
     for _ in trainer.train():
@@ -217,17 +224,20 @@ def test_saving_needs_a_folder(ranks):
 
 
 def test_a_profile_is_counted_where_the_policy_needs_one(tmp_path):
-    data = make_config().data
-    source = open_source(data)
-    counted = find_profile(CacheSettings(ratio=0.3, policy="frequency", profile_samples=500), data, source)
+    source = open_source(make_config().data)
+
+    def found(profile: ProfileConfig, **cache: Any) -> FrequencyProfile | None:
+        return find_profile(make_config(profile=profile, cache=CacheConfig(ratio=0.3, **cache)), source)
+
+    counted = found(ProfileConfig(samples=500), policy="frequency")
     assert counted is not None
     assert {int(counts.sum()) for counts in counted.counts.values()} == {500}
     counted.save(tmp_path / "p.npz")
-    read = find_profile(CacheSettings(ratio=0.3, profile=str(tmp_path / "p.npz")), data, source)
+    read = found(ProfileConfig(path=str(tmp_path / "p.npz")))
     assert read is not None
     assert all(torch.equal(read.counts[name], counts) for name, counts in counted.counts.items())
-    assert find_profile(CacheSettings(ratio=0.3, policy="lru"), data, source) is None
-    assert find_profile(CacheSettings(ratio=0.3, policy="frequency", enabled=False), data, source) is None
+    assert found(ProfileConfig(), policy="lru") is None
+    assert found(ProfileConfig(), policy="frequency", enabled=False) is None
 
 
 @pytest.mark.parametrize(
