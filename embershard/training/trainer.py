@@ -241,9 +241,9 @@ class Trainer:
             "dense_optimizer": self.dense_optimizer.state_dict()["state"],
         }
 
-    def _tables(self) -> dict[str, list[int]]:
+    def _tables(self) -> dict[str, tuple[int, int]]:
         dim = self.config.model.embedding_dim
-        return {feature.name: [feature.num_rows, dim] for feature in self.source.schema.sparse}
+        return {feature.name: (feature.num_rows, dim) for feature in self.source.schema.sparse}
 
     def _settings(self) -> dict[str, Any]:
         """What the tensors of a checkpoint were made with: another value would load into them silently."""
@@ -307,7 +307,7 @@ def _check_settings(saved: dict[str, Any], needed: dict[str, Any], checkpoint: P
         raise CheckpointError(f"{checkpoint} was written with other settings: {changes}. Resume with its own.")
 
 
-def _check_tables(saved: dict[str, list[int]], needed: dict[str, list[int]], checkpoint: Path) -> None:
+def _check_tables(saved: dict[str, tuple[int, int]], needed: dict[str, tuple[int, int]], checkpoint: Path) -> None:
     if saved == needed:
         return
     for name in sorted(saved.keys() | needed.keys()):

@@ -156,32 +156,35 @@ def _with(key: str, value: Any) -> Callable[[dict[str, Any]], Any]:
 CPU_STATE = rng_state(torch.device("cpu"))
 DAMAGE: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     *(
-        (_without(key), f"'{key}' is missing")
-        for key in ("step", "samples", "stream", "tables", "settings", "world_size", "rng", "files")
+        (_without(key), f"{key}: is missing, needed")
+        for key in ("step", "samples", "stream", "tables", "settings", "world_size", "rng")
     ),
+    (_without("files"), "'files' is missing"),
     (lambda scalars: [scalars], "it holds a list, needed an object"),
     (lambda scalars: None, "it holds a NoneType, needed an object"),
     (_with("files", []), "'files' is missing, or is no object"),
-    (_with("step", "12"), "'step' is '12', needed an integer of at least 0"),
-    (_with("step", True), "'step' is True, needed an integer"),
-    (_with("samples", -1), "'samples' is -1, needed an integer of at least 0"),
-    (_with("samples", 1200.0), "'samples' is 1200.0, needed an integer"),
-    (_with("stream", [0, 0, 0]), "'stream' is a list of 3, needed an object"),
-    (_with("stream", {"epoch": 0, "seed": 0}), "'stream.global_sample' is missing"),
-    (_with("stream", {"epoch": None, "global_sample": 0, "seed": 0}), "'stream.epoch' is None, needed an integer"),
-    (_with("tables", "all"), "'tables' is 'all', needed an object"),
-    (_with("tables", {"cat_0": 7}), "'tables.cat_0' is 7, needed a list of rows and dim"),
-    (_with("tables", {"cat_0": [7]}), "'tables.cat_0' is a list of 1, needed a list of rows and dim"),
-    (_with("settings", None), "'settings' is None, needed an object"),
-    (_with("world_size", 0), "'world_size' is 0, needed an integer of at least 1"),
-    (_with("world_size", 2), "'rng' is a list of 1, needed a list with the states of 2 ranks"),
-    (_with("rng", []), "'rng' is a list of 0, needed a list with the states of 1 ranks"),
-    (_with("rng", {"cpu": ""}), "'rng' is {'cpu': ''}, needed a list with the states of 1 ranks"),
-    (_with("rng", [CPU_STATE["cpu"]]), r"'rng\[0\]' is '.{50,60}\.\.\., needed an object with a state for 'cpu'"),
-    (_with("rng", [{"cuda": ""}]), r"'rng\[0\]' is {'cuda': ''}, needed an object with a state for 'cpu'"),
-    (_with("rng", [{"cpu": 5}]), r"'rng\[0\].cpu' is 5, needed a generator's state in base64"),
-    (_with("rng", [{"cpu": "AAAA"}]), r"'rng\[0\].cpu' is 'AAAA', needed a generator's state"),
-    (_with("rng", [{**CPU_STATE, "cuda": "*"}]), r"'rng\[0\].cuda' is '\*', needed a generator's state"),
+    (_with("step", "12"), "step: got '12', needed integer"),
+    (_with("step", True), "step: got True, needed integer"),
+    (_with("step", -1), "step: got -1, needed at least 0"),
+    (_with("samples", -1), "samples: got -1, needed at least 0"),
+    (_with("samples", 1200.0), "samples: got 1200.0, needed integer"),
+    (_with("stream", [0, 0, 0]), r"stream: got \[0, 0, 0\], needed section"),
+    (_with("stream", {"epoch": 0, "seed": 0}), "stream.global_sample: got 'nothing', needed integer"),
+    (_with("stream", {"epoch": None, "global_sample": 0, "seed": 0}), "stream.epoch: got None, needed integer"),
+    (_with("stream", {"epoch": 0, "global_sample": -5, "seed": 0}), "stream.global_sample: got -5, needed at least 0"),
+    (_with("tables", "all"), "tables: got 'all', needed section"),
+    (_with("tables", {"cat_0": 7}), r"tables.cat_0: got 7, needed \[integer, integer\]"),
+    (_with("tables", {"cat_0": [7]}), r"tables.cat_0: got \[7\], needed \[integer, integer\]"),
+    (_with("settings", None), "settings: got None, needed section"),
+    (_with("world_size", 0), "world_size: got 0, needed at least 1"),
+    (_with("world_size", 2), r"rng: got '1 ranks', needed 2 \(world_size\)"),
+    (_with("rng", []), r"rng: got '0 ranks', needed 1 \(world_size\)"),
+    (_with("rng", {"cpu": ""}), r"rng: got {'cpu': ''}, needed \[section, ...\]"),
+    (_with("rng", [CPU_STATE["cpu"]]), r"rng\[0\]: got '.{70,80}, needed section"),
+    (_with("rng", [{"cuda": ""}]), r"rng\[0\]: got \['cuda'\], needed a state for 'cpu'"),
+    (_with("rng", [{"cpu": 5}]), r"rng\[0\].cpu: got 5, needed text"),
+    (_with("rng", [{"cpu": "AAAA"}]), r"rng\[0\].cpu: got 'AAAA', needed a generator's state in base64"),
+    (_with("rng", [{**CPU_STATE, "cuda": "*"}]), r"rng\[0\].cuda: got '\*', needed a generator's state"),
 ]
 
 
