@@ -59,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(argv: Sequence[str]) -> int:
     """``embershard train``: checks the settings, then starts the ranks."""
     # Imported here, because it loads torch and TorchRec, and the other commands must answer at once.
-    from embershard.launch.config import load_config, to_toml
+    from embershard.decoding import to_toml
+    from embershard.launch.config import load_config
     from embershard.launch.record import check_run_dir
     from embershard.launch.train.command import default_run_dir
     from embershard.launch.train.local import default_num_ranks, start_ranks
@@ -125,7 +126,7 @@ def _settings_reference() -> str:
     from embershard.training.config import RunConfig
 
     blocks = []
-    for setting in describe(RunConfig):
+    for setting in describe(RunConfig()):
         head = f"  {setting.key}    {setting.type}    (default: {setting.default})"
         body = textwrap.fill(setting.doc, width=100, initial_indent=" " * 8, subsequent_indent=" " * 8)
         blocks.append((f"{head}\n{body}" if setting.doc else head).replace("%", "%%"))

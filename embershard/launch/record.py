@@ -16,13 +16,13 @@ from typing import Any, TextIO
 import numpy as np
 
 from embershard import __version__
+from embershard.decoding import to_toml
 from embershard.errors import ConfigError
-from embershard.launch.config import to_toml
+from embershard.launch.config import METRICS, RUN_CONFIG
 from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
 from embershard.training.reports import EvalReport, Report, SaveReport, TrainReport
 
-METRICS = "metrics.jsonl"
 PLAN = "plan.json"
 LOCK = ".lock"
 _held_locks: list[TextIO] = []  # open for as long as the process lives
@@ -74,7 +74,7 @@ class RunRecord:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         metrics = folder / METRICS
-        (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        (folder / RUN_CONFIG).write_text(to_toml(config), encoding="utf-8")
         (folder / PLAN).unlink(missing_ok=True)  # an earlier part of the run may have had one
         if plan is not None:
             plan.save(folder / PLAN)
@@ -138,7 +138,7 @@ def make_result(
     what a resumed run had before.
     """
     quality = evaluation.quality if evaluation else None
-    measured, is_steady = steady_steps(step_seconds, config.cache.lookahead if config.cache.enabled else 0)
+    measured, is_steady = steady_steps(step_seconds, config.lookahead)
     global_batch = config.train.batch_size * world_size
     p50, p95 = (float(v) * 1e3 for v in np.percentile(measured, [50, 95])) if measured else (None, None)
     return {
@@ -192,7 +192,7 @@ def _flat(report: Report) -> tuple[str, dict[str, Any]]:
     if isinstance(report, TrainReport):
         return "train", dataclasses.asdict(report)
     if isinstance(report, EvalReport):
-        return "eval", {"step": report.step, **report.quality.as_dict(), "seconds": report.seconds}
+        return "eval", {"step": report.step, **vars(report.quality), "seconds": report.seconds}
     assert isinstance(report, SaveReport)
     return "checkpoint", {"step": report.step, "path": report.path.name, "seconds": report.seconds}
 

@@ -156,7 +156,8 @@ def run_config(data: str | None, path: Path | None, overrides: Sequence[str]) ->
     Raises:
         ConfigError: a setting is wrong.
     """
-    from embershard.launch.config import apply_override, from_values, load_config
+    from embershard.decoding import decode
+    from embershard.launch.config import apply_override, load_config
     from embershard.training.config import RunConfig
 
     def load(more: Sequence[str]) -> RunConfig:
@@ -165,7 +166,7 @@ def run_config(data: str | None, path: Path | None, overrides: Sequence[str]) ->
         values: dict[str, Any] = {}
         for override in [*overrides, *more]:
             apply_override(RunConfig, values, override)
-        return from_values(RunConfig, values)
+        return decode(RunConfig, values)
 
     if data is None:
         return load([])
