@@ -130,13 +130,13 @@ def to_toml(values: Any, at: str = "") -> str:
     sizes = [1, 2]
     """
     values = values if isinstance(values, Mapping) else dataclasses.asdict(values)
+    names = {key: str(key) if re.fullmatch(r"[\w-]+", str(key), re.ASCII) else toml(key) for key in values}
     plain = {key: value for key, value in values.items() if value is not None and not isinstance(value, Mapping)}
-    lines = [*([f"[{at}]"] if at else []), *(f"{key} = {toml(value)}" for key, value in plain.items()), ""]
+    lines = [*([f"[{at}]"] if at else []), *(f"{names[key]} = {toml(value)}" for key, value in plain.items()), ""]
     parts = ["\n".join(lines)] if plain else []
     for key, value in values.items():
         if isinstance(value, Mapping):
-            name = str(key) if re.fullmatch(r"[\w-]+", str(key), re.ASCII) else json.dumps(key)
-            parts.append(to_toml(value, f"{at}.{name}" if at else name))
+            parts.append(to_toml(value, f"{at}.{names[key]}" if at else names[key]))
     return "\n".join(part for part in parts if part)
 
 
@@ -144,7 +144,9 @@ def toml(value: Any) -> str:
     """Return one value as TOML."""
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(toml, value))}]"
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, (str, bool)) else repr(value)
+    if isinstance(value, (str, bool)):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f")  # the one that TOML escapes, too
+    return repr(value)
 
 
 def _message(cls: type, values: Any, problem: ErrorDetails) -> str:
