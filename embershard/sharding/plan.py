@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from embershard.decoding import decode
-from embershard.earlier_settings import with_names_of_now
+from embershard.earlier_settings import with_current_names
 from embershard.errors import ShardingError
 from embershard.sharding.plan_checks import FORMAT, check_plan
 from embershard.sharding.plan_text import from_text, to_text
@@ -140,8 +140,8 @@ class Plan:
 
     @property
     def settings_by_name(self) -> dict[str, Any]:
-        """`settings` under the names of now. A plan of an earlier version keeps its own names, and so its digest."""
-        return with_names_of_now(self.settings)
+        """`settings` under current names. A plan of an earlier version keeps its own names, and so its digest."""
+        return with_current_names(self.settings)
 
     def save(self, path: Path | str) -> None:
         """Write the JSON file, one table, pool or prediction to a line.
