@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
-from embershard.data import DataConfig, open_source
+from embershard.data import DataConfig
+from embershard.data.open import declared_schema
 from embershard.errors import ConfigError
 from embershard.frequency import DataStatistics
 from embershard.models import table_name
-from embershard.models.dlrm import DCN_LOW_RANK_DIM, DCN_NUM_LAYERS
-from embershard.planning.cost import work
+from embershard.models.dense_size import DenseSize
 from embershard.planning.request import Budget
 from embershard.planning.simulate.replay import ReplayPolicy
 from embershard.planning.workload import RunShape, Workload
 from embershard.sharding.sizes import ModelSize, TableSize
 from embershard.training.build import CacheSettings, counted_samples
 from embershard.training.config import RunConfig
-
-#: Bytes of optimizer state per row, and per column of a row, by `embedding_optimizer.kind` (FBGEMM's layouts).
-STATE_BYTES: dict[str, tuple[int, int]] = {
-    "sgd": (0, 0),
-    "rowwise_adagrad": (4, 0),
-    "adagrad": (0, 4),
-    "adam": (0, 8),
-    "partial_rowwise_adam": (4, 4),
-    "lamb": (0, 8),
-    "partial_rowwise_lamb": (4, 4),
-}
-#: States as large as the parameters that the dense optimizer keeps, the gradients among them.
-_DENSE_STATES = {"sgd": 1, "adagrad": 2, "adam": 3, "adamw": 3}
 
 
 def make_workload(
@@ -54,7 +42,7 @@ def make_workload(
         pooled_number_bytes=config.sharding.pooled_number_bytes,
         slot_map=config.cache.slot_map,
     )
-    return Workload(model_size(config, data), data, shape)
+    return Workload(model_size(config, {name: table.num_rows for name, table in data.tables.items()}), data, shape)
 
 
 def replay_policy(
@@ -75,22 +63,18 @@ def replay_policy(
     )
 
 
-def model_size(config: RunConfig, data: DataStatistics) -> ModelSize:
-    """How large the config's model is over the profile's tables."""
-    per_row, per_column = STATE_BYTES[config.embedding_optimizer.kind]
-    model = config.model
-    tables = tuple(
-        TableSize(name, table.num_rows, model.embedding_dim, model.table_dtype, per_row, per_column)
-        for name, table in data.tables.items()
-    )
-    dense = dense_size(config, len(tables))
-    parameter_bytes = work.dense_parameter_bytes(dense)
+def model_size(config: RunConfig, rows: Mapping[str, int]) -> ModelSize:
+    """Return the size of the config's model over tables with these rows."""
+    model, state_bytes = config.model, config.embedding_optimizer.state_bytes
+    dense = DenseSize.of(model, len(declared_schema(config.data).dense), len(rows))
     return ModelSize(
-        tables=tables,
-        dense_flops_per_sample=work.dense_flops(dense, 1),
-        dense_parameter_bytes=parameter_bytes,
-        dense_state_bytes=parameter_bytes * _DENSE_STATES[config.dense_optimizer.kind],
-        activation_bytes_per_sample=work.activation_bytes(dense, 1),
+        tables=tuple(
+            TableSize(name, count, model.embedding_dim, model.table_dtype, *state_bytes) for name, count in rows.items()
+        ),
+        dense_flops_per_sample=dense.flops_per_sample,
+        dense_parameter_bytes=dense.parameter_bytes,
+        dense_state_bytes=dense.parameter_bytes * config.dense_optimizer.num_states,
+        activation_bytes_per_sample=dense.activation_bytes_per_sample,
     )
 
 
@@ -105,12 +89,12 @@ def budget(config: RunConfig, device_bytes: int | None, host_bytes: int | None, 
 
 
 def check_tables(config: RunConfig, data: DataStatistics) -> None:
-    """The profile's tables must be those that the config's data have.
+    """Raise unless the profile has the tables of the config's data.
 
     Raises:
         ConfigError: naming the first difference.
     """
-    expected = _expected_rows(config)
+    expected = {table_name(feature.name): feature.num_rows for feature in declared_schema(config.data).sparse}
     for name in [*expected, *data.tables]:
         known = data.tables[name].num_rows if name in data.tables else None
         if known != expected.get(name):
@@ -119,16 +103,6 @@ def check_tables(config: RunConfig, data: DataStatistics) -> None:
                 f"table {name!r}: the config's data have {sides[0]}, the profile has {sides[1]}; make the profile with "
                 "embershard profile --config and this config"
             )
-
-
-def _expected_rows(config: RunConfig) -> dict[str, int]:
-    """Rows by table, as the settings say; no data file is opened."""
-    data = config.data
-    if data.kind == "synthetic":
-        return {table_name(feature.name): feature.num_rows for feature in open_source(data).schema.sparse}
-    if data.kind == "parquet":
-        return {table_name(n): rows for n, rows in zip(data.parquet.sparse, data.parquet.num_rows, strict=True)}
-    return {table_name(f"C{number + 1}"): rows for number, rows in enumerate(data.criteo.rows_per_table)}
 
 
 def _training_samples(data: DataStatistics) -> int:
@@ -142,26 +116,3 @@ def _num_steps(config: RunConfig, data: DataStatistics, global_batch_size: int) 
     if config.train.num_epochs is not None:
         limits.append(config.train.num_epochs * max(1, _training_samples(data) // global_batch_size))
     return min((limit for limit in limits if limit is not None), default=None)
-
-
-def dense_size(config: RunConfig, num_tables: int) -> work.DenseSize:
-    """The dense part of the config's model over so many tables."""
-    model = config.model
-    is_dcn = model.arch == "dlrm_dcn"
-    return work.DenseSize(
-        arch=model.arch,
-        num_dense=_num_dense(config),
-        num_tables=num_tables,
-        dim=model.embedding_dim,
-        dense_layers=model.dense_arch_layer_sizes,
-        over_layers=model.over_arch_layer_sizes,
-        cross_layers=(model.dcn_num_layers or DCN_NUM_LAYERS) if is_dcn else 0,
-        cross_rank=(model.dcn_low_rank_dim or DCN_LOW_RANK_DIM) if is_dcn else 0,
-    )
-
-
-def _num_dense(config: RunConfig) -> int:
-    data = config.data
-    if data.kind == "synthetic":
-        return data.synthetic.num_dense
-    return len(data.parquet.dense) if data.kind == "parquet" else 13

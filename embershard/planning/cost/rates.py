@@ -146,15 +146,6 @@ class StepTime:
     seconds: float
     bottleneck: str
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain dicts and numbers, for JSON."""
-        return {**asdict(self), "parts": dict(self.parts), "streams": dict(self.streams)}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> StepTime:
-        """The inverse of :meth:`to_dict`."""
-        return cls(**values)
-
 
 def step_time(work: StepWork, rates: Rates, device: Literal["cpu", "cuda"]) -> StepTime:
     """Time of a step on one rank.

@@ -10,7 +10,6 @@ import torch
 from torchrec.modules.embedding_configs import DataType
 
 from embershard import CacheConfig
-from embershard.launch.plan.inputs import STATE_BYTES
 from embershard.planning.simulate.replay import ReplayPolicy
 from embershard.sharding.memory_model import (
     MemorySettings,
@@ -19,6 +18,7 @@ from embershard.sharding.memory_model import (
     resident_bytes,
 )
 from embershard.sharding.sizes import PlacedShard, TableSize
+from embershard.training.optimizers import EmbeddingOptimizerConfig
 from tests.unit.planning.requests import data_of, make_workload
 from tests.unit.sharding.pools import OPTIMIZERS, make_pool
 
@@ -28,8 +28,7 @@ SETTINGS = MemorySettings("lfu", True, lookahead=4, prefetch=2, has_profile=Fals
 def size_of(
     rows: int, dim: int = 8, optimizer: str = "rowwise_adagrad", dtype: Any = "fp32", name: str = "t0"
 ) -> TableSize:
-    per_row, per_column = STATE_BYTES[optimizer]
-    return TableSize(name, rows, dim, dtype, per_row, per_column)
+    return TableSize(name, rows, dim, dtype, *EmbeddingOptimizerConfig(optimizer).state_bytes)
 
 
 def shard_of(size: TableSize, rows: int | None = None, **changes: Any) -> PlacedShard:
