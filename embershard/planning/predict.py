@@ -34,7 +34,7 @@ def pool_traffic(
         parts,
         num_slots,
         shape.global_batch_size,
-        shape.policy,
+        shape.cache,
         pinned_tables=[parts[number].table for number in pinned],
         num_steps=replayed_steps,
     )
@@ -52,7 +52,7 @@ def counted_traffic(workload: Workload, shards: Sequence[PlacedShard], num_slots
         workload.data.num_samples,
         num_slots,
         workload.shape.global_batch_size,
-        workload.shape.policy,
+        workload.shape.cache.policy,
         is_sample=workload.is_sample,
     ).shards
 

@@ -20,8 +20,8 @@ from rich.table import Table
 
 from embershard.errors import ConfigError, SetupError
 from embershard.launch.plan.reference_steps import QUIET, Segment, Segments
-from embershard.launch.record import versions
 from embershard.launch.train.local import start_ranks
+from embershard.launch.versions import versions
 from embershard.planning.cost.least_squares import fit_rates
 from embershard.planning.cost.rates import Rates, StepWork
 from embershard.planning.cost.topology import Topology, save_topology

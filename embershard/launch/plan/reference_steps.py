@@ -22,7 +22,7 @@ from embershard.data import BatchStream, open_source
 from embershard.distributed import Ranks, process_group
 from embershard.launch.config import from_values
 from embershard.launch.plan.inputs import STATE_BYTES, dense_size
-from embershard.launch.train.command import _quiet
+from embershard.launch.screen import silence_libraries
 from embershard.models import table_name
 from embershard.planning.cost import work as formulas
 from embershard.planning.cost.rates import StepWork
@@ -287,7 +287,7 @@ def measure(plan: Segments, ranks: Ranks) -> list[Segment]:
 
 def main(argv: Sequence[str]) -> None:
     """``python -m embershard.launch.plan.reference_steps PLAN RESULT``: paths of JSON files."""
-    _quiet()
+    silence_libraries()
     warnings.filterwarnings("ignore", category=CacheGrowthWarning)  # slots are what is varied here
     plan = Segments(**json.loads(Path(argv[0]).read_text(encoding="utf-8")))
     with process_group("cpu") as ranks:

@@ -14,7 +14,8 @@ from rich.table import Table
 
 from embershard.errors import ConfigError
 from embershard.launch.plan.view import size
-from embershard.launch.train.progress import closing_table, number
+from embershard.launch.screen import number
+from embershard.launch.train.progress import closing_table
 from embershard.planning.cost.recalibrate import Recalibration
 from embershard.planning.verify.compare import Comparison, Pair, Traffic, Verdict
 

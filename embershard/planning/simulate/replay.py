@@ -19,9 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embershard.cache.config import Scoring
+from embershard.cache.config import CachePolicy
 from embershard.cache.next_use import KnownBatch
-from embershard.cache.policies import make_scores
 from embershard.cache.row_cache import CacheGrowthWarning, RowCache
 from embershard.cache.rows.host_store import HostStore
 from embershard.cache.statistics import TableStats
@@ -33,28 +32,22 @@ _MOST_IDLE_ROWS = 10_000_000  # of a table; more need not take memory to be left
 
 
 @dataclass(frozen=True)
-class ReplayPolicy:
+class ReplaySettings:
     """Which rows stay, and how far ahead is looked; as `CacheConfig` and the trainer resolve it.
 
     Attributes:
-        scoring: the policy by which rows are compared.
+        policy: rule by which the cache chooses its rows.
         lookahead: batches known beyond the one in training; 0: a batch's rows come in at its own step.
         prefetch: batches resident beyond the one in training.
-        by_next_use: known uses choose the victims, and ``scoring`` only among rows without one.
-        warmup: start with the most frequent rows of the profile.
         profile_samples: training has the counts of the first so many samples: `frequency` needs them, `lfu` starts
             with them. 0: it has none; None: those of the whole trace.
-        decay: as `CacheConfig.decay`.
         shuffle_window: samples among which an epoch's order is mixed; 0: every epoch has the same order.
     """
 
-    scoring: Scoring = "lfu"
+    policy: CachePolicy = dataclasses.field(default_factory=CachePolicy)
     lookahead: int = 64
     prefetch: int = 2
-    by_next_use: bool = True
-    warmup: bool = False
     profile_samples: int | None = 0
-    decay: float | None = None
     shuffle_window: int = 0
 
 
@@ -137,7 +130,7 @@ def replay_pool(
     shards: Sequence[Shard],
     num_slots: int,
     global_batch_size: int,
-    policy: ReplayPolicy,
+    settings: ReplaySettings,
     *,
     pinned_tables: Sequence[str] = (),
     num_steps: int | None = None,
@@ -149,7 +142,7 @@ def replay_pool(
         shards: what the pool holds, in its order.
         num_slots: S.
         global_batch_size: samples of a step, over all ranks.
-        policy: which rows stay.
+        settings: which rows stay, and how far ahead is looked.
         pinned_tables: those whose rows are resident for ever.
         num_steps: stop after so many; None: all whole batches of the trace. More than those begin it again.
 
@@ -165,18 +158,18 @@ def replay_pool(
     followed = [shard for shard, rows in zip(shards, apart, strict=True) if not rows.is_pinned]
     taken = sum(rows.num_rows for rows in apart)
     slots = max(1, round((num_slots - taken) * trace.rate) if is_sampled else num_slots)
-    batches = _Batches(trace, followed, global_batch_size, available, policy.profile_samples, policy.shuffle_window)
-    cache = _make_cache(batches, slots, policy, [] if is_sampled else pinned_tables)
+    batches = _Batches(trace, followed, global_batch_size, available, settings.profile_samples, settings.shuffle_window)
+    cache = _make_cache(batches, slots, settings, [] if is_sampled else pinned_tables)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CacheGrowthWarning)
-        half = _run(cache, batches, steps, policy)
+        half = _run(cache, batches, steps, settings)
     whole = cache.stats()
     late = [_since(after, before) for after, before in zip(whole, half, strict=True)]
 
     def traffic(stats: list[TableStats], num_steps: int, is_late: bool) -> tuple[ShardTraffic, ...]:
         of_shard = iter(stats)
         replayed = [None if rows.is_pinned else next(of_shard) for rows in apart]
-        missed_once = not (is_late or policy.warmup)
+        missed_once = not (is_late or settings.policy.warmup)
         return tuple(
             _together(*pair, num_steps, global_batch_size, trace, is_late, missed_once)
             for pair in zip(apart, replayed, strict=True)
@@ -324,14 +317,14 @@ class _Batches:
             self._bounds[table] = np.searchsorted(self._samples[table], self._edges)
 
 
-def _make_cache(batches: _Batches, num_slots: int, policy: ReplayPolicy, pinned: Sequence[str]) -> RowCache:
+def _make_cache(batches: _Batches, num_slots: int, settings: ReplaySettings, pinned: Sequence[str]) -> RowCache:
     rows = batches.rows_per_table or [1]
     names = [shard.table for shard in batches.shards] or ["none"]
     host = HostStore(rows, 1, torch.uint8, [])
     are_pinned = [number for number in np.argsort(rows, kind="stable") if names[number] in pinned]
     pinned_keys = [torch.arange(rows[number]) + host.row_offsets[number] for number in are_pinned]
     counts = None
-    if policy.profile_samples != 0 and batches.counts:
+    if settings.profile_samples != 0 and batches.counts:
         counts = torch.from_numpy(np.concatenate(batches.counts))
     num_slots = min(num_slots, host.num_rows)
     cpu = torch.device("cpu")
@@ -341,16 +334,15 @@ def _make_cache(batches: _Batches, num_slots: int, policy: ReplayPolicy, pinned:
         device_payload=lambda slots: [torch.empty(slots + 1, 1, dtype=torch.uint8)],
         num_slots=num_slots,
         table_of_feature=range(len(names)),
-        scores=make_scores(policy.scoring, host.num_rows, num_slots, cpu, counts, policy.decay),
+        policy=dataclasses.replace(settings.policy, by_next_use=settings.lookahead > 0 and settings.policy.by_next_use),
         device=cpu,
-        warmup=policy.warmup,
+        row_counts=counts,
         pinned_keys=torch.cat(pinned_keys) if pinned_keys else None,
         owner="replay",
-        lookahead=policy.lookahead > 0 and policy.by_next_use,
     )
 
 
-def _run(cache: RowCache, batches: _Batches, steps: int, policy: ReplayPolicy) -> list[TableStats]:
+def _run(cache: RowCache, batches: _Batches, steps: int, settings: ReplaySettings) -> list[TableStats]:
     """The stages of `LookAheadPipeline`, in its order, without their contents. Returns the counters at half time."""
     half = cache.stats()
     known: deque[tuple[Tensor, Tensor, KnownBatch | None]] = deque()
@@ -359,7 +351,7 @@ def _run(cache: RowCache, batches: _Batches, steps: int, policy: ReplayPolicy) -
     for step in range(steps):
         if step == steps // 2:
             half = cache.stats()
-        while next_step < min(steps, step + policy.lookahead + 1):
+        while next_step < min(steps, step + settings.lookahead + 1):
             keys, lengths = batches.get(next_step)
             known.append((keys, lengths, cache.know(keys, lengths)))
             next_step += 1
@@ -370,7 +362,7 @@ def _run(cache: RowCache, batches: _Batches, steps: int, policy: ReplayPolicy) -
             resident.append(ticket)
         known.popleft()
         cache.freeze_pins()
-        for ahead in range(len(resident) - 1, min(policy.prefetch, len(known)) if policy.lookahead else 0):
+        for ahead in range(len(resident) - 1, min(settings.prefetch, len(known)) if settings.lookahead else 0):
             keys, lengths, batch = known[ahead]
             prepared = cache.prepare(keys, lengths, False, batch, if_it_fits=True)
             if prepared is None:
@@ -391,14 +383,14 @@ def replay_preferences(
     occurring += sum(len(trace.constant_rows.get(t, ())) for t in rows)
     num_slots = max(1, round(share_of_rows * occurring))
     policies = {
-        "frequency": ReplayPolicy("frequency", 0, warmup=True, profile_samples=None),
-        "lfu": ReplayPolicy("lfu", 0),
-        "lru": ReplayPolicy("lru", 0),
-        "lookahead": ReplayPolicy("lfu"),
+        "frequency": ReplaySettings(CachePolicy("frequency", False, warmup=True), 0, profile_samples=None),
+        "lfu": ReplaySettings(CachePolicy("lfu", False), 0),
+        "lru": ReplaySettings(CachePolicy("lru", False), 0),
+        "lookahead": ReplaySettings(),
     }
     found = {}
-    for name, policy in policies.items():
-        traffic = replay_pool(trace, shards, num_slots, global_batch_size, policy)
+    for name, settings in policies.items():
+        traffic = replay_pool(trace, shards, num_slots, global_batch_size, settings)
         lookups = sum(each.lookups for each in traffic.shards)
         hits = sum(each.hits_lookups for each in traffic.shards)
         found[name] = 1.0 - hits / lookups if lookups else 0.0

@@ -15,20 +15,21 @@ from hypothesis import strategies as st
 
 from embershard import cache_stats
 from embershard.cache import CacheGrowthWarning
+from embershard.cache.config import CachePolicy
 from embershard.cache.pinned_tables import pinned_tables
 from embershard.data import DataConfig
 from embershard.data.config import SyntheticConfig
 from embershard.distributed import CheckpointConfig, Ranks, process_group
 from embershard.frequency import FrequencyProfile, SampledTrace
 from embershard.frequency.downsampling import downsampled
-from embershard.launch.plan.inputs import replay_policy
+from embershard.launch.plan.inputs import replay_settings
 from embershard.launch.profile.data_pass import PassOptions, profile_data
 from embershard.models import ModelConfig
 from embershard.pipeline import look_ahead
 from embershard.pipeline.prefetch_depth import PrefetchDepth
 from embershard.planning.simulate.replay import (
     PoolTraffic,
-    ReplayPolicy,
+    ReplaySettings,
     Shard,
     ShardTraffic,
     replay_pool,
@@ -43,10 +44,12 @@ from tests.unit.planning.traces import skewed, trace_of
 DATA = DataConfig(synthetic=SyntheticConfig(num_samples=600, scale=0.0001, bag_sizes=(2,)), num_workers=0)
 COUNTED = ("lookups", "unique_ids", "hits_unique", "hits_lookups", "fills")
 POLICIES = {
-    "lookahead": ReplayPolicy(lookahead=6),
-    "lfu": ReplayPolicy("lfu", 0, by_next_use=False),
-    "lru": ReplayPolicy("lru", 0, by_next_use=False),
-    "frequency": ReplayPolicy("frequency", 0, by_next_use=False, warmup=True, profile_samples=None),
+    "lookahead": ReplaySettings(lookahead=6),
+    "lfu": ReplaySettings(CachePolicy("lfu", by_next_use=False), 0),
+    "lru": ReplaySettings(CachePolicy("lru", by_next_use=False), 0),
+    "frequency": ReplaySettings(
+        CachePolicy("frequency", by_next_use=False, warmup=True, has_profile=True), 0, profile_samples=None
+    ),
 }
 
 
@@ -99,7 +102,7 @@ def test_a_replay_counts_what_training_counts(ranks, profile, name, monkeypatch)
     trainer.close()
     shards = [Shard(table, 0, profile.num_rows(table)) for table in tables]
     pinned = [tables[number] for number in pinned_tables([shard.num_rows for shard in shards], slots)]
-    policy = replay_policy(config.cache, config.data, trainer.profile is not None, trainer.stream.num_samples, "cpu")
+    policy = replay_settings(config.cache, config.data, trainer.profile is not None, trainer.stream.num_samples, "cpu")
     assert policy.prefetch == 1, "what a CPU holds while its steps do not wait"
     policy = dataclasses.replace(policy, prefetch=held)
     statistics = profile.need_statistics()
@@ -126,7 +129,7 @@ def test_a_second_epoch_has_another_order(ranks, profile):
     trainer.close()
     shards = [Shard(table, 0, profile.num_rows(table)) for table in tables]
     pinned = [tables[number] for number in pinned_tables([shard.num_rows for shard in shards], slots)]
-    policy = replay_policy(config.cache, config.data, False, trainer.stream.num_samples, "cpu")
+    policy = replay_settings(config.cache, config.data, False, trainer.stream.num_samples, "cpu")
     trace = profile.need_statistics().trace
     assert trace is not None
     found, other = (
@@ -139,7 +142,8 @@ def test_a_second_epoch_has_another_order(ranks, profile):
     assert replayed == pytest.approx(trained, abs=0.005)
     assert sum(s.lookups for s in found.shards) * 18 == sum(s.lookups for s in stats)
     first = [
-        replay_pool(trace, shards, slots, 60, each, num_steps=9).shards for each in (policy, ReplayPolicy("lru", 0))
+        replay_pool(trace, shards, slots, 60, each, num_steps=9).shards
+        for each in (policy, ReplaySettings(CachePolicy("lru"), 0))
     ]
     assert policy.shuffle_window > 0
     assert found.shards != other.shards
