@@ -71,18 +71,15 @@ def shard_work(workload: Workload, shard: PlacedShard, traffic: ShardTraffic) ->
     per_sample = workload.lookups_per_sample[size.table]
     if shard.kernel == "replicated":
         ids = per_sample * shape.batch_size
-        touched = work.embedding_bytes(ids, size.weight_bytes(), size.optimizer_bytes())
-        weights = _weights(shard)
+        weights = float(shard.rows * size.weight_bytes())
         return StepWork(
             update_bytes=weights,
-            embedding_bytes=touched,
+            embedding_bytes=work.embedding_bytes(ids, size),
             all_reduce_bytes=work.all_reduce_bytes(weights, shape.world_size),
         )
     cached = shard.kernel == "cached"
     return StepWork(
-        embedding_bytes=work.embedding_bytes(
-            traffic.lookups, size.weight_bytes(shard.columns), size.optimizer_bytes(shard.columns)
-        ),
+        embedding_bytes=work.embedding_bytes(traffic.lookups, size, shard.columns),
         planned_ids=traffic.lookups if cached else 0.0,
         unique_ids=traffic.unique_ids if cached else 0.0,
         fills=traffic.fills,
@@ -100,10 +97,6 @@ def shard_work(workload: Workload, shard: PlacedShard, traffic: ShardTraffic) ->
             pooled_number_bytes=shape.pooled_number_bytes,
         ),
     )
-
-
-def _weights(shard: PlacedShard) -> float:
-    return float(shard.rows * shard.table.weight_bytes(shard.columns))
 
 
 def rank_work(workload: Workload, shards: Sequence[PlacedShard], traffic: Sequence[ShardTraffic]) -> StepWork:

@@ -15,13 +15,12 @@ from statistics import fmean, median
 from typing import Any
 
 import psutil
-from torchrec.distributed.types import ParameterSharding
 
 from embershard.cache import CacheGrowthWarning
 from embershard.data import BatchStream, open_source
 from embershard.distributed import Ranks, process_group
 from embershard.launch.config import from_values
-from embershard.launch.plan.inputs import STATE_BYTES, dense_size
+from embershard.launch.plan.inputs import model_size
 from embershard.launch.screen import silence_libraries
 from embershard.models import table_name
 from embershard.planning.cost import work as formulas
@@ -137,38 +136,39 @@ class _Timed:
         return {"planned_ids": sum(table.lookups for table in tables), **counters}
 
     def _work(self, steps: int, counted: Mapping[str, float]) -> StepWork:
-        config, world_size = self._config, self._ranks.world_size
-        size, batch_size = dense_size(config, len(self._trainer.source.schema.sparse)), config.train.batch_size
-        tables = {name: param for plan in self._trainer.model.plan.plan.values() for name, param in plan.items()}
+        batch_size, world_size = self._config.train.batch_size, self._ranks.world_size
+        features = self._trainer.source.schema.sparse
+        model = model_size(self._config, {table_name(feature.name): feature.num_rows for feature in features})
+        sizes = {table.table: table for table in model.tables}
+        params = {name: param for plan in self._trainer.model.plan.plan.values() for name, param in plan.items()}
         ids = {table_name(key): count / steps / batch_size for key, count in self._lookups.items()}
-        shards = [
-            shard for name, param in tables.items() for shard in _own_shards(param, self._ranks.rank, ids.get(name, 0))
-        ]
-        weight_bytes = 4 if config.model.table_dtype == "fp32" else 2
-        per_row, per_column = STATE_BYTES[config.embedding_optimizer.kind]
-        return StepWork(
-            dense_flops=formulas.dense_flops(size, batch_size),
-            activation_bytes=formulas.activation_bytes(size, batch_size),
-            update_bytes=formulas.dense_parameter_bytes(size),
-            embedding_bytes=sum(
-                formulas.embedding_bytes(
-                    shard.ids_per_sample * shard.rank_share * batch_size * world_size,
-                    shard.columns * weight_bytes,
-                    per_row + per_column * shard.columns,
-                )
-                for shard in shards
-            ),
-            all_to_all_bytes=sum(
-                formulas.all_to_all_bytes(
-                    **dataclasses.asdict(shard),
+        embedding_bytes = all_to_all_bytes = 0.0
+        for name, param in params.items():
+            shards = param.sharding_spec.shards if param.sharding_spec else []
+            rank_share = 1 / len({shard.shard_offsets[0] for shard in shards} or [0])
+            ids_per_sample = ids.get(name, 0.0)
+            for shard in shards:
+                if shard.placement.rank() != self._ranks.rank:
+                    continue
+                columns, num_ids = shard.shard_sizes[1], ids_per_sample * rank_share * batch_size * world_size
+                embedding_bytes += formulas.embedding_bytes(num_ids, sizes[name], columns)
+                all_to_all_bytes += formulas.all_to_all_bytes(
+                    param.sharding_type,
                     batch_size=batch_size,
                     world_size=world_size,
+                    ids_per_sample=ids_per_sample,
+                    columns=columns,
+                    rank_share=rank_share,
                     ranks_per_node=self._ranks.local_world_size,
                 )
-                for shard in shards
-            ),
-            all_reduce_bytes=formulas.all_reduce_bytes(formulas.dense_parameter_bytes(size), world_size),
-            num_collectives=formulas.num_collectives({p.sharding_type for p in tables.values()}, world_size),
+        return StepWork(
+            dense_flops=model.dense_flops_per_sample * batch_size,
+            activation_bytes=model.activation_bytes_per_sample * batch_size,
+            update_bytes=model.dense_parameter_bytes,
+            embedding_bytes=embedding_bytes,
+            all_to_all_bytes=all_to_all_bytes,
+            all_reduce_bytes=formulas.all_reduce_bytes(model.dense_parameter_bytes, world_size),
+            num_collectives=formulas.num_collectives({param.sharding_type for param in params.values()}, world_size),
             input_seconds=self._input_seconds,
             **counted,
         )
@@ -202,24 +202,6 @@ def simple_plan(config: RunConfig, sharding: str, world_size: int) -> Plan:
         tables=tuple(tables),
         pools=tuple(pool.with_slots(slots_by_ratio(pool.rows, ratio)) for pool in pools_of(tables, world_size)),
     )
-
-
-@dataclass(frozen=True)
-class _Shard:
-    sharding: str
-    columns: int
-    ids_per_sample: float
-    rank_share: float
-
-
-def _own_shards(param: ParameterSharding, rank: int, ids_per_sample: float) -> list[_Shard]:
-    shards = param.sharding_spec.shards if param.sharding_spec else []
-    row_blocks = len({shard.shard_offsets[0] for shard in shards})
-    return [
-        _Shard(param.sharding_type, shard.shard_sizes[1], ids_per_sample, 1 / row_blocks)
-        for shard in shards
-        if shard.placement.rank() == rank
-    ]
 
 
 def _input_seconds(config: RunConfig) -> float:
