@@ -22,8 +22,8 @@ from embershard.training.config import RunConfig
 def make_workload(
     config: RunConfig,
     data: DataStatistics,
-    *,
     world_size: int,
+    *,
     ranks_per_node: int,
     device: Literal["cpu", "cuda"],
     batch_size: int | None = None,
