@@ -12,7 +12,7 @@ from embershard.planning.request import Budget, PlanRequest
 from embershard.planning.search import Placement, place
 from embershard.planning.shard_costs import ShardCosts
 from embershard.planning.slot_split import fixed_bytes, least_slots
-from embershard.planning.workload import Workload, by_rank, place_shards, pools
+from embershard.planning.workload import Workload, by_pool, by_rank, place_shards
 from embershard.sharding import memory_model
 from embershard.sharding.shards import TablePlacement, largest_pool_problem
 from embershard.sharding.sizes import PlacedShard
@@ -237,7 +237,7 @@ def _rank_need(workload: Workload, rank: int, here: Sequence[PlacedShard]) -> Ra
     device: dict[str, int] = {}
     host: dict[str, int] = {}
     pool_rows = 0
-    for members in pools(here).values():
+    for members in by_pool(here).values():
         memory = memory_model.pool_memory(members, settings)
         pool_rows = max(pool_rows, memory.rows)
         total = memory.device_bytes(least_slots(workload, members))

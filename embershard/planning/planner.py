@@ -19,7 +19,7 @@ from embershard.planning.request import PlanRequest
 from embershard.planning.search import Placement, place
 from embershard.planning.shard_costs import ShardCosts
 from embershard.planning.slot_split import split_slots
-from embershard.planning.workload import place_shards, pools
+from embershard.planning.workload import by_pool, place_shards
 from embershard.sharding.plan import Plan, PoolPlacement, Prediction, TablePlacement
 
 _ORDERS: tuple[Literal["seconds", "device_bytes"], ...] = ("seconds", "device_bytes")
@@ -222,7 +222,7 @@ def _advice(request: PlanRequest, candidate: Candidate, exact: Prediction) -> li
             "prediction counts that; give them more (--device-memory, a larger cache.ratio), or use a smaller batch."
         )
     shards = place_shards(workload.model, candidate.tables, shape)
-    rows = [sum(shard.rows for shard in members) for members in pools(shards).values()]
+    rows = [sum(shard.rows for shard in members) for members in by_pool(shards).values()]
     if not candidate.pools:
         notes.append("All rows fit the devices: no table is cached.")
     elif sum(pool.slots for pool in candidate.pools) >= sum(rows):

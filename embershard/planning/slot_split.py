@@ -9,7 +9,7 @@ from embershard.cache.config import LEAST_SLOTS
 from embershard.cache.slot_map import MOST_POOL_ROWS
 from embershard.planning.predict import counted_reports
 from embershard.planning.request import Budget
-from embershard.planning.workload import PoolKey, Workload, by_rank, pools
+from embershard.planning.workload import PoolKey, Workload, by_pool, by_rank
 from embershard.sharding import memory_model
 from embershard.sharding.memory_model import PoolMemory
 from embershard.sharding.shards import PoolPlacement
@@ -57,7 +57,7 @@ _Sized = tuple[PoolKey, list[PlacedShard], int]
 
 
 def _rank_slots(workload: Workload, here: Sequence[PlacedShard], budget: Budget) -> list[_Sized] | None:
-    grouped = pools(here)
+    grouped = by_pool(here)
     if any(sum(shard.rows for shard in members) > MOST_POOL_ROWS for members in grouped.values()):
         return None
     if budget.ratio is not None:

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import psutil
@@ -109,10 +109,8 @@ class _Timed:
         seconds = self._run(steps)
         foreign = clock.foreign(self._ranks)
         per_step = {name: (now - counts[name]) / steps for name, now in self._counts().items()}
-        work = self._work(steps, per_step)
-        works = self._ranks.all_gather_objects(work.to_dict())
-        mean = {name: fmean(each[name] for each in works) for name in work.to_dict()}
-        return Segment(self.name, median(seconds), StepWork.from_dict(mean), foreign)
+        mean = StepWork.mean(self._ranks.all_gather_objects(self._work(steps, per_step)))
+        return Segment(self.name, median(seconds), mean, foreign)
 
     def close(self) -> None:
         """Ends its threads."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, TypeVar
 
@@ -27,6 +27,10 @@ class Numbers:
     def to_dict(self) -> dict[str, float]:
         """The fields by name, for JSON and TOML."""
         return asdict(self)
+
+    def scaled(self: N, factor: float) -> N:
+        """Multiply every field by `factor`."""
+        return type(self)(**{name: value * factor for name, value in self.to_dict().items()})
 
     @classmethod
     def from_dict(cls: type[N], values: Mapping[str, Any]) -> N:
@@ -74,6 +78,16 @@ class StepWork(Numbers):
     all_reduce_bytes: float = 0
     num_collectives: float = 0
     input_seconds: float = 0
+
+    @classmethod
+    def total(cls, works: Sequence[StepWork]) -> StepWork:
+        """The sum of the works."""
+        return cls(**{field.name: sum(getattr(work, field.name) for work in works) for field in fields(cls)})
+
+    @classmethod
+    def mean(cls, works: Sequence[StepWork]) -> StepWork:
+        """The mean of the works."""
+        return cls.total(works).scaled(1 / len(works))
 
 
 @dataclass(frozen=True)

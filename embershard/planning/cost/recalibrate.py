@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from embershard.errors import ShardingError
-from embershard.planning.cost.rates import Rates, StepWork, step_time
+from embershard.planning.cost.rates import StepWork, step_time
 from embershard.planning.cost.topology import Topology
 from embershard.planning.verify.compare import predicted_for
 from embershard.planning.verify.measured import MeasuredRun
@@ -90,7 +90,7 @@ def recalibrated(
     if not before:
         raise ShardingError(f"topology {topology.name!r} gives this run no time at all. Use another --topology.")
     factor = run.step_seconds / before
-    scaled = Rates(**{kind: rate * factor for kind, rate in rates.to_dict().items()})
+    scaled = rates.scaled(factor)
     ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
     corrected = replace(
         topology,

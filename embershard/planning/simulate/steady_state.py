@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from embershard.cache.config import CachePolicy
 from embershard.frequency import TableStatistics
-from embershard.planning.simulate.replay import PoolReport, Shard, ShardReport
+from embershard.planning.simulate.pool_report import PoolReport, RowRange, ShardReport
 
 Floats = NDArray[np.float64]
 _BISECTIONS = 60
@@ -44,7 +44,7 @@ class _Pool:
 
 def steady_state(
     tables: Sequence[TableStatistics],
-    shards: Sequence[Shard],
+    shards: Sequence[RowRange],
     shares: Sequence[float],
     num_samples: int,
     num_slots: int,
@@ -84,7 +84,7 @@ def steady_state(
 
 
 def _groups(
-    number: int, table: TableStatistics, shard: Shard, share: float, num_samples: int, batch: int, is_sample: bool
+    number: int, table: TableStatistics, shard: RowRange, share: float, num_samples: int, batch: int, is_sample: bool
 ) -> tuple[NDArray[np.int64], Floats, Floats, Floats]:
     """A shard's groups. Its share of the lookups is that of the rows, but for hot rows that are unevenly spread: those
     scale the rates, not the rows."""
