@@ -29,7 +29,7 @@ from benchmarks.common import machine, report
 from benchmarks.plan_accuracy import Run, profiled
 from embershard.planning.budget import least_need
 from embershard.planning.cost.topology import load_topology
-from embershard.planning.planner import best_candidate, complete, sized
+from embershard.planning.make_plan import best_candidate, complete, sized
 from embershard.planning.request import Budget, PlanRequest
 from embershard.planning.slot_split import fixed_bytes, split_slots
 from embershard.planning.workload import by_pool, place_shards

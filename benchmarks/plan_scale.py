@@ -23,7 +23,7 @@ from benchmarks.common import machine, report
 from embershard.frequency.assumed import AssumedTable, assumed_statistics
 from embershard.models.dense_size import DenseSize
 from embershard.planning.cost.topology import load_topology
-from embershard.planning.planner import make_plan
+from embershard.planning.make_plan import make_plan
 from embershard.planning.request import Budget, PlanRequest
 from embershard.planning.simulate.replay import ReplaySettings
 from embershard.planning.workload import RunShape, Workload

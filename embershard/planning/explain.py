@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from embershard.errors import ShardingError
-from embershard.planning.planner import Candidate, best_candidate
+from embershard.planning.make_plan import Candidate, best_candidate
 from embershard.planning.request import PlanRequest
 from embershard.sharding.shards import TablePlacement
 

@@ -43,6 +43,11 @@ class Budget:
     ratio: float | None = None
     host_bytes: int | None = None
 
+    @property
+    def rank_bytes(self) -> int | None:
+        """Device memory that one rank may use, for everything or for its caches alone; None: not limited."""
+        return self.cache_bytes if self.device_bytes is None else self.device_bytes
+
     def __post_init__(self) -> None:
         given = [name for name in ("device_bytes", "cache_bytes", "ratio") if getattr(self, name) is not None]
         if not given or (self.cache_bytes is not None and len(given) > 1):

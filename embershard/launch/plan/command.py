@@ -103,7 +103,7 @@ class _Setup:
 
 def _plan(arguments: argparse.Namespace, command: str) -> int:
     from embershard.launch.plan import view
-    from embershard.planning.planner import make_plan
+    from embershard.planning.make_plan import make_plan
 
     for path in (arguments.output, arguments.png):
         if path is not None:

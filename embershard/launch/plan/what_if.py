@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from embershard.errors import ShardingError
-from embershard.planning.planner import make_plan
+from embershard.planning.make_plan import make_plan
 from embershard.planning.request import PlanRequest
 from embershard.sharding.plan import Plan, Prediction
 
