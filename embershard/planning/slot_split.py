@@ -1,9 +1,10 @@
-"""How many slots each pool of a rank gets."""
+"""Divides the slots of a rank among its pools."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import cast
 
 from embershard.cache.config import LEAST_SLOTS
 from embershard.cache.slot_map import MOST_POOL_ROWS
@@ -12,7 +13,7 @@ from embershard.planning.request import Budget
 from embershard.planning.workload import PoolKey, Workload, by_pool, by_rank
 from embershard.sharding import memory_model
 from embershard.sharding.memory_model import PoolMemory
-from embershard.sharding.shards import PoolPlacement
+from embershard.sharding.shards import PoolPlacement, Sharding
 from embershard.sharding.sizes import PlacedShard
 
 #: Batches differ: the one with the most distinct rows must fit, too.
@@ -21,8 +22,8 @@ _STAYING = 0.1
 
 
 def least_slots(workload: Workload, shards: Sequence[PlacedShard]) -> int:
-    """Slots without which a batch may not fit: the most distinct rows of one where the trace tells them, else those to
-    be expected and a tenth more. Tables that stay take up to a tenth of the slots (`pinned_tables`) beside them."""
+    """Return the slots without which a batch may not fit: the most distinct rows of a batch where the trace has them,
+    else the expected ones and a tenth more. Pinned tables take up to a tenth of the slots (`pinned_tables`)."""
     rows = sum(shard.rows for shard in shards)
     unique_ids = sum(each.unique_ids for each in counted_reports(workload, shards, max(1, rows)))
     needed = max(unique_ids * _ROOM, workload.most_unique_ids(shards)) / (1.0 - _STAYING)
@@ -30,26 +31,30 @@ def least_slots(workload: Workload, shards: Sequence[PlacedShard]) -> int:
 
 
 def slots_by_ratio(rows: int, ratio: float) -> int:
-    """Slots of a pool of so many rows where a share of them was asked for, as the cache itself resolves it."""
+    """Return the slots of a pool of `rows` rows for a requested share of them, as the cache itself resolves it.
+
+    >>> slots_by_ratio(rows=1_000_000, ratio=0.02)
+    20000
+    """
     return max(1, min(rows, max(LEAST_SLOTS, round(ratio * rows))))
 
 
 def fixed_bytes(workload: Workload, shards: Sequence[PlacedShard]) -> int:
-    """Device memory of a rank for all but its caches."""
+    """Return the device memory of a rank for all but its caches."""
     return sum(memory_model.resident_bytes(shards).values()) + sum(workload.step_bytes(shards).values())
 
 
 def split_slots(workload: Workload, shards: Sequence[PlacedShard], budget: Budget) -> list[PoolPlacement] | None:
-    """The pools of all ranks with as many slots as the budget allows; None where it is too small for a rank, or
+    """Return the pools of all ranks with as many slots as the budget allows; None where it is too small for a rank, or
     a pool has more rows than a cache can number."""
     found: list[PoolPlacement] = []
     for rank, here in enumerate(by_rank(shards, workload.shape.world_size)):
         slots = _rank_slots(workload, here, budget)
         if slots is None:
             return None
-        for (_, sharding, columns, _), members, count in slots:
+        for key, members, count in slots:
             names = tuple(sorted({shard.table.table for shard in members}))
-            found.append(PoolPlacement(rank, names, sharding, columns, count))  # type: ignore[arg-type]
+            found.append(PoolPlacement(rank, names, cast(Sharding, key.sharding), key.columns, count))
     return found
 
 
@@ -76,7 +81,7 @@ def _rank_slots(workload: Workload, here: Sequence[PlacedShard], budget: Budget)
 def _by_ratio(
     workload: Workload, here: Sequence[PlacedShard], grouped: dict[PoolKey, list[PlacedShard]], budget: Budget
 ) -> list[_Sized] | None:
-    """A share of each pool's rows was asked for: so no table is whole on the device."""
+    """Give each pool a share of its rows; no table may be whole on the device."""
     assert budget.ratio is not None
     if any(shard.kernel == "device" for shard in here):
         return None
@@ -91,8 +96,8 @@ def _by_ratio(
 
 
 def _divided(workload: Workload, grouped: dict[PoolKey, list[PlacedShard]], left: int) -> list[_Sized] | None:
-    """Each pool gets what one batch needs, and of the rest what its rows would hold in one cache for all of them: so
-    rows compete by frequency across pools, too."""
+    """Give each pool the need of one batch, and divide the rest as the rows would in one cache for all pools: so rows
+    compete by frequency across pools, too."""
     memories = {key: memory_model.pool_memory(members, workload.shape.memory) for key, members in grouped.items()}
     least = {key: least_slots(workload, members) for key, members in grouped.items()}
     left -= sum(memories[key].device_bytes(least[key]) for key in grouped)
@@ -120,7 +125,7 @@ def _held_bytes(
 def _fill(
     left: int, weights: dict[PoolKey, float], room: dict[PoolKey, int], memories: dict[PoolKey, PoolMemory]
 ) -> dict[PoolKey, int]:
-    """Slots in proportion to ``weights``, at most ``room``; what a full pool leaves goes to the others."""
+    """Return slots in proportion to `weights`, at most `room`; the rest of a full pool goes to the others."""
     extra = dict.fromkeys(weights, 0)
     open_pools = set(weights)
     while open_pools:

@@ -1,4 +1,4 @@
-"""From a run's settings and a profile of its data to what a plan is asked for."""
+"""From a run's settings and a profile of its data to the workload and the budget of a plan."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make_workload(
     device: Literal["cpu", "cuda"],
     batch_size: int | None = None,
 ) -> Workload:
-    """The model, data and run of a config on so many ranks."""
+    """Return the model, data and run of a config on `world_size` ranks."""
     batch_size = batch_size or config.train.batch_size
     has_profile = config.cache.profile is not None or config.cache.counts_a_profile
     shape = RunShape(
@@ -47,8 +47,8 @@ def make_workload(
 def replay_settings(
     cache: CacheSettings, data: DataConfig, has_profile: bool, training_samples: int, device: Literal["cpu", "cuda"]
 ) -> ReplaySettings:
-    """How the caches of a run choose rows, and how its epochs differ. On a CPU a run holds one batch ahead, and more
-    only where its steps wait: that is not predicted."""
+    """Return the settings of a replay that chooses rows and orders epochs as the run does. On a CPU a run holds one batch
+    ahead, and more only where its steps wait: that is not predicted."""
     counted = None if cache.profile is not None else counted_samples(cache, training_samples)
     return ReplaySettings(
         policy=cache.policy_for(has_profile),
@@ -75,8 +75,8 @@ def model_size(config: RunConfig, rows: Mapping[str, int]) -> ModelSize:
 
 
 def budget(config: RunConfig, device_bytes: int | None, host_bytes: int | None, ratio: float | None = None) -> Budget:
-    """Memory as the command line says, or else as the config does. Where the device has a limit, caches take what it
-    leaves, unless a ratio was asked for."""
+    """Return the memory budget: the command line's, else the config's. A limit on the device leaves its rest to the
+    caches, unless a ratio was asked for."""
     if ratio is not None or device_bytes is not None:
         return Budget(device_bytes=device_bytes, host_bytes=host_bytes, ratio=ratio)
     if config.cache.device_bytes is not None:
@@ -102,12 +102,12 @@ def check_tables(config: RunConfig, data: DataStatistics) -> None:
 
 
 def _training_samples(data: DataStatistics) -> int:
-    """Samples of an epoch."""
+    """Return the samples of an epoch."""
     return round(data.num_samples / max(data.share_of_samples, 1e-12))
 
 
 def _num_steps(config: RunConfig, data: DataStatistics, global_batch_size: int) -> int | None:
-    """Steps of the run; None where it has no end."""
+    """Return the steps of the run; None where it has no end."""
     limits = [config.train.max_steps]
     if config.train.num_epochs is not None:
         limits.append(config.train.num_epochs * max(1, _training_samples(data) // global_batch_size))

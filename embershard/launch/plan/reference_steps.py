@@ -1,4 +1,4 @@
-"""What each rank of a calibration runs: a few steps of several settings in turn, timed, and their work counted."""
+"""The program of a calibration's ranks: times a few steps of several settings in turn, and counts their work."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ _COUNTED = ("unique_ids", "fills", "write_backs", "bytes_to_device", "bytes_to_h
 
 @dataclass(frozen=True)
 class Segments:
-    """How settings are timed.
+    """The settings to time, and for how long.
 
     Attributes:
         settings: name -> a run's values, as in its TOML file.
-        num_quiet: segments of each setting that no other program disturbed.
-        skip, steps: steps of a segment before its time counts (other settings ran between), and steps that count.
-        seconds: after so long in all no segment is repeated.
+        num_quiet: undisturbed segments that each setting needs.
+        skip, steps: uncounted first steps of a segment (other settings ran between), and counted steps.
+        seconds: time limit in all, after which no segment is repeated.
         sharding: name -> sharding type of all tables, where it is not "table_wise".
     """
 
@@ -60,10 +60,9 @@ class Segments:
 
 @dataclass(frozen=True)
 class Segment:
-    """One measurement.
+    """One measurement of a setting.
 
     Attributes:
-        setting: its name.
         step_seconds: median of the steps.
         work: mean over the ranks, per step.
         foreign: share of the machine's processor time that other programs took.
@@ -75,17 +74,17 @@ class Segment:
     foreign: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Segment:
-        """The inverse of :meth:`to_dict`."""
+        """The inverse of `to_dict`."""
         return cls(**{**values, "work": StepWork.from_dict(values["work"])})
 
 
 class _Timed:
-    """One setting on this rank."""
+    """The trainer of one setting on this rank."""
 
     def __init__(self, name: str, values: Mapping[str, Any], sharding: str, ranks: Ranks) -> None:
         self.name, self._ranks = name, ranks
@@ -102,7 +101,7 @@ class _Timed:
         self._run(1)
 
     def measure(self, skip: int, steps: int) -> Segment:
-        """Collective."""
+        """Time one segment. Collective."""
         self._run(skip)
         self._lookups.clear()
         counts, clock = self._counts(), _Clock()
@@ -113,7 +112,7 @@ class _Timed:
         return Segment(self.name, median(seconds), mean, foreign)
 
     def close(self) -> None:
-        """Ends its threads."""
+        """End the trainer's threads."""
         self._trainer.close()
 
     def _run(self, steps: int) -> list[float]:
@@ -173,7 +172,8 @@ class _Timed:
 
 
 def simple_plan(config: RunConfig, sharding: str, world_size: int) -> Plan:
-    """All tables sharded in one way, table-wise in turn over the ranks, with the config's share of slots."""
+    """Return a plan with all tables sharded in one way (table-wise: in turn over the ranks) and the config's share of
+    slots."""
     sparse = open_source(config.data).schema.sparse
     in_turn = sorted(range(len(sparse)), key=lambda number: (-sparse[number].num_rows, number))
     tables = [
@@ -203,7 +203,7 @@ def simple_plan(config: RunConfig, sharding: str, world_size: int) -> Plan:
 
 
 def _input_seconds(config: RunConfig) -> float:
-    """One core's seconds to read and parse a batch."""
+    """Return one core's seconds to read and parse a batch."""
     alone = dataclasses.replace(config.data, num_workers=0)
     with BatchStream(
         open_source(config.data),
@@ -223,13 +223,13 @@ def _input_seconds(config: RunConfig) -> float:
 
 
 class _Clock:
-    """Processor time of this machine and of these ranks, from now on."""
+    """Measures the processor time of this machine and of these ranks, from now on."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter(), _busy_seconds(), time.process_time()
 
     def foreign(self, ranks: Ranks) -> float:
-        """Share that other programs took until now, the same on all ranks. Collective."""
+        """Return the share that other programs took until now, the same on all ranks. Collective."""
         wall, busy, own = (
             now - then
             for now, then in zip((time.perf_counter(), _busy_seconds(), time.process_time()), self._began, strict=True)
@@ -245,7 +245,7 @@ def _busy_seconds() -> float:
 
 
 def measure(plan: Segments, ranks: Ranks) -> list[Segment]:
-    """All segments, settings in turn: what comes and goes on the machine meets all of them. Collective."""
+    """Measure all segments, settings in turn: so passing load on the machine meets all of them. Collective."""
     ends = time.perf_counter() + plan.seconds
     timed = [
         _Timed(name, values, plan.sharding.get(name, "table_wise"), ranks) for name, values in plan.settings.items()
@@ -266,7 +266,7 @@ def measure(plan: Segments, ranks: Ranks) -> list[Segment]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """``python -m embershard.launch.plan.reference_steps PLAN RESULT``: paths of JSON files."""
+    """Run `python -m embershard.launch.plan.reference_steps PLAN RESULT`: paths of JSON files."""
     silence_libraries()
     warnings.filterwarnings("ignore", category=CacheGrowthWarning)  # slots are what is varied here
     plan = Segments(**json.loads(Path(argv[0]).read_text(encoding="utf-8")))
