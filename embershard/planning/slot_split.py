@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 from embershard.cache.config import LEAST_SLOTS
@@ -49,81 +49,60 @@ def split_slots(workload: Workload, shards: Sequence[PlacedShard], budget: Budge
     a pool has more rows than a cache can number."""
     found: list[PoolPlacement] = []
     for rank, here in enumerate(by_rank(shards, workload.shape.world_size)):
-        slots = _rank_slots(workload, here, budget)
+        members_of = by_pool(here)
+        slots = _rank_slots(workload, here, members_of, budget)
         if slots is None:
             return None
-        for key, members, count in slots:
+        for key, members in members_of.items():
             names = tuple(sorted({shard.table.table for shard in members}))
-            found.append(PoolPlacement(rank, names, cast(Sharding, key.sharding), key.columns, count))
+            found.append(PoolPlacement(rank, names, cast(Sharding, key.sharding), key.columns, slots[key]))
     return found
 
 
-_Sized = tuple[PoolKey, list[PlacedShard], int]
+_Members = Mapping[PoolKey, Sequence[PlacedShard]]
 
 
-def _rank_slots(workload: Workload, here: Sequence[PlacedShard], budget: Budget) -> list[_Sized] | None:
-    grouped = by_pool(here)
-    if any(sum(shard.rows for shard in members) > MOST_POOL_ROWS for members in grouped.values()):
+def _rank_slots(
+    workload: Workload, here: Sequence[PlacedShard], members_of: _Members, budget: Budget
+) -> dict[PoolKey, int] | None:
+    memories = {key: memory_model.pool_memory(shards, workload.shape.memory) for key, shards in members_of.items()}
+    if any(memory.rows > MOST_POOL_ROWS for memory in memories.values()):
         return None
+    is_resident = any(shard.kernel == "device" for shard in here)  # only a budget for everything covers such tables
     if budget.ratio is not None:
-        return _by_ratio(workload, here, grouped, budget)
-    left = budget.cache_bytes
-    if left is None:
-        assert budget.device_bytes is not None
-        left = budget.device_bytes - fixed_bytes(workload, here)
-    elif any(shard.kernel == "device" for shard in here):
-        return None
-    if not grouped:
-        return [] if left >= 0 else None
-    return _divided(workload, grouped, left)
+        slots = {key: slots_by_ratio(memory.rows, budget.ratio) for key, memory in memories.items()}
+        needed = fixed_bytes(workload, here) + sum(memories[key].device_bytes(count) for key, count in slots.items())
+        fits = budget.device_bytes is None or needed <= budget.device_bytes
+        return slots if fits and not is_resident else None
+    if budget.cache_bytes is not None:
+        return None if is_resident else _divided(workload, members_of, memories, budget.cache_bytes)
+    assert budget.device_bytes is not None
+    return _divided(workload, members_of, memories, budget.device_bytes - fixed_bytes(workload, here))
 
 
-def _by_ratio(
-    workload: Workload, here: Sequence[PlacedShard], grouped: dict[PoolKey, list[PlacedShard]], budget: Budget
-) -> list[_Sized] | None:
-    """Give each pool a share of its rows; no table may be whole on the device."""
-    assert budget.ratio is not None
-    if any(shard.kernel == "device" for shard in here):
-        return None
-    found: list[_Sized] = []
-    needed = fixed_bytes(workload, here)
-    for key, members in grouped.items():
-        memory = memory_model.pool_memory(members, workload.shape.memory)
-        slots = slots_by_ratio(memory.rows, budget.ratio)
-        needed += memory.device_bytes(slots)
-        found.append((key, members, slots))
-    return found if budget.device_bytes is None or needed <= budget.device_bytes else None
-
-
-def _divided(workload: Workload, grouped: dict[PoolKey, list[PlacedShard]], left: int) -> list[_Sized] | None:
+def _divided(
+    workload: Workload, members_of: _Members, memories: Mapping[PoolKey, PoolMemory], left: int
+) -> dict[PoolKey, int] | None:
     """Give each pool the need of one batch, and divide the rest as the rows would in one cache for all pools: so rows
     compete by frequency across pools, too."""
-    memories = {key: memory_model.pool_memory(members, workload.shape.memory) for key, members in grouped.items()}
-    least = {key: least_slots(workload, members) for key, members in grouped.items()}
-    left -= sum(memories[key].device_bytes(least[key]) for key in grouped)
+    least = {key: least_slots(workload, members) for key, members in members_of.items()}
+    left -= sum(memories[key].device_bytes(count) for key, count in least.items())
     if left < 0:
         return None
-    if len(grouped) == 1:
-        weights = dict.fromkeys(grouped, 1.0)
-    else:
-        weights = _held_bytes(workload, grouped, memories, left)
-    extra = _fill(left, weights, {key: max(0, memories[key].rows - least[key]) for key in grouped}, memories)
-    return [(key, grouped[key], least[key] + extra[key]) for key in grouped]
-
-
-def _held_bytes(
-    workload: Workload, grouped: dict[PoolKey, list[PlacedShard]], memories: dict[PoolKey, PoolMemory], left: int
-) -> dict[PoolKey, float]:
-    mean_bytes = sum(memory.slot_bytes for memory in memories.values()) / len(memories)
-    members = [shard for shards in grouped.values() for shard in shards]
-    reports = iter(counted_reports(workload, members, max(1, int(left / mean_bytes))))
-    return {
-        key: memories[key].slot_bytes * sum(next(reports).held_rows for _ in shards) for key, shards in grouped.items()
-    }
+    weights = dict.fromkeys(members_of, 1.0)
+    if len(members_of) > 1:
+        mean_bytes = sum(memory.slot_bytes for memory in memories.values()) / len(memories)
+        everything = [shard for members in members_of.values() for shard in members]
+        reports = iter(counted_reports(workload, everything, max(1, int(left / mean_bytes))))
+        for key, members in members_of.items():
+            weights[key] = memories[key].slot_bytes * sum(next(reports).held_rows for _ in members)
+    room = {key: max(0, memories[key].rows - count) for key, count in least.items()}
+    extra = _fill(left, weights, room, {key: memory.slot_bytes for key, memory in memories.items()})
+    return {key: count + extra[key] for key, count in least.items()}
 
 
 def _fill(
-    left: int, weights: dict[PoolKey, float], room: dict[PoolKey, int], memories: dict[PoolKey, PoolMemory]
+    left: int, weights: Mapping[PoolKey, float], room: Mapping[PoolKey, int], slot_bytes: Mapping[PoolKey, int]
 ) -> dict[PoolKey, int]:
     """Return slots in proportion to `weights`, at most `room`; the rest of a full pool goes to the others."""
     extra = dict.fromkeys(weights, 0)
@@ -131,13 +110,11 @@ def _fill(
     while open_pools:
         total = sum(weights[key] for key in open_pools)
         share = {key: left * weights[key] / total if total else left / len(open_pools) for key in open_pools}
-        full = {key for key in open_pools if share[key] >= room[key] * memories[key].slot_bytes}
-        if not full:
-            for key in open_pools:
-                extra[key] = int(share[key] // memories[key].slot_bytes)
-            break
+        full = {key for key in open_pools if share[key] >= room[key] * slot_bytes[key]}
         for key in sorted(full):
             extra[key] = room[key]
-            left -= room[key] * memories[key].slot_bytes
+            left -= room[key] * slot_bytes[key]
+        if not full:
+            return extra | {key: int(share[key] // slot_bytes[key]) for key in open_pools}
         open_pools -= full
     return extra

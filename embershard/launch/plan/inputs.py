@@ -47,7 +47,7 @@ def make_workload(
 def replay_settings(
     cache: CacheSettings, data: DataConfig, has_profile: bool, training_samples: int, device: Literal["cpu", "cuda"]
 ) -> ReplaySettings:
-    """Return the settings of a replay that chooses rows and orders epochs as the run does. On a CPU a run holds one batch
+    """Return the settings of a replay that chooses rows and orders epochs as the run. On a CPU a run holds one batch
     ahead, and more only where its steps wait: that is not predicted."""
     counted = None if cache.profile is not None else counted_samples(cache, training_samples)
     return ReplaySettings(
