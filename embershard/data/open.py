@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Literal
+
 from embershard.data.config import DataConfig
 from embershard.data.source import Source
 from embershard.data.synthetic import SyntheticSource
@@ -26,3 +29,9 @@ def open_source(config: DataConfig) -> Source:
     from embershard.data.parquet import ParquetSource
 
     return ParquetSource(config)
+
+
+def kind_of_files(path: Path) -> Literal["criteo", "parquet"]:
+    """Return the kind of data that a file or folder has, by its name: Parquet, or else Criteo's text."""
+    is_parquet = path.suffix == ".parquet" or (path.is_dir() and any(path.glob("*.parquet")))
+    return "parquet" if is_parquet else "criteo"

@@ -1,4 +1,4 @@
-"""One pass over the training data, in several processes: from a data source to a profile."""
+"""One pass over the training data in several processes: from a data source to a profile."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from embershard.frequency.downsampling import Following
 from embershard.frequency.split_half import half_split
 from embershard.models import table_name
 
-#: Samples of a part: what a process counts at a time. Fewer where samples have many lookups.
+#: Samples of a part, which a process counts at a time; fewer where samples have many lookups.
 PART_SAMPLES = 65_536
 _PART_LOOKUPS = 8_000_000
 _LEAST_PART_SAMPLES = 1024
 _PROBED_SAMPLES = 64
-#: So many parts at least show how much of a sample's result is chance.
+#: The least number of parts that shows how much of a sample's result is chance.
 _SAMPLED_PARTS = 8
 #: Share of the rows for which a sample's error is stated.
 _ERROR_SHARE = 0.015
@@ -61,29 +61,28 @@ class PassOptions:
 
 
 class PartReader:
-    """Reads and counts ranges of positions of epoch 0's order, as the trainer will read it."""
+    """Reads and counts ranges of positions in epoch 0's order, the order in which the trainer will read."""
 
     def __init__(self, config: DataConfig) -> None:
         self._source = open_source(config)
         chunks = self._source.chunks("train")
         self.num_samples = chunks.num_samples
         self.num_rows = {table_name(feature.name): feature.num_rows for feature in self._source.schema.sparse}
-        self._order = EpochOrder(
-            chunks, seed=config.seed, epoch=0, shuffle=config.shuffle, window=config.shuffle_window
-        )
+        window = config.shuffle_window
+        self._order = EpochOrder(chunks, seed=config.seed, epoch=0, shuffle=config.shuffle, window=window)
 
     def count(self, start: int, stop: int, following: Following | None = None) -> Part:
-        """Positions [start, stop)."""
+        """Count positions [start, stop)."""
         began = time.process_time()
-        places = self._order.locate(start, stop)
-        blocks = [self._source.read("train", chunk, rows) for chunk, rows in places]
+        blocks = [self._source.read("train", chunk, rows) for chunk, rows in self._order.locate(start, stop)]
         seconds = time.process_time() - began
-        sizes = [_bag_sizes(blocks, feature) for feature in range(len(self.num_rows))]
-        rows = (np.concatenate([block.values[feature] for block in blocks]) for feature in range(len(self.num_rows)))
+        features = range(len(self.num_rows))
+        sizes = [_bag_sizes(blocks, feature) for feature in features]
+        rows = (np.concatenate([block.values[feature] for block in blocks]) for feature in features)
         return count_part(list(self.num_rows.values()), rows, sizes, stop - start, following, seconds)
 
     def part_samples(self) -> int:
-        """Samples per part: as few as bound the memory that a part needs."""
+        """Return the number of samples per part that bounds the memory of a part."""
         probed = self.count(0, min(_PROBED_SAMPLES, self.num_samples))
         per_sample = sum(table.counts.num_lookups for table in probed.tables) / max(probed.num_samples, 1)
         size = PART_SAMPLES
@@ -98,12 +97,16 @@ def profile_data(
     on_progress: Callable[[int, int], None] | None = None,
     reader: PartReader | None = None,
 ) -> FrequencyProfile:
-    """Count the training split of ``data``; ``on_progress`` gets the samples counted and those to count.
+    """Count the training samples of `data`.
 
-    ``reader`` is of the same data, where they were opened before.
+    Args:
+        data: the source and its order.
+        options: how to count.
+        on_progress: gets the number of samples counted and of those to count, after every part.
+        reader: of the same data, where they are open already.
 
     Raises:
-        DataError, ConfigError: the data are not what they should be.
+        DataError, ConfigError: the data or their settings are wrong.
         SetupError: a process ended by itself.
     """
     reader = reader or PartReader(data)
@@ -128,7 +131,11 @@ def profile_data(
 
 
 def part_ranges(num_samples: int, sample: float, part_samples: int) -> list[tuple[int, int]]:
-    """Ranges [start, stop) of positions: all of them, or a share ``sample`` in ranges that are spread evenly."""
+    """Return ranges [start, stop) of positions: all of them, or a share `sample` in evenly spread ranges.
+
+    >>> part_ranges(10, 1.0, part_samples=4)
+    [(0, 4), (4, 8), (8, 10)]
+    """
     if sample >= 1:
         return [(start, min(start + part_samples, num_samples)) for start in range(0, num_samples, part_samples)]
     wanted = max(1, round(num_samples * sample))
@@ -141,6 +148,7 @@ def part_ranges(num_samples: int, sample: float, part_samples: int) -> list[tupl
 
 
 def _bag_sizes(blocks: list[Block], feature: int) -> int | NDArray[np.integer]:
+    """Return the ids per sample of a feature: one number where all samples have as many."""
     sizes = [block.lengths[feature] for block in blocks]
     if all(isinstance(size, int) for size in sizes) and len(set(sizes)) == 1:
         return int(sizes[0])
@@ -170,17 +178,16 @@ def _parts(
     num_workers: int,
     following: Callable[[], Following],
 ) -> Iterator[Part]:
-    """All parts in their order; a few are in work or wait at a time."""
+    """Yield all parts in their order; at most two per process are in work or wait."""
     num_workers = min(num_workers, len(ranges))
     if num_workers <= 1:
         for start, stop in ranges:
             yield reader.count(start, stop, following())
         return
-    alone = dataclasses.replace(data, num_workers=0)
-    # Processes are forked from one that has imported what takes seconds, and has no threads.
+    # Processes are forked from one that has imported the slow modules and has no threads.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    pool = ProcessPoolExecutor(num_workers, context, _open, (alone,))
+    pool = ProcessPoolExecutor(num_workers, context, _open, (dataclasses.replace(data, num_workers=0),))
     waiting: deque[Future[Part]] = deque()
     left = iter(ranges)
     try:
@@ -209,7 +216,7 @@ def _origin(data: DataConfig) -> str:
 
 
 def _with_error(collected: Collected) -> Collected:
-    """With a sentence about how far the sample may be trusted."""
+    """Add to the statistics' origin how far the sample can be trusted."""
     assert collected.halves is not None
     statistics = collected.statistics
     tables = statistics.tables.values()

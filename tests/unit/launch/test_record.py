@@ -13,8 +13,9 @@ import pytest
 from rich.console import Console
 
 from embershard.errors import ConfigError
-from embershard.launch.record import RunRecord, git_commit, lock_run_dir, make_result, steady_steps, versions
+from embershard.launch.record import RunRecord, lock_run_dir, make_result, steady_steps
 from embershard.launch.train.progress import ProgressDisplay, closing_table, eval_line, train_line
+from embershard.launch.versions import git_commit, versions
 from embershard.training.cache_report import summed
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.metrics import Quality
