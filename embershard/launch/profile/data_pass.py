@@ -112,11 +112,9 @@ def profile_data(
     reader = reader or PartReader(data)
     ranges = part_ranges(reader.num_samples, options.sample, reader.part_samples())
     to_count = sum(stop - start for start, stop in ranges)
+    in_halves = options.sample < 1
     collector = Collector(
-        reader.num_rows,
-        max_lookups=options.max_lookups,
-        memory_bytes=options.memory_bytes,
-        in_halves=options.sample < 1,
+        reader.num_rows, max_lookups=options.max_lookups, memory_bytes=options.memory_bytes, in_halves=in_halves
     )
     done = 0
     for part in _parts(data, reader, ranges, options.num_workers, lambda: collector.following):

@@ -56,14 +56,9 @@ def sentences(statistics: DataStatistics, together: StackDistances | None) -> li
 
 def comparison_table(found: Sequence[TableComparison], top: int) -> Table:
     """Return a line for each of the `top` tables with most lookups."""
-    columns = (
-        "rows\nchosen",
-        "also chosen\nby B",
-        "hit rate of\nA's rows",
-        "of B's\nrows",
-        "lookups of rows\nnew in B",
-    )
-    table = make_table("The most frequent rows of A, on the lookups of B", ["table"], columns)
+    hits = ("hit rate of\nA's rows", "of B's\nrows", "lookups of rows\nnew in B")
+    title = "The most frequent rows of A, on the lookups of B"
+    table = make_table(title, ["table"], ["rows\nchosen", "also chosen\nby B", *hits])
     ordered = sorted(found, key=lambda each: each.lookups, reverse=True)
     for each in ordered[:top]:
         shares = (each.overlap, each.hit_rate, each.own_hit_rate, each.unseen)
