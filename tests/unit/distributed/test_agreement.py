@@ -14,7 +14,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from embershard.distributed.agreement import Agreement, Supply, empty_like, longest, shortest
+from embershard.distributed import empty_like, longest, shortest
+from embershard.distributed.agreement import Agreement, Supply
 from embershard.errors import DataError
 
 
