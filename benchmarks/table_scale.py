@@ -142,11 +142,7 @@ def _sharder(config: CacheConfig) -> CachedEmbeddingBagCollectionSharder:
 
 
 def _prepared(
-    call: Callable[[Batch], Any],
-    numbers: list[int],
-    rows: int,
-    options: argparse.Namespace,
-    device: torch.device,
+    call: Callable[[Batch], Any], numbers: list[int], rows: int, options: argparse.Namespace, device: torch.device
 ) -> Callable[[int], Any]:
     batches = [make_batch(number, rows, options).to(device) for number in numbers]
     return lambda index: call(batches[index])

@@ -148,14 +148,7 @@ class Pip:
     def __call__(self, why: str, *args: str) -> None:
         start = time.monotonic()
         say(f"{why} ...")
-        command = [
-            str(venv_python(self.venv)),
-            "-m",
-            "pip",
-            "--no-input",
-            "--disable-pip-version-check",
-            *args,
-        ]
+        command = [str(venv_python(self.venv)), "-m", "pip", "--no-input", "--disable-pip-version-check", *args]
         if args[0] == "install":
             command += ["--progress-bar", "off"]
         run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=str(ROOT))
@@ -188,12 +181,7 @@ def install(venv: Path, driver: bool) -> None:
     pip(f"install {torch_pin} (up to 3 GB with CUDA)", "install", torch_pin)
     found = inspect(venv)
     if found["error"]:
-        pip(
-            f"torch does not import ({found['error']}); install it again",
-            "install",
-            "--force-reinstall",
-            torch_pin,
-        )
+        pip(f"torch does not import ({found['error']}); install it again", "install", "--force-reinstall", torch_pin)
         found = inspect(venv)
     if found["error"]:
         raise SetupError(f"torch does not import: {found['error']}")

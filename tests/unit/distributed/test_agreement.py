@@ -148,10 +148,7 @@ def test_a_stand_in_of_something_else_is_refused() -> None:
     with pytest.raises(DataError, match="this rank had none at all"):
         empty_like(None)
     ragged = KeyedJaggedTensor(
-        ["a", "b"],
-        torch.arange(3),
-        lengths=torch.ones(3, dtype=torch.int32),
-        stride_per_key_per_rank=[[1], [2]],
+        ["a", "b"], torch.arange(3), lengths=torch.ones(3, dtype=torch.int32), stride_per_key_per_rank=[[1], [2]]
     )
     with pytest.raises(DataError, match="another number of samples per feature"):
         empty_like(ragged)

@@ -34,15 +34,7 @@ def test_dry_run_prints_all_settings_and_starts_nothing(example, started, capsys
     assert cli.main(["train", "--config", example, "--dry-run", "--set", "train.batch_size=7"]) == 0
     printed = tomllib.loads(capsys.readouterr().out)
     assert printed["train"]["batch_size"] == 7
-    assert set(printed) >= {
-        "data",
-        "model",
-        "cache",
-        "embedding_optimizer",
-        "dense_optimizer",
-        "schedule",
-        "train",
-    }
+    assert set(printed) >= {"data", "model", "cache", "embedding_optimizer", "dense_optimizer", "schedule", "train"}
     assert started == []
 
 
