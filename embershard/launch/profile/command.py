@@ -36,11 +36,7 @@ _PARTS_PER_WORKER = 16
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `embershard profile` or one of its commands; return 0.
-
-    Raises:
-        EmbershardError: a setting, an option or the data are wrong.
-    """
+    """Run `embershard profile` or one of its commands; return 0."""
     commands = {"show": show, "merge": merge, "compare": compare}
     if argv and argv[0] in commands:
         commands[argv[0]](argv[1:])
@@ -142,16 +138,10 @@ def compare(argv: Sequence[str]) -> None:
 
 
 def run_config(data: str | None, path: Path | None, overrides: Sequence[str]) -> RunConfig:
-    """Return the settings of a file and overrides, with `data` in place of their data.
+    """Return the settings of a file (None: the defaults) and overrides, with `data` in place of their data.
 
-    Args:
-        data: a file, a folder, or the word synthetic; None keeps the data of the settings. The settings name the kind
-            of data; without them it follows from the names of the files.
-        path: TOML file; None starts from the defaults.
-        overrides: `key=value` each.
-
-    Raises:
-        ConfigError: a setting is wrong.
+    `data` is a file, a folder, or the word synthetic; None keeps the data of the settings. Where the settings name no
+    files, the kind of data follows from the files' names.
     """
     from embershard.data.open import kind_of_files
     from embershard.launch.config import apply_override, from_values, load_config

@@ -38,19 +38,12 @@ _ERROR_SHARE = 0.015
 
 @dataclass(frozen=True)
 class PassOptions:
-    """How to count.
+    """Options of a pass."""
 
-    Attributes:
-        num_workers: processes; 1 counts in this one.
-        sample: share of the training samples to read.
-        max_lookups: most lookups to keep in the trace.
-        memory_bytes: about how much memory the counts may take.
-    """
-
-    num_workers: int = 1
-    sample: float = 1.0
-    max_lookups: int = 4_000_000
-    memory_bytes: int = 4 << 30
+    num_workers: int = 1  # processes; 1 counts in this one
+    sample: float = 1.0  # share of the training samples to read
+    max_lookups: int = 4_000_000  # most lookups to keep in the trace
+    memory_bytes: int = 4 << 30  # about how much memory the counts may take
 
     def __post_init__(self) -> None:
         for name, low in (("num_workers", 1), ("max_lookups", 1000), ("memory_bytes", 1 << 20)):
@@ -97,13 +90,9 @@ def profile_data(
     on_progress: Callable[[int, int], None] | None = None,
     reader: PartReader | None = None,
 ) -> FrequencyProfile:
-    """Count the training samples of `data`.
+    """Count the training samples of `data`; `reader` is of the same data, where they are open already.
 
-    Args:
-        data: the source and its order.
-        options: how to count.
-        on_progress: gets the number of samples counted and of those to count, after every part.
-        reader: of the same data, where they are open already.
+    `on_progress` gets the number of samples counted and of those to count, after every part.
 
     Raises:
         DataError, ConfigError: the data or their settings are wrong.
@@ -154,8 +143,6 @@ def _bag_sizes(blocks: list[Block], feature: int) -> int | NDArray[np.integer]:
     return np.concatenate([np.broadcast_to(size, block.num_samples) for size, block in pairs])
 
 
-# -------------------------------------------------------------------------------------- processes
-
 _reader: PartReader | None = None
 
 
@@ -202,9 +189,6 @@ def _parts(
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-# -------------------------------------------------------------------------------------- words
 
 
 def _origin(data: DataConfig) -> str:

@@ -26,11 +26,7 @@ On several machines, start the ranks with torchrun instead:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `embershard train`; return 0 when all ranks ended well.
-
-    Raises:
-        EmbershardError: a setting, the plan or the run's folder is wrong; no rank was started.
-    """
+    """Run `embershard train`; return 0 when all ranks ended well."""
     arguments = _parser().parse_args(argv)
     if arguments.resume and arguments.run_dir is None:
         raise ConfigError("--resume needs --run-dir, the folder of the run to continue.")
