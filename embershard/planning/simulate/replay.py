@@ -21,6 +21,7 @@ from torch import Tensor
 
 from embershard.cache.config import CachePolicy
 from embershard.cache.next_use import KnownBatch
+from embershard.cache.report import CacheReport
 from embershard.cache.row_cache import CacheGrowthWarning, RowCache
 from embershard.cache.rows.host_store import HostStore
 from embershard.cache.statistics import TableStats
@@ -66,41 +67,22 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class ShardTraffic:
-    """What happened to one shard's rows, per step (means over the steps of the trace).
+class ShardReport(CacheReport):
+    """What happened to one shard's rows: means over the steps. Fills include those of a warm-up.
 
-    Hits are per step, too: ``hits_unique`` of ``unique_ids``, ``hits_lookups`` of ``lookups``.
-    ``fills`` include what a warm-up brought in.
+    Attributes:
+        held_rows: slots that hold the shard's rows.
+        shard: whose rows.
     """
 
-    shard: Shard
-    lookups: float
-    unique_ids: float
-    hits_unique: float
-    hits_lookups: float
-    fills: float
-    write_backs: float
+    LABELS = frozenset({"shard"})
+
     held_rows: float
-
-    def mixed(self, other: ShardTraffic, weight: float) -> ShardTraffic:
-        """This traffic in a share ``weight`` of the steps, the other one in the rest."""
-        numbers = [field.name for field in dataclasses.fields(self) if field.name != "shard"]
-        means = {name: weight * getattr(self, name) + (1 - weight) * getattr(other, name) for name in numbers}
-        return ShardTraffic(self.shard, **means)
-
-    @property
-    def hit_rate_unique(self) -> float | None:
-        """Share of distinct ids found; None without any."""
-        return self.hits_unique / self.unique_ids if self.unique_ids else None
-
-    @property
-    def hit_rate_lookups(self) -> float | None:
-        """Share of lookups found; None without any."""
-        return self.hits_lookups / self.lookups if self.lookups else None
+    shard: Shard
 
 
 @dataclass(frozen=True)
-class PoolTraffic:
+class PoolReport:
     """One pool.
 
     Attributes:
@@ -111,18 +93,20 @@ class PoolTraffic:
         grew: whether it did not.
     """
 
-    shards: tuple[ShardTraffic, ...]
-    late: tuple[ShardTraffic, ...]
+    shards: tuple[ShardReport, ...]
+    late: tuple[ShardReport, ...]
     num_steps: int
     num_slots: int
     grew: bool
 
-    def over(self, num_steps: int | None) -> tuple[ShardTraffic, ...]:
+    def over(self, num_steps: int | None) -> tuple[ShardReport, ...]:
         """Means over so many steps: those that there are, and then more of the late ones. None: as they are."""
         if num_steps is None or num_steps <= self.num_steps:
             return self.shards
         weight = self.num_steps / num_steps
-        return tuple(early.mixed(late, weight) for early, late in zip(self.shards, self.late, strict=True))
+        return tuple(
+            early.scaled(weight) + late.scaled(1 - weight) for early, late in zip(self.shards, self.late, strict=True)
+        )
 
 
 def replay_pool(
@@ -134,7 +118,7 @@ def replay_pool(
     *,
     pinned_tables: Sequence[str] = (),
     num_steps: int | None = None,
-) -> PoolTraffic:
+) -> PoolReport:
     """One pool of slots on one rank, over the batches that the trace has.
 
     Args:
@@ -164,10 +148,12 @@ def replay_pool(
         warnings.simplefilter("ignore", CacheGrowthWarning)
         half = _run(cache, batches, steps, settings)
     whole = cache.stats()
-    late = [_since(after, before) for after, before in zip(whole, half, strict=True)]
+    held = [stats.slots for stats in whole]
+    counts = [stats.counts for stats in whole]
+    late = [after - before.counts for after, before in zip(counts, half, strict=True)]
 
-    def traffic(stats: list[TableStats], num_steps: int, is_late: bool) -> tuple[ShardTraffic, ...]:
-        of_shard = iter(stats)
+    def reports(replayed_counts: list[CacheReport], num_steps: int, is_late: bool) -> tuple[ShardReport, ...]:
+        of_shard = iter(zip(replayed_counts, held, strict=True))
         replayed = [None if rows.is_pinned else next(of_shard) for rows in apart]
         missed_once = not (is_late or settings.policy.warmup)
         return tuple(
@@ -176,18 +162,13 @@ def replay_pool(
         )
 
     grown = max(0, cache.planner.map.num_slots - min(slots, cache.host.num_rows))
-    return PoolTraffic(
-        traffic(whole, steps, is_late=False),
-        traffic(late, steps - steps // 2, is_late=True),
+    return PoolReport(
+        reports(counts, steps, is_late=False),
+        reports(late, steps - steps // 2, is_late=True),
         steps,
         num_slots + round(grown / trace.rate),
         grown > 0,
     )
-
-
-def _since(after: TableStats, before: TableStats) -> TableStats:
-    counted = ("lookups", "unique_ids", "hits_unique", "hits_lookups", "fills", "write_backs")
-    return dataclasses.replace(after, **{name: getattr(after, name) - getattr(before, name) for name in counted})
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,14 +199,14 @@ def _apart(trace: SampledTrace, shard: Shard, is_pinned: bool) -> _Apart:
 
 def _together(
     apart: _Apart,
-    stats: TableStats | None,
+    replayed: tuple[CacheReport, int] | None,
     steps: int,
     batch: int,
     trace: SampledTrace,
     is_late: bool,
     missed_once: bool,
-) -> ShardTraffic:
-    """Rows that were counted and rows that were replayed, per step."""
+) -> ShardReport:
+    """Rows that were counted and rows that were replayed (their counts, and slots that hold them), per step."""
     lookups = float(apart.constant.sum()) * batch / trace.num_samples
     # A row that occurs in a share p of the samples is missing from a batch of B with (1 - p)^B.
     absent = (1.0 - np.minimum(apart.constant / trace.num_samples, 1.0)) ** batch
@@ -237,18 +218,21 @@ def _together(
         unique_ids += min(len(pairs) / trace.rate / batches, apart.shard.num_rows - unique_ids)
     fills = 0.0 if is_late else apart.num_rows / steps
     missed = min(fills, unique_ids) if missed_once and not apart.is_pinned else 0.0
-    zero = 0.0 if stats is None else 1.0 / (trace.rate * steps)
-    of = (lambda name: 0.0) if stats is None else (lambda name: getattr(stats, name) * zero)
-    return ShardTraffic(
-        apart.shard,
-        lookups=lookups + of("lookups"),
-        unique_ids=unique_ids + of("unique_ids"),
-        hits_unique=unique_ids - missed + of("hits_unique"),
-        hits_lookups=lookups * (1.0 - missed / max(unique_ids, 1e-300)) + of("hits_lookups"),
-        fills=fills + of("fills"),
-        write_backs=of("write_backs"),
-        held_rows=apart.num_rows + (0.0 if stats is None else stats.slots / trace.rate),
+    found = ShardReport(
+        lookups=lookups,
+        unique_ids=unique_ids,
+        hits_unique=unique_ids - missed,
+        hits_lookups=lookups * (1.0 - missed / max(unique_ids, 1e-300)),
+        fills=fills,
+        write_backs=0.0,
+        held_rows=float(apart.num_rows),
+        shard=apart.shard,
     )
+    if replayed is None:
+        return found
+    counts, slots = replayed
+    per_step = vars(counts.scaled(1.0 / (trace.rate * steps)))
+    return found + ShardReport(**per_step, held_rows=slots / trace.rate, shard=apart.shard)
 
 
 class _Batches:
@@ -390,8 +374,6 @@ def replay_preferences(
     }
     found = {}
     for name, settings in policies.items():
-        traffic = replay_pool(trace, shards, num_slots, global_batch_size, settings)
-        lookups = sum(each.lookups for each in traffic.shards)
-        hits = sum(each.hits_lookups for each in traffic.shards)
-        found[name] = 1.0 - hits / lookups if lookups else 0.0
+        report = CacheReport.total(replay_pool(trace, shards, num_slots, global_batch_size, settings).shards)
+        found[name] = 0.0 if report.hit_rate_lookups is None else 1.0 - report.hit_rate_lookups
     return found

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from embershard.cache.config import CachePolicy
 from embershard.frequency import TableStatistics
-from embershard.planning.simulate.replay import PoolTraffic, Shard, ShardTraffic
+from embershard.planning.simulate.replay import PoolReport, Shard, ShardReport
 
 Floats = NDArray[np.float64]
 _BISECTIONS = 60
@@ -52,7 +52,7 @@ def steady_state(
     policy: CachePolicy,
     *,
     is_sample: bool,
-) -> PoolTraffic:
+) -> PoolReport:
     """One pool of slots on one rank.
 
     Args:
@@ -76,11 +76,11 @@ def steady_state(
     # A missing row misses with all of its lookups in the batch.
     per_row = (pool.seen, pool.seen * held, pool.lookups, pool.lookups * held, held)
     seen, hits, lookups, found, rows = (pool.per_shard(values, count).tolist() for values in per_row)
-    traffic = tuple(
-        ShardTraffic(shard, lookups[n], seen[n], hits[n], found[n], seen[n] - hits[n], seen[n] - hits[n], rows[n])
+    reports = tuple(
+        ShardReport(lookups[n], seen[n], hits[n], found[n], seen[n] - hits[n], seen[n] - hits[n], rows[n], shard)
         for n, shard in enumerate(shards)
     )
-    return PoolTraffic(traffic, traffic, 0, num_slots, sum(seen) > num_slots)
+    return PoolReport(reports, reports, 0, num_slots, sum(seen) > num_slots)
 
 
 def _groups(

@@ -28,10 +28,10 @@ from embershard.models import ModelConfig
 from embershard.pipeline import look_ahead
 from embershard.pipeline.prefetch_depth import PrefetchDepth
 from embershard.planning.simulate.replay import (
-    PoolTraffic,
+    PoolReport,
     ReplaySettings,
     Shard,
-    ShardTraffic,
+    ShardReport,
     replay_pool,
     replay_preferences,
 )
@@ -150,19 +150,19 @@ def test_a_second_epoch_has_another_order(ranks, profile):
     assert first[0] == first[1]
 
 
-def totals(shards: tuple[ShardTraffic, ...], num_steps: int, names: tuple[str, ...] = COUNTED) -> dict[str, list[int]]:
+def totals(shards: tuple[ShardReport, ...], num_steps: int, names: tuple[str, ...] = COUNTED) -> dict[str, list[int]]:
     """Whole numbers over all steps, by table."""
     found = {}
-    for traffic in shards:
-        values = [getattr(traffic, name) * num_steps for name in names]
+    for report in shards:
+        values = [getattr(report, name) * num_steps for name in names]
         assert np.allclose(values, np.round(values), atol=1e-6), "not whole lookups"
-        found[traffic.shard.table] = [round(value) for value in values]
+        found[report.shard.table] = [round(value) for value in values]
     return found
 
 
-def all_of(traffic: PoolTraffic) -> list[list[float]]:
-    names = [field.name for field in dataclasses.fields(ShardTraffic) if field.name != "shard"]
-    return [[getattr(shard, name) for name in names] for shard in (*traffic.shards, *traffic.late)]
+def all_of(report: PoolReport) -> list[list[float]]:
+    names = [field.name for field in dataclasses.fields(ShardReport) if field.name != "shard"]
+    return [[getattr(shard, name) for name in names] for shard in (*report.shards, *report.late)]
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -205,7 +205,7 @@ def test_a_share_of_the_rows_says_what_all_of_them_say(name):
     assert sampled.rate < 0.25
     shards = [Shard("a", 0, 24_000), Shard("b", 0, 3000)]
 
-    def rates(found: PoolTraffic) -> list[float]:
+    def rates(found: PoolReport) -> list[float]:
         hits = [sum(getattr(s, n) for s in found.shards) for n in ("hits_unique", "hits_lookups")]
         return [hits[0] / sum(s.unique_ids for s in found.shards), hits[1] / sum(s.lookups for s in found.shards)]
 
@@ -265,7 +265,7 @@ def test_late_is_what_the_second_half_added(name):
     assert whole.over(None) == whole.over(5) == whole.over(7) == whole.shards
     twice = whole.over(14)[0]
     for each in COUNTED:
-        values = [getattr(traffic, each) for traffic in (whole.shards[0], whole.late[0])]
+        values = [getattr(report, each) for report in (whole.shards[0], whole.late[0])]
         assert getattr(twice, each) == pytest.approx(sum(values) / 2)
     assert whole.over(10**9)[0].hits_unique == pytest.approx(whole.late[0].hits_unique)
 
@@ -290,13 +290,13 @@ def test_counters_fit_each_other(num_slots, num_rows, batch_size, seed, name):
     shards = [Shard("a", 0, num_rows), Shard("b", 5, 25), Shard("b", 30, 30)]
     found = replay_pool(trace, shards, num_slots, batch_size, POLICIES[name])
     assert found.num_slots >= min(num_slots, num_rows + 20)
-    for traffic in found.shards:
-        assert 0 <= traffic.hits_unique <= traffic.unique_ids <= traffic.lookups
-        assert traffic.hits_unique <= traffic.hits_lookups <= traffic.lookups
-        assert traffic.held_rows <= max(1, traffic.shard.num_rows)
+    for report in found.shards:
+        assert 0 <= report.hits_unique <= report.unique_ids <= report.lookups
+        assert report.hits_unique <= report.hits_lookups <= report.lookups
+        assert report.held_rows <= max(1, report.shard.num_rows)
         if name != "frequency":  # which fills before the first step, too
-            assert traffic.fills == pytest.approx(traffic.unique_ids - traffic.hits_unique)
-        assert traffic.write_backs <= traffic.fills + 1e-9
+            assert report.fills == pytest.approx(report.unique_ids - report.hits_unique)
+        assert report.write_backs <= report.fills + 1e-9
 
 
 def test_preferences_tell_a_loop_from_a_skew():

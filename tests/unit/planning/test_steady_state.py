@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from embershard.cache.config import CachePolicy
 from embershard.frequency import CountHistogram, TableStatistics
-from embershard.planning.simulate.replay import PoolTraffic, ReplaySettings, Shard, replay_pool
+from embershard.planning.simulate.replay import PoolReport, ReplaySettings, Shard, replay_pool
 from embershard.planning.simulate.steady_state import steady_state
 from tests.unit.planning.traces import Ints, counted, skewed, trace_of
 
@@ -25,7 +25,7 @@ POLICIES = {"lfu": LFU, "lru": LRU, "frequency": FREQUENCY, "lookahead": ReplayS
 
 def from_counts(
     lookups: dict[str, tuple[int, Ints]], num_slots: int, batch: int, policy: ReplaySettings, bag_size: int = 1
-) -> PoolTraffic:
+) -> PoolReport:
     data = counted(lookups, bag_size)
     return steady_state(
         list(data.tables.values()),
