@@ -225,7 +225,7 @@ def test_the_python_asked_for_is_taken_or_refused():
     assert rules.choose_python({"EMBERSHARD_PYTHON": "/good"}, versions.get) == "/good"
     with pytest.raises(rules.SetupError, match="is too old"):
         rules.choose_python({"EMBERSHARD_PYTHON": "/old"}, versions.get)
-    with pytest.raises(rules.SetupError, match="not a Python that runs"):
+    with pytest.raises(rules.SetupError, match="does not run as a Python"):
         rules.choose_python({"EMBERSHARD_PYTHON": "/none"}, versions.get)
 
 
