@@ -101,13 +101,8 @@ def shortest(batches: Iterable[T], device: torch.device | str, group: dist.Proce
     """Yield this rank's batches for as long as every rank has one: for training without a pipeline.
 
     No batch is taken before the loop asks for it, so the state of the input is that of the batch in training. When a
-    rank ends first, the others have taken one batch more than they yield. If the ranks leave the loop early, all of
-    them must.
-
-    Args:
-        batches: this rank's; its own `next` may raise.
-        device: see `Agreement`.
-        group: see `Agreement`.
+    rank ends first, the others have taken one batch more than they yield. If one rank leaves the loop early, all must.
+    `device` and `group` are those of an `Agreement`.
 
     Raises:
         DataError: another rank's input failed; that rank raises its own exception. All ranks yielded the same number.
@@ -133,17 +128,11 @@ def longest(
     device: torch.device | str,
     group: dist.ProcessGroup | None = None,
 ) -> Iterator[tuple[T, bool]]:
-    """Yield batches until no rank has one: for evaluation, where every sample counts and no rank may hang.
+    """Yield pairs (batch, is_real) until no rank has a batch: for evaluation, where every sample counts.
 
-    Args:
-        batches: this rank's; its own `next` may raise.
-        empty: makes the stand-in of a rank whose batches are over, from its last batch, or from None without one:
-            `empty_like`, for example. Called once.
-        device: see `Agreement`.
-        group: see `Agreement`.
-
-    Yields:
-        Pairs (batch, is_real), equally many on every rank. Ignore what the model predicts for a stand-in.
+    A rank whose batches are over yields a stand-in, so that all ranks yield equally many; ignore the model's
+    predictions for it. `empty`, for example `empty_like`, makes it once from the rank's last batch, or from None if the
+    rank had no batch. `device` and `group` are those of an `Agreement`.
 
     Raises:
         DataError: another rank's input (or its `empty`) failed; that rank raises its own exception.
