@@ -1,4 +1,4 @@
-"""How many rows each policy fills, over the fewest that any cache could (the offline optimum).
+"""Rows that each policy fills, over the fewest that any cache can fill (the offline optimum).
 
     python -m benchmarks.fill_optimality STREAM [--path FILE_OR_FOLDER]
 
@@ -8,16 +8,16 @@ throughout), `drift` (generated, popularity moves to other rows) or `all`.
 Every figure comes from running the cache itself, which starts empty, over all tables of the stream in one pool. Each
 batch adds one to its rows, and at the end every row of the host tier must hold the number of batches that used it.
 With look-ahead L and prefetch depth P, L batches beyond the one in training are known and P of them are resident. P
-is 1 here, as it is in training while no step waits (docs/decisions/0018).
+is 1 here, as in training while no step waits (docs/decisions/0018).
 
-The optimum (benchmarks/offline_optimum.py) knows the whole stream and holds one batch at a time. Two more references
-say where the rest goes: `holds 1` and `holds 2`, the optimum of a cache that holds so many batches ahead as well (what
-holding costs, whatever the rule for victims), and `rule`, the look-ahead rule with the newest ranking for every victim
-(what not knowing more than L costs on top; what a cache fills beyond it is due to the cache).
+The optimum (benchmarks/offline_optimum.py) knows the whole stream and holds one batch at a time. More references
+explain the difference: `holds 1` and `holds 2` are the optimum of a cache that also holds 1 or 2 batches ahead (the
+cost of holding them, for any rule for victims); `rule` is the look-ahead rule with the newest ranking for every victim
+(it adds the cost of not knowing more than L batches). Fills beyond `rule` are due to the cache.
 
-Target, with L the least of those below that is 16 times the capacity in batches, or 128: at 8 batches and more fills
-are at most 1.03 of the optimum; at 4 at most those of the optimum that holds one batch ahead, and half a percent more.
-After the first batch no fill is late.
+Target, with the smallest L below that is at least 16 times the capacity in batches, and at least 128: from 8 batches
+on, at most 1.03 of the optimum's fills; at 4, at most 0.5 % of the optimum's fills more than the optimum that holds one
+batch ahead. After the first batch no fill is late.
 """
 
 from __future__ import annotations

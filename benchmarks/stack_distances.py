@@ -102,7 +102,7 @@ def measure(name: str, rows: Rows, rate: float, num_samples: int) -> Point:
         sample = rows[is_followed(row_hashes(number, rows), rate)]
         followed.append(len(sample))
         plain.append(from_followed(sample, rate, len(rows)).hit_rate(sizes) - truth)
-    nobody = from_followed(rows[:0], rate, len(rows), counts)
+    none_followed = from_followed(rows[:0], rate, len(rows), counts)
     errors = _errors(by_shards)
     return Point(
         stream=name,
@@ -119,7 +119,7 @@ def measure(name: str, rows: Rows, rate: float, num_samples: int) -> Point:
         bins=len(distances.distances),
         shards=errors,
         plain=_errors(plain),
-        counts=_errors([nobody.hit_rate(sizes) - truth]),
+        counts=_errors([none_followed.hit_rate(sizes) - truth]),
         reached=errors.mean <= TARGET_POINTS,
     )
 

@@ -115,7 +115,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def ensure_venv(venv: Path, environ: Mapping[str, str]) -> None:
-    """Make the venv, anew when its Python no longer runs or has a wrong version."""
+    """Make the venv; make it again when its Python no longer runs or has a wrong version."""
     have = python_version(str(venv_python(venv))) if venv_python(venv).exists() else None
     asked = environ.get("EMBERSHARD_PYTHON")
     if have and not python_problem(have):

@@ -92,7 +92,7 @@ class Agreement:
     def failure(self) -> DataError:
         """Return the error for ranks whose own input is fine, after `Supply.FAILED`; it names the first failed rank."""
         return DataError(
-            f"the input of rank {self._failed} failed, so no rank goes on: a step needs a batch of every rank. That "
+            f"the input of rank {self._failed} failed, so all ranks stop: a step needs a batch of every rank. That "
             "rank raises the error itself; look for it in its output"
         )
 
@@ -101,7 +101,7 @@ def shortest(batches: Iterable[T], device: torch.device | str, group: dist.Proce
     """Yield this rank's batches for as long as every rank has one: for training without a pipeline.
 
     No batch is taken before the loop asks for it, so the state of the input is that of the batch in training. When a
-    rank ends first, the others have taken one batch more than they yield. If one rank leaves the loop early, all must.
+    rank ends first, the others have taken one batch more than they yield. All ranks must leave the loop together.
     `device` and `group` are those of an `Agreement`.
 
     Raises:
@@ -147,7 +147,7 @@ def longest(
         batch = source.take()
         supply = source.supply(batch)
         if supply == Supply.ENDED and stand_in is _NONE:
-            # Before the others are told, so that they do not enter the step without this rank.
+            # Before the agreement: an error here must keep the other ranks from entering the step.
             stand_in = source.attempt(empty, last)
         is_over = supply == Supply.ENDED
         agreement.start(Supply.READY if source.error is None else Supply.FAILED, wish=int(not is_over))

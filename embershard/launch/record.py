@@ -99,10 +99,10 @@ class RunRecord:
 
 
 def steady_steps(step_seconds: Sequence[float], lookahead: int) -> tuple[Sequence[float], bool]:
-    """Return the steps whose speed is that of a long run, and whether they are free of the others.
+    """Return the steps that run at the speed of a long run, and whether all other steps are left out.
 
-    The first 10 steps (a quarter of all where there are few) and the last ones are left out. While the last ones
-    trained, no batch was left to read: they are as many as batches are known ahead, but at most half of the rest.
+    Left out are the first 10 steps (of few steps the first quarter), and the last ones, during which no batch was left
+    to read: one per batch known ahead, but at most half of the remaining steps.
 
     >>> steady_steps([1.0, 0.5, 0.5, 0.5], lookahead=1)
     ([0.5, 0.5], True)

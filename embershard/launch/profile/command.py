@@ -31,7 +31,7 @@ The profile is what the planner, the policy "frequency" and the warm-up of a cac
 """
 #: Lookups on which policies are compared.
 _PREFERENCE_LOOKUPS = 1_000_000
-#: So many parts keep a further process busy longer than it takes to start.
+#: Parts that keep a process busy longer than it takes to start.
 _PARTS_PER_WORKER = 16
 
 

@@ -135,7 +135,7 @@ def part_ranges(num_samples: int, sample: float, part_samples: int) -> list[tupl
 
 
 def _bag_sizes(blocks: list[Block], feature: int) -> int | NDArray[np.integer]:
-    """Return the ids per sample of a feature: one number where all samples have as many."""
+    """Return the ids per sample of a feature: one number if all samples have equally many."""
     sizes = [block.lengths[feature] for block in blocks]
     if all(isinstance(size, int) for size in sizes) and len(set(sizes)) == 1:
         return int(sizes[0])
@@ -184,7 +184,7 @@ def _parts(
             yield waiting.popleft().result()
     except BrokenProcessPool as error:
         raise SetupError(
-            f"one of {num_workers} processes that count ended by itself, mostly for want of memory; "
+            f"one of {num_workers} counting processes ended by itself, probably for lack of memory; "
             "use fewer with --workers"
         ) from error
     finally:

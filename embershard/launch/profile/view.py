@@ -16,7 +16,7 @@ from embershard.launch.screen import make_table
 SIZES = (0.015, 0.05)
 _HEADS = (0.001, 0.01, 0.1)
 _WINDOW = 4096
-#: Less than this difference of hit rates is no reason to prefer a policy.
+#: Policies whose hit rates differ by less are equally good.
 _SAME = 0.005
 
 
@@ -41,8 +41,8 @@ def profile_table(statistics: DataStatistics, together: StackDistances | None, t
 def sentences(statistics: DataStatistics, together: StackDistances | None) -> list[str]:
     """Return what the numbers mean, in words."""
     lines = [
-        "top x %: share of lookups that go to so many of the rows that occur. static, LRU: share of lookups found by a "
-        "cache of so many of all rows.",
+        "top x %: share of the lookups that go to the x % most frequent of the rows that occur. static, LRU: share of "
+        "the lookups that hit in a cache for this share of all rows.",
         _policy_sentence(statistics) if statistics.preferences else _curves_sentence(statistics, together),
         _drift_sentence(statistics),
         _trust_sentence(statistics),

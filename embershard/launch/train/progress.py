@@ -104,7 +104,7 @@ def _cache_rows(cache: dict[str, Any] | None) -> list[tuple[str, str, str]]:
         ("rows on device", f"{cache['slots']:,} of {cache['rows']:,}", f"{share:.1%} of the embedding rows"),
         ("hit rate", number(cache["hit_rate_lookups"], ".1%"), "lookups whose row was on the device already"),
         ("rows moved", f"{moved:,}", f"{_megabytes(moved_bytes)} to and from the device"),
-        ("evictions", f"{cache['evictions']:,}", "rows that made room for others"),
+        ("evictions", f"{cache['evictions']:,}", "rows that left the device for other rows"),
         ("memory", f"{_megabytes(cache['device_bytes'])} device", f"{_megabytes(cache['host_bytes'])} host"),
     ]
 
