@@ -47,6 +47,10 @@ def schema_of(config: DataConfig) -> Schema:
 
 
 def kind_of_files(path: Path) -> DataKind:
-    """Guess from its name which kind of data a file or folder holds."""
+    """Guess from names which kind of data a file or folder holds.
+
+    >>> kind_of_files(Path("clicks.parquet"))
+    'parquet'
+    """
     is_parquet = path.suffix == ".parquet" or (path.is_dir() and any(path.glob("*.parquet")))
     return "parquet" if is_parquet else "criteo"
