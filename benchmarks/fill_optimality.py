@@ -27,7 +27,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,11 +35,10 @@ from torch import Tensor
 
 from benchmarks.common import machine, report
 from benchmarks.offline_optimum import look_ahead_rule, offline_optimum
-from embershard.cache import HostStore, RowCache, Ticket, make_scores
+from embershard.cache import HostStore, RowCache, Ticket
+from embershard.cache.config import CachePolicy, Scoring
 from embershard.data import BatchStream, CriteoConfig, DataConfig, SyntheticConfig, open_source
 from embershard.frequency import FrequencyProfile
-
-Scoring = Literal["lru", "lfu", "frequency"]
 
 LOOKAHEADS = (8, 32, 128, 256)
 TARGET = 1.03
@@ -243,10 +242,10 @@ class Run:
             self._device_payload,
             num_slots,
             tables,
-            make_scores(scoring, stream.num_rows, num_slots, _CPU, counts, None),
+            CachePolicy(scoring, by_next_use=look_ahead),
             _CPU,
+            row_counts=counts,
             overflow="raise",
-            lookahead=look_ahead,
         )
 
     def _device_payload(self, num_slots: int) -> list[Tensor]:

@@ -25,7 +25,7 @@ from embershard.planning.cost import work
 from embershard.planning.cost.topology import load_topology
 from embershard.planning.planner import make_plan
 from embershard.planning.request import Budget, PlanRequest
-from embershard.planning.simulate.replay import ReplayPolicy
+from embershard.planning.simulate.replay import ReplaySettings
 from embershard.planning.workload import RunShape, Workload
 from embershard.sharding.sizes import ModelSize, TableSize
 
@@ -80,7 +80,7 @@ def plan(case: str) -> dict[str, Any]:
         dense_state_bytes=3 * parameter_bytes,
         activation_bytes_per_sample=work.activation_bytes(dense, 1),
     )
-    shape = RunShape(topology.world_size, topology.ranks_per_node, batch_size, "cuda", ReplayPolicy(), False)
+    shape = RunShape(topology.world_size, topology.ranks_per_node, batch_size, "cuda", ReplaySettings())
     request = PlanRequest(
         workload=Workload(size, assumed_statistics(tables, NUM_SAMPLES), shape),
         rates=topology.rates(),

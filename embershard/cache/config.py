@@ -12,10 +12,46 @@ from embershard.errors import ConfigError
 Scoring = Literal["frequency", "lfu", "lru"]
 Policy = Literal["lookahead", Scoring]
 TransferKind = Literal["plain", "staged", "triton_uva"]
+Overflow = Literal["grow", "raise"]
 
 DEFAULT_RATIO = 0.05
 # A pool of three rows at a ratio of 3 % would have no slot, and overflow at once.
 LEAST_SLOTS = 16
+SCORE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class CachePolicy:
+    """Rule by which a cache chooses its rows: `CacheConfig` with every default resolved.
+
+    Attributes:
+        scoring: order in which rows without a known use are evicted.
+        by_next_use: evict the rows without a known use first, then those whose next use is furthest.
+        warmup: fill the cache with the profile's most frequent rows before the first batch.
+        decay: factor of old uses per batch under `lfu`; None: 1.
+        has_profile: the cache gets the rows' counts in a profile.
+    """
+
+    scoring: Scoring = "lfu"
+    by_next_use: bool = True
+    warmup: bool = False
+    decay: float | None = None
+    has_profile: bool = False
+
+    @property
+    def is_recency(self) -> bool:
+        """True if rows are compared by their last use alone."""
+        return self.scoring == "lru"
+
+    @property
+    def slot_score_bytes(self) -> int:
+        """Device bytes of a slot's score."""
+        return 0 if self.is_recency else SCORE_BYTES
+
+    @property
+    def row_score_bytes(self) -> int:
+        """Host bytes of a row's score. `lru` needs scores for its warm-up only."""
+        return SCORE_BYTES if self.has_profile or not self.is_recency else 0
 
 
 @dataclass(frozen=True)
@@ -60,7 +96,7 @@ class CacheConfig:
     slot, more while more rows than slots are known ahead; each look-up takes longer. Default: `array`; on a GPU
     `hashed` for pools of more than 2^27 rows."""
 
-    overflow: Literal["grow", "raise"] = "grow"
+    overflow: Overflow = "grow"
     """When one batch needs more rows than there are slots: enlarge the cache with a warning, or raise."""
 
     decay: float | None = None
@@ -89,7 +125,7 @@ class CacheConfig:
             raise ConfigError(f"cache.device_bytes must be positive, got {self.device_bytes}")
         _one_of("policy", self.policy, (None, *get_args(Policy)))
         _one_of("host", self.host, ("memory", "mmap"))
-        _one_of("overflow", self.overflow, ("grow", "raise"))
+        _one_of("overflow", self.overflow, get_args(Overflow))
         _one_of("slot_map", self.slot_map, (None, *get_args(MapKind)))
         _one_of("transfer", self.transfer, (None, *get_args(TransferKind)))
         if self.transfer == "triton_uva" and self.host == "mmap":
@@ -116,11 +152,14 @@ class CacheConfig:
         """The ratio in force; None where ``device_bytes`` decides."""
         return self.ratio if self.ratio is not None or self.device_bytes is not None else DEFAULT_RATIO
 
-    def resolved_policy(self, has_profile: bool) -> Policy:
-        """The policy in force, given whether there is a frequency profile.
+    def policy_for(self, has_profile: bool) -> CachePolicy:
+        """Resolve the defaults of a run with or without a frequency profile.
 
         Raises:
             ConfigError: a setting needs a profile and there is none, or contradicts the policy that follows.
+
+        >>> CacheConfig().policy_for(has_profile=True)
+        CachePolicy(scoring='frequency', by_next_use=True, warmup=True, decay=None, has_profile=True)
         """
         policy = self.policy or "lookahead"
         if not has_profile and policy == "frequency":
@@ -129,18 +168,14 @@ class CacheConfig:
             raise ConfigError("cache.warmup=True needs a FrequencyProfile to choose the rows from: pass profile=...")
         if has_profile and policy == "lru" and self.warmup is False:
             raise ConfigError('a profile has no effect with cache.policy="lru" and cache.warmup=False; drop one')
-        return policy
-
-    def resolved_scoring(self, has_profile: bool) -> Scoring:
-        """The policy by which rows are compared: under `lookahead`, those without a known use."""
-        policy = self.resolved_policy(has_profile)
-        if policy != "lookahead":
-            return policy
-        return "frequency" if has_profile and self.decay is None else "lfu"
-
-    def resolved_warmup(self, has_profile: bool) -> bool:
-        """Whether to fill the cache before the first step."""
-        return has_profile if self.warmup is None else self.warmup
+        counted: Scoring = "frequency" if has_profile and self.decay is None else "lfu"
+        return CachePolicy(
+            scoring=counted if policy == "lookahead" else policy,
+            by_next_use=policy == "lookahead",
+            warmup=has_profile if self.warmup is None else self.warmup,
+            decay=self.decay,
+            has_profile=has_profile,
+        )
 
 
 def _is(name: str, value: object, types: tuple[type, ...]) -> None:

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from embershard.cache.config import Scoring, TransferKind
+from embershard.cache.config import CachePolicy, TransferKind
 from embershard.cache.rows import memory
 from embershard.cache.rows.choose_transfer import scores_transfer_maker
 from embershard.cache.rows.transfer import MakeTransfer
@@ -166,27 +166,30 @@ class LfuScores(FrequencyScores):
 
 
 def make_scores(
-    policy: Scoring,
-    num_keys: int,
+    policy: CachePolicy,
+    num_rows: int,
     num_slots: int,
     device: torch.device,
-    initial: Tensor | None,
-    decay: float | None,
-    transfer: TransferKind = "plain",
+    row_counts: Tensor | None = None,
+    transfer: TransferKind | MakeTransfer = "plain",
 ) -> SlotScores:
-    """The scoring rule of ``policy``; ``initial`` are the profile's counts per key, [R], or None. ``transfer`` is how
-    rows move."""
-    if policy == "lru":
-        return RecencyScores(None if initial is None else initial.to(torch.float32, copy=True))
-    counts = memory.zeros(num_keys, torch.float32, whole_pages=device.type == "cuda")
-    if initial is not None:
-        counts.copy_(initial)
-    make_transfer = scores_transfer_maker(transfer, device, counts)
-    if policy == "frequency":
-        assert initial is not None, "the frequency policy needs a profile"
-        return FrequencyScores(counts, num_slots, device, make_transfer)
-    assert policy == "lfu", f"no scores for policy {policy!r}"
-    return LfuScores(counts, num_slots, device, make_transfer, decay)
+    """Make the scores of ``policy`` for ``num_slots`` empty slots.
+
+    Args:
+        row_counts: the rows' counts in a profile, [R], or None.
+        transfer: what moves rows.
+    """
+    if policy.scoring == "lru":
+        return RecencyScores(None if row_counts is None else row_counts.to(torch.float32, copy=True))
+    scores = memory.zeros(num_rows, torch.float32, whole_pages=device.type == "cuda")
+    if row_counts is not None:
+        scores.copy_(row_counts)
+    make_transfer = scores_transfer_maker(transfer, device, scores)
+    if policy.scoring == "frequency":
+        assert row_counts is not None, "the frequency policy needs a profile"
+        return FrequencyScores(scores, num_slots, device, make_transfer)
+    assert policy.scoring == "lfu", f"no scores for policy {policy.scoring!r}"
+    return LfuScores(scores, num_slots, device, make_transfer, policy.decay)
 
 
 def best_rows(scores: Tensor, count: int) -> Tensor:

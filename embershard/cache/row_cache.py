@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from embershard.cache.change_guard import ChangeGuard
+from embershard.cache.config import CachePolicy, Overflow, TransferKind
 from embershard.cache.host_sync import HostSync
 from embershard.cache.key_map import MapKind
 from embershard.cache.next_use import KnownBatch, NextUseIndex
 from embershard.cache.pinned_tables import OtherTables
 from embershard.cache.planner import CachePlan, CachePlanner, Shortage
-from embershard.cache.policies import SlotScores, best_rows
+from embershard.cache.policies import best_rows, make_scores
+from embershard.cache.rows.choose_transfer import transfer_maker
 from embershard.cache.rows.copies import RowCopies
 from embershard.cache.rows.host_store import HostStore
 from embershard.cache.rows.stream_order import StreamOrder
@@ -60,13 +62,12 @@ class RowCache:
             grows: it must keep the contents of the old slots.
         num_slots: S.
         table_of_feature: for each feature of a batch, the number of its table.
-        scores: the policy.
+        policy: rule by which rows are evicted, and whether to warm up.
         overflow: ``"grow"`` or ``"raise"``.
-        warmup: fill the pool with the rows of highest score before the first batch.
         pinned_keys: int64 [K], rows that are resident for ever, in slots 1 to K in this order.
         owner: whose pool it is ("rank 3"), for messages.
-        lookahead: the victims are those whose next known use is furthest; ``scores`` decide among those without one.
-        make_transfer: what copies rows between slots and host rows; None for plain copies.
+        row_counts: of a profile, [R]; None without one.
+        transfer: what copies rows between slots and host rows: a kind, or a maker of transfers.
         kind: of the map from rows to slots.
     """
 
@@ -77,14 +78,13 @@ class RowCache:
         device_payload: Callable[[int], list[Tensor]],
         num_slots: int,
         table_of_feature: Sequence[int],
-        scores: SlotScores,
+        policy: CachePolicy,
         device: torch.device,
-        overflow: str = "grow",
-        warmup: bool = False,
+        row_counts: Tensor | None = None,
+        overflow: Overflow = "grow",
         pinned_keys: Tensor | None = None,
         owner: str = "",
-        lookahead: bool = False,
-        make_transfer: MakeTransfer | None = None,
+        transfer: TransferKind | MakeTransfer = "plain",
         kind: MapKind = "array",
     ) -> None:
         self.tables = list(tables)
@@ -94,17 +94,18 @@ class RowCache:
         self.device = device
         self._pinned_keys = torch.empty(0, dtype=torch.int64) if pinned_keys is None else pinned_keys
         slot_map = SlotMap(host.num_rows, num_slots, device, kind)
-        self.next_use_index = NextUseIndex(slot_map) if lookahead else None
+        self.next_use_index = NextUseIndex(slot_map) if policy.by_next_use else None
+        scores = make_scores(policy, host.num_rows, num_slots, device, row_counts, transfer)
         self.planner = CachePlanner(slot_map, scores, self._pinned_keys.numel(), self.next_use_index)
         self._other_tables = OtherTables(host.row_offsets, table_of_feature, self._pinned_keys)
         self.counters = CacheCounters(host.row_offsets, table_of_feature, device)
         self._device_payload = device_payload
         self._overflow = overflow
-        self._warmup = warmup
+        self._is_cold = policy.warmup  # the warm-up is still to come
         self._in_flight = InFlight()
         self._lock = threading.RLock()
         self._guard = ChangeGuard(self.name)
-        self._copies = RowCopies(device, make_transfer)
+        self._copies = RowCopies(device, transfer_maker(transfer, device, host.payload))
         self._attach(num_slots)
         self._stream_order = StreamOrder(device)
         self._host_sync = HostSync(
@@ -306,9 +307,9 @@ class RowCache:
         """Before the first batch, and again when all rows were dropped: first the rows that stay, then the best."""
         if self._pinned_keys.numel() and not self.planner.map.num_used:
             self._preload(self._pinned_keys.to(self.device))
-        if not self._warmup:
+        if not self._is_cold:
             return
-        self._warmup = False
+        self._is_cold = False
         row_scores = self.planner.scores.of_rows()
         assert row_scores is not None, "warm-up without a profile"
         wanted = row_scores.index_fill(0, self._pinned_keys, 0.0)  # those are there already

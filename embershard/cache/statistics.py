@@ -12,34 +12,38 @@ import torch
 from torch import Tensor
 
 from embershard.cache.planner import CachePlan
+from embershard.cache.report import CacheReport
 
 
 @dataclass(frozen=True)
-class TableStats:
-    """Totals of one table on one rank since the cache was made. Bytes in bytes, ``seconds`` in seconds.
+class TableStats(CacheReport):
+    """Totals of one table on one rank since the cache was made: the counts of `CacheReport`, and what follows.
 
-    Hits are counted per distinct id of a batch (``hits_unique`` of ``unique_ids``) and per lookup
-    (``hits_lookups`` of ``lookups``). ``fills`` brought a row to the device, ``critical_path_fills`` made a
-    training step wait.
-    ``stall_seconds`` is how long the steps waited for rows.
-    ``slots`` are those that the table's rows hold now, plus its share (by rows not held) of those still free; likewise
-    ``device_bytes`` (slots, optimizer states, maps and scores), ``seconds`` (planning and copies) and
-    ``stall_seconds``, so that the sum over tables is the rank's true total. An overflow growth counts for the
-    table with the most misses.
-    ``module`` is the path of the sharded module that the table belongs to, in the model without its wrappers: two
-    modules may have a table of the same name.
+    Counts add up over tables to the rank's totals. What a pool's tables share is divided among them: free slots by the
+    rows not cached, device memory by slots and rows, seconds by lookups.
+
+    Attributes:
+        table: its name.
+        rows: rows of the table on this rank.
+        slots: slots that hold the table's rows, and its share of the free ones.
+        critical_path_fills: fills that a training step waited for.
+        evictions: rows evicted.
+        overflow_growths: times the pool grew for one batch; counted for the table with the most misses.
+        bytes_to_device, bytes_to_host: bytes of the fills and of the write-backs.
+        device_bytes: device memory of slots, optimizer states, maps and scores.
+        host_bytes: host memory of rows, optimizer states and scores.
+        seconds: host time of planning and copies.
+        stall_seconds: time that training steps waited for rows.
+        module: path of the table's sharded module in the model without its wrappers: two modules may have a table of
+            the same name.
     """
+
+    LABELS = frozenset({"table", "rows", "module"})
 
     table: str
     rows: int
     slots: int
-    lookups: int
-    unique_ids: int
-    hits_unique: int
-    hits_lookups: int
-    fills: int
     critical_path_fills: int
-    write_backs: int
     evictions: int
     overflow_growths: int
     bytes_to_device: int
@@ -49,16 +53,6 @@ class TableStats:
     seconds: float
     stall_seconds: float
     module: str = ""
-
-    @property
-    def hit_rate_unique(self) -> float | None:
-        """Share of a batch's distinct ids found on the device; None before the first."""
-        return self.hits_unique / self.unique_ids if self.unique_ids else None
-
-    @property
-    def hit_rate_lookups(self) -> float | None:
-        """Share of lookups found on the device; None before the first."""
-        return self.hits_lookups / self.lookups if self.lookups else None
 
 
 class Counter(IntEnum):

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from embershard.cache.pinned_tables import pinned_tables
+from embershard.cache.report import CacheReport
 from embershard.planning.cost import work
 from embershard.planning.cost.rates import Rates, StepTime, StepWork, step_time
-from embershard.planning.simulate.replay import Shard, ShardTraffic, replay_pool
+from embershard.planning.simulate.replay import Shard, ShardReport, replay_pool
 from embershard.planning.simulate.steady_state import steady_state
 from embershard.planning.workload import COMPLETE, PoolKey, RunShape, Workload, by_rank, place_shards, pools
 from embershard.sharding import memory_model
@@ -17,14 +18,14 @@ from embershard.sharding.plan import PoolPlacement, Prediction, RankPrediction, 
 from embershard.sharding.sizes import PlacedShard
 
 
-def pool_traffic(
+def pool_reports(
     workload: Workload, shards: Sequence[PlacedShard], num_slots: int, replayed_steps: int
-) -> tuple[tuple[ShardTraffic, ...], int]:
+) -> tuple[tuple[ShardReport, ...], int]:
     """What a pool of ``num_slots`` does, per step, and its slots at the end: more where a batch did not fit. From
     counts alone when ``replayed_steps`` is 0."""
     shape = workload.shape
     if not replayed_steps:
-        return counted_traffic(workload, shards, num_slots), num_slots
+        return counted_reports(workload, shards, num_slots), num_slots
     parts = [Shard(shard.table.table, shard.row_start, shard.row_stop) for shard in shards]
     trace = workload.data.trace
     assert trace is not None, "nothing to replay"
@@ -34,7 +35,7 @@ def pool_traffic(
         parts,
         num_slots,
         shape.global_batch_size,
-        shape.policy,
+        shape.cache,
         pinned_tables=[parts[number].table for number in pinned],
         num_steps=replayed_steps,
     )
@@ -43,7 +44,7 @@ def pool_traffic(
     return found.over(shape.num_steps), found.num_slots if is_complete else num_slots
 
 
-def counted_traffic(workload: Workload, shards: Sequence[PlacedShard], num_slots: int) -> tuple[ShardTraffic, ...]:
+def counted_reports(workload: Workload, shards: Sequence[PlacedShard], num_slots: int) -> tuple[ShardReport, ...]:
     """What a pool does in the long run, per step, from counts alone: fast, and for batches larger than the trace."""
     return steady_state(
         [workload.data.tables[shard.table.table] for shard in shards],
@@ -52,20 +53,20 @@ def counted_traffic(workload: Workload, shards: Sequence[PlacedShard], num_slots
         workload.data.num_samples,
         num_slots,
         workload.shape.global_batch_size,
-        workload.shape.policy,
+        workload.shape.cache.policy,
         is_sample=workload.is_sample,
     ).shards
 
 
-def resident_traffic(workload: Workload, shard: PlacedShard) -> ShardTraffic:
+def resident_report(workload: Workload, shard: PlacedShard) -> ShardReport:
     """Of a shard that is whole on the device: everything is found. A replicated one serves its own rank only."""
     if shard.kernel == "replicated":
         workload = replace(workload, shape=replace(workload.shape, world_size=1))
-    (traffic,) = counted_traffic(workload, [shard], 2 * shard.table.rows)
-    return replace(traffic, hits_unique=traffic.unique_ids, hits_lookups=traffic.lookups, fills=0.0, write_backs=0.0)
+    (report,) = counted_reports(workload, [shard], 2 * shard.table.rows)
+    return replace(report, hits_unique=report.unique_ids, hits_lookups=report.lookups, fills=0.0, write_backs=0.0)
 
 
-def shard_work(workload: Workload, shard: PlacedShard, traffic: ShardTraffic) -> StepWork:
+def shard_work(workload: Workload, shard: PlacedShard, report: ShardReport) -> StepWork:
     """What one shard makes its rank do in a step."""
     shape, size = workload.shape, shard.table
     per_sample = workload.lookups_per_sample[size.table]
@@ -81,21 +82,21 @@ def shard_work(workload: Workload, shard: PlacedShard, traffic: ShardTraffic) ->
     cached = shard.kernel == "cached"
     return StepWork(
         embedding_bytes=work.embedding_bytes(
-            traffic.lookups, size.weight_bytes(shard.columns), size.optimizer_bytes(shard.columns)
+            report.lookups, size.weight_bytes(shard.columns), size.optimizer_bytes(shard.columns)
         ),
-        planned_ids=traffic.lookups if cached else 0.0,
-        unique_ids=traffic.unique_ids if cached else 0.0,
-        fills=traffic.fills,
-        write_backs=traffic.write_backs,
-        bytes_to_device=traffic.fills * shard.row_bytes,
-        bytes_to_host=traffic.write_backs * shard.row_bytes,
+        planned_ids=report.lookups if cached else 0.0,
+        unique_ids=report.unique_ids if cached else 0.0,
+        fills=report.fills,
+        write_backs=report.write_backs,
+        bytes_to_device=report.fills * shard.row_bytes,
+        bytes_to_host=report.write_backs * shard.row_bytes,
         all_to_all_bytes=work.all_to_all_bytes(
             shard.sharding,
             batch_size=shape.batch_size,
             world_size=shape.world_size,
             ids_per_sample=per_sample,
             columns=shard.columns,
-            rank_share=traffic.lookups / max(per_sample * shape.global_batch_size, 1e-300),
+            rank_share=report.lookups / max(per_sample * shape.global_batch_size, 1e-300),
             ranks_per_node=shape.ranks_per_node,
             pooled_number_bytes=shape.pooled_number_bytes,
         ),
@@ -106,10 +107,10 @@ def _weights(shard: PlacedShard) -> float:
     return float(shard.rows * shard.table.weight_bytes(shard.columns))
 
 
-def rank_work(workload: Workload, shards: Sequence[PlacedShard], traffic: Sequence[ShardTraffic]) -> StepWork:
+def rank_work(workload: Workload, shards: Sequence[PlacedShard], reports: Sequence[ShardReport]) -> StepWork:
     """A whole rank's step: its shards, its part of the dense model, its samples."""
     shape, model, data = workload.shape, workload.model, workload.data
-    parts = [shard_work(workload, *pair) for pair in zip(shards, traffic, strict=True)]
+    parts = [shard_work(workload, *pair) for pair in zip(shards, reports, strict=True)]
     own = StepWork(
         dense_flops=model.dense_flops_per_sample * shape.batch_size,
         activation_bytes=model.activation_bytes_per_sample * shape.batch_size,
@@ -146,26 +147,26 @@ def predict(
     grouped = pools(shards)
     num_slots: dict[tuple[object, ...], int] = {(p.rank, p.sharding, p.dim, p.tables): p.slots for p in slots}
     steps = 0 if from_counts else workload.steps_to_replay(len(grouped))
-    traffic: dict[int, ShardTraffic] = {}
+    reports: dict[int, ShardReport] = {}
     memories: dict[PoolKey, tuple[PoolMemory, int]] = {}
     for done, (key, members) in enumerate(grouped.items(), start=1):
         names = tuple(sorted({shard.table.table for shard in members}))
         count = num_slots[key[0], key[1], key[2], names]
-        found, count = pool_traffic(workload, members, count, steps)
+        found, count = pool_reports(workload, members, count, steps)
         memories[key] = memory_model.pool_memory(members, shape.memory), count
-        traffic.update({id(shard): each for shard, each in zip(members, found, strict=True)})
+        reports.update({id(shard): each for shard, each in zip(members, found, strict=True)})
         if progress is not None:
             progress(done, len(grouped))
     for shard in shards:
-        if id(shard) not in traffic:
-            traffic[id(shard)] = resident_traffic(workload, shard)
-    return _summary(workload, shards, traffic, memories, rates, steps)
+        if id(shard) not in reports:
+            reports[id(shard)] = resident_report(workload, shard)
+    return _summary(workload, shards, reports, memories, rates, steps)
 
 
 def _summary(
     workload: Workload,
     shards: Sequence[PlacedShard],
-    traffic: Mapping[int, ShardTraffic],
+    reports: Mapping[int, ShardReport],
     memories: Mapping[PoolKey, tuple[PoolMemory, int]],
     rates: Rates,
     steps: int,
@@ -177,13 +178,13 @@ def _summary(
     for key, each in memories.items():
         pools_of_rank.setdefault(key[0], {})[key] = each
     for rank, here in enumerate(by_rank(shards, shape.world_size)):
-        its_work = rank_work(workload, here, [traffic[id(shard)] for shard in here])
+        its_work = rank_work(workload, here, [reports[id(shard)] for shard in here])
         seconds = step_time(its_work, rates, shape.device)
         if slowest is None or seconds.seconds > slowest.seconds:
             slowest = seconds
         pools_here = pools_of_rank.get(rank, {})
         ranks.append(_rank(workload, rank, here, pools_here, its_work, seconds))
-        tables += _tables(shape, here, traffic, pools_here)
+        tables += _tables(shape, here, reports, pools_here)
     assert slowest is not None
     return Prediction(
         method="replay" if steps else "counts",
@@ -225,23 +226,24 @@ def _rank(
 def _tables(
     shape: RunShape,
     shards: Sequence[PlacedShard],
-    traffic: Mapping[int, ShardTraffic],
+    reports: Mapping[int, ShardReport],
     memories: Mapping[PoolKey, tuple[PoolMemory, int]],
 ) -> list[TablePrediction]:
     """One per table of a rank; of several column shards the sum."""
     by_name: dict[str, list[PlacedShard]] = {}
     for shard in shards:
         by_name.setdefault(shard.table.table, []).append(shard)
-    return [_table(shape, members, traffic, memories) for members in by_name.values()]
+    return [_table(shape, members, reports, memories) for members in by_name.values()]
 
 
 def _table(
     shape: RunShape,
     shards: Sequence[PlacedShard],
-    traffic: Mapping[int, ShardTraffic],
+    reports: Mapping[int, ShardReport],
     memories: Mapping[PoolKey, tuple[PoolMemory, int]],
 ) -> TablePrediction:
-    own = [traffic[id(shard)] for shard in shards]
+    own = [reports[id(shard)] for shard in shards]
+    total = CacheReport.total(own)
     device = 0.0
     for shard, each in zip(shards, own, strict=True):
         if shard.kernel != "cached":
@@ -249,16 +251,15 @@ def _table(
             continue
         memory, _ = memories[shard.rank, shard.sharding, shard.columns, shard.table.dtype]
         device += shard.rows * memory.map_bytes / max(1, memory.rows) + each.held_rows * memory.slot_bytes
-    lookups, unique_ids = sum(t.lookups for t in own), sum(t.unique_ids for t in own)
     return TablePrediction(
         table=shards[0].table.table,
         rank=shards[0].rank,
-        lookups=lookups,
-        unique_ids=unique_ids,
-        fills=sum(t.fills for t in own),
-        write_backs=sum(t.write_backs for t in own),
-        hit_rate_unique=sum(t.hits_unique for t in own) / unique_ids if unique_ids else None,
-        hit_rate_lookups=sum(t.hits_lookups for t in own) / lookups if lookups else None,
+        lookups=total.lookups,
+        unique_ids=total.unique_ids,
+        fills=total.fills,
+        write_backs=total.write_backs,
+        hit_rate_unique=total.hit_rate_unique,
+        hit_rate_lookups=total.hit_rate_lookups,
         device_bytes=round(device),
         host_bytes=sum(memory_model.host_bytes(shards, shape.memory).values()),
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from embershard.cache.config import LEAST_SLOTS
 from embershard.cache.slot_map import MOST_POOL_ROWS
-from embershard.planning.predict import counted_traffic
+from embershard.planning.predict import counted_reports
 from embershard.planning.request import Budget
 from embershard.planning.workload import PoolKey, Workload, by_rank, pools
 from embershard.sharding import memory_model
@@ -24,7 +24,7 @@ def least_slots(workload: Workload, shards: Sequence[PlacedShard]) -> int:
     """Slots without which a batch may not fit: the most distinct rows of one where the trace tells them, else those to
     be expected and a tenth more. Tables that stay take up to a tenth of the slots (`pinned_tables`) beside them."""
     rows = sum(shard.rows for shard in shards)
-    unique_ids = sum(each.unique_ids for each in counted_traffic(workload, shards, max(1, rows)))
+    unique_ids = sum(each.unique_ids for each in counted_reports(workload, shards, max(1, rows)))
     needed = max(unique_ids * _ROOM, workload.most_unique_ids(shards)) / (1.0 - _STAYING)
     return max(1, min(rows, max(LEAST_SLOTS, math.ceil(needed))))
 
@@ -111,9 +111,9 @@ def _held_bytes(
 ) -> dict[PoolKey, float]:
     mean_bytes = sum(memory.slot_bytes for memory in memories.values()) / len(memories)
     members = [shard for shards in grouped.values() for shard in shards]
-    traffic = iter(counted_traffic(workload, members, max(1, int(left / mean_bytes))))
+    reports = iter(counted_reports(workload, members, max(1, int(left / mean_bytes))))
     return {
-        key: memories[key].slot_bytes * sum(next(traffic).held_rows for _ in shards) for key, shards in grouped.items()
+        key: memories[key].slot_bytes * sum(next(reports).held_rows for _ in shards) for key, shards in grouped.items()
     }
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from embershard.cache.key_map import MapKind
 from embershard.errors import ShardingError
 from embershard.frequency import DataStatistics
-from embershard.planning.simulate.replay import ReplayPolicy
+from embershard.planning.simulate.replay import ReplaySettings
 from embershard.sharding import memory_model
 from embershard.sharding.memory_model import MemorySettings
 from embershard.sharding.shards import TablePlacement, shards_of
@@ -35,8 +35,7 @@ class RunShape:
         world_size, ranks_per_node: ranks in all, and per node.
         batch_size: samples per rank and step.
         device: "cpu" or "cuda".
-        policy: which rows the caches keep.
-        has_profile: whether the caches get row counts.
+        cache: which rows the caches keep, and how far ahead is looked.
         num_steps: of the run, where that is known.
         pooled_number_bytes: of one number of a pooled embedding between ranks, and of its gradient, together.
         slot_map: kind of the caches' maps; None where each pool's size decides.
@@ -46,8 +45,7 @@ class RunShape:
     ranks_per_node: int
     batch_size: int
     device: Literal["cpu", "cuda"]
-    policy: ReplayPolicy
-    has_profile: bool
+    cache: ReplaySettings
     num_steps: int | None = None
     pooled_number_bytes: float = 8
     slot_map: MapKind | None = None
@@ -60,16 +58,9 @@ class RunShape:
     @property
     def memory(self) -> MemorySettings:
         """What of it decides about memory."""
-        policy = self.policy
+        cache = self.cache
         return MemorySettings(
-            policy.scoring,
-            policy.by_next_use,
-            policy.lookahead,
-            policy.prefetch,
-            self.has_profile,
-            self.batch_size,
-            self.slot_map,
-            self.device,
+            cache.policy, cache.lookahead, cache.prefetch, self.batch_size, self.slot_map, self.device
         )
 
 

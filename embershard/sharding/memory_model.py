@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from embershard.cache.config import Scoring
+from embershard.cache.config import CachePolicy
 from embershard.cache.key_map import ARRAY_ROW_BYTES, HASHED_SLOT_BYTES, MapKind, map_kind
 from embershard.sharding.sizes import ModelSize, PlacedShard
 
 _MAP_SLOT_BYTES = 4 + 8  # slot -> key, use stamp
-_SCORE_BYTES = 4
 _NEXT_USE_BYTES = 8
 _ID_BYTES = 8
 _KNOWN_ID_BYTES = 12  # per distinct row of a known batch, and its link in the chain
@@ -25,20 +24,16 @@ class MemorySettings:
     """What of a run's settings decides about memory.
 
     Attributes:
-        scoring: policy by which rows are compared.
-        by_next_use: whether known uses choose the victims.
+        policy: rule by which caches choose their rows.
         lookahead, prefetch: batches known, and resident, ahead of the one in training.
-        has_profile: whether the caches get row counts.
         batch_size: samples per rank and step.
         slot_map: kind of the maps from rows to slots; None where each pool's size decides.
         device: "cpu" or "cuda".
     """
 
-    scoring: Scoring
-    by_next_use: bool
+    policy: CachePolicy
     lookahead: int
     prefetch: int
-    has_profile: bool
     batch_size: int
     slot_map: MapKind | None = None
     device: Literal["cpu", "cuda"] = "cpu"
@@ -65,14 +60,13 @@ def pool_memory(shards: Sequence[PlacedShard], settings: MemorySettings) -> Pool
     """Of the pool that these shards share; they have the same row payload."""
     rows = sum(shard.rows for shard in shards)
     kind = map_kind(settings.slot_map, rows, settings.device)
-    return cache_memory(rows, shards[0].row_bytes, settings.scoring, settings.by_next_use, kind)
+    return cache_memory(rows, shards[0].row_bytes, settings.policy, kind)
 
 
-def cache_memory(rows: int, row_bytes: int, scoring: Scoring, by_next_use: bool, slot_map: MapKind) -> PoolMemory:
+def cache_memory(rows: int, row_bytes: int, policy: CachePolicy, slot_map: MapKind) -> PoolMemory:
     """Of a pool of so many rows, whose payload is ``row_bytes`` each; see :class:`MemorySettings`."""
-    slot_bytes = row_bytes + _MAP_SLOT_BYTES
-    slot_bytes += 0 if scoring == "lru" else _SCORE_BYTES
-    slot_bytes += _NEXT_USE_BYTES if by_next_use else 0
+    slot_bytes = row_bytes + _MAP_SLOT_BYTES + policy.slot_score_bytes
+    slot_bytes += _NEXT_USE_BYTES if policy.by_next_use else 0
     if slot_map == "hashed":
         return PoolMemory(rows, 0, slot_bytes + HASHED_SLOT_BYTES)
     return PoolMemory(rows, ARRAY_ROW_BYTES * rows, slot_bytes)
@@ -82,8 +76,7 @@ def host_bytes(shards: Sequence[PlacedShard], settings: MemorySettings) -> dict[
     """Host memory of a rank's cached shards: "rows" and "scores"."""
     cached = [shard for shard in shards if shard.kernel == "cached"]
     rows = sum(shard.rows for shard in cached)
-    has_scores = settings.scoring != "lru" or settings.has_profile
-    return {"rows": sum(s.rows * s.row_bytes for s in cached), "scores": _SCORE_BYTES * rows if has_scores else 0}
+    return {"rows": sum(s.rows * s.row_bytes for s in cached), "scores": settings.policy.row_score_bytes * rows}
 
 
 def resident_bytes(shards: Sequence[PlacedShard]) -> dict[str, int]:

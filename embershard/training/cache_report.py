@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple
 from statistics import fmean
 from typing import Any
 
 import torch
 from torch import nn
 
+from embershard.cache.report import CacheReport
 from embershard.distributed import Ranks
 from embershard.pipeline import LookAheadStats
 from embershard.sharding.torchrec import cache_stats, pools_by_module
@@ -31,29 +32,19 @@ _RATES = ("hits_unique", "unique_ids", "hits_lookups", "lookups")
 _Pool = tuple[str, dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class HitRates:
-    """Shares in 0..1 over all ranks; None without a cache, or before the first lookup."""
-
-    rate_unique: float | None
-    rate_lookups: float | None
-
-
-class CacheReport:
-    """Reads the caches' counters. Its methods are collective."""
+class CacheReader:
+    """Reads the counters of all ranks' caches. Its methods are collective."""
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
         self._model, self._ranks = model, ranks
-        self._last = torch.zeros(len(_RATES), dtype=torch.int64)
+        self._last = CacheReport.total(())
 
-    def since_last(self) -> HitRates:
-        """Hit rates since the last call, over all ranks and tables."""
-        stats = cache_stats(self._model)
-        mine = [sum(getattr(table, name) for table in stats) for name in _RATES]
-        counts = self._ranks.all_gather(torch.tensor(mine, device=self._ranks.device)).sum(dim=0).cpu()
-        hits_unique, unique_ids, hits_lookups, lookups = (counts - self._last).tolist()
-        self._last = counts
-        return HitRates(_share(hits_unique, unique_ids), _share(hits_lookups, lookups))
+    def since_last(self) -> CacheReport:
+        """Report what all ranks' caches did since the last call."""
+        mine = astuple(CacheReport.total(cache_stats(self._model)))
+        counts = self._ranks.all_gather(torch.tensor(mine, device=self._ranks.device)).sum(dim=0)
+        last, self._last = self._last, CacheReport(*counts.tolist())
+        return self._last - last
 
     def totals(self, ratio: float | None) -> dict[str, Any] | None:
         """The run's cache block: totals, and the same per table and per rank, there per table and pool, too. None

@@ -27,7 +27,7 @@ from embershard.distributed import (
 )
 from embershard.errors import CheckpointError
 from embershard.training.build import build_sharded_model, find_plan, find_profile
-from embershard.training.cache_report import CacheReport
+from embershard.training.cache_report import CacheReader
 from embershard.training.config import RunConfig
 from embershard.training.loss_monitor import LossMonitor
 from embershard.training.metrics import PredictionBuffer
@@ -72,7 +72,7 @@ class Trainer:
         self._upcoming: Steps | None = None
         self.loss_monitor = LossMonitor(ranks)
         self.window = PredictionBuffer(WINDOW_SAMPLES)
-        self.cache_report = CacheReport(self.model, ranks)
+        self.cache_reader = CacheReader(self.model, ranks)
         self.steps = self.samples = 0
         self.step_seconds = array("d")
         self._reported_steps = 0
@@ -146,7 +146,7 @@ class Trainer:
         seconds = self.step_seconds[self._reported_steps - self.steps :]
         global_batch = self.config.train.batch_size * self.ranks.world_size
         self._reported_steps = self.steps
-        hits = self.cache_report.since_last()
+        hits = self.cache_reader.since_last()
         return TrainReport(
             step=self.steps,
             epoch=self.upcoming.state.epoch,
@@ -154,8 +154,8 @@ class Trainer:
             loss=self.loss_monitor.mean(),
             auc=self.window.quality(self.ranks).auc,
             samples_per_second=len(seconds) * global_batch / sum(seconds),
-            hit_rate_unique=hits.rate_unique,
-            hit_rate_lookups=hits.rate_lookups,
+            hit_rate_unique=hits.hit_rate_unique,
+            hit_rate_lookups=hits.hit_rate_lookups,
             learning_rate_factor=self._learning_rate_factor or 1.0,
         )
 

@@ -57,7 +57,7 @@ class Setting:
             warmup=self.warmup,
             pinned_table=self.pinned_table,
             kind=self.kind,  # type: ignore[arg-type]
-            make_transfer=functools.partial(StagedTransfer, buffer_bytes=100) if self.staged else None,
+            transfer=functools.partial(StagedTransfer, buffer_bytes=100) if self.staged else "plain",
         )
 
 

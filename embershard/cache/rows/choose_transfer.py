@@ -39,12 +39,17 @@ def transfer_kind(config: CacheConfig, device: torch.device) -> TransferKind:
     return config.transfer
 
 
-def transfer_maker(kind: TransferKind, device: torch.device, host_payload: Sequence[Tensor]) -> MakeTransfer:
+def transfer_maker(
+    kind: TransferKind | MakeTransfer, device: torch.device, host_payload: Sequence[Tensor]
+) -> MakeTransfer:
     """Makes transfers of this kind between slots and these host rows, whenever there are new slots."""
+    if not isinstance(kind, str):
+        return kind
     if kind == "plain":
         return PlainTransfer
     if kind == "staged":
         return StagedTransfer
+    assert kind == "triton_uva", f"no transfer {kind!r}"
     from embershard.cache.rows.uva_transfer import UvaTransfer  # triton is not installed everywhere
 
     if device.type != "cuda":
@@ -53,7 +58,7 @@ def transfer_maker(kind: TransferKind, device: torch.device, host_payload: Seque
     return lambda slots, host: WhenLocked(slots, host, lock, StagedTransfer, UvaTransfer)
 
 
-def scores_transfer_maker(kind: TransferKind, device: torch.device, row_scores: Tensor) -> MakeTransfer:
+def scores_transfer_maker(kind: TransferKind | MakeTransfer, device: torch.device, row_scores: Tensor) -> MakeTransfer:
     """The same for the scores [R] of rows that move in this way. Planning reads them right away, so they never pass
     through buffers that land later."""
     if kind != "triton_uva" or device.type != "cuda":

@@ -11,7 +11,7 @@ from embershard.models import table_name
 from embershard.models.dlrm import DCN_LOW_RANK_DIM, DCN_NUM_LAYERS
 from embershard.planning.cost import work
 from embershard.planning.request import Budget
-from embershard.planning.simulate.replay import ReplayPolicy
+from embershard.planning.simulate.replay import ReplaySettings
 from embershard.planning.workload import RunShape, Workload
 from embershard.sharding.sizes import ModelSize, TableSize
 from embershard.training.build import CacheSettings, counted_samples
@@ -48,8 +48,7 @@ def make_workload(
         ranks_per_node=ranks_per_node,
         batch_size=batch_size,
         device=device,
-        policy=replay_policy(config.cache, config.data, has_profile, _training_samples(data), device),
-        has_profile=has_profile,
+        cache=replay_settings(config.cache, config.data, has_profile, _training_samples(data), device),
         num_steps=_num_steps(config, data, batch_size * world_size),
         pooled_number_bytes=config.sharding.pooled_number_bytes,
         slot_map=config.cache.slot_map,
@@ -57,20 +56,17 @@ def make_workload(
     return Workload(model_size(config, data), data, shape)
 
 
-def replay_policy(
+def replay_settings(
     cache: CacheSettings, data: DataConfig, has_profile: bool, training_samples: int, device: Literal["cpu", "cuda"]
-) -> ReplayPolicy:
+) -> ReplaySettings:
     """How the caches of a run choose rows, and how its epochs differ. On a CPU a run holds one batch ahead, and more
     only where its steps wait: that is not predicted."""
     counted = None if cache.profile is not None else counted_samples(cache, training_samples)
-    return ReplayPolicy(
-        scoring=cache.resolved_scoring(has_profile),
+    return ReplaySettings(
+        policy=cache.policy_for(has_profile),
         lookahead=cache.lookahead,
         prefetch=cache.prefetch if device == "cuda" else 1,
-        by_next_use=cache.resolved_policy(has_profile) == "lookahead",
-        warmup=cache.resolved_warmup(has_profile),
         profile_samples=counted if has_profile else 0,
-        decay=cache.decay,
         shuffle_window=data.chunk_rows * data.shuffle_window if data.shuffle else 0,
     )
 

@@ -130,7 +130,7 @@ def train_run(config: RunConfig, ranks: Ranks, run_dir: Path, *, resume: bool, s
             device=str(ranks.device.type),
             loss=last_train.loss if last_train else None,
             evaluation=last_eval,
-            cache=trainer.cache_report.totals(None if trainer.plan else config.cache.slot_ratio),
+            cache=trainer.cache_reader.totals(None if trainer.plan else config.cache.slot_ratio),
             look_ahead=look_ahead_totals(trainer.upcoming.stats(), ranks),
             plan=trainer.plan,
         )

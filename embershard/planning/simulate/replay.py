@@ -19,9 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embershard.cache.config import Scoring
+from embershard.cache.config import CachePolicy
 from embershard.cache.next_use import KnownBatch
-from embershard.cache.policies import make_scores
+from embershard.cache.report import CacheReport
 from embershard.cache.row_cache import CacheGrowthWarning, RowCache
 from embershard.cache.rows.host_store import HostStore
 from embershard.cache.statistics import TableStats
@@ -33,28 +33,22 @@ _MOST_IDLE_ROWS = 10_000_000  # of a table; more need not take memory to be left
 
 
 @dataclass(frozen=True)
-class ReplayPolicy:
+class ReplaySettings:
     """Which rows stay, and how far ahead is looked; as `CacheConfig` and the trainer resolve it.
 
     Attributes:
-        scoring: the policy by which rows are compared.
+        policy: rule by which the cache chooses its rows.
         lookahead: batches known beyond the one in training; 0: a batch's rows come in at its own step.
         prefetch: batches resident beyond the one in training.
-        by_next_use: known uses choose the victims, and ``scoring`` only among rows without one.
-        warmup: start with the most frequent rows of the profile.
         profile_samples: training has the counts of the first so many samples: `frequency` needs them, `lfu` starts
             with them. 0: it has none; None: those of the whole trace.
-        decay: as `CacheConfig.decay`.
         shuffle_window: samples among which an epoch's order is mixed; 0: every epoch has the same order.
     """
 
-    scoring: Scoring = "lfu"
+    policy: CachePolicy = dataclasses.field(default_factory=CachePolicy)
     lookahead: int = 64
     prefetch: int = 2
-    by_next_use: bool = True
-    warmup: bool = False
     profile_samples: int | None = 0
-    decay: float | None = None
     shuffle_window: int = 0
 
 
@@ -73,41 +67,22 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class ShardTraffic:
-    """What happened to one shard's rows, per step (means over the steps of the trace).
+class ShardReport(CacheReport):
+    """What happened to one shard's rows: means over the steps. Fills include those of a warm-up.
 
-    Hits are per step, too: ``hits_unique`` of ``unique_ids``, ``hits_lookups`` of ``lookups``.
-    ``fills`` include what a warm-up brought in.
+    Attributes:
+        held_rows: slots that hold the shard's rows.
+        shard: whose rows.
     """
 
-    shard: Shard
-    lookups: float
-    unique_ids: float
-    hits_unique: float
-    hits_lookups: float
-    fills: float
-    write_backs: float
+    LABELS = frozenset({"shard"})
+
     held_rows: float
-
-    def mixed(self, other: ShardTraffic, weight: float) -> ShardTraffic:
-        """This traffic in a share ``weight`` of the steps, the other one in the rest."""
-        numbers = [field.name for field in dataclasses.fields(self) if field.name != "shard"]
-        means = {name: weight * getattr(self, name) + (1 - weight) * getattr(other, name) for name in numbers}
-        return ShardTraffic(self.shard, **means)
-
-    @property
-    def hit_rate_unique(self) -> float | None:
-        """Share of distinct ids found; None without any."""
-        return self.hits_unique / self.unique_ids if self.unique_ids else None
-
-    @property
-    def hit_rate_lookups(self) -> float | None:
-        """Share of lookups found; None without any."""
-        return self.hits_lookups / self.lookups if self.lookups else None
+    shard: Shard
 
 
 @dataclass(frozen=True)
-class PoolTraffic:
+class PoolReport:
     """One pool.
 
     Attributes:
@@ -118,18 +93,20 @@ class PoolTraffic:
         grew: whether it did not.
     """
 
-    shards: tuple[ShardTraffic, ...]
-    late: tuple[ShardTraffic, ...]
+    shards: tuple[ShardReport, ...]
+    late: tuple[ShardReport, ...]
     num_steps: int
     num_slots: int
     grew: bool
 
-    def over(self, num_steps: int | None) -> tuple[ShardTraffic, ...]:
+    def over(self, num_steps: int | None) -> tuple[ShardReport, ...]:
         """Means over so many steps: those that there are, and then more of the late ones. None: as they are."""
         if num_steps is None or num_steps <= self.num_steps:
             return self.shards
         weight = self.num_steps / num_steps
-        return tuple(early.mixed(late, weight) for early, late in zip(self.shards, self.late, strict=True))
+        return tuple(
+            early.scaled(weight) + late.scaled(1 - weight) for early, late in zip(self.shards, self.late, strict=True)
+        )
 
 
 def replay_pool(
@@ -137,11 +114,11 @@ def replay_pool(
     shards: Sequence[Shard],
     num_slots: int,
     global_batch_size: int,
-    policy: ReplayPolicy,
+    settings: ReplaySettings,
     *,
     pinned_tables: Sequence[str] = (),
     num_steps: int | None = None,
-) -> PoolTraffic:
+) -> PoolReport:
     """One pool of slots on one rank, over the batches that the trace has.
 
     Args:
@@ -149,7 +126,7 @@ def replay_pool(
         shards: what the pool holds, in its order.
         num_slots: S.
         global_batch_size: samples of a step, over all ranks.
-        policy: which rows stay.
+        settings: which rows stay, and how far ahead is looked.
         pinned_tables: those whose rows are resident for ever.
         num_steps: stop after so many; None: all whole batches of the trace. More than those begin it again.
 
@@ -165,36 +142,33 @@ def replay_pool(
     followed = [shard for shard, rows in zip(shards, apart, strict=True) if not rows.is_pinned]
     taken = sum(rows.num_rows for rows in apart)
     slots = max(1, round((num_slots - taken) * trace.rate) if is_sampled else num_slots)
-    batches = _Batches(trace, followed, global_batch_size, available, policy.profile_samples, policy.shuffle_window)
-    cache = _make_cache(batches, slots, policy, [] if is_sampled else pinned_tables)
+    batches = _Batches(trace, followed, global_batch_size, available, settings.profile_samples, settings.shuffle_window)
+    cache = _make_cache(batches, slots, settings, [] if is_sampled else pinned_tables)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CacheGrowthWarning)
-        half = _run(cache, batches, steps, policy)
+        half = _run(cache, batches, steps, settings)
     whole = cache.stats()
-    late = [_since(after, before) for after, before in zip(whole, half, strict=True)]
+    held = [stats.slots for stats in whole]
+    counts = [stats.counts for stats in whole]
+    late = [after - before.counts for after, before in zip(counts, half, strict=True)]
 
-    def traffic(stats: list[TableStats], num_steps: int, is_late: bool) -> tuple[ShardTraffic, ...]:
-        of_shard = iter(stats)
+    def reports(replayed_counts: list[CacheReport], num_steps: int, is_late: bool) -> tuple[ShardReport, ...]:
+        of_shard = iter(zip(replayed_counts, held, strict=True))
         replayed = [None if rows.is_pinned else next(of_shard) for rows in apart]
-        missed_once = not (is_late or policy.warmup)
+        missed_once = not (is_late or settings.policy.warmup)
         return tuple(
             _together(*pair, num_steps, global_batch_size, trace, is_late, missed_once)
             for pair in zip(apart, replayed, strict=True)
         )
 
     grown = max(0, cache.planner.map.num_slots - min(slots, cache.host.num_rows))
-    return PoolTraffic(
-        traffic(whole, steps, is_late=False),
-        traffic(late, steps - steps // 2, is_late=True),
+    return PoolReport(
+        reports(counts, steps, is_late=False),
+        reports(late, steps - steps // 2, is_late=True),
         steps,
         num_slots + round(grown / trace.rate),
         grown > 0,
     )
-
-
-def _since(after: TableStats, before: TableStats) -> TableStats:
-    counted = ("lookups", "unique_ids", "hits_unique", "hits_lookups", "fills", "write_backs")
-    return dataclasses.replace(after, **{name: getattr(after, name) - getattr(before, name) for name in counted})
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,14 +199,14 @@ def _apart(trace: SampledTrace, shard: Shard, is_pinned: bool) -> _Apart:
 
 def _together(
     apart: _Apart,
-    stats: TableStats | None,
+    replayed: tuple[CacheReport, int] | None,
     steps: int,
     batch: int,
     trace: SampledTrace,
     is_late: bool,
     missed_once: bool,
-) -> ShardTraffic:
-    """Rows that were counted and rows that were replayed, per step."""
+) -> ShardReport:
+    """Rows that were counted and rows that were replayed (their counts, and slots that hold them), per step."""
     lookups = float(apart.constant.sum()) * batch / trace.num_samples
     # A row that occurs in a share p of the samples is missing from a batch of B with (1 - p)^B.
     absent = (1.0 - np.minimum(apart.constant / trace.num_samples, 1.0)) ** batch
@@ -244,18 +218,21 @@ def _together(
         unique_ids += min(len(pairs) / trace.rate / batches, apart.shard.num_rows - unique_ids)
     fills = 0.0 if is_late else apart.num_rows / steps
     missed = min(fills, unique_ids) if missed_once and not apart.is_pinned else 0.0
-    zero = 0.0 if stats is None else 1.0 / (trace.rate * steps)
-    of = (lambda name: 0.0) if stats is None else (lambda name: getattr(stats, name) * zero)
-    return ShardTraffic(
-        apart.shard,
-        lookups=lookups + of("lookups"),
-        unique_ids=unique_ids + of("unique_ids"),
-        hits_unique=unique_ids - missed + of("hits_unique"),
-        hits_lookups=lookups * (1.0 - missed / max(unique_ids, 1e-300)) + of("hits_lookups"),
-        fills=fills + of("fills"),
-        write_backs=of("write_backs"),
-        held_rows=apart.num_rows + (0.0 if stats is None else stats.slots / trace.rate),
+    found = ShardReport(
+        lookups=lookups,
+        unique_ids=unique_ids,
+        hits_unique=unique_ids - missed,
+        hits_lookups=lookups * (1.0 - missed / max(unique_ids, 1e-300)),
+        fills=fills,
+        write_backs=0.0,
+        held_rows=float(apart.num_rows),
+        shard=apart.shard,
     )
+    if replayed is None:
+        return found
+    counts, slots = replayed
+    per_step = vars(counts.scaled(1.0 / (trace.rate * steps)))
+    return found + ShardReport(**per_step, held_rows=slots / trace.rate, shard=apart.shard)
 
 
 class _Batches:
@@ -324,14 +301,14 @@ class _Batches:
             self._bounds[table] = np.searchsorted(self._samples[table], self._edges)
 
 
-def _make_cache(batches: _Batches, num_slots: int, policy: ReplayPolicy, pinned: Sequence[str]) -> RowCache:
+def _make_cache(batches: _Batches, num_slots: int, settings: ReplaySettings, pinned: Sequence[str]) -> RowCache:
     rows = batches.rows_per_table or [1]
     names = [shard.table for shard in batches.shards] or ["none"]
     host = HostStore(rows, 1, torch.uint8, [])
     are_pinned = [number for number in np.argsort(rows, kind="stable") if names[number] in pinned]
     pinned_keys = [torch.arange(rows[number]) + host.row_offsets[number] for number in are_pinned]
     counts = None
-    if policy.profile_samples != 0 and batches.counts:
+    if settings.profile_samples != 0 and batches.counts:
         counts = torch.from_numpy(np.concatenate(batches.counts))
     num_slots = min(num_slots, host.num_rows)
     cpu = torch.device("cpu")
@@ -341,16 +318,15 @@ def _make_cache(batches: _Batches, num_slots: int, policy: ReplayPolicy, pinned:
         device_payload=lambda slots: [torch.empty(slots + 1, 1, dtype=torch.uint8)],
         num_slots=num_slots,
         table_of_feature=range(len(names)),
-        scores=make_scores(policy.scoring, host.num_rows, num_slots, cpu, counts, policy.decay),
+        policy=dataclasses.replace(settings.policy, by_next_use=settings.lookahead > 0 and settings.policy.by_next_use),
         device=cpu,
-        warmup=policy.warmup,
+        row_counts=counts,
         pinned_keys=torch.cat(pinned_keys) if pinned_keys else None,
         owner="replay",
-        lookahead=policy.lookahead > 0 and policy.by_next_use,
     )
 
 
-def _run(cache: RowCache, batches: _Batches, steps: int, policy: ReplayPolicy) -> list[TableStats]:
+def _run(cache: RowCache, batches: _Batches, steps: int, settings: ReplaySettings) -> list[TableStats]:
     """The stages of `LookAheadPipeline`, in its order, without their contents. Returns the counters at half time."""
     half = cache.stats()
     known: deque[tuple[Tensor, Tensor, KnownBatch | None]] = deque()
@@ -359,7 +335,7 @@ def _run(cache: RowCache, batches: _Batches, steps: int, policy: ReplayPolicy) -
     for step in range(steps):
         if step == steps // 2:
             half = cache.stats()
-        while next_step < min(steps, step + policy.lookahead + 1):
+        while next_step < min(steps, step + settings.lookahead + 1):
             keys, lengths = batches.get(next_step)
             known.append((keys, lengths, cache.know(keys, lengths)))
             next_step += 1
@@ -370,7 +346,7 @@ def _run(cache: RowCache, batches: _Batches, steps: int, policy: ReplayPolicy) -
             resident.append(ticket)
         known.popleft()
         cache.freeze_pins()
-        for ahead in range(len(resident) - 1, min(policy.prefetch, len(known)) if policy.lookahead else 0):
+        for ahead in range(len(resident) - 1, min(settings.prefetch, len(known)) if settings.lookahead else 0):
             keys, lengths, batch = known[ahead]
             prepared = cache.prepare(keys, lengths, False, batch, if_it_fits=True)
             if prepared is None:
@@ -391,15 +367,13 @@ def replay_preferences(
     occurring += sum(len(trace.constant_rows.get(t, ())) for t in rows)
     num_slots = max(1, round(share_of_rows * occurring))
     policies = {
-        "frequency": ReplayPolicy("frequency", 0, warmup=True, profile_samples=None),
-        "lfu": ReplayPolicy("lfu", 0),
-        "lru": ReplayPolicy("lru", 0),
-        "lookahead": ReplayPolicy("lfu"),
+        "frequency": ReplaySettings(CachePolicy("frequency", False, warmup=True), 0, profile_samples=None),
+        "lfu": ReplaySettings(CachePolicy("lfu", False), 0),
+        "lru": ReplaySettings(CachePolicy("lru", False), 0),
+        "lookahead": ReplaySettings(),
     }
     found = {}
-    for name, policy in policies.items():
-        traffic = replay_pool(trace, shards, num_slots, global_batch_size, policy)
-        lookups = sum(each.lookups for each in traffic.shards)
-        hits = sum(each.hits_lookups for each in traffic.shards)
-        found[name] = 1.0 - hits / lookups if lookups else 0.0
+    for name, settings in policies.items():
+        report = CacheReport.total(replay_pool(trace, shards, num_slots, global_batch_size, settings).shards)
+        found[name] = 0.0 if report.hit_rate_lookups is None else 1.0 - report.hit_rate_lookups
     return found

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from embershard.cache.config import CachePolicy
 from embershard.frequency import TableStatistics
-from embershard.planning.simulate.replay import PoolTraffic, ReplayPolicy, Shard, ShardTraffic
+from embershard.planning.simulate.replay import PoolReport, Shard, ShardReport
 
 Floats = NDArray[np.float64]
 _BISECTIONS = 60
@@ -48,10 +49,10 @@ def steady_state(
     num_samples: int,
     num_slots: int,
     global_batch_size: int,
-    policy: ReplayPolicy,
+    policy: CachePolicy,
     *,
     is_sample: bool,
-) -> PoolTraffic:
+) -> PoolReport:
     """One pool of slots on one rank.
 
     Args:
@@ -61,7 +62,7 @@ def steady_state(
         num_samples: that were counted.
         num_slots: S.
         global_batch_size: samples of a step, over all ranks.
-        policy: which rows stay.
+        policy: rule by which the cache chooses its rows.
         is_sample: training sees other samples than those counted, so that rows seen once are rarer than they look
             (Good 1953).
     """
@@ -70,16 +71,16 @@ def steady_state(
         for number, each in enumerate(zip(tables, shards, shares, strict=True))
     ]
     pool = _Pool(*(np.concatenate(parts) for parts in zip(*groups, strict=True)))  # type: ignore[arg-type]
-    held = _held_by_recency(pool, num_slots) if policy.scoring == "lru" else _held_by_count(pool, num_slots)
+    held = _held_by_recency(pool, num_slots) if policy.is_recency else _held_by_count(pool, num_slots)
     count = len(shards)
     # A missing row misses with all of its lookups in the batch.
     per_row = (pool.seen, pool.seen * held, pool.lookups, pool.lookups * held, held)
     seen, hits, lookups, found, rows = (pool.per_shard(values, count).tolist() for values in per_row)
-    traffic = tuple(
-        ShardTraffic(shard, lookups[n], seen[n], hits[n], found[n], seen[n] - hits[n], seen[n] - hits[n], rows[n])
+    reports = tuple(
+        ShardReport(lookups[n], seen[n], hits[n], found[n], seen[n] - hits[n], seen[n] - hits[n], rows[n], shard)
         for n, shard in enumerate(shards)
     )
-    return PoolTraffic(traffic, traffic, 0, num_slots, sum(seen) > num_slots)
+    return PoolReport(reports, reports, 0, num_slots, sum(seen) > num_slots)
 
 
 def _groups(

@@ -17,9 +17,8 @@ from torchrec.modules.embedding_configs import data_type_to_dtype, data_type_to_
 from embershard.cache.key_map import map_kind
 from embershard.cache.next_use import KnownBatch
 from embershard.cache.pinned_tables import pinned_tables
-from embershard.cache.policies import make_scores
 from embershard.cache.row_cache import RowCache
-from embershard.cache.rows.choose_transfer import transfer_kind, transfer_maker
+from embershard.cache.rows.choose_transfer import transfer_kind
 from embershard.cache.rows.host_store import HostStore
 from embershard.cache.statistics import TableStats
 from embershard.cache.tickets import Ticket
@@ -86,21 +85,19 @@ class CachedTableBatchedEmbeddings(nn.Module):
                     for table in tables
                 ]
             )
-        transfer = transfer_kind(spec.config, self._device)
         return RowCache(
             tables=[table.name for table in tables],
             host=self.host,
             device_payload=self.slots.resize,
             num_slots=num_slots,
             table_of_feature=self._table_of_feature,
-            scores=make_scores(spec.scoring, num_rows, num_slots, self._device, counts, spec.config.decay, transfer),
+            policy=spec.policy,
             device=self._device,
+            row_counts=counts,
             overflow=spec.config.overflow,
-            warmup=spec.warmup,
             pinned_keys=torch.cat(pinned_keys) if pinned_keys else None,
             owner=f"rank {spec.rank}",
-            lookahead=spec.lookahead,
-            make_transfer=transfer_maker(transfer, self._device, self.host.payload),
+            transfer=transfer_kind(spec.config, self._device),
             kind=map_kind(spec.config.slot_map, num_rows, self._device.type),
         )
 

@@ -60,15 +60,8 @@ def cache_stats(model: nn.Module) -> list[TableStats]:
     for module, pool in pools_by_module(model):
         for stats in pool.stats():
             place = (stats.table, module)
-            known = found.get(place)
-            found[place] = dataclasses.replace(stats, module=module) if known is None else _sum(known, stats)
+            found[place] = found[place] + stats if place in found else dataclasses.replace(stats, module=module)
     return [found[place] for place in sorted(found)]
-
-
-def _sum(a: TableStats, b: TableStats) -> TableStats:
-    """Two column shards of one table hold the same rows; everything else adds up."""
-    added = [field.name for field in dataclasses.fields(a) if field.name not in ("table", "rows", "module")]
-    return dataclasses.replace(a, **{name: getattr(a, name) + getattr(b, name) for name in added})
 
 
 def host_rows_changed(model: nn.Module, table: str | None = None, rows: Tensor | None = None) -> None:

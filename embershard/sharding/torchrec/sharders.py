@@ -73,7 +73,7 @@ class _Cached:
         self._profile, self._plan = profile, plan
         if plan is not None:
             check_no_size(self._cache)
-        self._cache.resolved_policy(profile is not None)  # complain here, not in the middle of sharding
+        self._cache.policy_for(profile is not None)  # complain here, not in the middle of sharding
 
     @property
     def cache(self) -> CacheConfig:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ParameterSharding
 
-from embershard.cache.config import LEAST_SLOTS, CacheConfig, Scoring
+from embershard.cache.config import LEAST_SLOTS, CacheConfig, CachePolicy
 from embershard.cache.key_map import map_kind
 from embershard.errors import ConfigError, ShardingError
 from embershard.frequency.profile import FrequencyProfile
@@ -32,9 +32,7 @@ class CacheSpec:
 
     Attributes:
         config: the user's settings.
-        lookahead: whether known uses choose the victims.
-        scoring: the policy by which rows without a known use are compared.
-        warmup: whether the pools start with the profile's most frequent rows.
+        policy: rule by which the pools choose their rows.
         profile: row counts per table, or None.
         rank: that the module is sharded for.
         rank_weights: elements of all cached tables' shards on this rank, to divide ``device_bytes`` by.
@@ -43,9 +41,7 @@ class CacheSpec:
     """
 
     config: CacheConfig
-    lookahead: bool
-    scoring: Scoring
-    warmup: bool
+    policy: CachePolicy
     profile: FrequencyProfile | None
     rank: int
     rank_weights: int
@@ -63,15 +59,12 @@ class CacheSpec:
         device_type: str = "cpu",
     ) -> CacheSpec:
         """The spec of a module whose tables are placed by ``params``, which follow ``plan`` where there is one."""
-        has_profile = profile is not None
         cached = [p for p in params.values() if p.compute_kernel == CACHED_KERNEL]
         shards = [shard for p in cached if p.sharding_spec for shard in p.sharding_spec.shards]
         here = [shard.shard_sizes for shard in shards if shard.placement.rank() == rank]
         return cls(
             config=config,
-            lookahead=config.resolved_policy(has_profile) == "lookahead",
-            scoring=config.resolved_scoring(has_profile),
-            warmup=config.resolved_warmup(has_profile),
+            policy=config.policy_for(profile is not None),
             profile=profile,
             rank=rank,
             rank_weights=sum(rows * cols for rows, cols in here),
@@ -109,7 +102,7 @@ class CacheSpec:
         weights = sum(table.local_rows * table.local_cols for table in tables)
         share = self.config.device_bytes * weights // self.rank_weights
         kind = map_kind(self.config.slot_map, rows, self.device_type)
-        memory = cache_memory(rows, row_bytes, self.scoring, self.lookahead, kind)
+        memory = cache_memory(rows, row_bytes, self.policy, kind)
         slots = (share - memory.map_bytes) // memory.slot_bytes - 1  # the null slot; more than rows may be left over
         if slots < 1:
             least = memory.device_bytes(1) * self.rank_weights // weights + 1

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embershard.cache import CacheGrowthWarning, HostStore, KnownBatch, RowCache, Ticket, make_scores
-from embershard.cache.config import Policy
+from embershard.cache import CacheGrowthWarning, HostStore, KnownBatch, RowCache, Ticket
+from embershard.cache.config import CachePolicy, Policy, TransferKind
 from embershard.cache.key_map import MapKind
 from embershard.cache.rows.transfer import MakeTransfer
 from embershard.errors import CacheOverflowError
@@ -46,7 +46,7 @@ class Pool:
         pinned_table: int | None = None,
         best_victims: bool = False,
         kind: MapKind = "array",
-        make_transfer: MakeTransfer | None = None,
+        transfer: TransferKind | MakeTransfer = "plain",
     ) -> None:
         place = ("mmap", str(mmap_dir)) if mmap_dir else ("memory", None)
         self.host = HostStore(rows_per_table, DIM, torch.float32, STATES, *place)
@@ -78,13 +78,12 @@ class Pool:
             self._device_payload,
             num_slots,
             self.table_of_feature,
-            make_scores(self.scoring, self.num_rows, num_slots, torch.device("cpu"), initial, decay),
+            CachePolicy(self.scoring, policy == "lookahead", warmup, decay),
             torch.device("cpu"),
+            row_counts=initial,
             overflow=overflow,
-            warmup=warmup,
             pinned_keys=torch.tensor(sorted(self.pinned_rows)) if self.pinned_rows else None,
-            lookahead=policy == "lookahead",
-            make_transfer=make_transfer,
+            transfer=transfer,
             kind=kind,
         )
         self.map = self.cache.planner.map

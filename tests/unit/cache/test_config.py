@@ -8,16 +8,17 @@ from typing import get_args
 import pytest
 
 from embershard.cache import CacheConfig
-from embershard.cache.config import Scoring
+from embershard.cache.config import CachePolicy, Scoring
 from embershard.errors import ConfigError
 
 
 def test_the_default_is_a_ratio():
     config = CacheConfig()
     assert (config.slot_ratio, config.device_bytes) == (0.05, None)
-    assert [config.resolved_policy(profile) for profile in (False, True)] == ["lookahead", "lookahead"]
-    assert [config.resolved_scoring(profile) for profile in (False, True)] == ["lfu", "frequency"]
-    assert [config.resolved_warmup(profile) for profile in (False, True)] == [False, True]
+    assert [config.policy_for(profile) for profile in (False, True)] == [
+        CachePolicy("lfu", by_next_use=True, warmup=False, has_profile=False),
+        CachePolicy("frequency", by_next_use=True, warmup=True, has_profile=True),
+    ]
 
 
 @pytest.mark.parametrize("ratio", [1e-9, 0.015, 1.0])
@@ -72,31 +73,32 @@ def test_what_cannot_be_meant_is_refused(settings, message):
 def test_what_the_profile_decides(settings, has_profile, message):
     config = CacheConfig(**settings)
     with pytest.raises(ConfigError, match=message):
-        config.resolved_policy(has_profile)
-    config.resolved_policy(not has_profile)
+        config.policy_for(has_profile)
+    config.policy_for(not has_profile)
 
 
 @pytest.mark.parametrize("has_profile", [False, True])
 @pytest.mark.parametrize("policy", [None, "lookahead", "lfu"])
 def test_decay_means_counting_even_with_a_profile(policy, has_profile):
     config = CacheConfig(decay=0.9, policy=policy)
-    assert config.resolved_policy(has_profile) == (policy or "lookahead")
-    assert config.resolved_scoring(has_profile) == "lfu"
+    assert config.policy_for(has_profile).by_next_use == (policy != "lfu")
+    assert config.policy_for(has_profile).scoring == "lfu"
 
 
 @pytest.mark.parametrize("policy", get_args(Scoring))
 def test_policies_that_do_not_look_ahead_are_their_own_scoring(policy):
-    assert CacheConfig(policy=policy).resolved_scoring(has_profile=True) == policy
+    found = CacheConfig(policy=policy).policy_for(has_profile=True)
+    assert (found.scoring, found.by_next_use) == (policy, False)
 
 
 def test_looking_ahead_does_without_a_profile_and_has_a_use_for_one():
     config = CacheConfig(policy="lookahead", warmup=False)
-    assert [config.resolved_scoring(profile) for profile in (False, True)] == ["lfu", "frequency"]
+    assert [config.policy_for(profile).scoring for profile in (False, True)] == ["lfu", "frequency"]
 
 
 def test_warm_up_can_be_refused():
-    assert not CacheConfig(warmup=False).resolved_warmup(has_profile=True)
-    assert CacheConfig(warmup=True, policy="lru").resolved_warmup(has_profile=True)
+    assert not CacheConfig(warmup=False).policy_for(has_profile=True).warmup
+    assert CacheConfig(warmup=True, policy="lru").policy_for(has_profile=True).warmup
 
 
 def test_it_is_a_value():

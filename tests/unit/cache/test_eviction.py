@@ -16,6 +16,7 @@ from torch import Tensor
 
 from embershard.cache import NextUseIndex, SlotMap, make_scores
 from embershard.cache import eviction as victims
+from embershard.cache.config import CachePolicy
 from embershard.cache.eviction import VictimQueue
 from embershard.cache.planner import CachePlan, CachePlanner
 from tests.unit.cache.faults import FAULTS_OF_CHOICE
@@ -97,7 +98,7 @@ def test_the_lowest_ranks_of_many_slots_go_right_after_a_refill(seed):
     rng = np.random.default_rng(seed)
     num_slots, num_pinned, count, oldest_pinned = 20_000, 7, 1500, 60
     slot_map = SlotMap(num_slots, num_slots)
-    next_use_index, scores = NextUseIndex(slot_map), make_scores("lfu", num_slots, num_slots, CPU, None, None)
+    next_use_index, scores = NextUseIndex(slot_map), make_scores(CachePolicy("lfu"), num_slots, num_slots, CPU)
     every = slot_map.next_free(num_slots)
     slot_map.claim(num_slots)
     slot_map.bind(every - 1, every, batch=0)
@@ -127,7 +128,7 @@ def test_the_lowest_ranks_of_many_slots_go_right_after_a_refill(seed):
 @pytest.mark.parametrize("look_ahead", [False, True])
 def test_the_queue_gives_what_there_is_and_no_slot_twice(look_ahead):
     slot_map = SlotMap(10, 6)
-    scores = make_scores("lfu", 10, 6, CPU, None, None)
+    scores = make_scores(CachePolicy("lfu"), 10, 6, CPU)
     queue = VictimQueue(slot_map, scores, 1, NextUseIndex(slot_map) if look_ahead else None)
     slot_map.bind(torch.arange(5), slot_map.next_free(5), batch=3)
     slot_map.claim(5)
@@ -145,7 +146,7 @@ def test_slots_whose_next_use_becomes_known_move_back_and_are_handed_out_once(se
     rng = np.random.default_rng(seed)
     num_slots, in_flight = 80, 2
     slot_map = SlotMap(num_slots, num_slots)
-    next_use_index, scores = NextUseIndex(slot_map), make_scores("lfu", num_slots, num_slots, CPU, None, None)
+    next_use_index, scores = NextUseIndex(slot_map), make_scores(CachePolicy("lfu"), num_slots, num_slots, CPU)
     queue = VictimQueue(slot_map, scores, 0, next_use_index)
     every = slot_map.next_free(num_slots)
     slot_map.claim(num_slots)
@@ -212,7 +213,7 @@ class Pipeline:
     def __init__(self, num_slots: int, lookahead: int, prefetch: int = 2, num_rows: int = 2000) -> None:
         slot_map = SlotMap(num_rows, num_slots)
         self.next_use_index = NextUseIndex(slot_map)
-        scores = make_scores("lfu", num_rows, num_slots, CPU, None, None)
+        scores = make_scores(CachePolicy("lfu"), num_rows, num_slots, CPU)
         self.planner = CachePlanner(slot_map, scores, 0, self.next_use_index)
         self.lookahead, self.prefetch = lookahead, prefetch
         self.fills: list[int] = []

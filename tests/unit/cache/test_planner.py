@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embershard.cache import CachePlan, CachePlanner, KnownBatch, NextUseIndex, SlotMap, make_scores
-from embershard.cache.config import Policy, Scoring
+from embershard.cache.config import CachePolicy, Policy, Scoring
 from embershard.cache.eviction import VictimQueue
 from tests.unit.cache.harness import Pool
 
@@ -24,7 +24,7 @@ def make(policy: str = "lru", num_slots: int = 12, num_keys: int = 40) -> CacheP
     initial = torch.arange(num_keys, 0, -1) // 3 if policy == "frequency" else None
     slot_map = SlotMap(num_keys, num_slots)
     scoring = "lfu" if policy == "lookahead" else policy
-    scores = make_scores(scoring, num_keys, num_slots, CPU, initial, None)
+    scores = make_scores(CachePolicy(scoring), num_keys, num_slots, CPU, initial)
     return CachePlanner(slot_map, scores, 0, NextUseIndex(slot_map) if policy == "lookahead" else None)
 
 

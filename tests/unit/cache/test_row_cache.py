@@ -102,7 +102,7 @@ def test_every_row_is_right_after_any_operations_in_a_window(
     )
 
 
-TRANSFERS = [None, StagedTransfer, functools.partial(StagedTransfer, buffer_bytes=1), UvaTransfer]
+TRANSFERS = ["plain", StagedTransfer, functools.partial(StagedTransfer, buffer_bytes=1), UvaTransfer]
 
 
 @pytest.mark.slow
@@ -114,7 +114,7 @@ TRANSFERS = [None, StagedTransfer, functools.partial(StagedTransfer, buffer_byte
     st.sampled_from([None, 1]),
 )
 @settings(max_examples=100)
-def test_every_transfer_and_kind_of_map_in_a_window(operations, num_slots, make_transfer, kind, pinned_table):
+def test_every_transfer_and_kind_of_map_in_a_window(operations, num_slots, transfer, kind, pinned_table):
     """What a GPU uses: copies that land later, the kernel in Triton's interpreter, a hashed map."""
     run(
         Pool(
@@ -122,7 +122,7 @@ def test_every_transfer_and_kind_of_map_in_a_window(operations, num_slots, make_
             policy="lookahead",
             overflow="grow",
             pinned_table=pinned_table,
-            make_transfer=make_transfer,
+            transfer=transfer,
             kind=kind,
         ),
         operations,
@@ -132,9 +132,9 @@ def test_every_transfer_and_kind_of_map_in_a_window(operations, num_slots, make_
 @pytest.mark.slow
 @given(operations, st.sampled_from(POLICIES), st.sampled_from(TRANSFERS), st.sampled_from(["array", "hashed"]))
 @settings(max_examples=60)
-def test_every_transfer_and_kind_of_map_with_every_policy(operations, policy, make_transfer, kind):
+def test_every_transfer_and_kind_of_map_with_every_policy(operations, policy, transfer, kind):
     kept = [operation for operation in operations if operation[0] != "fail"]
-    run(Pool(num_slots=8, policy=policy, overflow="grow", make_transfer=make_transfer, kind=kind), kept)
+    run(Pool(num_slots=8, policy=policy, overflow="grow", transfer=transfer, kind=kind), kept)
 
 
 @given(operations, st.sampled_from(POLICIES), st.integers(2, 12))
@@ -488,7 +488,7 @@ def test_new_contents_under_trained_rows_are_an_error():
 
 def test_rows_that_have_not_landed_do_not_overwrite_what_was_written_to_the_host_tier():
     """Staged copies land with the next plan; a write in between, without a flush, counts."""
-    pool = Pool(num_slots=4, policy="lru", make_transfer=StagedTransfer)
+    pool = Pool(num_slots=4, policy="lru", transfer=StagedTransfer)
     pool.step([1, 2])
     pool.step([3, 4, 5, 6])  # rows 1 and 2 are on their way out
     pool.host.weights[1] = 5.0
@@ -649,12 +649,12 @@ class LandsOnlyAtTheEnd(StagedTransfer):
         super()._land()
 
 
-def late_landings(make_transfer: type[StagedTransfer]) -> int:
+def late_landings(transfer: type[StagedTransfer]) -> int:
     """Many evictions, with nothing between them that would wait for the rows that leave. Returns how many were on
     their way when the next plan came."""
-    pool = Pool(num_slots=12, policy="lru", make_transfer=make_transfer)
+    pool = Pool(num_slots=12, policy="lru", transfer=transfer)
     waiting, kept = 0, ("prepare", "train")
-    write_back = make_transfer.write_back
+    write_back = transfer.write_back
 
     def counted(self: StagedTransfer, slots: torch.Tensor, keys: torch.Tensor) -> None:
         nonlocal waiting
@@ -662,7 +662,7 @@ def late_landings(make_transfer: type[StagedTransfer]) -> int:
         write_back(self, slots, keys)
 
     operations = [each for each in random_operations(seed=4, steps=300) if each[0] in kept]
-    with mock.patch.object(make_transfer, "write_back", counted), mock.patch.object(pool, "check"):
+    with mock.patch.object(transfer, "write_back", counted), mock.patch.object(pool, "check"):
         run(pool, operations)  # at the end it compares all host rows
     return waiting
 
@@ -677,7 +677,7 @@ def test_rows_that_land_too_late_are_noticed():
 
 
 def test_a_read_sees_rows_that_are_on_their_way():
-    pool = Pool(num_slots=4, policy="lru", make_transfer=StagedTransfer)
+    pool = Pool(num_slots=4, policy="lru", transfer=StagedTransfer)
     first = pool.prepare([0, 1, 2, 3])
     pool.train(first)
     pool.release(first)

@@ -251,8 +251,7 @@ def _pool(setting: Setting, gpu: Gpu) -> CachedTableBatchedEmbeddings:
         slot_map=setting.slot_map,  # type: ignore[arg-type]
         overflow=setting.overflow,  # type: ignore[arg-type]
     )
-    scoring = config.resolved_scoring(False)
-    spec = CacheSpec(config, setting.policy == "lookahead", scoring, False, None, 0, sum(setting.rows) * DIM)
+    spec = CacheSpec(config, config.policy_for(False), None, 0, sum(setting.rows) * DIM)
     tables = [
         SimpleNamespace(
             name=f"t{t}",

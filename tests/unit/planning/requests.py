@@ -8,18 +8,19 @@ from typing import Any, Literal
 
 import numpy as np
 
+from embershard.cache.config import CachePolicy
 from embershard.cache.key_map import MapKind
 from embershard.frequency import DataStatistics
 from embershard.planning.cost.rates import Rates
 from embershard.planning.cost.topology import load_topology
 from embershard.planning.request import Budget, PlanRequest
-from embershard.planning.simulate.replay import ReplayPolicy
+from embershard.planning.simulate.replay import ReplaySettings
 from embershard.planning.workload import RunShape, Workload
 from embershard.sharding.plan import TablePlacement
 from embershard.sharding.sizes import ModelSize, TableSize
 from tests.unit.planning.traces import counted, skewed
 
-LFU = ReplayPolicy("lfu", 0, by_next_use=False)
+LFU = ReplaySettings(CachePolicy("lfu", by_next_use=False), 0)
 
 
 @functools.lru_cache(maxsize=8)
@@ -54,15 +55,14 @@ def make_workload(
     ranks_per_node: int = 8,
     batch_size: int = 64,
     device: Literal["cpu", "cuda"] = "cuda",
-    policy: ReplayPolicy = LFU,
-    has_profile: bool = False,
+    cache: ReplaySettings = LFU,
     num_steps: int | None = None,
     data: DataStatistics | None = None,
     slot_map: MapKind | None = "array",
     **table: Any,
 ) -> Workload:
     """A model, its data and how it is trained; by default the maps of all pools are arrays, the largest ones' too."""
-    shape = RunShape(world_size, ranks_per_node, batch_size, device, policy, has_profile, num_steps, slot_map=slot_map)
+    shape = RunShape(world_size, ranks_per_node, batch_size, device, cache, num_steps, slot_map=slot_map)
     return Workload(model_of(rows, dims, **table), data or data_of(tuple(rows)), shape)
 
 

@@ -15,11 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from embershard.cache.config import CachePolicy
 from embershard.errors import ShardingError
 from embershard.planning.budget import least_need
 from embershard.planning.planner import best_candidate, make_plan, sized
 from embershard.planning.request import Budget, PlanRequest
-from embershard.planning.simulate.replay import ReplayPolicy
+from embershard.planning.simulate.replay import ReplaySettings
 from embershard.sharding.plan import Plan, pools_of
 from embershard.sharding.plan_checks import check_plan
 from tests.unit.planning.requests import data_of, make_request, random_rows, rates, round_robin
@@ -93,7 +94,7 @@ def test_a_plan_is_complete_and_reads_back(tmp_path, name, budget):
     st.sampled_from([(1, 1), (2, 2), (4, 2), (4, 4), (6, 3)]),
     st.integers(0, 3_000_000),
     st.integers(0, 600),
-    st.sampled_from([ReplayPolicy(lookahead=3), ReplayPolicy("lru", 0, by_next_use=False)]),
+    st.sampled_from([ReplaySettings(lookahead=3), ReplaySettings(CachePolicy("lru", by_next_use=False), 0)]),
     st.sampled_from(["fp32", "fp16"]),
 )
 @settings(max_examples=8)
@@ -105,7 +106,7 @@ def test_any_model_is_planned_or_refused(tables, ranks, device_bytes, replicate_
         dims=dims,
         world_size=ranks[0],
         ranks_per_node=ranks[1],
-        policy=policy,
+        cache=policy,
         replicate_rows=replicate_rows,
         most_ranks_per_node=ranks[1],
         data=data_of(rows, 800),

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from embershard.cache.config import CachePolicy
 from embershard.cache.pinned_tables import pinned_tables
 from embershard.planning.cost import work
 from embershard.planning.cost.rates import Rates
 from embershard.planning.predict import predict
-from embershard.planning.simulate.replay import ReplayPolicy, Shard, replay_pool
+from embershard.planning.simulate.replay import ReplaySettings, Shard, replay_pool
 from embershard.planning.workload import LEAST_REPLAYED_STEPS, Workload, place_shards
 from embershard.sharding.memory_model import pool_memory
 from embershard.sharding.plan import PoolPlacement, Prediction, TablePlacement, pools_of
@@ -45,7 +46,7 @@ def mixed(**changes: Any) -> tuple[Workload, list[TablePlacement], list[PoolPlac
 
 
 def test_hit_rates_are_those_of_a_replay_of_each_pool():
-    workload, tables, slots, found = mixed(policy=ReplayPolicy(lookahead=5))
+    workload, tables, slots, found = mixed(cache=ReplaySettings(lookahead=5))
     assert (found.method, found.num_steps) == ("replay", 6000 // 128)
     by_place = {(t.table, t.rank): t for t in found.tables}
     for pool in slots:
@@ -56,7 +57,7 @@ def test_hit_rates_are_those_of_a_replay_of_each_pool():
         ]
         pinned = [shards[n].table for n in pinned_tables([s.num_rows for s in shards], pool.slots)]
         assert workload.data.trace is not None
-        traffic = replay_pool(workload.data.trace, shards, pool.slots, 128, workload.shape.policy, pinned_tables=pinned)
+        traffic = replay_pool(workload.data.trace, shards, pool.slots, 128, workload.shape.cache, pinned_tables=pinned)
         for each in traffic.shards:
             if each.shard.table == "t2":
                 continue  # two column shards of it, one on each rank
@@ -112,7 +113,7 @@ def test_a_pool_that_will_grow_is_predicted_as_large_as_it_will_be():
 
 def test_device_bytes_of_the_tables_are_those_of_the_pools():
     """Up to the null slot, and slots that no table holds yet."""
-    workload = make_workload((500, 400), world_size=1, policy=ReplayPolicy("lru", 0, by_next_use=False))
+    workload = make_workload((500, 400), world_size=1, cache=ReplaySettings(CachePolicy("lru", by_next_use=False), 0))
     tables = placements(workload, [("table_wise", "cached")] * 2)
     found = predict(workload, tables, slots_of(workload, tables, 0.3), rates())
     (rank,) = found.ranks
@@ -149,8 +150,10 @@ def test_too_few_batches_are_not_replayed():
 def test_a_replay_and_counts_alone_agree_about_a_long_run():
     """On independent lookups, where nothing is to be known but how frequent rows are."""
     data = counted({"t0": (1000, skewed(1000, 12_000, power=3)), "t1": (400, skewed(400, 12_000, seed=1, power=2))})
-    policy = ReplayPolicy("frequency", 0, by_next_use=False, warmup=True, profile_samples=None)
-    workload = make_workload((1000, 400), world_size=1, batch_size=40, policy=policy, has_profile=True, data=data)
+    policy = ReplaySettings(
+        CachePolicy("frequency", by_next_use=False, warmup=True, has_profile=True), 0, profile_samples=None
+    )
+    workload = make_workload((1000, 400), world_size=1, batch_size=40, cache=policy, data=data)
     tables = placements(workload, [("table_wise", "cached")] * 2)
     slots = slots_of(workload, tables, 0.4)
     exact = predict(workload, tables, slots, rates())
@@ -189,7 +192,7 @@ def test_a_short_run_is_predicted_over_its_own_steps():
     found = predict(workload, tables, slots_of(workload, tables), rates())
     assert (found.method, found.num_steps) == ("replay", 5)
     assert workload.data.trace is not None
-    traffic = replay_pool(workload.data.trace, [Shard("t0", 0, 500)], 100, 64, workload.shape.policy, num_steps=5)
+    traffic = replay_pool(workload.data.trace, [Shard("t0", 0, 500)], 100, 64, workload.shape.cache, num_steps=5)
     assert found.tables[0].fills == traffic.shards[0].fills
 
 
@@ -214,7 +217,7 @@ def test_a_run_longer_than_its_sample_goes_on_as_the_sample_ends():
         tables = placements(workload, [("table_wise", "cached")])
         found = predict(workload, tables, slots_of(workload, tables), rates())
         fills[num_steps] = found.tables[0].fills
-    traffic = replay_pool(data.trace, [Shard("t0", 0, 500)], 100, 64, workload.shape.policy)
+    traffic = replay_pool(data.trace, [Shard("t0", 0, 500)], 100, 64, workload.shape.cache)
     assert traffic.num_steps == 46
     assert fills[None] == fills[46] == traffic.shards[0].fills
     assert fills[460] == pytest.approx(0.1 * fills[46] + 0.9 * traffic.late[0].fills)

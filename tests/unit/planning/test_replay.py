@@ -15,22 +15,23 @@ from hypothesis import strategies as st
 
 from embershard import cache_stats
 from embershard.cache import CacheGrowthWarning
+from embershard.cache.config import CachePolicy
 from embershard.cache.pinned_tables import pinned_tables
 from embershard.data import DataConfig
 from embershard.data.config import SyntheticConfig
 from embershard.distributed import CheckpointConfig, Ranks, process_group
 from embershard.frequency import FrequencyProfile, SampledTrace
 from embershard.frequency.downsampling import downsampled
-from embershard.launch.plan.inputs import replay_policy
+from embershard.launch.plan.inputs import replay_settings
 from embershard.launch.profile.data_pass import PassOptions, profile_data
 from embershard.models import ModelConfig
 from embershard.pipeline import look_ahead
 from embershard.pipeline.prefetch_depth import PrefetchDepth
 from embershard.planning.simulate.replay import (
-    PoolTraffic,
-    ReplayPolicy,
+    PoolReport,
+    ReplaySettings,
     Shard,
-    ShardTraffic,
+    ShardReport,
     replay_pool,
     replay_preferences,
 )
@@ -43,10 +44,12 @@ from tests.unit.planning.traces import skewed, trace_of
 DATA = DataConfig(synthetic=SyntheticConfig(num_samples=600, scale=0.0001, bag_sizes=(2,)), num_workers=0)
 COUNTED = ("lookups", "unique_ids", "hits_unique", "hits_lookups", "fills")
 POLICIES = {
-    "lookahead": ReplayPolicy(lookahead=6),
-    "lfu": ReplayPolicy("lfu", 0, by_next_use=False),
-    "lru": ReplayPolicy("lru", 0, by_next_use=False),
-    "frequency": ReplayPolicy("frequency", 0, by_next_use=False, warmup=True, profile_samples=None),
+    "lookahead": ReplaySettings(lookahead=6),
+    "lfu": ReplaySettings(CachePolicy("lfu", by_next_use=False), 0),
+    "lru": ReplaySettings(CachePolicy("lru", by_next_use=False), 0),
+    "frequency": ReplaySettings(
+        CachePolicy("frequency", by_next_use=False, warmup=True, has_profile=True), 0, profile_samples=None
+    ),
 }
 
 
@@ -99,7 +102,7 @@ def test_a_replay_counts_what_training_counts(ranks, profile, name, monkeypatch)
     trainer.close()
     shards = [Shard(table, 0, profile.num_rows(table)) for table in tables]
     pinned = [tables[number] for number in pinned_tables([shard.num_rows for shard in shards], slots)]
-    policy = replay_policy(config.cache, config.data, trainer.profile is not None, trainer.stream.num_samples, "cpu")
+    policy = replay_settings(config.cache, config.data, trainer.profile is not None, trainer.stream.num_samples, "cpu")
     assert policy.prefetch == 1, "what a CPU holds while its steps do not wait"
     policy = dataclasses.replace(policy, prefetch=held)
     statistics = profile.need_statistics()
@@ -126,7 +129,7 @@ def test_a_second_epoch_has_another_order(ranks, profile):
     trainer.close()
     shards = [Shard(table, 0, profile.num_rows(table)) for table in tables]
     pinned = [tables[number] for number in pinned_tables([shard.num_rows for shard in shards], slots)]
-    policy = replay_policy(config.cache, config.data, False, trainer.stream.num_samples, "cpu")
+    policy = replay_settings(config.cache, config.data, False, trainer.stream.num_samples, "cpu")
     trace = profile.need_statistics().trace
     assert trace is not None
     found, other = (
@@ -139,26 +142,27 @@ def test_a_second_epoch_has_another_order(ranks, profile):
     assert replayed == pytest.approx(trained, abs=0.005)
     assert sum(s.lookups for s in found.shards) * 18 == sum(s.lookups for s in stats)
     first = [
-        replay_pool(trace, shards, slots, 60, each, num_steps=9).shards for each in (policy, ReplayPolicy("lru", 0))
+        replay_pool(trace, shards, slots, 60, each, num_steps=9).shards
+        for each in (policy, ReplaySettings(CachePolicy("lru"), 0))
     ]
     assert policy.shuffle_window > 0
     assert found.shards != other.shards
     assert first[0] == first[1]
 
 
-def totals(shards: tuple[ShardTraffic, ...], num_steps: int, names: tuple[str, ...] = COUNTED) -> dict[str, list[int]]:
+def totals(shards: tuple[ShardReport, ...], num_steps: int, names: tuple[str, ...] = COUNTED) -> dict[str, list[int]]:
     """Whole numbers over all steps, by table."""
     found = {}
-    for traffic in shards:
-        values = [getattr(traffic, name) * num_steps for name in names]
+    for report in shards:
+        values = [getattr(report, name) * num_steps for name in names]
         assert np.allclose(values, np.round(values), atol=1e-6), "not whole lookups"
-        found[traffic.shard.table] = [round(value) for value in values]
+        found[report.shard.table] = [round(value) for value in values]
     return found
 
 
-def all_of(traffic: PoolTraffic) -> list[list[float]]:
-    names = [field.name for field in dataclasses.fields(ShardTraffic) if field.name != "shard"]
-    return [[getattr(shard, name) for name in names] for shard in (*traffic.shards, *traffic.late)]
+def all_of(report: PoolReport) -> list[list[float]]:
+    names = [field.name for field in dataclasses.fields(ShardReport) if field.name != "shard"]
+    return [[getattr(shard, name) for name in names] for shard in (*report.shards, *report.late)]
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -201,7 +205,7 @@ def test_a_share_of_the_rows_says_what_all_of_them_say(name):
     assert sampled.rate < 0.25
     shards = [Shard("a", 0, 24_000), Shard("b", 0, 3000)]
 
-    def rates(found: PoolTraffic) -> list[float]:
+    def rates(found: PoolReport) -> list[float]:
         hits = [sum(getattr(s, n) for s in found.shards) for n in ("hits_unique", "hits_lookups")]
         return [hits[0] / sum(s.unique_ids for s in found.shards), hits[1] / sum(s.lookups for s in found.shards)]
 
@@ -261,7 +265,7 @@ def test_late_is_what_the_second_half_added(name):
     assert whole.over(None) == whole.over(5) == whole.over(7) == whole.shards
     twice = whole.over(14)[0]
     for each in COUNTED:
-        values = [getattr(traffic, each) for traffic in (whole.shards[0], whole.late[0])]
+        values = [getattr(report, each) for report in (whole.shards[0], whole.late[0])]
         assert getattr(twice, each) == pytest.approx(sum(values) / 2)
     assert whole.over(10**9)[0].hits_unique == pytest.approx(whole.late[0].hits_unique)
 
@@ -286,13 +290,13 @@ def test_counters_fit_each_other(num_slots, num_rows, batch_size, seed, name):
     shards = [Shard("a", 0, num_rows), Shard("b", 5, 25), Shard("b", 30, 30)]
     found = replay_pool(trace, shards, num_slots, batch_size, POLICIES[name])
     assert found.num_slots >= min(num_slots, num_rows + 20)
-    for traffic in found.shards:
-        assert 0 <= traffic.hits_unique <= traffic.unique_ids <= traffic.lookups
-        assert traffic.hits_unique <= traffic.hits_lookups <= traffic.lookups
-        assert traffic.held_rows <= max(1, traffic.shard.num_rows)
+    for report in found.shards:
+        assert 0 <= report.hits_unique <= report.unique_ids <= report.lookups
+        assert report.hits_unique <= report.hits_lookups <= report.lookups
+        assert report.held_rows <= max(1, report.shard.num_rows)
         if name != "frequency":  # which fills before the first step, too
-            assert traffic.fills == pytest.approx(traffic.unique_ids - traffic.hits_unique)
-        assert traffic.write_backs <= traffic.fills + 1e-9
+            assert report.fills == pytest.approx(report.unique_ids - report.hits_unique)
+        assert report.write_backs <= report.fills + 1e-9
 
 
 def test_preferences_tell_a_loop_from_a_skew():

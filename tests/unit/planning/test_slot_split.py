@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embershard.cache.config import LEAST_SLOTS
+from embershard.cache.config import LEAST_SLOTS, CachePolicy
 from embershard.planning.request import Budget
-from embershard.planning.simulate.replay import ReplayPolicy
+from embershard.planning.simulate.replay import ReplaySettings
 from embershard.planning.slot_split import fixed_bytes, least_slots, split_slots
 from embershard.planning.workload import Workload, place_shards, pools
 from embershard.sharding.memory_model import pool_memory
@@ -49,13 +49,13 @@ def caches_bytes(workload: Workload, here: Sequence[PlacedShard], slots: Sequenc
     st.integers(0, 400_000),
     st.sampled_from([1, 2, 4]),
     st.booleans(),
-    st.sampled_from([LFU, ReplayPolicy(), ReplayPolicy("lru", 0, by_next_use=False)]),
+    st.sampled_from([LFU, ReplaySettings(), ReplaySettings(CachePolicy("lru", by_next_use=False), 0)]),
 )
 @settings(max_examples=60)
 def test_the_last_byte_counts(types, budget, world_size, whole, policy):
     """Never over the budget; less than a slot per pool is left, unless all rows fit. None only where a batch may not
     fit. With 3 rows on 4 ranks, a block without rows is among the shards."""
-    workload = make_workload((3, 50, 900, 2500), (16, 16, 64, 32), world_size=world_size, policy=policy)
+    workload = make_workload((3, 50, 900, 2500), (16, 16, 64, 32), world_size=world_size, cache=policy)
     shards = place_shards(workload.model, placements(workload, types), workload.shape)
     fixed = [fixed_bytes(workload, [s for s in shards if s.rank == rank]) for rank in range(world_size)]
     limit = Budget(device_bytes=budget + max(fixed)) if whole else Budget(cache_bytes=budget)

@@ -9,20 +9,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from embershard.cache.config import CachePolicy
 from embershard.frequency import CountHistogram, TableStatistics
-from embershard.planning.simulate.replay import PoolTraffic, ReplayPolicy, Shard, replay_pool
+from embershard.planning.simulate.replay import PoolReport, ReplaySettings, Shard, replay_pool
 from embershard.planning.simulate.steady_state import steady_state
 from tests.unit.planning.traces import Ints, counted, skewed, trace_of
 
-LFU = ReplayPolicy("lfu", 0, by_next_use=False)
-LRU = ReplayPolicy("lru", 0, by_next_use=False)
-FREQUENCY = ReplayPolicy("frequency", 0, by_next_use=False, warmup=True, profile_samples=None)
-POLICIES = {"lfu": LFU, "lru": LRU, "frequency": FREQUENCY, "lookahead": ReplayPolicy()}
+LFU = ReplaySettings(CachePolicy("lfu", by_next_use=False), 0)
+LRU = ReplaySettings(CachePolicy("lru", by_next_use=False), 0)
+FREQUENCY = ReplaySettings(
+    CachePolicy("frequency", by_next_use=False, warmup=True, has_profile=True), 0, profile_samples=None
+)
+POLICIES = {"lfu": LFU, "lru": LRU, "frequency": FREQUENCY, "lookahead": ReplaySettings()}
 
 
 def from_counts(
-    lookups: dict[str, tuple[int, Ints]], num_slots: int, batch: int, policy: ReplayPolicy, bag_size: int = 1
-) -> PoolTraffic:
+    lookups: dict[str, tuple[int, Ints]], num_slots: int, batch: int, policy: ReplaySettings, bag_size: int = 1
+) -> PoolReport:
     data = counted(lookups, bag_size)
     return steady_state(
         list(data.tables.values()),
@@ -31,7 +34,7 @@ def from_counts(
         data.num_samples,
         num_slots,
         batch,
-        policy,
+        policy.policy,
         is_sample=False,
     )
 
@@ -108,7 +111,7 @@ def test_more_slots_never_hit_less(groups, batch, slots, name, is_sample):
             num_samples,
             num_slots,
             batch,
-            POLICIES[name],
+            POLICIES[name].policy,
             is_sample=is_sample,
         )
         hits = sum(each.hits_unique for each in found.shards)
@@ -136,7 +139,9 @@ def test_other_samples_have_rows_that_this_one_has_not():
     shard = Shard("a", 0, 50_000)
 
     def hit_rate(is_sample: bool) -> float:
-        found = steady_state([data.tables["a"]], [shard], [1.0], 20_000, 5000, 1000, FREQUENCY, is_sample=is_sample)
+        found = steady_state(
+            [data.tables["a"]], [shard], [1.0], 20_000, 5000, 1000, FREQUENCY.policy, is_sample=is_sample
+        )
         return rates(found.shards)[1]
 
     run = replay_pool(trace_of({"a": stream}), [shard], 5000, 1000, FREQUENCY)
@@ -151,7 +156,7 @@ def test_a_block_is_corrected_as_its_table_is():
 
     def found(share: float) -> list[float]:
         block = steady_state(
-            [data.tables["a"]], [Shard("a", 0, 10_000)], [share], 28_000, 1000, 500, LFU, is_sample=True
+            [data.tables["a"]], [Shard("a", 0, 10_000)], [share], 28_000, 1000, 500, LFU.policy, is_sample=True
         )
         return [block.shards[0].unique_ids, block.shards[0].hits_unique, block.shards[0].hits_lookups]
 

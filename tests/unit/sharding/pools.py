@@ -51,9 +51,7 @@ def make_spec(config: CacheConfig, rank_weights: int) -> CacheSpec:
     """The spec of a rank that holds ``rank_weights`` elements of cached tables."""
     return CacheSpec(
         config,
-        lookahead=config.resolved_policy(False) == "lookahead",
-        scoring=config.resolved_scoring(False),
-        warmup=False,
+        policy=config.policy_for(False),
         profile=None,
         rank=0,
         rank_weights=rank_weights,

@@ -10,8 +10,9 @@ import torch
 from torchrec.modules.embedding_configs import DataType
 
 from embershard import CacheConfig
+from embershard.cache.config import CachePolicy
 from embershard.launch.plan.inputs import STATE_BYTES
-from embershard.planning.simulate.replay import ReplayPolicy
+from embershard.planning.simulate.replay import ReplaySettings
 from embershard.sharding.memory_model import (
     MemorySettings,
     host_bytes,
@@ -22,7 +23,7 @@ from embershard.sharding.sizes import PlacedShard, TableSize
 from tests.unit.planning.requests import data_of, make_workload
 from tests.unit.sharding.pools import OPTIMIZERS, make_pool
 
-SETTINGS = MemorySettings("lfu", True, lookahead=4, prefetch=2, has_profile=False, batch_size=100)
+SETTINGS = MemorySettings(CachePolicy("lfu"), lookahead=4, prefetch=2, batch_size=100)
 
 
 def size_of(
@@ -48,7 +49,7 @@ def test_a_pool_takes_what_was_predicted(optimizer, policy, scoring, by_next_use
     data_type = DataType.FP16 if dtype == "fp16" else DataType.FP32
     pool = make_pool(rows, CacheConfig(ratio=0.5, policy=policy), optimizer=optimizer, data_type=data_type)
     slots = pool.cache.planner.map.num_slots
-    settings = dataclasses.replace(SETTINGS, scoring=scoring, by_next_use=by_next_use)
+    settings = dataclasses.replace(SETTINGS, policy=CachePolicy(scoring, by_next_use))
     shards = [shard_of(size_of(count, 8, optimizer, dtype, f"t{n}")) for n, count in enumerate(rows)]
     memory = pool_memory(shards, settings)
     assert memory.device_bytes(slots) == pool.cache.device_bytes == sum(s.device_bytes for s in pool.stats())
@@ -107,16 +108,17 @@ def test_tables_without_a_cache_take_device_memory_only():
 
 def test_lru_keeps_counts_for_a_warm_up_only():
     shard = shard_of(size_of(100))
-    lru = dataclasses.replace(SETTINGS, scoring="lru", by_next_use=False)
+    lru = dataclasses.replace(SETTINGS, policy=CachePolicy("lru", by_next_use=False))
     assert host_bytes([shard], lru)["scores"] == 0
-    assert host_bytes([shard], dataclasses.replace(lru, has_profile=True))["scores"] == 400
+    warmed_up = dataclasses.replace(lru, policy=CachePolicy("lru", by_next_use=False, has_profile=True))
+    assert host_bytes([shard], warmed_up)["scores"] == 400
 
 
 def step(kernel: str, world_size: int, **changes: Any) -> dict[str, int]:
     """Of a rank with a table of 100 rows x 64 and 3 lookups per sample, batches of 100 samples."""
-    policy = ReplayPolicy(lookahead=4)
+    cache = ReplaySettings(lookahead=4)
     workload = make_workload(
-        (100,), world_size=world_size, batch_size=100, policy=policy, data=data_of((100,), 2000, bag_size=3), **changes
+        (100,), world_size=world_size, batch_size=100, cache=cache, data=data_of((100,), 2000, bag_size=3), **changes
     )
     return workload.step_bytes([shard_of(workload.model.tables[0], kernel=kernel)])
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torchrec.modules.embedding_configs import DataType
 
 from embershard import CacheConfig, FrequencyProfile
-from embershard.cache.config import LEAST_SLOTS, Policy
+from embershard.cache.config import LEAST_SLOTS, CachePolicy, Policy
 from embershard.errors import ConfigError
 from embershard.sharding.torchrec.spec import CACHED_KERNEL, CacheSpec
 from tests.unit.sharding.pools import OPTIMIZERS, make_pool, make_spec, make_table
@@ -121,10 +121,10 @@ def test_a_spec_counts_the_shards_of_its_rank_only():
 def test_a_spec_resolves_the_defaults():
     profile = FrequencyProfile({"t0": torch.zeros(4, dtype=torch.int64)}, 1)
     without, with_profile = (CacheSpec.make(CacheConfig(), p, {}, 0) for p in (None, profile))
-    assert (without.lookahead, without.scoring, without.warmup) == (True, "lfu", False)
-    assert (with_profile.lookahead, with_profile.scoring, with_profile.warmup) == (True, "frequency", True)
+    assert without.policy == CachePolicy("lfu", by_next_use=True, warmup=False)
+    assert with_profile.policy == CachePolicy("frequency", by_next_use=True, warmup=True, has_profile=True)
     plain = CacheSpec.make(CacheConfig(policy="lru"), None, {}, 0)
-    assert (plain.lookahead, plain.scoring) == (False, "lru")
+    assert plain.policy == CachePolicy("lru", by_next_use=False)
     assert without != CacheSpec.make(CacheConfig(), None, {}, 0), "TorchRec groups by it: one spec per module"
 
 

@@ -19,7 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from embershard import CacheConfig, CachedEmbeddingBagCollectionSharder, cache_stats, plan_sharding
 from embershard.distributed import Ranks, process_group
 from embershard.sharding.torchrec import cached_embeddings
-from embershard.training.cache_report import CacheReport
+from embershard.training.cache_report import CacheReader
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_column_shards_of_one_module_are_one_table(ranks):
 
 
 def test_a_report_names_the_module_only_of_namesakes(ranks):
-    totals = CacheReport(train(TABLES, LOOKUPS), ranks).totals(0.5)
+    totals = CacheReader(train(TABLES, LOOKUPS), ranks).totals(0.5)
     assert totals is not None
     expected = {"age": (20, 3), "shop": (30, 2), "sparse.item.id": (60, 7), "sparse.user.id": (40, 5)}
     (rank,) = totals["ranks"]
@@ -109,7 +109,7 @@ def test_a_report_names_the_module_only_of_namesakes(ranks):
 
 
 def test_a_report_of_different_names_has_no_modules(ranks):
-    totals = CacheReport(train({"user": {"id": 40}, "item": {"shop": 60}}, {"user": {"id": 5}}), ranks).totals(0.5)
+    totals = CacheReader(train({"user": {"id": 40}, "item": {"shop": 60}}, {"user": {"id": 5}}), ranks).totals(0.5)
     assert totals is not None
     assert list(totals["tables"]) == ["id", "shop"]
     assert sorted(pool["tables"] for pool in totals["ranks"][0]["pools"]) == [["id"], ["shop"]]
