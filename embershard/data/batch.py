@@ -64,7 +64,6 @@ class Schema:
 
     @property
     def num_dense(self) -> int:
-        """Number of dense features."""
         return len(self.dense)
 
 
@@ -90,7 +89,6 @@ class Batch(Pipelineable):
 
     @property
     def num_samples(self) -> int:
-        """B, the number of samples."""
         return int(self.labels.shape[0])
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:

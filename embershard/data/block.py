@@ -36,7 +36,6 @@ class Block:
 
     @property
     def num_samples(self) -> int:
-        """n."""
         return len(self.labels)
 
     def take(self, rows: Ids) -> Block:
@@ -86,6 +85,12 @@ def take_bags(values: Ids, lengths: NDArray[np.int32], rows: Ids) -> Ids:
     sizes = lengths[rows].astype(np.int64)
     shift = starts[rows] - (np.cumsum(sizes) - sizes)
     return values[np.repeat(shift, sizes) + np.arange(sizes.sum())]
+
+
+def transform_dense(dense: NDArray[np.float32], transform: str) -> None:
+    """Apply `dense_transform` in place."""
+    if transform == "log1p":
+        np.log1p(np.maximum(dense, 0, out=dense), out=dense)
 
 
 @lru_cache(maxsize=8)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pyarrow import csv
 
 from embershard.data.batch import Schema, SparseFeature
-from embershard.data.block import Block
+from embershard.data.block import Block, transform_dense
 from embershard.data.config import NUM_CRITEO_DENSE, NUM_CRITEO_SPARSE, CriteoConfig, DataConfig
 from embershard.data.hashing import map_ids
 from embershard.data.source import FileSource, SplitChunks, list_files
@@ -41,11 +41,9 @@ class CriteoSource(FileSource):
 
     @staticmethod
     def schema_of(config: DataConfig) -> Schema:
-        """Return the schema of a config's samples."""
         return Schema(DENSE, tuple(map(SparseFeature, SPARSE, config.criteo.rows_per_table)))
 
     def parse(self, number: int) -> Block:
-        """See `FileSource`."""
         where = Place(self._text.path(number), int(self._text.first_row[number]), int(self._text.rows[number]))
         return parse_criteo(self._text.read(number), self._config, where)
 
@@ -78,8 +76,7 @@ def parse_criteo(data: memoryview, config: CriteoConfig, where: Place) -> Block:
     if missing.sum() != sum(table.column(name).null_count for name in DENSE) or np.isinf(dense).any():
         _explain(data, where)
     dense[missing] = 0
-    if config.dense_transform == "log1p":
-        np.log1p(np.maximum(dense, 0, out=dense), out=dense)
+    transform_dense(dense, config.dense_transform)
     texts, lengths = zip(*(_cells(table.column(name).chunk(0)) for name in SPARSE), strict=True)
     try:
         ids = parse_hex(np.concatenate(texts), np.concatenate(lengths)).reshape(NUM_CRITEO_SPARSE, -1)

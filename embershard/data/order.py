@@ -32,7 +32,6 @@ class ChunkTable:
 
     @property
     def num_samples(self) -> int:
-        """Samples of the split."""
         return int(self.rows.sum())
 
 

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from embershard.data.batch import Schema, SparseFeature
-from embershard.data.block import Block, Lengths
+from embershard.data.block import Block, Lengths, transform_dense
 from embershard.data.config import DataConfig, ParquetConfig
 from embershard.data.hashing import map_ids
 from embershard.data.source import FileSource, SplitChunks, list_files
@@ -44,18 +44,12 @@ class ParquetSource(FileSource):
 
     @staticmethod
     def schema_of(config: DataConfig) -> Schema:
-        """Return the schema of a config's samples.
-
-        Raises:
-            ConfigError: the settings name no id column, or a column twice.
-        """
         settings = config.parquet
         if not settings.sparse:
             raise ConfigError('data.kind = "parquet" needs data.parquet.sparse and .num_rows: the id columns')
         return Schema(settings.dense, tuple(map(SparseFeature, settings.sparse, settings.num_rows)), settings.label)
 
     def parse(self, number: int) -> Block:
-        """See `FileSource`."""
         file, group = self._groups[number]
         return _Group(file, group, self._settings).block(self._has_bags)
 
@@ -108,11 +102,14 @@ class _Group:
         wrong = np.flatnonzero(~np.isin(labels, (0, 1)))
         if len(wrong):
             self._fail(wrong[0], settings.label, labels[wrong[0]], "a label must be 0 or 1")
-        dense = np.empty((len(labels), len(settings.dense)), np.float32)
-        for column, name in enumerate(settings.dense):
-            dense[:, column] = self._dense(name)
-        bags = map(self._bags, settings.sparse, settings.num_rows)
-        values, lengths = zip(*bags, strict=True)
+        dense = np.array([self._numbers(name) for name in settings.dense], np.float32).reshape(-1, len(labels)).T.copy()
+        endless = np.argwhere(np.isinf(dense))
+        if len(endless):
+            row, column = endless[0]
+            self._fail(row, settings.dense[column], dense[row, column], "needed a finite number")
+        dense[np.isnan(dense)] = 0
+        transform_dense(dense, settings.dense_transform)
+        values, lengths = zip(*map(self._bags, settings.sparse, settings.num_rows), strict=True)
         sizes: Lengths = np.stack(lengths) if has_bags else (1,) * len(values)
         return Block(dense, labels, values, sizes)
 
@@ -121,14 +118,6 @@ class _Group:
 
     def _numbers(self, name: str) -> NDArray[np.float32]:
         return self._column(name).cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False)
-
-    def _dense(self, name: str) -> NDArray[np.float32]:
-        numbers = self._numbers(name)
-        endless = np.flatnonzero(np.isinf(numbers))
-        if len(endless):
-            self._fail(endless[0], name, numbers[endless[0]], "needed a finite number")
-        numbers = np.nan_to_num(numbers, nan=0.0)
-        return np.log1p(np.maximum(numbers, 0)) if self._settings.dense_transform == "log1p" else numbers
 
     def _bags(self, name: str, num_rows: int) -> tuple[Ids, NDArray[np.int32]]:
         """Return the rows of all bags, and the size of each. Plain integers are bags of one."""

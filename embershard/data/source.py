@@ -5,9 +5,8 @@ from __future__ import annotations
 import fnmatch
 import logging
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from concurrent.futures import Future
+from functools import lru_cache, partial
 from pathlib import Path
 from threading import Lock
 from typing import Generic, Literal, Protocol, TypeVar
@@ -67,11 +66,9 @@ class FileSource(ABC):
         """Return all samples of a physical chunk."""
 
     def chunks(self, split: Split) -> ChunkTable:
-        """See `Source`."""
         return self._split.table(split)
 
     def read(self, split: Split, chunk: int, rows: Ids) -> Block:
-        """See `Source`."""
         physical, first = self._split.place(split, chunk)
         return self._parsed.get(physical).take(first + rows)
 
@@ -136,7 +133,6 @@ class SplitChunks:
         self._parts = {"train": _part(owner, np.zeros_like(cut), cut), "eval": _part(owner, cut, size)}
 
     def table(self, split: Split) -> ChunkTable:
-        """Return the chunks of a split."""
         return self._parts[split][0]
 
     def place(self, split: Split, chunk: int) -> tuple[int, int]:
@@ -153,30 +149,30 @@ def _part(owner: Ids, first: Ids, end: Ids) -> tuple[ChunkTable, Ids, Ids]:
 class RecentlyUsed(Generic[K, T]):
     """The last few results of a slow function, shared by threads.
 
-    A thread that asks for a result that another thread is making waits for it, and does not make it again.
+    A thread that asks for a result that another thread is making waits for it, and does not make it again. An exception
+    is raised, and not kept.
     """
 
     def __init__(self, make: Callable[[K], T], capacity: int) -> None:
-        self._make = make
-        self._capacity = capacity
+        self._results = lru_cache(capacity)(lambda key: _Lazy(partial(make, key)))
         self._lock = Lock()
-        self._made: OrderedDict[K, Future[T]] = OrderedDict()
 
     def get(self, key: K) -> T:
-        """Return the result for `key`; an exception of the function is raised, and not kept."""
         with self._lock:
-            future = self._made.get(key)
-            mine = future is None
-            if future is None:
-                future = self._made[key] = Future()
-                while len(self._made) > self._capacity:
-                    self._made.popitem(last=False)
-            self._made.move_to_end(key)
-        if mine:
-            try:
-                future.set_result(self._make(key))
-            except BaseException as error:
-                with self._lock:
-                    self._made.pop(key, None)
-                future.set_exception(error)
-        return future.result()
+            result = self._results(key)
+        return result.get()
+
+
+class _Lazy(Generic[T]):
+    """The result of a function that is called when it is first asked for."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._made: list[T] = []
+        self._lock = Lock()
+
+    def get(self) -> T:
+        with self._lock:
+            if not self._made:
+                self._made.append(self._make())
+            return self._made[0]

@@ -34,7 +34,6 @@ class StreamState:
     seed: int = 0
 
     def to_dict(self) -> dict[str, int]:
-        """Return plain numbers, for JSON."""
         return asdict(self)
 
 
@@ -51,11 +50,10 @@ class _Step:
 class BatchStream:
     """The batches of one rank, in order; an iterator.
 
-    The samples of an epoch have one order, a function of (seed, epoch). Global batch k is the samples
-    [k*G, (k+1)*G) of it, G = batch_size * world_size, and rank r takes the r-th slice of it. So every sample
-    goes to exactly one rank, and all ranks see the same number of batches. In training, an end of an epoch
-    that is smaller than G is left out; in evaluation every sample comes once and the last slices are smaller,
-    or empty (B = 0).
+    The samples of an epoch have one order, a function of (seed, epoch). Global batch k is the samples [k*G, (k+1)*G) of
+    it, G = batch_size * world_size, and rank r takes its r-th slice. So every sample goes to exactly one rank, and all
+    ranks see the same number of batches. Training leaves out an end of an epoch that is smaller than G; evaluation
+    gives every sample once, with smaller or empty (B = 0) last slices.
 
     >>> from embershard.data import open_source
     >>> config = DataConfig(num_workers=0)
@@ -69,14 +67,14 @@ class BatchStream:
         batch_size: samples per rank and batch.
         rank, world_size: slice of a global batch to take.
         split: "train" (shuffled as `config` says) or "eval" (in the order of the files).
-        epochs: number of epochs to give out, counted from epoch 0; None: without end.
+        epochs: number of epochs, counted from epoch 0; None: without end.
         config: seed, shuffling, and the number of threads that parse ahead.
-        state: where to go on; of any world size and batch size.
+        state: the position to go on from; of any world size and batch size.
         pin_memory: put batches into page-locked memory.
 
     Raises:
-        ConfigError: nothing is held out and `split` is "eval"; the state is of another seed; there is no
-            CUDA to pin for.
+        ConfigError: nothing is held out and `split` is "eval"; the state is of another seed; there is no GPU to pin
+            for; a number is out of its range.
         DataError: the training data are smaller than a global batch. While iterating: bad input.
     """
 
@@ -113,7 +111,7 @@ class BatchStream:
 
     @property
     def state(self) -> StreamState:
-        """Where a new stream must start to give the batches that this one has not yet handed out."""
+        """Position from which a new stream gives the batches that this one has not yet handed out."""
         return self._state
 
     @property

@@ -50,13 +50,11 @@ class SyntheticSource:
 
     @staticmethod
     def schema_of(config: DataConfig) -> Schema:
-        """Return the schema of a config's samples."""
         rows = [scaled_rows(table, config.synthetic) for table in CRITEO_KAGGLE]
         sparse = tuple(SparseFeature(f"C{i + 1}", num_rows) for i, num_rows in enumerate(rows))
         return Schema(tuple(f"I{i + 1}" for i in range(config.synthetic.num_dense)), sparse)
 
     def chunks(self, split: Split) -> ChunkTable:
-        """See `Source`."""
         return self._split.table(split)
 
     def read(self, split: Split, chunk: int, rows: Ids) -> Block:

@@ -59,7 +59,6 @@ class PlainFile:
         self._bytes = np.memmap(path, np.uint8, mode="r")
 
     def blocks(self) -> Iterator[NDArray[np.uint8]]:
-        """Yield all bytes."""
         for start in range(0, len(self._bytes), _SCAN_BYTES):
             yield self._bytes[start : start + _SCAN_BYTES]
 
@@ -99,7 +98,6 @@ class GzipFile:
                 yield np.frombuffer(data, np.uint8)
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes [start, stop)."""
         starts = [state.start for state in self._states]
         first = int(np.searchsorted(starts, start, side="right")) - 1
         last = int(np.searchsorted(starts, stop, side="left"))
@@ -175,12 +173,10 @@ class TextFiles:
         self.first_row = np.concatenate([np.arange(len(rows)) * chunk_rows for _, rows in scanned])
 
     def read(self, chunk: int) -> memoryview:
-        """Return the bytes of a chunk."""
         start, stop = self._borders[chunk].tolist()
         return self._files[self.file[chunk]].read(start, stop)
 
     def path(self, chunk: int) -> Path:
-        """Return the file of a chunk."""
         return self._paths[self.file[chunk]]
 
 

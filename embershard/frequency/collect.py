@@ -169,7 +169,7 @@ class Collector:
         self._windows = np.zeros((len(num_rows), len(WINDOWS)), np.int64)
         self._num_windows = np.zeros(len(WINDOWS), np.int64)
         self._trace = TraceBuilder(list(num_rows), max_lookups)
-        self._num_parts = 0
+        self.num_parts = 0
         self._read_seconds = 0.0
 
     @property
@@ -177,21 +177,15 @@ class Collector:
         """Rows that the next part's trace needs at most."""
         return self._trace.following
 
-    @property
-    def num_parts(self) -> int:
-        """Parts added."""
-        return self._num_parts
-
     def add(self, part: Part) -> None:
-        """Add the next part."""
-        counters = self._halves[self._num_parts % len(self._halves)]
+        counters = self._halves[self.num_parts % len(self._halves)]
         for number, (counter, table) in enumerate(zip(counters, part.tables, strict=True)):
             counter.add(table.counts)
             self._bags[number] = padded_sum([self._bags[number], table.bag_counts])
             self._windows[number] += table.window_rows
         bound_memory([counter for half in self._halves for counter in half], self._max_rows)
         self._num_windows += part.num_samples // np.array(WINDOWS)
-        self._num_parts += 1
+        self.num_parts += 1
         self._read_seconds += part.read_seconds
         self._trace.add([table.trace for table in part.tables], part.num_samples)
         if self._trace.is_too_long:

@@ -29,7 +29,6 @@ class RowCounts:
 
     @classmethod
     def none(cls) -> RowCounts:
-        """Return the counts of a table without lookups."""
         return cls(np.empty(0, np.int64), np.empty(0, np.int64))
 
     @classmethod
@@ -39,7 +38,6 @@ class RowCounts:
 
     @property
     def num_lookups(self) -> int:
-        """Lookups of all rows together."""
         return int(self.hits.sum())
 
     def hits_of(self, rows: Ints) -> Ints:
@@ -139,7 +137,6 @@ class RowCounter:
         return sum(len(run.rows) for run in self._runs)
 
     def add(self, part: RowCounts) -> None:
-        """Add the counts of some more lookups."""
         self.num_lookups += part.num_lookups
         self._runs.append(part)
         while len(self._runs) > 1 and len(self._runs[-2].rows) <= 2 * len(self._runs[-1].rows):
@@ -147,7 +144,6 @@ class RowCounter:
             self._runs[-1] = sum_counts([self._runs[-1], last])
 
     def total(self) -> RowCounts:
-        """Return all counts together."""
         self._runs = [sum_counts(self._runs)]
         return self._runs[0]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import zipfile
-import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -26,19 +25,6 @@ from embershard.frequency.statistics import DataStatistics
 
 FORMAT = 2
 _OLD_PREFIX, _ROWS, _HITS = "counts/", "ids/", "hits/"
-_DAMAGE = (
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    EOFError,
-    NotImplementedError,
-    RuntimeError,  # a bit that says "encrypted"
-    MemoryError,  # a size that nobody wrote
-    zipfile.BadZipFile,
-    zlib.error,
-)
 
 
 def write(
@@ -94,7 +80,7 @@ def read(path: Path) -> tuple[Mapping[str, Tensor], int, DataStatistics | None]:
                 raise ValueError(f"the checksum of {damaged!r} is wrong")
     except DataError as error:
         raise (error if str(error).startswith(str(path)) else _no_profile(path, error)) from None
-    except _DAMAGE as error:
+    except Exception as error:  # damage shows as errors of many kinds
         raise _no_profile(path, error) from error
     return SparseCounts(num_rows, partial(_read_counts, path.absolute(), num_rows)), num_batches, statistics
 
@@ -114,7 +100,7 @@ def _read_counts(path: Path, num_rows: Mapping[str, int], table: str) -> RowCoun
             raise ValueError(f"the rows of table {table!r} are not rising numbers below {size}")
         if (hits < 1).any():
             raise ValueError(f"counts of table {table!r} are below 1")
-    except _DAMAGE as error:
+    except Exception as error:  # damage shows as errors of many kinds
         raise _no_profile(path, error) from error
     return RowCounts(rows, hits)
 

@@ -53,12 +53,10 @@ class CountHistogram:
 
     @property
     def num_rows(self) -> float:
-        """Rows that occur."""
         return float(self.rows.sum())
 
     @property
     def num_lookups(self) -> float:
-        """Lookups of all rows together."""
         return float((self.counts * self.rows).sum())
 
 

@@ -62,7 +62,6 @@ class SampledTrace:
 
     @property
     def num_lookups(self) -> int:
-        """Lookups kept."""
         return sum(len(table.rows) for table in self.tables.values())
 
 
