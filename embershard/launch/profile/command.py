@@ -143,7 +143,7 @@ def run_config(data: str | None, path: Path | None, overrides: Sequence[str]) ->
     `data` is a file, a folder, or the word synthetic; None keeps the data of the settings. Where the settings name no
     files, the kind of data follows from the files' names.
     """
-    from embershard.data.open import kind_of_files
+    from embershard.data import kind_of_files
     from embershard.launch.config import apply_override, from_values, load_config
     from embershard.training.config import RunConfig
 
