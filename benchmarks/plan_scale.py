@@ -1,4 +1,4 @@
-"""Plans for models far larger than this machine: seconds and memory of planning, and what the plans say.
+"""Plans for models far larger than this machine: seconds and memory of planning, and the plans' predictions.
 
     python -m benchmarks.plan_scale [--output FILE]
 
@@ -9,7 +9,6 @@ datasheet estimates.
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import subprocess
@@ -19,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import machine, report
-from embershard.frequency.assumed import AssumedTable, assumed_statistics
+from benchmarks.assumed import AssumedTable, assumed_statistics
+from benchmarks.common import machine, make_parser, report
 from embershard.models.dense_size import DenseSize
 from embershard.planning.cost.topology import load_topology
 from embershard.planning.make_plan import make_plan
@@ -47,7 +46,7 @@ CASES = {
 
 
 def model(name: str) -> tuple[list[AssumedTable], int, DenseSize]:
-    """Tables, dim and dense part."""
+    """Return a model's tables, dim and dense part."""
     if name == "meta_like":
         generator = np.random.default_rng(0)
         rows = np.clip(generator.lognormal(12.5, 2.0, 800), 10, 4e8).astype(int)
@@ -116,9 +115,8 @@ def plan(case: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--case", choices=CASES, help="only this one, in this process")
-    parser.add_argument("--output")
     arguments = parser.parse_args()
     if arguments.case is not None:
         print(json.dumps(plan(arguments.case)))

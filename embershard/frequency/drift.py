@@ -1,4 +1,4 @@
-"""Does what was popular stay popular? Parts of a trace are compared with each other."""
+"""Drift: whether popular rows stay popular, from parts of a trace that are compared with each other."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ MAX_PARTS = 8
 #: Fewer lookups than this make a part's most frequent rows a matter of chance.
 MIN_LOOKUPS = 1000
 
-Floats = NDArray[np.float64]
-
 
 def measure_drift(trace: SampledTrace, share_of_rows: float = 0.01) -> Drift | None:
-    """Drift between up to eight parts of equal numbers of samples; None where there is too little for two.
+    """Return the drift between up to eight parts of equal numbers of samples; None where there is too little for two.
 
-    The most frequent rows are those of all tables together, as many as ``share_of_rows`` of the rows that occur.
+    The most frequent rows are those of all tables together, as many as `share_of_rows` of the rows that occur.
     Constant rows are among them in every part, and are found in every part.
     """
     num_parts = min(MAX_PARTS, trace.num_lookups // MIN_LOOKUPS, trace.num_samples)
@@ -45,15 +43,12 @@ def measure_drift(trace: SampledTrace, share_of_rows: float = 0.01) -> Drift | N
 
 
 def _counts_by_part(trace: SampledTrace, num_parts: int) -> NDArray[np.int32]:
-    """Lookups in every part of each row that was followed, all tables after one another: [P, rows]."""
+    """Return the lookups in every part of each row that was followed, all tables one after another: [P, rows]."""
     edges = np.linspace(0, trace.num_samples, num_parts + 1).round().astype(np.int64)
     blocks = []
     for table in trace.tables.values():
         distinct, places = np.unique(table.rows, return_inverse=True)
-        borders = np.searchsorted(table.samples, edges)
-        parts = [
-            np.bincount(places[start:stop], minlength=len(distinct)).astype(np.int32)
-            for start, stop in itertools.pairwise(borders)
-        ]
-        blocks.append(np.stack(parts))
+        parts = itertools.pairwise(np.searchsorted(table.samples, edges))
+        counts = [np.bincount(places[start:stop], minlength=len(distinct)) for start, stop in parts]
+        blocks.append(np.stack(counts).astype(np.int32))
     return np.concatenate(blocks, axis=1)

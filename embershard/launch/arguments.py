@@ -12,9 +12,7 @@ from embershard.errors import ConfigError
 def make_parser(command: str, description: str) -> argparse.ArgumentParser:
     """Return the parser of `embershard COMMAND`; its help shows the description as it is written."""
     return argparse.ArgumentParser(
-        prog=f"embershard {command}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog=f"embershard {command}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
 

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     for name, module, _ in _COMMANDS:
         if arguments[:1] == [name]:
-            # Imported here: most commands load torch and TorchRec, and the others must answer at once.
+            # Imported here: most commands load torch and TorchRec, the others answer at once.
             command = import_module(f"embershard.launch.{module}")
             try:
                 return command.main(arguments[1:])

@@ -7,7 +7,7 @@ import fcntl
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -17,9 +17,6 @@ from embershard.launch.versions import git_commit, versions
 from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
 from embershard.training.reports import EvalReport, Report, SaveReport, TrainReport
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 _METRICS = "metrics.jsonl"
 _held_locks: list[TextIO] = []  # open for as long as the process lives
@@ -77,7 +74,9 @@ class RunRecord:
         kept = _lines_up_to(metrics, resumed_at) if resumed_at is not None and metrics.exists() else []
         metrics.write_text("".join(kept), encoding="utf-8")
         self._metrics = metrics.open("a", encoding="utf-8")
-        self._board = _tensorboard_writer(folder, resumed_at)
+        from torch.utils.tensorboard import SummaryWriter  # takes a second to import
+
+        self._board = SummaryWriter(str(folder), purge_step=None if resumed_at is None else resumed_at + 1)
 
     def add(self, report: Report) -> None:
         """Append a line to metrics.jsonl, and the report's numbers to TensorBoard."""
@@ -100,10 +99,10 @@ class RunRecord:
 
 
 def steady_steps(step_seconds: Sequence[float], lookahead: int) -> tuple[Sequence[float], bool]:
-    """Return the steps whose speed is that of a long run, and whether they are free of the others.
+    """Return the steps that run at the speed of a long run, and whether all other steps are left out.
 
-    The first 10 steps (a quarter of all where there are few) and the last ones are left out. While the last ones
-    trained, no batch was left to read: they are as many as batches are known ahead, but at most half of the rest.
+    Left out are the first 10 steps (of few steps the first quarter), and the last ones, during which no batch was left
+    to read: one per batch known ahead, but at most half of the remaining steps.
 
     >>> steady_steps([1.0, 0.5, 0.5, 0.5], lookahead=1)
     ([0.5, 0.5], True)
@@ -177,9 +176,3 @@ def _lines_up_to(metrics: Path, step: int) -> list[str]:
         if values["step"] < step or (values["step"] == step and values["kind"] != "eval"):
             kept.append(line)
     return kept
-
-
-def _tensorboard_writer(folder: Path, resumed_at: int | None) -> SummaryWriter:
-    from torch.utils.tensorboard import SummaryWriter  # takes a second to import
-
-    return SummaryWriter(str(folder), purge_step=None if resumed_at is None else resumed_at + 1)

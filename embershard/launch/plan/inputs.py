@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from embershard.data import DataConfig
-from embershard.data.open import declared_schema
+from embershard.data import DataConfig, schema_of
 from embershard.errors import ConfigError
 from embershard.frequency import DataStatistics
 from embershard.models import table_name
@@ -62,7 +61,7 @@ def replay_settings(
 def model_size(config: RunConfig, rows: Mapping[str, int]) -> ModelSize:
     """Return the size of the config's model over tables with these rows."""
     model, state_bytes = config.model, config.embedding_optimizer.state_bytes
-    dense = DenseSize.of(model, len(declared_schema(config.data).dense), len(rows))
+    dense = DenseSize.of(model, schema_of(config.data).num_dense, len(rows))
     return ModelSize(
         tables=tuple(
             TableSize(name, count, model.embedding_dim, model.table_dtype, *state_bytes) for name, count in rows.items()
@@ -90,7 +89,7 @@ def check_tables(config: RunConfig, data: DataStatistics) -> None:
     Raises:
         ConfigError: naming the first difference.
     """
-    expected = {table_name(feature.name): feature.num_rows for feature in declared_schema(config.data).sparse}
+    expected = {table_name(feature.name): feature.num_rows for feature in schema_of(config.data).sparse}
     for name in [*expected, *data.tables]:
         known = data.tables[name].num_rows if name in data.tables else None
         if known != expected.get(name):

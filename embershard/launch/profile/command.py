@@ -31,16 +31,12 @@ The profile is what the planner, the policy "frequency" and the warm-up of a cac
 """
 #: Lookups on which policies are compared.
 _PREFERENCE_LOOKUPS = 1_000_000
-#: So many parts keep a further process busy longer than it takes to start.
+#: Parts that keep a process busy longer than it takes to start.
 _PARTS_PER_WORKER = 16
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `embershard profile` or one of its commands; return 0.
-
-    Raises:
-        EmbershardError: a setting, an option or the data are wrong.
-    """
+    """Run `embershard profile` or one of its commands; return 0."""
     commands = {"show": show, "merge": merge, "compare": compare}
     if argv and argv[0] in commands:
         commands[argv[0]](argv[1:])
@@ -142,18 +138,12 @@ def compare(argv: Sequence[str]) -> None:
 
 
 def run_config(data: str | None, path: Path | None, overrides: Sequence[str]) -> RunConfig:
-    """Return the settings of a file and overrides, with `data` in place of their data.
+    """Return the settings of a file (None: the defaults) and overrides, with `data` in place of their data.
 
-    Args:
-        data: a file, a folder, or the word synthetic; None keeps the data of the settings. The settings name the kind
-            of data; without them it follows from the names of the files.
-        path: TOML file; None starts from the defaults.
-        overrides: `key=value` each.
-
-    Raises:
-        ConfigError: a setting is wrong.
+    `data` is a file, a folder, or the word synthetic; None keeps the data of the settings. Where the settings name no
+    files, the kind of data follows from the files' names.
     """
-    from embershard.data.open import kind_of_files
+    from embershard.data import kind_of_files
     from embershard.launch.config import apply_override, from_values, load_config
     from embershard.training.config import RunConfig
 

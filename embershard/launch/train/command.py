@@ -86,11 +86,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         train_run(config, ranks, run_dir, resume=arguments.resume or restarted, same_run=same_run)
 
 
-def train_run(config: RunConfig, ranks: Ranks, run_dir: Path, *, resume: bool, same_run: str) -> dict[str, Any]:
-    """Train a whole run on this rank; the first rank shows and records it. Return the content of result.json.
-
-    `same_run` is the command that started it, for the hint at the end.
-    """
+def train_run(config: RunConfig, ranks: Ranks, run_dir: Path, *, resume: bool, same_run: str) -> None:
+    """Train a whole run on this rank; the first rank shows and records it. `same_run` is the command of this run."""
     ranks.from_first(lambda: check_run_dir(run_dir, resume=resume))
     ranks.from_first(lambda: lock_run_dir(run_dir))
     console = Console(quiet=not ranks.is_first)
@@ -99,7 +96,7 @@ def train_run(config: RunConfig, ranks: Ranks, run_dir: Path, *, resume: bool, s
     if resumed_at is not None and trainer.steps >= trainer.total_steps:
         trainer.close()
         say(console, f"{run_dir} is finished: step {trainer.steps} was its last. Nothing was changed.")
-        return {}
+        return
     _announce(trainer, console, run_dir)
     last_train, last_eval = None, None
     outputs_of_first: AbstractContextManager[_Outputs | None] = nullcontext()
@@ -127,7 +124,6 @@ def train_run(config: RunConfig, ranks: Ranks, run_dir: Path, *, resume: bool, s
         )
         if outputs is not None:
             outputs.finish(result, same_run)
-    return result
 
 
 class _Outputs:

@@ -13,12 +13,12 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 LOOPBACK = "127.0.0.1"
@@ -63,39 +63,20 @@ def start_ranks(num_ranks: int, module: str, arguments: Sequence[str]) -> int:
     return 0
 
 
-class LoopbackRendezvous(RendezvousHandler):
+class LoopbackRendezvous(StaticTCPRendezvous):
     """A rendezvous of one node. torchrun's own handlers listen on every network interface, unprotected."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
-        self._run_id = parameters.run_id
-        # The store owns the socket's descriptor from here on.
         listener = socket.create_server((LOOPBACK, 0))
         port = listener.getsockname()[1]
+        super().__init__(LOOPBACK, port, rank=0, world_size=1, run_id=parameters.run_id, timeout=0)
+        # The store owns the socket's descriptor from here on.
         descriptor = listener.detach()
-        self._store = TCPStore(LOOPBACK, port, is_master=True, master_listen_fd=descriptor, wait_for_workers=False)
-        self._address = RendezvousStoreInfo(LOOPBACK, port)
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, self._address)
+        self._listening = TCPStore(LOOPBACK, port, is_master=True, master_listen_fd=descriptor, wait_for_workers=False)
 
     def get_backend(self) -> str:
         return _BACKEND
 
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        return True
+    def next_rendezvous(self) -> RendezvousInfo:
+        address = RendezvousStoreInfo(self.master_addr, self.master_port)
+        return RendezvousInfo(PrefixStore(self.run_id, self._listening), self.rank, self.world_size, address)

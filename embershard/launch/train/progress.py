@@ -86,14 +86,12 @@ def closing_table(result: dict[str, Any], what: str) -> Table:
     table.add_row("AUC", number(result["auc"], ".4f"), "held-out samples; 0.5 is guessing, 1 is perfect")
     table.add_row("NE", number(result["ne"], ".4f"), "normalized entropy; below 1 beats the average click rate")
     table.add_row("log loss", number(result["logloss"], ".4f"), "held-out samples")
-    table.add_row("speed", f"{number(result['samples_per_second'], ',.0f')} samples/s", _step_time(result["step_ms"]))
+    p50, p95 = (number(result["step_ms"][name], ".1f") for name in ("p50", "p95"))
+    speed = f"{number(result['samples_per_second'], ',.0f')} samples/s"
+    table.add_row("speed", speed, f"a step takes {p50} ms (median), {p95} ms (95 %)")
     for row in [*_cache_rows(result["cache"]), *_look_ahead_rows(result["look_ahead"], result["cache"])]:
         table.add_row(*row)
     return table
-
-
-def _step_time(step_ms: dict[str, float | None]) -> str:
-    return f"a step takes {number(step_ms['p50'], '.1f')} ms (median), {number(step_ms['p95'], '.1f')} ms (95 %)"
 
 
 def _cache_rows(cache: dict[str, Any] | None) -> list[tuple[str, str, str]]:
@@ -106,7 +104,7 @@ def _cache_rows(cache: dict[str, Any] | None) -> list[tuple[str, str, str]]:
         ("rows on device", f"{cache['slots']:,} of {cache['rows']:,}", f"{share:.1%} of the embedding rows"),
         ("hit rate", number(cache["hit_rate_lookups"], ".1%"), "lookups whose row was on the device already"),
         ("rows moved", f"{moved:,}", f"{_megabytes(moved_bytes)} to and from the device"),
-        ("evictions", f"{cache['evictions']:,}", "rows that made room for others"),
+        ("evictions", f"{cache['evictions']:,}", "rows that left the device for other rows"),
         ("memory", f"{_megabytes(cache['device_bytes'])} device", f"{_megabytes(cache['host_bytes'])} host"),
     ]
 

@@ -15,7 +15,7 @@ from embershard.launch.train.command import add_run_arguments, default_run_dir
 from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
 
-_MOST_LOCAL_RANKS = 64  # more processes on one machine are nobody's default
+_MOST_LOCAL_RANKS = 64  # above it, the number of processes must be asked for
 
 _HELP = """Train a model on this machine: one process per GPU, or 2 on the CPU.
 
@@ -26,11 +26,7 @@ On several machines, start the ranks with torchrun instead:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `embershard train`; return 0 when all ranks ended well.
-
-    Raises:
-        EmbershardError: a setting, the plan or the run's folder is wrong; no rank was started.
-    """
+    """Run `embershard train`; return 0 when all ranks ended well."""
     arguments = _parser().parse_args(argv)
     if arguments.resume and arguments.run_dir is None:
         raise ConfigError("--resume needs --run-dir, the folder of the run to continue.")
@@ -53,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _planned_ranks(plan: Plan, nproc: int | None, dry_run: bool) -> int:
-    """Return `nproc`, or the plan's number of ranks where this command may start as many."""
+    """Return `nproc`, or the plan's number of ranks; raise `ConfigError` where this command may not start them."""
     if nproc is None and plan.ranks_per_node != plan.world_size:
         raise ConfigError(
             f"the plan is for {plan.world_size} ranks on {plan.world_size // plan.ranks_per_node} nodes, and this "

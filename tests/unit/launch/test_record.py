@@ -13,8 +13,9 @@ import pytest
 from rich.console import Console
 
 from embershard.errors import ConfigError
-from embershard.launch.record import RunRecord, git_commit, lock_run_dir, make_result, steady_steps, versions
+from embershard.launch.record import RunRecord, lock_run_dir, make_result, steady_steps
 from embershard.launch.train.progress import ProgressDisplay, closing_table, eval_line, train_line
+from embershard.launch.versions import git_commit, versions
 from embershard.training.cache_report import summed
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.metrics import Quality
@@ -82,12 +83,7 @@ def test_result_of_a_run_that_had_nothing_to_do():
 
 def test_a_resumed_run_writes_on_from_its_checkpoint(tmp_path: Path):
     record = RunRecord(tmp_path, RunConfig(), None)
-    for report in (
-        train_report(5),
-        SaveReport(5, tmp_path / "step_5", 0.1),
-        train_report(10),
-        eval_report(10),
-    ):
+    for report in (train_report(5), SaveReport(5, tmp_path / "step_5", 0.1), train_report(10), eval_report(10)):
         record.add(report)
     record.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -96,11 +92,7 @@ def test_a_resumed_run_writes_on_from_its_checkpoint(tmp_path: Path):
     record.add(train_report(10))
     record.close()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["kind"], line["step"]) for line in lines] == [
-        ("train", 5),
-        ("checkpoint", 5),
-        ("train", 10),
-    ]
+    assert [(line["kind"], line["step"]) for line in lines] == [("train", 5), ("checkpoint", 5), ("train", 10)]
     assert list(tmp_path.glob("events.out.tfevents.*"))
 
 

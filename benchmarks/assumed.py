@@ -52,7 +52,7 @@ def _table(table: AssumedTable, num_samples: int) -> TableStatistics:
     counts = num_samples * mass / mass.sum() / np.diff(edges)
     rows = np.diff(edges) * table.num_rows / ids
     counts = counts * ids * table.bag_size / table.num_rows  # the last bag may be shorter
-    histogram = _histogram(counts, rows)
+    histogram = CountHistogram.joined(counts, rows)
     bags = np.zeros(table.bag_size + 1)
     bags[-1] = 1.0
     windows = np.array([256, 1024, 4096, 16384, 65536], dtype=np.int64)
@@ -72,13 +72,6 @@ def _cumulative(ranks: NDArray[np.float64], exponent: float) -> NDArray[np.float
     if abs(exponent - 1.0) < 1e-9:
         return np.log(ranks)
     return ranks ** (1.0 - exponent) / (1.0 - exponent)
-
-
-def _histogram(counts: NDArray[np.float64], rows: NDArray[np.float64]) -> CountHistogram:
-    """Falling counts; equal ones are one entry."""
-    values, place = np.unique(counts, return_inverse=True)
-    together = np.bincount(place, weights=rows).astype(np.float64)
-    return CountHistogram(values[::-1].copy(), together[::-1].copy())
 
 
 def _distinct(histogram: CountHistogram, window: int, num_samples: int) -> float:
