@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 from embershard.cache.slot_map import MOST_POOL_ROWS
 from embershard.cache.statistics import apportion
 from embershard.errors import ShardingError
 from embershard.planning.cost.rates import Rates
 from embershard.planning.request import Budget, PlanRequest
-from embershard.planning.search import Placement, place
+from embershard.planning.search import cached, place
 from embershard.planning.shard_costs import ShardCosts
 from embershard.planning.slot_split import fixed_bytes, least_slots
 from embershard.planning.workload import Workload, by_pool, by_rank, place_shards
 from embershard.sharding import memory_model
-from embershard.sharding.shards import Sharding, TablePlacement, largest_pool_problem
+from embershard.sharding.shards import TablePlacement, largest_pool_problem
 from embershard.sharding.sizes import PlacedShard
 
 _MOST_RANKS = 1024
@@ -151,21 +150,21 @@ def least_need(request: PlanRequest, *, by_rows: bool = False) -> LeastNeed:
     `by_rows`: look only at the placement that cuts every table by rows, where that is allowed.
     """
     found = _small_placements(request, by_rows) if request.sharded else [[]]
-    needs = [_need(request.workload, tuple(placed(request, each))) for each in found]
+    needs = [_need(request.workload, placed(request, each)) for each in found]
     return min(needs, key=lambda need: (need.excess_rows, need.asked(request.budget), need.host_bytes))
 
 
-def _small_placements(request: PlanRequest, only_by_rows: bool) -> list[Sequence[Placement]]:
+def _small_placements(request: PlanRequest, only_by_rows: bool) -> list[Sequence[TablePlacement]]:
     shape, allowed = request.workload.shape, request.allowed
     if shape.world_size == 1:
-        alike = [Placement(name, types[0], (0,)) for name, types in allowed.items()]
+        alike = [cached(table, allowed[table.table][0], [0]) for table in request.sharded]
         if not largest_pool_problem(placed(request, alike), 1):
             return [alike]
         # Tables that are sharded in different ways share no cache, even on one rank.
         return [_least_memory(request) or alike]
-    by_rows: list[Sequence[Placement]] = []
+    by_rows: list[Sequence[TablePlacement]] = []
     if all("row_wise" in types for types in allowed.values()):
-        by_rows = [[Placement(name, "row_wise", tuple(range(shape.world_size))) for name in allowed]]
+        by_rows = [[cached(table, "row_wise", range(shape.world_size)) for table in request.sharded]]
     if by_rows and only_by_rows:
         return by_rows
     balanced = _least_memory(request)
@@ -180,7 +179,7 @@ def _small_placements(request: PlanRequest, only_by_rows: bool) -> list[Sequence
     return found
 
 
-def _least_memory(request: PlanRequest, any_rows: bool = False) -> list[Placement] | None:
+def _least_memory(request: PlanRequest, any_rows: bool = False) -> list[TablePlacement] | None:
     """Return the placement of TorchRec's planner, or None; `any_rows` allows caches that cannot number their rows."""
     shape = request.workload.shape
     return place(
@@ -193,20 +192,14 @@ def _least_memory(request: PlanRequest, any_rows: bool = False) -> list[Placemen
         allowed=request.allowed,
         sort_by="device_bytes",
         by_memory=True,
-        cached=not any_rows,
+        limit_rows=not any_rows,
     )
 
 
-def placed(request: PlanRequest, placements: Sequence[Placement]) -> list[TablePlacement]:
-    """Return placements of all tables of the model, in its order: sharded ones cached, the others replicated."""
-    found = {table.table: table for table in request.replicated}
-    by_name = {placement.table: placement for placement in placements}
-    for size in request.sharded:
-        own = by_name[size.table]
-        found[size.table] = TablePlacement(
-            size.table, size.rows, size.dim, size.dtype, cast(Sharding, own.sharding), "cached", own.ranks
-        )
-    return [found[size.table] for size in request.workload.model.tables]
+def placed(request: PlanRequest, placements: Sequence[TablePlacement]) -> tuple[TablePlacement, ...]:
+    """Return the placements of all tables of the model, in its order: these, and the replicated ones."""
+    found = {placement.table: placement for placement in (*request.replicated, *placements)}
+    return tuple(found[size.table] for size in request.workload.model.tables)
 
 
 def _need(workload: Workload, tables: tuple[TablePlacement, ...]) -> LeastNeed:

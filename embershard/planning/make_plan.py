@@ -16,7 +16,7 @@ from embershard.errors import ShardingError
 from embershard.planning.budget import LeastNeed, least_need, placed
 from embershard.planning.predict import predict
 from embershard.planning.request import PlanRequest
-from embershard.planning.search import Placement, place
+from embershard.planning.search import cached, place
 from embershard.planning.shard_costs import ShardCosts
 from embershard.planning.slot_split import split_slots
 from embershard.planning.workload import by_pool, place_shards
@@ -129,8 +129,7 @@ def _round_robin(request: PlanRequest) -> list[tuple[TablePlacement, ...]]:
     if not request.allowed or not all("table_wise" in types for types in request.allowed.values()):
         return []
     world_size = request.workload.shape.world_size
-    placements = [Placement(name, "table_wise", (n % world_size,)) for n, name in enumerate(request.allowed)]
-    return [tuple(placed(request, placements))]
+    return [placed(request, [cached(t, "table_wise", [n % world_size]) for n, t in enumerate(request.sharded)])]
 
 
 def _searched(request: PlanRequest, need: LeastNeed, resident: bool = False) -> list[tuple[TablePlacement, ...]]:
@@ -155,11 +154,11 @@ def _searched(request: PlanRequest, need: LeastNeed, resident: bool = False) -> 
             host_bytes=None if budget.host_bytes is None else budget.host_bytes // local,
             allowed=allowed,
             sort_by=order,
-            cached=not resident,
+            limit_rows=not resident,
         )
         if placements is not None:
             tables = placed(request, placements)
-            found.append(tuple(map(_on_device, tables)) if resident else tuple(tables))
+            found.append(tuple(map(_on_device, tables)) if resident else tables)
     return found
 
 

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
@@ -33,6 +33,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from embershard.planning.request import column_block
+from embershard.sharding.shards import Sharding, TablePlacement
 from embershard.sharding.sizes import PlacedShard, TableSize
 from embershard.sharding.torchrec.partitioner import PoolRowsPartitioner
 from embershard.sharding.torchrec.sharders import StockEmbeddingBagCollectionSharder
@@ -66,13 +67,10 @@ class ShardCost:
 CostOfShards = Callable[[Sequence[PlacedShard]], Sequence[ShardCost]]
 
 
-@dataclass(frozen=True)
-class Placement:
-    """A table's place: TorchRec's sharding type, and a rank per shard in TorchRec's order."""
-
-    table: str
-    sharding: str
-    ranks: tuple[int, ...]
+def cached(table: TableSize, sharding: str, ranks: Sequence[int]) -> TablePlacement:
+    """Return the placement of a cached table; `ranks` are its shards' in TorchRec's order."""
+    kind = cast(Sharding, sharding)
+    return TablePlacement(table.table, table.rows, table.dim, table.dtype, kind, "cached", tuple(ranks))
 
 
 def place(
@@ -86,8 +84,8 @@ def place(
     allowed: Mapping[str, Sequence[str]],
     sort_by: Literal["seconds", "device_bytes"] = "seconds",
     by_memory: bool = False,
-    cached: bool = True,
-) -> list[Placement] | None:
+    limit_rows: bool = True,
+) -> list[TablePlacement] | None:
     """Place all tables by TorchRec's planner. Deterministic.
 
     Args:
@@ -98,7 +96,7 @@ def place(
         allowed: sharding types by table.
         sort_by: place the slowest or the largest tables first.
         by_memory: look for the placement whose fullest rank needs the least device memory, not for the fastest one.
-        cached: no cache may get more rows than it can number.
+        limit_rows: no cache may get more rows than it can number.
 
     Returns:
         None where TorchRec finds no placement that fits, or cannot name one of the devices.
@@ -113,7 +111,7 @@ def place(
     by_name = {table.table: table for table in tables}
     order = SortBy.PERF if sort_by == "seconds" else SortBy.STORAGE
     partitioner: Partitioner = GreedyPerfPartitioner(sort_by=order)
-    if cached:
+    if limit_rows:
         partitioner = PoolRowsPartitioner(lambda option: by_name[option.name].dtype, order)
     with _quiet():
         planner = _torchrec_planner(by_name, _Estimator(by_name, costs, by_memory), allowed, topology, partitioner)
@@ -186,27 +184,22 @@ class _Estimator(ShardEstimator):
     def estimate(self, sharding_options: list[ShardingOption], sharder_map: Any = None, **_: Any) -> None:
         """Fill in `perf` and `storage` of every shard."""
         for option in sharding_options:
-            shards = [_placed_shard(self._tables[option.name], shard, option.sharding_type) for shard in option.shards]
+            shards = [self._placed(option, shard) for shard in option.shards]
             for shard, cost in zip(option.shards, self._costs(shards), strict=True):
                 shard.storage = Storage(hbm=cost.device_bytes, ddr=cost.host_bytes)
                 shard.perf = self._perf(cost)
 
+    def _placed(self, option: ShardingOption, shard: Shard) -> PlacedShard:
+        (rows, columns), first = shard.size, shard.offset[0]
+        kind = (option.sharding_type, "cached")
+        return PlacedShard(self._tables[option.name], shard.rank or 0, first, first + rows, columns, *kind)
+
     def _perf(self, cost: ShardCost) -> Perf:
+        """Return forward compute and communication, then backward's; the last is prefetching."""
         if self._by_memory:
             return Perf(float(cost.device_bytes), 0.0, 0.0, 0.0)
-        parts = cost.seconds
-        return Perf(
-            fwd_compute=parts.get("lookup", 0.0),
-            fwd_comms=parts.get("communication", 0.0),
-            bwd_compute=0.0,
-            bwd_comms=0.0,
-            prefetch_compute=parts.get("copies", 0.0),
-        )
-
-
-def _placed_shard(table: TableSize, shard: Shard, sharding: str) -> PlacedShard:
-    rows, columns = shard.size
-    return PlacedShard(table, shard.rank or 0, shard.offset[0], shard.offset[0] + rows, columns, sharding, "cached")
+        lookup, communication, copies = (cost.seconds.get(part, 0.0) for part in ("lookup", "communication", "copies"))
+        return Perf(lookup, communication, 0.0, 0.0, prefetch_compute=copies)
 
 
 def _tables_module(tables: Sequence[TableSize]) -> EmbeddingBagCollection:
@@ -219,14 +212,13 @@ def _tables_module(tables: Sequence[TableSize]) -> EmbeddingBagCollection:
     return EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
 
 
-def _placements(plan: ShardingPlan, tables: Sequence[TableSize]) -> list[Placement]:
+def _placements(plan: ShardingPlan, tables: Sequence[TableSize]) -> list[TablePlacement]:
     (module_plan,) = plan.plan.values()
-    found = []
-    for table in tables:
-        param = module_plan[table.table]  # type: ignore[index]
-        ranks = [shard.placement.rank() for shard in param.sharding_spec.shards]
-        found.append(Placement(table.table, param.sharding_type, tuple(ranks)))
-    return found
+    params = [(table, module_plan[table.table]) for table in tables]  # type: ignore[index]
+    return [
+        cached(table, param.sharding_type, [shard.placement.rank() for shard in param.sharding_spec.shards])
+        for table, param in params
+    ]
 
 
 @contextmanager
