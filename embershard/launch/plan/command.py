@@ -74,7 +74,7 @@ class _Setup:
         note = topology.note(num_ranks)
         return PlanRequest(
             workload=workload,
-            rates=topology.rates(num_ranks),
+            rates=topology.rates_for(num_ranks),
             budget=budget(config, device_bytes, host_bytes, ratio),
             types=arguments.types,
             replicate_rows=arguments.replicate_rows,

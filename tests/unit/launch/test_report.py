@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from embershard.decoding import to_toml
 from embershard.launch import cli
-from embershard.launch.config import load_config, to_toml
+from embershard.launch.config import load_config
 from embershard.launch.plan.command import main as plan_main
 from embershard.launch.profile.command import main as profile_main
 from embershard.launch.report.command import main
