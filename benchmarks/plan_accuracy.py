@@ -29,7 +29,7 @@ from embershard.launch.config import load_config
 from embershard.launch.plan.inputs import budget, make_workload
 from embershard.planning.cost.rates import Rates
 from embershard.planning.cost.topology import load_topology
-from embershard.planning.planner import make_plan
+from embershard.planning.make_plan import make_plan
 from embershard.planning.predict import predict
 from embershard.planning.request import PlanRequest
 from embershard.sharding.plan import Plan

@@ -31,6 +31,16 @@ _FUSED: dict[str, type[torch.optim.Optimizer]] = {
     "lamb": fused.LAMB,
     "partial_rowwise_lamb": fused.PartialRowWiseLAMB,
 }
+#: Bytes of FBGEMM's optimizer state per row, and per column of a row.
+_STATE_BYTES: dict[str, tuple[int, int]] = {
+    "sgd": (0, 0),
+    "rowwise_adagrad": (4, 0),
+    "adagrad": (0, 4),
+    "adam": (0, 8),
+    "partial_rowwise_adam": (4, 4),
+    "lamb": (0, 8),
+    "partial_rowwise_lamb": (4, 4),
+}
 _FUSED_ON_CPU = ("sgd", "rowwise_adagrad", "adagrad")
 _WITH_BETAS = ("adam", "adamw", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb")
 #: FBGEMM's exact SGD and Adagrad ignore weight decay.
@@ -60,6 +70,11 @@ class EmbeddingOptimizerConfig:
 
     def __post_init__(self) -> None:
         _check_optimizer("embedding_optimizer", self, tuple(_FUSED), _FUSED_WITHOUT_WEIGHT_DECAY)
+
+    @property
+    def state_bytes(self) -> tuple[int, int]:
+        """Bytes of optimizer state per row, and per column of a row."""
+        return _STATE_BYTES[self.kind]
 
     @property
     def counts_steps(self) -> bool:
@@ -109,6 +124,11 @@ class DenseOptimizerConfig:
         _check_optimizer("dense_optimizer", self, ("sgd", "adagrad", "adam", "adamw"), ())
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"dense_optimizer.clip_norm: got {self.clip_norm}, needed more than 0.")
+
+    @property
+    def num_states(self) -> int:
+        """States as large as the parameters, the gradients among them."""
+        return {"sgd": 1, "adagrad": 2, "adam": 3, "adamw": 3}[self.kind]
 
     def build(self, parameters: Mapping[str, nn.Parameter]) -> KeyedOptimizerWrapper:
         """An optimizer whose state dict is keyed by parameter name, as checkpoints need it."""

@@ -74,7 +74,7 @@ def plan_sharding(
     planner = EmbeddingShardingPlanner(
         topology=topology,
         batch_size=batch_size,
-        enumerator=_OrderedEnumerator(topology, batch_size=batch_size, constraints=planned_as),
+        enumerator=OrderedEnumerator(topology, batch_size=batch_size, constraints=planned_as),
         partitioner=partitioner,
         constraints=planned_as,
         stats=NoopEmbeddingStats(),
@@ -129,7 +129,7 @@ class ShardableTable:
     sharder: ModuleSharder
 
 
-class _OrderedEnumerator(EmbeddingEnumerator):
+class OrderedEnumerator(EmbeddingEnumerator):
     """TorchRec intersects options as sets, so ties are broken by the process's hash seed, and ranks that plan
     for themselves would build different models. Here the options come in one order."""
 

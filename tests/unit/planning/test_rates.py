@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from embershard.data.batch import Schema, SparseFeature
 from embershard.errors import ConfigError
 from embershard.models import ModelConfig, build_model
+from embershard.models.dense_size import DenseSize
 from embershard.planning.cost import work as formulas
 from embershard.planning.cost.least_squares import fit_rates, nonnegative_least_squares
-from embershard.planning.cost.rates import STREAMS, TERMS, Rates, StepTime, StepWork, step_time
-from embershard.planning.cost.work import DenseSize
+from embershard.planning.cost.rates import STREAMS, TERMS, Rates, StepWork, step_time
 
 AMOUNTS = [field.name for field in dataclasses.fields(StepWork)]
 numbers = st.floats(0, 1e6)
@@ -79,8 +79,6 @@ def test_a_copy_bound_step_names_the_fills() -> None:
 def test_values_survive_json(work, rates) -> None:
     assert StepWork.from_dict(json.loads(json.dumps(work.to_dict()))) == work
     assert Rates.from_dict(json.loads(json.dumps(rates.to_dict()))) == rates
-    time = step_time(work, rates, "cuda")
-    assert StepTime.from_dict(json.loads(json.dumps(time.to_dict()))) == time
 
 
 @pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), "1", None, True])
@@ -105,11 +103,12 @@ def test_dense_sizes_are_those_of_the_model(arch) -> None:
     model = build_model(config, schema, torch.device("cpu"))
     dense = [p for p in model.parameters() if not p.is_meta]
     size = DenseSize(arch, 3, 4, 8, (20, 8), (12, 6, 1), *cross.values())
-    assert formulas.dense_parameter_bytes(size) == sum(p.numel() * 4 for p in dense)
+    assert size.parameter_bytes == sum(p.numel() * 4 for p in dense)
     weights = sum(p.numel() for p in dense if p.dim() == 2)
     dots = 5 * 5 * 8 if arch == "dlrm" else 0  # all pairs of 5 vectors of dim 8
-    assert formulas.dense_flops(size, 10) == 10 * 6 * (weights + dots)
-    assert formulas.activation_bytes(size, 10) == 10 * formulas.activation_bytes(size, 1) > 0
+    assert size.flops_per_sample == 6 * (weights + dots)
+    assert size.activation_bytes_per_sample > 0
+    assert DenseSize.of(config, 3, 4) == size
 
 
 def test_one_rank_sends_nothing() -> None:
