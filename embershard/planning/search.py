@@ -108,9 +108,8 @@ def place(
             world_size=world_size,
             local_world_size=ranks_per_node,
             compute_device="cuda",  # nothing is run; a CPU would have no device tier to plan
-            hbm_cap=_EVERYTHING
-            if device_bytes is None
-            else max(1, device_bytes),  # TorchRec 1.6 takes 0 for "not said"
+            # TorchRec 1.6 takes 0 for "not said".
+            hbm_cap=_EVERYTHING if device_bytes is None else max(1, device_bytes),
             ddr_cap=_EVERYTHING if host_bytes is None else max(1, host_bytes),
         )
     by_name = {table.table: table for table in tables}
