@@ -128,7 +128,7 @@ def hit_rates(path: str | None, work: Path) -> dict[str, Any]:
         limit = ["--max-lookups", str(SAMPLED_LOOKUPS)]
         profiles = [profiled(config, work, "all.npz", []), profiled(config, work, "some.npz", limit)]
         for policy in POLICIES:
-            needs = [f"cache.profile={work / 'all.npz'}"] if policy == "frequency" else []
+            needs = [f"profile.path={work / 'all.npz'}"] if policy == "frequency" else []
             for ratio in RATIOS:
                 run = Run(config, (f"cache.policy={policy}", f"cache.ratio={ratio}", *needs), ranks=2)
                 found = _compare(run, profiles, work)
@@ -147,7 +147,7 @@ def step_times(topology_file: str, work: Path, rounds: int) -> dict[str, Any]:
         profile = profiled(config, work, "profile.npz", [w for text in overrides for w in ("--set", text)])
         for ranks in (1, 2, 4):
             run = Run(config, overrides, ranks)
-            planned[name, ranks] = run, make_plan(run.request(profile, topology.rates(ranks)))
+            planned[name, ranks] = run, make_plan(run.request(profile, topology.rates_for(ranks)))
     measured: dict[tuple[str, int], list[float]] = {case: [] for case in planned}
     for _ in range(rounds):
         for case, (run, plan) in planned.items():
@@ -176,7 +176,7 @@ def _step_time_case(model: str, ranks: int, plan: Plan, measured_ms: Sequence[fl
 
 
 def _compare(run: Run, profiles: Sequence[FrequencyProfile], work: Path) -> dict[str, Any]:
-    requests = [run.request(profile, load_topology("cpu").rates(run.ranks)) for profile in profiles]
+    requests = [run.request(profile, load_topology("cpu").rates_for(run.ranks)) for profile in profiles]
     plan = make_plan(requests[0])
     some = predict(requests[1].workload, plan.tables, plan.pools, requests[1].rates)
     with tempfile.TemporaryDirectory(dir=work) as folder:

@@ -48,7 +48,7 @@ bag_sizes = {[24, 1] * 13}
 embedding_dim = 32
 dense_arch_layer_sizes = [64, 32]
 over_arch_layer_sizes = [64, 1]
-[cache]
+[look_ahead]
 lookahead = 8
 [train]
 batch_size = 256
@@ -114,7 +114,7 @@ def _compare(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     config = work / "run.toml"
     config.write_text(_CONFIG)
     run = Run(config, (f"train.max_steps={arguments.steps}",), arguments.ranks)
-    rates = load_topology(arguments.topology).rates(arguments.ranks)
+    rates = load_topology(arguments.topology).rates_for(arguments.ranks)
     request = run.request(profiled(config, work, "profile.npz", []), rates)
     request = replace(request, budget=Budget(device_bytes=_budget(request, arguments.slack)))
     made = plans(request)

@@ -81,7 +81,7 @@ def plan(case: str) -> dict[str, Any]:
     shape = RunShape(topology.world_size, topology.ranks_per_node, batch_size, "cuda", ReplaySettings())
     request = PlanRequest(
         workload=Workload(size, assumed_statistics(tables, NUM_SAMPLES), shape),
-        rates=topology.rates(),
+        rates=topology.rates_for(),
         budget=Budget(device_bytes=topology.device_memory_bytes, host_bytes=host_bytes or topology.host_memory_bytes),
     )
     made = make_plan(request)

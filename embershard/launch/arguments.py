@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
+from embershard.decoding import toml
 from embershard.errors import ConfigError
 
 
@@ -37,7 +37,7 @@ def text_override(key: str, text: str) -> str:
     >>> print(text_override("data.path", "/a b"))
     data.path="/a b"
     """
-    return f"{key}={json.dumps(text, ensure_ascii=False)}"
+    return f"{key}={toml(text)}"
 
 
 def positive(text: str) -> int:

@@ -11,14 +11,15 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from embershard.decoding import to_toml
 from embershard.errors import ConfigError
-from embershard.launch.config import to_toml
+from embershard.launch.config import METRICS, RUN_CONFIG
 from embershard.launch.versions import git_commit, versions
 from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
 from embershard.training.reports import EvalReport, Report, SaveReport, TrainReport
+from embershard.training.trainer import Trainer
 
-_METRICS = "metrics.jsonl"
 _held_locks: list[TextIO] = []  # open for as long as the process lives
 #: Steps at the start that do not count for the speed: caches fill, memory is allocated.
 _WARMUP_STEPS = 10
@@ -26,7 +27,7 @@ _WARMUP_STEPS = 10
 
 def check_run_dir(folder: Path, *, resume: bool) -> None:
     """Raise `ConfigError` when `folder` holds a run that the new one does not resume."""
-    if not resume and (folder / _METRICS).exists():
+    if not resume and (folder / METRICS).exists():
         raise ConfigError(f"{folder} holds a run already. Use another --run-dir, or --resume to continue it.")
 
 
@@ -66,11 +67,11 @@ class RunRecord:
         check_run_dir(folder, resume=resumed_at is not None)
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        (folder / RUN_CONFIG).write_text(to_toml(config), encoding="utf-8")
         (folder / "plan.json").unlink(missing_ok=True)  # an earlier part of the run may have had one
         if plan is not None:
             plan.save(folder / "plan.json")
-        metrics = folder / _METRICS
+        metrics = folder / METRICS
         kept = _lines_up_to(metrics, resumed_at) if resumed_at is not None and metrics.exists() else []
         metrics.write_text("".join(kept), encoding="utf-8")
         self._metrics = metrics.open("a", encoding="utf-8")
@@ -113,18 +114,11 @@ def steady_steps(step_seconds: Sequence[float], lookahead: int) -> tuple[Sequenc
 
 
 def make_result(
-    *,
-    config: RunConfig,
-    steps: int,
-    samples: int,
-    step_seconds: list[float],
-    world_size: int,
-    device: str,
+    trainer: Trainer,
     loss: float | None,
     evaluation: EvalReport | None,
     cache: dict[str, Any] | None,
     look_ahead: dict[str, Any] | None,
-    plan: Plan | None = None,
 ) -> dict[str, Any]:
     """Return the content of result.json.
 
@@ -133,21 +127,22 @@ def make_result(
     None. `measured_steps` counts the steps of this process, as `cache` does; `steps` includes those before a resume.
     """
     quality = {} if evaluation is None else evaluation.quality.as_dict()
-    measured, is_steady = steady_steps(step_seconds, config.cache.lookahead if config.cache.enabled else 0)
-    global_batch = config.train.batch_size * world_size
+    config, ranks, plan = trainer.config, trainer.ranks, trainer.plan
+    measured, is_steady = steady_steps(trainer.step_seconds, config.lookahead)
+    global_batch = config.train.batch_size * ranks.world_size
     p50, p95 = (float(v) * 1e3 for v in np.percentile(measured, [50, 95])) if measured else (None, None)
     return {
-        "steps": steps,
-        "measured_steps": len(step_seconds),
-        "samples": samples,
+        "steps": trainer.steps,
+        "measured_steps": len(trainer.step_seconds),
+        "samples": trainer.samples,
         "samples_per_second": len(measured) * global_batch / sum(measured) if measured else None,
         "step_ms": {"p50": p50, "p95": p95},
         "is_steady": is_steady,
         "loss": loss,
         **{name: quality.get(name) for name in ("auc", "ne", "logloss", "accuracy", "calibration")},
         "eval_samples": quality.get("samples", 0),
-        "world_size": world_size,
-        "device": device,
+        "world_size": ranks.world_size,
+        "device": ranks.device.type,
         "cache": cache,
         "look_ahead": look_ahead,
         "plan": None if plan is None else {"path": config.sharding.plan, "digest": plan.digest},

@@ -101,13 +101,15 @@ def place(
     Returns:
         None where TorchRec finds no placement that fits, or cannot name one of the devices.
     """
-    topology = Topology(
-        world_size=world_size,
-        local_world_size=ranks_per_node,
-        compute_device="cuda",  # nothing is run; a CPU would have no device tier to plan
-        hbm_cap=_EVERYTHING if device_bytes is None else max(1, device_bytes),  # TorchRec 1.6 takes 0 for "not said"
-        ddr_cap=_EVERYTHING if host_bytes is None else max(1, host_bytes),
-    )
+    with _quiet():
+        topology = Topology(
+            world_size=world_size,
+            local_world_size=ranks_per_node,
+            compute_device="cuda",  # nothing is run; a CPU would have no device tier to plan
+            # TorchRec 1.6 takes 0 for "not said".
+            hbm_cap=_EVERYTHING if device_bytes is None else max(1, device_bytes),
+            ddr_cap=_EVERYTHING if host_bytes is None else max(1, host_bytes),
+        )
     by_name = {table.table: table for table in tables}
     order = SortBy.PERF if sort_by == "seconds" else SortBy.STORAGE
     partitioner: Partitioner = GreedyPerfPartitioner(sort_by=order)

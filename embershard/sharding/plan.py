@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from embershard.earlier_settings import with_names_of_now
 from embershard.errors import ShardingError
 from embershard.sharding.plan_checks import check_plan
 from embershard.sharding.plan_text import from_text, to_text
@@ -158,6 +159,11 @@ class Plan:
         text = json.dumps(values, sort_keys=True, allow_nan=False, default=vars)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    @property
+    def settings_by_name(self) -> dict[str, Any]:
+        """`settings` under this version's names; the file of an earlier version keeps its own, and so its digest."""
+        return with_names_of_now(self.settings)
+
     def save(self, path: Path | str) -> None:
         """Writes the JSON file, one table, pool or prediction to a line.
 
@@ -239,7 +245,7 @@ class Plan:
         """What a run does otherwise than the prediction assumed: sentences, empty when nothing."""
         return [
             f"{name} is {_plain(settings[name])!r}; the plan's prediction assumed {_plain(assumed)!r}"
-            for name, assumed in sorted({**self.settings, "train.batch_size": self.batch_size}.items())
+            for name, assumed in sorted({**self.settings_by_name, "train.batch_size": self.batch_size}.items())
             if name in settings and _plain(settings[name]) != _plain(assumed)
         ]
 

@@ -26,8 +26,8 @@ def _values(values: Iterable[tuple[str, object, object]]) -> list[str]:
 
 
 def _settings(before: Plan, after: Plan) -> list[str]:
-    names = sorted(before.settings.keys() | after.settings.keys())
-    return _values((name, before.settings.get(name), after.settings.get(name)) for name in names)
+    old, new = before.settings_by_name, after.settings_by_name
+    return _values((name, old.get(name), new.get(name)) for name in sorted(old.keys() | new.keys()))
 
 
 def _tables(before: Sequence[TablePlacement], after: Sequence[TablePlacement]) -> Iterator[str]:

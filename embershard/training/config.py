@@ -6,12 +6,14 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from embershard.cache import CacheConfig
 from embershard.data import DataConfig
 from embershard.distributed import CheckpointConfig
 from embershard.errors import ConfigError
+from embershard.frequency.config import ProfileConfig
 from embershard.models import ModelConfig
+from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.config import ShardingConfig
-from embershard.training.build import CacheSettings
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig, ScheduleConfig
 
 
@@ -65,7 +67,9 @@ class RunConfig:
 
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
-    cache: CacheSettings = field(default_factory=CacheSettings)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    look_ahead: LookAheadConfig = field(default_factory=LookAheadConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     embedding_optimizer: EmbeddingOptimizerConfig = field(default_factory=EmbeddingOptimizerConfig)
     dense_optimizer: DenseOptimizerConfig = field(default_factory=DenseOptimizerConfig)
@@ -76,6 +80,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.train.eval_every is not None and not self.holds_out:
             raise ConfigError("train.eval_every has no effect: nothing is held out (data.eval_fraction is 0).")
+        if self.cache.enabled:
+            self.cache.policy_for(self.has_profile)  # refuses a profile without effect
 
     @property
     def holds_out(self) -> bool:
@@ -83,28 +89,35 @@ class RunConfig:
         return self.data.eval_path is not None or self.data.eval_fraction > 0
 
     @property
+    def counts_a_profile(self) -> bool:
+        """Whether a profile has to be counted before training."""
+        needed = self.cache.policy == "frequency" or self.cache.warmup is True or self.profile.samples is not None
+        return self.cache.enabled and self.profile.path is None and needed
+
+    @property
+    def has_profile(self) -> bool:
+        """Whether a profile is read or counted."""
+        return self.profile.path is not None or self.counts_a_profile
+
+    @property
+    def lookahead(self) -> int:
+        """Batches known ahead of the one in training; 0 without a cache."""
+        return self.look_ahead.lookahead if self.cache.enabled else 0
+
+    @property
     def predicted_from(self) -> dict[str, Any]:
         """The settings that a plan's prediction depends on, by name, besides the data."""
-        cache = (
-            "profile",
-            "warmup",
-            "profile_samples",
-            "lookahead",
-            "prefetch",
-            "decay",
-            "host",
-            "slot_map",
-        )
-        model = [f.name for f in dataclasses.fields(self.model)]
-        found = {f"cache.{name}": getattr(self.cache, name) for name in cache}
-        found |= {f"model.{name}": getattr(self.model, name) for name in model}
-        return {
-            **found,
-            "cache.policy": self.cache.policy or "lookahead",
-            "embedding_optimizer.kind": self.embedding_optimizer.kind,
-            "dense_optimizer.kind": self.dense_optimizer.kind,
-            "train.batch_size": self.train.batch_size,
-            "train.precision": self.train.precision,
-            "sharding.forward_dtype": self.sharding.forward_dtype,
-            "sharding.backward_dtype": self.sharding.backward_dtype,
+        depends: dict[str, tuple[str, ...]] = {
+            "cache": ("warmup", "decay", "host", "slot_map"),
+            "look_ahead": ("lookahead", "prefetch"),
+            "profile": ("path", "samples"),
+            "model": tuple(field.name for field in dataclasses.fields(self.model)),
+            "embedding_optimizer": ("kind",),
+            "dense_optimizer": ("kind",),
+            "train": ("batch_size", "precision"),
+            "sharding": ("forward_dtype", "backward_dtype"),
         }
+        found = {
+            f"{part}.{name}": getattr(getattr(self, part), name) for part, names in depends.items() for name in names
+        }
+        return {**found, "cache.policy": self.cache.policy or "lookahead"}

@@ -9,12 +9,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
 
 from embershard.data import Batch, BatchStream, StreamState
-from embershard.distributed import Ranks
 from embershard.pipeline import LookAheadPipeline, LookAheadStats
-from embershard.training.build import CacheSettings
 
 
 class Steps:
@@ -24,26 +21,17 @@ class Steps:
     Args:
         stream: the batches of this rank.
         limit: number of steps after which the run ends.
-        model, optimizer: see `LookAheadPipeline`.
-        cache: how far to look ahead.
+        device: where they train.
+        pipeline: brings batches in ahead; None: each comes at its own step.
     """
 
     def __init__(
-        self,
-        stream: BatchStream,
-        limit: int,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        cache: CacheSettings,
-        ranks: Ranks,
+        self, stream: BatchStream, limit: int, device: torch.device, pipeline: LookAheadPipeline | None
     ) -> None:
-        self._stream, self._device = stream, ranks.device
+        self._stream, self._device, self._pipeline = stream, device, pipeline
         self._batches = itertools.islice(self._read(), max(0, limit))
         self._states: deque[StreamState] = deque()  # behind each batch that was read and not trained
         self.state = stream.state
-        self._pipeline: LookAheadPipeline | None = None
-        if cache.enabled and cache.lookahead:
-            self._pipeline = LookAheadPipeline(model, optimizer, ranks.device, cache.lookahead, cache.prefetch)
 
     def next(self) -> AbstractContextManager[Batch]:
         """A context with the next batch, on the device; train on it inside. Collective.

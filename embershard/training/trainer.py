@@ -26,6 +26,7 @@ from embershard.distributed import (
     without_empty,
 )
 from embershard.errors import CheckpointError
+from embershard.pipeline import LookAheadPipeline
 from embershard.training.build import build_sharded_model, find_plan, find_profile
 from embershard.training.cache_report import CacheReader
 from embershard.training.config import RunConfig
@@ -51,21 +52,10 @@ class Trainer:
 
     def __init__(self, config: RunConfig, ranks: Ranks, checkpoints: Path | None = None) -> None:
         self.config, self.ranks, self.checkpoints = config, ranks, checkpoints
-        self.plan = find_plan(config.sharding, config.embedding_optimizer, config.dense_optimizer, ranks)
+        self.plan = find_plan(config, ranks)
         self.source = open_source(config.data)
-        self.profile = find_profile(config.cache, config.data, self.source)
-        self.model = build_sharded_model(
-            config.model,
-            config.embedding_optimizer,
-            config.cache,
-            self.profile,
-            self.source.schema,
-            ranks,
-            batch_size=config.train.batch_size,
-            seed=config.train.seed,
-            plan=self.plan,
-            sharding=config.sharding,
-        )
+        self.profile = find_profile(config, self.source)
+        self.model = build_sharded_model(config, self.plan, self.profile, self.source.schema, ranks)
         self.dense_parameters = dict(in_backward_optimizer_filter(self.model.named_parameters()))
         self.dense_optimizer = config.dense_optimizer.build(self.dense_parameters)
         self.stream = self._open_stream(StreamState(seed=config.data.seed))
@@ -122,8 +112,13 @@ class Trainer:
     def upcoming(self) -> Steps:
         """The steps to come."""
         if self._upcoming is None:
-            left = self.total_steps - self.steps
-            self._upcoming = Steps(self.stream, left, self.model, self.dense_optimizer, self.config.cache, self.ranks)
+            depths, device = self.config.look_ahead, self.ranks.device
+            pipeline = None
+            if self.config.lookahead:
+                pipeline = LookAheadPipeline(
+                    self.model, self.dense_optimizer, device, depths.lookahead, depths.prefetch
+                )
+            self._upcoming = Steps(self.stream, self.total_steps - self.steps, device, pipeline)
         return self._upcoming
 
     def step(self, batch: Batch) -> None:
@@ -246,9 +241,9 @@ class Trainer:
             "dense_optimizer": self.dense_optimizer.state_dict()["state"],
         }
 
-    def _tables(self) -> dict[str, list[int]]:
+    def _tables(self) -> dict[str, tuple[int, int]]:
         dim = self.config.model.embedding_dim
-        return {feature.name: [feature.num_rows, dim] for feature in self.source.schema.sparse}
+        return {feature.name: (feature.num_rows, dim) for feature in self.source.schema.sparse}
 
     def _settings(self) -> dict[str, Any]:
         """What the tensors of a checkpoint were made with: another value would load into them silently."""
@@ -312,7 +307,7 @@ def _check_settings(saved: dict[str, Any], needed: dict[str, Any], checkpoint: P
         raise CheckpointError(f"{checkpoint} was written with other settings: {changes}. Resume with its own.")
 
 
-def _check_tables(saved: dict[str, list[int]], needed: dict[str, list[int]], checkpoint: Path) -> None:
+def _check_tables(saved: dict[str, tuple[int, int]], needed: dict[str, tuple[int, int]], checkpoint: Path) -> None:
     if saved == needed:
         return
     for name in sorted(saved.keys() | needed.keys()):

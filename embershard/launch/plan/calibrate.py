@@ -31,7 +31,8 @@ _MODULE = "embershard.launch.plan.reference_steps"
 _BASE: dict[str, Any] = {
     "data": {"eval_fraction": 0.0, "synthetic": {"num_samples": 2_000_000, "scale": 0.02}},
     "model": {"embedding_dim": 16, "dense_arch_layer_sizes": [64, 32, 16], "over_arch_layer_sizes": [128, 64, 1]},
-    "cache": {"ratio": 0.1, "policy": "lookahead", "warmup": False, "lookahead": 8},
+    "cache": {"ratio": 0.1, "policy": "lookahead", "warmup": False},
+    "look_ahead": {"lookahead": 8},
     "embedding_optimizer": {"kind": "rowwise_adagrad"},
     "train": {"batch_size": 1024, "max_steps": 1_000_000, "device": "cpu"},
 }
@@ -198,7 +199,7 @@ def _topology(name: str, rates: Mapping[int, Rates], busy: float, quick: bool) -
         device="cpu",
         ranks_per_node=max(rates),
         host_memory_bytes=psutil.virtual_memory().total,
-        rates_by_ranks=dict(rates),
+        rates=dict(rates),
     )
 
 

@@ -79,7 +79,7 @@ class _Setup:
             workload=make_workload(
                 config, self.data, num_ranks, ranks_per_node=topology.ranks_per_node, device=topology.device
             ),
-            rates=topology.rates(num_ranks),
+            rates=topology.rates_for(num_ranks),
             budget=budget(config, device_bytes, host_bytes, ratio),
             types=arguments.types,
             replicate_rows=arguments.replicate_rows,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from embershard.data import DataConfig, schema_of
+from embershard.data import schema_of
 from embershard.errors import ConfigError
 from embershard.frequency import DataStatistics
 from embershard.models import table_name
@@ -14,7 +14,6 @@ from embershard.planning.request import Budget
 from embershard.planning.simulate.replay import ReplaySettings
 from embershard.planning.workload import RunShape, Workload
 from embershard.sharding.sizes import ModelSize, TableSize
-from embershard.training.build import CacheSettings, counted_samples
 from embershard.training.config import RunConfig
 
 
@@ -29,13 +28,12 @@ def make_workload(
 ) -> Workload:
     """Return the model, data and run of a config on `world_size` ranks."""
     batch_size = batch_size or config.train.batch_size
-    has_profile = config.cache.profile is not None or config.cache.counts_a_profile
     shape = RunShape(
         world_size=world_size,
         ranks_per_node=ranks_per_node,
         batch_size=batch_size,
         device=device,
-        cache=replay_settings(config.cache, config.data, has_profile, _training_samples(data), device),
+        cache=replay_settings(config, config.has_profile, _training_samples(data), device),
         num_steps=_num_steps(config, data, batch_size * world_size),
         pooled_number_bytes=config.sharding.pooled_number_bytes,
         slot_map=config.cache.slot_map,
@@ -44,15 +42,16 @@ def make_workload(
 
 
 def replay_settings(
-    cache: CacheSettings, data: DataConfig, has_profile: bool, training_samples: int, device: Literal["cpu", "cuda"]
+    config: RunConfig, has_profile: bool, training_samples: int, device: Literal["cpu", "cuda"]
 ) -> ReplaySettings:
     """Return the settings of a replay that chooses rows and orders epochs as the run. On a CPU a run holds one batch
     ahead, and more only where its steps wait: that is not predicted."""
-    counted = None if cache.profile is not None else counted_samples(cache, training_samples)
+    counted = None if config.profile.path is not None else config.profile.num_counted(training_samples)
+    data = config.data
     return ReplaySettings(
-        policy=cache.policy_for(has_profile),
-        lookahead=cache.lookahead,
-        prefetch=cache.prefetch if device == "cuda" else 1,
+        policy=config.cache.policy_for(has_profile),
+        lookahead=config.look_ahead.lookahead,
+        prefetch=config.look_ahead.prefetch if device == "cuda" else 1,
         profile_samples=counted if has_profile else 0,
         shuffle_window=data.chunk_rows * data.shuffle_window if data.shuffle else 0,
     )

@@ -18,8 +18,8 @@ import psutil
 
 from embershard.cache import CacheGrowthWarning
 from embershard.data import BatchStream, open_source
+from embershard.decoding import decode
 from embershard.distributed import Ranks, process_group
-from embershard.launch.config import from_values
 from embershard.launch.plan.inputs import model_size
 from embershard.launch.screen import silence_libraries
 from embershard.models import table_name
@@ -88,7 +88,7 @@ class _Timed:
 
     def __init__(self, name: str, values: Mapping[str, Any], sharding: str, ranks: Ranks) -> None:
         self.name, self._ranks = name, ranks
-        config = from_values(RunConfig, dict(values))
+        config = decode(RunConfig, values)
         self._input_seconds = ranks.from_first(lambda: _input_seconds(config))
         with tempfile.TemporaryDirectory() as folder:
             plan = Path(folder) / "plan.json"

@@ -144,7 +144,8 @@ def run_config(data: str | None, path: Path | None, overrides: Sequence[str]) ->
     files, the kind of data follows from the files' names.
     """
     from embershard.data import kind_of_files
-    from embershard.launch.config import apply_override, from_values, load_config
+    from embershard.decoding import decode
+    from embershard.launch.config import apply_override, load_config
     from embershard.training.config import RunConfig
 
     def load(*more: str) -> RunConfig:
@@ -153,7 +154,7 @@ def run_config(data: str | None, path: Path | None, overrides: Sequence[str]) ->
         values: dict[str, Any] = {}
         for override in [*overrides, *more]:
             apply_override(RunConfig, values, override)
-        return from_values(RunConfig, values)
+        return decode(RunConfig, values)
 
     if data is None:
         return load()

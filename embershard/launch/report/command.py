@@ -79,10 +79,10 @@ class _Run:
         Raises:
             ConfigError: its config.toml is missing, or of another version.
         """
-        from embershard.launch.config import load_config  # loads torch
-        from embershard.training.config import RunConfig
+        from embershard.launch.config import RUN_CONFIG, load_config
+        from embershard.training.config import RunConfig  # loads torch
 
-        config = load_config(RunConfig, self.folder / "config.toml")
+        config = load_config(RunConfig, self.folder / RUN_CONFIG)
         return plan.other_settings({**config.predicted_from, "train.device": self.result.get("device")})
 
     def num_checkpoints(self, run: MeasuredRun) -> int:

@@ -98,7 +98,6 @@ def train_run(config: RunConfig, ranks: Ranks, run_dir: Path, *, resume: bool, s
         say(console, f"{run_dir} is finished: step {trainer.steps} was its last. Nothing was changed.")
         return
     _announce(trainer, console, run_dir)
-    last_train, last_eval = None, None
     outputs_of_first: AbstractContextManager[_Outputs | None] = nullcontext()
     if ranks.is_first:
         outputs_of_first = _Outputs(trainer, run_dir, resumed_at, console)
@@ -106,45 +105,37 @@ def train_run(config: RunConfig, ranks: Ranks, run_dir: Path, *, resume: bool, s
         for report in trainer.train():
             if outputs is not None:
                 outputs.add(report)
-            last_train = report if isinstance(report, TrainReport) else last_train
-            last_eval = report if isinstance(report, EvalReport) else last_eval
         trainer.close()
-        result = make_result(
-            config=config,
-            steps=trainer.steps,
-            samples=trainer.samples,
-            step_seconds=list(trainer.step_seconds),
-            world_size=ranks.world_size,
-            device=str(ranks.device.type),
-            loss=last_train.loss if last_train else None,
-            evaluation=last_eval,
-            cache=trainer.cache_reader.totals(None if trainer.plan else config.cache.slot_ratio),
-            look_ahead=look_ahead_totals(trainer.upcoming.stats(), ranks),
-            plan=trainer.plan,
-        )
+        cache = trainer.cache_reader.totals(None if trainer.plan else config.cache.slot_ratio)
+        look_ahead = look_ahead_totals(trainer.upcoming.stats(), ranks)
         if outputs is not None:
-            outputs.finish(result, same_run)
+            outputs.finish(cache, look_ahead, same_run)
 
 
 class _Outputs:
     """Screen and files of a run."""
 
     def __init__(self, trainer: Trainer, run_dir: Path, resumed_at: int | None, console: Console) -> None:
-        config = trainer.config
-        self._what = f"{config.model.arch} on {config.data.kind} data"
-        self._console, self._folder = console, run_dir
-        self._record = RunRecord(run_dir, config, resumed_at, trainer.plan)
+        self._trainer, self._folder, self._console = trainer, run_dir, console
+        self._record = RunRecord(run_dir, trainer.config, resumed_at, trainer.plan)
         self._display = ProgressDisplay(console, trainer.total_steps, trainer.steps)
+        self._loss: float | None = None
+        self._evaluation: EvalReport | None = None
 
     def add(self, report: Report) -> None:
         self._record.add(report)
         self._display.show(report)
+        if isinstance(report, TrainReport):
+            self._loss = report.loss
+        elif isinstance(report, EvalReport):
+            self._evaluation = report
 
-    def finish(self, result: dict[str, Any], same_run: str) -> None:
+    def finish(self, cache: dict[str, Any] | None, look_ahead: dict[str, Any] | None, same_run: str) -> None:
         self._display.close()
+        result = make_result(self._trainer, self._loss, self._evaluation, cache, look_ahead)
         self._record.finish(result)
-        self._console.print(closing_table(result, self._what))
-        is_cached = result["cache"] is not None
+        config, is_cached = self._trainer.config, cache is not None
+        self._console.print(closing_table(result, f"{config.model.arch} on {config.data.kind} data"))
         other = "with all rows on the device" if is_cached else "with a cache"
         say(
             self._console,

@@ -6,9 +6,10 @@ import argparse
 import textwrap
 from collections.abc import Sequence
 
+from embershard.decoding import to_toml
 from embershard.errors import ConfigError
 from embershard.launch.arguments import make_parser, positive
-from embershard.launch.config import describe, load_config, to_toml
+from embershard.launch.config import describe, load_config
 from embershard.launch.record import check_run_dir
 from embershard.launch.train import local
 from embershard.launch.train.command import add_run_arguments, default_run_dir
@@ -76,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _settings_reference() -> str:
     lines = []
-    for setting in describe(RunConfig):
+    for setting in describe(RunConfig()):
         lines.append(f"  {setting.key}    {setting.type}    (default: {setting.default})")
         lines += textwrap.wrap(setting.doc, width=100, initial_indent=" " * 8, subsequent_indent=" " * 8)
     return "\n".join(lines).replace("%", "%%")

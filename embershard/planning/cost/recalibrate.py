@@ -81,7 +81,7 @@ def recalibrated(
     _check(topology, plan, run)
     assert run.step_seconds is not None, "checked"
     shape = topology.shaped(plan.ranks_per_node, plan.world_size // plan.ranks_per_node)
-    rates = shape.rates(plan.world_size)
+    rates = shape.rates_for(plan.world_size)
     works = measured_work(plan, run)
     before = max(step_time(work, rates, plan.device).seconds for work in works)
     if not before:
@@ -93,9 +93,9 @@ def recalibrated(
         topology,
         name=name,
         source=f"{topology.source}; rates for {ranks} times {factor:.4g} after run {run_name}",
-        rates_by_ranks={**topology.rates_by_ranks, plan.world_size: scaled},
+        rates={**topology.rates, plan.world_size: scaled},
     )
-    return Recalibration(corrected, plan.world_size, factor, run.step_seconds, before, not topology.rates_by_ranks)
+    return Recalibration(corrected, plan.world_size, factor, run.step_seconds, before, not topology.rates)
 
 
 def _check(topology: Topology, plan: Plan, run: MeasuredRun) -> None:

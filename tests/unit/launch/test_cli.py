@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from embershard.decoding import tomllib
 from embershard.launch import cli
-from embershard.launch.config import tomllib
 from embershard.launch.train import local
 from embershard.launch.train.command import add_run_arguments, same_run_command
 
@@ -57,7 +57,10 @@ def test_two_ranks_on_the_cpu_unless_told_and_it_says_so(started, capsys):
     ("arguments", "said"),
     [
         (["--config", "nowhere.toml"], "nowhere.toml: cannot be read"),
-        (["--config", QUICK, "--set", "train.batchsize=3"], "Did you mean train.batch_size?"),
+        (
+            ["--config", QUICK, "--set", "train.batchsize=3"],
+            "train.batchsize: unknown key. Did you mean train.batch_size?",
+        ),
         (["--config", QUICK, "--set", "model.embedding_dim=6"], "The next one is 8"),
         (["--config", QUICK, "--resume"], "--resume needs --run-dir"),
     ],

@@ -31,6 +31,7 @@ dense_arch_layer_sizes = [16, 64]
 over_arch_layer_sizes = [8, 1]
 [cache]
 ratio = 0.1
+[look_ahead]
 lookahead = 8
 [train]
 batch_size = 50
@@ -80,7 +81,7 @@ def test_a_plan_is_shown_and_written(files, tmp_path, capsys):
     plan = Plan.load(file)
     assert (plan.world_size, plan.ranks_per_node, plan.batch_size, plan.device) == (2, 2, 50, "cuda")
     assert (plan.device_memory_bytes, plan.host_memory_bytes) == (4_000_000, 500_000_000_000)
-    assert plan.settings["cache.lookahead"] == 8
+    assert plan.settings["look_ahead.lookahead"] == 8
     assert plan.made_from["topology"] == "h100x8"
     assert plan.made_from["command"].startswith("embershard plan --config ")
     assert plan.prediction is not None

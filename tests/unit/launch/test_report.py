@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from embershard.decoding import to_toml
 from embershard.launch import cli
-from embershard.launch.config import load_config, to_toml
+from embershard.launch.config import load_config
 from embershard.planning.cost.topology import load_topology
 from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig

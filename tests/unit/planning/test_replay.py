@@ -14,23 +14,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embershard import cache_stats
-from embershard.cache import CacheGrowthWarning
+from embershard.cache import CacheConfig, CacheGrowthWarning
 from embershard.cache.config import CachePolicy
 from embershard.cache.pinned_tables import pinned_tables
 from embershard.data import DataConfig
 from embershard.data.config import SyntheticConfig
 from embershard.distributed import CheckpointConfig, Ranks, process_group
 from embershard.frequency import FrequencyProfile, SampledTrace
+from embershard.frequency.config import ProfileConfig
 from embershard.frequency.downsampling import downsampled
 from embershard.launch.plan.inputs import replay_settings
 from embershard.launch.profile.data_pass import PassOptions, profile_data
 from embershard.models import ModelConfig
 from embershard.pipeline import look_ahead
+from embershard.pipeline.config import LookAheadConfig
 from embershard.pipeline.prefetch_depth import PrefetchDepth
 from embershard.planning.simulate.pool_report import PoolReport, RowRange, ShardReport
 from embershard.planning.simulate.replay import ReplaySettings, replay_pool, replay_preferences
 from embershard.sharding.torchrec import cached_embeddings
-from embershard.training.build import CacheSettings
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.trainer import Trainer
 from tests.unit.planning.traces import skewed, trace_of
@@ -58,11 +59,17 @@ def profile() -> FrequencyProfile:
     return profile_data(DATA, PassOptions())
 
 
-def run_config(batch_size: int, **cache: Any) -> RunConfig:
+LOOK_AHEAD, PROFILE = ("lookahead", "prefetch"), ("samples",)
+
+
+def run_config(batch_size: int, **settings: Any) -> RunConfig:
+    """Settings of the cache, the look-ahead and the profile, which have no name in common."""
     return RunConfig(
         data=DATA,
         model=ModelConfig(embedding_dim=4, dense_arch_layer_sizes=(8, 4), over_arch_layer_sizes=(8, 1)),
-        cache=CacheSettings(**cache),
+        cache=CacheConfig(**{name: value for name, value in settings.items() if name not in LOOK_AHEAD + PROFILE}),
+        look_ahead=LookAheadConfig(**{name: settings[name] for name in LOOK_AHEAD if name in settings}),
+        profile=ProfileConfig(**{name: settings[name] for name in PROFILE if name in settings}),
         train=TrainConfig(batch_size=batch_size, log_every=1000, device="cpu"),
         checkpoint=CheckpointConfig(at_end=False),
     )
@@ -73,8 +80,8 @@ TRAINED = {
     "lookahead 3, of a decaying lfu": {"ratio": 0.2, "lookahead": 3, "prefetch": 1, "decay": 0.5},
     "lfu with decay": {"ratio": 0.25, "policy": "lfu", "decay": 0.5, "lookahead": 0},
     "lru": {"ratio": 0.3, "policy": "lru", "lookahead": 0},
-    "frequency, warm": {"ratio": 0.3, "policy": "frequency", "profile_samples": 200, "lookahead": 2},
-    "lookahead, warm": {"ratio": 0.3, "warmup": True, "profile_samples": 200, "lookahead": 4},
+    "frequency, warm": {"ratio": 0.3, "policy": "frequency", "samples": 200, "lookahead": 2},
+    "lookahead, warm": {"ratio": 0.3, "warmup": True, "samples": 200, "lookahead": 4},
     "a batch does not fit": {"ratio": 0.04, "lookahead": 4},
     "a batch does not fit lru": {"ratio": 0.04, "lookahead": 0, "policy": "lru"},
 }
@@ -88,7 +95,7 @@ def test_a_replay_counts_what_training_counts(ranks, profile, name, monkeypatch)
     trainer = Trainer(config, ranks)
     (pool,) = cached_embeddings(trainer.model)
     slots, tables = pool.cache.planner.map.num_slots, pool.cache.tables
-    held = config.cache.prefetch if "held 3" in name else 1
+    held = config.look_ahead.prefetch if "held 3" in name else 1
     monkeypatch.setattr(look_ahead, "PrefetchDepth", lambda most, is_adaptive: PrefetchDepth(held, False))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CacheGrowthWarning)
@@ -96,7 +103,7 @@ def test_a_replay_counts_what_training_counts(ranks, profile, name, monkeypatch)
     trainer.close()
     shards = [RowRange(table, 0, profile.num_rows(table)) for table in tables]
     pinned = [tables[number] for number in pinned_tables([shard.num_rows for shard in shards], slots)]
-    policy = replay_settings(config.cache, config.data, trainer.profile is not None, trainer.stream.num_samples, "cpu")
+    policy = replay_settings(config, trainer.profile is not None, trainer.stream.num_samples, "cpu")
     assert policy.prefetch == 1, "what a CPU holds while its steps do not wait"
     policy = dataclasses.replace(policy, prefetch=held)
     statistics = profile.need_statistics()
@@ -123,7 +130,7 @@ def test_a_second_epoch_has_another_order(ranks, profile):
     trainer.close()
     shards = [RowRange(table, 0, profile.num_rows(table)) for table in tables]
     pinned = [tables[number] for number in pinned_tables([shard.num_rows for shard in shards], slots)]
-    policy = replay_settings(config.cache, config.data, False, trainer.stream.num_samples, "cpu")
+    policy = replay_settings(config, False, trainer.stream.num_samples, "cpu")
     trace = profile.need_statistics().trace
     assert trace is not None
     found, other = (
