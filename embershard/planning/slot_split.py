@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-from embershard.cache.config import LEAST_SLOTS
 from embershard.cache.slot_map import MOST_POOL_ROWS
 from embershard.planning.predict import counted_reports
 from embershard.planning.request import Budget
@@ -27,16 +26,7 @@ def least_slots(workload: Workload, shards: Sequence[PlacedShard]) -> int:
     rows = sum(shard.rows for shard in shards)
     unique_ids = sum(each.unique_ids for each in counted_reports(workload, shards, max(1, rows)))
     needed = max(unique_ids * _ROOM, workload.most_unique_ids(shards)) / (1.0 - _STAYING)
-    return max(1, min(rows, max(LEAST_SLOTS, math.ceil(needed))))
-
-
-def slots_by_ratio(rows: int, ratio: float) -> int:
-    """Return the slots of a pool of `rows` rows for a requested share of them, as the cache itself resolves it.
-
-    >>> slots_by_ratio(rows=1_000_000, ratio=0.02)
-    20000
-    """
-    return max(1, min(rows, max(LEAST_SLOTS, round(ratio * rows))))
+    return memory_model.slots_for(rows, math.ceil(needed))
 
 
 def fixed_bytes(workload: Workload, shards: Sequence[PlacedShard]) -> int:
@@ -70,7 +60,9 @@ def _rank_slots(
         return None
     is_resident = any(shard.kernel == "device" for shard in here)  # only a budget for everything covers such tables
     if budget.ratio is not None:
-        slots = {key: slots_by_ratio(memory.rows, budget.ratio) for key, memory in memories.items()}
+        slots = {
+            key: memory_model.slots_for(memory.rows, budget.ratio * memory.rows) for key, memory in memories.items()
+        }
         needed = fixed_bytes(workload, here) + sum(memories[key].device_bytes(count) for key, count in slots.items())
         fits = budget.device_bytes is None or needed <= budget.device_bytes
         return slots if fits and not is_resident else None
