@@ -101,21 +101,13 @@ def place(
     Returns:
         None where TorchRec finds no placement that fits, or cannot name one of the devices.
     """
-    with _quiet():
-        topology = Topology(
-            world_size=world_size,
-            local_world_size=ranks_per_node,
-            compute_device="cuda",  # nothing is run; a CPU would have no device tier to plan
-            # TorchRec 1.6 takes 0 for "not said".
-            hbm_cap=_EVERYTHING if device_bytes is None else max(1, device_bytes),
-            ddr_cap=_EVERYTHING if host_bytes is None else max(1, host_bytes),
-        )
     by_name = {table.table: table for table in tables}
     order = SortBy.PERF if sort_by == "seconds" else SortBy.STORAGE
     partitioner: Partitioner = GreedyPerfPartitioner(sort_by=order)
     if limit_rows:
         partitioner = PoolRowsPartitioner(lambda option: by_name[option.name].dtype, order)
     with _quiet():
+        topology = _topology(world_size, ranks_per_node, device_bytes, host_bytes)
         planner = _torchrec_planner(by_name, _Estimator(by_name, costs, by_memory), allowed, topology, partitioner)
         try:
             plan = planner.plan(_tables_module(tables), [StockEmbeddingBagCollectionSharder()])  # type: ignore[list-item]
@@ -128,6 +120,17 @@ def place(
                 raise
             return None
     return _placements(plan, tables)
+
+
+def _topology(world_size: int, ranks_per_node: int, device_bytes: int | None, host_bytes: int | None) -> Topology:
+    return Topology(
+        world_size=world_size,
+        local_world_size=ranks_per_node,
+        compute_device="cuda",  # nothing is run; a CPU would have no device tier to plan
+        # TorchRec 1.6 takes 0 for "not said".
+        hbm_cap=_EVERYTHING if device_bytes is None else max(1, device_bytes),
+        ddr_cap=_EVERYTHING if host_bytes is None else max(1, host_bytes),
+    )
 
 
 def _torchrec_planner(

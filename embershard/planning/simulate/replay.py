@@ -68,7 +68,6 @@ def replay_pool(
         shards: what the pool holds, in its order.
         num_slots: S.
         global_batch_size: samples of a step, over all ranks.
-        settings: which rows stay, and how far ahead is looked.
         pinned_tables: tables whose rows are resident for ever.
         num_steps: steps to replay; None: all whole batches of the trace. After them the trace begins again.
 
@@ -80,22 +79,18 @@ def replay_pool(
         raise ValueError(f"the trace has {trace.num_samples} samples, less than a batch of {global_batch_size}")
     steps = available if num_steps is None else num_steps
     settled = [SettledRows.of(trace, shard, shard.table in pinned_tables) for shard in shards]
-    slots = num_slots
-    if trace.rate < 1:
-        slots = round((num_slots - sum(rows.num_rows for rows in settled)) * trace.rate)
+    taken = sum(rows.num_rows for rows in settled)
+    slots = num_slots if trace.rate >= 1 else round((num_slots - taken) * trace.rate)
     followed = [number for number, rows in enumerate(settled) if not rows.is_whole]
     parts = [shards[number] for number in followed]
     batches = TraceBatches(trace, parts, global_batch_size, settings.profile_samples, settings.shuffle_window)
     cache = _make_cache(batches, parts, max(1, slots), settings, pinned_tables if trace.rate >= 1 else ())
     slots = sum(stats.slots for stats in cache.stats())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CacheGrowthWarning)
-        half = _run(cache, batches, steps, settings)
+    half = _run(cache, batches, steps, settings)
     last = cache.stats()
 
     def reports(replayed: Sequence[CacheReport], num_steps: int, *, is_late: bool) -> tuple[ShardReport, ...]:
-        warmup = settings.policy.warmup
-        found = [rows.report(trace, global_batch_size, num_steps, is_late, warmup) for rows in settled]
+        found = [rows.report(trace, global_batch_size, num_steps, is_late, settings.policy.warmup) for rows in settled]
         for number, counts, stats in zip(followed, replayed, last, strict=False):  # a pool of no table has one
             per_step = vars(counts.scaled(1.0 / (trace.rate * num_steps)))
             found[number] += ShardReport(**per_step, held_rows=stats.slots / trace.rate, shard=shards[number])
@@ -103,13 +98,9 @@ def replay_pool(
 
     late = [after.counts - before.counts for after, before in zip(last, half, strict=True)]
     grown = sum(stats.slots for stats in last) - slots
-    return PoolReport(
-        shards=reports([stats.counts for stats in last], steps, is_late=False),
-        late=reports(late, steps - steps // 2, is_late=True),
-        num_steps=steps,
-        num_slots=num_slots + round(grown / trace.rate),
-        grew=grown > 0,
-    )
+    all_steps = reports([stats.counts for stats in last], steps, is_late=False)
+    late_steps = reports(late, steps - steps // 2, is_late=True)
+    return PoolReport(all_steps, late_steps, steps, num_slots + round(grown / trace.rate), grown > 0)
 
 
 def _make_cache(
@@ -139,28 +130,30 @@ def _run(cache: RowCache, batches: TraceBatches, steps: int, settings: ReplaySet
     known: deque[tuple[Tensor, Tensor, KnownBatch | None]] = deque()
     resident: deque[Ticket] = deque()
     next_step = 0
-    for step in range(steps):
-        if step == steps // 2:
-            half = cache.stats()
-        while next_step < min(steps, step + settings.lookahead + 1):
-            keys, lengths = batches.get(next_step)
-            known.append((keys, lengths, cache.know(keys, lengths)))
-            next_step += 1
-        if not resident:
-            keys, lengths, batch = known[0]
-            ticket = cache.prepare(keys, lengths, True, batch)
-            assert ticket is not None
-            resident.append(ticket)
-        known.popleft()
-        cache.freeze_pins()
-        for ahead in range(len(resident) - 1, min(settings.prefetch, len(known)) if settings.lookahead else 0):
-            keys, lengths, batch = known[ahead]
-            prepared = cache.prepare(keys, lengths, False, batch, if_it_fits=True)
-            if prepared is None:
-                break
-            resident.append(prepared)
-        cache.unfreeze_pins()
-        cache.release(resident.popleft())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CacheGrowthWarning)
+        for step in range(steps):
+            if step == steps // 2:
+                half = cache.stats()
+            while next_step < min(steps, step + settings.lookahead + 1):
+                keys, lengths = batches.get(next_step)
+                known.append((keys, lengths, cache.know(keys, lengths)))
+                next_step += 1
+            if not resident:
+                keys, lengths, batch = known[0]
+                ticket = cache.prepare(keys, lengths, True, batch)
+                assert ticket is not None
+                resident.append(ticket)
+            known.popleft()
+            cache.freeze_pins()
+            for ahead in range(len(resident) - 1, min(settings.prefetch, len(known)) if settings.lookahead else 0):
+                keys, lengths, batch = known[ahead]
+                prepared = cache.prepare(keys, lengths, False, batch, if_it_fits=True)
+                if prepared is None:
+                    break
+                resident.append(prepared)
+            cache.unfreeze_pins()
+            cache.release(resident.popleft())
     return half
 
 
