@@ -18,6 +18,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from embershard.decoding import decode
 from embershard.errors import ConfigError, SetupError
 from embershard.launch.plan.reference_steps import QUIET, Segment, Segments
 from embershard.launch.screen import make_table, say
@@ -153,7 +154,7 @@ def measure(num_ranks: int, segments: Segments) -> list[Segment]:
         plan.write_text(json.dumps(asdict(segments)), encoding="utf-8")
         if start_ranks(num_ranks, _MODULE, [str(plan), str(result)]) or not result.exists():
             raise SetupError(f"Calibration with {num_ranks} ranks failed; the ranks' own messages stand above.")
-        return [Segment.from_dict(values) for values in json.loads(result.read_text(encoding="utf-8"))]
+        return [decode(Segment, values) for values in json.loads(result.read_text(encoding="utf-8"))]
 
 
 def summarize(segments: Sequence[Segment], ranks_fill_machine: bool) -> list[Measured]:

@@ -73,15 +73,6 @@ class Segment:
     work: StepWork
     foreign: float
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Segment:
-        """The inverse of `to_dict`."""
-        return cls(**{**values, "work": StepWork.from_dict(values["work"])})
-
 
 class _Timed:
     """The trainer of one setting on this rank."""
@@ -273,7 +264,7 @@ def main(argv: Sequence[str]) -> None:
     with process_group("cpu") as ranks:
         found = measure(plan, ranks)
         if ranks.is_first:
-            Path(argv[1]).write_text(json.dumps([each.to_dict() for each in found]), encoding="utf-8")
+            Path(argv[1]).write_text(json.dumps([dataclasses.asdict(each) for each in found]), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from embershard.errors import ConfigError
 
@@ -31,19 +31,6 @@ class Numbers:
     def scaled(self: N, factor: float) -> N:
         """Multiply every field by `factor`."""
         return type(self)(**{name: value * factor for name, value in self.to_dict().items()})
-
-    @classmethod
-    def from_dict(cls: type[N], values: Mapping[str, Any]) -> N:
-        """The inverse of `to_dict`; absent fields are 0.
-
-        Raises:
-            ConfigError: a name is unknown, or a value is no number, negative or not finite.
-        """
-        names = [field.name for field in fields(cls)]
-        unknown = sorted(values.keys() - set(names))
-        if unknown:
-            raise ConfigError(f"{cls.__name__} has no {unknown[0]!r}, only {', '.join(names)}.")
-        return cls(**values)
 
 
 @dataclass(frozen=True)

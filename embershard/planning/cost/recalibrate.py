@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from embershard.decoding import decode
 from embershard.errors import ShardingError
 from embershard.planning.cost.rates import StepWork, step_time
 from embershard.planning.cost.topology import Topology
@@ -57,7 +58,7 @@ def measured_work(plan: Plan, run: MeasuredRun) -> list[StepWork]:
         measured = run.rank(rank.rank)
         counts: Mapping[str, float | None] = {} if measured is None else measured.per_step
         counted = {kind: counts.get(counter) or 0.0 for kind, counter in _COUNTED.items()}
-        works.append(replace(StepWork.from_dict(rank.work), **counted))
+        works.append(replace(decode(StepWork, rank.work), **counted))
     return works
 
 

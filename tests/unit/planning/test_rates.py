@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from embershard.data.batch import Schema, SparseFeature
+from embershard.decoding import decode
 from embershard.errors import ConfigError
 from embershard.models import ModelConfig, build_model
 from embershard.models.dense_size import DenseSize
@@ -77,8 +78,8 @@ def test_a_copy_bound_step_names_the_fills() -> None:
 
 @given(works, rates_)
 def test_values_survive_json(work, rates) -> None:
-    assert StepWork.from_dict(json.loads(json.dumps(work.to_dict()))) == work
-    assert Rates.from_dict(json.loads(json.dumps(rates.to_dict()))) == rates
+    assert decode(StepWork, json.loads(json.dumps(work.to_dict()))) == work
+    assert decode(Rates, json.loads(json.dumps(rates.to_dict()))) == rates
 
 
 @pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), "1", None, True])
@@ -88,8 +89,8 @@ def test_work_that_is_no_amount_is_refused(value) -> None:
 
 
 def test_an_unknown_kind_of_work_is_refused() -> None:
-    with pytest.raises(ConfigError, match="StepWork has no 'sleep', only dense_flops"):
-        StepWork.from_dict({"sleep": 1})
+    with pytest.raises(ConfigError, match=r"sleep: unknown key\. Known here: dense_flops"):
+        decode(StepWork, {"sleep": 1})
 
 
 # ---------------------------------------------------------------------------------------- work
