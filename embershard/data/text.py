@@ -144,7 +144,7 @@ class TextFiles:
     """Chunks of lines of several files.
 
     Args:
-        paths: files; those whose name ends in .gz are decompressed.
+        paths: files; a name that ends in .gz means gzip.
         chunk_rows: lines per chunk; a file's last chunk may have fewer.
         num_workers: threads that scan files at the same time.
 

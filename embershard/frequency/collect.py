@@ -111,7 +111,7 @@ def _bags(bag_sizes: int | NDArray[np.integer], num_samples: int) -> tuple[Ints,
 
 
 def _sorted(rows: Ints) -> tuple[Ints, Ints]:
-    """Return the rows in ascending order, and the place of each before; equal ones in their order."""
+    """Sort rows stably; return them and the place of each before."""
     bits = max(1, (len(rows) - 1).bit_length())
     if rows.min() < 0 or int(rows.max()) >> (62 - bits):
         places = np.argsort(rows, kind="stable")
@@ -150,13 +150,13 @@ class Collected:
 class Collector:
     """Puts parts together, in the order of training.
 
-    The result depends on the parts alone, and not on which of them were filtered by an earlier `following`.
+    The result depends on the parts alone, not on the `following` that they were counted with.
 
     Args:
         num_rows: rows of every table, by name, in the model's order.
         max_lookups: most lookups to keep in the trace.
-        memory_bytes: about how much memory the counts may take; the rarest rows are forgotten to stay below it.
-        in_halves: count every other part on its own, to see how far the counts may be trusted.
+        memory_bytes: rough limit of the counts' memory; the rarest rows are forgotten to stay below it.
+        in_halves: count every other part on its own, so that the halves can be compared.
     """
 
     def __init__(

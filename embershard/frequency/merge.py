@@ -1,4 +1,4 @@
-"""The statistics of several passes as those of one."""
+"""Merges the statistics of several passes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def merge_statistics(
 ) -> DataStatistics:
     """Return the statistics of all samples, the parts' order being the order of training.
 
-    Statistics that follow from `counts`, those of all parts together, are computed anew. Distinct rows of windows are
-    means over all samples. The trace follows the rows that the sparsest of the traces follows, and fewer where it would
-    have more than `max_lookups`.
+    `counts` are those of all parts together; statistics that follow from counts are computed anew. Distinct rows of
+    windows are means over all samples. The trace follows the rows that the sparsest trace follows, and fewer where it
+    would have more than `max_lookups`.
     """
     num_samples = sum(part.num_samples for part in parts)
     traces = [part.trace for part in parts if part.trace is not None]

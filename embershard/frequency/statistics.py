@@ -47,7 +47,7 @@ class CountHistogram:
 
     @classmethod
     def joined(cls, counts: Floats, rows: Floats) -> CountHistogram:
-        """Return the histogram of entries in any order; those of equal counts become one."""
+        """Return the histogram of entries in any order; entries of equal counts become one."""
         values, places = np.unique(counts, return_inverse=True)
         return cls(values[::-1].copy(), np.bincount(places, rows, len(values))[::-1].astype(np.float64))
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from embershard.frequency.compare import measure_drift
 from embershard.frequency.counts import RowCounts, histogram_of
 from embershard.frequency.curves import pooled
 from embershard.frequency.downsampling import downsampled
-from embershard.frequency.drift import measure_drift
 from embershard.frequency.stack_distances import from_followed
 from embershard.frequency.statistics import CountHistogram, DataStatistics, StackDistances, TableStatistics
 from embershard.frequency.trace import SampledTrace
@@ -82,7 +82,7 @@ def summarize(
 
 
 def padded_sum(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Add arrays of different lengths, which are 0 beyond their ends.
+    """Add arrays of different lengths, padded with 0.
 
     >>> padded_sum([np.array([1, 2]), np.array([10, 20, 30])])
     array([11, 22, 30])
@@ -110,7 +110,7 @@ def stack_of_all(statistics: DataStatistics, max_lookups: int = 1_000_000) -> St
 def _stack_of(rows: NDArray[np.int64], rate: float, num_lookups: int, histogram: CountHistogram) -> StackDistances:
     """Return stack distances from the lookups [M] of the rows that were followed, in order.
 
-    Constant rows are not among those; the histogram has them.
+    Constant rows are not among these rows; the histogram has them.
     """
     is_complete = abs(histogram.num_lookups - num_lookups) <= 0.001 * num_lookups
     return from_followed(rows, rate, float(num_lookups), histogram if is_complete else None)
