@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.data.batch import Batch, Schema
+from embershard.data.hashing import Ids
 
-Ids = NDArray[np.int64]
 Lengths = NDArray[np.int32] | tuple[int, ...]
 
 

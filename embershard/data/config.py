@@ -176,9 +176,7 @@ def _freeze_lists(owner: SyntheticConfig | CriteoConfig | ParquetConfig) -> None
             object.__setattr__(owner, each.name, tuple(value))
 
 
-def _check(
-    owner: DataConfig | SyntheticConfig | CriteoConfig | ParquetConfig, section: str, **needs: tuple[bool, str]
-) -> None:
+def _check(owner: object, section: str, **needs: tuple[bool, str]) -> None:
     """Raise where a field has no value of its `Literal`, or does not meet its need: (is it met, the words for it)."""
     hints = get_type_hints(type(owner))
     choices = {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}

@@ -15,13 +15,11 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from embershard.data.batch import Schema, SparseFeature
-from embershard.data.block import Block, Lengths, transform_dense
+from embershard.data.block import Block, Ids, Lengths, transform_dense
 from embershard.data.config import DataConfig, ParquetConfig
 from embershard.data.hashing import map_ids
 from embershard.data.source import FileSource, SplitChunks, list_files
 from embershard.errors import ConfigError, DataError, IdOutOfRangeError
-
-Ids = NDArray[np.int64]
 
 
 class ParquetSource(FileSource):

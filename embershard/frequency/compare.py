@@ -96,14 +96,14 @@ def _hit_rates(chosen: Mapping[str, RowCounts], used: Mapping[str, RowCounts], n
     return float(own), float(other)
 
 
-def measure_drift(trace: SampledTrace, share_of_rows: float = 0.01) -> Drift | None:
+def measure_drift(trace: SampledTrace | None, share_of_rows: float = 0.01) -> Drift | None:
     """Return the drift between up to eight parts of equal numbers of samples; None where there is too little for two.
 
     All tables are ranked together, and a share `share_of_rows` of the rows that occur counts as most frequent.
     Constant rows are among them in every part.
     """
-    num_parts = min(MAX_PARTS, trace.num_lookups // MIN_LOOKUPS, trace.num_samples)
-    if num_parts < 2:
+    num_parts = 0 if trace is None else min(MAX_PARTS, trace.num_lookups // MIN_LOOKUPS, trace.num_samples)
+    if trace is None or num_parts < 2:
         return None
     counts = _counts_by_part(trace, num_parts)
     num_constant = sum(len(rows) for rows in trace.constant_rows.values())

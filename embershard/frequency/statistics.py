@@ -9,10 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embershard.errors import DataError
-from embershard.frequency.trace import SampledTrace
+from embershard.frequency.trace import Ints, SampledTrace
 
 Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
