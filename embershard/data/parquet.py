@@ -100,7 +100,8 @@ class _Group:
         wrong = np.flatnonzero(~np.isin(labels, (0, 1)))
         if len(wrong):
             self._fail(wrong[0], settings.label, labels[wrong[0]], "a label must be 0 or 1")
-        dense = np.array([self._numbers(name) for name in settings.dense], np.float32).reshape(-1, len(labels)).T.copy()
+        dense = np.array([self._numbers(name) for name in settings.dense], np.float32)
+        dense = dense.reshape(len(settings.dense), len(labels)).T.copy()
         endless = np.argwhere(np.isinf(dense))
         if len(endless):
             row, column = endless[0]
