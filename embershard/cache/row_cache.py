@@ -233,6 +233,11 @@ class RowCache:
                 self.planner.queue.clear()
 
     @property
+    def looks_ahead(self) -> bool:
+        """True if known uses choose what is evicted."""
+        return self.next_use_index is not None
+
+    @property
     def chain_bytes(self) -> int:
         """Memory of what links the known batches, in bytes."""
         return 0 if self.next_use_index is None else self.next_use_index.chain_bytes
