@@ -1,4 +1,4 @@
-"""Samples: where they come from, in which order, and how they become batches. See docs/data.md."""
+"""Samples: their sources, their order, and the batches made of them. See docs/data.md."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.data.batch import Batch, Schema
+from embershard.data.hashing import Ids
 
-Ids = NDArray[np.int64]
 Lengths = NDArray[np.int32] | tuple[int, ...]
 
 
@@ -25,8 +25,7 @@ class Block:
         dense: float32 [n, D].
         labels: float32 [n].
         values: int64 ids of each sparse feature's bags, sample after sample.
-        lengths: int32 [F, n], ids per bag; or one number per feature where all its bags have the same size, which
-            spares the work of counting.
+        lengths: int32 [F, n], ids per bag; or one number per feature, where all its bags have the same size.
     """
 
     dense: NDArray[np.float32]

@@ -114,7 +114,7 @@ class ParquetConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where the samples come from, and in which order they are read.
+    """The source of the samples, and the order in which they are read.
 
     >>> DataConfig(kind="criteo", path="logs/", criteo=CriteoConfig(id_mapping="hash")).eval_fraction
     0.1
@@ -136,7 +136,7 @@ class DataConfig:
     """Rows of a chunk, which is parsed as a whole and mixed in itself. About a rank's batch is right. The chunks of
     Parquet files are their row groups."""
     shuffle_window: int = 64
-    """Chunks of a window, within which the order of chunks is mixed."""
+    """Chunks of a window. Chunks are mixed with others of their window."""
     num_workers: int = 2
     """Threads of this rank that parse ahead of training. 0: parse when a batch is asked for."""
     prefetch_batches: int = 8
@@ -176,10 +176,8 @@ def _freeze_lists(owner: SyntheticConfig | CriteoConfig | ParquetConfig) -> None
             object.__setattr__(owner, each.name, tuple(value))
 
 
-def _check(
-    owner: DataConfig | SyntheticConfig | CriteoConfig | ParquetConfig, section: str, **needs: tuple[bool, str]
-) -> None:
-    """Raise where a field has none of the values of its `Literal`, or its need (is met, what is needed) is not met."""
+def _check(owner: object, section: str, **needs: tuple[bool, str]) -> None:
+    """Raise where a field has no value of its `Literal`, or does not meet its need: (is it met, the words for it)."""
     hints = get_type_hints(type(owner))
     choices = {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
     among = {name: (getattr(owner, name) in values, f"one of {values}") for name, values in choices.items()}

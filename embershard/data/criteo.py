@@ -131,7 +131,7 @@ def _cells(column: pa.BinaryArray) -> tuple[NDArray[np.uint8], NDArray[np.int32]
 
 
 def _explain(data: memoryview, where: Place, error: Exception | None = None) -> NoReturn:
-    """Find the first line that makes a chunk unreadable, and say what is wrong with it."""
+    """Raise for the first bad line of a chunk, and name its error."""
     for number, line in enumerate(bytes(data).splitlines()):
         cells = line.decode("utf-8", "backslashreplace").split("\t")
         if len(cells) != len(COLUMNS):

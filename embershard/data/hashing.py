@@ -61,8 +61,8 @@ def permutation(key: int, size: int) -> Ids:
 def map_ids(ids: NDArray[np.integer], num_rows: int | Ids, mapping: str) -> Ids:
     """Return rows of raw ids: 1 + id mod (num_rows - 1), after `mix64` when `mapping` is "hash".
 
-    `num_rows` is one number, or an array that broadcasts against `ids`. Row 0, which stands for a missing value, is
-    never returned. Negative ids wrap around as 64-bit words do.
+    `num_rows` is one number, or an array that broadcasts against `ids`. Row 0 is left to missing values. Negative ids
+    wrap around as 64-bit words do.
     """
     words = ids.astype(np.uint64)
     if mapping == "hash":

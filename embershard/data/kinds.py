@@ -1,4 +1,4 @@
-"""The kinds of data: the only place that knows which source belongs to which `data.kind`."""
+"""The kinds of data: the only place that maps `data.kind` to a source."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def schema_of(config: DataConfig) -> Schema:
 
 
 def kind_of_files(path: Path) -> DataKind:
-    """Guess from names which kind of data a file or folder holds.
+    """Guess the kind of data in a file or folder from names.
 
     >>> kind_of_files(Path("clicks.parquet"))
     'parquet'

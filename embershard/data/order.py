@@ -20,7 +20,7 @@ _FILES, _CHUNKS, _ROWS = 1, 2, 3
 
 @dataclass(frozen=True)
 class ChunkTable:
-    """The chunks of one split; those of a file are adjacent and in the file's order.
+    """The chunks of one split; the chunks of a file are adjacent and in the file's order.
 
     Attributes:
         file: int64 [C], the number of each chunk's file.

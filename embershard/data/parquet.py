@@ -15,13 +15,11 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from embershard.data.batch import Schema, SparseFeature
-from embershard.data.block import Block, Lengths, transform_dense
+from embershard.data.block import Block, Ids, Lengths, transform_dense
 from embershard.data.config import DataConfig, ParquetConfig
 from embershard.data.hashing import map_ids
 from embershard.data.source import FileSource, SplitChunks, list_files
 from embershard.errors import ConfigError, DataError, IdOutOfRangeError
-
-Ids = NDArray[np.int64]
 
 
 class ParquetSource(FileSource):
@@ -102,7 +100,8 @@ class _Group:
         wrong = np.flatnonzero(~np.isin(labels, (0, 1)))
         if len(wrong):
             self._fail(wrong[0], settings.label, labels[wrong[0]], "a label must be 0 or 1")
-        dense = np.array([self._numbers(name) for name in settings.dense], np.float32).reshape(-1, len(labels)).T.copy()
+        dense = np.array([self._numbers(name) for name in settings.dense], np.float32)
+        dense = dense.reshape(len(settings.dense), len(labels)).T.copy()
         endless = np.argwhere(np.isinf(dense))
         if len(endless):
             row, column = endless[0]

@@ -1,4 +1,4 @@
-"""How often the rows of a table are looked up: an exact head and a Zipf tail."""
+"""Popularity of the rows of generated tables: an exact head and a Zipf tail."""
 
 from __future__ import annotations
 

@@ -12,15 +12,14 @@ from threading import Lock
 from typing import Generic, Literal, Protocol, TypeVar
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from embershard.data.batch import Schema
-from embershard.data.block import Block
+from embershard.data.block import Block, Ids
 from embershard.data.config import DataConfig
 from embershard.data.order import ChunkTable
 from embershard.errors import DataError
 
-Ids = NDArray[np.int64]
 Split = Literal["train", "eval"]
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")

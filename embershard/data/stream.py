@@ -94,6 +94,7 @@ class BatchStream:
         self.schema: Schema = source.schema
         self.num_samples = source.chunks(split).num_samples
         self._batch_size, self._rank, self._world_size = batch_size, rank, world_size
+        self._global_size = batch_size * world_size
         self._split, self._epochs, self._seed = split, epochs, config.seed
         self._state = state or StreamState(seed=config.seed)
         self._check(pin_memory)
@@ -111,7 +112,7 @@ class BatchStream:
 
     @property
     def state(self) -> StreamState:
-        """Position from which a new stream gives the batches that this one has not yet handed out."""
+        """Position of the next batch: a new stream that starts there goes on from here."""
         return self._state
 
     @property
@@ -121,7 +122,7 @@ class BatchStream:
         return whole + (self._split == "eval" and rest > 0)
 
     def close(self) -> None:
-        """Stop the threads and drop what they made; the stream gives nothing more. May be called twice."""
+        """Stop the threads and drop their batches; the stream gives no more. May be called twice."""
         self._steps = iter(())
         self._ahead.clear()
         if self._pool is not None:
@@ -156,10 +157,6 @@ class BatchStream:
         if self._pool is None:
             return partial(self._reader.read, step)
         return self._pool.submit(self._reader.read, step).result
-
-    @property
-    def _global_size(self) -> int:
-        return self._batch_size * self._world_size
 
     def _check(self, pin_memory: bool) -> None:
         if self._batch_size < 1:

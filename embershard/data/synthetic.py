@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embershard.data.batch import Schema, SparseFeature
-from embershard.data.block import Block
+from embershard.data.block import Block, Ids
 from embershard.data.config import DataConfig, SyntheticConfig
 from embershard.data.hashing import make_key, mix64, random_words, unit_floats
 from embershard.data.order import ChunkTable
@@ -26,8 +26,8 @@ _NUM_PROBES = 8192
 _DENSE_SHARE = 0.25
 """Share of the hidden logit's variance that the dense features carry."""
 
-Ids = NDArray[np.int64]
 Floats = NDArray[np.float64]
+Dense = NDArray[np.float32]
 
 
 class SyntheticSource:
@@ -74,7 +74,7 @@ class SyntheticSource:
         """Return the true click probability of these samples: the best score that any model can learn."""
         return self._hidden.probabilities(*self.features(numbers))
 
-    def features(self, numbers: Ids) -> tuple[list[Ids], NDArray[np.float32]]:
+    def features(self, numbers: Ids) -> tuple[list[Ids], Dense]:
         """Return the first id of each table's bag, and the dense features (exponential, mean 1)."""
         ids = [table.draw(numbers) for table in self.tables]
         counters = numbers[:, None] * self._num_dense + np.arange(self._num_dense)
@@ -140,12 +140,7 @@ class HiddenModel:
     """
 
     def __init__(
-        self,
-        seed: int,
-        tables: list[SyntheticTable],
-        settings: SyntheticConfig,
-        ids: list[Ids],
-        dense: NDArray[np.float32],
+        self, seed: int, tables: list[SyntheticTable], settings: SyntheticConfig, ids: list[Ids], dense: Dense
     ) -> None:
         self._tables = tables
         weights = unit_floats(random_words(make_key(seed, _DENSE, _WEIGHT), np.arange(settings.num_dense)))
@@ -157,12 +152,12 @@ class HiddenModel:
         low, high = -60.0 - float(score.max()), 60.0 - float(score.min())
         self._bias = bisect(lambda bias: _sigmoid(score + bias).mean() < settings.click_rate, low, high, 80)
 
-    def probabilities(self, ids: list[Ids], dense: NDArray[np.float32]) -> Floats:
+    def probabilities(self, ids: list[Ids], dense: Dense) -> Floats:
         """Return P(label = 1) of each sample."""
         by_rows, by_dense = self._parts(ids, dense)
         return _sigmoid(by_rows * self._rows_scale + by_dense * self._dense_scale + self._bias)
 
-    def _parts(self, ids: list[Ids], dense: NDArray[np.float32]) -> tuple[Floats, Floats]:
+    def _parts(self, ids: list[Ids], dense: Dense) -> tuple[Floats, Floats]:
         total = np.zeros(len(dense))
         for table, rows in zip(self._tables, ids, strict=True):
             total += table.weights(rows)

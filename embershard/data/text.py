@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from embershard.data.block import Ids
 from embershard.data.source import RecentlyUsed
 from embershard.errors import DataError
 
 if TYPE_CHECKING:
     from zlib import _Decompress
 
-Ids = NDArray[np.int64]
 
 _NEWLINE = 10
 _SCAN_BYTES = 1 << 23
@@ -68,12 +68,10 @@ class PlainFile:
 
 
 class _State(NamedTuple):
-    """A place in a gzip file to go on from, of about 50 KiB."""
+    """A place to go on from: decompressed and compressed bytes before it, and the decompressor (about 50 KiB)."""
 
     start: int
-    """Decompressed bytes before it."""
     place: int
-    """Compressed bytes before it."""
     inflater: _Decompress
 
 
@@ -144,7 +142,7 @@ class TextFiles:
     """Chunks of lines of several files.
 
     Args:
-        paths: files; those whose name ends in .gz are decompressed.
+        paths: files; a name that ends in .gz means gzip.
         chunk_rows: lines per chunk; a file's last chunk may have fewer.
         num_workers: threads that scan files at the same time.
 

@@ -1,4 +1,4 @@
-"""The lookups of rows: counts, curves, traces, and the profile that holds them. It knows no cache."""
+"""Lookups of rows: counts, curves, traces, and the profile that holds them. This room knows no cache."""
 
 from embershard.frequency.profile import FrequencyProfile
 from embershard.frequency.statistics import CountHistogram, DataStatistics, Drift, StackDistances, TableStatistics

@@ -10,13 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embershard.errors import IdOutOfRangeError
+from embershard.frequency.compare import measure_drift
 from embershard.frequency.counts import RowCounter, RowCounts, bound_memory, sum_counts
 from embershard.frequency.downsampling import Following, TraceBuilder
-from embershard.frequency.statistics import DataStatistics
-from embershard.frequency.summary import CountedTable, padded_sum, summarize
-from embershard.frequency.trace import TableTrace
-
-Ints = NDArray[np.int64]
+from embershard.frequency.statistics import DataStatistics, TableStatistics
+from embershard.frequency.summary import padded_sum, summarize_table
+from embershard.frequency.trace import Ints, SampledTrace, TableTrace
 
 #: Numbers of consecutive samples in which distinct rows are counted.
 WINDOWS = (256, 1024, 4096, 16384, 65536)
@@ -111,7 +110,7 @@ def _bags(bag_sizes: int | NDArray[np.integer], num_samples: int) -> tuple[Ints,
 
 
 def _sorted(rows: Ints) -> tuple[Ints, Ints]:
-    """Return the rows in ascending order, and the place of each before; equal ones in their order."""
+    """Sort rows stably; return them and the place of each before."""
     bits = max(1, (len(rows) - 1).bit_length())
     if rows.min() < 0 or int(rows.max()) >> (62 - bits):
         places = np.argsort(rows, kind="stable")
@@ -150,13 +149,13 @@ class Collected:
 class Collector:
     """Puts parts together, in the order of training.
 
-    The result depends on the parts alone, and not on which of them were filtered by an earlier `following`.
+    The result depends on the parts alone, not on the `following` that they were counted with.
 
     Args:
         num_rows: rows of every table, by name, in the model's order.
         max_lookups: most lookups to keep in the trace.
-        memory_bytes: about how much memory the counts may take; the rarest rows are forgotten to stay below it.
-        in_halves: count every other part on its own, to see how far the counts may be trusted.
+        memory_bytes: rough limit of the counts' memory; the rarest rows are forgotten to stay below it.
+        in_halves: count every other part on its own, so that the halves can be compared.
     """
 
     def __init__(
@@ -194,11 +193,13 @@ class Collector:
     def finish(self, *, share_of_samples: float = 1.0, origin: str = "") -> Collected:
         """Return the statistics and counts of all parts."""
         names, samples, counts = list(self._num_rows), self._trace.num_samples, self._totals()
-        statistics = summarize(
-            samples,
-            {name: self._counted(number, counts[number]) for number, name in enumerate(names)},
-            self._trace.finish(counts),
+        trace = self._trace.finish(counts)
+        statistics = DataStatistics(
+            num_samples=samples,
             share_of_samples=share_of_samples,
+            tables={name: self._table(number, counts[number], trace) for number, name in enumerate(names)},
+            trace=trace,
+            drift=measure_drift(trace),
             read_seconds_per_sample=self._read_seconds / samples if samples and self._read_seconds else None,
             origin=origin,
         )
@@ -208,16 +209,18 @@ class Collector:
             halves = first, second
         return Collected(statistics, dict(zip(names, counts, strict=True)), halves)
 
-    def _counted(self, number: int, counts: RowCounts) -> CountedTable:
+    def _table(self, number: int, counts: RowCounts, trace: SampledTrace) -> TableStatistics:
         counters = [half[number] for half in self._halves]
         found = zip(WINDOWS, self._windows[number], self._num_windows, strict=True)
-        return CountedTable(
-            num_rows=list(self._num_rows.values())[number],
-            counts=counts,
+        return summarize_table(
+            *list(self._num_rows.items())[number],
+            counts,
             num_lookups=sum(counter.num_lookups for counter in counters),
             undercount=sum(counter.undercount for counter in counters),
             bags=self._bags[number],
             windows={size: rows / windows for size, rows, windows in found if windows},
+            num_samples=self._trace.num_samples,
+            trace=trace,
         )
 
     def _totals(self) -> list[RowCounts]:

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from embershard.frequency.statistics import CountHistogram
-
-Ints = NDArray[np.int64]
+from embershard.frequency.trace import Ints
 
 
 @dataclass(frozen=True, eq=False)

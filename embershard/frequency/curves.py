@@ -24,7 +24,7 @@ def pooled(histograms: Iterable[CountHistogram]) -> CountHistogram:
 def static_curve(histogram: CountHistogram, num_rows: Floats) -> Floats:
     """Return the share of the counted lookups that go to the `num_rows` (any shape) most frequent rows.
 
-    A cache finds so many whose rows never change. The counts chose the rows, so new lookups find less.
+    It is the hit rate of a cache whose rows never change, on the lookups that chose them. New lookups hit less often.
     """
     rows = np.concatenate([[0.0], np.cumsum(histogram.rows)])
     hits = np.concatenate([[0.0], np.cumsum(histogram.rows * histogram.counts)])
@@ -41,8 +41,8 @@ def unseen_share(histogram: CountHistogram) -> float:
 def distinct_rows(table: TableStatistics, num_samples: float, total_samples: int) -> float:
     """Return the expected distinct rows in `num_samples` consecutive samples, of `total_samples` that were counted.
 
-    From the counts, as if lookups came in any order, and corrected by the distinct rows that windows of about that size
-    were found to have. Of more samples than were counted: the rows that occur, which is too few.
+    The counts give the number for lookups in random order; the windows that were counted correct it. For more samples
+    than were counted, the result is the rows that occur, which is too few.
     """
     if num_samples <= 0 or not table.num_lookups:
         return 0.0

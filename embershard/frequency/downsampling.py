@@ -9,13 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embershard.frequency.counts import RowCounts, sum_counts
-from embershard.frequency.trace import SampledTrace, TableTrace, is_followed, row_hashes
-
-Ints = NDArray[np.int64]
+from embershard.frequency.trace import Ints, SampledTrace, TableTrace, is_followed, row_hashes
 
 #: A row with so many lookups per sample is in about every batch.
 CONSTANT_HITS_PER_SAMPLE = 1 / 512
-#: A trace without constant rows is one of sampled rows, though nearly all of the others may be followed.
+#: A rate below 1 marks a trace without its constant rows, though nearly all of the others may be followed.
 _NEARLY_ALL = 1.0 - 2.0**-20
 
 
@@ -32,7 +30,7 @@ class Following:
         return self.rate >= 1.0 and not self.constant
 
     def mask(self, table_number: int, rows: Ints) -> NDArray[np.bool_]:
-        """Return which of these rows [M] are followed: bool [M]."""
+        """Return True for each of these rows [M] that is followed: bool [M]."""
         kept = is_followed(row_hashes(table_number, rows), self.rate)
         constant = self.constant.get(table_number)
         return kept if constant is None or not len(constant) else kept & ~np.isin(rows, constant)

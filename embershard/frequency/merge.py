@@ -1,4 +1,4 @@
-"""The statistics of several passes as those of one."""
+"""Merges the statistics of several passes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from embershard.frequency.compare import measure_drift
 from embershard.frequency.counts import RowCounts
 from embershard.frequency.downsampling import Following, TraceBuilder
-from embershard.frequency.statistics import DataStatistics
-from embershard.frequency.summary import CountedTable, padded_sum, summarize
+from embershard.frequency.statistics import DataStatistics, TableStatistics
+from embershard.frequency.summary import padded_sum, summarize_table
 from embershard.frequency.trace import SampledTrace
 
 
@@ -18,36 +19,43 @@ def merge_statistics(
 ) -> DataStatistics:
     """Return the statistics of all samples, the parts' order being the order of training.
 
-    Statistics that follow from `counts`, those of all parts together, are computed anew. Distinct rows of windows are
-    means over all samples. The trace follows the rows that the sparsest of the traces follows, and fewer where it would
-    have more than `max_lookups`.
+    `counts` are those of all parts together; statistics that follow from counts are computed anew. Distinct rows of
+    windows are means over all samples. The trace follows the rows that the sparsest trace follows, and fewer where it
+    would have more than `max_lookups`.
     """
     num_samples = sum(part.num_samples for part in parts)
     traces = [part.trace for part in parts if part.trace is not None]
+    trace = _merge_traces(traces, counts, max_lookups) if len(traces) == len(parts) else None
     whole_data = sum(part.num_samples / part.share_of_samples for part in parts)
     timed = [(part.num_samples, part.read_seconds_per_sample) for part in parts if part.read_seconds_per_sample]
     seconds = sum(samples * per_sample for samples, per_sample in timed)
-    return summarize(
-        num_samples,
-        {table: _merge_table(parts, table, counts[table]) for table in parts[0].tables},
-        _merge_traces(traces, counts, max_lookups) if len(traces) == len(parts) else None,
+    return DataStatistics(
+        num_samples=num_samples,
         share_of_samples=num_samples / whole_data if whole_data else 1.0,
+        tables={table: _merge_table(parts, table, counts[table], trace) for table in parts[0].tables},
+        trace=trace,
+        drift=measure_drift(trace),
         read_seconds_per_sample=seconds / sum(samples for samples, _ in timed) if seconds else None,
         origin=" + ".join(part.origin for part in parts),
     )
 
 
-def _merge_table(parts: Sequence[DataStatistics], name: str, counts: RowCounts) -> CountedTable:
+def _merge_table(
+    parts: Sequence[DataStatistics], name: str, counts: RowCounts, trace: SampledTrace | None
+) -> TableStatistics:
     tables, weights = [part.tables[name] for part in parts], [part.num_samples for part in parts]
     curves = [dict(zip(table.window_samples.tolist(), table.window_rows, strict=True)) for table in tables]
     common = [size for size in curves[0] if all(size in curve for curve in curves)]
-    return CountedTable(
-        num_rows=tables[0].num_rows,
-        counts=counts,
+    return summarize_table(
+        name,
+        tables[0].num_rows,
+        counts,
         num_lookups=sum(table.num_lookups for table in tables),
         undercount=sum(table.undercount for table in tables),
         bags=padded_sum([table.bag_sizes * weight for table, weight in zip(tables, weights, strict=True)]),
         windows={size: np.average([curve[size] for curve in curves], weights=weights) for size in common},
+        num_samples=sum(weights),
+        trace=trace,
     )
 
 

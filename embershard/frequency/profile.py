@@ -24,12 +24,12 @@ _TOP_SHARE = 0.015
 
 @dataclass(frozen=True)
 class FrequencyProfile:
-    """Row counts per table, and what else a pass over the data found.
+    """Row counts per table, and the other statistics of a pass over the data.
 
-    `counts[table]` is an int64 tensor [rows]: the lookups of each row. Where a profile was loaded or collected, it is
-    made anew at each access, and only the rows that occur are kept (`sparse`). `num_batches` is the number of batches
-    that were counted. `statistics` is small whatever the number of rows; None where only counts were made. Immutable by
-    convention: the tensors are not to be written to.
+    `counts[table]` is an int64 tensor [rows]: the lookups of each row. A profile that was loaded or collected keeps
+    only the rows that occur (`sparse`), and makes the tensor anew at each access; do not write to it. `num_batches` is
+    the number of batches that were counted. `statistics` is small whatever the number of rows; None where only counts
+    were made.
 
     >>> profile = FrequencyProfile.count([{"user": torch.tensor([3, 1, 3])}], {"user": 5})
     >>> profile.counts["user"].tolist()
@@ -88,7 +88,7 @@ class FrequencyProfile:
         return cls.of_sparse(num_rows, counts, sum(profile.num_batches for profile in profiles), merged)
 
     def compare(self, other: FrequencyProfile) -> list[TableComparison]:
-        """Judge these counts by those of another profile, per table.
+        """Compare the most frequent rows with those of another profile, per table.
 
         Raises:
             ConfigError: they are of different tables.

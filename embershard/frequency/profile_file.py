@@ -106,7 +106,7 @@ def _read_counts(path: Path, num_rows: Mapping[str, int], table: str) -> RowCoun
 
 
 def _read_old(path: Path, file: Mapping[str, NDArray[Any]]) -> dict[str, Tensor]:
-    """Read format 1, which has the counts of all rows."""
+    """Read the counts of all rows from a file of format 1."""
     counts = {
         name.removeprefix(_OLD_PREFIX): torch.from_numpy(file[name]) for name in file if name.startswith(_OLD_PREFIX)
     }

@@ -39,8 +39,8 @@ def from_followed(
 ) -> StackDistances:
     """Estimate stack distances from the lookups of the rows that were followed, in order.
 
-    Without `counts` this is SHARDS with its adjustment: distances are divided by the rate, and the lookups that the
-    followed rows' lookups, so scaled, lack are added to those of the shortest distance.
+    Without `counts` this is SHARDS with its adjustment: distances and lookups are divided by the rate, and the lookups
+    that are then missing count as lookups of the shortest distance.
 
     With `counts` the estimate is a difference (a control variate). If each row's lookups lay at random places, the
     curve would follow from the counts alone, for all rows as for those followed. The difference between SHARDS and this
@@ -128,8 +128,8 @@ def _reuse_distances(rows: NDArray[np.int64]) -> NDArray[np.int32]:
 def _smaller_before(numbers: NDArray[np.int32]) -> NDArray[np.int32]:
     """Count the smaller numbers before each number of a permutation of 0..U-1; [U], by number.
 
-    Numbers are sorted by their bits, the highest first and stably. Those that differ first in a bit stand in one group
-    when it is looked at, so each pair is counted once. Once groups are small, they are sorted block by block, which
+    Numbers are sorted stably by their bits, the highest first. Two numbers that differ first in a bit are in one group
+    when that bit is sorted, so each pair is counted once. Small groups are sorted block by block, which
     stays in the processor's cache.
     """
     pairs = numbers.astype(np.int64) << _HIGH_BITS  # the number, and below it how many were counted
@@ -197,7 +197,7 @@ def _hits_by_counts(counts: CountHistogram, num_slots: Floats) -> Floats:
     """Return the lookups that an LRU cache of each of `num_slots` would find if lookups lay at random places.
 
     A row of n lookups occurs in a window of the share s of the lookups unless all of them lie elsewhere: with
-    1 - (1 - s)**n. The sum over rows is how many slots keep what was used in such a window, and each lookup but the
+    1 - (1 - s)**n. The sum over rows is the number of slots that keep such a window's rows, and each lookup but the
     first finds its row with the same probability (after Che et al., IEEE JSAC 2002, for a stream that ends).
     """
     windows = np.geomspace(0.1 / max(counts.num_lookups, 1.0), 1.0, _NUM_WINDOWS)

@@ -9,10 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embershard.errors import DataError
-from embershard.frequency.trace import SampledTrace
+from embershard.frequency.trace import Ints, SampledTrace
 
 Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +46,7 @@ class CountHistogram:
 
     @classmethod
     def joined(cls, counts: Floats, rows: Floats) -> CountHistogram:
-        """Return the histogram of entries in any order; those of equal counts become one."""
+        """Return the histogram of entries in any order; entries of equal counts become one."""
         values, places = np.unique(counts, return_inverse=True)
         return cls(values[::-1].copy(), np.bincount(places, rows, len(values))[::-1].astype(np.float64))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,77 +11,57 @@ from numpy.typing import NDArray
 from embershard.frequency.counts import RowCounts, histogram_of
 from embershard.frequency.curves import pooled
 from embershard.frequency.downsampling import downsampled
-from embershard.frequency.drift import measure_drift
 from embershard.frequency.stack_distances import from_followed
 from embershard.frequency.statistics import CountHistogram, DataStatistics, StackDistances, TableStatistics
 from embershard.frequency.trace import SampledTrace
 
 
-@dataclass(frozen=True, eq=False)
-class CountedTable:
-    """Everything that was counted of one table.
+def summarize_table(
+    name: str,
+    num_rows: int,
+    counts: RowCounts,
+    *,
+    num_lookups: int,
+    undercount: int,
+    bags: NDArray[Any],
+    windows: Mapping[int, float],
+    num_samples: int,
+    trace: SampledTrace | None,
+) -> TableStatistics:
+    """Return a table's statistics; the last window is all samples, where no other is as large.
 
-    Attributes:
+    Args:
+        name: of the table.
         num_rows: its rows, occurring or not.
         counts: lookups of the rows that occur.
         num_lookups: all lookups; more than `counts` has where `undercount` is not 0.
         undercount: a row's count may be too low by this much.
         bags: [longest + 1] samples by the size of their bag, in any unit.
         windows: number of consecutive samples -> mean number of distinct rows in them, ascending.
+        num_samples: samples that were counted.
+        trace: of all tables.
     """
-
-    num_rows: int
-    counts: RowCounts
-    num_lookups: int
-    undercount: int
-    bags: NDArray[Any]
-    windows: Mapping[int, float]
-
-    def statistics(self, name: str, num_samples: int, trace: SampledTrace | None) -> TableStatistics:
-        """Return the table's statistics; the last window is all samples, where no other is as large."""
-        windows = dict(self.windows)
-        if num_samples > max(windows, default=0) and not self.undercount:
-            windows[num_samples] = len(self.counts.rows)
-        histogram = histogram_of(self.counts, self.num_rows, self.num_lookups)
-        stack = None
-        if trace is not None:
-            stack = _stack_of(trace.tables[name].rows, trace.rate, self.num_lookups, histogram)
-        return TableStatistics(
-            table=name,
-            num_rows=self.num_rows,
-            num_lookups=self.num_lookups,
-            histogram=histogram,
-            bag_sizes=self.bags / max(float(self.bags.sum()), 1.0),
-            window_samples=np.array(list(windows), np.int64),
-            window_rows=np.array(list(windows.values()), np.float64),
-            stack=stack,
-            undercount=self.undercount,
-        )
-
-
-def summarize(
-    num_samples: int,
-    tables: Mapping[str, CountedTable],
-    trace: SampledTrace | None,
-    *,
-    share_of_samples: float,
-    read_seconds_per_sample: float | None,
-    origin: str,
-) -> DataStatistics:
-    """Return the statistics of all tables."""
-    return DataStatistics(
-        num_samples=num_samples,
-        share_of_samples=share_of_samples,
-        tables={name: table.statistics(name, num_samples, trace) for name, table in tables.items()},
-        trace=trace,
-        drift=None if trace is None else measure_drift(trace),
-        read_seconds_per_sample=read_seconds_per_sample,
-        origin=origin,
+    if num_samples > max(windows, default=0) and not undercount:
+        windows = {**windows, num_samples: len(counts.rows)}
+    histogram = histogram_of(counts, num_rows, num_lookups)
+    stack = None
+    if trace is not None:
+        stack = _stack_of(trace.tables[name].rows, trace.rate, num_lookups, histogram)
+    return TableStatistics(
+        table=name,
+        num_rows=num_rows,
+        num_lookups=num_lookups,
+        histogram=histogram,
+        bag_sizes=bags / max(float(bags.sum()), 1.0),
+        window_samples=np.array(list(windows), np.int64),
+        window_rows=np.array(list(windows.values()), np.float64),
+        stack=stack,
+        undercount=undercount,
     )
 
 
 def padded_sum(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Add arrays of different lengths, which are 0 beyond their ends.
+    """Add arrays of different lengths, padded with 0.
 
     >>> padded_sum([np.array([1, 2]), np.array([10, 20, 30])])
     array([11, 22, 30])
@@ -110,7 +89,7 @@ def stack_of_all(statistics: DataStatistics, max_lookups: int = 1_000_000) -> St
 def _stack_of(rows: NDArray[np.int64], rate: float, num_lookups: int, histogram: CountHistogram) -> StackDistances:
     """Return stack distances from the lookups [M] of the rows that were followed, in order.
 
-    Constant rows are not among those; the histogram has them.
+    Constant rows are not among these rows; the histogram has them.
     """
     is_complete = abs(histogram.num_lookups - num_lookups) <= 0.001 * num_lookups
     return from_followed(rows, rate, float(num_lookups), histogram if is_complete else None)

@@ -78,7 +78,7 @@ def row_hashes(table_number: int, rows: Ints) -> NDArray[np.uint64]:
 
 
 def is_followed(hashes: NDArray[np.uint64], rate: float) -> NDArray[np.bool_]:
-    """Return which of these hashes belong to followed rows: bool [M].
+    """Return True for each hash of a followed row: bool [M].
 
     >>> int(is_followed(row_hashes(0, np.arange(1000)), rate=0.1).sum())
     101

@@ -63,7 +63,7 @@ class _Run:
         return cls(folder, result)
 
     def plan(self, given: Path | None) -> Plan:
-        """The plan to compare with: the run's own unless another one is given."""
+        """Return the plan to compare with: the run's own unless another one is given."""
         if given is not None:
             return Plan.load(given)
         if not (self.folder / "plan.json").exists():
@@ -74,7 +74,7 @@ class _Run:
         return Plan.load(self.folder / "plan.json")
 
     def other_settings(self, plan: Plan) -> list[str]:
-        """What the run did otherwise than the plan's prediction assumed.
+        """Return the settings that differ from those that the plan's prediction assumed, as sentences.
 
         Raises:
             ConfigError: its config.toml is missing, or of another version.
@@ -86,7 +86,7 @@ class _Run:
         return plan.other_settings({**config.predicted_from, "train.device": self.result.get("device")})
 
     def num_checkpoints(self, run: MeasuredRun) -> int:
-        """Written in the steps that were counted."""
+        """Return the checkpoints written in the counted steps."""
         try:
             lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
             reports = [json.loads(line) for line in lines]

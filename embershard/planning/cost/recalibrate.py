@@ -30,7 +30,7 @@ class Recalibration:
     """A corrected topology.
 
     Attributes:
-        topology: with all rates for ``num_ranks`` ranks times ``factor``.
+        topology: all its rates for `num_ranks` ranks are the old ones times `factor`.
         num_ranks: ranks of the run.
         factor: measured step time over that of the old rates, for the work that was measured.
         measured_seconds: median step of the run.

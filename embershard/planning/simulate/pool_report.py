@@ -1,4 +1,4 @@
-"""What one pool of slots does, shard by shard: the answer of the replay and of the steady state."""
+"""Counts of one pool of slots, shard by shard: the answer of the replay and of the steady state."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RowRange:
 
 @dataclass(frozen=True)
 class ShardReport(CacheReport):
-    """What happens to one shard's rows: means over the steps. Fills include those of a warm-up.
+    """Counts of one shard's rows: means over the steps. Fills include those of a warm-up.
 
     Attributes:
         held_rows: slots that hold the shard's rows.

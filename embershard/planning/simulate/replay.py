@@ -1,4 +1,4 @@
-"""What a cache would do on a trace: the cache's own planner runs over the ids, and no row is moved.
+"""Replays a trace through a cache: the cache's own planner runs over the ids, and no row is moved.
 
 The hit rate of a policy is not a formula. It follows from ties, pins, warm-up and how far ahead is known, so nothing is
 modelled here: the batches of the trace go through the same `RowCache` that trains, over rows of one byte. On a

@@ -46,7 +46,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What the caches of a table or a rank did: shares in 0..1, counts and bytes per step."""
+    """Counts of the caches of a table or a rank: shares in 0..1, counts and bytes per step."""
 
     hit_rate_lookups: Pair
     hit_rate_unique: Pair

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from embershard.frequency import SampledTrace, TableTrace
+from embershard.frequency.compare import measure_drift
 from embershard.frequency.downsampling import downsampled
-from embershard.frequency.drift import measure_drift
 
 NUM_ROWS = 20_000
 
