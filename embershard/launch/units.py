@@ -19,3 +19,15 @@ def parse_bytes(text: str) -> int:
     if match is None:
         raise argparse.ArgumentTypeError(f"got {text!r}; needed a size such as 4GB, 512MB, 1.5GiB or a number of bytes")
     return round(float(match[1]) * _UNITS[(match[2] or "").upper()])
+
+
+def size(count: float) -> str:
+    """Format a number of bytes.
+
+    >>> size(1.234e9)
+    '1.23 GB'
+    """
+    for unit, unit_bytes in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= unit_bytes:
+            return f"{count / unit_bytes:.2f} {unit}"
+    return f"{count:.0f} B"

@@ -74,6 +74,16 @@ class RankPrediction:
     step_seconds: float
     bottleneck: str
 
+    @property
+    def total_device_bytes(self) -> int:
+        """All of the rank's device memory."""
+        return sum(self.device_bytes.values())
+
+    @property
+    def total_host_bytes(self) -> int:
+        """All of the rank's host memory."""
+        return sum(self.host_bytes.values())
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -94,6 +104,16 @@ class Prediction:
     bottleneck: str
     tables: tuple[TablePrediction, ...]
     ranks: tuple[RankPrediction, ...]
+
+    @property
+    def most_device_bytes(self) -> int:
+        """Device memory of the fullest rank."""
+        return max((rank.total_device_bytes for rank in self.ranks), default=0)
+
+    def most_host_bytes(self, ranks_per_node: int) -> int:
+        """Return the host memory of the fullest node."""
+        hosts = [rank.total_host_bytes for rank in self.ranks]
+        return max(sum(hosts[first : first + ranks_per_node]) for first in range(0, len(hosts), ranks_per_node))
 
 
 @dataclass(frozen=True)

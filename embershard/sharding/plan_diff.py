@@ -100,7 +100,7 @@ def _predictions(before: Prediction | None, after: Prediction | None) -> Iterato
     for what, old, new, unit in (
         ("step", before.step_seconds * 1e3, after.step_seconds * 1e3, "ms"),
         ("samples per second", before.samples_per_second, after.samples_per_second, ""),
-        ("device memory of the fullest rank", _most_bytes(before) / 2**20, _most_bytes(after) / 2**20, "MiB"),
+        ("device memory of the fullest rank", before.most_device_bytes / 2**20, after.most_device_bytes / 2**20, "MiB"),
         ("host memory of all ranks", _host_bytes(before) / 2**20, _host_bytes(after) / 2**20, "MiB"),
     ):
         if old != new:
@@ -108,12 +108,8 @@ def _predictions(before: Prediction | None, after: Prediction | None) -> Iterato
     yield from _values([("predicted bottleneck", before.bottleneck, after.bottleneck)])
 
 
-def _most_bytes(prediction: Prediction) -> int:
-    return max((sum(rank.device_bytes.values()) for rank in prediction.ranks), default=0)
-
-
 def _host_bytes(prediction: Prediction) -> int:
-    return sum(sum(rank.host_bytes.values()) for rank in prediction.ranks)
+    return sum(rank.total_host_bytes for rank in prediction.ranks)
 
 
 def _change(old: float, new: float) -> str:

@@ -37,6 +37,16 @@ _DENSE: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
 }
+#: Bytes of FBGEMM's optimizer state per row, and per column of a row.
+_STATE_BYTES: dict[str, tuple[int, int]] = {
+    "sgd": (0, 0),
+    "rowwise_adagrad": (4, 0),
+    "adagrad": (0, 4),
+    "adam": (0, 8),
+    "partial_rowwise_adam": (4, 4),
+    "lamb": (0, 8),
+    "partial_rowwise_lamb": (4, 4),
+}
 _FUSED_ON_CPU = ("sgd", "rowwise_adagrad", "adagrad")
 _WITH_BETAS = ("adam", "adamw", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb")
 #: FBGEMM's exact SGD and Adagrad ignore weight decay.
@@ -66,6 +76,11 @@ class EmbeddingOptimizerConfig:
 
     def __post_init__(self) -> None:
         _check_optimizer("embedding_optimizer", self, tuple(_FUSED), _FUSED_WITHOUT_WEIGHT_DECAY)
+
+    @property
+    def state_bytes(self) -> tuple[int, int]:
+        """Bytes of optimizer state per row, and per column of a row."""
+        return _STATE_BYTES[self.kind]
 
     @property
     def counts_steps(self) -> bool:
@@ -113,6 +128,11 @@ class DenseOptimizerConfig:
 
     def __post_init__(self) -> None:
         _check_optimizer("dense_optimizer", self, tuple(_DENSE), ())
+
+    @property
+    def num_states(self) -> int:
+        """States as large as the parameters, the gradients among them."""
+        return {"sgd": 1, "adagrad": 2, "adam": 3, "adamw": 3}[self.kind]
 
     def build(self, parameters: Mapping[str, nn.Parameter]) -> KeyedOptimizerWrapper:
         """Return an optimizer whose state dict is keyed by parameter name, as checkpoints need it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 
@@ -54,7 +55,7 @@ def test_without_a_quiet_segment_the_share_that_was_had_counts() -> None:
 
 
 def test_segments_survive_json() -> None:
-    assert Segment.from_dict(json.loads(json.dumps(segment().to_dict()))) == segment()
+    assert decode(Segment, json.loads(json.dumps(dataclasses.asdict(segment())))) == segment()
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from embershard.decoding import tomllib
 from embershard.launch import cli
 from embershard.launch.train import local
-from embershard.launch.train.command import _command, add_run_arguments
+from embershard.launch.train.command import add_run_arguments, same_run_command
 
 QUICK = "examples/quickstart.toml"
 
@@ -34,15 +34,7 @@ def test_dry_run_prints_all_settings_and_starts_nothing(example, started, capsys
     assert cli.main(["train", "--config", example, "--dry-run", "--set", "train.batch_size=7"]) == 0
     printed = tomllib.loads(capsys.readouterr().out)
     assert printed["train"]["batch_size"] == 7
-    assert set(printed) >= {
-        "data",
-        "model",
-        "cache",
-        "embedding_optimizer",
-        "dense_optimizer",
-        "schedule",
-        "train",
-    }
+    assert set(printed) >= {"data", "model", "cache", "embedding_optimizer", "dense_optimizer", "schedule", "train"}
     assert started == []
 
 
@@ -111,7 +103,7 @@ def test_version_and_unknown_command(capsys):
 def test_only_this_machine_can_reach_the_rendezvous():
     from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-    handler = local._LoopbackRendezvous(RendezvousParameters("loopback", "127.0.0.1", "run", 1, 1))
+    handler = local.LoopbackRendezvous(RendezvousParameters("loopback", "127.0.0.1", "run", 1, 1))
     info = handler.next_rendezvous()
     port = info.bootstrap_store_info.master_port
     info.store.set("key", "value")
@@ -130,4 +122,4 @@ def test_the_hint_at_the_end_is_a_command_that_can_be_pasted(on_path, monkeypatc
     add_run_arguments(parser)
     given = parser.parse_args(["--config", "a.toml", "--set", "data.path=/a b", "--set", "cache.enabled=false"])
     program = "embershard" if on_path else f"{os.path.relpath(sys.executable)} -m embershard.launch.cli"
-    assert _command(given) == f"{program} train --config a.toml --set 'data.path=/a b'"
+    assert same_run_command(given) == f"{program} train --config a.toml --set 'data.path=/a b'"

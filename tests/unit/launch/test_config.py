@@ -120,11 +120,7 @@ def test_written_config_reads_back(load):
 
 def test_reference_takes_docs_and_types_from_the_dataclasses():
     settings = {setting.key: setting for setting in describe(Outer())}
-    assert (settings["rate"].type, settings["rate"].default, settings["rate"].doc) == (
-        "number",
-        "0.5",
-        "A rate.",
-    )
+    assert (settings["rate"].type, settings["rate"].default, settings["rate"].doc) == ("number", "0.5", "A rate.")
     assert settings["inner.sizes"].doc == "Some sizes, on two lines."
     assert settings["path"].type == "text | none"
 

@@ -200,7 +200,7 @@ def test_measured_work_keeps_what_runs_do_not_count():
     assert plan.prediction is not None
     result = changed(result_of(plan), 0, "a")
     work = measured_work(plan, MeasuredRun.from_result(without_cache(result)))[0]
-    predicted = StepWork.from_dict(plan.prediction.ranks[0].work)
+    predicted = StepWork(**plan.prediction.ranks[0].work)
     assert (work.dense_flops, work.all_to_all_bytes) == (predicted.dense_flops, predicted.all_to_all_bytes)
     assert (work.planned_ids, work.fills, work.bytes_to_host) == (0, 0, 0)
 
