@@ -126,7 +126,7 @@ def make_result(
     step; `is_steady` is False when the run was too short for them. A quality that is undefined or was not measured is
     None. `measured_steps` counts the steps of this process, as `cache` does; `steps` includes those before a resume.
     """
-    quality = {} if evaluation is None else evaluation.quality.as_dict()
+    quality = {} if evaluation is None else dataclasses.asdict(evaluation.quality)
     config, ranks, plan = trainer.config, trainer.ranks, trainer.plan
     measured, is_steady = steady_steps(trainer.step_seconds, config.lookahead)
     global_batch = config.train.batch_size * ranks.world_size
@@ -155,7 +155,7 @@ def _flat(report: Report) -> tuple[str, dict[str, Any]]:
     if isinstance(report, TrainReport):
         return "train", dataclasses.asdict(report)
     if isinstance(report, EvalReport):
-        return "eval", {"step": report.step, **report.quality.as_dict(), "seconds": report.seconds}
+        return "eval", {"step": report.step, **vars(report.quality), "seconds": report.seconds}
     assert isinstance(report, SaveReport)
     return "checkpoint", {"step": report.step, "path": report.path.name, "seconds": report.seconds}
 
