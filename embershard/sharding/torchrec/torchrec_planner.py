@@ -43,17 +43,16 @@ def plan_sharding(
     >>> from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
     >>> from embershard import CachedEmbeddingBagCollectionSharder
     >>> table = EmbeddingBagConfig(name="clicks", embedding_dim=8, num_embeddings=1000, feature_names=["click"])
-    >>> bags = EmbeddingBagCollection([table], device=torch.device("meta"))
+    >>> model = nn.ModuleDict({"bags": EmbeddingBagCollection([table], device=torch.device("meta"))})
     >>> sharders = [CachedEmbeddingBagCollectionSharder()]
-    >>> plan = plan_sharding(nn.ModuleDict({"bags": bags}), sharders, world_size=2, local_world_size=2, device="cpu")
+    >>> plan = plan_sharding(model, sharders, world_size=2, local_world_size=2, device="cpu")
     >>> plan.plan["bags"]["clicks"].compute_kernel
     'fused_uvm_caching'
 
     Args:
         model: not yet sharded; its embedding modules may be on the meta device.
         sharders: the sharders for `DistributedModelParallel`.
-        world_size, local_world_size: ranks in all, and per node.
-        device: of the training; its type matters.
+        world_size, local_world_size, device: ranks in all and per node, and the training's device: its type matters.
         constraints: per table. A table without `compute_kernels` is cached if its sharder is a cached one;
             `compute_kernels=["fused"]` keeps it whole on the device. Data-parallel and grid sharding are used only
             where a constraint asks for them. `cache_params.load_factor` sets a table's own share of slots.
@@ -75,30 +74,32 @@ def plan_sharding(
         world_size=world_size, local_world_size=local_world_size, compute_device=device_type, **_capacities(device_type)
     )
     ours = {(table.path, table.name) for table in cached if has_cache(table.sharder)}
-    partitioner = PoolRowsPartitioner(_pool_of(ours, _FUSED if device_type == "cpu" else CACHED_KERNEL))
-    planner = EmbeddingShardingPlanner(
-        topology=topology,
-        batch_size=batch_size,
-        enumerator=OrderedEnumerator(topology, batch_size=batch_size, constraints=planned_as),
-        partitioner=partitioner,
-        constraints=planned_as,
-        stats=NoopEmbeddingStats(),
-        debug=False,
-    )
-    plan = _run(planner, model, sharders, partitioner, f"{len(tables)} tables on {world_size} ranks")
+    pool_of = _pool_of(ours, _FUSED if device_type == "cpu" else CACHED_KERNEL)
+    plan = _plan(model, sharders, topology, batch_size, planned_as, PoolRowsPartitioner(pool_of))
     for table, constraint in as_fused.items():
         param = plan.plan[table.path][table.name]  # type: ignore[index]
         param.compute_kernel, param.cache_params = CACHED_KERNEL, constraint.cache_params
     return plan
 
 
-def _run(
-    planner: EmbeddingShardingPlanner,
+def _plan(
     model: nn.Module,
     sharders: Sequence[ModuleSharder],
+    topology: Topology,
+    batch_size: int,
+    constraints: dict[str, ParameterConstraints],
     partitioner: PoolRowsPartitioner,
-    what: str,
 ) -> ShardingPlan:
+    planner = EmbeddingShardingPlanner(
+        topology=topology,
+        batch_size=batch_size,
+        enumerator=OrderedEnumerator(topology, batch_size=batch_size, constraints=constraints),
+        partitioner=partitioner,
+        constraints=constraints,
+        stats=NoopEmbeddingStats(),
+        debug=False,
+    )
+    what = f"{len(shardable_tables(model, sharders))} tables on {topology.world_size} ranks"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # TorchRec's advice about its own storage estimate
