@@ -63,7 +63,7 @@ class CachedTableBatchedEmbeddings(HostTables):
             whole_pages=self._device.type == "cuda",
         )
         self.cache = self._make_cache(spec, config)
-        self._feature_keys = FeatureKeys([self.host.row_offsets[t] for t in self._table_of_feature], self._device)
+        self.feature_keys = FeatureKeys([self.host.row_offsets[t] for t in self._table_of_feature], self._device)
         self._shards = [(table.name, first_row(table)) for table in tables]  # a table may have several, by columns
         self._prefetched: deque[tuple[Ticket, Tensor]] = deque()  # by TorchRec's hook, with the ids
         self._handed: Ticket | None = None  # by a pipeline
@@ -111,7 +111,7 @@ class CachedTableBatchedEmbeddings(HostTables):
 
     def know(self, features: KeyedJaggedTensor) -> KnownBatch | None:
         """Announce a batch that will be made resident after all those known; see :meth:`RowCache.know`."""
-        return self.cache.know(*self._feature_keys.of(PoolIds.of(features))) if self.cache.looks_ahead else None
+        return self.cache.know(*self.feature_keys.of(PoolIds.of(features))) if self.cache.looks_ahead else None
 
     def prefetch_if_it_fits(
         self, features: KeyedJaggedTensor, known: KnownBatch | None, critical_path: bool
@@ -135,7 +135,7 @@ class CachedTableBatchedEmbeddings(HostTables):
     def skip(self, features: KeyedJaggedTensor, known: KnownBatch | None) -> None:
         """Take back the announcement of the next known batch; None: it was taken back or became resident."""
         if known is not None:
-            self.cache.skip(self._feature_keys.of(PoolIds.of(features))[0], known)
+            self.cache.skip(self.feature_keys.of(PoolIds.of(features))[0], known)
 
     def look_ahead_for(self, owner: object) -> None:
         """Let `owner` announce the batches from now on; drop what another owner announced."""
@@ -158,7 +158,7 @@ class CachedTableBatchedEmbeddings(HostTables):
     def _prepare(
         self, ids: PoolIds, critical_path: bool, known: KnownBatch | None = None, if_it_fits: bool = False
     ) -> Ticket | None:
-        keys, lengths = self._feature_keys.of(ids)
+        keys, lengths = self.feature_keys.of(ids)
         ticket = self.cache.prepare(keys, lengths, critical_path, known, if_it_fits)
         if ticket is not None and self._pinned_of_feature is not None:
             ticket.slots = add_per_feature(ticket.slots, -self._pinned_of_feature, lengths)
@@ -189,7 +189,7 @@ class CachedTableBatchedEmbeddings(HostTables):
         if not torch.is_grad_enabled():
             if self._prefetched and _is(indices, self._prefetched[0][1]):
                 self._prefetched.popleft()  # prefetched for training, but evaluated: release its pins
-            unique, inverse = self._feature_keys.of(ids)[0].unique(return_inverse=True)
+            unique, inverse = self.feature_keys.of(ids)[0].unique(return_inverse=True)
             return self.slots.read(self.cache.read(unique), inverse, offsets.long(), **arguments)
         self.slots.end_reading()
         ticket = self._next_ticket(ids)

@@ -41,11 +41,10 @@ def plan_sharding(
     """Make a TorchRec plan in which the cached sharders' tables are cached. Deterministic: every rank may call it.
 
     >>> from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
-    >>> from embershard import CachedEmbeddingBagCollectionSharder
+    >>> from embershard import CachedEmbeddingBagCollectionSharder as Sharder
     >>> table = EmbeddingBagConfig(name="clicks", embedding_dim=8, num_embeddings=1000, feature_names=["click"])
     >>> model = nn.ModuleDict({"bags": EmbeddingBagCollection([table], device=torch.device("meta"))})
-    >>> sharders = [CachedEmbeddingBagCollectionSharder()]
-    >>> plan = plan_sharding(model, sharders, world_size=2, local_world_size=2, device="cpu")
+    >>> plan = plan_sharding(model, [Sharder()], world_size=2, local_world_size=2, device="cpu")
     >>> plan.plan["bags"]["clicks"].compute_kernel
     'fused_uvm_caching'
 
@@ -53,9 +52,9 @@ def plan_sharding(
         model: not yet sharded; its embedding modules may be on the meta device.
         sharders: the sharders for `DistributedModelParallel`.
         world_size, local_world_size, device: ranks in all and per node, and the training's device: its type matters.
-        constraints: per table. A table without `compute_kernels` is cached if its sharder is a cached one;
-            `compute_kernels=["fused"]` keeps it whole on the device. Data-parallel and grid sharding are used only
-            where a constraint asks for them. `cache_params.load_factor` sets a table's own share of slots.
+        constraints: per table. A table without `compute_kernels` is cached if its sharder caches; `["fused"]` keeps it
+            whole on the device. Data-parallel and grid sharding are used only where a constraint asks for them.
+            `cache_params.load_factor` sets a table's own share of slots.
         batch_size: per rank, for the planner's cost model.
 
     Raises:
@@ -67,14 +66,13 @@ def plan_sharding(
     tables = shardable_tables(model, sharders)
     wanted = _constraints(constraints or {}, tables, device_type)
     cached = {t: c for t, c in wanted.items() if CACHED_KERNEL in (c.compute_kernels or ())}
-    # TorchRec's CPU cost model has no bandwidth for cached tables: there they are planned as fused ones.
-    as_fused = cached if device_type == "cpu" else {}
+    as_fused = cached if device_type == "cpu" else {}  # TorchRec has no bandwidth of cached tables on a CPU
     planned_as = _by_name({t: _as_fused(c) if t in as_fused else c for t, c in wanted.items()})
     topology = Topology(
         world_size=world_size, local_world_size=local_world_size, compute_device=device_type, **_capacities(device_type)
     )
     ours = {(table.path, table.name) for table in cached if has_cache(table.sharder)}
-    pool_of = _pool_of(ours, _FUSED if device_type == "cpu" else CACHED_KERNEL)
+    pool_of = _pool_of(ours, _FUSED if as_fused else CACHED_KERNEL)
     plan = _plan(model, sharders, topology, batch_size, planned_as, PoolRowsPartitioner(pool_of))
     for table, constraint in as_fused.items():
         param = plan.plan[table.path][table.name]  # type: ignore[index]
