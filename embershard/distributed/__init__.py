@@ -1,4 +1,4 @@
-"""What ranks need to work together: process group, agreements, checkpoints."""
+"""The ground that ranks work on together: process group, agreements, checkpoints."""
 
 from embershard.distributed.agreement import longest, shortest
 from embershard.distributed.checkpoint import (

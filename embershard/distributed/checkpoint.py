@@ -36,7 +36,7 @@ _COMPLETE = re.compile(r"step_(\d+)")
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When to save, and how many checkpoints to keep.
+    """Settings of checkpoints: steps between them, and number kept.
 
     >>> CheckpointConfig(every_steps=1000).keep_last
     2

@@ -14,7 +14,7 @@ COUNTED_BATCH = 1024
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """Where a run's frequency profile comes from: a file, or the run's own first samples.
+    """Source of a run's frequency profile: a file, or the run's own first samples.
 
     >>> ProfileConfig(samples=500).num_counted(available=10_000)
     500

@@ -1,4 +1,4 @@
-"""What commands show: lines, tables, numbers, progress bars; and what they hide."""
+"""Output of commands: lines, tables, numbers, progress bars; and the silencing of libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How large the dense part of a DLRM or DLRM-DCNv2 is, computed from its settings, without building it."""
+"""Size of the dense part of a DLRM or DLRM-DCNv2 is, computed from its settings, without building it."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from embershard.errors import ConfigError
 
 @dataclass(frozen=True)
 class LookAheadConfig:
-    """How many batches are known, and how many are resident, ahead of the one in training.
+    """Numbers of batches that are known, and resident, ahead of the one in training.
 
     >>> LookAheadConfig(lookahead=16).prefetch
     2

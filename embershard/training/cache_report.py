@@ -1,4 +1,4 @@
-"""What the caches of all ranks did: hit rates while training, and the totals of a run."""
+"""Reports on the caches of all ranks: hit rates while training, and the totals of a run."""
 
 from __future__ import annotations
 
@@ -47,8 +47,9 @@ class CacheReader:
         return self._last - last
 
     def totals(self, ratio: float | None) -> dict[str, Any] | None:
-        """The run's cache block: totals, and the same per table and per rank, there per table and pool, too. None
-        without a cached table. A table of which another module has a namesake is called ``module.table``.
+        """Return the run's cache block: totals, also per table and per rank, and there per table and pool.
+
+        None without a cached table. Where modules have tables of one name, they are called `module.table`.
 
         Args:
             ratio: the configured ratio; None when a byte budget or a plan gives the size.
@@ -86,7 +87,7 @@ class CacheReader:
 
 
 def _pools(model: nn.Module) -> list[_Pool]:
-    """Size of every cache of this rank, after its module: slots, and bytes on the device and in host memory."""
+    """Return the module of every cache of this rank, and its slots and bytes on the device and in host memory."""
     return [
         (
             module,
@@ -109,8 +110,10 @@ def _modules_by_table(tables: list[dict[str, Any]]) -> dict[str, set[str]]:
 
 
 def look_ahead_totals(stats: LookAheadStats | None, ranks: Ranks) -> dict[str, Any] | None:
-    """What looking ahead did over all ranks: least and mean depths, one rank's memory at most, all ranks' seconds. None
-    without it. Collective."""
+    """Return what look-ahead did: depths over all ranks, the most memory of a rank, the seconds of all ranks.
+
+    None without look-ahead. Collective.
+    """
     found: list[LookAheadStats | None] = ranks.all_gather_objects(stats)
     per_rank = [each for each in found if each is not None]
     if not per_rank:
@@ -133,7 +136,7 @@ def look_ahead_totals(stats: LookAheadStats | None, ranks: Ranks) -> dict[str, A
 
 
 def summed(tables: list[dict[str, Any]]) -> dict[str, Any]:
-    """Rows, totals and hit rates of some tables' statistics together."""
+    """Add up the rows, totals and hit rates of some tables."""
     sums = {name: sum(table[name] for table in tables) for name in ("rows", *SUMMED, *_RATES)}
     return {
         "rows": sums["rows"],

@@ -18,7 +18,7 @@ from embershard.errors import CheckpointError
 
 @dataclass(frozen=True)
 class SavedRun:
-    """Where a run stood, and how it was set up.
+    """State of a saved run, and its setup.
 
     Attributes:
         step, samples: trained by then.

@@ -1,4 +1,4 @@
-"""What each rank runs: `torchrun --nproc_per_node N -m embershard.launch.train.command --config FILE [...]`."""
+"""The program of each rank: `torchrun --nproc_per_node N -m embershard.launch.train.command --config FILE [...]`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run shows: a progress bar on a terminal, plain lines elsewhere, and a table at the end."""
+"""Display of a run: a progress bar on a terminal, plain lines elsewhere, and a table at the end."""
 
 from __future__ import annotations
 
