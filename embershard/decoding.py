@@ -24,7 +24,7 @@ else:
 T = TypeVar("T")
 
 # pydantic's names of problems
-_UNKNOWN, _MISSING, _REFUSED, _NO_JSON = "unexpected_keyword_argument", "missing", "value_error", "json_invalid"
+_UNKNOWN, _MISSING, _NO_JSON = "unexpected_keyword_argument", "missing", "json_invalid"
 
 
 def decode(cls: type[T], values: object, error: type[EmbershardError] = ConfigError) -> T:
@@ -42,7 +42,7 @@ def decode(cls: type[T], values: object, error: type[EmbershardError] = ConfigEr
             passes unchanged.
     """
     try:
-        text = json.dumps(values, default=lambda date: {"date": str(date)})  # JSON has all of TOML's types but dates
+        text = json.dumps(values, default=lambda date: {"date": str(date)})  # TOML's only type that JSON lacks
         return TypeAdapter(cls).validate_json(text, strict=True, extra="forbid")
     except RecursionError as found:
         raise error(f"cannot be read: {found}") from found
@@ -50,9 +50,10 @@ def decode(cls: type[T], values: object, error: type[EmbershardError] = ConfigEr
         problems = found.errors(include_url=False)
     # A misspelled key leaves the right one missing; only the unknown key shows what happened.
     problem = next((each for each in problems if each["type"] == _UNKNOWN), problems[0])
-    if problem["type"] == _REFUSED:
-        raise problem["ctx"]["error"]
-    if problem["type"] == _NO_JSON:  # as text that is no Unicode, or 200 levels
+    refusal = problem.get("ctx", {}).get("error")
+    if isinstance(refusal, Exception):  # of a dataclass's own checks
+        raise refusal
+    if problem["type"] == _NO_JSON:  # 200 levels, or text that is not Unicode
         raise error(f"cannot be read: {problem['msg']}")
     raise error(_message(cls, values, problem))
 
@@ -64,12 +65,12 @@ def field_types(cls: type) -> dict[str, Any]:
 
 
 def is_section(hint: Any) -> bool:
-    """Return whether a type is a dataclass."""
+    """Return True if a type is a dataclass: a section of a file."""
     return dataclasses.is_dataclass(hint)
 
 
 def unknown_key(cls: type, key: str, at: str = "") -> str:
-    """Return the message about a `key` that the dataclass `cls` does not have; `at` names the section."""
+    """Return the message about a `key` at `at` that is no field of the dataclass `cls`."""
     names = field_types(cls)
     close = difflib.get_close_matches(key, names, n=1)
     meant = [name if at.endswith(")") else _joined(at, name) for name in close]  # an entry of a list is long
@@ -78,12 +79,12 @@ def unknown_key(cls: type, key: str, at: str = "") -> str:
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:
-    """Return the types of a union; another type is its only alternative."""
+    """Return the types of a union, or the one type."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
 def type_name(hint: Any) -> str:
-    """Return a type as messages and the settings' reference name it.
+    """Return the name of a type in messages and in the settings' reference.
 
     >>> type_name(int | tuple[float, ...] | None)
     'integer | [number, ...] | none'
@@ -116,7 +117,11 @@ def read_toml(file: Any) -> dict[str, Any]:
 
 
 def toml_value(text: str) -> Any:
-    """Parse one TOML value; raise `ValueError` where `text` is none."""
+    """Parse one TOML value.
+
+    Raises:
+        ValueError: `text` is no TOML value.
+    """
     return tomllib.loads(f"x = {text}")["x"]
 
 
@@ -130,13 +135,13 @@ def to_toml(values: Any, at: str = "") -> str:
     sizes = [1, 2]
     """
     values = values if isinstance(values, Mapping) else dataclasses.asdict(values)
+    names = {key: str(key) if re.fullmatch(r"[\w-]+", str(key), re.ASCII) else toml(key) for key in values}
     plain = {key: value for key, value in values.items() if value is not None and not isinstance(value, Mapping)}
-    lines = [*([f"[{at}]"] if at else []), *(f"{key} = {toml(value)}" for key, value in plain.items()), ""]
+    lines = [*([f"[{at}]"] if at else []), *(f"{names[key]} = {toml(value)}" for key, value in plain.items()), ""]
     parts = ["\n".join(lines)] if plain else []
     for key, value in values.items():
         if isinstance(value, Mapping):
-            name = str(key) if re.fullmatch(r"[\w-]+", str(key), re.ASCII) else json.dumps(key)
-            parts.append(to_toml(value, f"{at}.{name}" if at else name))
+            parts.append(to_toml(value, f"{at}.{names[key]}" if at else names[key]))
     return "\n".join(part for part in parts if part)
 
 
@@ -144,11 +149,13 @@ def toml(value: Any) -> str:
     """Return one value as TOML."""
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(toml, value))}]"
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, (str, bool)) else repr(value)
+    if isinstance(value, (str, bool)):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f")  # the one that TOML escapes, too
+    return repr(value)
 
 
 def _message(cls: type, values: Any, problem: ErrorDetails) -> str:
-    """Say where in `values` pydantic found a problem, what is there, and what is needed."""
+    """Return the path of pydantic's problem in `values`, with the value there and the type that is needed."""
     kind, keys = problem["type"], list(problem["loc"])
     absent = keys.pop() if kind in (_UNKNOWN, _MISSING) else None
     at, hint = "", cls
@@ -158,7 +165,7 @@ def _message(cls: type, values: Any, problem: ErrorDetails) -> str:
             break
         values, hint = values[key], inner
         at = _joined(at, key)
-        if isinstance(key, int) and is_section(hint):  # named by its first field, too
+        if isinstance(key, int) and is_section(hint):  # its first field names it
             name = values.get(dataclasses.fields(hint)[0].name) if isinstance(values, dict) else None
             at += "" if name is None else f" ({name!r})"
     if kind == _UNKNOWN:
@@ -169,7 +176,7 @@ def _message(cls: type, values: Any, problem: ErrorDetails) -> str:
 
 
 def _inner(hint: Any, key: str | int, keys: list[str | int]) -> Any:
-    """Return the type of the entry `key` in a value of type `hint`; None where pydantic only names an alternative."""
+    """Return the type of the entry `key` in a value of type `hint`; None if `key` only names an alternative."""
     hint = _section(hint)
     arguments = get_args(hint)
     if is_section(hint):

@@ -1,4 +1,4 @@
-"""Settings of earlier versions: what they are called now, and which are gone."""
+"""Settings of earlier versions: their current names, and those that were removed."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from typing import Any
 
 from embershard.errors import ConfigError
 
-#: Old name -> the name now.
+#: Earlier name -> current name.
 RENAMED = {
     "cache.lookahead": "look_ahead.lookahead",
     "cache.prefetch": "look_ahead.prefetch",
     "cache.profile": "profile.path",
     "cache.profile_samples": "profile.samples",
 }
-#: Old name -> the value that means what there is now, and why the setting went.
+#: Earlier name -> the value that stands for the current behaviour, and the reason of the removal.
 RETIRED: dict[str, tuple[Any, str]] = {
     "cache.background": (False, "copies in threads of their own gained nothing. Remove it.")
 }
 
 
-def with_names_of_now(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by name, as a plan holds them, under the names of this version.
+def with_current_names(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by name, as a plan holds them, under their current names.
 
-    >>> with_names_of_now({"cache.lookahead": 8, "cache.policy": "lru"})
+    >>> with_current_names({"cache.lookahead": 8, "cache.policy": "lru"})
     {'look_ahead.lookahead': 8, 'cache.policy': 'lru'}
     """
     return {RENAMED.get(name, name): value for name, value in settings.items()}
 
 
 def refuse_earlier(key: str) -> None:
-    """Raise `ConfigError` when `key`, as `section.name`, is a setting of earlier versions only."""
+    """Raise `ConfigError` if `key`, as `section.name`, is a setting of earlier versions only."""
     if key in RENAMED:
         raise ConfigError(f"{key} is called {RENAMED[key]} now. Use that name.")
     if key in RETIRED:
@@ -38,14 +38,14 @@ def refuse_earlier(key: str) -> None:
 
 
 def bring_up_to_date(values: dict[str, Any], *, rename: bool) -> None:
-    """Change the nested settings of a file in place to those of this version.
+    """Bring the nested settings of a file up to date, in place.
 
     Args:
         values: the settings, by section and name.
-        rename: accept old names, as in a file that an earlier version wrote.
+        rename: accept earlier names, as in a file that an earlier version wrote.
 
     Raises:
-        ConfigError: a setting is gone, or an old name is not accepted.
+        ConfigError: a setting was removed, or an earlier name is not accepted.
     """
     for old in (*RETIRED, *RENAMED):
         section, name = old.split(".")

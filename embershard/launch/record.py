@@ -155,7 +155,7 @@ def _flat(report: Report) -> tuple[str, dict[str, Any]]:
     if isinstance(report, TrainReport):
         return "train", dataclasses.asdict(report)
     if isinstance(report, EvalReport):
-        return "eval", {"step": report.step, **report.quality.as_dict(), "seconds": report.seconds}
+        return "eval", {"step": report.step, **vars(report.quality), "seconds": report.seconds}
     assert isinstance(report, SaveReport)
     return "checkpoint", {"step": report.step, "path": report.path.name, "seconds": report.seconds}
 

@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Sizes with units."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?\s*", re.IGNORECASE)
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of a text such as "80GB" (80 * 10**9), "1.5GiB" (1.5 * 2**30) or "4096"; a type for argparse."""
+    """Parse a size, as a type for argparse.
+
+    >>> parse_bytes("80GB"), parse_bytes("1.5GiB"), parse_bytes("4096")
+    (80000000000, 1610612736, 4096)
+    """
     match = _SIZE.fullmatch(text)
     if match is None:
         raise argparse.ArgumentTypeError(f"got {text!r}; needed a size such as 4GB, 512MB, 1.5GiB or a number of bytes")

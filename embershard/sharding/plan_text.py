@@ -1,38 +1,29 @@
-"""JSON for plans: written with one entry to a line so that ``git diff`` shows what changed; read with every key and
-type checked, because people edit it."""
+"""A plan's JSON: one entry to a line, so that `git diff` shows what changed; checked when it is read, since people edit
+it."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-from embershard.decoding import decode
 from embershard.errors import ShardingError
-
-T = TypeVar("T")
-
-
-@dataclasses.dataclass(frozen=True)
-class Read(Generic[T]):
-    """A value and the digest that stood beside one of its parts; None where there was none."""
-
-    value: T
-    digest: str | None
 
 
 def to_text(values: Mapping[str, Any]) -> str:
-    """JSON in which every entry of a list has a line of its own (numbers share one), in the order of ``values``.
-    Dataclasses are written as objects."""
+    """Return JSON in which every entry of a list has a line, and numbers share one. Dataclasses become objects."""
     return "\n".join(_object_lines(values, "")) + "\n"
 
 
-def from_text(cls: type[T], text: str, digest_of: str) -> Read[T]:
-    """An instance of the dataclass ``cls``; ``digest`` inside its part ``digest_of`` is taken out.
+def from_text(text: str) -> dict[str, Any]:
+    """Parse a JSON object.
+
+    >>> from_text('{"slots": 1, "slots": 2}')
+    Traceback (most recent call last):
+    embershard.errors.ShardingError: is not JSON: key 'slots' is twice in one object ({"slots": 2}...). Remove one.
 
     Raises:
-        ShardingError: the text is not JSON, a key is unknown, missing or there twice, or a value of another type.
+        ShardingError: the text is not JSON, a key is there twice, or a number is not finite.
     """
     try:
         values = json.loads(text, object_pairs_hook=_no_key_twice, parse_constant=_no_constant)
@@ -40,12 +31,7 @@ def from_text(cls: type[T], text: str, digest_of: str) -> Read[T]:
         raise ShardingError(f"is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise ShardingError("is not a plan: needed one JSON object.")
-    part = values.get(digest_of)
-    digest = part.pop("digest", None) if isinstance(part, dict) else None
-    return Read(decode(cls, values, ShardingError), digest if isinstance(digest, str) else None)
-
-
-# ---------------------------------------------------------------------------------------- writing
+    return values
 
 
 def _object_lines(values: Mapping[str, Any], indent: str) -> list[str]:
@@ -70,9 +56,6 @@ def _value_lines(value: Any, indent: str) -> list[str]:
 
 def _one_line(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, default=vars)
-
-
-# ---------------------------------------------------------------------------------------- reading
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Everything that a run is told: one dataclass per part, each beside its owner, gathered here."""
+"""All settings of a run: each section is a dataclass beside its owner, and gathered here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimi
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How long to train, on what, and how often to look."""
+    """Length, hardware and reports of the training."""
 
     batch_size: int = 1024
     """Samples per rank and step."""
@@ -28,22 +28,22 @@ class TrainConfig:
     """Passes over the training data. 1 when neither this nor `max_steps` is given."""
 
     max_steps: int | None = None
-    """Steps after which training ends, if the epochs have not ended it before."""
+    """Steps after which training ends, unless the epochs end first."""
 
     eval_every: int | None = None
-    """Steps between evaluations on the held-out part; only at the end when absent."""
+    """Steps between evaluations on the held-out part. Without it, there is one, at the end."""
 
     log_every: int = 20
     """Steps between two lines of progress, and of metrics.jsonl."""
 
     seed: int = 0
-    """Fixes the initial weights. The order of the data has its own: data.seed."""
+    """Seed of the initial weights. data.seed is that of the data's order."""
 
     precision: Literal["fp32", "bf16"] = "fp32"
     """Number format of the dense layers' arithmetic: "bf16" is automatic mixed precision."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to train; "auto" is the GPUs, if there are any."""
+    """Where to train; "auto": on GPUs if there are any."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "epochs", "max_steps", "eval_every", "log_every"):
@@ -57,13 +57,20 @@ class TrainConfig:
 
     @property
     def num_epochs(self) -> int | None:
-        """Epochs to run; None: without end, until `max_steps`."""
+        """Epochs to run; None: no limit but `max_steps`."""
         return 1 if self.epochs is None and self.max_steps is None else self.epochs
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything a run is made of."""
+    """All settings of a run.
+
+    >>> RunConfig(train=TrainConfig(max_steps=10)).train.num_epochs is None
+    True
+
+    Raises:
+        ConfigError: settings of two sections contradict each other, or one has no effect with the other.
+    """
 
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -85,18 +92,18 @@ class RunConfig:
 
     @property
     def holds_out(self) -> bool:
-        """Whether there is a held-out part to evaluate on."""
+        """True if there is a held-out part to evaluate on."""
         return self.data.eval_path is not None or self.data.eval_fraction > 0
 
     @property
     def counts_a_profile(self) -> bool:
-        """Whether a profile has to be counted before training."""
+        """True if a profile must be counted before training."""
         needed = self.cache.policy == "frequency" or self.cache.warmup is True or self.profile.samples is not None
         return self.cache.enabled and self.profile.path is None and needed
 
     @property
     def has_profile(self) -> bool:
-        """Whether a profile is read or counted."""
+        """True if a profile is read or counted."""
         return self.profile.path is not None or self.counts_a_profile
 
     @property
@@ -106,7 +113,7 @@ class RunConfig:
 
     @property
     def predicted_from(self) -> dict[str, Any]:
-        """The settings that a plan's prediction depends on, by name, besides the data."""
+        """Settings that a plan's prediction depends on besides the data, by name."""
         depends: dict[str, tuple[str, ...]] = {
             "cache": ("warmup", "decay", "host", "slot_map"),
             "look_ahead": ("lookahead", "prefetch"),

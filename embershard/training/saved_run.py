@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,27 @@ class SavedRun:
             return decode(SavedRun, values, CheckpointError)
         except CheckpointError as error:
             raise damaged_scalars(checkpoint, str(error)) from error
+
+    def check_fits(self, checkpoint: Path, tables: dict[str, tuple[int, int]], settings: dict[str, Any]) -> None:
+        """Raise unless the tensors of the checkpoint fit a run with these tables and settings.
+
+        Raises:
+            CheckpointError: with both sides.
+        """
+        if names := _different(self.tables, tables):
+            sizes = (found.get(names[0]) for found in (self.tables, tables))
+            was, now = (f"{size[0]} rows x {size[1]}" if size else "no table" for size in sizes)
+            raise CheckpointError(
+                f"{checkpoint} does not fit: feature {names[0]!r} has {was} in it, {now} in this run. "
+                "Resume with the config and data it was written with."
+            )
+        if names := _different(self.settings, settings):
+            changes = ", ".join(f"{n} was {self.settings.get(n)!r} and is {settings.get(n)!r} now" for n in names)
+            raise CheckpointError(f"{checkpoint} was written with other settings: {changes}. Resume with its own.")
+
+
+def _different(saved: Mapping[str, Any], needed: Mapping[str, Any]) -> list[str]:
+    return [key for key in sorted(saved.keys() | needed.keys()) if saved.get(key) != needed.get(key)]
 
 
 def _need(holds: bool, key: str, got: object, needed: str) -> None:

@@ -1,4 +1,4 @@
-"""Where the trainer's next batch comes from: with batches looked ahead, or one at a time."""
+"""The trainer's next batch: from the look-ahead pipeline, or one at a time."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from embershard.pipeline import LookAheadPipeline, LookAheadStats
 
 
 class Steps:
-    """Hands out the batches of a run, one per step, and knows how far the *trained* part of the data goes: batches that
-    are only known or resident belong to the steps to come.
+    """The batches of a run, one per step, and the end of the *trained* part of the data: batches that are only known or
+    resident belong to later steps.
 
     Args:
         stream: the batches of this rank.
-        limit: number of steps after which the run ends.
-        device: where they train.
-        pipeline: brings batches in ahead; None: each comes at its own step.
+        limit: steps of the run.
+        device: on which the model trains.
+        pipeline: knows batches ahead of their step; None: no batch is known ahead.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Steps:
         self.state = stream.state
 
     def next(self) -> AbstractContextManager[Batch]:
-        """A context with the next batch, on the device; train on it inside. Collective.
+        """Return a context with the next batch on the device, to train on inside. Collective.
 
         Raises:
             StopIteration: there is none.
@@ -44,11 +44,11 @@ class Steps:
         return self._counted(inner)
 
     def stats(self) -> LookAheadStats | None:
-        """What looking ahead did; None without."""
+        """Return the counters of the look-ahead; None without a pipeline."""
         return None if self._pipeline is None else self._pipeline.stats()
 
     def close(self) -> None:
-        """Ends what was ahead, and the threads that parse ahead."""
+        """Drop the batches ahead, and end the threads that parse."""
         if self._pipeline is not None:
             self._pipeline.detach()
         self._stream.close()

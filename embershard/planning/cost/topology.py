@@ -1,4 +1,4 @@
-"""Machines as values: how many ranks, how much memory, and how fast. From datasheets, or calibrated on the machine."""
+"""Machines as values: ranks, memory and speed, from datasheets or calibrated on the machine."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ _SHAPE = re.compile(r"(?P<base>.+?)x(?P<ranks>\d+)(?:x(?P<nodes>\d+))?")
 
 @dataclass(frozen=True)
 class Bandwidths(Numbers):
-    """Peak figures of a datasheet, per second. A GPU's are per rank; a CPU's are the node's, its ranks share them.
+    """Peak figures of a datasheet, per second. A GPU's are per rank; a CPU's are the node's, and its ranks share them.
 
     Attributes:
         flops: floating-point operations in fp32.
-        device_memory_bytes: read or written.
-        host_memory_bytes: of the node; its ranks share it.
+        host_memory_bytes: of the node.
         to_device_bytes, to_host_bytes: host link, each way.
         node_bytes: sent by a rank to the others of its node.
-        network_bytes: sent by a rank to other nodes; 0 where there is no network.
+        network_bytes: sent by a rank to other nodes; 0 without a network.
     """
 
     flops: float
@@ -43,14 +42,14 @@ class Bandwidths(Numbers):
 
 @dataclass(frozen=True)
 class Assumptions(Numbers):
-    """What is assumed where no calibration says better: shares of the peak figures that a step reaches, and costs.
+    """Assumptions for a machine without a calibration: shares of the peak figures that a step reaches, and costs.
 
     Attributes:
         planned_id_bytes: device memory traffic of finding a slot for one id (sorting, maps).
-        row_access_bytes: memory traffic of a row, at least: rows are read one by one.
-        collective_seconds, network_collective_seconds: latency of an operation among ranks, within a node and across.
-        step_overhead_seconds: launching a step's kernels.
-        input_threads: threads of a rank that parse beside the training.
+        row_access_bytes: least memory traffic of a row: rows are read one by one.
+        collective_seconds, network_collective_seconds: latency of a collective within a node and across nodes.
+        step_overhead_seconds: time to launch a step's kernels.
+        input_threads: threads of a rank that parse during the training.
     """
 
     flops: float = 0.5
@@ -72,14 +71,11 @@ class Topology:
     """Ranks, memory and speed of one or more equal nodes.
 
     Attributes:
-        name: by which it is found.
-        source: where the figures come from.
-        device: where ranks train.
-        ranks_per_node, num_nodes: ranks in all are their product.
-        device_memory_bytes: of one rank; None on a CPU, where the device tier is part of the host's memory.
+        source: origin of the figures.
+        device_memory_bytes: of one rank; None on a CPU, whose device tier is part of the host's memory.
         host_memory_bytes: of one node.
-        rates: calibrated, by the number of ranks that ran.
-        bandwidths, assumptions: where nothing is calibrated.
+        rates: calibrated rates, by the number of ranks that ran.
+        bandwidths, assumptions: for estimates, where nothing is calibrated.
 
     Raises:
         ConfigError: a field is out of range, or there are neither rates nor bandwidths.
@@ -112,14 +108,14 @@ class Topology:
         return self.ranks_per_node * self.num_nodes
 
     def rates_for(self, num_ranks: int | None = None) -> Rates:
-        """Rates when ``num_ranks`` run (default: all): calibrated for that number or the nearest, else estimated."""
+        """Return the rates of `num_ranks` (default: all): calibrated for that number or the nearest, else estimated."""
         num_ranks = num_ranks or self.world_size
         if self.rates:
             return self.rates[self._nearest(num_ranks)]
         return _estimate(self, num_ranks)
 
     def note(self, num_ranks: int | None = None) -> str | None:
-        """What a reader of predictions for ``num_ranks`` must know about these rates; None: they were calibrated."""
+        """Return a reservation about the rates of `num_ranks`; None where they were calibrated."""
         num_ranks = num_ranks or self.world_size
         if not self.rates:
             return (
@@ -132,8 +128,8 @@ class Topology:
         return f"{self.name} was calibrated for {nearest} ranks, not for {num_ranks}: step times are less certain."
 
     def shaped(self, ranks_per_node: int, num_nodes: int = 1) -> Topology:
-        """The same kind of node with so many ranks each, and so many nodes. A part of a node's GPUs gets that part of
-        the host memory.
+        """Return so many nodes of this kind with so many ranks each. A part of a node's GPUs gets that part of the host
+        memory.
 
         Raises:
             ConfigError: a node has fewer GPUs.
@@ -153,10 +149,13 @@ class Topology:
 
 
 def load_topology(name: str, files: Sequence[str | Path] = ()) -> Topology:
-    """A machine by name, or from a TOML file of one.
+    """Find a machine by name, or read it from a TOML file.
 
-    Names are ``KIND``, ``KINDxRANKS`` or ``KINDxRANKSxNODES`` with RANKS per node: "h200x8", "h200x8x4", "cpux2". Kinds
-    are those that come with embershard and those in ``files``, which go before them.
+    Names are `KIND`, `KINDxRANKS` or `KINDxRANKSxNODES` with RANKS per node: "h200x8", "h200x8x4", "cpux2". Kinds in
+    `files` override those that come with embershard.
+
+    >>> load_topology("h200x8x4").world_size
+    32
 
     Raises:
         ConfigError: no such name, or a file cannot be read or is malformed.
@@ -204,7 +203,7 @@ def save_topology(topology: Topology, path: str | Path) -> None:
 
 
 def _estimate(topology: Topology, num_ranks: int) -> Rates:
-    """Rates from peak figures; the efficiencies are the topology's assumptions."""
+    """Estimate rates from peak figures and the topology's assumptions."""
     peak, share = topology.bandwidths, topology.assumptions
     assert peak is not None, "a topology has rates or bandwidths"
     local = min(num_ranks, topology.ranks_per_node)
@@ -213,7 +212,7 @@ def _estimate(topology: Topology, num_ranks: int) -> Rates:
     host = _inverse(peak.host_memory_bytes * share.host_memory) * local
     within = _inverse(peak.node_bytes * share.node_link) * sharing
     across = _inverse(peak.network_bytes * share.network)
-    # Of what a rank sends to all others, the part to other nodes goes over the network, beside the part within.
+    # Share of a rank's all-to-all that goes to other nodes, over the network; the rest is sent at the same time.
     outside = (num_ranks - local) / max(1, num_ranks - 1)
     return Rates(
         seconds_per_flop=_inverse(peak.flops * share.flops) * sharing,

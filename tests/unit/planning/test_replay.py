@@ -81,6 +81,8 @@ TRAINED = {
     "lfu with decay": {"ratio": 0.25, "policy": "lfu", "decay": 0.5, "lookahead": 0},
     "lru": {"ratio": 0.3, "policy": "lru", "lookahead": 0},
     "frequency, warm": {"ratio": 0.3, "policy": "frequency", "samples": 200, "lookahead": 2},
+    "lfu from a profile": {"ratio": 0.3, "policy": "lfu", "samples": 200, "lookahead": 2},
+    "lru, warm": {"ratio": 0.3, "policy": "lru", "samples": 200, "lookahead": 0},
     "lookahead, warm": {"ratio": 0.3, "warmup": True, "samples": 200, "lookahead": 4},
     "a batch does not fit": {"ratio": 0.04, "lookahead": 4},
     "a batch does not fit lru": {"ratio": 0.04, "lookahead": 0, "policy": "lru"},
