@@ -126,7 +126,7 @@ def make_result(
     step; `is_steady` is False when the run was too short for them. A quality that is undefined or was not measured is
     None. `measured_steps` counts the steps of this process, as `cache` does; `steps` includes those before a resume.
     """
-    quality = {} if evaluation is None else vars(evaluation.quality)
+    quality = {} if evaluation is None else dataclasses.asdict(evaluation.quality)
     config, ranks, plan = trainer.config, trainer.ranks, trainer.plan
     measured, is_steady = steady_steps(trainer.step_seconds, config.lookahead)
     global_batch = config.train.batch_size * ranks.world_size

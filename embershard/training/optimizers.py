@@ -31,6 +31,12 @@ _FUSED: dict[str, type[torch.optim.Optimizer]] = {
     "lamb": fused.LAMB,
     "partial_rowwise_lamb": fused.PartialRowWiseLAMB,
 }
+_DENSE: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
 #: Bytes of FBGEMM's optimizer state per row, and per column of a row.
 _STATE_BYTES: dict[str, tuple[int, int]] = {
     "sgd": (0, 0),
@@ -40,12 +46,6 @@ _STATE_BYTES: dict[str, tuple[int, int]] = {
     "partial_rowwise_adam": (4, 4),
     "lamb": (0, 8),
     "partial_rowwise_lamb": (4, 4),
-}
-_DENSE: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD,
-    "adagrad": torch.optim.Adagrad,
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
 }
 _FUSED_ON_CPU = ("sgd", "rowwise_adagrad", "adagrad")
 _WITH_BETAS = ("adam", "adamw", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb")
