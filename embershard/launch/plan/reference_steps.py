@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import psutil
 
 from embershard.cache import CacheGrowthWarning
-from embershard.data import BatchStream, open_source
+from embershard.data import BatchStream, open_source, schema_of
 from embershard.decoding import decode
 from embershard.distributed import Ranks, process_group
 from embershard.launch.plan.inputs import model_size
@@ -88,7 +89,7 @@ class _Timed:
             self._config = dataclasses.replace(config, sharding=ShardingConfig(plan=str(plan)))
             self._trainer = Trainer(self._config, ranks)
             ranks.barrier()
-        self._lookups: dict[str, int] = {}
+        self._lookups: Counter[str] = Counter()
         self._run(1)
 
     def measure(self, skip: int, steps: int) -> Segment:
@@ -114,8 +115,7 @@ class _Timed:
                 self._trainer.step(batch)
             seconds.append(time.perf_counter() - began)
             features = batch.sparse_features
-            for key, length in zip(features.keys(), features.length_per_key(), strict=True):
-                self._lookups[key] = self._lookups.get(key, 0) + length
+            self._lookups.update(dict(zip(features.keys(), features.length_per_key(), strict=True)))
         return seconds
 
     def _counts(self) -> dict[str, int]:
@@ -165,19 +165,18 @@ class _Timed:
 def simple_plan(config: RunConfig, sharding: str, world_size: int) -> Plan:
     """Return a plan with all tables sharded in one way (table-wise: in turn over the ranks) and the config's share of
     slots."""
-    sparse = open_source(config.data).schema.sparse
-    in_turn = sorted(range(len(sparse)), key=lambda number: (-sparse[number].num_rows, number))
+    in_turn = sorted(schema_of(config.data).sparse, key=lambda feature: -feature.num_rows)
     tables = [
         TablePlacement(
-            table=table_name(sparse[number].name),
-            rows=sparse[number].num_rows,
+            table=table_name(feature.name),
+            rows=feature.num_rows,
             dim=config.model.embedding_dim,
             dtype=config.model.table_dtype,
             sharding=sharding,  # type: ignore[arg-type]
             kernel="cached",
             ranks=tuple(range(world_size)) if sharding == "row_wise" else (turn % world_size,),
         )
-        for turn, number in enumerate(in_turn)
+        for turn, feature in enumerate(in_turn)
     ]
     ratio = config.cache.slot_ratio or 1.0
     return Plan(
@@ -195,15 +194,15 @@ def simple_plan(config: RunConfig, sharding: str, world_size: int) -> Plan:
 
 def _input_seconds(config: RunConfig) -> float:
     """Return one core's seconds to read and parse a batch."""
-    alone = dataclasses.replace(config.data, num_workers=0)
+    data = dataclasses.replace(config.data, num_workers=0)
     with BatchStream(
-        open_source(config.data),
+        open_source(data),
         batch_size=config.train.batch_size,
         rank=0,
         world_size=1,
         split="train",
         epochs=None,
-        config=alone,
+        config=data,
     ) as stream:
         next(stream)
         began, batches = time.thread_time(), 0
@@ -221,10 +220,8 @@ class _Clock:
 
     def foreign(self, ranks: Ranks) -> float:
         """Return the share that other programs took until now, the same on all ranks. Collective."""
-        wall, busy, own = (
-            now - then
-            for now, then in zip((time.perf_counter(), _busy_seconds(), time.process_time()), self._began, strict=True)
-        )
+        now = time.perf_counter(), _busy_seconds(), time.process_time()
+        wall, busy, own = (after - before for after, before in zip(now, self._began, strict=True))
         of_all = sum(ranks.all_gather_objects(own))
         share: float = ranks.from_first(lambda: (busy - of_all) / (wall * (psutil.cpu_count() or 1)))
         return max(0.0, share)
