@@ -92,9 +92,9 @@ def _pools(model: nn.Module) -> list[_Pool]:
             module,
             {
                 "tables": set(pool.cache.tables),
-                "slots": pool.cache.planner.map.num_slots,
+                "slots": pool.cache.num_slots,
                 "device_bytes": pool.cache.device_bytes,
-                "host_bytes": pool.cache.host.host_bytes + pool.cache.planner.scores.host_bytes,
+                "host_bytes": pool.cache.host_bytes,
             },
         )
         for module, pool in pools_by_module(model)

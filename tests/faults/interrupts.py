@@ -141,7 +141,7 @@ def _copies_interrupted(
         with interrupts.region(rng.uniform(0.0, 0.01)):
             while True:
                 for pool in cached_embeddings(model):
-                    pool.cache.planner.clean_through = 0  # as if nothing had been written back
+                    pool.cache.state.clean_through = 0  # as if nothing had been written back
                 copy(model)
     except KeyboardInterrupt as error:
         place = _place(error)

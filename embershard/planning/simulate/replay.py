@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embershard.cache.config import CachePolicy
+from embershard.cache.growth import CacheGrowthWarning
 from embershard.cache.next_use import KnownBatch
 from embershard.cache.report import CacheReport
-from embershard.cache.row_cache import CacheGrowthWarning, RowCache
+from embershard.cache.row_cache import RowCache
 from embershard.cache.rows.host_store import HostStore
 from embershard.cache.statistics import TableStats
 from embershard.cache.tickets import Ticket
@@ -161,7 +162,7 @@ def replay_pool(
             for pair in zip(apart, replayed, strict=True)
         )
 
-    grown = max(0, cache.planner.map.num_slots - min(slots, cache.host.num_rows))
+    grown = max(0, cache.num_slots - min(slots, cache.num_rows))
     return PoolReport(
         reports(counts, steps, is_late=False),
         reports(late, steps - steps // 2, is_late=True),
