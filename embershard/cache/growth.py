@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 
+from embershard.cache.config import Overflow
+from embershard.cache.tickets import InFlight
 from embershard.errors import CacheOverflowError
 
 _LEAST_SHARE = 0.25  # a cache grows by what is missing, and by at least this share of its slots
@@ -14,38 +16,21 @@ class CacheGrowthWarning(UserWarning):
 
 
 def grown_slots(
-    pool: str,
-    num_slots: int,
-    num_missing: int,
-    num_rows: int,
-    slot_bytes: int,
-    batch: int,
-    num_in_flight: int,
-    grows: bool,
+    pool: str, num_slots: int, num_missing: int, num_rows: int, slot_bytes: int, in_flight: InFlight, overflow: Overflow
 ) -> int:
-    """Return the number of slots to grow to, and warn.
-
-    Args:
-        pool: name of the pool, for messages.
-        num_slots: slots that there are.
-        num_missing: slots that `batch` lacks.
-        num_rows: rows of the pool; more slots are never needed.
-        slot_bytes: device memory of one slot.
-        batch: number of the batch that does not fit.
-        num_in_flight: earlier batches that wait for their backward.
-        grows: False if the settings forbid growth.
+    """Return the number of slots to grow to so that the newest batch fits, and warn.
 
     Raises:
-        CacheOverflowError: growth is forbidden, or batches in flight hold slots of the present size.
+        CacheOverflowError: growth is forbidden, or other batches are in flight.
     """
-    needed_slots = num_slots + num_missing
-    needed = f"batch {batch} and {num_in_flight} in flight need {needed_slots} slots at once, there are {num_slots}"
+    batch, pinned, needed_slots = in_flight.newest, len(in_flight), num_slots + num_missing
+    needed = f"batch {batch} and {pinned} in flight need {needed_slots} slots at once, there are {num_slots}"
     advice = "set a larger cache.ratio or cache.device_bytes, or a smaller batch"
-    if not grows:
+    if overflow == "raise":
         raise CacheOverflowError(f"{pool}: {needed}; {advice}")
-    if num_in_flight:
+    if pinned:
         raise CacheOverflowError(
-            f"{pool}: {needed}, and the cache cannot grow while {num_in_flight} earlier batches wait for "
+            f"{pool}: {needed}, and the cache cannot grow while {pinned} earlier batches wait for "
             f"their backward; run each backward before the next forward, or {advice}"
         )
     grown = min(max(needed_slots, num_slots + int(num_slots * _LEAST_SHARE)), num_rows)

@@ -50,7 +50,7 @@ class KnownBatch:
     def num_bytes(self) -> int:
         """Memory, in bytes."""
         tensors = {t.data_ptr(): t for t in (self.uses, self.positions)}
-        return sum(t.numel() * t.element_size() for t in tensors.values())
+        return sum(t.nbytes for t in tensors.values())
 
 
 class NextUseIndex:
@@ -82,12 +82,12 @@ class NextUseIndex:
     @property
     def device_bytes(self) -> int:
         """Device memory kept per slot, in bytes."""
-        return sum(t.numel() * t.element_size() for t in (self.next_use, self._last_use))
+        return sum(t.nbytes for t in (self.next_use, self._last_use))
 
     @property
     def chain_bytes(self) -> int:
         """Memory of the chains, in bytes: at most four times the need at the time a batch last became known."""
-        return self._next_batch.numel() * self._next_batch.element_size()
+        return self._next_batch.nbytes
 
     def know(self, keys: Tensor, positions: Tensor | None = None) -> KnownBatch:
         """Append a batch to the known ones.

@@ -111,18 +111,12 @@ class CachePlanner:
             write_back_slots, write_back_keys = victims[dirty], evicted_keys[dirty]
         fill_slots = torch.cat([self._map.next_free(fill_keys.numel() - victims.numel()), victims])
         slots.scatter_(0, missed, fill_slots.index_select(0, inverse))
-        return CachePlan(
-            batch=batch,
-            slots=slots,
-            fill_keys=fill_keys,
-            fill_slots=fill_slots,
-            evicted_keys=evicted_keys,
-            evicted_slots=victims,
-            write_back_keys=write_back_keys,
-            write_back_slots=write_back_slots,
-            first_hits=first_hits,
-            missed=missed,
+        fills, evictions, write_backs = (
+            (fill_keys, fill_slots),
+            (evicted_keys, victims),
+            (write_back_keys, write_back_slots),
         )
+        return CachePlan(batch, slots, *fills, *evictions, *write_backs, first_hits, missed)
 
     def evict(self, plan: CachePlan) -> None:
         """Unbind the plan's victims, whose rows are in the host tier."""

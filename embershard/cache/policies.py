@@ -6,8 +6,6 @@ otherwise. So the device holds 4 bytes per slot, not per row, and history surviv
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
@@ -19,19 +17,26 @@ from embershard.cache.rows.transfer import MakeTransfer
 _RESCALE_AT = 2.0**64  # float32 reaches 2**127: room for a full count on top of this
 
 
-class SlotScores(Protocol):
-    """Scores that a policy gives to slots. Slots are int64 [M], keys int64 [M]."""
+class SlotScores:
+    """Scores that a policy gives to slots; none by default. Slots are int64 [M], keys int64 [M]."""
 
     @property
     def device_bytes(self) -> int:
         """Device memory of the slots' scores, in bytes."""
+        return 0
 
     @property
     def host_bytes(self) -> int:
         """Host memory of the rows' scores, in bytes."""
+        return 0
 
     def of_slots(self) -> Tensor | None:
         """Return the score of every slot, non-negative float32 [S + 1]; None if only recency counts."""
+        return None
+
+    def of_rows(self) -> Tensor | None:
+        """Return the score of every row for the warm-up, float32 [R] in host memory; None without scores."""
+        return None
 
     def used(self, slots: Tensor) -> None:
         """Count a batch that used these slots (int64 [N], with repeats)."""
@@ -42,46 +47,30 @@ class SlotScores(Protocol):
     def evict(self, keys: Tensor, slots: Tensor) -> None:
         """Keep the scores of rows about to be evicted from these slots."""
 
-    def of_rows(self) -> Tensor | None:
-        """Return the score of every row for the warm-up, float32 [R] in host memory; None without scores."""
-
     def grow(self, num_slots: int) -> None:
         """Add slots, up to `num_slots` in all."""
 
 
-class RecencyScores:
-    """`lru`: no score, so the tie-break (longest unused first) decides alone."""
+class RecencyScores(SlotScores):
+    """`lru`: no score, so the tie-break (longest unused first) decides alone.
 
-    device_bytes = 0
+    Args:
+        initial: score of every row for the warm-up; None without one.
+    """
 
     def __init__(self, initial: Tensor | None = None) -> None:
         self._initial = initial
 
     @property
     def host_bytes(self) -> int:
-        return 0 if self._initial is None else self._initial.numel() * self._initial.element_size()
-
-    def of_slots(self) -> Tensor | None:
-        return None
-
-    def used(self, slots: Tensor) -> None:
-        pass
-
-    def admit(self, keys: Tensor, slots: Tensor) -> None:
-        pass
-
-    def evict(self, keys: Tensor, slots: Tensor) -> None:
-        pass
+        return 0 if self._initial is None else self._initial.nbytes
 
     def of_rows(self) -> Tensor | None:
         initial, self._initial = self._initial, None  # only the warm-up reads them
         return initial
 
-    def grow(self, num_slots: int) -> None:
-        pass
 
-
-class FrequencyScores:
+class FrequencyScores(SlotScores):
     """`frequency`: the row's count in a profile, which never changes.
 
     Args:
@@ -100,23 +89,17 @@ class FrequencyScores:
 
     @property
     def device_bytes(self) -> int:
-        return self._slot_scores.numel() * self._slot_scores.element_size()
+        return self._slot_scores.nbytes
 
     @property
     def host_bytes(self) -> int:
-        return self._row_scores.numel() * self._row_scores.element_size()
+        return self._row_scores.nbytes
 
     def of_slots(self) -> Tensor | None:
         return self._slot_scores
 
-    def used(self, slots: Tensor) -> None:
-        pass
-
     def admit(self, keys: Tensor, slots: Tensor) -> None:
         self._transfer.fill(keys.to(self._transfer.key_device), slots)
-
-    def evict(self, keys: Tensor, slots: Tensor) -> None:
-        pass
 
     def of_rows(self) -> Tensor | None:
         self._transfer.finish()

@@ -1,4 +1,4 @@
-"""Rows of one pool in both tiers: moves rows first and changes the state afterwards, so that the two always agree."""
+"""Rows of one pool in both tiers: all copies between slots and host tier, and the changes of state that follow."""
 
 from __future__ import annotations
 
@@ -8,28 +8,26 @@ import torch
 from torch import Tensor
 
 from embershard.cache.change_guard import ChangeGuard
+from embershard.cache.config import Overflow
+from embershard.cache.growth import grown_slots
 from embershard.cache.next_use import KnownBatch
-from embershard.cache.planner import CachePlan, CachePlanner
+from embershard.cache.planner import CachePlan, CachePlanner, Shortage
 from embershard.cache.policies import best_rows
 from embershard.cache.rows.copies import RowCopies
 from embershard.cache.rows.host_store import HostStore
 from embershard.cache.rows.transfer import MakeTransfer
 from embershard.cache.slot_state import SlotState
 from embershard.cache.statistics import CacheCounters, Counter, TableStats, table_stats
+from embershard.cache.tickets import InFlight, Ticket
+from embershard.cache.update_gate import UpdateGate
+from embershard.errors import CacheError
 
 
 class PoolRows:
-    """Slots and host tier of one pool. The caller holds the pool's lock.
+    """Slots and host tier of one pool. Moves rows first and changes the state afterwards, so that the two always agree.
 
-    Args:
-        host: the rows.
-        device_payload: returns the payload tensors for a number of slots, as for `RowCache`.
-        make_transfer: makes the transfer of rows between payload and host tier.
-        state: of the slots.
-        counters: count the moved rows.
-        guard: marks changes of the state.
-        pinned_keys: int64 [K], rows that are never evicted, in slots 1 to K in this order.
-        is_cold: `warm_up` fills all slots with the rows of the highest scores.
+    The caller holds the pool's lock, except for updates, which begin and end in the training thread. The arguments are
+    those of `RowCache` and parts that it made.
 
     Attributes:
         copies: the copies of rows.
@@ -38,21 +36,26 @@ class PoolRows:
 
     def __init__(
         self,
+        name: str,
         host: HostStore,
         device_payload: Callable[[int], list[Tensor]],
         make_transfer: MakeTransfer,
         state: SlotState,
         counters: CacheCounters,
+        in_flight: InFlight,
         guard: ChangeGuard,
         pinned_keys: Tensor,
-        is_cold: bool,
+        warmup: bool,
     ) -> None:
-        self._host, self._state, self._map, self._scores = host, state, state.map, state.scores
-        self._counters, self._guard = counters, guard
-        self._pinned_keys, self._is_cold = pinned_keys, is_cold
-        self._device_payload = device_payload
+        self._name, self._host, self._device_payload = name, host, device_payload
+        self._state, self._map, self._scores = state, state.map, state.scores
+        self._counters, self._in_flight, self._guard = counters, in_flight, guard
+        self._pinned_keys, self._is_cold = pinned_keys, warmup
         self.copies = RowCopies(self._map.device, make_transfer)
         self._attach(self._map.num_slots)
+        self._updates = UpdateGate(name)
+        self._has_updates = False  # since the last write-back
+        self._host_version = host.version
 
     @property
     def slot_bytes(self) -> int:
@@ -62,7 +65,7 @@ class PoolRows:
     @property
     def device_bytes(self) -> int:
         """Device memory of slots, optimizer states, maps, scores and next uses, in bytes; without the known batches."""
-        return sum(t.numel() * t.element_size() for t in self.payload) + self._state.device_bytes
+        return sum(t.nbytes for t in self.payload) + self._state.device_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -105,13 +108,19 @@ class PoolRows:
             self._counters.add_plan(plan, feature_lengths, critical_path)
         return filled
 
-    def grow(self, num_slots: int, miss_keys: Tensor) -> None:
-        """Add slots, up to `num_slots` in all, for a batch that missed `miss_keys` (int64 [M])."""
+    def grow(self, shortage: Shortage, overflow: Overflow) -> None:
+        """Add the slots that the newest batch lacks.
+
+        Raises:
+            CacheOverflowError: `overflow` forbids it, or other batches are in flight.
+        """
+        slots, rows = self._map.num_slots, self._host.num_rows
+        grown = grown_slots(self._name, slots, shortage.num_slots, rows, self.slot_bytes, self._in_flight, overflow)
         self.copies.finish()
-        with self._guard.change(f"growing to {num_slots} slots"):
-            self._attach(num_slots)
-            self._state.grow(num_slots)
-            self._counters.add_growth(miss_keys)
+        with self._guard.change(f"growing to {grown} slots"):
+            self._attach(grown)
+            self._state.grow(grown)
+            self._counters.add_growth(shortage.miss_keys)
 
     def read(self, keys: Tensor) -> Tensor:
         """Return the current weights of `keys` (int64 [N]): [N, D] on the device. Changes nothing."""
@@ -122,6 +131,88 @@ class PoolRows:
         cached = slots.nonzero().flatten()
         rows[cached] = slot_weights.data.index_select(0, slots[cached])
         return rows
+
+    @property
+    def is_behind(self) -> bool:
+        """True if host rows were written to in a way that torch counts, and not fetched since."""
+        return self._host.version != self._host_version
+
+    def begin_update(self, ticket: Ticket) -> None:
+        """Begin the update of the ticket's rows; wait for copies to end."""
+        self._updates.begin(ticket)
+        self._has_updates = True
+
+    def end_update(self) -> None:
+        """End the update."""
+        self._has_updates = True
+        self._updates.end()
+
+    def write_back(self) -> None:
+        """Write every trained row back to the host tier. Nothing moves if nothing was trained since the last time."""
+        with self._updates.lock:
+            self._updates.wait_until_idle()
+            self.copies.finish()
+            clean_through = self._in_flight.trained_through
+            if self._in_flight.newest > self._state.clean_through:
+                used = self._map.used_slots()
+                slots = used[self._state.is_dirty(used)]
+                keys = self._map.keys(slots)
+                self.copies.write_back(slots, keys)
+                self._counters.add_rows(Counter.WRITE_BACKS, keys)
+                self._state.clean_through = clean_through
+            self._has_updates = False
+
+    def fetch_again(self, keys: Tensor | None = None) -> None:
+        """Fill the slots of host rows that somebody wrote to: `keys` (int64 [K]), or any if None.
+
+        Includes rows of batches that were prepared and not forwarded.
+
+        Raises:
+            CacheError: some of these rows were trained and not written back, or wait for their backward.
+        """
+        if keys is None:
+            slots = self._map.used_slots()
+        else:
+            slots = self._map.lookup(keys.unique())
+            slots = slots[slots > 0]
+        num_forwarded = sum(ticket.forwarded for ticket in self._in_flight.tickets)
+        if num_forwarded and slots.numel():
+            raise CacheError(
+                f"{self._name}: host rows were replaced while {num_forwarded} batches waited for their backward; write "
+                "to host rows between steps, after the backward and before the next forward"
+            )
+        # Prepared batches stamp their slots, too, but without an update nothing is lost.
+        lost = int(self._state.is_dirty(slots).sum()) if self._has_updates else 0
+        if keys is None:
+            lost += self.copies.transfer.discard()  # these rows would overwrite the new contents
+        version, fetched = self._host.version, self._map.keys(slots)
+        with self._updates.lock:
+            self._updates.wait_until_idle()
+            self.copies.finish()
+            self.copies.fill(fetched, slots)
+        if not lost:
+            self._note_fetched(fetched, version if keys is None else None)
+            return
+        try:
+            raise CacheError(
+                f"{self._name}: host rows were written to in place while {lost} trained rows had not been written "
+                "back; their latest updates are lost, and the host's rows count from now on. Call "
+                "embershard.flush(model) before writing in place, or load with model.load_state_dict"
+            )
+        except CacheError:  # noted only while the error is being raised, so that an interrupt cannot hide the loss
+            self._note_fetched(fetched, version if keys is None else None)
+            raise
+
+    def _note_fetched(self, keys: Tensor, version: int | None) -> None:
+        """Note that the slots of `keys` equal the host tier; `version` of the host tier if `keys` are all cached
+        rows."""
+        with self._guard.change("fetching rows that were written to in the host tier"):
+            self._counters.add_rows(Counter.EVICTIONS, keys)
+            self._counters.add_rows(Counter.PRELOADS, keys)
+            if version is not None:
+                self._has_updates = False
+                self._state.clean_through = self._in_flight.trained_through
+                self._host_version = version
 
     def stats(self, tables: Sequence[str]) -> list[TableStats]:
         """Return the totals of each of the pool's `tables`."""

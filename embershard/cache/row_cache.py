@@ -13,8 +13,6 @@ from torch import Tensor
 
 from embershard.cache.change_guard import ChangeGuard
 from embershard.cache.config import CachePolicy, Overflow, TransferKind
-from embershard.cache.growth import grown_slots
-from embershard.cache.host_sync import HostSync
 from embershard.cache.key_map import MapKind
 from embershard.cache.next_use import KnownBatch, NextUseIndex
 from embershard.cache.pinned_tables import OtherTables
@@ -113,14 +111,22 @@ class RowCache:
         self._overflow = overflow
         self._in_flight = InFlight()
         self._lock = threading.RLock()
-        self._guard = guard = ChangeGuard(self.name)
+        self._guard = ChangeGuard(self.name)
         make_transfer = transfer_maker(transfer, device, host.payload)
         self._rows = PoolRows(
-            host, device_payload, make_transfer, self.state, self.counters, guard, pinned_keys, is_cold=policy.warmup
+            self.name,
+            host,
+            device_payload,
+            make_transfer,
+            self.state,
+            self.counters,
+            self._in_flight,
+            self._guard,
+            pinned_keys,
+            policy.warmup,
         )
         self._copies = self._rows.copies
         self._stream_order = StreamOrder(device)
-        self._host_sync = HostSync(self.name, host, self.state, self._copies, self.counters, self._in_flight, guard)
 
     # -- training
 
@@ -193,7 +199,7 @@ class RowCache:
 
     def wait(self, ticket: Ticket) -> None:
         """Make the current stream wait until the batch's rows are in their slots."""
-        if self._host_sync.is_behind:
+        if self._rows.is_behind:
             self._notice_changes()
         self._copies.wait(ticket)
 
@@ -205,13 +211,13 @@ class RowCache:
 
     def begin_update(self, ticket: Ticket) -> None:
         """Begin the update of a batch's rows in its backward; `release` ends it."""
-        self._host_sync.begin_update(ticket)
+        self._rows.begin_update(ticket)
 
     def release(self, ticket: Ticket) -> None:
         """Unpin the slots of a batch that has trained. A second call does nothing."""
         if not ticket.released:
             self._copies.trained()
-            self._host_sync.end_update()
+            self._rows.end_update()
             ticket.cancel()
 
     def cancel_prepared(self) -> None:
@@ -250,23 +256,10 @@ class RowCache:
         if isinstance(found, Shortage):
             if if_it_fits and oldest is not None:
                 return None
-            self._grow(found)
+            self._rows.grow(found, self._overflow)
             found = self._planner.plan(keys, batch, batch)
             assert isinstance(found, CachePlan), "the cache grew by what was missing"
         return found
-
-    def _grow(self, shortage: Shortage) -> None:
-        grown = grown_slots(
-            self.name,
-            num_slots=self.num_slots,
-            num_missing=shortage.num_slots,
-            num_rows=self.num_rows,
-            slot_bytes=self._rows.slot_bytes,
-            batch=self._in_flight.newest,
-            num_in_flight=len(self._in_flight),
-            grows=self._overflow == "grow",
-        )
-        self._rows.grow(grown, shortage.miss_keys)
 
     # -- the host tier
 
@@ -284,7 +277,7 @@ class RowCache:
         """
         started = time.perf_counter()
         self._check()
-        self._host_sync.write_back()
+        self._rows.write_back()
         self.counters.seconds += time.perf_counter() - started
 
     @_alone
@@ -298,7 +291,7 @@ class RowCache:
             CacheError: some of these rows were trained and not written back, or wait for their backward.
         """
         self._check()
-        self._host_sync.fetch_again(keys)
+        self._rows.fetch_again(keys)
 
     @_alone
     def _notice_changes(self) -> None:
@@ -307,8 +300,8 @@ class RowCache:
     def _check(self) -> None:
         """Before every operation: refuse a broken state, and fetch host rows that somebody wrote to."""
         self._guard.check()
-        if self._host_sync.is_behind:
-            self._host_sync.fetch_again()
+        if self._rows.is_behind:
+            self._rows.fetch_again()
 
     # -- sizes and statistics
 

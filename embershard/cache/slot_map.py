@@ -74,7 +74,7 @@ class SlotMap:
     @property
     def device_bytes(self) -> int:
         """Device memory of all maps, in bytes."""
-        return self.entry_bytes + sum(t.numel() * t.element_size() for t in (self.key_of_slot, self.use_stamp))
+        return self.entry_bytes + sum(t.nbytes for t in (self.key_of_slot, self.use_stamp))
 
     @property
     def entry_bytes(self) -> int:

@@ -22,6 +22,8 @@ class SlotState:
         num_pinned: slots 1 to this one are never evicted.
         clean_through: number of a batch; the host tier has the updates of all batches up to it.
 
+    >>> import torch
+    >>> from embershard.cache.policies import RecencyScores
     >>> state = SlotState(SlotMap(num_keys=9, num_slots=3), RecencyScores())
     >>> state.preload(torch.tensor([5, 7]), state.map.next_free(2))
     >>> state.evict(torch.tensor([5]), torch.tensor([1]))

@@ -94,7 +94,3 @@ class RowCopies:
         """Copy `slots` to host rows `keys`; the CPU sees them afterwards."""
         self.transfer.write_back(slots, keys.to(self.transfer.key_device))
         self.transfer.finish()
-
-    def discard(self) -> int:
-        """Drop written-back rows that are not in the host tier yet, and return their number."""
-        return self.transfer.discard()

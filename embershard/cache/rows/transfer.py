@@ -21,7 +21,7 @@ class Transfer(Protocol):
 
     @property
     def key_device(self) -> torch.device:
-        """Device that keys must be on; slots are on the device of the slots."""
+        """Device that keys must be on."""
 
     def fill(self, keys: Tensor, slots: Tensor) -> None:
         """Copy host rows `keys` to `slots`."""
@@ -84,31 +84,6 @@ class PlainTransfer:
         if keys.numel():
             for (_, host), part in zip(self._pairs, rows, strict=True):
                 put_rows(host, keys, part.to(host.device))
-
-
-class ScoresTransfer:
-    """Transfer of one score per row, through the CPU. Every copy is done when its call returns.
-
-    Args:
-        device: scores by slot, [S + 1].
-        host: scores by key, [R].
-    """
-
-    def __init__(self, device: Sequence[Tensor], host: Sequence[Tensor]) -> None:
-        (self._slots,), (self._rows,) = device, host
-        self.key_device = self._rows.device
-
-    def fill(self, keys: Tensor, slots: Tensor) -> None:
-        self._slots.scatter_(0, slots, self._rows.index_select(0, keys).to(self._slots.device))
-
-    def write_back(self, slots: Tensor, keys: Tensor) -> None:
-        self._rows.scatter_(0, keys, self._slots.index_select(0, slots).to(self.key_device))
-
-    def finish(self) -> None:
-        pass
-
-    def discard(self) -> int:
-        return 0
 
 
 def put_rows(table: Tensor, rows: Tensor, values: Tensor) -> None:
