@@ -84,7 +84,7 @@ class VictimQueue:
 
     def offer(self, slots: Tensor, next_uses: Tensor, batch: int) -> None:
         """Consider `slots` (int64 [M], distinct) that `batch` used, with their rows' next uses (int32 [M], 0: none)."""
-        self._offered = [part for part in self._offered if part[0] != batch]  # a refill that this batch caused
+        self._offered = [part for part in self._offered if part[0] != batch]  # offered by a refill for this batch
         worth = ((next_uses == 0) | (next_uses >= self._worst_next_use)).nonzero().flatten()
         if self._worst < 0 or not worth.numel():
             return
@@ -96,26 +96,27 @@ class VictimQueue:
             self.clear()  # nearly everything passes the bound, so it is out of date
 
     def _take_first(self, count: int, oldest_pinned: int) -> Tensor:
-        remaining = self._queue.slots.numel() - self._cursor
-        for width in (2 * count, remaining):  # most entries are usable, so a short window nearly always suffices
-            window = self._queue.window(self._cursor, self._cursor + min(width, remaining))
-            usable = self._usable(window, oldest_pinned)[:count]
-            if usable.numel() == count or width >= remaining:
-                break
+        window, usable = self._next_usable(count, oldest_pinned)
+        usable = usable[:count]
         if 0 < usable.numel() == count:
             self._cursor += int(usable[-1]) + 1
         return window.slots.index_select(0, usable)
+
+    def _next_usable(self, count: int, oldest_pinned: int) -> tuple[_Ranked, Tensor]:
+        """Return a window of the queue with `count` usable entries, or the whole rest, and the positions of these."""
+        remaining = self._queue.slots.numel() - self._cursor
+        for width in (2 * count, remaining):  # most entries are usable, so a short window nearly always suffices
+            window = self._queue.window(self._cursor, self._cursor + min(width, remaining))
+            usable = self._usable(window, oldest_pinned)
+            if usable.numel() >= count or width >= remaining:
+                break
+        return window, usable
 
     def _take_lowest(self, count: int, oldest_pinned: int) -> Tensor:
         """Take the lowest ranks of the queue and of the slots offered since the refill, together."""
         ready = [part for batch, part in self._offered if batch < oldest_pinned]
         pinned = [(batch, part) for batch, part in self._offered if batch >= oldest_pinned]
-        remaining = self._queue.slots.numel() - self._cursor
-        for width in (2 * count, remaining):
-            window = self._queue.window(self._cursor, self._cursor + min(width, remaining))
-            usable = self._usable(window, oldest_pinned)
-            if usable.numel() >= count or width >= remaining:
-                break
+        window, usable = self._next_usable(count, oldest_pinned)
         queued = usable.numel()
         again, places = self._rank_again(window, usable, ready, oldest_pinned)
         candidates = window.select(usable).join(again)

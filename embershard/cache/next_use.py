@@ -27,13 +27,16 @@ _LEAST_CHAIN = 1024
 
 @dataclass(frozen=True, eq=False)
 class KnownBatch:
-    """A batch whose ids are known, with U distinct rows; see `NextUseIndex` for an example.
+    """A batch whose ids are known, with U distinct rows.
 
     Attributes:
         number: of the known batch, counted from 1.
         first_use: number of the batch's first use, less one, not wrapped.
         uses: int32 [U], one of the batch's uses of each distinct row, counted from 0.
         positions: int32 [U] of these uses in the batch.
+
+    >>> NextUseIndex(SlotMap(num_keys=9, num_slots=2)).know(torch.tensor([5, 7, 5])).num_rows
+    2
     """
 
     number: int
@@ -59,14 +62,11 @@ class NextUseIndex:
     Attributes:
         next_use: int32 [S + 1], number of the known batch that uses the slot's row next; 0: no known use.
 
-    >>> slot_map = SlotMap(num_keys=9, num_slots=2)
-    >>> index = NextUseIndex(slot_map)
+    >>> index = NextUseIndex(SlotMap(num_keys=9, num_slots=2))
     >>> first, second = index.know(torch.tensor([5, 7, 5])), index.know(torch.tensor([5]))
-    >>> first.num_rows
-    2
     >>> slots, next_uses = index.arrive(first, torch.tensor([1, 2, 1]))  # rows 5 and 7 are in slots 1 and 2
-    >>> sorted(zip(slots.tolist(), next_uses.tolist())), second.number
-    ([(1, 2), (2, 0)], 2)
+    >>> sorted(zip(slots.tolist(), next_uses.tolist()))
+    [(1, 2), (2, 0)]
     """
 
     def __init__(self, slot_map: SlotMap) -> None:
@@ -132,23 +132,19 @@ class NextUseIndex:
             return None
         self._known.popleft()
         distinct = slots.index_select(0, batch.positions)
-        following = self._next_batch.index_select(0, self._cells(self._numbers(batch.first_use, batch.uses)))
-        self.next_use.scatter_(0, distinct, following)
-        last = self._last_use.gather(0, distinct)
-        self._last_use.scatter_(0, distinct, last.masked_fill_(following == 0, 0))
+        following = self._following(batch)
+        self._advance(distinct, following)
         return distinct, following
 
     def skip(self, batch: KnownBatch, keys: Tensor) -> None:
         """Remove the oldest known batch, with these keys (int64 [N]), which will not be prepared."""
         if not self._is_oldest(batch):
             return
+        self._known.popleft()
         distinct = keys.index_select(0, batch.positions)
         entries = self._map.entries(distinct)
-        _, following = self.arrive(batch, keys.new_zeros(keys.numel())) or (None, entries)
-        slots = entries.clamp_min(0).long()
-        self.next_use.scatter_(0, slots, following)
-        last = self._last_use.gather(0, slots)
-        self._last_use.scatter_(0, slots, last.masked_fill_(following == 0, 0))
+        following = self._following(batch)
+        self._advance(entries.clamp_min(0).long(), following)
         over = ((entries < 0) & (following == 0)).nonzero().flatten()
         self._map.set_traces(distinct.index_select(0, over), 0)
 
@@ -186,6 +182,16 @@ class NextUseIndex:
         while self._known and self._known[0].number < batch.number:
             self._known.popleft()
         return bool(self._known) and self._known[0] is batch
+
+    def _following(self, batch: KnownBatch) -> Tensor:
+        """Return the known batch that uses each of the batch's distinct rows next: int32 [U], 0 for none."""
+        return self._next_batch.index_select(0, self._cells(self._numbers(batch.first_use, batch.uses)))
+
+    def _advance(self, slots: Tensor, following: Tensor) -> None:
+        """Set the next uses of `slots` (int64 [U]) to `following` (int32 [U]); without one, clear the last use."""
+        self.next_use.scatter_(0, slots, following)
+        last = self._last_use.gather(0, slots)
+        self._last_use.scatter_(0, slots, last.masked_fill_(following == 0, 0))
 
     def _numbers(self, first_use: int, uses: Tensor) -> Tensor:
         return ((uses + first_use % _WRAP) & (_WRAP - 1)) + 1

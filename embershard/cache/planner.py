@@ -24,7 +24,7 @@ from embershard.cache.slot_state import SlotState
 
 @dataclass(frozen=True, eq=False)
 class CachePlan:
-    """What one batch needs; see `CachePlanner` for an example.
+    """Slots, fills, evictions and write-backs of one batch.
 
     N ids, M fills, E evictions, W <= E write-backs; all int64 on the planning device.
 
@@ -36,6 +36,13 @@ class CachePlan:
         write_back_keys, write_back_slots: [W] the evicted rows that were trained since their last fill or write-back.
         first_hits: bool [N], True at one position of every distinct row that was found in the cache.
         missed: [?] positions of all ids that were not found, ascending.
+
+    >>> from embershard.cache.policies import RecencyScores
+    >>> from embershard.cache.slot_map import SlotMap
+    >>> planner = CachePlanner(SlotState(SlotMap(num_keys=9, num_slots=3), RecencyScores()))
+    >>> plan = planner.plan(torch.tensor([7, 5, 7]), batch=1, oldest_pinned=1)
+    >>> plan.slots.tolist(), plan.fill_keys.tolist(), plan.evicted_keys.tolist()
+    ([2, 1, 2], [5, 7], [])
     """
 
     batch: int
@@ -66,14 +73,12 @@ class Shortage:
 class CachePlanner:
     """Plans batches against the slots of one pool.
 
-    >>> from embershard.cache.config import CachePolicy
-    >>> from embershard.cache.policies import make_scores
+    >>> from embershard.cache.policies import RecencyScores
     >>> from embershard.cache.slot_map import SlotMap
-    >>> scores = make_scores(CachePolicy("lru"), num_rows=9, num_slots=3, device=torch.device("cpu"))
-    >>> planner = CachePlanner(SlotState(SlotMap(9, 3), scores))
-    >>> plan = planner.plan(torch.tensor([7, 5, 7]), batch=1, oldest_pinned=1)
-    >>> plan.slots.tolist(), plan.fill_keys.tolist(), plan.evicted_keys.tolist()
-    ([2, 1, 2], [5, 7], [])
+    >>> planner = CachePlanner(SlotState(SlotMap(num_keys=9, num_slots=1), RecencyScores()))
+    >>> planner.admit(planner.plan(torch.tensor([7]), batch=1, oldest_pinned=1))
+    >>> planner.plan(torch.tensor([5]), batch=2, oldest_pinned=2).evicted_keys.tolist()
+    [7]
     """
 
     def __init__(self, state: SlotState) -> None:

@@ -30,6 +30,7 @@ class PoolRows:
     those of `RowCache` and parts that it made.
 
     Attributes:
+        guard: marks changes of the state.
         copies: the copies of rows.
         payload: tensors [S + 1, ...] that hold the slots.
     """
@@ -43,13 +44,13 @@ class PoolRows:
         state: SlotState,
         counters: CacheCounters,
         in_flight: InFlight,
-        guard: ChangeGuard,
         pinned_keys: Tensor,
         warmup: bool,
     ) -> None:
         self._name, self._host, self._device_payload = name, host, device_payload
         self._state, self._map, self._scores = state, state.map, state.scores
-        self._counters, self._in_flight, self._guard = counters, in_flight, guard
+        self._counters, self._in_flight = counters, in_flight
+        self.guard = ChangeGuard(name)
         self._pinned_keys, self._is_cold = pinned_keys, warmup
         self.copies = RowCopies(self._map.device, make_transfer)
         self._attach(self._map.num_slots)
@@ -94,7 +95,7 @@ class PoolRows:
     ) -> torch.cuda.Event | None:
         """Move a plan's rows; return the event to wait for before their use, if any. A copy that fails loses no row."""
         self.copies.write_back_evicted(plan)
-        with self._guard.change(f"filling the rows of batch {plan.batch}"):
+        with self.guard.change(f"filling the rows of batch {plan.batch}"):
             planner.evict(plan)
             try:
                 filled = self.copies.fill_missed(plan)
@@ -102,7 +103,7 @@ class PoolRows:
                 planner.cancel_fill(plan)
                 self._counters.add_rows(Counter.EVICTIONS, plan.evicted_keys)
                 self._counters.add_rows(Counter.WRITE_BACKS, plan.write_back_keys)
-                self._guard.settle()
+                self.guard.settle()
                 raise
             planner.admit(plan, known)
             self._counters.add_plan(plan, feature_lengths, critical_path)
@@ -117,7 +118,7 @@ class PoolRows:
         slots, rows = self._map.num_slots, self._host.num_rows
         grown = grown_slots(self._name, slots, shortage.num_slots, rows, self.slot_bytes, self._in_flight, overflow)
         self.copies.finish()
-        with self._guard.change(f"growing to {grown} slots"):
+        with self.guard.change(f"growing to {grown} slots"):
             self._attach(grown)
             self._state.grow(grown)
             self._counters.add_growth(shortage.miss_keys)
@@ -206,7 +207,7 @@ class PoolRows:
     def _note_fetched(self, keys: Tensor, version: int | None) -> None:
         """Note that the slots of `keys` equal the host tier; `version` of the host tier if `keys` are all cached
         rows."""
-        with self._guard.change("fetching rows that were written to in the host tier"):
+        with self.guard.change("fetching rows that were written to in the host tier"):
             self._counters.add_rows(Counter.EVICTIONS, keys)
             self._counters.add_rows(Counter.PRELOADS, keys)
             if version is not None:
@@ -231,7 +232,7 @@ class PoolRows:
     def _preload(self, keys: Tensor) -> None:
         slots = self._map.next_free(keys.numel())
         self.copies.fill(keys, slots)
-        with self._guard.change("filling the cache before the first batch"):
+        with self.guard.change("filling the cache before the first batch"):
             self._state.preload(keys, slots)
             self._counters.add_rows(Counter.PRELOADS, keys)
 

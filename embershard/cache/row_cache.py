@@ -11,7 +11,6 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from embershard.cache.change_guard import ChangeGuard
 from embershard.cache.config import CachePolicy, Overflow, TransferKind
 from embershard.cache.key_map import MapKind
 from embershard.cache.next_use import KnownBatch, NextUseIndex
@@ -104,28 +103,18 @@ class RowCache:
         self._map = SlotMap(host.num_rows, num_slots, device, kind)
         self.next_use_index = NextUseIndex(self._map) if policy.by_next_use else None
         scores = make_scores(policy, host.num_rows, num_slots, device, row_counts, transfer)
-        self.state = SlotState(self._map, scores, self.next_use_index, self._num_pinned)
-        self._planner = CachePlanner(self.state)
+        self.state = state = SlotState(self._map, scores, self.next_use_index, self._num_pinned)
+        self._planner = CachePlanner(state)
         self._other_tables = OtherTables(host.row_offsets, table_of_feature, pinned_keys)
-        self.counters = CacheCounters(host.row_offsets, table_of_feature, device)
+        self.counters = counters = CacheCounters(host.row_offsets, table_of_feature, device)
         self._overflow = overflow
-        self._in_flight = InFlight()
+        self._in_flight = in_flight = InFlight()
         self._lock = threading.RLock()
-        self._guard = ChangeGuard(self.name)
         make_transfer = transfer_maker(transfer, device, host.payload)
         self._rows = PoolRows(
-            self.name,
-            host,
-            device_payload,
-            make_transfer,
-            self.state,
-            self.counters,
-            self._in_flight,
-            self._guard,
-            pinned_keys,
-            policy.warmup,
+            self.name, host, device_payload, make_transfer, state, counters, in_flight, pinned_keys, policy.warmup
         )
-        self._copies = self._rows.copies
+        self._copies, self._guard = self._rows.copies, self._rows.guard
         self._stream_order = StreamOrder(device)
 
     # -- training

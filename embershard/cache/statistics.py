@@ -169,16 +169,8 @@ def table_stats(
     host_bytes: int,
     row_bytes: int,
 ) -> list[TableStats]:
-    """Return the totals per table of a pool; the sum over tables is the pool's.
-
-    Args:
-        rows: of each table.
-        free_slots: slots that hold no row.
-        map_bytes: device memory of the map over the rows.
-        slot_bytes: all other device memory.
-        host_bytes: host memory of all rows.
-        row_bytes: bytes moved with each row.
-    """
+    """Return the totals of a pool's tables, of `rows` each. `slot_bytes` is all device memory but that of the map over
+    the rows; `row_bytes` move with each row."""
     values = counters.values.tolist()
     held = [row[Counter.FILLS] + row[Counter.PRELOADS] - row[Counter.EVICTIONS] for row in values]
     absent = [all_rows - own for all_rows, own in zip(rows, held, strict=True)]

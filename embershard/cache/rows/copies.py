@@ -37,7 +37,7 @@ class RowCopies:
 
     def write_back_evicted(self, plan: CachePlan) -> None:
         """Write the plan's dirty victims back. Their slots keep the rows until `fill_missed`."""
-        key_device = self.transfer.key_device  # on a GPU the CPU may have to wait for the keys: before copies queue
+        key_device = self.transfer.key_device  # first: on a GPU the CPU may wait for the keys
         write_back_keys, self._fill_keys = plan.write_back_keys.to(key_device), plan.fill_keys.to(key_device)
         if self._stream is None:
             self.transfer.write_back(plan.write_back_slots, write_back_keys)
@@ -80,9 +80,9 @@ class RowCopies:
             torch.cuda.current_stream(self._device).wait_event(self._last_trained)
 
     def finish(self) -> None:
-        """Block until no copy is under way between slots and host."""
+        """Make the current stream wait for all plans' copies, and the CPU for all rows that were written back."""
         self.follow_training()
-        if self._stream is not None:  # that of all plans' copies
+        if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self.transfer.finish()
 
