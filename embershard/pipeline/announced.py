@@ -1,4 +1,4 @@
-"""What a step's forward may be given: the very features that were sent ahead for it."""
+"""Check that a step's forward gets the features that were announced for it."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.errors import CacheError
+from embershard.sharding.torchrec.compat import batch_sizes
 
 
 class Announced:
-    """A module's input in the batch that trains: the ids, lengths and weights that were sent ahead.
+    """A module's input in the batch that trains: ids, lengths and weights as they were announced.
 
-    Usually the forward gets the same object, or one of the same memory. Otherwise its contents are compared; on a GPU
-    the host waits for that.
+    The forward usually gets the same object, or another one over the same memory. Otherwise contents are compared; on a
+    GPU the host waits for that.
     """
 
     def __init__(self, features: KeyedJaggedTensor) -> None:
         self._features = features
         self._parts = _parts(features)
-        self._versions = [None if part.is_inference() else part._version for part in self._parts.values()]
+        self._versions = _versions(self._parts)
 
     def check(self, given: KeyedJaggedTensor | None) -> None:
-        """Whether a forward that gets ``given`` means what was sent.
+        """Compare what a forward gets with what was announced.
 
         Raises:
-            CacheError: it does not, with what differs.
+            CacheError: they differ; the message says in what.
         """
-        versions = [None if part.is_inference() else part._version for part in self._parts.values()]
-        if versions != self._versions:
+        if _versions(self._parts) != self._versions:
             raise CacheError(
                 "the batch of this step was written to in place after it was announced: the ids, lengths and weights "
                 "that train are those from before. Change batches before the pipeline takes them"
@@ -67,11 +67,10 @@ def _parts(features: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
     return parts if weights is None else {**parts, "weights": weights}
 
 
+def _versions(parts: Mapping[str, torch.Tensor]) -> list[int | None]:
+    return [None if part.is_inference() else part._version for part in parts.values()]
+
+
 def features_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> KeyedJaggedTensor | None:
-    """The features among a forward's arguments; None without any."""
+    """Return the features among a forward's arguments, or None."""
     return next((value for value in [*args, *kwargs.values()] if isinstance(value, KeyedJaggedTensor)), None)
-
-
-def batch_sizes(features: KeyedJaggedTensor) -> list[list[int]] | None:
-    """Samples per feature and rank, where features differ in them; else None."""
-    return features.stride_per_key_per_rank() if features.variable_stride_per_key() else None

@@ -1,4 +1,4 @@
-"""The tensors in batches, whatever their classes."""
+"""Tensors in batches of any class."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from torchrec.streamable import Multistreamable
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in a batch, a module's input or its context."""
+    """Yield all tensors in a batch, a module's input or its context.
+
+    >>> [tensor.numel() for tensor in tensors_of({"dense": torch.zeros(3), "labels": [torch.zeros(2)]})]
+    [3, 2]
+    """
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, KeyedJaggedTensor):
@@ -30,7 +34,7 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """What an object holds: in its ``__dict__``, and in the ``__slots__`` of its classes."""
+    """Return an object's attributes: those in its `__dict__` and in the `__slots__` of its classes."""
     fields = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
     members = [vars(each).items() for each in type(value).__mro__]
     slots = [name for each in members for name, member in each if isinstance(member, types.MemberDescriptorType)]
@@ -39,6 +43,6 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def tensor_bytes(value: Any) -> int:
-    """Memory of all tensors in ``value``, each counted once, in bytes."""
+    """Return the memory of all tensors in `value`, each counted once, in bytes."""
     by_place = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors_of(value)}
     return sum(tensor.numel() * tensor.element_size() for tensor in by_place.values())

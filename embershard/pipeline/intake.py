@@ -1,4 +1,4 @@
-"""Which batches enter a pipeline: those of which every rank has one."""
+"""Agreement of the ranks on which batches enter the pipeline: those of which every rank has one."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _NO_BATCH = object()
 
 
 class Intake:
-    """Takes batches from this rank's iterator, and lets each in when all ranks have one.
+    """Takes batches from this rank's iterator, and lets each in when every rank has one.
 
     All ranks call the same methods in the same order.
 
     Args:
         device: of this rank.
-        check: raises for a batch that this rank cannot use: before the others count on it.
+        check: raises for a batch that this rank cannot use, before the other ranks count on it.
 
     Attributes:
         is_over: a rank has no batch left.
-        wish: what the ranks last agreed on: the largest number that any of them gave to :meth:`offer`.
+        wish: the largest number that any rank gave to the last :meth:`offer`.
     """
 
     def __init__(self, device: torch.device, check: Callable[[Any], None]) -> None:
@@ -31,24 +31,24 @@ class Intake:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew: what was asked about the next batch need not be answered."""
+        """Start again: drop the question about the next batch."""
         self._agreement = Agreement(self._device)
         self._offered: Any = _NO_BATCH
         self._is_asked = self.is_over = False
-        self._failure: Exception | None = None  # of this rank's iterator, until the others know
+        self._failure: Exception | None = None  # of this rank's iterator; the other ranks do not know it yet
         self.wish = 0
 
     def reopen(self) -> None:
-        """Another iterator may come."""
+        """Accept another iterator."""
         self.is_over = False
 
     def offer(self, batches: Iterator[Any], is_full: bool, wish: int) -> None:
-        """Take the next batch, and tell the other ranks. What the iterator raises is raised when all of them know.
+        """Take the next batch and tell the other ranks. An error of the iterator is raised once all ranks know it.
 
         Args:
-            batches: this rank's.
-            is_full: it has no room for a batch now.
-            wish: see :attr:`wish`.
+            batches: of this rank.
+            is_full: this rank has no room for a batch now.
+            wish: this rank's number; the ranks agree on the largest.
         """
         if self.is_over or self._is_asked:
             return
@@ -68,7 +68,7 @@ class Intake:
         self._is_asked = True
 
     def admit(self, let_in: Callable[[Any], None]) -> bool:
-        """After :meth:`offer`: ``let_in(batch)`` if every rank has one; False if not now, or never.
+        """After :meth:`offer`: call `let_in(batch)` if every rank has a batch; return False if not now, or never.
 
         Raises:
             DataError: another rank's iterator failed; that rank raises its own exception.
@@ -85,10 +85,10 @@ class Intake:
         if decision != Supply.READY:
             return False
         let_in(self._offered)
-        self._offered = _NO_BATCH  # not before: an exception loses no batch
+        self._offered = _NO_BATCH  # last: an exception loses no batch
         return True
 
     def has_let_in(self, batch: Any) -> None:
-        """``batch`` is in already, though an exception came before :meth:`admit` ended."""
+        """Note that `batch` is in, although an exception may have ended :meth:`admit` early."""
         if batch is self._offered:
             self._offered = _NO_BATCH

@@ -1,8 +1,9 @@
-"""What happens when a training step is left by an exception on some ranks.
+"""Handling of an exception that ends a training step on some ranks.
 
-A step is collective. A rank that leaves it after its backward owes the others nothing more in it. One that leaves it
-earlier makes the others wait, in a collective that it will never enter: it must not start another one, which would be
-taken for it. So it says through the process group's store that it left, and goes on only if all ranks did.
+A step is collective. A rank that leaves the step after its backward owes the others nothing more. A rank that leaves it
+earlier makes the others wait in a collective that it never enters; it must not start another collective, which the
+others would take for that one. So it says through the process group's store that it left, and goes on only if all
+ranks left.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ import torch.distributed as dist
 
 from embershard.errors import EmbershardError, StepError
 
-#: How long the ranks that left a step wait for the others to leave it, too.
+#: Time that ranks that left a step wait for the others to leave it.
 GRACE = datetime.timedelta(seconds=10)
 _MOST_CHARACTERS = 500
 _numbers = itertools.count()
 
 
 class BackwardWatch:
-    """Notices the end of a backward pass, all of its collectives included."""
+    """Notices the end of a backward pass, including its collectives."""
 
     def __init__(self) -> None:
         self.is_done = False
 
     def follow(self, output: Any) -> None:
-        """``output`` is a tensor of which a backward pass may begin, or a tuple, list or dict of those."""
+        """Watch the tensors in `output` (a tensor, or tuples, lists and dicts of them) for a backward pass."""
         if isinstance(output, torch.Tensor) and output.requires_grad:
             output.register_hook(self._begin)
         elif isinstance(output, dict):
@@ -46,9 +47,9 @@ class BackwardWatch:
 
 
 class LeftSteps:
-    """Tells the other ranks of a pipeline that this one left a step before its end.
+    """Tells the other ranks of a pipeline that this rank left a step before its end.
 
-    Every rank makes it at the same place, as pipelines are made.
+    All ranks create their pipelines in the same order, so these objects belong together.
     """
 
     def __init__(self) -> None:
@@ -58,7 +59,7 @@ class LeftSteps:
         self._left: tuple[int, BaseException] | None = None
 
     def say(self, step: int, error: BaseException, must_wait: bool = True) -> None:
-        """This rank leaves step number ``step``. ``must_wait``: it may go on only when all ranks have left it."""
+        """Say that this rank leaves step number `step`. `must_wait`: it may go on only when all ranks have left."""
         if self._world_size == 1:
             return
         if must_wait:
@@ -66,21 +67,21 @@ class LeftSteps:
         text = f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS]
         try:
             _store().set(self._key(step, self._rank), text)
-        except RuntimeError:  # whoever has the store is gone; then the others know
+        except RuntimeError:  # the process with the store has ended: the others know
             return
 
     def check(self) -> None:
-        """Before the next step.
+        """Check before the next step that all ranks left the step that this rank left.
 
         Raises:
-            StepError: this rank left a step that others did not leave.
+            StepError: other ranks did not leave it.
         """
         if self._left is None:
             return
         step, error = self._left
         try:
             _store().wait([self._key(step, rank) for rank in range(self._world_size)], GRACE)
-        except RuntimeError:  # of the store: not all keys are there
+        except RuntimeError:  # the store does not have all keys
             raise StepError(
                 f"rank {self._rank} left step {step} before the end of its backward pass ({type(error).__name__}: "
                 f"{error}), and other ranks did not leave it: they wait in it for this rank. Let the exception end "
@@ -89,10 +90,10 @@ class LeftSteps:
         self._left = None
 
     def explain(self, step: int, error: BaseException) -> None:
-        """Where ``error`` may be that of a collective, because another rank left ``step`` and ended: say so.
+        """Explain `error` if it comes from a collective that failed because another rank left `step` and ended.
 
         Raises:
-            StepError: another rank left the step, with what it raised.
+            StepError: another rank left the step; the message has what that rank raised.
         """
         if self._world_size == 1 or isinstance(error, EmbershardError) or not isinstance(error, RuntimeError):
             return
@@ -101,7 +102,7 @@ class LeftSteps:
                 if rank == self._rank or not _store().check([self._key(step, rank)]):
                     continue
                 text = _store().get(self._key(step, rank)).decode()
-            except RuntimeError:  # whoever has the store is gone
+            except RuntimeError:  # the process with the store has ended
                 return
             raise StepError(f"rank {rank} left step {step}, so no rank goes on. It raised {text}") from error
 

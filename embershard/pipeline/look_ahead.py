@@ -1,24 +1,24 @@
-"""The look-ahead train pipeline: the ids of many batches are known, the rows of the next few are on the device.
+"""The look-ahead train pipeline: it knows the ids of many batches, and holds the rows of the next few on the device.
 
-    window:   [ in training | resident: the next P | known: the next L, ids only ] <- two arriving <- batches
+The step of batch i, with a full window; P is the prefetch depth, L the look-ahead::
 
-A batch goes through these stages, several batches at a time, each in another one:
+    stage     batches          GPU stream         CPU thread    collective
+    train     i                the caller's       the caller's  yes         forward, backward, update
+    resident  i + 1 ... i + P  prepare            worker        no          copy missing rows into slots not in use
+    know      i + L            prepare            the caller's  no          tell the caches when rows are used next
+    receive   i + L            distribute         the caller's  yes         the ids, which were sent in the step before
+    send      i + L + 1        distribute         the caller's  yes         ids, behind the step's backward
+    arrive    i + L + 2        copy, distribute   the caller's  yes         copy to the device; exchange sizes of ids
 
-    arrive    the ranks agree that there is a next batch, and exchange its ids (input all-to-all)
-    know      each cache learns when its rows are used next, and evicts accordingly
-    resident  the missing rows are brought in, into slots that no resident batch uses
-    train     forward, backward, update; its slots may be given away from now on
-
-Knowing costs a few bytes per id; holding costs slots. That is why there are two depths.
+`LookAheadPipeline.step` runs them: `_advance` before the step, `_look_ahead` beside it, `_pay_debts` behind its
+backward. Knowing costs a few bytes per id; holding rows costs slots. That is why there are two depths.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import time
 import weakref
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,41 +28,56 @@ from torch import nn
 
 from embershard.errors import ConfigError
 from embershard.pipeline.intake import Intake
-from embershard.pipeline.left_steps import BackwardWatch, LeftSteps
-from embershard.pipeline.pipelined_forward import Features, OpenStep, PipelinedForward, pipelined_forwards
+from embershard.pipeline.left_steps import LeftSteps
+from embershard.pipeline.model_inputs import ModelInputs
+from embershard.pipeline.pipelined_forward import Features
 from embershard.pipeline.prefetch_depth import PrefetchDepth
 from embershard.pipeline.staged_batch import StagedBatch
 from embershard.pipeline.stats import Depths, LookAheadStats
 from embershard.pipeline.streams import Streams
+from embershard.pipeline.window import Window
 from embershard.pipeline.worker import CacheWorker
+from embershard.sharding.memory_model import MAX_KNOWN_BYTES
 from embershard.sharding.torchrec import cached_embeddings
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 
-#: One whose ids were sent in the step before, and one whose ids will be sent in this one. Ids are sent behind the
-#: collectives of a step's backward: with one batch on its way, the next step would begin by waiting for those.
+#: One batch whose ids were sent in the step before, and one whose ids are sent in this step. Ids are sent behind the
+#: collectives of a step's backward: with a single batch arriving, the next step would begin by waiting for those.
 _MOST_ARRIVING = 2
 
 
 class LookAheadPipeline:
-    """Trains a sharded model with its embedding rows brought in ahead of time. Used as TorchRec's train pipelines are.
+    """Trains a sharded model whose embedding rows are brought in ahead of time. Used like TorchRec's train pipelines.
 
-    The model returns ``(losses, output)``. All ranks must call the same methods in the same order; they stop together
+    The model returns `(losses, output)`. All ranks must call the same methods in the same order; they stop together
     when the first one has no batch left. Evaluation, checkpoints and flushes between two steps are safe: outside of a
     step the model's forward is its own.
 
     Args:
-        model: a ``DistributedModelParallel``.
+        model: a `DistributedModelParallel`.
         optimizer: of the dense parameters; the tables' optimizer is fused into their backward.
         device: of this rank.
-        lookahead: L, batches whose ids are known beyond the one in training.
-        prefetch: P, the most batches whose rows are on the device beyond the one in training; fewer where they do not
-            fit and, where a thread plans beside the training, as few as keep the steps from waiting.
-        features: gives each sharded module's input, by name, from a batch; without it the model is traced.
-        max_known_bytes: known batches may take this much memory; fewer are known where they would take more.
-        worker: plan and copy rows in a thread beside the training. Default: on a CPU (on a GPU they have streams).
+        lookahead: L, batches known beyond the one in training.
+        prefetch: P, the most batches resident beyond the one in training: fewer where they do not fit and, with a
+            worker, as few as keep steps from waiting.
+        features: gives each sharded module's input, by name, from a batch; None: the model is traced.
+        max_known_bytes: memory for known batches; fewer are known where they would take more.
+        worker: plan and copy rows in a thread beside the training. Default: on a CPU (on a GPU there are streams).
 
     Raises:
         ConfigError: not 1 <= P <= L.
+
+    With a sharded `model` (`examples/torchrec_dlrm.py` is a whole program):
+
+    >>> pipeline = LookAheadPipeline(model, optimizer, torch.device("cpu"), lookahead=4)
+    >>> batches = iter(loader)
+    >>> try:
+    ...     while True:
+    ...         output = pipeline.progress(batches)
+    ... except StopIteration:
+    ...     print(pipeline.stats().steps, "steps")
+    8 steps
+    >>> pipeline.detach()
     """
 
     def __init__(
@@ -74,45 +89,36 @@ class LookAheadPipeline:
         prefetch: int = 2,
         *,
         features: Features | None = None,
-        max_known_bytes: int = 2**30,
+        max_known_bytes: int = MAX_KNOWN_BYTES,
         worker: bool | None = None,
     ) -> None:
         if not 1 <= prefetch <= lookahead:
             raise ConfigError(f"got lookahead={lookahead}, prefetch={prefetch}; needed 1 <= prefetch <= lookahead")
         self._model, self._optimizer, self._device = model, optimizer, torch.device(device)
-        self._lookahead, self._prefetch = lookahead, prefetch
-        self._features, self._max_known_bytes = features, max_known_bytes
-        self._intake = Intake(self._device, self._check)
+        self._lookahead, self._prefetch, self._max_known_bytes = lookahead, prefetch, max_known_bytes
+        self._inputs = ModelInputs(model, features)
+        self._intake = Intake(self._device, self._inputs.check)
         self._streams = Streams(self._device)
         self._pools = list(cached_embeddings(model))
         has_worker = self._device.type == "cpu" if worker is None else worker
         self._worker = CacheWorker() if has_worker else None
-        self._forwards: list[PipelinedForward] | None = None
-        self._open = OpenStep()
         self._depth = PrefetchDepth(prefetch, is_adaptive=has_worker)
         self._left = LeftSteps()
-        self._hook: Any = None
-        self._backward = BackwardWatch()
-        self._num_begun = 0
-        self._window: deque[StagedBatch] = deque()
-        self._arriving: deque[StagedBatch] = deque()
-        self._unknown: deque[StagedBatch] = deque()  # those in the window that the caches do not know yet
-        self._is_full = False
-        self._failure: Exception | None = None  # of the thread beside a step that was otherwise complete
-        self._num_resident = 0
-        self._is_due = False  # the step in training is over; what is not needed for the next one can wait
-        self._stall_seconds = 0.0
+        self._window = Window()
         self._depths = Depths()
+        self._num_begun = 0  # steps
+        self._num_resident = 0
+        self._is_full = False  # the known batches take all the memory that they may
         self._token = object()  # by which the caches know who announces batches to them
         weakref.finalize(self, _end_ahead, self._pools, self._token).atexit = False
 
     def progress(self, batches: Iterator[Any]) -> Any:
-        """One step on the next batch: forward, backward, update. Returns the model's output.
+        """Train the next batch (forward, backward, update) and return the model's output.
 
-        In evaluation mode it is the forward alone.
+        In evaluation mode, run its forward alone.
 
         Raises:
-            StopIteration: a rank has no batch left, and all that were under way have trained.
+            StopIteration: a rank has no batch left, and all batches ahead have trained.
         """
         with self.step(batches) as batch:
             if self._model.training:
@@ -124,14 +130,15 @@ class LookAheadPipeline:
         return output
 
     def step(self, batches: Iterator[Any]) -> Any:
-        """For a training loop of one's own: a context with the next batch, on the device. In it, run the model's
-        forward and backward once.
+        """Return a context with the next batch, on the device: for a training loop of one's own.
+
+        Run the model's forward and backward once in it.
 
         Raises:
             StopIteration: as :meth:`progress`.
         """
         self._left.check()
-        if torch.is_grad_enabled():  # an evaluation announces nothing: what a pipeline that trains announced stays
+        if torch.is_grad_enabled():  # an evaluation announces nothing, and keeps what another pipeline announced
             for pool in self._pools:
                 pool.look_ahead_for(self._token)
         try:
@@ -141,63 +148,58 @@ class LookAheadPipeline:
             raise
         if not self._window:
             self._intake.reopen()
-            self._open.end(is_ahead=False)
+            self._inputs.step.end(is_ahead=False)
             raise StopIteration
         return self._step(batches)
 
     def detach(self) -> None:
-        """Give the model's modules their own forwards back, and forget what was ahead; those batches do not train."""
-        self._finish_ahead()
-        for staged in [*self._window, *self._arriving]:
-            staged.close()
-        _end_ahead(self._pools, self._token)
+        """Give the model's modules their own forwards back, and drop the batches ahead: they do not train."""
+        self._join()
+        if self._worker is not None:
+            self._worker.failure = None
         self._window.clear()
-        self._unknown.clear()
-        self._arriving.clear()
+        _end_ahead(self._pools, self._token)
         self._intake.forget()
-        self._is_full, self._failure = False, None
-        for forward in self._forwards or []:
-            forward.remove()
-        self._forwards = None
-        self._open.end(is_ahead=False)
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        self._is_full = False
+        self._inputs.remove()
 
     def stats(self) -> LookAheadStats:
-        """What the pipeline did so far."""
-        stall_seconds = self._stall_seconds + sum(pool.cache.stall_seconds for pool in self._pools)
+        """Return what the pipeline did so far."""
+        stall_seconds = self._depths.stall_seconds + sum(pool.cache.stall_seconds for pool in self._pools)
         return self._depths.stats(self._depth.depth, self._known_bytes, stall_seconds)
+
+    # -- the schedule
 
     @contextmanager
     def _step(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """One step. The batch leaves the window and trains, those after it become resident beside it."""
         started, trains, number = time.perf_counter(), torch.is_grad_enabled(), self._num_begun
         staged = self._begin(trains)
         is_given = is_whole = False
         try:
             if trains and self._worker is not None:
-                self._start(self._worker, self._coming())
+                self._start(self._worker)
             self._num_begun += 1
             is_given = True
             yield staged.on_device
             is_whole = True
         except (Exception, KeyboardInterrupt) as error:
-            is_whole = is_given and self._open.is_forwarded and (self._backward.is_done or not trains)
+            is_whole = is_given and self._inputs.step.is_forwarded and (self._inputs.backward.is_done or not trains)
             if is_given and not is_whole:
                 self._left.say(number, error)
                 self._left.explain(number, error)
             raise
         finally:
-            self._open.end(is_ahead=trains and bool(self._window))
+            self._inputs.step.end(is_ahead=trains and len(self._window) > 0)
             try:
                 if is_whole:
                     self._pay_debts(batches)
             finally:
-                stall_seconds = self._finish_ahead()
+                stall_seconds = self._join()
                 if is_given:
                     staged.close()
                 else:
-                    self._window.appendleft(staged)  # for the next step
+                    self._window.put_back(staged)  # for the next step
         if trains:
             self._depth.add(time.perf_counter() - started, stall_seconds)
             self._depths.add(
@@ -205,137 +207,100 @@ class LookAheadPipeline:
                 resident=None if len(self._window) < self._depth.depth else self._num_resident,
             )
 
-    def _begin(self, trains: bool) -> StagedBatch:
-        """The next batch leaves the window, and its inputs are handed out. When this fails, no batch has left it."""
-        staged = self._window[0]
-        staged.begin()
-        if trains and self._worker is None:
-            self._look_ahead(self._coming(1))
-        self._backward.is_done = False
-        self._open.begin(staged.inputs, trains)
-        self._window.popleft()
-        if self._unknown and self._unknown[0] is staged:
-            self._unknown.popleft()  # only training concerns the caches
-        return staged
-
-    def _coming(self, first: int = 0) -> list[StagedBatch]:
-        """The batches that are to be resident, from place ``first`` of the window on."""
-        return list(itertools.islice(self._window, first, first + self._depth.depth))
-
-    def _pay_debts(self, batches: Iterator[Any]) -> None:
-        """What a step owes the other ranks, whatever its body did after its backward."""
-        for arriving in self._arriving:
-            arriving.send()
-        self._offer(batches)
-
     def _advance(self, batches: Iterator[Any]) -> None:
-        """Fill the window: all of it at the first step, later what one step took."""
-        self._finish_ahead()  # of a step whose end was interrupted
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        """Before a step: fill the window. At the first step with L batches, later with as many as the last one took."""
+        self._join()  # a step whose end was interrupted
+        if self._worker is not None:
+            self._worker.check()  # what failed beside the last step: that step was complete
         self._weigh()
         admitted = True
         while len(self._window) <= self._lookahead:
-            if not self._arriving:
+            if not self._window.num_arriving:
                 admitted = self._admit(batches)
                 if not admitted:
                     break
-            self._arrive()
-            if len(self._unknown) > 1 and torch.is_grad_enabled():  # many, at the first step: how much do they take?
-                self._know()
+            self._window.arrive()
+            if self._window.num_unknown > 1 and torch.is_grad_enabled():  # the first step's: how much do they take?
+                self._window.know()
             self._weigh()
-        while admitted and len(self._arriving) < _MOST_ARRIVING:
+        while admitted and self._window.num_arriving < _MOST_ARRIVING:
             admitted = self._admit(batches)
         if self._window and torch.is_grad_enabled():
-            self._know()
-            self._window[0].make_resident(critical_path=True)
+            self._window.know()
+            self._window.first.make_resident(critical_path=True)
         self._weigh()
 
-    def _weigh(self) -> None:
-        """Whether what is known leaves memory for more."""
-        known_bytes = self._known_bytes
-        self._is_full = known_bytes >= self._max_known_bytes and len(self._window) > self._prefetch + 1
-        self._depths.most_known_bytes = max(self._depths.most_known_bytes, known_bytes)
+    def _begin(self, trains: bool) -> StagedBatch:
+        """Take the step's batch out of the window and hand out its inputs. On an exception it stays in the window."""
+        staged = self._window.first
+        staged.begin()
+        if trains and self._worker is None:
+            self._look_ahead(self._window.coming(1, self._depth.depth))
+        self._inputs.backward.is_done = False
+        self._inputs.step.begin(staged.inputs, trains)
+        self._window.take_first()
+        return staged
 
-    def _start(self, worker: CacheWorker, coming: Sequence[StagedBatch]) -> None:
-        """Begin with what the batches ahead need, beside the training of the present one."""
+    def _start(self, worker: CacheWorker) -> None:
+        """Begin to make the batches ahead resident, beside the training of this one."""
         for pool in self._pools:
-            pool.cache.freeze_pins()  # whether the present batch is through when a plan is made must not matter
-        worker.start(functools.partial(self._look_ahead, coming))
-
-    def _finish_ahead(self) -> float:
-        """How long the step waited for it, in seconds. What failed is raised by the next step: this one is complete."""
-        if self._worker is None:
-            return 0.0
-        self._is_due = self._depth.is_adaptive
-        stall_seconds = 0.0
-        try:
-            stall_seconds = self._worker.join()
-        except Exception as error:
-            self._failure = error
-        finally:
-            self._is_due = False
-            for pool in self._pools:
-                pool.cache.unfreeze_pins()
-        self._stall_seconds += stall_seconds
-        return stall_seconds
+            pool.cache.freeze_pins()  # plans must not depend on when the present batch is released
+        worker.start(functools.partial(self._look_ahead, self._window.coming(0, self._depth.depth)))
 
     def _look_ahead(self, coming: Sequence[StagedBatch]) -> None:
-        """Tell the caches what arrived, and bring in the rows of the next batches, in order, as far as they fit."""
-        self._know()
+        """Make the next batches resident, in order, as many as fit."""
+        self._window.know()
         self._num_resident = 0
         for staged in coming:
-            if self._num_resident and self._is_due:
-                break  # the next step waits for this; later batches can come in beside it
+            if self._num_resident and self._depth.is_adaptive and self._worker is not None and self._worker.is_awaited:
+                break  # the next step waits for this thread, and needs the first batch only
             if not staged.make_resident(critical_path=False):
                 break
             self._num_resident += 1
 
-    # -- the stages
+    def _pay_debts(self, batches: Iterator[Any]) -> None:
+        """Do what this step owes the other ranks, even if its body failed after the backward."""
+        self._window.send()
+        self._offer(batches)
+
+    def _join(self) -> float:
+        """Wait for the work beside the step; return the seconds waited."""
+        if self._worker is None:
+            return 0.0
+        try:
+            stall_seconds = self._worker.join()
+        finally:
+            for pool in self._pools:
+                pool.cache.unfreeze_pins()
+        self._depths.stall_seconds += stall_seconds
+        return stall_seconds
+
+    # -- batches come in
 
     def _offer(self, batches: Iterator[Any]) -> None:
-        """Take the next batch, and tell the other ranks."""
-        if self._arriving:
-            self._intake.has_let_in(self._arriving[-1].batch)
+        """Take the next batch from the iterator, and tell the other ranks."""
+        self._intake.has_let_in(self._window.newest_arriving)
         self._intake.offer(batches, self._is_full, self._depth.wish)
 
     def _admit(self, batches: Iterator[Any]) -> bool:
-        """Let the next batch in if all ranks have one; False if not now, or never."""
+        """Let the next batch in if every rank has one; return False if not now, or never."""
         self._offer(batches)
         is_in = self._intake.admit(self._let_in)
         self._depth.agree(self._intake.wish)
         return is_in
 
     def _let_in(self, batch: Any) -> None:
-        assert self._forwards is not None, "a batch that was not checked"
-        self._arriving.append(StagedBatch(batch, self._device, self._forwards, self._streams))
+        self._window.add(StagedBatch(batch, self._device, self._inputs.forwards, self._streams))
 
-    def _check(self, batch: Any) -> None:
-        """Whatever this rank may find wrong with a batch, it must find before the others count on it."""
-        if self._forwards is None:
-            self._forwards = pipelined_forwards(self._model, batch, self._open, self._features)
-            watch = self._backward  # not self: the model would keep the pipeline alive
-            self._hook = self._model.register_forward_hook(lambda *called: watch.follow(called[-1]))
-        for forward in self._forwards:
-            forward.check(batch)
-
-    def _arrive(self) -> None:
-        """The ids of the batch that was first under way are here."""
-        staged = self._arriving[0]  # it leaves when it is complete: an exception loses no batch
-        staged.receive()
-        self._window.append(self._arriving.popleft())
-        self._unknown.append(staged)
-
-    def _know(self) -> None:
-        """The caches learn what arrived."""
-        while self._unknown:
-            self._unknown.popleft().know()
+    def _weigh(self) -> None:
+        """Decide if there is memory to know more batches."""
+        known_bytes = self._known_bytes
+        self._is_full = known_bytes >= self._max_known_bytes and len(self._window) > self._prefetch + 1
+        self._depths.most_known_bytes = max(self._depths.most_known_bytes, known_bytes)
 
     @property
     def _known_bytes(self) -> int:
-        chains = sum(pool.cache.chain_bytes for pool in self._pools)
-        return chains + sum(staged.known_bytes for staged in self._window)
+        return self._window.known_bytes + sum(pool.cache.chain_bytes for pool in self._pools)
 
 
 def _end_ahead(pools: list[CachedTableBatchedEmbeddings], token: object) -> None:

@@ -1,6 +1,6 @@
-"""Stand-ins for the forwards of sharded modules, which hand out the inputs that went ahead.
+"""Replacements for the forwards of sharded modules: they use the input that ran ahead.
 
-TorchRec's tracer, which its own train pipelines use, finds out how each sharded module's input comes from the batch.
+TorchRec's tracer, which its own train pipelines use, finds how each sharded module's input comes from the batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from embershard.sharding.torchrec.modules import check_ids, ids_are_checked
 
 _log = logging.getLogger(__name__)
 
-#: For each sharded module, by name, how its arguments come from a batch.
+#: From a batch to each sharded module's input, by the module's name.
 Features = Callable[[Any], Mapping[str, Any]]
 
 
@@ -31,9 +31,9 @@ class OpenStep:
     """The step that runs now, shared by the pipeline and the forwards of its model.
 
     Attributes:
-        inputs: what went ahead for it, by module name; empty between two steps.
-        trains: whether it was begun with gradients.
-        is_ahead: whether batches are resident for later steps.
+        inputs: inputs that ran ahead for it, by module name; empty between two steps.
+        trains: the step began with gradients.
+        is_ahead: batches are resident for later steps.
     """
 
     def __init__(self) -> None:
@@ -41,22 +41,21 @@ class OpenStep:
         self.trains = self.is_ahead = False
 
     def begin(self, inputs: dict[str, ModuleInput], trains: bool) -> None:
-        """Hand out ``inputs``."""
+        """Hand out `inputs`."""
         self.inputs, self.trains = inputs, trains
 
     def end(self, is_ahead: bool) -> None:
-        """Between two steps a module's forward is its own."""
+        """Between two steps, leave every module its own forward."""
         self.inputs, self.is_ahead = {}, is_ahead
 
     @property
     def is_forwarded(self) -> bool:
-        """Whether every module has read its input."""
+        """True when every module has read its input."""
         return all(part.is_used for part in self.inputs.values())
 
 
 class PipelinedForward:
-    """Stands in for a sharded module's forward. It hands out the input that went ahead, if there is one; otherwise the
-    module does what it always does.
+    """Replaces a sharded module's forward: uses the input that ran ahead, or calls the module's own forward.
 
     Args:
         name, args, module, stream: as TorchRec's tracer gives them; the stream is not used.
@@ -80,28 +79,27 @@ class PipelinedForward:
         return self._own_forward(*args, **kwargs)
 
     def install(self) -> None:
-        """Be the module's forward, also where another pipeline's forward is by now."""
+        """Become the module's forward, in place of another pipeline's if need be."""
         if self.module.forward is not self:
             self.module.forward = self
 
     def check(self, batch: Any) -> None:
-        """Whether the module can read ``batch``. Not collective.
+        """Check the ids that the module would read of `batch`. Not collective.
 
         Raises:
-            IdOutOfRangeError: an id is no row of its table.
+            IdOutOfRangeError: an out-of-range id.
         """
-        args, kwargs = self.args.build_args_kwargs(batch)
-        features = features_among(args, kwargs)
+        features = features_among(*self.args.build_args_kwargs(batch))
         if features is not None:
             check_ids(self.module, features)
 
     def start(self, batch: Any) -> ModuleInput:
-        """Begin with the module's input all-to-all for ``batch``, which is checked. Collective."""
+        """Start the module's input all-to-all for `batch`, which is checked. Collective."""
         with ids_are_checked(self.module):
             return ModuleInput(self.module, *self.args.build_args_kwargs(batch))
 
     def remove(self) -> None:
-        """Give the module its own forward back, unless there is another forward by now."""
+        """Give the module its own forward back, unless another pipeline has replaced this one."""
         if self.module.forward is self:
             self.module.forward = self._own_forward
 
@@ -109,18 +107,18 @@ class PipelinedForward:
 def pipelined_forwards(
     model: nn.Module, batch: Any, step: OpenStep, features: Features | None = None
 ) -> list[PipelinedForward]:
-    """Put a forward before every sharded module of ``model`` whose input comes straight from the batch.
+    """Replace the forward of every sharded module of `model` whose input comes straight from the batch.
 
     Args:
-        model: a ``DistributedModelParallel``.
-        batch: any batch, for models that the tracer needs one for.
-        step: see :class:`PipelinedForward`.
-        features: gives each module's input; without it, the model is traced.
+        model: a `DistributedModelParallel`.
+        batch: any batch: the tracer needs one for some models.
+        step: shared by the forwards.
+        features: gives each module's input; None: the model is traced.
 
     Raises:
-        ShardingError: the model cannot be traced, or ``features`` leaves a module out.
+        ShardingError: the model cannot be traced, or `features` leaves a module out.
     """
-    for module in model.modules():  # of a pipeline that was left without detach()
+    for module in model.modules():  # an earlier pipeline was not detached
         while isinstance(module.forward, PipelinedForward):
             module.forward.remove()
     if features is not None:
@@ -134,15 +132,15 @@ def pipelined_forwards(
             "depends on tensors out of the modules that hold the embeddings"
         ) from error
     for name in others:
-        _log.warning("%s looks nothing ahead: its input does not come straight from the batch", name)
+        _log.warning("%s runs unpipelined: its input does not come straight from the batch", name)
     forwards = {}
     for module in modules:
-        module.is_pipelined = False  # or it would keep the whole batch for a stage that is not here
+        module.is_pipelined = False  # else it keeps the whole batch for a stage of TorchRec's own pipelines
         forward = module.forward
         if modules.count(module) == 1:
             forwards[forward.name] = forward
         elif isinstance(forward, PipelinedForward):
-            _log.warning("%s looks nothing ahead: it is called more than once in a forward", forward.name)
+            _log.warning("%s runs unpipelined: it is called more than once in a forward", forward.name)
             while isinstance(module.forward, PipelinedForward):  # one for each call
                 module.forward.remove()
     return list(forwards.values())

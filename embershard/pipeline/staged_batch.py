@@ -1,4 +1,4 @@
-"""A batch's life in the pipeline, in one place."""
+"""The life of a batch in the pipeline, in one place."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from embershard.pipeline.streams import Streams
 
 
 class StagedBatch:
-    """A batch on its way: as the iterator gave it, its copy on the device, and its modules' inputs.
+    """A batch in the pipeline: as the iterator gave it, its copy on the device, and its modules' inputs.
 
     Its methods are its stages, in this order; the first three are collective::
 
-        StagedBatch(...)   arriving    copied to the device; its input all-to-all begins
-        send               arriving    the ranks told each other how many ids they will send: the ids are sent
-        receive            arrived     the ids of this rank's tables are here
-        know               known       the caches know when its rows are used, and evict accordingly
-        make_resident      resident    its rows are in slots that no other resident batch uses; again until it is True
-        begin              training    the model's forward is handed its inputs, and the inputs their tickets
-        close              released    its slots may be given away; what was announced and did not happen is taken back
+        StagedBatch(...)   arriving    copy it to the device and start its input all-to-all
+        send               arriving    send its ids; the ranks know how many each sends
+        receive            arrived     wait for the ids of this rank's tables
+        know               known       tell the caches when its rows are used: they evict accordingly
+        make_resident      resident    bring its rows into slots that no other resident batch uses; until it is True
+        begin              training    hand its inputs to the model's forward
+        close              released    release its slots, and take back what was announced and did not happen
 
-    An exception in a stage leaves the batch in the stage before, and the stage can be tried again.
+    An exception in a stage leaves the batch in the stage before. The stage can then be tried again.
 
     Args:
-        batch: has ``to(device, non_blocking)`` and ``record_stream(stream)``.
-        forwards: of the sharded modules whose inputs go ahead.
+        batch: has `to(device, non_blocking)` and `record_stream(stream)`.
+        forwards: of the sharded modules that are pipelined.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class StagedBatch:
 
     @property
     def known_bytes(self) -> int:
-        """Memory of what is kept for it beside the batch itself, in bytes."""
+        """Memory of its inputs, beside the batch itself, in bytes."""
         return sum(part.known_bytes for part in self.inputs.values())
 
     def send(self) -> None:
-        """Send the ids. Doing it twice does nothing."""
+        """Send the ids. A second call does nothing."""
         with self._streams.distributing():
             for part in self.inputs.values():
                 part.send()
@@ -62,7 +62,7 @@ class StagedBatch:
             for part in self.inputs.values():
                 part.receive()
         if self._device.type == "cuda":
-            self.on_device = None  # copied again when it is about to train: the ids are all that is kept on the device
+            self.on_device = None  # copied again before it trains: until then only its ids stay on the device
 
     def know(self) -> None:
         """Tell the caches when its rows are used."""
@@ -71,17 +71,17 @@ class StagedBatch:
                 part.know()
 
     def make_resident(self, critical_path: bool) -> bool:
-        """Bring its rows in, as far as they fit beside those of the batches before it; whether all did."""
+        """Bring in its rows, as far as they fit beside those of the batches before it; return True when all are in."""
         self._copy_to_device()
         with self._streams.preparing():
             complete = [part.make_resident(critical_path) for part in self.inputs.values()]
         return all(complete)
 
     def begin(self) -> Any:
-        """Its step begins: the batch on the device.
+        """Begin its step; return the batch on the device.
 
         Raises:
-            DataError: somebody wrote to the batch's tensors since the pipeline took it.
+            DataError: the batch's tensors were written to since the pipeline took it.
         """
         if any(tensor._version != version for tensor, version in self._versions):
             raise DataError(
@@ -96,7 +96,7 @@ class StagedBatch:
         return self.on_device
 
     def close(self) -> None:
-        """Nobody will read it any more."""
+        """End its life: nothing reads it any more."""
         with self._streams.preparing():
             for part in self.inputs.values():
                 part.close()

@@ -1,23 +1,28 @@
-"""What a look-ahead pipeline did."""
+"""Counts of what a look-ahead pipeline did."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class LookAheadStats:
     """What a pipeline did on this rank.
 
+    >>> depths = Depths()
+    >>> depths.add(known=64, resident=1)
+    >>> depths.stats(prefetch_depth=1, known_bytes=2**20, stall_seconds=0.1).lookahead_min
+    64
+
     Attributes:
         steps: batches trained.
         lookahead_min, lookahead_mean: batches known beyond the one in training, while there was more data; None without
             such a step.
-        prefetch_min, prefetch_mean: batches resident beyond the one in training, while there were enough: the fewest
-            for which no step waited, and fewer when they did not fit. None without such a step.
-        prefetch_depth: how many the pipeline holds now, where they fit; the same on all ranks.
+        prefetch_min, prefetch_mean: batches resident beyond the one in training, while there were enough; None without
+            such a step.
+        prefetch_depth: batches that the pipeline now holds where they fit; the same on all ranks.
         known_bytes, max_known_bytes: memory of the batches that are known and not trained, now and at most, in bytes.
-        stall_seconds: how long the steps waited for rows.
+        stall_seconds: time that steps waited for rows.
     """
 
     steps: int
@@ -31,21 +36,42 @@ class LookAheadStats:
     stall_seconds: float
 
 
-class Depths:
-    """How far the steps looked ahead."""
+@dataclass
+class _Depth:
+    """Minimum and mean of some depths."""
 
-    def __init__(self) -> None:
-        self.steps = self.most_known_bytes = 0
-        self._known, self._resident = _Depth(), _Depth()
+    least: int | None = None
+    count: int = 0
+    total: int = 0
+
+    def add(self, depth: int | None) -> None:
+        if depth is not None:
+            self.least = depth if self.least is None else min(depth, self.least)
+            self.count, self.total = self.count + 1, self.total + depth
+
+    @property
+    def mean(self) -> float | None:
+        return self.total / self.count if self.count else None
+
+
+@dataclass
+class Depths:
+    """Totals over the steps so far."""
+
+    steps: int = 0
+    most_known_bytes: int = 0
+    stall_seconds: float = 0.0
+    _known: _Depth = field(default_factory=_Depth)
+    _resident: _Depth = field(default_factory=_Depth)
 
     def add(self, known: int | None, resident: int | None) -> None:
-        """A step ends; a depth that only the data's end limits is None."""
+        """Count a step; a depth that only the end of the data limits is None."""
         self.steps += 1
         self._known.add(known)
         self._resident.add(resident)
 
     def stats(self, prefetch_depth: int, known_bytes: int, stall_seconds: float) -> LookAheadStats:
-        """Everything so far."""
+        """Return the totals; the arguments are values of now."""
         return LookAheadStats(
             steps=self.steps,
             lookahead_min=self._known.least,
@@ -57,20 +83,3 @@ class Depths:
             max_known_bytes=self.most_known_bytes,
             stall_seconds=stall_seconds,
         )
-
-
-class _Depth:
-    """Least and mean of some numbers."""
-
-    def __init__(self) -> None:
-        self.least: int | None = None
-        self._count = self._sum = 0
-
-    def add(self, depth: int | None) -> None:
-        if depth is not None:
-            self.least = depth if self.least is None else min(depth, self.least)
-            self._count, self._sum = self._count + 1, self._sum + depth
-
-    @property
-    def mean(self) -> float | None:
-        return self._sum / self._count if self._count else None

@@ -1,4 +1,4 @@
-"""One CUDA stream per stage of the look-ahead pipeline. Nothing on a CPU."""
+"""CUDA streams of the look-ahead pipeline's stages. Nothing on a CPU."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from embershard.pipeline.module_input import ModuleInput
 
 
 class Streams:
-    """On a GPU a stream per stage; without one, nothing. Every tensor that a stream reads is recorded on it.
+    """On a GPU, one stream per stage; every tensor that a stream reads is recorded on it.
 
-    Their kernels are small, and later ones wait for them, some on the host: they go before the training's, which fill
-    the device. Not run on a GPU so far.
+    The streams have a higher priority than the training's: their kernels are small, and the host waits for some of
+    them. Not run on a GPU so far.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -24,11 +24,11 @@ class Streams:
             self._copy, self._distribute, self._prepare = (torch.cuda.Stream(device, priority=-1) for _ in range(3))
 
     def copying(self) -> Any:
-        """Batches are copied to the device."""
+        """Return a context for copying batches to the device."""
         return torch.cuda.stream(self._copy) if self._is_cuda else nullcontext()
 
     def distributing(self, on_device: Any = None) -> Any:
-        """Ids are exchanged; of this batch, once it is copied."""
+        """Return a context for exchanging ids; those of `on_device`, once it is copied."""
         if not self._is_cuda:
             return nullcontext()
         if on_device is not None:
@@ -37,7 +37,7 @@ class Streams:
         return torch.cuda.stream(self._distribute)
 
     def preparing(self, inputs: dict[str, ModuleInput] | None = None) -> Any:
-        """The caches work on these inputs, once they are exchanged."""
+        """Return a context for the caches' work; on `inputs`, once they are exchanged."""
         if not self._is_cuda:
             return nullcontext()
         if inputs is not None:
@@ -47,12 +47,12 @@ class Streams:
         return torch.cuda.stream(self._prepare)
 
     def give(self, on_device: Any, inputs: dict[str, ModuleInput]) -> None:
-        """The stream that trains or evaluates may read the batch and its inputs. The rows have events of their own."""
+        """Let the current stream, which trains or evaluates, read the batch and its inputs. Rows have own events."""
         if not self._is_cuda:
             return
         training = torch.cuda.current_stream(self._device)
         training.wait_stream(self._copy)
-        training.wait_stream(self._distribute)  # the caches were not told of a batch that is only evaluated
+        training.wait_stream(self._distribute)  # the caches do not know a batch that is only evaluated
         training.wait_stream(self._prepare)
         on_device.record_stream(training)
         for part in inputs.values():

@@ -35,7 +35,7 @@ from embershard.planning.request import column_block
 from embershard.sharding.sizes import PlacedShard, TableSize
 from embershard.sharding.torchrec.partitioner import PoolRowsPartitioner
 from embershard.sharding.torchrec.sharders import StockEmbeddingBagCollectionSharder
-from embershard.sharding.torchrec.torchrec_planner import _OrderedEnumerator
+from embershard.sharding.torchrec.torchrec_planner import OrderedEnumerator
 
 _MOST_GRID_PROPOSALS = 500
 _MOST_PLACED_SHARDS = 400_000  # by one proposer, over all its proposals: bounds the search without a clock
@@ -151,7 +151,7 @@ def _planner(
     return EmbeddingShardingPlanner(
         topology=topology,
         batch_size=1,
-        enumerator=_OrderedEnumerator(
+        enumerator=OrderedEnumerator(
             topology, batch_size=1, constraints=constraints, estimator=_Estimator(by_name, costs, by_memory)
         ),
         storage_reservation=FixedPercentageStorageReservation(percentage=0.0),

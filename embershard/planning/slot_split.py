@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from embershard.cache.config import LEAST_SLOTS
 from embershard.cache.slot_map import MOST_POOL_ROWS
 from embershard.planning.predict import counted_reports
 from embershard.planning.request import Budget
@@ -26,12 +25,7 @@ def least_slots(workload: Workload, shards: Sequence[PlacedShard]) -> int:
     rows = sum(shard.rows for shard in shards)
     unique_ids = sum(each.unique_ids for each in counted_reports(workload, shards, max(1, rows)))
     needed = max(unique_ids * _ROOM, workload.most_unique_ids(shards)) / (1.0 - _STAYING)
-    return max(1, min(rows, max(LEAST_SLOTS, math.ceil(needed))))
-
-
-def slots_by_ratio(rows: int, ratio: float) -> int:
-    """Slots of a pool of so many rows where a share of them was asked for, as the cache itself resolves it."""
-    return max(1, min(rows, max(LEAST_SLOTS, round(ratio * rows))))
+    return memory_model.slots_for(rows, math.ceil(needed))
 
 
 def fixed_bytes(workload: Workload, shards: Sequence[PlacedShard]) -> int:
@@ -84,7 +78,7 @@ def _by_ratio(
     needed = fixed_bytes(workload, here)
     for key, members in grouped.items():
         memory = memory_model.pool_memory(members, workload.shape.memory)
-        slots = slots_by_ratio(memory.rows, budget.ratio)
+        slots = memory_model.slots_for(memory.rows, budget.ratio * memory.rows)
         needed += memory.device_bytes(slots)
         found.append((key, members, slots))
     return found if budget.device_bytes is None or needed <= budget.device_bytes else None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from embershard.cache.config import CachePolicy
+from embershard.cache.config import LEAST_SLOTS, CachePolicy
 from embershard.cache.key_map import ARRAY_ROW_BYTES, HASHED_SLOT_BYTES, MapKind, map_kind
 from embershard.sharding.sizes import ModelSize, PlacedShard
 
@@ -15,7 +15,7 @@ _NEXT_USE_BYTES = 8
 _ID_BYTES = 8
 _KNOWN_ID_BYTES = 12  # per distinct row of a known batch, and its link in the chain
 _FLOAT_BYTES = 4
-#: `LookAheadPipeline` knows fewer batches where they would take more.
+#: Default memory for known batches; `LookAheadPipeline` knows fewer where they would take more.
 MAX_KNOWN_BYTES = 2**30
 
 
@@ -51,9 +51,22 @@ class PoolMemory:
         """As the cache allocates them."""
         return self.map_bytes + (num_slots + 1) * self.slot_bytes
 
+    def slots_in(self, device_bytes: int) -> int:
+        """Return the slots that fit beside the null slot; below 1 if none does."""
+        return (device_bytes - self.map_bytes) // self.slot_bytes - 1
+
     def num_slots(self, device_bytes: int) -> int:
-        """Most slots that fit, at most one per row; below 1 when none does."""
-        return min(self.rows, (device_bytes - self.map_bytes) // self.slot_bytes - 1)
+        """Return the slots that fit, at most one per row; below 1 if none does."""
+        return min(self.rows, self.slots_in(device_bytes))
+
+
+def slots_for(rows: int, wanted: float) -> int:
+    """Return the slots of a pool of `rows` rows for which `wanted` slots were asked.
+
+    >>> slots_for(rows=1000, wanted=0.05 * 1000), slots_for(rows=100, wanted=0.05 * 100), slots_for(rows=3, wanted=9)
+    (50, 16, 3)
+    """
+    return max(1, min(rows, max(LEAST_SLOTS, round(wanted))))
 
 
 def pool_memory(shards: Sequence[PlacedShard], settings: MemorySettings) -> PoolMemory:

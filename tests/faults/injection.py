@@ -24,9 +24,11 @@ _ROOT = Path(__file__).resolve().parent.parent.parent / "embershard"
 _SHOWS_NOTHING = {"__init__.py", "config.py", "pinned_tables.py", "page_lock.py", "row_kernels.py", "hash_kernels.py"}
 _TORCHREC = (
     "sharding/torchrec/embeddings.py",
+    "sharding/torchrec/feature_keys.py",
     "pipeline/module_input.py",
     "pipeline/pipelined_forward.py",
     "pipeline/staged_batch.py",
+    "pipeline/window.py",
 )
 #: Where exceptions are raised, by group: all of the cache but what runs on GPUs only or when a model is built.
 GROUPS: dict[str, frozenset[str]] = {

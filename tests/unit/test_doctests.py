@@ -5,9 +5,13 @@ from __future__ import annotations
 import doctest
 import importlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from embershard.distributed import process_group
+from tests.unit import doctest_names
 
 PROJECT = Path(__file__).resolve().parents[2]
 FILES = sorted((PROJECT / "embershard").rglob("*.py"))
@@ -15,9 +19,6 @@ ROOMS = [file for file in FILES if file.name == "__init__.py" and "__all__" in f
 
 # Public names that still need an example. Remove yours once it has one; add none.
 WITHOUT_EXAMPLE = {
-    "embershard.CachedEmbeddingCollectionSharder",
-    "embershard.LookAheadPipeline",
-    "embershard.cache_stats",
     "embershard.data.Batch",
     "embershard.data.BatchStream",
     "embershard.data.CriteoConfig",
@@ -43,7 +44,6 @@ WITHOUT_EXAMPLE = {
     "embershard.distributed.set_rng_state",
     "embershard.distributed.shortest",
     "embershard.distributed.without_empty",
-    "embershard.flush",
     "embershard.frequency.CountHistogram",
     "embershard.frequency.DataStatistics",
     "embershard.frequency.Drift",
@@ -53,21 +53,9 @@ WITHOUT_EXAMPLE = {
     "embershard.frequency.TableTrace",
     "embershard.frequency.is_followed",
     "embershard.frequency.row_hashes",
-    "embershard.host_rows_changed",
     "embershard.models.ModelConfig",
     "embershard.models.build_model",
     "embershard.models.table_name",
-    "embershard.pipeline.LookAheadPipeline",
-    "embershard.pipeline.LookAheadStats",
-    "embershard.plan_sharding",
-    "embershard.sharding.torchrec.CachedEmbeddingCollectionSharder",
-    "embershard.sharding.torchrec.StockEmbeddingBagCollectionSharder",
-    "embershard.sharding.torchrec.cache_stats",
-    "embershard.sharding.torchrec.cached_embeddings",
-    "embershard.sharding.torchrec.flush",
-    "embershard.sharding.torchrec.host_rows_changed",
-    "embershard.sharding.torchrec.plan_sharding",
-    "embershard.sharding.torchrec.pools_by_module",
 }
 
 
@@ -80,11 +68,21 @@ def examples(file: Path) -> int:
     return len(re.findall(r"^\s*>>> ", file.read_text(encoding="utf-8"), re.MULTILINE))
 
 
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    with process_group("cpu"):
+        yield
+
+
 @pytest.mark.parametrize("file", [file for file in FILES if examples(file)], ids=module_name)
-def test_the_examples_work(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_examples_work(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest):
     """In an empty folder. No example escapes: doctest finds as many as the file shows."""
     monkeypatch.chdir(tmp_path)
-    tests = doctest.DocTestFinder().find(importlib.import_module(module_name(file)))
+    given = {}
+    if "(model" in file.read_text(encoding="utf-8") and {"torchrec", "pipeline"} & set(file.parts):
+        request.getfixturevalue("one_rank")
+        given = doctest_names.names()
+    tests = doctest.DocTestFinder().find(importlib.import_module(module_name(file)), extraglobs=given)
     assert sum(len(test.examples) for test in tests) == examples(file)
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     output: list[str] = []

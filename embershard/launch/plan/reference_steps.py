@@ -26,8 +26,8 @@ from embershard.launch.train.command import _quiet
 from embershard.models import table_name
 from embershard.planning.cost import work as formulas
 from embershard.planning.cost.rates import StepWork
-from embershard.planning.slot_split import slots_by_ratio
 from embershard.sharding.config import ShardingConfig
+from embershard.sharding.memory_model import slots_for
 from embershard.sharding.plan import Plan, TablePlacement, pools_of
 from embershard.sharding.torchrec import cache_stats
 from embershard.training.config import RunConfig
@@ -200,7 +200,7 @@ def simple_plan(config: RunConfig, sharding: str, world_size: int) -> Plan:
         host_memory_bytes=None,
         settings={},
         tables=tuple(tables),
-        pools=tuple(pool.with_slots(slots_by_ratio(pool.rows, ratio)) for pool in pools_of(tables, world_size)),
+        pools=tuple(pool.with_slots(slots_for(pool.rows, ratio * pool.rows)) for pool in pools_of(tables, world_size)),
     )
 
 

@@ -1,4 +1,4 @@
-"""The cache inside TorchRec: kernel, lookups, shardings, sharded modules, sharders. A new TorchRec touches
+"""The cache inside TorchRec: kernels, lookups, shardings, sharded modules, sharders. A new TorchRec version touches
 this folder."""
 
 from embershard.sharding.torchrec.inspection import (

@@ -1,7 +1,7 @@
-"""Ids are checked where the user's names still hold: before the input all-to-all, on the rank that read them.
+"""Checks of ids before the input all-to-all, on the rank that read them, where the user's names still apply.
 
-Afterwards it is too late. FBGEMM trains row 0 for an id that is too large (with one warning), and bucketing
-by row blocks sends such an id to some rank as some row.
+After the all-to-all it is too late: FBGEMM trains row 0 for an id that is too large (with one warning), and row-wise
+sharding sends such an id to some rank as some row.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _TableConfig(Protocol):
 
 
 def rows_by_feature(configs: Sequence[_TableConfig]) -> dict[str, tuple[str, int]]:
-    """For each feature the smallest table that it looks into: name and rows."""
+    """Return for each feature the smallest table that it looks into: name and rows."""
     smallest: dict[str, tuple[str, int]] = {}
     for config in configs:
         for feature in config.feature_names:
@@ -35,20 +35,25 @@ def rows_by_feature(configs: Sequence[_TableConfig]) -> dict[str, tuple[str, int
 
 
 def check_bounds(features: KeyedJaggedTensor, rows: Mapping[str, tuple[str, int]]) -> None:
-    """Raise unless every id is a row of its table. Features that no table uses are not checked.
+    """Check that every id is a row of its table. Features that no table uses are not checked.
+
+    >>> rows = {"click": ("clicks", 10)}
+    >>> check_bounds(KeyedJaggedTensor(["click"], torch.tensor([3, 10]), lengths=torch.tensor([1, 1])), rows)
+    Traceback (most recent call last):
+    embershard.errors.IdOutOfRangeError: ...table 'clicks', feature 'click': id 10 at position 1 of the batch...
 
     Raises:
-        IdOutOfRangeError: naming table, feature, position and id of the first one.
+        IdOutOfRangeError: naming table, feature, position and id of the first out-of-range id.
     """
     values = features.values()
     if values.numel() == 0:
         return
     limits = [rows[key][1] if key in rows else _UNCHECKED for key in features.keys()]  # noqa: SIM118
     lengths = features.length_per_key()
-    if max(lengths) * len(lengths) == values.numel():  # as many ids of every feature
+    if max(lengths) * len(lengths) == values.numel():  # every feature has as many ids
         low, high = values.view(len(lengths), -1).aminmax(dim=1)
         inside = bool(((low >= 0) & (high < torch.tensor(limits, device=values.device))).all())
-    elif values.is_cpu:  # a pass per feature, and no limit per id to be written and read
+    elif values.is_cpu:  # a pass per feature needs no limit per id
         parts = values.split(lengths)
         inside = all(_is_inside(part, limit) for part, limit in zip(parts, limits, strict=True))
     else:

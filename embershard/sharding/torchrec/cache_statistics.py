@@ -1,4 +1,4 @@
-"""The cache statistics that TorchRec's planner asks for, from a profile of real data."""
+"""Cache statistics for TorchRec's planner, from a profile of real data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from embershard.frequency.curves import BatchMisses
 
 @dataclass(frozen=True)
 class ProfileCacheStatistics(CacheStatistics):
-    """What a profile says about one table, in TorchRec's terms: lookups are distinct rows of a global batch."""
+    """A profile's statistics of one table, in TorchRec's terms: lookups are the distinct rows of a global batch."""
 
     misses: BatchMisses
 
@@ -22,12 +22,12 @@ class ProfileCacheStatistics(CacheStatistics):
         return self.misses.expected_lookups
 
     def expected_miss_rate(self, clf: float) -> float:
-        """Share of a batch's distinct rows that a cache of ``clf`` times the table misses."""
+        """Return the share of a batch's distinct rows that a cache of `clf` times the table misses."""
         return self.misses.expected_miss_rate(clf)
 
     @property
     def cacheability(self) -> float:
-        """Area under the miss curve: 0 is easy to cache, 1 cannot be."""
+        """Area under the miss curve, from 0 (easy to cache) to 1 (impossible)."""
         return self.misses.cacheability
 
 
@@ -39,18 +39,18 @@ def cache_params_from(
     load_factor: float | None = None,
     algorithm: CacheAlgorithm | None = None,
 ) -> CacheParams:
-    """Cache parameters with statistics, for ``ParameterConstraints(cache_params=...)``.
+    """Return cache parameters with statistics, for `ParameterConstraints(cache_params=...)`.
 
     Args:
         profile: with statistics.
         table: its name.
         global_batch_size: samples of a step, over all ranks.
-        load_factor: slots per row; None: as many as a batch has distinct rows, the least that works, from which
-            TorchRec's ``EmbeddingOffloadScaleupProposer`` scales up.
-        algorithm: as in ``CacheParams``.
+        load_factor: slots per row. None: as many slots as a batch has distinct rows, the minimum, from which TorchRec's
+            `EmbeddingOffloadScaleupProposer` scales up.
+        algorithm: as in `CacheParams`.
 
     Raises:
-        ConfigError: the profile has no statistics, or not of this table.
+        ConfigError: the profile has no statistics of this table.
     """
     misses = profile.cache_statistics(table, global_batch_size)
     if load_factor is None:

@@ -1,4 +1,4 @@
-"""Pooled embeddings and their gradients in fewer bits between ranks: TorchRec's quantized communications."""
+"""TorchRec's quantized communications: pooled embeddings and their gradients in fewer bits between ranks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from embershard.sharding.config import ShardingConfig
 
 
 def comm_codecs(config: ShardingConfig, device: torch.device) -> Any:
-    """What TorchRec's sharders take as ``qcomm_codecs_registry``; None where everything travels as fp32.
+    """Return a sharder's `qcomm_codecs_registry`; None where everything travels as fp32.
 
     Raises:
-        ConfigError: this device has no such type.
+        ConfigError: the device's process group cannot send this type.
     """
     for name in ("forward_dtype", "backward_dtype"):
         if device.type == "cpu" and getattr(config, name) == "bf16":  # TorchRec would fall back to fp16

@@ -1,5 +1,4 @@
-"""What differs between the TorchRec versions that embershard runs on (1.6 to 1.8): the only place that
-asks."""
+"""Differences between the TorchRec versions that embershard runs on (1.6 to 1.8), and small readings of its types."""
 
 from __future__ import annotations
 
@@ -11,15 +10,20 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 
 def supported(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
-    """Those of ``arguments`` that ``function`` of this TorchRec version takes."""
+    """Return those of `arguments` that `function` of this TorchRec version takes."""
     known = inspect.signature(function).parameters
     return {name: value for name, value in arguments.items() if name in known}
 
 
 def as_keyed_jagged(features: Any) -> KeyedJaggedTensor:
-    """TorchRec's modules also take a TensorDict of jagged tensors."""
+    """Convert a module's input: TorchRec's modules also take a TensorDict of jagged tensors."""
     if isinstance(features, KeyedJaggedTensor):
         return features
     from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
     return maybe_td_to_kjt(features, None)
+
+
+def batch_sizes(features: KeyedJaggedTensor) -> list[list[int]] | None:
+    """Return the samples per feature and rank where features differ in them, else None."""
+    return features.stride_per_key_per_rank() if features.variable_stride_per_key() else None

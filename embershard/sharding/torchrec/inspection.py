@@ -1,13 +1,15 @@
-"""Reaching the caches of a model that is already sharded."""
+"""Access to the caches of a sharded model."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardedModule
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.cache.statistics import TableStats
 from embershard.errors import ConfigError
@@ -15,14 +17,23 @@ from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 
 
 def cached_embeddings(model: nn.Module) -> Iterator[CachedTableBatchedEmbeddings]:
-    """Every pool of this rank, in a fixed order."""
+    """Yield every pool of this rank, in a fixed order.
+
+    >>> [pool.cache.tables for pool in cached_embeddings(model)]  # a sharded model
+    [['clicks']]
+    """
     for _, pool in pools_by_module(model):
         yield pool
 
 
 def pools_by_module(model: nn.Module) -> Iterator[tuple[str, CachedTableBatchedEmbeddings]]:
-    """Every pool of this rank, in a fixed order, and before it the path of its sharded module in the model. The
-    wrappers that distribute the model are not part of the path."""
+    """Yield the path of the sharded module in the model, and the pool, for every pool of this rank, in a fixed order.
+
+    The wrappers that distribute the model are not part of the path.
+
+    >>> [path for path, pool in pools_by_module(model)]  # a sharded model
+    ['tables']
+    """
     seen: set[int] = set()
     for path, module in _named_modules(model, "", set()):
         for lookup in getattr(module, "_lookups", None) or ():
@@ -33,8 +44,27 @@ def pools_by_module(model: nn.Module) -> Iterator[tuple[str, CachedTableBatchedE
                     yield path, pool
 
 
+def pools_with_features(
+    module: ShardedModule, received: Sequence[KeyedJaggedTensor]
+) -> Iterator[tuple[CachedTableBatchedEmbeddings, KeyedJaggedTensor]]:
+    """Yield every pool of a sharded module on this rank, with the features of a batch that it reads.
+
+    Args:
+        module: of any sharding.
+        received: what the module's input all-to-all gave for the batch.
+    """
+    for features, lookup in zip(received, module._lookups, strict=True):
+        while isinstance(lookup, DistributedDataParallel):
+            lookup = lookup.module
+        pools = [getattr(kernel, "emb_module", None) for kernel in getattr(lookup, "_emb_modules", ())]
+        if any(isinstance(pool, CachedTableBatchedEmbeddings) for pool in pools):
+            for pool, group in zip(pools, features.split(lookup._feature_splits), strict=True):
+                if isinstance(pool, CachedTableBatchedEmbeddings):
+                    yield pool, group
+
+
 def _named_modules(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """As ``named_modules``, with what a wrapper wraps in the wrapper's own place."""
+    """Yield modules like `named_modules`, without the wrappers' names in the paths."""
     if id(module) in seen:
         return
     seen.add(id(module))
@@ -45,16 +75,21 @@ def _named_modules(module: nn.Module, path: str, seen: set[int]) -> Iterator[tup
 
 
 def flush(model: nn.Module) -> None:
-    """Write every trained row of this rank back to its host tier. ``state_dict`` does it by itself."""
+    """Write every trained row of this rank back to its host tier. `state_dict` does so by itself.
+
+    >>> flush(model)  # a sharded model
+    """
     for pool in cached_embeddings(model):
         pool.flush()
 
 
 def cache_stats(model: nn.Module) -> list[TableStats]:
-    """What the caches of the calling rank did: one value per table, sorted by name and then by module.
+    """Return what the caches of the calling rank did, per table, sorted by name and then by module.
 
-    A table of which the rank holds several column shards counts once, with the sum over its shards. Tables of the same
-    name in two modules are two.
+    Several column shards of a table on the rank are added up. Tables of one name in two modules are two.
+
+    >>> [(table.table, table.rows, table.lookups, table.fills) for table in cache_stats(model)]  # a sharded model
+    [('clicks', 1000, 3, 3)]
     """
     found: dict[tuple[str, str], TableStats] = {}
     for module, pool in pools_by_module(model):
@@ -65,24 +100,28 @@ def cache_stats(model: nn.Module) -> list[TableStats]:
 
 
 def host_rows_changed(model: nn.Module, table: str | None = None, rows: Tensor | None = None) -> None:
-    """Say that rows of this rank's host tier were written to, so that those that are cached are fetched again.
+    """Announce a write to rows of this rank's host tier: cached copies of these rows are fetched again.
 
-    Needed only for writes that torch does not count: through ``.data``, through NumPy, by a collective such as
-    ``broadcast`` or ``all_to_all_single`` into a table, by another process into a mapped file. Call :func:`flush`
-    before writing. Not collective.
+    Needed only for writes that torch does not count: through `.data` or NumPy, by a collective such as `broadcast` or
+    `all_to_all_single` into a table, by another process into a mapped file. Call `flush` before writing. Not
+    collective.
+
+    >>> import torch
+    >>> flush(model)  # a sharded model; then write to rows 7 and 8 through NumPy
+    >>> host_rows_changed(model, "clicks", torch.tensor([7, 8]))
 
     Args:
         model: sharded.
         table: a table's name; None for all tables.
-        rows: int64 [K] numbers of the rows in the whole table; those on other ranks are passed over. None for all.
+        rows: int64 [K] row numbers in the whole table; those on other ranks are ignored. None for all rows.
 
     Raises:
         CacheError: trained rows among them had not been flushed (what they learned is lost: the host's rows count from
             now on), or a forward waits for its backward.
-        ConfigError: no sharded module has such a table, or ``rows`` without ``table``.
+        ConfigError: no sharded module has such a table, or `rows` without `table`.
     """
     if table is None and rows is not None:
-        raise ConfigError("host_rows_changed got rows without a table; name the table that they are of")
+        raise ConfigError("host_rows_changed got rows without a table; name their table")
     tables = {name for module in model.modules() for name in getattr(module, "module_sharding_plan", None) or ()}
     if table is not None and table not in tables:
         raise ConfigError(f"host_rows_changed got the table {table!r}; the sharded tables are {sorted(tables)}")

@@ -1,4 +1,4 @@
-"""The compute kernels of cached tables, as TorchRec's lookups expect them."""
+"""Compute kernels of cached tables, as TorchRec's lookups expect them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 
 
 class CachedFusedOptimizer(EmbeddingFusedOptimizer):
-    """TorchRec's fused optimizer over the host tier: flushed before anybody reads or replaces its states."""
+    """TorchRec's fused optimizer over the host tier. It flushes before its states are read or replaced."""
 
     @property
     def state(self) -> Any:
@@ -38,7 +38,7 @@ class CachedFusedOptimizer(EmbeddingFusedOptimizer):
         self.__dict__["_state"] = value
 
     def post_load_state_dict(self) -> None:
-        """The host tier has new states: forget the old ones."""
+        """Fetch the cached rows again: the host tier has new states."""
         self._emb_module.reset_cache_states()
 
 
@@ -52,7 +52,7 @@ class CachedEmbeddingBag(BatchedFusedEmbeddingBag):
         device: torch.device | None = None,
         sharding_type: ShardingType | None = None,
     ) -> None:
-        # Past the parent, which would build FBGEMM's own table with all rows on the device.
+        # Skip the parent's constructor: it builds FBGEMM's own table with all rows on the device.
         BaseBatchedEmbeddingBag.__init__(self, config, pg, device, sharding_type)
         _check_dims(config)
         self._emb_module = CachedTableBatchedEmbeddings(config, self._pooling, device)
@@ -65,8 +65,10 @@ class CachedEmbeddingBag(BatchedFusedEmbeddingBag):
         vbe_output: Tensor | None = None,
         vbe_output_offsets: Any = None,
     ) -> Tensor:
-        """Pooled rows [B, sum of D], or flat with a batch size per feature. The parent passes those arguments
-        on only to FBGEMM's own module types."""
+        """Return pooled rows [B, sum of D], flat with a batch size per feature.
+
+        The parent passes the arguments for that on to FBGEMM's own modules only.
+        """
         weights = features.weights_or_none()
         if weights is not None and not torch.is_floating_point(weights):
             weights = None
@@ -94,7 +96,7 @@ class CachedEmbedding(BatchedFusedEmbedding):
         self.init_parameters()
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        """Rows [N, D], one per id."""
+        """Return rows [N, D], one per id."""
         return self._emb_module(features.values(), features.offsets())
 
 

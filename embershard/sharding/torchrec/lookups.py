@@ -1,4 +1,4 @@
-"""TorchRec's lookups and shardings, with the cached kernels in place of FBGEMM's own cache."""
+"""TorchRec's lookups and shardings with the cached kernels, in place of FBGEMM's own cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from embershard.sharding.torchrec.spec import has_spec
 
 
 class CachedPooledLookup(GroupedPooledEmbeddingsLookup):
-    """Stock, but for the groups that carry a cache spec."""
+    """TorchRec's lookup, with a cached kernel for each group that carries a cache spec."""
 
     def _create_embedding_kernel(
         self,
@@ -39,7 +39,7 @@ class CachedPooledLookup(GroupedPooledEmbeddingsLookup):
 
 
 class CachedSequenceLookup(GroupedEmbeddingsLookup):
-    """Stock, but for the groups that carry a cache spec."""
+    """TorchRec's lookup, with a cached kernel for each group that carries a cache spec."""
 
     def _create_embedding_kernel(
         self,
@@ -55,7 +55,7 @@ class CachedSequenceLookup(GroupedEmbeddingsLookup):
 
 
 class _PooledSharding:
-    """Makes the cached lookup from what each sharding keeps: one override for all of them."""
+    """Override, shared by all shardings, that creates the cached lookup."""
 
     _lookup_sharding_type: ClassVar[ShardingType | None] = None
 
@@ -125,9 +125,9 @@ class _ColumnWiseSequence(_SequenceSharding, CwSequenceEmbeddingSharding): ...
 
 POOLED_SHARDINGS: dict[str, type] = {
     ShardingType.TABLE_WISE.value: _TableWise,
-    ShardingType.ROW_WISE.value: _RowWise,
     ShardingType.COLUMN_WISE.value: _ColumnWise,
     ShardingType.TABLE_COLUMN_WISE.value: _TableColumnWise,
+    ShardingType.ROW_WISE.value: _RowWise,
     ShardingType.TABLE_ROW_WISE.value: _TableRowWise,
     ShardingType.GRID_SHARD.value: _Grid,
 }
@@ -135,6 +135,6 @@ PERMUTED_SHARDINGS = (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_
 
 SEQUENCE_SHARDINGS: dict[str, type] = {
     ShardingType.TABLE_WISE.value: _TableWiseSequence,
-    ShardingType.ROW_WISE.value: _RowWiseSequence,
     ShardingType.COLUMN_WISE.value: _ColumnWiseSequence,
+    ShardingType.ROW_WISE.value: _RowWiseSequence,
 }

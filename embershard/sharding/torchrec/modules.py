@@ -1,5 +1,4 @@
-"""TorchRec's sharded modules, handing the cache spec to the kernels and checking ids before they are
-distributed."""
+"""TorchRec's sharded modules: they pass the cache spec to the kernels and check ids before the input all-to-all."""
 
 from __future__ import annotations
 
@@ -24,10 +23,10 @@ ShardingInfos = dict[str, list[EmbeddingShardingInfo]]
 
 
 def _mark_cached(infos: ShardingInfos, spec: Any) -> ShardingInfos:
-    """Give the spec to the cached tables. ``prefetch_pipeline`` makes TorchRec group them apart, by dim.
+    """Give the spec to the cached tables. `prefetch_pipeline` makes TorchRec group them apart, by dim.
 
     Raises:
-        ConfigError: FBGEMM would train one of them in a way that does not work on slots. On every rank.
+        ConfigError: a table's FBGEMM arguments do not work on slots. On every rank.
     """
     every = [info for group in infos.values() for info in group]
     cached = [info for info in every if info.param_sharding.compute_kernel == CACHED_KERNEL]
@@ -50,24 +49,26 @@ def _flush_lookups(module: Any) -> None:
 
 
 class _CachedModule:
-    """What both sharded modules do around TorchRec's own."""
+    """Overrides of both sharded modules."""
 
     _rows_by_feature: dict[str, tuple[str, int]]
     _ids_are_checked = False
 
     def input_dist(self, ctx: Any, features: Any) -> Any:
-        """Check the ids, then TorchRec's input all-to-all."""
+        """Check the ids, then run TorchRec's input all-to-all."""
         if not self._ids_are_checked:
             self.check_ids(features)
         return super().input_dist(ctx, features)  # type: ignore[misc]
 
     def check_ids(self, features: Any) -> None:
-        """See :func:`check_bounds`. Not collective."""
+        """Raise `IdOutOfRangeError` for an out-of-range id. Not collective."""
         check_bounds(as_keyed_jagged(features), self._rows_by_feature)
 
     def _apply(self, function: Any, recurse: bool = True) -> Any:
-        """Moves or converts what belongs to the device. The rows of cached tables stay where they are, in host memory:
-        ``DistributedModelParallel`` moves the whole model to the device, and would copy every table along."""
+        """Move or convert all but the cached tables' rows, which stay in host memory.
+
+        `DistributedModelParallel` moves the whole model to the device, and would copy every table.
+        """
         holders = getattr(self, "embedding_bags", None) or self.embeddings  # type: ignore[attr-defined]
         plan = self.module_sharding_plan  # type: ignore[attr-defined]
         cached = [name for name in holders if plan[name].compute_kernel == CACHED_KERNEL]
@@ -80,16 +81,16 @@ class _CachedModule:
 
     @staticmethod
     def _pre_load_state_dict_hook(module: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Tables that the state dict leaves out keep what they learned."""
+        """Flush first: tables that the state dict leaves out keep what they learned."""
         _flush_lookups(module)
         super()._pre_load_state_dict_hook(module, state_dict, prefix, *args)  # type: ignore[misc]
 
 
 def check_ids(module: Any, features: Any) -> None:
-    """Check the ids that ``module`` is about to distribute, where it is one of ours.
+    """Check the ids that `module` is about to distribute, if it is a cached module.
 
     Raises:
-        IdOutOfRangeError: one is no row of its table.
+        IdOutOfRangeError: an out-of-range id.
     """
     if isinstance(module, _CachedModule):
         module.check_ids(features)
@@ -97,7 +98,7 @@ def check_ids(module: Any, features: Any) -> None:
 
 @contextmanager
 def ids_are_checked(module: Any) -> Iterator[None]:
-    """Inside, ``module`` distributes ids without looking at them: :func:`check_ids` did."""
+    """Return a context in which `module` distributes ids unchecked, because `check_ids` has checked them."""
     module._ids_are_checked = True
     try:
         yield
@@ -105,14 +106,8 @@ def ids_are_checked(module: Any) -> Iterator[None]:
         module._ids_are_checked = False
 
 
-def reads_checked_ids(module: Any) -> bool:
-    """Whether every id that ``module`` distributes is a row of a table with fewer than 2^31 rows."""
-    rows = module._rows_by_feature.values() if isinstance(module, _CachedModule) else ()
-    return bool(rows) and all(num_rows < 2**31 for _, num_rows in rows)
-
-
 class CachedShardedEmbeddingBagCollection(_CachedModule, ShardedEmbeddingBagCollection):
-    """A ``ShardedEmbeddingBagCollection`` whose cached tables live in host memory behind device caches."""
+    """A `ShardedEmbeddingBagCollection` whose cached tables are in host memory behind device caches."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -146,7 +141,7 @@ class CachedShardedEmbeddingBagCollection(_CachedModule, ShardedEmbeddingBagColl
 
 
 class CachedShardedEmbeddingCollection(_CachedModule, ShardedEmbeddingCollection):
-    """A ``ShardedEmbeddingCollection`` whose cached tables live in host memory behind device caches."""
+    """A `ShardedEmbeddingCollection` whose cached tables are in host memory behind device caches."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -176,7 +171,7 @@ class CachedShardedEmbeddingCollection(_CachedModule, ShardedEmbeddingCollection
 
 
 def new_sharded_module(cls: type, module: Any, params: Any, env: Any, device: Any, **arguments: Any) -> Any:
-    """Construct ``cls``, one of the two above, with those arguments that this TorchRec version knows."""
+    """Construct `cls`, one of the two above, with the arguments that this TorchRec version takes."""
     stock = (
         ShardedEmbeddingBagCollection if issubclass(cls, ShardedEmbeddingBagCollection) else ShardedEmbeddingCollection
     )

@@ -1,4 +1,4 @@
-"""TorchRec's partitioner, held to the rows that a cache can number."""
+"""TorchRec's partitioner, limited to the rows that a cache can number."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from embershard.sharding.shards import rows_problem
 
 @dataclass
 class _Pool:
-    """A cache that a proposal would make, and its rows by table."""
+    """A cache in a proposal, and its rows by table."""
 
     rank: int
     sharding: str
@@ -26,29 +26,28 @@ class _Pool:
 
 
 class PoolRowsPartitioner(GreedyPerfPartitioner):
-    """Refuses a proposal that would give a cache more rows than it can number; the planner then tries its next one.
+    """Refuses a proposal that gives a cache more rows than it can number; the planner then tries the next.
 
     Args:
-        pool_of: what of a table decides which cache of a rank its shards share, besides the sharding type and the
-            columns; None where the table is not cached.
-        sort_by: which tables are placed first.
+        pool_of: key of the cache that a table's shards share on a rank, besides sharding type and columns; None for a
+            table without a cache.
+        sort_by: order in which tables are placed.
 
     Attributes:
-        refused: why the proposals that memory has room for were refused, by the one that came nearest; empty when none
-            was.
+        refused: reason for the refused proposal that came nearest; empty if none was refused.
     """
 
     def __init__(self, pool_of: Callable[[ShardingOption], Hashable | None], sort_by: SortBy = SortBy.STORAGE) -> None:
         super().__init__(sort_by=sort_by)
         self._pool_of = pool_of
         self.refused = ""
-        self._least_rows: int | None = None  # of the largest pool of a refused proposal
+        self._least_rows: int | None = None  # in the largest pool of a refused proposal
 
     def partition(self, proposal: list[ShardingOption], *arguments: Any, **named: Any) -> list[ShardingOption]:
-        """The proposal with a rank for every shard.
+        """Return the proposal with a rank for every shard.
 
         Raises:
-            PlannerError: it does not fit the memory, or the caches.
+            PlannerError: the proposal does not fit the memory or the caches.
         """
         found = super().partition(proposal, *arguments, **named)
         largest = max(self._pools(found), key=lambda pool: pool.num_rows, default=None)

@@ -1,4 +1,4 @@
-"""Our plans as TorchRec's, TorchRec's as ours, and whether what was built is what was planned."""
+"""Conversion of plans to and from TorchRec's, and the check that a model was built as planned."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from embershard.sharding.torchrec.sharders import has_cache
 from embershard.sharding.torchrec.spec import CACHED_KERNEL
 from embershard.sharding.torchrec.torchrec_planner import ShardableTable, shardable_tables
 
-#: A table's rows, columns and dtype.
+#: Rows, columns and dtype of a table.
 TableShape = tuple[int, int, str]
 
 _FUSED = EmbeddingComputeKernel.FUSED.value
@@ -46,14 +46,14 @@ _KERNELS = {"cached": CACHED_KERNEL, "device": _FUSED, "replicated": EmbeddingCo
 _OUR_KERNELS = {kernel: ours for ours, kernel in _KERNELS.items()}
 _DTYPES = {torch.float32: "fp32", torch.float16: "fp16"}
 _BUILT_KERNELS: list[tuple[tuple[type, ...], str]] = [
-    ((CachedEmbeddingBag, CachedEmbedding), "cached"),  # first: they derive from the fused ones
+    ((CachedEmbeddingBag, CachedEmbedding), "cached"),  # first: these derive from the fused ones
     ((BatchedFusedEmbeddingBag, BatchedFusedEmbedding), "device"),
     ((BatchedDenseEmbeddingBag, BatchedDenseEmbedding), "replicated"),
 ]
 
 
 def model_tables(model: nn.Module, sharders: Sequence[ModuleSharder]) -> dict[str, TableShape]:
-    """The shape of every table of a model that is not sharded yet.
+    """Return the shape of every table of a model that is not sharded yet.
 
     Raises:
         ShardingError: two tables share a name, or one has a dtype that plans do not know.
@@ -72,17 +72,17 @@ def model_tables(model: nn.Module, sharders: Sequence[ModuleSharder]) -> dict[st
 def torchrec_plan(
     plan: Plan, model: nn.Module, sharders: Sequence[ModuleSharder], device: torch.device | str, *, cached: bool = True
 ) -> ShardingPlan:
-    """The plan as ``DistributedModelParallel`` takes it.
+    """Convert a plan to what `DistributedModelParallel` takes.
 
     Args:
-        plan: what to obey.
+        plan: the plan.
         model: not yet sharded; its embedding modules may be on the meta device.
-        sharders: the same that ``DistributedModelParallel`` gets, made with this plan.
-        device: where training runs; its type matters.
+        sharders: the sharders for `DistributedModelParallel`, made with this plan.
+        device: of the training; its type matters.
         cached: False keeps cached tables whole on the device, at the same places, for comparisons.
 
     Raises:
-        ShardingError: the plan is for other tables, or the sharders cannot do what it says.
+        ShardingError: the plan is for other tables, or the sharders cannot obey it.
     """
     plan.check_model(model_tables(model, sharders))
     device_type = torch.device(device).type
@@ -101,7 +101,7 @@ def torchrec_plan(
 
 
 def placements_of(plan: ShardingPlan, tables: Mapping[str, TableShape]) -> tuple[TablePlacement, ...]:
-    """Where a TorchRec plan puts tables of these shapes, by name.
+    """Convert a TorchRec plan of tables of these shapes, by name.
 
     Raises:
         ShardingError: a compute kernel that plans do not know.
@@ -120,16 +120,16 @@ def placements_of(plan: ShardingPlan, tables: Mapping[str, TableShape]) -> tuple
 
 
 def check_built(model: nn.Module, plan: Plan, rank: int, *, cached: bool = True) -> None:
-    """Raises unless this rank holds what the plan says: shards, kernels, pools, and the slots of every pool.
+    """Check that this rank holds the plan's shards, kernels and pools, with the planned slots in every pool.
 
     Args:
-        model: sharded.
-        plan: what it was built by.
-        rank: the calling process's.
-        cached: as :func:`torchrec_plan` was told.
+        model: sharded by the plan.
+        plan: the plan.
+        rank: of the calling process.
+        cached: as given to `torchrec_plan`.
 
     Raises:
-        ShardingError: with both sides.
+        ShardingError: naming what was planned and not built, and what was built and not planned.
     """
     parts, pools = _built(model, rank)
     sides: list[tuple[str, Counter[Any], Counter[Any]]] = [
@@ -165,7 +165,7 @@ def _planned_parts(plan: Plan, rank: int, cached: bool) -> Iterator[_Part]:
 
 
 def _built(model: nn.Module, rank: int) -> tuple[list[_Part], list[PoolPlacement]]:
-    """What this rank holds, read from the kernels' own memory."""
+    """Read this rank's shards and pools from the kernels."""
     parts, pools = [], []
     for sharding, kernel in _kernels(model):
         tables = kernel.config.embedding_tables
@@ -181,7 +181,7 @@ def _built(model: nn.Module, rank: int) -> tuple[list[_Part], list[PoolPlacement
 
 
 def _kernels(model: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Sharding type and kernel of every group of tables on this rank."""
+    """Yield sharding type and kernel of every group of tables on this rank."""
     for module in model.modules():
         if isinstance(module, (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)):
             for sharding, lookup in zip(module._sharding_types, module._lookups, strict=True):

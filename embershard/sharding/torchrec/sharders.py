@@ -1,4 +1,4 @@
-"""What a TorchRec user passes to ``DistributedModelParallel(model, sharders=[...], plan=...)``."""
+"""Sharders for `DistributedModelParallel(model, sharders=[...], plan=...)`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from embershard.errors import ConfigError
 from embershard.frequency.profile import FrequencyProfile
 from embershard.sharding.config import check_no_size
 from embershard.sharding.plan import Plan
+from embershard.sharding.torchrec.lookups import POOLED_SHARDINGS, SEQUENCE_SHARDINGS
 from embershard.sharding.torchrec.modules import (
     CachedShardedEmbeddingBagCollection,
     CachedShardedEmbeddingCollection,
@@ -25,42 +26,31 @@ from embershard.sharding.torchrec.modules import (
 )
 from embershard.sharding.torchrec.spec import CACHED_KERNEL, SPEC_KEY, CacheSpec
 
-POOLED_TYPES = [
-    ShardingType.DATA_PARALLEL.value,
-    ShardingType.TABLE_WISE.value,
-    ShardingType.COLUMN_WISE.value,
-    ShardingType.TABLE_COLUMN_WISE.value,
-    ShardingType.ROW_WISE.value,
-    ShardingType.TABLE_ROW_WISE.value,
-    ShardingType.GRID_SHARD.value,
-]
-SEQUENCE_TYPES = [
-    ShardingType.DATA_PARALLEL.value,
-    ShardingType.TABLE_WISE.value,
-    ShardingType.COLUMN_WISE.value,
-    ShardingType.ROW_WISE.value,
-]
+POOLED_TYPES = [ShardingType.DATA_PARALLEL.value, *POOLED_SHARDINGS]
+SEQUENCE_TYPES = [ShardingType.DATA_PARALLEL.value, *SEQUENCE_SHARDINGS]
 
 
 class StockEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
-    """TorchRec's sharder, which hides row-wise, table-row-wise and grid sharding on CPU though they work
-    there.
+    """TorchRec's sharder with all sharding types on a CPU, too: the uncached side of every comparison.
 
-    The uncached side of every comparison.
+    TorchRec hides row-wise, table-row-wise and grid sharding on a CPU, though they work there.
+
+    >>> "row_wise" in StockEmbeddingBagCollectionSharder().sharding_types("cpu")
+    True
     """
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """All types, on every device."""
+        """Return all types, on every device."""
         return POOLED_TYPES
 
 
 def has_cache(sharder: object) -> bool:
-    """Whether a sharder is one of the cached ones."""
+    """Return True for a cached sharder."""
     return isinstance(sharder, _Cached)
 
 
 class _Cached:
-    """What both cached sharders share: the cache's settings, and how they reach a sharded module."""
+    """Settings of the cache, and their way into a sharded module: common to both cached sharders."""
 
     _cache: CacheConfig
     _profile: FrequencyProfile | None
@@ -73,7 +63,7 @@ class _Cached:
         self._profile, self._plan = profile, plan
         if plan is not None:
             check_no_size(self._cache)
-        self._cache.policy_for(profile is not None)  # complain here, not in the middle of sharding
+        self._cache.policy_for(profile is not None)  # raises here rather than in the middle of sharding
 
     @property
     def cache(self) -> CacheConfig:
@@ -81,7 +71,7 @@ class _Cached:
         return self._cache
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """Cached or fused for sharded tables, dense for replicated ones."""
+        """Return the kernels: cached or fused for sharded tables, dense for replicated ones."""
         if sharding_type == ShardingType.DATA_PARALLEL.value:
             return [EmbeddingComputeKernel.DENSE.value]
         return [CACHED_KERNEL, EmbeddingComputeKernel.FUSED.value]
@@ -113,17 +103,14 @@ class _Cached:
 
 
 class CachedEmbeddingBagCollectionSharder(_Cached, EmbeddingBagCollectionSharder):
-    """Shards an ``EmbeddingBagCollection``; its cached tables live in host memory behind a device cache per
-    rank.
+    """Shards an `EmbeddingBagCollection`; its cached tables are in host memory behind a device cache per rank.
 
     Args:
-        cache: size and policy; default ``CacheConfig()``.
-        profile: row counts of the data, for the ``frequency`` policy, the warm-up, and ``lfu``'s first
-            counts.
-        fused_params: as TorchRec takes them.
-        qcomm_codecs_registry: as TorchRec takes it.
-        plan: gives every pool its slots, in place of the cache's ratio or byte budget. Give
-            ``DistributedModelParallel`` the plan too, through :func:`torchrec_plan`.
+        cache: size and policy; default `CacheConfig()`.
+        profile: row counts of the data, for the `frequency` policy, the warm-up, and `lfu`'s first counts.
+        fused_params, qcomm_codecs_registry: as TorchRec takes them.
+        plan: gives every pool its slots, in place of the cache's ratio or byte budget. Give `DistributedModelParallel`
+            the plan, too, through `torchrec_plan`.
 
     >>> sharder = CachedEmbeddingBagCollectionSharder(cache=CacheConfig(ratio=0.015))
     >>> sharder.cache.ratio
@@ -142,7 +129,7 @@ class CachedEmbeddingBagCollectionSharder(_Cached, EmbeddingBagCollectionSharder
         self._configure(cache, profile, plan)
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """All types, on every device."""
+        """Return all types, on every device."""
         return POOLED_TYPES
 
     def shard(
@@ -153,17 +140,20 @@ class CachedEmbeddingBagCollectionSharder(_Cached, EmbeddingBagCollectionSharder
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> CachedShardedEmbeddingBagCollection:
-        """Called by ``DistributedModelParallel``."""
+        """Shard the module. `DistributedModelParallel` calls this."""
         return self._shard(CachedShardedEmbeddingBagCollection, module, params, env, device, module_fqn=module_fqn)
 
     @property
     def sharded_module_type(self) -> type[CachedShardedEmbeddingBagCollection]:
-        """What :meth:`shard` returns."""
+        """Type of the sharded module."""
         return CachedShardedEmbeddingBagCollection
 
 
 class CachedEmbeddingCollectionSharder(_Cached, EmbeddingCollectionSharder):
-    """Shards an ``EmbeddingCollection`` (sequence embeddings); arguments as the pooled sharder's.
+    """Shards an `EmbeddingCollection` (sequence embeddings); arguments as the pooled sharder's.
+
+    >>> CachedEmbeddingCollectionSharder(CacheConfig(policy="lru")).cache.policy
+    'lru'
 
     Args:
         use_index_dedup: as TorchRec takes it. Only on GPUs: FBGEMM has no CPU kernel for it.
@@ -186,7 +176,7 @@ class CachedEmbeddingCollectionSharder(_Cached, EmbeddingCollectionSharder):
         self._configure(cache, profile, plan)
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """What TorchRec has for sequences."""
+        """Return TorchRec's types for sequences."""
         return SEQUENCE_TYPES
 
     def shard(
@@ -197,10 +187,10 @@ class CachedEmbeddingCollectionSharder(_Cached, EmbeddingCollectionSharder):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> CachedShardedEmbeddingCollection:
-        """Called by ``DistributedModelParallel``.
+        """Shard the module. `DistributedModelParallel` calls this.
 
         Raises:
-            ConfigError: ``use_index_dedup`` on a CPU.
+            ConfigError: `use_index_dedup` on a CPU.
         """
         if self._use_index_dedup and torch.device(device or "cpu").type == "cpu":
             raise ConfigError(
@@ -220,13 +210,12 @@ class CachedEmbeddingCollectionSharder(_Cached, EmbeddingCollectionSharder):
 
     @property
     def sharded_module_type(self) -> type[CachedShardedEmbeddingCollection]:
-        """What :meth:`shard` returns."""
+        """Type of the sharded module."""
         return CachedShardedEmbeddingCollection
 
 
 def _on_host(param: ParameterSharding) -> ParameterSharding:
-    """A cached table's shards are in host memory, wherever its slots are: ShardedTensor checks the
-    placement."""
+    """Place a cached table's shards in host memory, wherever its slots are: ShardedTensor checks the placement."""
     if param.compute_kernel != CACHED_KERNEL or param.sharding_spec is None:
         return param
     param = copy.deepcopy(param)

@@ -1,5 +1,6 @@
-"""The device tier: slots held by an FBGEMM table-batched embedding (TBE), so that FBGEMM's fused forward,
-backward and optimizer work on them unchanged. It is given slot numbers where it expects row numbers.
+"""The device tier: slots in an FBGEMM table-batched embedding (TBE).
+
+FBGEMM's fused forward, backward and optimizer work on slots unchanged. They get slot numbers for row numbers.
 """
 
 from __future__ import annotations
@@ -24,24 +25,22 @@ from torch import Tensor, nn
 from embershard.cache.rows import memory
 from embershard.sharding.torchrec.table_arguments import FBGEMM_CACHE_ARGUMENTS
 
-# What FBGEMM may keep per row, by its names.
+# FBGEMM's names for tensors that it may keep per row.
 _PER_ROW_TENSORS = ("weights", "momentum1", "momentum2", "prev_iter", "row_counter")
 # FBGEMM returns from these optimizers' forward before it counts the iteration.
 _UNCOUNTED_OPTIMIZERS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD)
 
 
 class SlotTable(nn.Module):
-    """One physical table of S + 1 slots (slot 0 is never used) that all features of a pool look into.
+    """One physical table of S + 1 slots that all features of a pool look into. Slot 0 is never used.
 
     Args:
         dim: D.
-        table_of_feature: for each feature, the number of its logical table; ascending.
+        table_of_feature: number of each feature's logical table; ascending.
         device: of the slots.
         pooling_mode, weights_precision: as FBGEMM takes them.
-        fused_params: further FBGEMM arguments, the optimizer and its settings among them; see
-            :func:`check_table_arguments` for those that work.
-
-    :meth:`set_pinned_slots` tells it which logical tables are resident for ever, and where.
+        fused_params: further FBGEMM arguments, such as the optimizer and its settings; `check_table_arguments` has
+            those that work.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class SlotTable(nn.Module):
             feature_table_map=[0] * len(self._table_of_feature),
             pooling_mode=pooling_mode,
             weights_precision=weights_precision,
-            bounds_check_mode=BoundsCheckMode.NONE,  # ids are checked before they become slots
+            bounds_check_mode=BoundsCheckMode.NONE,  # ids were checked before they became slots
             device=device,
         )
         self._pinned_of_feature: list[tuple[int, int]] = [(0, 0)] * len(self._table_of_feature)
@@ -70,11 +69,12 @@ class SlotTable(nn.Module):
         self._reader: SplitTableBatchedEmbeddingBagsCodegen | None = None
 
     def set_pinned_slots(self, pinned_of_table: Mapping[int, tuple[int, int]]) -> Tensor | None:
-        """Logical table -> its first slot and its rows, for tables whose rows stay in consecutive slots.
+        """Set the logical tables whose rows stay in consecutive slots: number -> first slot and rows.
 
-        On a CPU their ids are given to :meth:`forward` relative to the first slot. Returns that slot per feature, int64
-        [F]; 0 where ids are slot numbers. None where all are: FBGEMM's backward on a GPU tells the rows of one physical
-        table apart by number alone, so a relative number would be taken for another table's slot.
+        Returns:
+            On a CPU, the first slot per feature, int64 [F], 0 for other tables: :meth:`forward` takes ids relative to
+            it. None where all ids are slot numbers, as on a GPU: FBGEMM's backward there tells the rows of one
+            physical table apart by number alone, and would take a relative number for another table's slot.
         """
         if self._device.type == "cuda" or not pinned_of_table:
             return None
@@ -82,7 +82,7 @@ class SlotTable(nn.Module):
         return torch.tensor([first for first, _ in self._pinned_of_feature])
 
     def resize(self, num_slots: int) -> list[Tensor]:
-        """Hold ``num_slots`` slots, keep the contents of the present ones; returns :attr:`payload`."""
+        """Resize to `num_slots` slots, keep the contents of the present ones, and return :attr:`payload`."""
         old, self.tbe = self.tbe, self._build_slots(num_slots)
         for new_rows, old_rows in zip(_payload(self.tbe), _payload(old), strict=True):
             new_rows.data[: old_rows.shape[0]] = old_rows.data
@@ -98,18 +98,18 @@ class SlotTable(nn.Module):
         return _payload(self.tbe)
 
     def state_specs(self) -> list[tuple[str, torch.Size, torch.dtype]]:
-        """Name, trailing shape and dtype of every per-row optimizer state."""
+        """Return name, trailing shape and dtype of every per-row optimizer state."""
         names = [name for state in self.tbe.get_optimizer_state()[:1] for name in state if name != "iter"]
         states = _payload(self.tbe)[1:]
         return [(name, state.shape[1:], state.dtype) for name, state in zip(names, states, strict=True)]
 
     def forward(self, slots: Tensor, offsets: Tensor, **arguments: Any) -> Tensor:
-        """FBGEMM's forward over ``slots`` int64 [N]; its backward trains the rows in them."""
+        """Run FBGEMM's forward over `slots` int64 [N]; its backward trains the rows in them."""
         return self.tbe(indices=slots, offsets=offsets, **arguments)
 
     @torch.no_grad()
     def read(self, rows: Tensor, indices: Tensor, offsets: Tensor, **arguments: Any) -> Tensor:
-        """The same forward over ``rows`` [U, D] that are not in slots, ``indices`` int64 [N] into them."""
+        """Run the same forward over `rows` [U, D] that are not in slots; `indices` int64 [N] point into them."""
         reader = self._reader
         if reader is None or reader.embedding_specs[0][0] < rows.shape[0]:
             output_dtype = self._tbe_arguments.get("output_dtype", SparseType.FP32)
@@ -123,7 +123,7 @@ class SlotTable(nn.Module):
                 optimizer=EmbOptimType.EXACT_SGD,
                 bounds_check_mode=BoundsCheckMode.NONE,
             )
-            object.__setattr__(self, "_reader", reader)  # scratch: neither a submodule nor in any state
+            object.__setattr__(self, "_reader", reader)  # scratch: no submodule, and in no state dict
         reader.split_embedding_weights()[0].data[: rows.shape[0]] = rows
         if self.tbe.optimizer not in _UNCOUNTED_OPTIMIZERS:  # stock counts its forward passes, trained or not
             self.tbe.iter.add_(1)
@@ -151,7 +151,7 @@ class SlotTable(nn.Module):
         return tbe
 
     def _place_pinned_slots(self, tbe: SplitTableBatchedEmbeddingBagsCodegen) -> None:
-        """Let each feature's row 0 be its table's first pinned slot, in the weights and in every optimizer state."""
+        """Make each feature's row 0 its table's first pinned slot, in the weights and in every optimizer state."""
         first = torch.tensor([first for first, _ in self._pinned_of_feature])
         num_rows = tbe.embedding_specs[0][0]
         for kind in _PER_ROW_TENSORS:
@@ -160,9 +160,12 @@ class SlotTable(nn.Module):
                 getattr(tbe, f"{kind}_offsets").copy_(first * (rows.numel() // num_rows))
 
     def _name_logical_tables(self, tbe: SplitTableBatchedEmbeddingBagsCodegen, num_slots: int) -> None:
-        """FBGEMM's CPU backward sorts the ids table by table, with as many passes as the table's ids have bytes, and
-        takes features with the same entry here for one table. A slot belongs to one logical table at a time, so
-        telling it the logical tables changes no result, and the sorts are shorter (docs/decisions/0004)."""
+        """Tell FBGEMM's CPU backward the logical tables.
+
+        It sorts ids table by table, with as many passes as a table's ids have bytes, and takes features with equal
+        entries here for one table. A slot belongs to one logical table at a time, so no result changes, and the sorts
+        are shorter (docs/decisions/0004).
+        """
         pinned = zip(self._table_of_feature, self._pinned_of_feature, strict=True)
         sizes = {table: rows or num_slots + 1 for table, (_, rows) in pinned}
         ends = itertools.accumulate(sizes.values())

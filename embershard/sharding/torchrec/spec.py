@@ -1,18 +1,21 @@
-"""What the sharder tells the kernels: carried through TorchRec inside ``fused_params``."""
+"""Settings of a sharded module's caches, carried through TorchRec inside `fused_params`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ParameterSharding
 
-from embershard.cache.config import LEAST_SLOTS, CacheConfig, CachePolicy
+from embershard.cache.config import CacheConfig, CachePolicy
 from embershard.cache.key_map import map_kind
 from embershard.errors import ConfigError, ShardingError
 from embershard.frequency.profile import FrequencyProfile
-from embershard.sharding.memory_model import cache_memory
+from embershard.sharding.memory_model import cache_memory, slots_for
 
 if TYPE_CHECKING:
     from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardedEmbeddingTable
@@ -21,23 +24,23 @@ if TYPE_CHECKING:
 
 SPEC_KEY = "_embershard_cache"
 
-# Our tables carry TorchRec's label for cached tables: then its planner, state dicts, optimizer states and
-# prefetch hooks all apply. CUSTOMIZED_KERNEL would leave them out of the state dict.
+# Cached tables carry TorchRec's label for them: so its planner, state dicts, optimizer states and prefetch hooks apply.
+# CUSTOMIZED_KERNEL would leave them out of the state dict.
 CACHED_KERNEL = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
 
 
 @dataclass(frozen=True, eq=False)
 class CacheSpec:
-    """One sharded module's cache settings on one rank. Hashed by identity: TorchRec groups tables by it.
+    """Settings of one sharded module's caches on one rank. Hashed by identity: TorchRec groups tables by it.
 
     Attributes:
         config: the user's settings.
-        policy: rule by which the pools choose their rows.
+        policy: rule by which the caches choose their rows.
         profile: row counts per table, or None.
-        rank: that the module is sharded for.
-        rank_weights: elements of all cached tables' shards on this rank, to divide ``device_bytes`` by.
+        rank: the rank that the module is sharded for.
+        rank_weights: elements of all cached tables' shards on this rank, to divide `device_bytes` by.
         device_type: of the slots.
-        planned_slots: of every pool of this rank, by the names of its tables; None: ``config`` decides.
+        planned_slots: slots of each pool of this rank, by the names of its tables; None: `config` decides.
     """
 
     config: CacheConfig
@@ -58,7 +61,7 @@ class CacheSpec:
         plan: Plan | None = None,
         device_type: str = "cpu",
     ) -> CacheSpec:
-        """The spec of a module whose tables are placed by ``params``, which follow ``plan`` where there is one."""
+        """Return the spec of a module whose tables are placed by `params`, which obey `plan` if there is one."""
         cached = [p for p in params.values() if p.compute_kernel == CACHED_KERNEL]
         shards = [shard for p in cached if p.sharding_spec for shard in p.sharding_spec.shards]
         here = [shard.shard_sizes for shard in shards if shard.placement.rank() == rank]
@@ -72,38 +75,48 @@ class CacheSpec:
             planned_slots=None if plan is None else {p.tables: p.slots for p in plan.pools if p.rank == rank},
         )
 
-    def num_slots(self, tables: list[ShardedEmbeddingTable], row_bytes: int) -> int:
-        """Slots of the pool of ``tables``, whose rows take ``row_bytes`` each.
+    def row_counts(self, tables: Sequence[ShardedEmbeddingTable]) -> Tensor | None:
+        """Return the profile's counts of the tables' rows on this rank, [R]; None without a profile."""
+        if self.profile is None:
+            return None
+        return torch.cat(
+            [self.profile.shard(t.name, t.num_embeddings, first_row(t), t.local_rows) for t in tables],
+        )
 
-        A plan of ours says it. Else a table's ``cache_params.load_factor`` in TorchRec's plan goes before the config:
-        such a table brings its own slots to the pool, on top of the ratio's or the budget's for the others.
+    def num_slots(self, tables: Sequence[ShardedEmbeddingTable], row_bytes: int) -> int:
+        """Return the slots of the pool of `tables`, whose rows take `row_bytes` each.
+
+        A plan says it. Otherwise a table's `cache_params.load_factor` in TorchRec's plan overrides the config: such a
+        table adds its own slots to those that the ratio or the budget gives the others.
 
         Raises:
-            ConfigError: the byte budget does not even hold the maps and one slot.
+            ConfigError: the byte budget does not hold the maps and one slot.
             ShardingError: the plan has no pool of these tables.
         """
         if self.planned_slots is not None:
-            return _planned(self.planned_slots, tuple(sorted({table.name for table in tables})), self.rank)
-        planned = [(table.fused_params or {}).get("cache_load_factor") for table in tables]
-        own = sum(share * t.local_rows for share, t in zip(planned, tables, strict=True) if share)
-        others = [table for share, table in zip(planned, tables, strict=True) if not share]
+            names = tuple(sorted({table.name for table in tables}))
+            if names not in self.planned_slots:
+                raise ShardingError(
+                    f"rank {self.rank}: the plan has no pool of the tables {list(names)}; its pools there are "
+                    f"{sorted(self.planned_slots)}"
+                )
+            return self.planned_slots[names]
+        load_factors = [(table.fused_params or {}).get("cache_load_factor") for table in tables]
+        own = sum(share * t.local_rows for share, t in zip(load_factors, tables, strict=True) if share)
+        others = [table for share, table in zip(load_factors, tables, strict=True) if not share]
         rows = sum(table.local_rows for table in tables)
         if self.config.device_bytes is None:
-            wanted = round(own + (self.config.slot_ratio or 0.0) * sum(t.local_rows for t in others))
-            wanted = max(wanted, LEAST_SLOTS)
-        else:
-            wanted = round(own) + (self._slots_in_budget(others, row_bytes) if others and rows else 0)
-        return max(1, min(rows, wanted))
+            return slots_for(rows, own + (self.config.slot_ratio or 0.0) * sum(t.local_rows for t in others))
+        return max(1, min(rows, round(own) + (self._slots_in_budget(others, row_bytes) if others and rows else 0)))
 
-    def _slots_in_budget(self, tables: list[ShardedEmbeddingTable], row_bytes: int) -> int:
-        """The budget is divided among pools by their weights; maps and scores come out of each part."""
+    def _slots_in_budget(self, tables: Sequence[ShardedEmbeddingTable], row_bytes: int) -> int:
+        """Divide the budget among the pools by their weights; maps and scores come out of each pool's part."""
         assert self.config.device_bytes is not None
         rows = sum(table.local_rows for table in tables)
         weights = sum(table.local_rows * table.local_cols for table in tables)
-        share = self.config.device_bytes * weights // self.rank_weights
         kind = map_kind(self.config.slot_map, rows, self.device_type)
         memory = cache_memory(rows, row_bytes, self.policy, kind)
-        slots = (share - memory.map_bytes) // memory.slot_bytes - 1  # the null slot; more than rows may be left over
+        slots = memory.slots_in(self.config.device_bytes * weights // self.rank_weights)
         if slots < 1:
             least = memory.device_bytes(1) * self.rank_weights // weights + 1
             names = [table.name for table in tables][:5]
@@ -114,20 +127,17 @@ class CacheSpec:
         return slots
 
 
-def _planned(slots: dict[tuple[str, ...], int], names: tuple[str, ...], rank: int) -> int:
-    if names not in slots:
-        raise ShardingError(
-            f"rank {rank}: the plan has no pool of the tables {list(names)}; its pools there are {sorted(slots)}"
-        )
-    return slots[names]
+def first_row(table: ShardedEmbeddingTable) -> int:
+    """Return the first row of this rank's shard in the whole table."""
+    return table.local_metadata.shard_offsets[0] if table.local_metadata else 0
 
 
 def take_spec(config: GroupedEmbeddingConfig) -> tuple[CacheSpec, dict[str, Any]]:
-    """The spec in a group's ``fused_params``, and the rest of them."""
+    """Return the spec in a group's `fused_params`, and the rest of them."""
     fused_params = dict(config.fused_params or {})
     return fused_params.pop(SPEC_KEY), fused_params
 
 
 def has_spec(fused_params: dict[str, Any] | None) -> bool:
-    """Whether these ``fused_params`` belong to a cached table."""
+    """Return True if these `fused_params` belong to a cached table."""
     return fused_params is not None and SPEC_KEY in fused_params

@@ -1,8 +1,8 @@
-"""Which optimizers and arguments of FBGEMM's tables work on slots.
+"""Optimizers and arguments of FBGEMM's tables that work on slots.
 
-Rows come to a slot and leave it with what FBGEMM keeps per row: weights and momenta. What FBGEMM keeps or does
-otherwise would belong to the slots, not to the rows, and nothing would say so: the losses just drift from those of
-uncached tables. So only what was compared with them is taken.
+A row enters and leaves a slot with what FBGEMM keeps per row: weights and momenta. Anything else that FBGEMM keeps
+would belong to slots instead of rows, and losses would drift from those of uncached tables without a message. So
+only arguments that were compared with uncached tables are accepted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 
 from embershard.errors import ConfigError
 
-#: What steers FBGEMM's own cache, which is not used here: dropped.
+#: Arguments of FBGEMM's own cache, which is not used here: dropped.
 FBGEMM_CACHE_ARGUMENTS = frozenset(
     {
         "cache_algorithm",
@@ -36,11 +36,11 @@ FBGEMM_CACHE_ARGUMENTS = frozenset(
     }
 )
 
-# All of them update a row from its gradient and from states that travel with it; the step number that the Adams and
-# LAMBs correct their bias by is one for the whole table, and kept when slots are added. tests/ranks/parity.py trains
-# each. Of the others, EMAINPLACE_ROWWISE_ADAGRAD and ENSEMBLE_ROWWISE_ADAGRAD average every row of a table every so
-# many steps, the absent ones too; LARS_SGD has a state that TorchRec cannot get from FBGEMM; NONE gives out gradients
-# by slot number; FBGEMM has no kernels for the rest.
+# These update a row from its gradient and from states that move with it. The step number for the bias correction of the
+# Adams and LAMBs is one per table, and kept when slots are added. tests/ranks/parity.py trains each. Of the others,
+# EMAINPLACE_ROWWISE_ADAGRAD and ENSEMBLE_ROWWISE_ADAGRAD average all rows of a table every few steps, cached or not;
+# LARS_SGD has a state that TorchRec cannot get from FBGEMM; NONE gives out gradients by slot number; FBGEMM has no
+# kernels for the rest.
 _OPTIMIZERS = (
     EmbOptimType.EXACT_SGD,
     EmbOptimType.EXACT_ROWWISE_ADAGRAD,
@@ -50,9 +50,9 @@ _OPTIMIZERS = (
     EmbOptimType.LAMB,
     EmbOptimType.PARTIAL_ROWWISE_LAMB,
 )
-# These decay a row in the steps that train it, by its own value. COUNTER and COWCLIP count uses, and take the largest
-# count of the table, which a new table of slots starts again; DECOUPLE_GLOBAL makes up for the steps in which a row
-# was not trained, from a bound that starts again, too.
+# These decay a row in the steps that train it, by its own value. COUNTER and COWCLIP use the table's largest count,
+# which a new table of slots starts again; DECOUPLE_GLOBAL makes up for the steps that did not train a row, from a bound
+# that starts again, too.
 _WEIGHT_DECAY_MODES = (WeightDecayMode.NONE, WeightDecayMode.L2, WeightDecayMode.DECOUPLE)
 
 _ARGUMENTS = frozenset(
@@ -65,19 +65,19 @@ _ARGUMENTS = frozenset(
         "beta1",
         "beta2",
         "weight_decay",
-        "momentum",  # without effect on the optimizers above, and so is eta
+        "momentum",  # like eta, without effect on the optimizers above
         "eta",
         "gradient_clipping",  # each element of a row's gradient by itself
         "max_gradient",
         "max_norm",  # scales a row down after its own update, by its own norm
-        "stochastic_rounding",  # draws numbers by place in the batch: on a GPU others than an uncached table's
-        "output_dtype",  # of what the forward gives
+        "stochastic_rounding",  # random numbers by place in the batch: on a GPU they differ from an uncached table's
+        "output_dtype",  # of the pooled embeddings
         "embedding_table_index_type",  # slots are numbers below 2^31
         "embedding_table_offset_type",
         "bounds_check_mode",  # dropped: ids are checked before they become slots
     }
 )
-# TorchRec takes these away when it makes groups of tables.
+# TorchRec removes these when it groups tables.
 _TORCHREC_ARGUMENTS = frozenset({"_batch_key", "use_one_tbe_per_table", "__register_ssd_table_list"})
 
 _DEFAULTS = {
@@ -85,7 +85,7 @@ _DEFAULTS = {
     for name, parameter in inspect.signature(SplitTableBatchedEmbeddingBagsCodegen.__init__).parameters.items()
 }
 
-_STATE_OF_SLOTS = "it keeps a state of the whole table or of its slots, which does not go with the rows"
+_STATE_OF_SLOTS = "it keeps a state of the whole table or of its slots, which does not move with the rows"
 _STREAMS_SLOTS = "it sends rows out by their numbers, which are slots here"
 _NAMES_SLOTS = "it names rows by their numbers, which are slots here"
 _WHY_NOT = {
@@ -101,18 +101,26 @@ _WHY_NOT = {
     "stats_reporter_config": _NAMES_SLOTS,
     "tbe_input_multiplexer_config": _NAMES_SLOTS,
     "embedding_shard_info": "it places the table's rows in a larger table, and slots have no such place",
-    "is_qr_tbe": "such a table divides row numbers, and gets slots here",
-    "preallocated_host_buffers": "it gives room for all rows, and slots are made anew when there are more of them",
+    "is_qr_tbe": "such a table divides row numbers, and gets slot numbers here",
+    "preallocated_host_buffers": "it has room for all rows, and slots are allocated again when their number grows",
     "uvm_non_rowwise_momentum": "it puts the slots' optimizer states in host memory",
 }
 _NOT_COMPARED = "nobody has compared it with uncached tables"
 
 
 def check_table_arguments(arguments_of_table: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse what does not work on slots; ``arguments_of_table`` are the cached tables' ``fused_params``, by table.
+    """Refuse arguments that are not known to work on slots.
+
+    >>> check_table_arguments({"clicks": {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "eps": 1e-8}})
+    >>> check_table_arguments({"clicks": {"global_weight_decay": object()}})
+    Traceback (most recent call last):
+    embershard.errors.ConfigError: cached tables ['clicks']: got global_weight_decay=...
+
+    Args:
+        arguments_of_table: `fused_params` of the cached tables, by table.
 
     Raises:
-        ConfigError: an optimizer, a weight decay mode or an argument is not among those that are known to.
+        ConfigError: naming the tables and the optimizer, weight decay mode or argument.
     """
     refused: dict[str, list[str]] = {}
     for table, arguments in arguments_of_table.items():

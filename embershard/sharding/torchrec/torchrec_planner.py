@@ -1,4 +1,4 @@
-"""Sharding plans with cached tables, from TorchRec's own planner, on CPU too and without a process group."""
+"""Sharding plans with cached tables from TorchRec's own planner, also on a CPU, without a process group."""
 
 from __future__ import annotations
 
@@ -38,69 +38,94 @@ def plan_sharding(
     constraints: Mapping[str, ParameterConstraints] | None = None,
     batch_size: int = 512,
 ) -> ShardingPlan:
-    """A TorchRec plan in which the cached sharders' tables are cached. Deterministic: every rank may call it.
+    """Make a TorchRec plan in which the cached sharders' tables are cached. Deterministic: every rank may call it.
+
+    >>> from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+    >>> from embershard import CachedEmbeddingBagCollectionSharder
+    >>> table = EmbeddingBagConfig(name="clicks", embedding_dim=8, num_embeddings=1000, feature_names=["click"])
+    >>> bags = EmbeddingBagCollection([table], device=torch.device("meta"))
+    >>> sharders = [CachedEmbeddingBagCollectionSharder()]
+    >>> plan = plan_sharding(nn.ModuleDict({"bags": bags}), sharders, world_size=2, local_world_size=2, device="cpu")
+    >>> plan.plan["bags"]["clicks"].compute_kernel
+    'fused_uvm_caching'
 
     Args:
         model: not yet sharded; its embedding modules may be on the meta device.
-        sharders: the same that ``DistributedModelParallel`` gets.
+        sharders: the sharders for `DistributedModelParallel`.
         world_size, local_world_size: ranks in all, and per node.
-        device: where training runs; its type matters.
-        constraints: per table. A table without ``compute_kernels`` is cached when its sharder is a cached
-            one; ``compute_kernels=["fused"]`` keeps it whole on the device. Data-parallel and grid are chosen
-            only when asked for.
-            ``cache_params.load_factor`` sets a table's own share of slots.
+        device: of the training; its type matters.
+        constraints: per table. A table without `compute_kernels` is cached if its sharder is a cached one;
+            `compute_kernels=["fused"]` keeps it whole on the device. Data-parallel and grid sharding are used only
+            where a constraint asks for them. `cache_params.load_factor` sets a table's own share of slots.
         batch_size: per rank, for the planner's cost model.
 
     Raises:
         ShardingError: a constraint names an unknown table, or no plan fits the memory and what a cache can number.
     """
-    on_cpu = torch.device(device).type == "cpu"
     if not 1 <= local_world_size <= world_size:
         raise ShardingError(f"world_size={world_size} and local_world_size={local_world_size} do not fit together")
-    tables = shardable_tables(model, sharders)
-    known = {table.name for table in tables}
-    unknown = sorted(set(constraints or {}) - known)
-    if unknown:
-        raise ShardingError(f"constraints name tables {unknown}, which no sharder shards; tables are {sorted(known)}")
     device_type = torch.device(device).type
-    wanted = {t: _constraint((constraints or {}).get(t.name), t, device_type) for t in tables}
+    tables = shardable_tables(model, sharders)
+    wanted = _constraints(constraints or {}, tables, device_type)
     cached = {t: c for t, c in wanted.items() if CACHED_KERNEL in (c.compute_kernels or ())}
-    planned_as = _by_name({t: _as_fused(c) if on_cpu and t in cached else c for t, c in wanted.items()})
+    # TorchRec's CPU cost model has no bandwidth for cached tables: there they are planned as fused ones.
+    as_fused = cached if device_type == "cpu" else {}
+    planned_as = _by_name({t: _as_fused(c) if t in as_fused else c for t, c in wanted.items()})
     topology = Topology(
         world_size=world_size, local_world_size=local_world_size, compute_device=device_type, **_capacities(device_type)
     )
     ours = {(table.path, table.name) for table in cached if has_cache(table.sharder)}
-    partitioner = PoolRowsPartitioner(_pool_of(ours, _FUSED if on_cpu else CACHED_KERNEL))
+    partitioner = PoolRowsPartitioner(_pool_of(ours, _FUSED if device_type == "cpu" else CACHED_KERNEL))
     planner = EmbeddingShardingPlanner(
         topology=topology,
         batch_size=batch_size,
-        enumerator=_OrderedEnumerator(topology, batch_size=batch_size, constraints=planned_as),
+        enumerator=OrderedEnumerator(topology, batch_size=batch_size, constraints=planned_as),
         partitioner=partitioner,
         constraints=planned_as,
         stats=NoopEmbeddingStats(),
         debug=False,
     )
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # TorchRec's own advice about its storage estimate
-            plan = planner.plan(model, list(sharders))
-    except (PlannerError, RuntimeError, ValueError) as error:  # some constraints fail inside the planner
-        if partitioner.refused:
-            raise ShardingError(
-                f"no sharding plan for {len(tables)} tables on {world_size} ranks: {partitioner.refused}. Use more "
-                "ranks, let tables be cut by rows (row_wise), or give them fewer rows (hash their ids into fewer)"
-            ) from error
-        raise ShardingError(f"no sharding plan for {len(tables)} tables on {world_size} ranks: {error}") from error
-    if on_cpu:  # TorchRec's CPU cost model has no bandwidth for cached tables: they were planned as fused
-        for table, constraint in cached.items():
-            param = plan.plan[table.path][table.name]  # type: ignore[index]
-            param.compute_kernel, param.cache_params = CACHED_KERNEL, constraint.cache_params
+    plan = _run(planner, model, sharders, partitioner, f"{len(tables)} tables on {world_size} ranks")
+    for table, constraint in as_fused.items():
+        param = plan.plan[table.path][table.name]  # type: ignore[index]
+        param.compute_kernel, param.cache_params = CACHED_KERNEL, constraint.cache_params
     return plan
 
 
+def _run(
+    planner: EmbeddingShardingPlanner,
+    model: nn.Module,
+    sharders: Sequence[ModuleSharder],
+    partitioner: PoolRowsPartitioner,
+    what: str,
+) -> ShardingPlan:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # TorchRec's advice about its own storage estimate
+            return planner.plan(model, list(sharders))
+    except (PlannerError, RuntimeError, ValueError) as error:  # some constraints fail inside the planner
+        if partitioner.refused:
+            raise ShardingError(
+                f"no sharding plan for {what}: {partitioner.refused}. Use more ranks, let tables be cut by rows "
+                "(row_wise), or give them fewer rows (hash their ids into fewer)"
+            ) from error
+        raise ShardingError(f"no sharding plan for {what}: {error}") from error
+
+
+def _constraints(
+    given: Mapping[str, ParameterConstraints], tables: Sequence[ShardableTable], device_type: str
+) -> dict[ShardableTable, ParameterConstraints]:
+    known = {table.name for table in tables}
+    if unknown := sorted(set(given) - known):
+        raise ShardingError(f"constraints name tables {unknown}, which no sharder shards; tables are {sorted(known)}")
+    return {table: _constraint(given.get(table.name), table, device_type) for table in tables}
+
+
 def _pool_of(tables: Collection[tuple[str, str]], kernel: str) -> Callable[[ShardingOption], Hashable | None]:
-    """What of a table decides which cache it shares, as TorchRec groups tables. Those in ``tables``, by path and name,
-    are cached where they are planned with this compute kernel."""
+    """Return the key of the cache that a table shares, as TorchRec groups tables.
+
+    `tables`, by path and name, are cached where they are planned with this compute kernel.
+    """
 
     def pool_of(option: ShardingOption) -> Hashable | None:
         if (option.path, option.name) not in tables or option.compute_kernel != kernel:
@@ -114,7 +139,7 @@ def _pool_of(tables: Collection[tuple[str, str]], kernel: str) -> Callable[[Shar
 
 
 def _capacities(device_type: str) -> dict[str, int]:
-    """Memory of the GPU at hand, in bytes. TorchRec assumes 32 GB, and would find no plan for tables that fit."""
+    """Return the memory of this GPU, in bytes: TorchRec assumes 32 GB, and finds no plan for tables that would fit."""
     if device_type != "cuda" or not torch.cuda.is_available():
         return {}
     return {"hbm_cap": torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory}
@@ -122,16 +147,19 @@ def _capacities(device_type: str) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class ShardableTable:
-    """A table of one module; tables of different modules may share a name."""
+    """A table of one module. Tables of different modules may share a name."""
 
     path: str
     name: str
     sharder: ModuleSharder
 
 
-class _OrderedEnumerator(EmbeddingEnumerator):
-    """TorchRec intersects options as sets, so ties are broken by the process's hash seed, and ranks that plan
-    for themselves would build different models. Here the options come in one order."""
+class OrderedEnumerator(EmbeddingEnumerator):
+    """TorchRec's enumerator with the options in one order.
+
+    TorchRec intersects options as sets, so the process's hash seed breaks ties, and ranks that plan for themselves
+    would build different models.
+    """
 
     def _filter_sharding_types(self, *args: Any, **kwargs: Any) -> list[str]:
         return sorted(super()._filter_sharding_types(*args, **kwargs), key=_PREFERENCE.index)
@@ -141,7 +169,7 @@ class _OrderedEnumerator(EmbeddingEnumerator):
 
 
 def shardable_tables(model: nn.Module, sharders: Sequence[ModuleSharder]) -> list[ShardableTable]:
-    """Every table that one of the sharders will shard, in the order of the modules."""
+    """Return every table that one of the sharders will shard, in the order of the modules."""
     by_type = {sharder.module_type: sharder for sharder in sharders}
     return [
         ShardableTable(path, name, by_type[type(module)])
@@ -152,8 +180,7 @@ def shardable_tables(model: nn.Module, sharders: Sequence[ModuleSharder]) -> lis
 
 
 def _constraint(given: ParameterConstraints | None, table: ShardableTable, device_type: str) -> ParameterConstraints:
-    """The user's constraint with our defaults: cached where the sharder caches, sharded rather than
-    replicated."""
+    """Add our defaults to the user's constraint: cached if the sharder caches, sharded rather than replicated."""
     constraint = copy.deepcopy(given) if given is not None else ParameterConstraints()
     replicated = constraint.sharding_types == [_DATA_PARALLEL]
     if constraint.sharding_types is None:
@@ -182,7 +209,7 @@ def _as_fused(constraint: ParameterConstraints) -> ParameterConstraints:
 
 
 def _by_name(constraints: Mapping[ShardableTable, ParameterConstraints]) -> dict[str, ParameterConstraints]:
-    """TorchRec's planner knows tables by name alone."""
+    """Merge the constraints of tables that share a name: TorchRec's planner knows tables by name alone."""
     named: dict[str, ParameterConstraints] = {}
     for table, constraint in constraints.items():
         first = named.setdefault(table.name, constraint)

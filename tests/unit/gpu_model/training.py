@@ -28,9 +28,9 @@ from embershard.cache.rows.choose_transfer import WhenLocked
 from embershard.cache.rows.row_kernels import RowKernel
 from embershard.cache.rows.staged_transfer import StagedTransfer
 from embershard.cache.tickets import Ticket
-from embershard.pipeline import look_ahead
 from embershard.pipeline.look_ahead import LookAheadPipeline
 from embershard.pipeline.pipelined_forward import PipelinedForward
+from embershard.pipeline.worker import CacheWorker
 from embershard.sharding.torchrec import embeddings, modules
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.spec import SPEC_KEY, CacheSpec
@@ -117,8 +117,11 @@ class _Context(Multistreamable):
 class _Worker:
     """In place of the thread beside the training: the model knows one thread only."""
 
+    is_awaited = False
+
     def __init__(self, at_once: bool) -> None:
         self._at_once, self._job = at_once, _nothing
+        self.failure: Exception | None = None
 
     def start(self, job: Callable[[], None]) -> None:
         """As :class:`CacheWorker`."""
@@ -130,8 +133,13 @@ class _Worker:
         """As :class:`CacheWorker`."""
         job, self._job = self._job, _nothing
         with torch.enable_grad():  # a thread has its own mode
-            job()
+            try:
+                job()
+            except Exception as error:
+                self.failure = error
         return 0.0
+
+    check = CacheWorker.check
 
 
 def _nothing() -> None:
@@ -386,10 +394,10 @@ def _pipeline(setting: Setting, model: Module) -> LookAheadPipeline:
         model.forward = forward  # type: ignore[method-assign]
         return [forward]
 
-    with mock.patch.object(look_ahead, "pipelined_forwards", forwards):
-        loop = LookAheadPipeline(model, None, CUDA, setting.lookahead, setting.prefetch)  # type: ignore[arg-type]
-        loop._forwards = forwards(None, None, loop._open, None)
-        loop._worker = None if setting.worker is None else _Worker(setting.worker == "at once")  # type: ignore[assignment]
+    loop = LookAheadPipeline(model, None, CUDA, setting.lookahead, setting.prefetch)  # type: ignore[arg-type]
+    loop._inputs.forwards = forwards(None, None, loop._inputs.step, None)
+    loop._inputs._handle = SimpleNamespace(remove=lambda: None)
+    loop._worker = None if setting.worker is None else _Worker(setting.worker == "at once")  # type: ignore[assignment]
     return loop
 
 

@@ -37,8 +37,9 @@ def test_what_a_job_raises_is_raised_once() -> None:
         raise OSError("disk")
 
     worker.start(job)
-    with pytest.raises(OSError, match="disk"):
-        worker.join()
     worker.join()
+    with pytest.raises(OSError, match="disk"):
+        worker.check()
+    worker.check()
     worker.start(lambda: None)
     worker.join()

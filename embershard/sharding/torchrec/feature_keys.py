@@ -1,0 +1,73 @@
+"""From a batch's ids to the keys of a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from embershard.sharding.torchrec.compat import batch_sizes
+
+
+class PoolIds(NamedTuple):
+    """What the features of a pool look up in one batch.
+
+    Attributes:
+        indices: [N] row numbers in each feature's table shard.
+        offsets: [F * B + 1] bounds of the bags, feature after feature.
+        batch_sizes: samples per feature and rank where features differ in them; else None.
+    """
+
+    indices: Tensor
+    offsets: Tensor
+    batch_sizes: list[list[int]] | None = None
+
+    @staticmethod
+    def of(features: KeyedJaggedTensor) -> PoolIds:
+        """Return the ids of a pool's features."""
+        return PoolIds(features.values(), features.offsets(), batch_sizes(features))
+
+
+class FeatureKeys:
+    """Adds the first key of each feature's table to the feature's ids.
+
+    Args:
+        first_keys: first key of each feature's table; F numbers.
+        device: of the ids.
+
+    >>> keys, lengths = FeatureKeys([0, 100], torch.device("cpu")).of(
+    ...     PoolIds(torch.tensor([7, 1, 2]), torch.tensor([0, 1, 3]))
+    ... )
+    >>> keys.tolist(), lengths.tolist()
+    ([7, 101, 102], [1, 2])
+    """
+
+    def __init__(self, first_keys: Sequence[int], device: torch.device) -> None:
+        self._first_keys = torch.tensor(first_keys, dtype=torch.int64, device=device)
+
+    def of(self, ids: PoolIds) -> tuple[Tensor, Tensor]:
+        """Return the keys int64 [N] and the number of ids per feature int64 [F]."""
+        num_features = self._first_keys.numel()
+        if ids.batch_sizes is None:
+            bounds = ids.offsets[:: max(1, (ids.offsets.numel() - 1) // num_features)]
+        else:
+            sizes = torch.tensor([0] + [sum(per_rank) for per_rank in ids.batch_sizes], device=ids.offsets.device)
+            bounds = ids.offsets[sizes.cumsum(0)]
+        lengths = (bounds.diff() if bounds.numel() > 1 else ids.offsets.new_zeros(num_features)).long()
+        return add_per_feature(ids.indices, self._first_keys, lengths), lengths
+
+
+def add_per_feature(ids: Tensor, addends: Tensor, lengths: Tensor) -> Tensor:
+    """Add to each of `ids` [N] its feature's addend int64 [F]; feature f has `lengths[f]` ids. int64 [N]."""
+    if not ids.is_cpu:
+        return torch.repeat_interleave(addends, lengths, output_size=ids.numel()).add_(ids)
+    if int(lengths.max()) * lengths.numel() == ids.numel():  # as many ids of every feature
+        return (ids.view(lengths.numel(), -1) + addends[:, None]).view(-1)
+    sums = torch.empty(ids.shape, dtype=torch.int64)  # a pass per feature, without an addend per id
+    ends = lengths.cumsum(0).tolist()
+    for addend, start, end in zip(addends.tolist(), [0, *ends], ends, strict=False):
+        torch.add(ids[start:end], addend, out=sums[start:end])
+    return sums

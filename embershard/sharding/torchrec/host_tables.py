@@ -1,0 +1,98 @@
+"""The members of an FBGEMM module that TorchRec reads, answered from the host tier."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
+from torch import Tensor, nn
+
+from embershard.cache.row_cache import RowCache
+from embershard.cache.rows.host_store import HostStore
+from embershard.sharding.torchrec.slots import SlotTable
+
+
+class HostTables(nn.Module):
+    """FBGEMM's `SplitTableBatchedEmbeddingBagsCodegen` as TorchRec sees it, for tables whose rows are in host memory.
+
+    Weights and optimizer states are the host tier's, for the whole shard: call :meth:`flush` before reading them.
+
+    Attributes:
+        host: the rows.
+        slots: the rows' places on the device.
+        cache: moves rows between the two.
+    """
+
+    host: HostStore
+    slots: SlotTable
+    cache: RowCache
+
+    prefetch_pipeline = True
+
+    @property
+    def embedding_specs(self) -> list[tuple[int, int, EmbeddingLocation, ComputeDevice]]:
+        """Rows, dim and location of each table."""
+        return [(rows, self.host.dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for rows in self.host.rows_per_table]
+
+    @property
+    def weights_host(self) -> Tensor:
+        """Weights of all tables, flat."""
+        return self.host.flat_weights
+
+    @property
+    def weights_physical_offsets(self) -> list[int]:
+        """Start of each table in :attr:`weights_host`."""
+        return [offset * self.host.dim for offset in self.host.row_offsets]
+
+    @property
+    def weights_precision(self) -> SparseType:
+        """Type of the weights."""
+        return self.slots.tbe.weights_precision
+
+    @property
+    def optimizer(self) -> EmbOptimType:
+        """Type of the fused optimizer."""
+        return self.slots.tbe.optimizer
+
+    def split_embedding_weights(self) -> list[Tensor]:
+        """Return the weights per table: views [rows, D]."""
+        return self.host.table_weights()
+
+    def split_optimizer_states(self) -> list[list[Tensor]]:
+        """Return the optimizer states per table; empty, as FBGEMM's, for an optimizer without states."""
+        return self.host.table_states() if self.host.states else []
+
+    def get_optimizer_state(self) -> list[dict[str, Tensor]]:
+        """Return the named states per table: per-row states from the host tier, `iter` from the slots' TBE."""
+        named = self.slots.tbe.get_optimizer_state()
+        if not named:
+            return []
+        per_row = [dict(zip(self.host.states, states, strict=True)) for states in self.host.table_states()]
+        return [{name: rows.get(name, scalar) for name, scalar in named[0].items()} for rows in per_row]
+
+    def get_learning_rate(self) -> float:
+        """Return the fused optimizer's learning rate."""
+        return self.slots.tbe.get_learning_rate()
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Set the fused optimizer's learning rate."""
+        self.slots.tbe.set_learning_rate(lr)
+
+    def set_optimizer_step(self, step: int) -> None:
+        """Set the fused optimizer's step number."""
+        self.slots.tbe.set_optimizer_step(step)
+
+    def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
+        """Set the fused optimizer's parameters."""
+        self.slots.tbe.update_hyper_parameters(params_dict)
+
+    def flush(self) -> None:
+        """Write trained rows back to the host tier."""
+        self.cache.flush()
+
+    def reset_cache_states(self) -> None:
+        """Write trained rows back, and fetch the cached ones again."""
+        self.cache.flush()
+        self.cache.host_rows_changed()
