@@ -150,11 +150,7 @@ def apportion(total: int, weights: Sequence[int]) -> list[int]:
     whole = sum(weights)
     if whole == 0:
         return [total, *[0] * (len(weights) - 1)]
-    bounds = [0]
-    running = 0
-    for weight in weights:
-        running += weight
-        bounds.append(total * running // whole)
+    bounds = [total * running // whole for running in itertools.accumulate(weights, initial=0)]
     return [high - low for low, high in itertools.pairwise(bounds)]
 
 
@@ -171,31 +167,32 @@ def table_stats(
 ) -> list[TableStats]:
     """Return the totals of a pool's tables, of `rows` each. `slot_bytes` is all device memory but that of the map over
     the rows; `row_bytes` move with each row."""
-    values = counters.values.tolist()
-    held = [row[Counter.FILLS] + row[Counter.PRELOADS] - row[Counter.EVICTIONS] for row in values]
+    columns = counters.values.T.tolist()  # in the order of `Counter`
+    lookups, missed, hits, fills, critical, write_backs, evictions, preloads, growths = columns
+    filled = [sum(pair) for pair in zip(fills, preloads, strict=True)]
+    held = [come - gone for come, gone in zip(filled, evictions, strict=True)]
     absent = [all_rows - own for all_rows, own in zip(rows, held, strict=True)]
     slots = [own + free for own, free in zip(held, apportion(free_slots, absent), strict=True)]
     device_shares = zip(apportion(map_bytes, rows), apportion(slot_bytes, slots), strict=True)
     device_bytes = [of_rows + of_slots for of_rows, of_slots in device_shares]
     host_shares = apportion(host_bytes, rows)
-    lookups = [row[Counter.LOOKUPS] for row in values]
     shares = lookups if any(lookups) else [1] * len(lookups)
     return [
         TableStats(
             table=table,
             rows=rows[t],
             slots=slots[t],
-            lookups=(row := values[t])[Counter.LOOKUPS],
-            unique_ids=row[Counter.HITS_UNIQUE] + row[Counter.FILLS],
-            hits_unique=row[Counter.HITS_UNIQUE],
-            hits_lookups=row[Counter.LOOKUPS] - row[Counter.MISSED_LOOKUPS],
-            fills=row[Counter.FILLS] + row[Counter.PRELOADS],
-            critical_path_fills=row[Counter.CRITICAL_PATH_FILLS],
-            write_backs=row[Counter.WRITE_BACKS],
-            evictions=row[Counter.EVICTIONS],
-            overflow_growths=row[Counter.OVERFLOW_GROWTHS],
-            bytes_to_device=(row[Counter.FILLS] + row[Counter.PRELOADS]) * row_bytes,
-            bytes_to_host=row[Counter.WRITE_BACKS] * row_bytes,
+            lookups=lookups[t],
+            unique_ids=hits[t] + fills[t],
+            hits_unique=hits[t],
+            hits_lookups=lookups[t] - missed[t],
+            fills=filled[t],
+            critical_path_fills=critical[t],
+            write_backs=write_backs[t],
+            evictions=evictions[t],
+            overflow_growths=growths[t],
+            bytes_to_device=filled[t] * row_bytes,
+            bytes_to_host=write_backs[t] * row_bytes,
             device_bytes=device_bytes[t],
             host_bytes=host_shares[t],
             seconds=counters.seconds * shares[t] / sum(shares),

@@ -62,7 +62,7 @@ class Setting:
 
 
 def stream(steps: int, seed: int, extras: dict[int, list[Operation]], lookahead: int = 2, size: int = 4) -> Any:
-    """Batches that are known ahead, prepared while others are in flight, and trained; ``extras`` come after a step."""
+    """Batches that are known ahead, prepared while others are in flight, and trained; `extras` come after a step."""
     rng = np.random.default_rng(seed)
     operations: list[Operation] = []
     for step in range(steps):
@@ -116,7 +116,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Point:
-    """A line of an operation: the ``line``-th of the ``call``-th call of the cache."""
+    """A line of an operation: the `line`-th of the `call`-th call of the cache."""
 
     setting: str
     call: int
@@ -404,7 +404,7 @@ def each_place_once(seed: int) -> list[Point]:
 
 
 def chosen(count: int | None, seed: int, names: Iterable[str] = SETTINGS) -> list[Point]:
-    """``count`` points of these settings, drawn with a seed; None: all."""
+    """`count` points of these settings, drawn with a seed; None: all."""
     found = [point for name in names for point in points(SETTINGS[name])]
     return found if count is None or count >= len(found) else random.Random(seed).sample(found, count)
 

@@ -23,12 +23,12 @@ STATES = [("momentum", torch.Size([]), torch.float32), ("square", torch.Size([DI
 
 
 class Pool:
-    """A :class:`RowCache` over random rows, its reference model, and the checks of both.
+    """A `RowCache` over random rows, its reference model, and the checks of both.
 
-    ``rows`` [R, ...] hold the truth: plain tensors, updated as the slots are. ``last_batch`` is when
-    each row was last looked up, ``counts`` what `lfu` should count, ``expected`` the counters per table.
-    ``known`` are the batches known and not prepared, ``guessed`` the rows whose next use may be a guess.
-    ``pinned_table`` is one whose rows never leave. ``best_victims`` asks for the best victims that there are: what
+    `rows` [R, ...] hold the truth: plain tensors, updated as the slots are. `last_batch` is when
+    each row was last looked up, `counts` what `lfu` should count, `expected` the counters per table.
+    `known` are the batches known and not prepared, `guessed` the rows whose next use may be a guess.
+    `pinned_table` is one whose rows never leave. `best_victims` asks for the best victims that there are: what
     look-ahead promises as long as all batches were known, and no other policy but `lru`.
     """
 

@@ -67,7 +67,7 @@ def test_next_uses_are_those_of_the_naive_oracle_whatever_happens(operations, nu
 def run_and_measure(
     operations: list[Operation], resize: Resize | None = None, **settings: Any
 ) -> tuple[Pool, list[int]]:
-    """The pool, and the cells of its ring whenever they changed. ``resize``: in place of the true one."""
+    """The pool, and the cells of its ring whenever they changed. `resize`: in place of the true one."""
     cells = [4]
 
     def measured(self: NextUseIndex, oldest: int, end: int, needed: int) -> int:
