@@ -132,9 +132,8 @@ class VictimQueue:
         first_left = left[:queued].nonzero().flatten()[:1]
         passed = int(usable[first_left]) if first_left.numel() else window.slots.numel()
         self._cursor += passed
-        waiting = again.select(
-            (left[queued:] & (places < passed)).nonzero().flatten()
-        )  # the others are still in the queue
+        # Entries of the window from `passed` on are still in the queue.
+        waiting = again.select((left[queued:] & (places < passed)).nonzero().flatten())
         waiting = self._trim(waiting, 2 * count)
         self._offered = [(0, waiting), *pinned] if waiting.slots.numel() else pinned
         return candidates.slots.index_select(0, chosen)

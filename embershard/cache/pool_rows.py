@@ -200,7 +200,7 @@ class PoolRows:
                 "back; their latest updates are lost, and the host's rows count from now on. Call "
                 "embershard.flush(model) before writing in place, or load with model.load_state_dict"
             )
-        except CacheError:  # noted only while the error is being raised, so that an interrupt cannot hide the loss
+        except CacheError:  # the loss is reported once, so it is noted only while the error is being raised
             self._note_fetched(fetched, version if keys is None else None)
             raise
 

@@ -182,7 +182,7 @@ class RowCache:
         self.counters.seconds += seconds
         if critical_path:
             self.counters.stall_seconds += seconds
-        ticket = Ticket(plan.batch, plan.slots, _filled=filled)
+        ticket = Ticket(plan.batch, plan.slots, filled=filled)
         self._in_flight.add(ticket, None if known is None else known.num_rows)
         return ticket
 

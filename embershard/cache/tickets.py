@@ -21,6 +21,7 @@ class Ticket:
         slots: int64 [N], in place of the batch's ids; readable once `RowCache.wait` has returned.
         released: the batch was released or cancelled.
         forwarded: a forward has read the slots, and its backward will update them.
+        filled: on a GPU, the end of the batch's fills.
 
     >>> in_flight = InFlight()
     >>> ticket = Ticket(in_flight.next_batch(), slots=torch.tensor([2, 1, 2]))
@@ -36,7 +37,7 @@ class Ticket:
     slots: Tensor
     released: bool = False
     forwarded: bool = False
-    _filled: torch.cuda.Event | None = field(default=None, repr=False)
+    filled: torch.cuda.Event | None = field(default=None, repr=False)
     _unpin: weakref.finalize | None = field(default=None, repr=False)
 
     def cancel(self) -> None:

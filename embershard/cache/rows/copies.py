@@ -64,9 +64,9 @@ class RowCopies:
 
     def wait(self, ticket: Ticket) -> None:
         """Make the current stream wait until the batch's rows are in their slots."""
-        if ticket._filled is not None:
+        if ticket.filled is not None:
             stream = torch.cuda.current_stream(self._device)
-            stream.wait_event(ticket._filled)
+            stream.wait_event(ticket.filled)
             ticket.slots.record_stream(stream)
 
     def trained(self) -> None:
