@@ -120,12 +120,7 @@ class LfuScores(FrequencyScores):
     """
 
     def __init__(
-        self,
-        row_scores: Tensor,
-        num_slots: int,
-        device: torch.device,
-        make_transfer: MakeTransfer,
-        decay: float | None,
+        self, row_scores: Tensor, num_slots: int, device: torch.device, make_transfer: MakeTransfer, decay: float | None
     ) -> None:
         super().__init__(row_scores, num_slots, device, make_transfer)
         self._decay = decay

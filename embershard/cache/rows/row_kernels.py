@@ -23,13 +23,7 @@ _WORD_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 @triton.jit
 def _copy_part(  # type: ignore[no-untyped-def]
-    target,
-    source,
-    target_starts,
-    source_starts,
-    inside,
-    WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    target, source, target_starts, source_starts, inside, WORDS: tl.constexpr, BLOCK: tl.constexpr
 ):
     for first in tl.static_range(0, WORDS, BLOCK):
         word = first + tl.arange(0, BLOCK)
