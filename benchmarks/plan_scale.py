@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.assumed import AssumedTable, assumed_statistics
 from benchmarks.common import machine, report
-from embershard.frequency.assumed import AssumedTable, assumed_statistics
 from embershard.planning.cost import work
 from embershard.planning.cost.topology import load_topology
 from embershard.planning.planner import make_plan

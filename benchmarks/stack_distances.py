@@ -30,7 +30,7 @@ from embershard.data import SyntheticConfig
 from embershard.data.popularity import CRITEO_KAGGLE
 from embershard.data.synthetic import SyntheticTable
 from embershard.frequency import CountHistogram, StackDistances, is_followed, row_hashes
-from embershard.frequency.stack_distances import exact, from_followed, shards
+from embershard.frequency.stack_distances import exact, from_followed
 
 Rows = NDArray[np.int64]
 
@@ -124,6 +124,14 @@ def measure(name: str, rows: Rows, rate: float, num_samples: int) -> Point:
         counts=_errors([nobody.hit_rate(sizes) - truth]),
         reached=errors.mean <= TARGET_POINTS,
     )
+
+
+def shards(table_number: int, rows: Rows, rate: float) -> StackDistances:
+    """Estimate from the share `rate` of the rows, of all lookups of a table, `rows` [M] in order. The lookups of every
+    row are counted, also of those that are not followed."""
+    followed = rows[is_followed(row_hashes(table_number, rows), rate)]
+    counts = CountHistogram.of_counts(np.unique(rows, return_counts=True)[1])
+    return from_followed(followed, rate, len(rows), counts)
 
 
 def _errors(differences: list[NDArray[np.float64]]) -> Errors:

@@ -1,10 +1,10 @@
-"""Samples: where they come from, in which order, and how they become batches. See docs/data.md."""
+"""Samples: their sources, their order, and the batches made of them. See docs/data.md."""
 
 from __future__ import annotations
 
 from embershard.data.batch import Batch, Schema, SparseFeature
 from embershard.data.config import CriteoConfig, DataConfig, ParquetConfig, SyntheticConfig
-from embershard.data.open import open_source
+from embershard.data.kinds import kind_of_files, open_source, schema_of
 from embershard.data.source import Source
 from embershard.data.stream import BatchStream, StreamState
 
@@ -19,5 +19,7 @@ __all__ = [
     "SparseFeature",
     "StreamState",
     "SyntheticConfig",
+    "kind_of_files",
     "open_source",
+    "schema_of",
 ]

@@ -1,4 +1,4 @@
-"""What a model is fed: the schema of a sample, and a batch of samples.
+"""A sample's schema, and batches of samples: the input of a model.
 
 Letters: B samples of a batch, D dense features, F sparse features, N ids of all bags.
 """
@@ -6,7 +6,6 @@ Letters: B samples of a batch, D dense features, F sparse features, N ids of all
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -17,9 +16,10 @@ from embershard.errors import ConfigError
 
 @dataclass(frozen=True)
 class SparseFeature:
-    """One categorical column and the size of its embedding table.
+    """One categorical column and the rows of its embedding table, of which row 0 stands for a missing value.
 
-    ``num_rows`` counts the reserved row 0, which stands for a missing value.
+    >>> SparseFeature("user", num_rows=1000).name
+    'user'
     """
 
     name: str
@@ -37,6 +37,10 @@ class SparseFeature:
 class Schema:
     """The columns of a sample, in order.
 
+    >>> schema = Schema(dense=("age",), sparse=(SparseFeature("user", 1000), SparseFeature("item", 50)))
+    >>> schema.keys, schema.num_dense
+    (['user', 'item'], 1)
+
     Raises:
         ConfigError: two columns have the same name, or there is no sparse column.
     """
@@ -46,7 +50,7 @@ class Schema:
     label: str = "label"
 
     def __post_init__(self) -> None:
-        names = [*self.dense, *(feature.name for feature in self.sparse), self.label]
+        names = [*self.dense, *self.keys, self.label]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ConfigError(f"the schema has columns twice: {', '.join(twice)}; every name must be unique")
@@ -60,16 +64,18 @@ class Schema:
 
     @property
     def num_dense(self) -> int:
-        """Number of dense features."""
         return len(self.dense)
 
 
 @dataclass
 class Batch(Pipelineable):
-    """B samples of one rank.
+    """B samples of one rank, with the attribute names that `torchrec.models.dlrm.DLRMTrain` reads.
 
-    The attribute names are those that ``torchrec.models.dlrm.DLRMTrain`` reads. B may be 0: the end of an
-    evaluation gives some ranks nothing, and every rank must still take part in the step.
+    B may be 0: at the end of an evaluation some ranks have no samples, and every rank must still take part in the step.
+
+    >>> ids = KeyedJaggedTensor(["user"], values=torch.tensor([3, 1, 4]), lengths=torch.tensor([1, 2]))
+    >>> Batch(torch.zeros(2, 13), ids, torch.zeros(2)).num_samples
+    2
 
     Attributes:
         dense_features: float32 [B, D].
@@ -83,11 +89,10 @@ class Batch(Pipelineable):
 
     @property
     def num_samples(self) -> int:
-        """B, the number of samples of this rank's batch."""
         return int(self.labels.shape[0])
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        """A copy on ``device`` (or this batch itself, where it is there already)."""
+        """Return a copy on `device`, or this batch itself where it is there already."""
         return Batch(
             self.dense_features.to(device, non_blocking=non_blocking),
             self.sparse_features.to(device, non_blocking=non_blocking),
@@ -95,11 +100,10 @@ class Batch(Pipelineable):
         )
 
     def pin_memory(self) -> Batch:
-        """A copy in page-locked host memory, from which ``to(..., non_blocking=True)`` is asynchronous."""
+        """Return a copy in page-locked host memory, from which `to(..., non_blocking=True)` is asynchronous."""
         return Batch(self.dense_features.pin_memory(), self.sparse_features.pin_memory(), self.labels.pin_memory())
 
-    def record_stream(self, stream: Any) -> None:
-        """Keep the memory of all tensors until ``stream`` is done with them."""
-        self.dense_features.record_stream(stream)
-        self.sparse_features.record_stream(stream)
-        self.labels.record_stream(stream)
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the memory of all tensors until `stream` is done with them."""
+        for tensor in (self.dense_features, self.sparse_features, self.labels):
+            tensor.record_stream(stream)

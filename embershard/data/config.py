@@ -1,33 +1,24 @@
-"""The settings of the data package. Each field's meaning is the string below it."""
+"""The settings of all sources, and `DataConfig`. Each field's meaning is the string below it."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from embershard.errors import ConfigError
 
+DataKind = Literal["synthetic", "criteo", "parquet"]
 NUM_CRITEO_DENSE = 13
 NUM_CRITEO_SPARSE = 26
 
 
-def _need(ok: bool, name: str, got: Any, needed: str) -> None:
-    if not ok:
-        raise ConfigError(f"data.{name} = {got!r}; needed {needed}")
-
-
-def _as_tuple(owner: object, *names: str) -> None:
-    """Turn lists (what TOML gives) into tuples, so that a frozen config is hashable and cannot be edited."""
-    for name in names:
-        value = getattr(owner, name)
-        if isinstance(value, list):
-            object.__setattr__(owner, name, tuple(value))
-
-
 @dataclass(frozen=True)
 class SyntheticConfig:
-    """Samples drawn from the popularity statistics of the Criteo Kaggle data set."""
+    """Samples drawn from the popularity statistics of the Criteo Kaggle data set.
+
+    >>> SyntheticConfig(bag_sizes=[2]).bag_sizes
+    (2,)
+    """
 
     num_samples: int = 1_000_000
     """Samples in an epoch, the held-out part included. Every epoch has the same samples."""
@@ -46,51 +37,44 @@ class SyntheticConfig:
     """Share of samples with label 1."""
 
     def __post_init__(self) -> None:
-        _as_tuple(self, "bag_sizes")
-        _need(self.num_samples >= 1, "synthetic.num_samples", self.num_samples, "at least 1")
-        _need(0 < self.scale <= 100, "synthetic.scale", self.scale, "a number in (0, 100]")
-        _need(self.num_dense >= 1, "synthetic.num_dense", self.num_dense, "at least 1")
-        _need(
-            len(self.bag_sizes) in (0, 1, NUM_CRITEO_SPARSE) and all(size >= 1 for size in self.bag_sizes),
-            "synthetic.bag_sizes",
-            self.bag_sizes,
-            f"no number, 1 number or {NUM_CRITEO_SPARSE} numbers, each at least 1",
+        _freeze_lists(self)
+        is_bags = len(self.bag_sizes) in (0, 1, NUM_CRITEO_SPARSE) and all(size >= 1 for size in self.bag_sizes)
+        _check(
+            self,
+            "synthetic.",
+            num_samples=(self.num_samples >= 1, "at least 1"),
+            scale=(0 < self.scale <= 100, "a number in (0, 100]"),
+            num_dense=(self.num_dense >= 1, "at least 1"),
+            bag_sizes=(is_bags, f"no number, 1 number or {NUM_CRITEO_SPARSE} numbers, each at least 1"),
+            drift=(0 <= self.drift <= 1, "a number in [0, 1]"),
+            signal=(0 < self.signal <= 10, "a number in (0, 10]"),
+            click_rate=(0 < self.click_rate < 1, "a number in (0, 1)"),
         )
-        _need(0 <= self.drift <= 1, "synthetic.drift", self.drift, "a number in [0, 1]")
-        _need(0 < self.signal <= 10, "synthetic.signal", self.signal, "a number in (0, 10]")
-        _need(0 < self.click_rate < 1, "synthetic.click_rate", self.click_rate, "a number in (0, 1)")
 
 
 @dataclass(frozen=True)
 class CriteoConfig:
-    """Criteo TSV: 1 label, 13 integers, 26 hexadecimal categoricals; no header; an empty cell is missing."""
+    """Criteo TSV: 1 label, 13 integers, 26 hexadecimal categoricals; no header; an empty cell is missing.
+
+    >>> CriteoConfig(num_rows=1000).rows_per_table[:3]
+    (1000, 1000, 1000)
+    """
 
     num_rows: int | tuple[int, ...] = 100_000
     """Rows per table, the reserved row 0 included: one number for all 26 tables, or 26 numbers."""
     id_mapping: Literal["modulo", "hash"] = "modulo"
-    """How an id becomes a row in 1..num_rows-1: its remainder, or the remainder of a 64-bit mix of it."""
+    """An id's row in 1..num_rows-1 follows from its remainder, or from the remainder of a 64-bit mix of it."""
     dense_transform: Literal["log1p", "none"] = "log1p"
-    """What is done to the integers: log(1 + max(x, 0)), or nothing. A missing one is 0 in both cases."""
+    """Change of the integers: log(1 + max(x, 0)), or none. A missing integer is 0 in both cases."""
     files: tuple[str, ...] = ("day_*", "train*", "part-*", "*.tsv", "*.tsv.gz")
-    """Names that count as data files when ``path`` is a folder (shell patterns)."""
+    """Shell patterns of the names of data files, where `path` is a folder."""
 
     def __post_init__(self) -> None:
-        _as_tuple(self, "num_rows", "files")
-        rows = self.num_rows if isinstance(self.num_rows, tuple) else (self.num_rows,) * NUM_CRITEO_SPARSE
-        _need(
-            len(rows) == NUM_CRITEO_SPARSE and all(n >= 2 for n in rows),
-            "criteo.num_rows",
-            self.num_rows,
-            f"one number or {NUM_CRITEO_SPARSE} numbers, each at least 2 (row 0 is reserved for missing)",
-        )
-        _need(self.id_mapping in ("modulo", "hash"), "criteo.id_mapping", self.id_mapping, '"modulo" or "hash"')
-        _need(
-            self.dense_transform in ("log1p", "none"),
-            "criteo.dense_transform",
-            self.dense_transform,
-            '"log1p" or "none"',
-        )
-        _need(len(self.files) > 0, "criteo.files", self.files, 'at least one pattern ("*" takes every file)')
+        _freeze_lists(self)
+        rows = self.rows_per_table
+        needed = f"one number or {NUM_CRITEO_SPARSE} numbers, each at least 2 (row 0 is reserved for missing)"
+        is_rows = len(rows) == NUM_CRITEO_SPARSE and all(n >= 2 for n in rows)
+        _check(self, "criteo.", num_rows=(is_rows, needed), files=(len(self.files) > 0, _ONE_PATTERN))
 
     @property
     def rows_per_table(self) -> tuple[int, ...]:
@@ -100,68 +84,63 @@ class CriteoConfig:
 
 @dataclass(frozen=True)
 class ParquetConfig:
-    """Parquet files with declared columns; a list column is a bag of ids."""
+    """Parquet files with declared columns; a list column is a bag of ids.
+
+    >>> ParquetConfig(dense=("age",), sparse=("user", "item"), num_rows=(1000, 50)).id_mapping
+    'modulo'
+    """
 
     dense: tuple[str, ...] = ()
     """Names of the numeric columns."""
     sparse: tuple[str, ...] = ()
     """Names of the id columns: integers, or lists of integers."""
     num_rows: tuple[int, ...] = ()
-    """Rows of each id column's table, in the order of ``sparse``, the reserved row 0 included."""
+    """Rows of each id column's table, in the order of `sparse`, the reserved row 0 included."""
     label: str = "label"
     """Name of the column of clicks: 0 or 1."""
     id_mapping: Literal["modulo", "hash", "none"] = "modulo"
-    """How an id becomes a row in 1..num_rows-1, as for Criteo. "none": ids are rows, and are checked."""
+    """An id's row in 1..num_rows-1, as for Criteo. "none": ids are rows, and are checked."""
     dense_transform: Literal["log1p", "none"] = "none"
-    """What is done to the dense columns: log(1 + max(x, 0)), or nothing."""
+    """Change of the dense columns: log(1 + max(x, 0)), or none."""
     files: tuple[str, ...] = ("*.parquet",)
-    """Names that count as data files when ``path`` is a folder (shell patterns)."""
+    """Shell patterns of the names of data files, where `path` is a folder."""
 
     def __post_init__(self) -> None:
-        _as_tuple(self, "dense", "sparse", "num_rows", "files")
-        _need(
-            len(self.num_rows) == len(self.sparse) and all(n >= 2 for n in self.num_rows),
-            "parquet.num_rows",
-            self.num_rows,
-            f"{len(self.sparse)} numbers, one for each of data.parquet.sparse, each at least 2",
-        )
-        mappings = ("modulo", "hash", "none")
-        _need(self.id_mapping in mappings, "parquet.id_mapping", self.id_mapping, f"one of {mappings}")
-        transforms = ("log1p", "none")
-        _need(
-            self.dense_transform in transforms,
-            "parquet.dense_transform",
-            self.dense_transform,
-            f"one of {transforms}",
-        )
-        _need(len(self.files) > 0, "parquet.files", self.files, 'at least one pattern ("*" takes every file)')
+        _freeze_lists(self)
+        needed = f"{len(self.sparse)} numbers, one for each of data.parquet.sparse, each at least 2"
+        is_rows = len(self.num_rows) == len(self.sparse) and all(n >= 2 for n in self.num_rows)
+        _check(self, "parquet.", num_rows=(is_rows, needed), files=(len(self.files) > 0, _ONE_PATTERN))
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where the samples come from, and in which order they are read."""
+    """The source of the samples, and the order in which they are read.
 
-    kind: Literal["synthetic", "criteo", "parquet"] = "synthetic"
+    >>> DataConfig(kind="criteo", path="logs/", criteo=CriteoConfig(id_mapping="hash")).eval_fraction
+    0.1
+    """
+
+    kind: DataKind = "synthetic"
     """The source: generated samples, Criteo TSV files, or Parquet files."""
     path: str | None = None
     """A file, or a folder of files. Needed by "criteo" and "parquet"."""
     eval_path: str | None = None
-    """Held-out file or folder. Without it the tail of every file is held out (``eval_fraction``)."""
+    """Held-out file or folder. Without it the tail of every file is held out (`eval_fraction`)."""
     eval_fraction: float = 0.1
-    """Share of every file, at its end, that is held out. Not used when ``eval_path`` is given."""
+    """Share of every file, at its end, that is held out. Not used when `eval_path` is given."""
     seed: int = 0
     """Fixes the order of the samples and, for "synthetic", the samples themselves."""
     shuffle: bool = True
-    """Read the training samples in a seeded order, another one each epoch. False: in the files' order."""
+    """Read the training samples in a seeded order, a new one each epoch. False: in the files' order."""
     chunk_rows: int = 4096
-    """Rows that are parsed, and mixed with each other, together. About a rank's batch is right. Parquet files
-    bring their own chunks: their row groups."""
+    """Rows of a chunk, which is parsed as a whole and mixed in itself. About a rank's batch is right. The chunks of
+    Parquet files are their row groups."""
     shuffle_window: int = 64
-    """Chunks among which the order of chunks is mixed."""
+    """Chunks of a window. Chunks are mixed with others of their window."""
     num_workers: int = 2
     """Threads of this rank that parse ahead of training. 0: parse when a batch is asked for."""
     prefetch_batches: int = 8
-    """Batches of this rank that may lie ready, or be in work, at a time."""
+    """Most batches of this rank that are ready or in work at a time."""
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
     """Settings of kind "synthetic"."""
     criteo: CriteoConfig = field(default_factory=CriteoConfig)
@@ -170,20 +149,38 @@ class DataConfig:
     """Settings of kind "parquet"."""
 
     def __post_init__(self) -> None:
-        kinds = ("synthetic", "criteo", "parquet")
-        _need(self.kind in kinds, "kind", self.kind, f"one of {kinds}")
-        if self.kind == "synthetic":
-            no_effect = 'nothing: kind "synthetic" reads no file (set data.kind to use it)'
-            _need(self.path is None, "path", self.path, no_effect)
-            _need(self.eval_path is None, "eval_path", self.eval_path, no_effect)
-        _need(
-            0 <= self.eval_fraction < 1 and math.isfinite(self.eval_fraction),
-            "eval_fraction",
-            self.eval_fraction,
-            "a number in [0, 1)",
+        reads_files = self.kind != "synthetic"
+        no_effect = 'nothing: kind "synthetic" reads no file (set data.kind to use it)'
+        _check(
+            self,
+            "",
+            path=(reads_files or self.path is None, no_effect),
+            eval_path=(reads_files or self.eval_path is None, no_effect),
+            eval_fraction=(0 <= self.eval_fraction < 1, "a number in [0, 1)"),
+            seed=(0 <= self.seed < 2**63, "an integer in [0, 2**63)"),
+            chunk_rows=(self.chunk_rows >= 1, "at least 1"),
+            shuffle_window=(self.shuffle_window >= 1, "at least 1"),
+            num_workers=(self.num_workers >= 0, "0 or more"),
+            prefetch_batches=(self.prefetch_batches >= 1, "at least 1"),
         )
-        _need(0 <= self.seed < 2**63, "seed", self.seed, "an integer in [0, 2**63)")
-        _need(self.chunk_rows >= 1, "chunk_rows", self.chunk_rows, "at least 1")
-        _need(self.shuffle_window >= 1, "shuffle_window", self.shuffle_window, "at least 1")
-        _need(self.num_workers >= 0, "num_workers", self.num_workers, "0 or more")
-        _need(self.prefetch_batches >= 1, "prefetch_batches", self.prefetch_batches, "at least 1")
+
+
+_ONE_PATTERN = 'at least one pattern ("*" takes every file)'
+
+
+def _freeze_lists(owner: SyntheticConfig | CriteoConfig | ParquetConfig) -> None:
+    """Turn lists, which TOML gives, into tuples, so that a frozen config is hashable and cannot be edited."""
+    for each in fields(owner):
+        value = getattr(owner, each.name)
+        if isinstance(value, list):
+            object.__setattr__(owner, each.name, tuple(value))
+
+
+def _check(owner: object, section: str, **needs: tuple[bool, str]) -> None:
+    """Raise where a field has no value of its `Literal`, or does not meet its need: (is it met, the words for it)."""
+    hints = get_type_hints(type(owner))
+    choices = {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+    among = {name: (getattr(owner, name) in values, f"one of {values}") for name, values in choices.items()}
+    for name, (is_met, needed) in (among | needs).items():
+        if not is_met:
+            raise ConfigError(f"data.{section}{name} = {getattr(owner, name)!r}; needed {needed}")

@@ -2,76 +2,66 @@
 
 from __future__ import annotations
 
+import binascii
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
+from pyarrow import csv
 
 from embershard.data.batch import Schema, SparseFeature
-from embershard.data.block import Block
+from embershard.data.block import Block, transform_dense
 from embershard.data.config import NUM_CRITEO_DENSE, NUM_CRITEO_SPARSE, CriteoConfig, DataConfig
 from embershard.data.hashing import map_ids
-from embershard.data.hexadecimal import MAX_DIGITS, parse_hex
-from embershard.data.order import ChunkTable
-from embershard.data.source import RecentlyUsed, Split, SplitChunks, list_files
+from embershard.data.source import FileSource, SplitChunks, list_files
 from embershard.data.text import TextFiles
 from embershard.errors import DataError
 
 DENSE = tuple(f"I{i + 1}" for i in range(NUM_CRITEO_DENSE))
 SPARSE = tuple(f"C{i + 1}" for i in range(NUM_CRITEO_SPARSE))
 COLUMNS = ("label", *DENSE, *SPARSE)
+MAX_DIGITS = 8
 
 
-class CriteoSource:
-    """Criteo TSV files; see :class:`~embershard.data.CriteoConfig`.
+class CriteoSource(FileSource):
+    """Criteo TSV files; see `CriteoConfig`.
 
     Row 0 of every table stands for a missing cell; ids become rows 1..num_rows-1.
     """
 
     def __init__(self, config: DataConfig) -> None:
-        assert config.path is not None
-        files = list_files(config.path, config.criteo.files, "data.criteo.files")
-        share = [0.0 if config.eval_path else config.eval_fraction] * len(files)
-        if config.eval_path:
-            held_out = list_files(config.eval_path, config.criteo.files, "data.criteo.files")
-            files, share = files + held_out, share + [1.0] * len(held_out)
-        self._criteo = config.criteo
+        files, held_out = list_files(config, config.criteo.files)
+        self._config = config.criteo
         self._text = TextFiles(files, config.chunk_rows, config.num_workers)
-        self._split = SplitChunks(self._text.file, self._text.rows, share)
-        self._parsed = RecentlyUsed(self._parse, capacity=4 + 2 * config.num_workers)
-        pairs = zip(SPARSE, config.criteo.rows_per_table, strict=True)
-        self.schema = Schema(DENSE, tuple(SparseFeature(name, rows) for name, rows in pairs))
+        split = SplitChunks(self._text.file, self._text.rows, held_out)
+        super().__init__(self.schema_of(config), split, num_kept=4 + 2 * config.num_workers)
 
-    def chunks(self, split: Split) -> ChunkTable:
-        """See :class:`~embershard.data.Source`."""
-        return self._split.table(split)
+    @staticmethod
+    def schema_of(config: DataConfig) -> Schema:
+        return Schema(DENSE, tuple(map(SparseFeature, SPARSE, config.criteo.rows_per_table)))
 
-    def read(self, split: Split, chunk: int, rows: NDArray[np.int64]) -> Block:
-        """See :class:`~embershard.data.Source`. Parses the whole chunk, and keeps it for a while."""
-        physical, first = self._split.place(split, chunk)
-        return self._parsed.get(physical).take(first + rows)
-
-    def _parse(self, chunk: int) -> Block:
-        where = Place(self._text.path(chunk), int(self._text.first_row[chunk]), int(self._text.rows[chunk]))
-        return parse_criteo(self._text.read(chunk), self._criteo, where)
+    def parse(self, number: int) -> Block:
+        where = Place(self._text.path(number), int(self._text.first_row[number]), int(self._text.rows[number]))
+        return parse_criteo(self._text.read(number), self._config, where)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which lines of which file a chunk is, for messages; ``first_row`` counts from 0."""
+    """The lines of a chunk, for messages; `first_row` counts from 0."""
 
     path: Path
     first_row: int
     num_rows: int
 
-    def fail(self, row: int, what: str) -> NoReturn:
-        raise DataError(f"{self.path}:{self.first_row + row + 1} {what}")
+    def fail(self, row: int, problem: str) -> NoReturn:
+        raise DataError(f"{self.path}:{self.first_row + row + 1} {problem}")
 
 
 def parse_criteo(data: memoryview, config: CriteoConfig, where: Place) -> Block:
-    """The samples of some whole lines.
+    """Return the samples of some whole lines.
 
     Raises:
         DataError: a line has not 40 columns, a label is not 0 or 1, an integer is not a number, or a
@@ -86,17 +76,37 @@ def parse_criteo(data: memoryview, config: CriteoConfig, where: Place) -> Block:
     if missing.sum() != sum(table.column(name).null_count for name in DENSE) or np.isinf(dense).any():
         _explain(data, where)
     dense[missing] = 0
-    if config.dense_transform == "log1p":
-        np.log1p(np.maximum(dense, 0, out=dense), out=dense)
-    rows = _rows(table, data, config, where)
+    transform_dense(dense, config.dense_transform)
+    texts, lengths = zip(*(_cells(table.column(name).chunk(0)) for name in SPARSE), strict=True)
+    try:
+        ids = parse_hex(np.concatenate(texts), np.concatenate(lengths)).reshape(NUM_CRITEO_SPARSE, -1)
+    except ValueError as error:
+        _explain(data, where, error)
+    rows = map_ids(ids, np.array(config.rows_per_table)[:, None], config.id_mapping)
+    rows[np.stack(lengths) == 0] = 0
     return Block(dense, labels, tuple(rows), (1,) * NUM_CRITEO_SPARSE)
 
 
-def _read_columns(data: memoryview, where: Place) -> Any:
-    """A pyarrow table of one chunk per column: label and integers as float32, categoricals as they stand."""
-    import pyarrow as pa
-    from pyarrow import csv
+def parse_hex(text: NDArray[np.uint8], lengths: NDArray[np.int32]) -> NDArray[np.uint32]:
+    """Return the numbers [N] of cells of 0 to 8 hexadecimal digits, 0 for an empty cell.
 
+    >>> parse_hex(np.frombuffer(b"ffA1", np.uint8), np.array([2, 0, 2])).tolist()
+    [255, 0, 161]
+
+    Args:
+        text: ASCII of all cells, one after another.
+        lengths: [N], characters of each cell; they sum to `len(text)`.
+
+    Raises:
+        ValueError: a cell is too long, or not hexadecimal.
+    """
+    digits = np.full((len(lengths), MAX_DIGITS), ord("0"), np.uint8)
+    digits[np.arange(MAX_DIGITS) >= MAX_DIGITS - lengths[:, None]] = text
+    return np.frombuffer(binascii.unhexlify(digits.data), ">u4")
+
+
+def _read_columns(data: memoryview, where: Place) -> pa.Table:
+    """Return a table of one chunk per column: label and integers as float32, categoricals as they stand."""
     types = dict.fromkeys(COLUMNS, pa.float32()) | dict.fromkeys(SPARSE, pa.binary())
     try:
         table = csv.read_csv(
@@ -112,35 +122,21 @@ def _read_columns(data: memoryview, where: Place) -> Any:
     return table.combine_chunks()
 
 
-def _rows(table: Any, data: memoryview, config: CriteoConfig, where: Place) -> NDArray[np.int64]:
-    """Rows of the categoricals: int64 [26, n]."""
-    texts, lengths = zip(*(_cells(table.column(name).chunk(0)) for name in SPARSE), strict=True)
-    values, bad = parse_hex(np.concatenate(texts), np.concatenate(lengths))
-    if bad.any():
-        _explain(data, where)
-    num_rows = np.array(config.rows_per_table)[:, None]
-    rows = map_ids(values.reshape(NUM_CRITEO_SPARSE, -1), num_rows, config.id_mapping)
-    rows[np.stack(lengths) == 0] = 0
-    return rows
-
-
-def _cells(column: Any) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Bytes of all cells of a binary arrow array without nulls, and each cell's length."""
+def _cells(column: pa.BinaryArray) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
+    """Return the bytes of all cells of an array without nulls, and each cell's length."""
     _, offsets, data = column.buffers()
     borders = np.frombuffer(offsets, np.int32)[column.offset : column.offset + len(column) + 1]
     text = np.frombuffer(data, np.uint8) if data is not None else np.empty(0, np.uint8)
-    return text[borders[0] : borders[-1]], np.diff(borders).astype(np.int64)
+    return text[borders[0] : borders[-1]], np.diff(borders)
 
 
 def _explain(data: memoryview, where: Place, error: Exception | None = None) -> NoReturn:
-    """Find what is wrong with a chunk, line by line, and say it. Only called when something is."""
+    """Raise for the first bad line of a chunk, and name its error."""
     for number, line in enumerate(bytes(data).splitlines()):
         cells = line.decode("utf-8", "backslashreplace").split("\t")
         if len(cells) != len(COLUMNS):
-            where.fail(
-                number,
-                f"has {len(cells)} tab-separated columns; needed {len(COLUMNS)}: label, 13 integers, 26 categoricals",
-            )
+            needed = f"needed {len(COLUMNS)}: label, 13 integers, 26 categoricals"
+            where.fail(number, f"has {len(cells)} tab-separated columns; {needed}")
         for name, cell in zip(COLUMNS, cells, strict=True):
             if (problem := _cell_problem(name, cell)) is not None:
                 where.fail(number, f"{name}={cell!r}: {problem}")

@@ -1,7 +1,7 @@
 """The one source of randomness of this package: a 64-bit mixer over counters.
 
-A counter-based generator has no state: the word that belongs to sample g is a function of (seed, stream, g),
-whatever the number of ranks, the batch size, or the version of numpy.
+A counter-based generator has no state: the word of sample g is a function of (seed, stream, g), whatever the number of
+ranks, the batch size, or the version of numpy.
 """
 
 from __future__ import annotations
@@ -13,61 +13,56 @@ Words = NDArray[np.uint64]
 Ids = NDArray[np.int64]
 
 _MASK = 2**64 - 1
-_STEP = 0x9E3779B97F4A7C15
+_STEP = np.uint64(0x9E3779B97F4A7C15)
 """Odd, 2**64 / golden ratio: consecutive counters become far-apart inputs of the mixer."""
-_MULTIPLY_1 = 0xBF58476D1CE4E5B9
-_MULTIPLY_2 = 0x94D049BB133111EB
 
 
 def mix64(words: Words) -> Words:
-    """A fixed bijection of 64-bit words whose output bits look independent; returns a new array.
+    """Return new words from a fixed bijection of 64-bit words whose output bits look independent.
 
     It is the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014). It has no seed, so an id keeps its
     hash for ever.
     """
     z = words >> np.uint64(30)
     z ^= words
-    z *= np.uint64(_MULTIPLY_1)
+    z *= np.uint64(0xBF58476D1CE4E5B9)
     z ^= z >> np.uint64(27)
-    z *= np.uint64(_MULTIPLY_2)
+    z *= np.uint64(0x94D049BB133111EB)
     z ^= z >> np.uint64(31)
     return z
 
 
 def make_key(*parts: int) -> int:
-    """One 64-bit key of several integers, for example (seed, epoch, chunk)."""
-    key = 0
+    """Return one 64-bit key of several integers, for example (seed, epoch, chunk)."""
+    key = np.zeros(1, np.uint64)
     for part in parts:
-        key = (key + (part & _MASK) + 1) * _STEP & _MASK
-        key = (key ^ (key >> 30)) * _MULTIPLY_1 & _MASK
-        key = (key ^ (key >> 27)) * _MULTIPLY_2 & _MASK
-        key ^= key >> 31
-    return key
+        key = mix64((key + np.uint64(part & _MASK) + np.uint64(1)) * _STEP)
+    return int(key[0])
 
 
 def random_words(key: int, counters: Ids) -> Words:
-    """The words number ``counters`` of stream ``key``: uint64, of the counters' shape."""
+    """Return the words number `counters` of stream `key`: uint64, of the counters' shape."""
     words = counters.astype(np.uint64)
-    words *= np.uint64(_STEP)
+    words *= _STEP
     words += np.uint64(key)
     return mix64(words)
 
 
 def unit_floats(words: Words) -> NDArray[np.float64]:
-    """Floats in [0, 1) made of the upper 53 bits of the words."""
+    """Return floats in [0, 1) made of the upper 53 bits of the words."""
     return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def permutation(key: int, size: int) -> Ids:
-    """A permutation of ``0..size-1`` that is a function of ``key``."""
+    """Return a permutation of `0..size-1` that is a function of `key`."""
     return np.argsort(random_words(key, np.arange(size)), kind="stable")
 
 
-def map_ids(ids: Ids | Words, num_rows: int | Ids, mapping: str) -> Ids:
-    """Rows of raw ids: 1 + id mod (num_rows - 1), after ``mix64`` when ``mapping`` is "hash".
+def map_ids(ids: NDArray[np.integer], num_rows: int | Ids, mapping: str) -> Ids:
+    """Return rows of raw ids: 1 + id mod (num_rows - 1), after `mix64` when `mapping` is "hash".
 
-    ``num_rows`` is one number, or an array that broadcasts against ``ids``. Row 0 is never returned: it
-    stands for a missing value. Negative ids wrap around as 64-bit words do.
+    `num_rows` is one number, or an array that broadcasts against `ids`. Row 0 is left to missing values. Negative ids
+    wrap around as 64-bit words do.
     """
     words = ids.astype(np.uint64)
     if mapping == "hash":

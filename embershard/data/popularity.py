@@ -1,8 +1,9 @@
-"""How often the rows of a table are looked up: an exact head and a Zipf tail."""
+"""Popularity of the rows of generated tables: an exact head and a Zipf tail."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +13,7 @@ _LEAST_TAIL = 0.0003
 """Published shares have three digits: a tail of "0.000" is at most half of the last digit, not nothing."""
 
 
-@dataclass(frozen=True)
-class TableStatistics:
+class PublishedTable(NamedTuple):
     """Measured popularity of one table: rows, shares of lookups, and the exponent of rank ** -exponent."""
 
     num_rows: int
@@ -22,8 +22,8 @@ class TableStatistics:
     zipf_exponent: float
 
 
-CRITEO_KAGGLE: tuple[TableStatistics, ...] = tuple(
-    TableStatistics(*row)
+CRITEO_KAGGLE: tuple[PublishedTable, ...] = tuple(
+    PublishedTable(*row)
     for row in (
         (1460, 0.503, 0.909, 1.90),
         (583, 0.126, 0.429, 1.19),
@@ -60,28 +60,28 @@ exponents fitted to 80,000 samples. Counts and shares are facts about the data; 
 class Popularity:
     """Draws popularity ranks 0 (most often) .. num_ids - 1.
 
-    The first ten ranks have shares ``top_1 * rank ** -a``, with ``a`` such that they sum to ``top_10``. The
-    others share the rest by a power law of continuous rank with the measured exponent, whose inverse
-    distribution function is a formula, so that drawing costs the same for 100 rows and for 10 million. A
-    table that is scaled below a few hundred rows keeps its shares, and so gets a flat or even a rising tail.
+    The first ten ranks have shares `top_1 * rank ** -a`, with `a` such that they sum to `top_10`. The others share the
+    rest by a power law of continuous rank with the measured exponent, whose inverse distribution function is a formula,
+    so that drawing costs the same for 100 rows and for 10 million. A table that is scaled below a few hundred rows
+    keeps its shares, and so gets a flat or even a rising tail.
     """
 
-    def __init__(self, statistics: TableStatistics, num_ids: int) -> None:
+    def __init__(self, table: PublishedTable, num_ids: int) -> None:
         num_head = min(NUM_HEAD, num_ids)
-        tail = 0.0 if num_ids <= NUM_HEAD else max(1.0 - statistics.top_10, _LEAST_TAIL)
+        tail = 0.0 if num_ids <= NUM_HEAD else max(1.0 - table.top_10, _LEAST_TAIL)
         self.num_ids = num_ids
-        self.head = _head_shares(num_head, statistics.top_1, 1.0 - tail)
+        self.head = _head_shares(num_head, table.top_1, 1.0 - tail)
         self._steps = np.cumsum(self.head)
         self._head_sum = 1.0 - tail
         if not tail:
             self._steps[-1] = 1.0  # rounding must not leave room for a tail that is not there
-        power = 1.0 - statistics.zipf_exponent
+        power = 1.0 - table.zipf_exponent
         self._power = power if abs(power) > 1e-6 else 1e-6
         self._low = (num_head + 0.5) ** self._power
         self._high = (num_ids + 0.5) ** self._power
 
     def ranks(self, uniform: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Ranks of uniform numbers in [0, 1): the inverse distribution function."""
+        """Return the ranks of uniform numbers in [0, 1): the inverse distribution function."""
         ranks = np.searchsorted(self._steps, uniform, side="right")
         tail = np.flatnonzero(ranks == NUM_HEAD)
         if len(tail):
@@ -92,11 +92,19 @@ class Popularity:
 
 
 def _head_shares(count: int, first: float, total: float) -> NDArray[np.float64]:
-    """``count`` falling shares that sum to ``total``, the first of them ``first`` where that is possible."""
+    """Return `count` falling shares that sum to `total`, the first of them `first` where that is possible."""
     ranks = np.arange(1, count + 1)
-    low, high = 0.0, 64.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if first * (ranks**-middle).sum() > total else (low, middle)
-    shares = ranks**-low
+    shares = ranks ** -bisect(lambda power: first * (ranks**-power).sum() > total, 0.0, 64.0, 60)
     return shares * (total / shares.sum())
+
+
+def bisect(is_too_low: Callable[[float], bool], low: float, high: float, num_steps: int) -> float:
+    """Return the lower end of the interval [low, high] after so many halvings.
+
+    >>> round(bisect(lambda x: x * x < 2, 0.0, 2.0, 40), 6)
+    1.414214
+    """
+    for _ in range(num_steps):
+        middle = (low + high) / 2
+        low, high = (middle, high) if is_too_low(middle) else (low, middle)
+    return low

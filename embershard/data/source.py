@@ -1,21 +1,22 @@
-"""What every source can do."""
+"""`Source`, the protocol of all sources, and the work that they share."""
 
 from __future__ import annotations
 
 import fnmatch
 import logging
-from collections import OrderedDict
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
-from concurrent.futures import Future
+from functools import lru_cache, partial
 from pathlib import Path
 from threading import Lock
 from typing import Generic, Literal, Protocol, TypeVar
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from embershard.data.batch import Schema
-from embershard.data.block import Block
+from embershard.data.block import Block, Ids
+from embershard.data.config import DataConfig
 from embershard.data.order import ChunkTable
 from embershard.errors import DataError
 
@@ -28,7 +29,12 @@ _log = logging.getLogger(__name__)
 class Source(Protocol):
     """Samples that can be read chunk by chunk, by several threads at a time.
 
-    Sources know nothing of ranks, batches or order: see :class:`~embershard.data.BatchStream`.
+    Sources know nothing of ranks, batches or order; `BatchStream` does.
+
+    >>> from embershard.data import DataConfig, open_source
+    >>> source = open_source(DataConfig())
+    >>> source.read("train", chunk=0, rows=np.arange(5)).dense.shape
+    (5, 13)
     """
 
     @property
@@ -36,22 +42,52 @@ class Source(Protocol):
         """The columns of a sample."""
 
     def chunks(self, split: Split) -> ChunkTable:
-        """How the split is cut into chunks. Empty when nothing is held out and ``split`` is "eval"."""
+        """Return the chunks of the split; none when nothing is held out and `split` is "eval"."""
 
-    def read(self, split: Split, chunk: int, rows: NDArray[np.int64]) -> Block:
-        """The samples number ``rows`` of a chunk, in that order.
+    def read(self, split: Split, chunk: int, rows: Ids) -> Block:
+        """Return the samples number `rows` of a chunk, in that order.
 
         Raises:
             DataError: the chunk holds something that is not a sample; file, row and column are named.
         """
 
 
-def list_files(path: str, patterns: tuple[str, ...], setting: str) -> list[Path]:
-    """The data files at ``path``, by name: the file itself, or the folder's files that match a pattern.
+class FileSource(ABC):
+    """Base of sources that parse physical chunks of files as a whole, and keep the last few of them."""
+
+    def __init__(self, schema: Schema, split: SplitChunks, num_kept: int) -> None:
+        self.schema = schema
+        self._split = split
+        self._parsed = RecentlyUsed(self.parse, num_kept)
+
+    @abstractmethod
+    def parse(self, number: int) -> Block:
+        """Return all samples of a physical chunk."""
+
+    def chunks(self, split: Split) -> ChunkTable:
+        return self._split.table(split)
+
+    def read(self, split: Split, chunk: int, rows: Ids) -> Block:
+        physical, first = self._split.place(split, chunk)
+        return self._parsed.get(physical).take(first + rows)
+
+
+def list_files(config: DataConfig, patterns: tuple[str, ...]) -> tuple[list[Path], list[float]]:
+    """Return the data files of a config, and the share of each that is held out, at its end.
 
     Raises:
-        DataError: there is nothing at ``path``, or no file of the folder matches, or a file has no bytes.
+        DataError: there is nothing at a path, no file of a folder matches, or a file is empty.
     """
+    assert config.path is not None
+    paths = _files_at(config.path, patterns, config.kind)
+    if config.eval_path is None:
+        return paths, [config.eval_fraction] * len(paths)
+    held_out = _files_at(config.eval_path, patterns, config.kind)
+    return paths + held_out, [0.0] * len(paths) + [1.0] * len(held_out)
+
+
+def _files_at(path: str, patterns: tuple[str, ...], kind: str) -> list[Path]:
+    """Return the file at `path`, or the folder's files that match a pattern, by name."""
     root = Path(path).expanduser()
     if not root.exists():
         raise DataError(f"{root}: no such file or folder; check data.path and data.eval_path")
@@ -62,11 +98,11 @@ def list_files(path: str, patterns: tuple[str, ...], setting: str) -> list[Path]
         skipped = [p.name for p in there if p not in files]
         if not files:
             raise DataError(
-                f"{root}: none of its {len(there)} files matches {', '.join(patterns)}"
-                f" (there are: {', '.join(skipped[:5]) or 'none'}); set {setting} to the names of your files"
+                f"{root}: none of its {len(there)} files matches {', '.join(patterns)} "
+                f"(there are: {', '.join(skipped[:5]) or 'none'}); set data.{kind}.files to the names of your files"
             )
         if skipped:
-            _log.info("%s: not read, as no pattern of %s matches: %s", root, setting, ", ".join(skipped))
+            _log.info("%s: not read, as no pattern of data.%s.files matches: %s", root, kind, ", ".join(skipped))
     for file in files:
         if file.stat().st_size == 0:
             raise DataError(f"{file}: the file is empty (0 bytes); remove it, or fetch it again")
@@ -74,13 +110,14 @@ def list_files(path: str, patterns: tuple[str, ...], setting: str) -> list[Path]
 
 
 class SplitChunks:
-    """Assigns the rows of physical chunks (what is parsed as a whole) to the train or the eval split.
+    """Assigns the rows of physical chunks, which are parsed as a whole, to the train or the eval split.
 
-    The last ``eval_fraction`` of every file is held out. Where the border cuts a physical chunk, both splits
-    have a chunk that refers to a part of it.
+    The last `eval_fraction` of every file is held out. Where the border cuts a physical chunk, both splits have a
+    chunk that refers to a part of it.
 
     Args:
-        file: the file of every physical chunk. rows: its number of rows.
+        file: the file of every physical chunk.
+        rows: its number of rows.
         eval_fraction: share of the rows, rounded to whole rows; one number per file.
     """
 
@@ -95,18 +132,15 @@ class SplitChunks:
         self._parts = {"train": _part(owner, np.zeros_like(cut), cut), "eval": _part(owner, cut, size)}
 
     def table(self, split: Split) -> ChunkTable:
-        """The chunks of a split."""
         return self._parts[split][0]
 
     def place(self, split: Split, chunk: int) -> tuple[int, int]:
-        """Physical chunk of a split's chunk, and the row of it that is the chunk's row 0."""
+        """Return the physical chunk of a split's chunk, and the row of it that is the chunk's row 0."""
         _, physical, first = self._parts[split]
         return int(physical[chunk]), int(first[chunk])
 
 
-def _part(
-    owner: NDArray[np.int64], first: NDArray[np.int64], end: NDArray[np.int64]
-) -> tuple[ChunkTable, NDArray[np.int64], NDArray[np.int64]]:
+def _part(owner: Ids, first: Ids, end: Ids) -> tuple[ChunkTable, Ids, Ids]:
     keep = np.flatnonzero(end > first)
     return ChunkTable(owner[keep], (end - first)[keep]), keep, first[keep]
 
@@ -114,30 +148,30 @@ def _part(
 class RecentlyUsed(Generic[K, T]):
     """The last few results of a slow function, shared by threads.
 
-    A second thread that asks for what a first one is making waits for it, and does not make it again.
+    A thread that asks for a result that another thread is making waits for it, and does not make it again. An exception
+    is raised, and not kept.
     """
 
     def __init__(self, make: Callable[[K], T], capacity: int) -> None:
-        self._make = make
-        self._capacity = capacity
+        self._results = lru_cache(capacity)(lambda key: _Lazy(partial(make, key)))
         self._lock = Lock()
-        self._made: OrderedDict[K, Future[T]] = OrderedDict()
 
     def get(self, key: K) -> T:
-        """The result for ``key``; an exception of the function is raised, and not kept."""
         with self._lock:
-            future = self._made.get(key)
-            mine = future is None
-            if future is None:
-                future = self._made[key] = Future()
-                while len(self._made) > self._capacity:
-                    self._made.popitem(last=False)
-            self._made.move_to_end(key)
-        if mine:
-            try:
-                future.set_result(self._make(key))
-            except BaseException as error:
-                with self._lock:
-                    self._made.pop(key, None)
-                future.set_exception(error)
-        return future.result()
+            result = self._results(key)
+        return result.get()
+
+
+class _Lazy(Generic[T]):
+    """The result of a function that is called when it is first asked for."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._made: list[T] = []
+        self._lock = Lock()
+
+    def get(self) -> T:
+        with self._lock:
+            if not self._made:
+                self._made.append(self._make())
+            return self._made[0]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
 
 import torch
 
@@ -21,9 +21,12 @@ from embershard.errors import ConfigError, DataError
 
 @dataclass(frozen=True)
 class StreamState:
-    """Where a stream stands: the next sample is number ``global_sample`` of ``epoch``'s order.
+    """A stream's position: the next sample is number `global_sample` of `epoch`'s order.
 
     It says nothing of ranks or batch sizes, so a run may go on with other ones.
+
+    >>> StreamState(epoch=1, global_sample=4096).to_dict()
+    {'epoch': 1, 'global_sample': 4096, 'seed': 0}
     """
 
     epoch: int = 0
@@ -31,18 +34,12 @@ class StreamState:
     seed: int = 0
 
     def to_dict(self) -> dict[str, int]:
-        """Plain numbers, for JSON."""
         return asdict(self)
-
-    @staticmethod
-    def from_dict(values: dict[str, Any]) -> StreamState:
-        """The inverse of :meth:`to_dict`."""
-        return StreamState(int(values["epoch"]), int(values["global_sample"]), int(values["seed"]))
 
 
 @dataclass(frozen=True)
 class _Step:
-    """One global batch: positions [start, stop) of an epoch, of which this rank takes [first, last)."""
+    """One global batch: it ends before position `stop` of an epoch, and this rank takes positions [first, last)."""
 
     epoch: int
     stop: int
@@ -53,25 +50,31 @@ class _Step:
 class BatchStream:
     """The batches of one rank, in order; an iterator.
 
-    The samples of an epoch have one order, a function of (seed, epoch). Global batch k is the samples
-    [k*G, (k+1)*G) of it, G = batch_size * world_size, and rank r takes the r-th slice of it. So every sample
-    goes to exactly one rank, and all ranks see the same number of batches. In training, an end of an epoch
-    that is smaller than G is left out; in evaluation every sample comes once and the last slices are smaller,
-    or empty (B = 0).
+    The samples of an epoch have one order, a function of (seed, epoch). Global batch k is the samples [k*G, (k+1)*G) of
+    it, G = batch_size * world_size, and rank r takes its r-th slice. So every sample goes to exactly one rank, and all
+    ranks see the same number of batches. Training leaves out an end of an epoch that is smaller than G; evaluation
+    gives every sample once, with smaller or empty (B = 0) last slices.
+
+    >>> from embershard.data import open_source
+    >>> config = DataConfig(num_workers=0)
+    >>> place = {"rank": 1, "world_size": 8}
+    >>> with BatchStream(open_source(config), batch_size=32, split="train", epochs=1, config=config, **place) as stream:
+    ...     next(stream).dense_features.shape, stream.state.global_sample
+    (torch.Size([32, 13]), 256)
 
     Args:
         source: where the samples are read from.
         batch_size: samples per rank and batch.
-        rank, world_size: which slice of a global batch is taken.
-        split: "train" (shuffled as ``config`` says) or "eval" (in the order of the files).
-        epochs: number of epochs to give out, counted from epoch 0; None: without end.
+        rank, world_size: slice of a global batch to take.
+        split: "train" (shuffled as `config` says) or "eval" (in the order of the files).
+        epochs: number of epochs, counted from epoch 0; None: without end.
         config: seed, shuffling, and the number of threads that parse ahead.
-        state: where to go on; of any world size and batch size.
+        state: the position to go on from; of any world size and batch size.
         pin_memory: put batches into page-locked memory.
 
     Raises:
-        ConfigError: nothing is held out and ``split`` is "eval"; the state is of another seed; there is no
-            CUDA to pin for.
+        ConfigError: nothing is held out and `split` is "eval"; the state is of another seed; there is no GPU to pin
+            for; a number is out of its range.
         DataError: the training data are smaller than a global batch. While iterating: bad input.
     """
 
@@ -88,26 +91,28 @@ class BatchStream:
         state: StreamState | None = None,
         pin_memory: bool = False,
     ) -> None:
-        _check(batch_size, rank, world_size, epochs, config, state, pin_memory)
-        chunks = source.chunks(split)
         self.schema: Schema = source.schema
-        self.num_samples: int = chunks.num_samples
+        self.num_samples = source.chunks(split).num_samples
         self._batch_size, self._rank, self._world_size = batch_size, rank, world_size
-        self._split: Split = split
-        self._epochs = epochs
-        self._seed = config.seed
-        self._check_size()
-        self._steps = self._plan(state or StreamState(seed=config.seed))
+        self._global_size = batch_size * world_size
+        self._split, self._epochs, self._seed = split, epochs, config.seed
         self._state = state or StreamState(seed=config.seed)
-        self._reader = _Reader(source, split, config, pin_memory)
-        self._workers = _Workers(config.num_workers, self._reader.device)
+        self._check(pin_memory)
+        self._steps = self._plan(self._state)
+        device = torch.cuda.current_device() if pin_memory else None
+        self._reader = _Reader(source, split, config, device)
         self._depth = config.prefetch_batches if config.num_workers else 1
-        self._ahead: deque[tuple[_Step, Future[Batch]]] = deque()
-        self._close = weakref.finalize(self, self._workers.close)
+        self._ahead: deque[tuple[_Step, Callable[[], Batch]]] = deque()
+        self._pool = None
+        if config.num_workers:
+            # Without it, pinning in a thread would make a context on GPU 0 for every rank.
+            start = None if device is None else partial(torch.cuda.set_device, device)
+            self._pool = ThreadPoolExecutor(config.num_workers, "embershard-data", initializer=start)
+            weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
 
     @property
     def state(self) -> StreamState:
-        """Where a new stream must start to give what this one has not yet handed out."""
+        """Position of the next batch: a new stream that starts there goes on from here."""
         return self._state
 
     @property
@@ -117,10 +122,11 @@ class BatchStream:
         return whole + (self._split == "eval" and rest > 0)
 
     def close(self) -> None:
-        """Stop the threads and drop what they made; the stream gives nothing more. May be called twice."""
+        """Stop the threads and drop their batches; the stream gives no more. May be called twice."""
         self._steps = iter(())
         self._ahead.clear()
-        self._close()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
 
     def __enter__(self) -> BatchStream:
         return self
@@ -133,24 +139,40 @@ class BatchStream:
 
     def __next__(self) -> Batch:
         while len(self._ahead) < self._depth and (step := next(self._steps, None)) is not None:
-            self._ahead.append((step, self._workers.submit(self._reader, step)))
+            self._ahead.append((step, self._begin(step)))
         if not self._ahead:
             self.close()
             raise StopIteration
-        step, future = self._ahead.popleft()
+        step, finish = self._ahead.popleft()
         try:
-            batch = future.result()
+            batch = finish()
         except BaseException:
             self.close()
             raise
         self._state = StreamState(step.epoch, step.stop, self._seed)
         return batch
 
-    @property
-    def _global_size(self) -> int:
-        return self._batch_size * self._world_size
+    def _begin(self, step: _Step) -> Callable[[], Batch]:
+        """Read a batch in a thread, or, without threads, when it is asked for."""
+        if self._pool is None:
+            return partial(self._reader.read, step)
+        return self._pool.submit(self._reader.read, step).result
 
-    def _check_size(self) -> None:
+    def _check(self, pin_memory: bool) -> None:
+        if self._batch_size < 1:
+            raise ConfigError(f"batch_size = {self._batch_size}; needed at least 1 sample per rank")
+        if not 0 <= self._rank < self._world_size:
+            place = f"rank = {self._rank} of world_size = {self._world_size}"
+            raise ConfigError(f"{place}; needed 0 <= rank < world_size")
+        if self._epochs is not None and self._epochs < 1:
+            raise ConfigError(f"epochs = {self._epochs}; needed at least 1, or None for no end")
+        if (saved := self._state.seed) != self._seed:
+            raise ConfigError(
+                f"the stream's state was saved with data.seed = {saved}, but data.seed is {self._seed}: "
+                f"the order of samples would differ; set data.seed = {saved}"
+            )
+        if pin_memory and not torch.cuda.is_available():
+            raise ConfigError("pin_memory needs a CUDA device, and there is none; leave it out on CPU")
         if self._split == "eval" and self.num_samples == 0:
             raise ConfigError("nothing is held out to evaluate on; set data.eval_fraction (say 0.1) or data.eval_path")
         if self._split == "train" and self.num_samples < self._global_size:
@@ -164,9 +186,9 @@ class BatchStream:
         epoch, start = state.epoch, state.global_sample
         size, total = self._global_size, self.num_samples
         first = self._rank * self._batch_size
-        drop_rest = self._split == "train"
+        limit = total - size + 1 if self._split == "train" else total
         while self._epochs is None or epoch < self._epochs:
-            while start < (total - size + 1 if drop_rest else total):
+            while start < limit:
                 begin, end = min(start + first, total), min(start + first + self._batch_size, total)
                 yield _Step(epoch, min(start + size, total), begin, end)
                 start += size
@@ -176,73 +198,18 @@ class BatchStream:
 class _Reader:
     """Makes the batch of a step. Holds no stream, so that a forgotten stream is collected and threads end."""
 
-    def __init__(self, source: Source, split: Split, config: DataConfig, pin_memory: bool) -> None:
-        self._source, self._split, self._config = source, split, config
-        self._chunks = source.chunks(split)
+    def __init__(self, source: Source, split: Split, config: DataConfig, device: int | None) -> None:
+        self._source, self._split, self._config, self._device = source, split, config, device
         self._orders = RecentlyUsed(self._make_order, capacity=2)
-        self.device = torch.cuda.current_device() if pin_memory else None
 
     def read(self, step: _Step) -> Batch:
         parts = self._orders.get(step.epoch).locate(step.first, step.last)
         blocks = [self._source.read(self._split, chunk, rows) for chunk, rows in parts]
         block = Block.join(blocks) if blocks else empty_block(self._source.schema)
         batch = block.to_batch(self._source.schema)
-        return batch if self.device is None else batch.pin_memory()
+        return batch if self._device is None else batch.pin_memory()
 
     def _make_order(self, epoch: int) -> EpochOrder:
-        return EpochOrder(
-            self._chunks,
-            seed=self._config.seed,
-            epoch=epoch,
-            shuffle=self._config.shuffle and self._split == "train",
-            window=self._config.shuffle_window,
-        )
-
-
-class _Workers:
-    """Threads that read batches, or none: then a batch is read when it is submitted."""
-
-    def __init__(self, num_workers: int, device: int | None) -> None:
-        self._pool = None
-        if num_workers:
-            # Without it, pinning in a thread would make a context on GPU 0 for every rank.
-            start = (lambda: None) if device is None else (lambda: torch.cuda.set_device(device))
-            self._pool = ThreadPoolExecutor(num_workers, "embershard-data", initializer=start)
-
-    def submit(self, reader: _Reader, step: _Step) -> Future[Batch]:
-        if self._pool is not None:
-            return self._pool.submit(reader.read, step)
-        future: Future[Batch] = Future()
-        try:
-            future.set_result(reader.read(step))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _check(
-    batch_size: int,
-    rank: int,
-    world_size: int,
-    epochs: int | None,
-    config: DataConfig,
-    state: StreamState | None,
-    pin_memory: bool,
-) -> None:
-    if batch_size < 1:
-        raise ConfigError(f"batch_size = {batch_size}; needed at least 1 sample per rank")
-    if not 0 <= rank < world_size:
-        raise ConfigError(f"rank = {rank} of world_size = {world_size}; needed 0 <= rank < world_size")
-    if epochs is not None and epochs < 1:
-        raise ConfigError(f"epochs = {epochs}; needed at least 1, or None for no end")
-    if state is not None and state.seed != config.seed:
-        raise ConfigError(
-            f"the stream's state was saved with data.seed = {state.seed}, but data.seed is {config.seed}: "
-            f"the order of samples would differ; set data.seed = {state.seed}"
-        )
-    if pin_memory and not torch.cuda.is_available():
-        raise ConfigError("pin_memory needs a CUDA device, and there is none; leave it out on CPU")
+        config, chunks = self._config, self._source.chunks(self._split)
+        shuffle = config.shuffle and self._split == "train"
+        return EpochOrder(chunks, seed=config.seed, epoch=epoch, shuffle=shuffle, window=config.shuffle_window)

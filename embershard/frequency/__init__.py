@@ -1,14 +1,7 @@
-"""How often and in which order rows are looked up: counts, curves, traces, and the profile that holds them. It knows no
-cache."""
+"""Lookups of rows: counts, curves, traces, and the profile that holds them. This room knows no cache."""
 
 from embershard.frequency.profile import FrequencyProfile
-from embershard.frequency.statistics import (
-    CountHistogram,
-    DataStatistics,
-    Drift,
-    StackDistances,
-    TableStatistics,
-)
+from embershard.frequency.statistics import CountHistogram, DataStatistics, Drift, StackDistances, TableStatistics
 from embershard.frequency.trace import SampledTrace, TableTrace, is_followed, row_hashes
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embershard.errors import IdOutOfRangeError
+from embershard.frequency.compare import measure_drift
 from embershard.frequency.counts import RowCounter, RowCounts, bound_memory, sum_counts
 from embershard.frequency.downsampling import Following, TraceBuilder
-from embershard.frequency.statistics import DataStatistics
-from embershard.frequency.summary import Windows, summarize
-from embershard.frequency.trace import TableTrace
-
-Ints = NDArray[np.int64]
+from embershard.frequency.statistics import DataStatistics, TableStatistics
+from embershard.frequency.summary import padded_sum, summarize_table
+from embershard.frequency.trace import Ints, SampledTrace, TableTrace
 
 #: Numbers of consecutive samples in which distinct rows are counted.
 WINDOWS = (256, 1024, 4096, 16384, 65536)
@@ -44,29 +43,45 @@ class TablePart:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Consecutive samples; ``read_seconds`` of a core were spent to read and parse them."""
+    """Consecutive samples; `read_seconds` of a core were spent to read and parse them."""
 
     num_samples: int
     tables: tuple[TablePart, ...]
     read_seconds: float = 0.0
 
 
-def count_table(
-    number: int, num_rows: int, rows: Ints, bag_sizes: int | NDArray[np.integer], num_samples: int, following: Following
-) -> TablePart:
-    """Count a table's lookups in a part.
+def count_part(
+    num_rows: Sequence[int],
+    rows: Iterable[Ints],
+    bag_sizes: Sequence[int | NDArray[np.integer]],
+    num_samples: int,
+    following: Following | None = None,
+    read_seconds: float = 0.0,
+) -> Part:
+    """Count the lookups of every table in consecutive samples.
 
     Args:
-        number: of the table.
-        num_rows: rows that it has.
-        rows: int64 [M] its lookups, sample after sample.
-        bag_sizes: lookups of every sample [num_samples], or one number for all.
+        num_rows: rows of every table.
+        rows: int64 [M] lookups of every table, sample after sample.
+        bag_sizes: for every table the lookups of every sample [num_samples], or one number for all.
         num_samples: samples of the part.
         following: rows to put into the trace; others may be in it.
+        read_seconds: see `Part`.
 
     Raises:
-        IdOutOfRangeError: a lookup is not of a row of the table.
+        IdOutOfRangeError: a lookup is not of a row of its table.
     """
+    following = following or Following()
+    tables = tuple(
+        _count_table(number, *table, num_samples, following)
+        for number, table in enumerate(zip(num_rows, rows, bag_sizes, strict=True))
+    )
+    return Part(num_samples, tables, read_seconds)
+
+
+def _count_table(
+    number: int, num_rows: int, rows: Ints, bag_sizes: int | NDArray[np.integer], num_samples: int, following: Following
+) -> TablePart:
     bag_counts, samples = _bags(bag_sizes, num_samples)
     if not len(rows):
         return TablePart(RowCounts.none(), bag_counts, np.zeros(len(WINDOWS), np.int64), TableTrace(rows, rows))
@@ -85,7 +100,7 @@ def count_table(
 
 
 def _bags(bag_sizes: int | NDArray[np.integer], num_samples: int) -> tuple[Ints, NDArray[Any]]:
-    """Samples by the size of their bags, and the sample of every lookup."""
+    """Return the samples by the size of their bags, and the sample of every lookup."""
     numbers = np.arange(num_samples, dtype=np.int32)
     if isinstance(bag_sizes, int):
         counts = np.zeros(bag_sizes + 1, np.int64)
@@ -95,7 +110,7 @@ def _bags(bag_sizes: int | NDArray[np.integer], num_samples: int) -> tuple[Ints,
 
 
 def _sorted(rows: Ints) -> tuple[Ints, Ints]:
-    """The rows in ascending order, and where each of them stood; equal ones in their order."""
+    """Sort rows stably; return them and the place of each before."""
     bits = max(1, (len(rows) - 1).bit_length())
     if rows.min() < 0 or int(rows.max()) >> (62 - bits):
         places = np.argsort(rows, kind="stable")
@@ -104,9 +119,12 @@ def _sorted(rows: Ints) -> tuple[Ints, Ints]:
     return keys >> bits, keys & ((1 << bits) - 1)
 
 
-def _distinct_in_windows(samples: NDArray[Any], starts: Ints, size: int, num_samples: int) -> int:
-    """Distinct rows, summed over whole windows: a lookup is its row's first in a window when the one before it, of
-    the same row, lies in another. ``samples`` are in the order of their rows, whose first places are ``starts``."""
+def _distinct_in_windows(samples: NDArray[np.integer], starts: Ints, size: int, num_samples: int) -> int:
+    """Return the distinct rows, summed over whole windows.
+
+    A lookup is its row's first in a window when the one before it, of the same row, lies in another window. `samples`
+    are in the order of their rows, whose first places are `starts`.
+    """
     whole = num_samples // size
     if not whole:
         return 0
@@ -121,7 +139,7 @@ def _distinct_in_windows(samples: NDArray[Any], starts: Ints, size: int, num_sam
 
 @dataclass(frozen=True, eq=False)
 class Collected:
-    """All parts together. ``halves`` are the counts of every other part, where they were asked for."""
+    """All parts together. `halves` are the counts of every other part, where they were asked for."""
 
     statistics: DataStatistics
     counts: Mapping[str, RowCounts]
@@ -129,14 +147,15 @@ class Collected:
 
 
 class Collector:
-    """Puts parts together, in the order of training. The result depends on the parts alone, and not on which of them
-    were filtered by an earlier `following`.
+    """Puts parts together, in the order of training.
+
+    The result depends on the parts alone, not on the `following` that they were counted with.
 
     Args:
         num_rows: rows of every table, by name, in the model's order.
         max_lookups: most lookups to keep in the trace.
-        memory_bytes: about how much memory the counts may take; the rarest rows are forgotten to stay below it.
-        in_halves: count every other part on its own, to see how far the counts may be trusted.
+        memory_bytes: rough limit of the counts' memory; the rarest rows are forgotten to stay below it.
+        in_halves: count every other part on its own, so that the halves can be compared.
     """
 
     def __init__(
@@ -149,90 +168,60 @@ class Collector:
         self._windows = np.zeros((len(num_rows), len(WINDOWS)), np.int64)
         self._num_windows = np.zeros(len(WINDOWS), np.int64)
         self._trace = TraceBuilder(list(num_rows), max_lookups)
-        self._num_parts = 0
+        self.num_parts = 0
         self._read_seconds = 0.0
 
     @property
     def following(self) -> Following:
-        """What the next part's trace needs at most."""
+        """Rows that the next part's trace needs at most."""
         return self._trace.following
 
-    @property
-    def num_parts(self) -> int:
-        """Parts added."""
-        return self._num_parts
-
     def add(self, part: Part) -> None:
-        """The next part."""
-        counters = self._halves[self._num_parts % len(self._halves)]
+        counters = self._halves[self.num_parts % len(self._halves)]
         for number, (counter, table) in enumerate(zip(counters, part.tables, strict=True)):
             counter.add(table.counts)
-            self._bags[number] = _added(self._bags[number], table.bag_counts)
+            self._bags[number] = padded_sum([self._bags[number], table.bag_counts])
             self._windows[number] += table.window_rows
         bound_memory([counter for half in self._halves for counter in half], self._max_rows)
         self._num_windows += part.num_samples // np.array(WINDOWS)
-        self._num_parts += 1
+        self.num_parts += 1
         self._read_seconds += part.read_seconds
         self._trace.add([table.trace for table in part.tables], part.num_samples)
         if self._trace.is_too_long:
             self._trace.downsample(self._totals())
 
     def finish(self, *, share_of_samples: float = 1.0, origin: str = "") -> Collected:
-        """Everything that was found."""
+        """Return the statistics and counts of all parts."""
         names, samples, counts = list(self._num_rows), self._trace.num_samples, self._totals()
-        by_name = dict(zip(names, counts, strict=True))
-        seen = self._num_windows > 0
-        statistics = summarize(
+        trace = self._trace.finish(counts)
+        statistics = DataStatistics(
             num_samples=samples,
-            num_rows=self._num_rows,
-            counts=by_name,
-            num_lookups=self._by_table(lambda counter: counter.num_lookups),
-            undercounts=self._by_table(lambda counter: counter.undercount),
-            bags=dict(zip(names, self._bags, strict=True)),
-            windows={
-                name: Windows(np.array(WINDOWS)[seen], rows[seen] / self._num_windows[seen])
-                for name, rows in zip(names, self._windows, strict=True)
-            },
-            trace=self._trace.finish(counts),
             share_of_samples=share_of_samples,
+            tables={name: self._table(number, counts[number], trace) for number, name in enumerate(names)},
+            trace=trace,
+            drift=measure_drift(trace),
             read_seconds_per_sample=self._read_seconds / samples if samples and self._read_seconds else None,
             origin=origin,
         )
         halves = None
         if len(self._halves) == 2:
-            first, second = (
-                dict(zip(names, [counter.total() for counter in half], strict=True)) for half in self._halves
-            )
+            first, second = ({name: c.total() for name, c in zip(names, half, strict=True)} for half in self._halves)
             halves = first, second
-        return Collected(statistics, by_name, halves)
+        return Collected(statistics, dict(zip(names, counts, strict=True)), halves)
+
+    def _table(self, number: int, counts: RowCounts, trace: SampledTrace) -> TableStatistics:
+        counters = [half[number] for half in self._halves]
+        found = zip(WINDOWS, self._windows[number], self._num_windows, strict=True)
+        return summarize_table(
+            *list(self._num_rows.items())[number],
+            counts,
+            num_lookups=sum(counter.num_lookups for counter in counters),
+            undercount=sum(counter.undercount for counter in counters),
+            bags=self._bags[number],
+            windows={size: rows / windows for size, rows, windows in found if windows},
+            num_samples=self._trace.num_samples,
+            trace=trace,
+        )
 
     def _totals(self) -> list[RowCounts]:
         return [sum_counts([counter.total() for counter in same]) for same in zip(*self._halves, strict=True)]
-
-    def _by_table(self, value: Callable[[RowCounter], int]) -> dict[str, int]:
-        same = zip(*self._halves, strict=True)
-        return {name: sum(map(value, counters)) for name, counters in zip(self._num_rows, same, strict=True)}
-
-
-def _added(a: Ints, b: Ints) -> Ints:
-    longer, shorter = (a, b) if len(a) >= len(b) else (b, a)
-    total = longer.copy()
-    total[: len(shorter)] += shorter
-    return total
-
-
-def count_part(
-    num_rows: Sequence[int],
-    rows: Iterable[Ints],
-    bag_sizes: Sequence[int | NDArray[np.integer]],
-    num_samples: int,
-    following: Following | None = None,
-    read_seconds: float = 0.0,
-) -> Part:
-    """Count the lookups [M] of every table in consecutive samples; see :func:`count_table`."""
-    following = following or Following()
-    tables = tuple(
-        count_table(number, *table, num_samples, following)
-        for number, table in enumerate(zip(num_rows, rows, bag_sizes, strict=True))
-    )
-    return Part(num_samples, tables, read_seconds)

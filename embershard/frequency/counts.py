@@ -1,16 +1,16 @@
-"""How often each row was looked up, kept for the rows that occur, in memory that does not grow without bound."""
+"""Numbers of lookups of the rows that occur, in memory that does not grow without bound."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
+from torch import Tensor
 
 from embershard.frequency.statistics import CountHistogram
-
-Ints = NDArray[np.int64]
+from embershard.frequency.trace import Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,34 +27,36 @@ class RowCounts:
 
     @classmethod
     def none(cls) -> RowCounts:
-        """Of a table without lookups."""
         return cls(np.empty(0, np.int64), np.empty(0, np.int64))
 
     @classmethod
     def of_rows(cls, rows: Ints) -> RowCounts:
-        """Of lookups [M] in any order."""
+        """Count lookups [M] in any order."""
         return cls(*np.unique(rows, return_counts=True))
 
     @property
     def num_lookups(self) -> int:
-        """Lookups of all rows together."""
         return int(self.hits.sum())
 
     def hits_of(self, rows: Ints) -> Ints:
-        """Lookups [M] of these rows [M]: 0 where a row does not occur."""
+        """Return the lookups [M] of these rows [M]: 0 where a row does not occur."""
         if not len(self.rows):
             return np.zeros(len(rows), np.int64)
         places = np.minimum(np.searchsorted(self.rows, rows), len(self.rows) - 1)
         return np.where(self.rows[places] == rows, self.hits[places], 0)
 
     def at_least(self, hits: float) -> RowCounts:
-        """Only the rows with so many lookups."""
+        """Return only the rows with so many lookups."""
         kept = self.hits >= hits
         return RowCounts(self.rows[kept], self.hits[kept])
 
+    def top(self, num_rows: int) -> Ints:
+        """Return the most frequent rows, the most frequent first; of equally frequent rows the first."""
+        return self.rows[np.argsort(-self.hits, kind="stable")[:num_rows]]
+
 
 def sum_counts(parts: Sequence[RowCounts]) -> RowCounts:
-    """Lookups of all parts together, exactly."""
+    """Return the exact lookups of all parts together."""
     parts = [part for part in parts if len(part.rows)]
     if not parts:
         return RowCounts.none()
@@ -69,7 +71,7 @@ def sum_counts(parts: Sequence[RowCounts]) -> RowCounts:
 
 
 def histogram_of(counts: RowCounts, num_rows: int, num_lookups: int) -> CountHistogram:
-    """The histogram of a table.
+    """Return the histogram of a table.
 
     Lookups whose rows were forgotten to save memory stand in it as rows that were seen as seldom as the table's number
     of rows allows: their share of all lookups is right, and they come last in every ranking.
@@ -79,10 +81,40 @@ def histogram_of(counts: RowCounts, num_rows: int, num_lookups: int) -> CountHis
     if lost <= 0 or room <= 0:
         return histogram
     seldom = float(-(-lost // room))
-    values = np.append(histogram.counts, seldom)
-    rows = np.append(histogram.rows, lost / seldom)
-    values, places = np.unique(values, return_inverse=True)
-    return CountHistogram(values[::-1].copy(), np.bincount(places, rows)[::-1].astype(np.float64))
+    return CountHistogram.joined(np.append(histogram.counts, seldom), np.append(histogram.rows, lost / seldom))
+
+
+class SparseCounts(Mapping[str, Tensor]):
+    """Counts by table as int64 tensors [rows], made of the rows that occur when a table is asked for.
+
+    Args:
+        num_rows: rows of every table.
+        sparse: returns the counts of a table's rows that occur.
+    """
+
+    def __init__(self, num_rows: Mapping[str, int], sparse: Callable[[str], RowCounts]) -> None:
+        self.num_rows = dict(num_rows)
+        self.sparse = sparse
+
+    def __getitem__(self, table: str) -> Tensor:
+        return self.dense(table, 0, self.num_rows[table])
+
+    def __contains__(self, table: object) -> bool:
+        return table in self.num_rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.num_rows)
+
+    def __len__(self) -> int:
+        return len(self.num_rows)
+
+    def dense(self, table: str, start: int, num_rows: int) -> Tensor:
+        """Return the counts of the rows [start, start + num_rows): int64 [num_rows]."""
+        found = self.sparse(table)
+        low, high = np.searchsorted(found.rows, (start, start + num_rows))
+        counts = torch.zeros(num_rows, dtype=torch.int64)
+        counts[torch.from_numpy(found.rows[low:high] - start)] = torch.from_numpy(found.hits[low:high])
+        return counts
 
 
 class RowCounter:
@@ -103,7 +135,6 @@ class RowCounter:
         return sum(len(run.rows) for run in self._runs)
 
     def add(self, part: RowCounts) -> None:
-        """The counts of some more lookups."""
         self.num_lookups += part.num_lookups
         self._runs.append(part)
         while len(self._runs) > 1 and len(self._runs[-2].rows) <= 2 * len(self._runs[-1].rows):
@@ -111,12 +142,11 @@ class RowCounter:
             self._runs[-1] = sum_counts([self._runs[-1], last])
 
     def total(self) -> RowCounts:
-        """All of them together."""
         self._runs = [sum_counts(self._runs)]
         return self._runs[0]
 
     def forget(self, hits: int) -> None:
-        """Drop the rows that have at most so many lookups. What a row may have lost, ``undercount``, adds up."""
+        """Drop the rows that have at most so many lookups; `undercount`, the most that a row may have lost, adds up."""
         total = self.total()
         kept = total.at_least(hits + 1)
         if len(kept.rows) < len(total.rows):
@@ -125,7 +155,7 @@ class RowCounter:
 
 
 def bound_memory(counters: Sequence[RowCounter], max_rows: int) -> None:
-    """Forget the rarest rows of all tables while there are more than ``max_rows`` (lossy counting: Manku and Motwani,
+    """Forget the rarest rows of all tables while there are more than `max_rows` (lossy counting: Manku and Motwani,
     VLDB 2002). At least half of the room is free afterwards, so that this is seldom done."""
     if sum(counter.num_entries for counter in counters) <= max_rows:
         return

@@ -9,30 +9,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embershard.frequency.counts import RowCounts, sum_counts
-from embershard.frequency.trace import SampledTrace, TableTrace, is_followed, row_hashes
-
-Ints = NDArray[np.int64]
+from embershard.frequency.trace import Ints, SampledTrace, TableTrace, is_followed, row_hashes
 
 #: A row with so many lookups per sample is in about every batch.
 CONSTANT_HITS_PER_SAMPLE = 1 / 512
-#: A trace without constant rows is one of sampled rows, though nearly all of the others may be followed.
+#: A rate below 1 marks a trace without its constant rows, though nearly all of the others may be followed.
 _NEARLY_ALL = 1.0 - 2.0**-20
 
 
 @dataclass(frozen=True, eq=False)
 class Following:
-    """Which rows a trace takes: a share ``rate`` of those that are not ``constant`` (table number -> rows)."""
+    """The rows that a trace takes: a share `rate` of those that are not `constant` (table number -> rows)."""
 
     rate: float = 1.0
     constant: Mapping[int, Ints] = field(default_factory=dict)
 
     @property
     def takes_all(self) -> bool:
-        """Whether no row is left out."""
+        """No row is left out."""
         return self.rate >= 1.0 and not self.constant
 
     def mask(self, table_number: int, rows: Ints) -> NDArray[np.bool_]:
-        """Whether each of these rows [M] is followed: bool [M]."""
+        """Return True for each of these rows [M] that is followed: bool [M]."""
         kept = is_followed(row_hashes(table_number, rows), self.rate)
         constant = self.constant.get(table_number)
         return kept if constant is None or not len(constant) else kept & ~np.isin(rows, constant)
@@ -44,7 +42,7 @@ class TraceBuilder:
     Args:
         tables: their names; a table's place is its number.
         max_lookups: most lookups to keep.
-        following: which rows to take at first.
+        following: rows to take at first.
     """
 
     def __init__(self, tables: Sequence[str], max_lookups: int, following: Following | None = None) -> None:
@@ -55,41 +53,31 @@ class TraceBuilder:
         self._parts: list[list[TableTrace]] = [[] for _ in tables]
 
     @property
-    def num_lookups(self) -> int:
-        """Lookups kept so far."""
-        return sum(len(part.rows) for parts in self._parts for part in parts)
+    def is_too_long(self) -> bool:
+        """The trace must be downsampled."""
+        return sum(len(part.rows) for parts in self._parts for part in parts) > self._max_lookups
 
     def add(self, tables: Sequence[TableTrace], num_samples: int) -> None:
-        """The next samples' lookups, their samples counted from 0; of rows that are followed, and maybe others."""
+        """Add the next samples' lookups, their samples counted from 0; of rows that are followed, and maybe others."""
         for number, (parts, table) in enumerate(zip(self._parts, tables, strict=True)):
             moved = TableTrace(table.samples.astype(np.int64) + self.num_samples, table.rows)
             parts.append(self._filtered(number, moved))
         self.num_samples += num_samples
 
-    @property
-    def is_too_long(self) -> bool:
-        """Whether it must be downsampled."""
-        return self.num_lookups > self._max_lookups
-
     def downsample(self, counts: Sequence[RowCounts]) -> None:
-        """Leave out constant rows, by the counts [tables] so far; if that is not enough, follow ever fewer of the
-        others."""
+        """Leave out constant rows, by the counts [tables] so far; then follow ever fewer of the others, if needed."""
         self._leave_out_constant(counts)
         while self.is_too_long:
             halved = self.following.rate / 2 if self.following.rate <= 0.5 else 0.5
             self._follow(Following(halved, self.following.constant))
 
     def finish(self, counts: Sequence[RowCounts]) -> SampledTrace:
-        """The trace; ``counts`` [tables] are those of all samples."""
+        """Return the trace; `counts` [tables] are those of all samples."""
         if self.following.constant:
             self._leave_out_constant(counts)
-        constant = self.following.constant
-        none = np.empty(0, np.int64)
-        rows = {name: constant.get(number, none) for number, name in enumerate(self._names)}
-        hits = {name: counts[number].hits_of(rows[name]) for number, name in enumerate(self._names)}
-        if not constant:
-            rows, hits = {}, {}
-        tables = {name: joined(parts) for name, parts in zip(self._names, self._parts, strict=True)}
+        rows = {self._names[number]: rows for number, rows in self.following.constant.items()}
+        hits = {self._names[number]: counts[number].hits_of(rows) for number, rows in self.following.constant.items()}
+        tables = {name: _joined(parts) for name, parts in zip(self._names, self._parts, strict=True)}
         return SampledTrace(self.following.rate, self.num_samples, tables, rows, hits)
 
     def _leave_out_constant(self, counts: Sequence[RowCounts]) -> None:
@@ -102,8 +90,7 @@ class TraceBuilder:
 
     def _follow(self, following: Following) -> None:
         self.following = following
-        for number, parts in enumerate(self._parts):
-            self._parts[number] = [self._filtered(number, joined(parts))]
+        self._parts = [[self._filtered(number, _joined(parts))] for number, parts in enumerate(self._parts)]
 
     def _filtered(self, number: int, table: TableTrace) -> TableTrace:
         if self.following.takes_all:
@@ -112,32 +99,29 @@ class TraceBuilder:
         return TableTrace(table.samples[kept], table.rows[kept])
 
 
-def joined(parts: Sequence[TableTrace]) -> TableTrace:
-    """One after another."""
+def _joined(parts: Sequence[TableTrace]) -> TableTrace:
     if len(parts) == 1:
         return parts[0]
     none = np.empty(0, np.int64)
-    return TableTrace(
-        np.concatenate([none, *(part.samples for part in parts)]),
-        np.concatenate([none, *(part.rows for part in parts)]),
-    )
+    samples = np.concatenate([none, *(part.samples for part in parts)])
+    return TableTrace(samples, np.concatenate([none, *(part.rows for part in parts)]))
 
 
 def downsampled(trace: SampledTrace, max_lookups: int) -> SampledTrace:
-    """The same trace with fewer rows followed, where it is longer than this."""
+    """Return the same trace with fewer rows followed, where it is longer than this."""
     if trace.num_lookups <= max_lookups:
         return trace
     names = list(trace.tables)
     constant = {number: trace.constant_rows[name] for number, name in enumerate(names) if name in trace.constant_rows}
     builder = TraceBuilder(names, max_lookups, Following(trace.rate, constant))
     builder.add([trace.tables[name] for name in names], trace.num_samples)
-    counts = [counts_of(trace, name) for name in names]
+    counts = [_counts_of(trace, name) for name in names]
     builder.downsample(counts)
     return builder.finish(counts)
 
 
-def counts_of(trace: SampledTrace, table: str) -> RowCounts:
-    """The lookups of the rows of ``table`` that were followed or are constant; those of other rows are missing."""
+def _counts_of(trace: SampledTrace, table: str) -> RowCounts:
+    """Return the lookups of the rows of `table` that were followed or are constant; other rows are missing."""
     parts = [RowCounts.of_rows(trace.tables[table].rows)]
     if table in trace.constant_rows:
         parts.append(RowCounts(trace.constant_rows[table], trace.constant_lookups[table]))

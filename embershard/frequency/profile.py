@@ -1,4 +1,4 @@
-"""How often each row of each table occurs in a data set: counted once, saved as a file, read by the policies and the
+"""`FrequencyProfile`: the lookups of each row of each table, counted once, saved as a file, read by policies and
 planner."""
 
 from __future__ import annotations
@@ -11,21 +11,25 @@ import torch
 from torch import Tensor
 
 from embershard.errors import ConfigError, DataError, IdOutOfRangeError
-from embershard.frequency.counts import RowCounts
+from embershard.frequency.compare import TableComparison, compare_table
+from embershard.frequency.counts import RowCounts, SparseCounts, sum_counts
 from embershard.frequency.curves import BatchMisses
-from embershard.frequency.merge import TableComparison, compare, merge
-from embershard.frequency.profile_file import CountsInMemory, SparseCounts, read, write
+from embershard.frequency.merge import merge_statistics
+from embershard.frequency.profile_file import read, write
 from embershard.frequency.statistics import DataStatistics
+
+#: Share of a table's rows that counts as its most frequent ones when profiles are compared.
+_TOP_SHARE = 0.015
 
 
 @dataclass(frozen=True)
 class FrequencyProfile:
-    """Row counts per table, and what else a pass over the data found.
+    """Row counts per table, and the other statistics of a pass over the data.
 
-    ``counts[table]`` is an int64 tensor [rows]: how many lookups each row got. Where a profile was loaded or
-    collected, it is made anew at each access, and only the rows that occur are kept (:meth:`sparse`).
-    ``num_batches`` is the number of batches that were counted. ``statistics`` is small whatever the number of rows;
-    None where only counts were made. Immutable by convention: the tensors are not to be written to.
+    `counts[table]` is an int64 tensor [rows]: the lookups of each row. A profile that was loaded or collected keeps
+    only the rows that occur (`sparse`), and makes the tensor anew at each access; do not write to it. `num_batches` is
+    the number of batches that were counted. `statistics` is small whatever the number of rows; None where only counts
+    were made.
 
     >>> profile = FrequencyProfile.count([{"user": torch.tensor([3, 1, 3])}], {"user": 5})
     >>> profile.counts["user"].tolist()
@@ -38,11 +42,10 @@ class FrequencyProfile:
 
     @classmethod
     def count(cls, batches: Iterable[Mapping[str, Tensor]], num_rows: Mapping[str, int]) -> FrequencyProfile:
-        """One pass over ``batches``, each a mapping table name -> ids (int, any shape; absent tables are
-        empty).
+        """Count `batches` in one pass, each a mapping table name -> ids (int, any shape; absent tables are empty).
 
         Raises:
-            DataError: a batch names a table that ``num_rows`` does not.
+            DataError: a batch names a table that `num_rows` does not.
             IdOutOfRangeError: an id is negative or not smaller than its table's rows.
         """
         counts = {table: torch.zeros(rows, dtype=torch.int64) for table, rows in num_rows.items()}
@@ -62,18 +65,39 @@ class FrequencyProfile:
         num_batches: int,
         statistics: DataStatistics | None = None,
     ) -> FrequencyProfile:
-        """From the rows that occur."""
-        return cls(SparseCounts(CountsInMemory(num_rows, counts)), num_batches, statistics)
+        """Make a profile of the counts of the rows that occur."""
+        return cls(SparseCounts(num_rows, dict(counts).__getitem__), num_batches, statistics)
 
     @classmethod
     def merge(cls, profiles: Sequence[FrequencyProfile], max_lookups: int = 4_000_000) -> FrequencyProfile:
-        """Several profiles of the same tables, of several days or ranks, as one; see :mod:`.merge`."""
-        merged = merge(profiles, max_lookups)
-        return cls.of_sparse(merged.num_rows, merged.counts, merged.num_batches, merged.statistics)
+        """Merge profiles of the same tables, of several days or ranks, in the order of training; see `merge.py`.
+
+        Raises:
+            ConfigError: there is no profile, or they are of different tables, or only some have statistics.
+        """
+        if not profiles:
+            raise ConfigError("nothing to merge; needed at least one profile")
+        for number, profile in enumerate(profiles[1:], start=2):
+            profiles[0]._check_same(profile, number)
+        num_rows = profiles[0].tables
+        counts = {table: sum_counts([profile.sparse(table) for profile in profiles]) for table in num_rows}
+        statistics = [profile.statistics for profile in profiles if profile.statistics is not None]
+        if 0 < len(statistics) < len(profiles):
+            raise ConfigError("some of the profiles have counts only; make them again with `embershard profile`")
+        merged = merge_statistics(statistics, counts, max_lookups) if statistics else None
+        return cls.of_sparse(num_rows, counts, sum(profile.num_batches for profile in profiles), merged)
 
     def compare(self, other: FrequencyProfile) -> list[TableComparison]:
-        """What these counts say about another profile, per table; see :mod:`.merge`."""
-        return compare(self, other)
+        """Compare the most frequent rows with those of another profile, per table.
+
+        Raises:
+            ConfigError: they are of different tables.
+        """
+        self._check_same(other, 2)
+        return [
+            compare_table(table, max(1, round(_TOP_SHARE * rows)), self.sparse(table), other.sparse(table))
+            for table, rows in self.tables.items()
+        ]
 
     @property
     def tables(self) -> dict[str, int]:
@@ -81,34 +105,23 @@ class FrequencyProfile:
         return {table: self.num_rows(table) for table in self.counts}
 
     def num_rows(self, table: str) -> int:
-        """Rows of ``table``."""
+        """Return the rows of `table`."""
         if isinstance(self.counts, SparseCounts):
-            return self.counts.source.num_rows[table]
+            return self.counts.num_rows[table]
         return self.counts[table].numel()
 
     def sparse(self, table: str) -> RowCounts:
-        """The rows of ``table`` that occur, and their counts."""
+        """Return the rows of `table` that occur, and their counts."""
         if isinstance(self.counts, SparseCounts):
-            return self.counts.source.sparse(table)
+            return self.counts.sparse(table)
         rows = self.counts[table].nonzero().view(-1)
         return RowCounts(rows.numpy(), self.counts[table][rows].numpy())
 
     def shard(self, table: str, rows: int, row_offset: int, local_rows: int) -> Tensor:
-        """Counts of rows [row_offset, row_offset + local_rows) of ``table``: int64 [local_rows].
+        """Return the counts of rows [row_offset, row_offset + local_rows) of `table`: int64 [local_rows].
 
         Raises:
             ConfigError: the profile does not know the table, or was made for another number of rows.
-        """
-        self.check_table(table, rows)
-        if isinstance(self.counts, SparseCounts):
-            return self.counts.dense(table, row_offset, max(0, min(local_rows, rows - row_offset)))
-        return self.counts[table][row_offset : row_offset + local_rows]
-
-    def check_table(self, table: str, rows: int) -> None:
-        """That ``table`` is known, with so many rows.
-
-        Raises:
-            ConfigError: it is not.
         """
         if table not in self.counts:
             raise ConfigError(
@@ -120,10 +133,15 @@ class FrequencyProfile:
                 f"the frequency profile counted {self.num_rows(table)} rows of table {table!r}, the model "
                 f"has {rows}; make it again with the model's row counts"
             )
+        if isinstance(self.counts, SparseCounts):
+            return self.counts.dense(table, row_offset, max(0, min(local_rows, rows - row_offset)))
+        return self.counts[table][row_offset : row_offset + local_rows]
 
     def hottest(self, num_rows: int) -> dict[str, Tensor]:
-        """The rows most often looked up, ``num_rows`` of all tables together (of equally frequent ones the first), as
-        ascending rows int64 by table: a hot set to hold or to replicate."""
+        """Return the rows most often looked up, `num_rows` of all tables together: ascending rows int64 by table.
+
+        They are a hot set to hold or to replicate. Of equally frequent rows the first are taken.
+        """
         names = list(self.tables)
         sparse = [self.sparse(name) for name in names]
         counts = torch.cat([torch.from_numpy(rows.hits) for rows in sparse])
@@ -136,8 +154,8 @@ class FrequencyProfile:
         }
 
     def cache_statistics(self, table: str, batch_size: int) -> BatchMisses:
-        """What a cache of the most frequent rows of ``table`` misses in a batch of ``batch_size`` samples (over all
-        ranks).
+        """Return the misses of a cache of the most frequent rows of `table` in a batch of `batch_size` samples (over
+        all ranks).
 
         Raises:
             ConfigError: the profile has no statistics, or not of this table.
@@ -148,7 +166,7 @@ class FrequencyProfile:
         return BatchMisses.of(statistics.tables[table], batch_size, statistics.num_samples)
 
     def need_statistics(self) -> DataStatistics:
-        """The statistics.
+        """Return the statistics.
 
         Raises:
             ConfigError: there are none.
@@ -158,31 +176,29 @@ class FrequencyProfile:
         return self.statistics
 
     def save(self, path: str | Path) -> None:
-        """Write a ``.npz`` file without pickle; only the rows that occur are in it."""
-        write(Path(path), self.tables, _SparseView(self), self.num_batches, self.statistics)
+        """Write a `.npz` file without pickle; only the rows that occur are in it."""
+        write(Path(path), self.tables, self.sparse, self.num_batches, self.statistics)
 
     @classmethod
     def load(cls, path: str | Path) -> FrequencyProfile:
-        """Read what :meth:`save` wrote; nothing is unpickled. Counts stay in the file until they are asked for.
+        """Read a saved profile; nothing is unpickled. Counts stay in the file until they are asked for.
 
         Raises:
             DataError: the file is missing, damaged, or not a profile.
         """
         return cls(*read(Path(path)))
 
-
-@dataclass(frozen=True)
-class _SparseView:
-    """A profile as what is written."""
-
-    profile: FrequencyProfile
-
-    @property
-    def num_rows(self) -> Mapping[str, int]:
-        return self.profile.tables
-
-    def sparse(self, table: str) -> RowCounts:
-        return self.profile.sparse(table)
+    def _check_same(self, other: FrequencyProfile, number: int) -> None:
+        if self.tables == other.tables:
+            return
+        missing = sorted(set(self.tables) ^ set(other.tables))
+        problem = f"tables {missing} are in one of them only"
+        if not missing:
+            table = next(table for table, rows in self.tables.items() if other.tables[table] != rows)
+            problem = f"table {table!r} has {self.num_rows(table)} and {other.num_rows(table)} rows"
+        raise ConfigError(
+            f"profile 1 and profile {number} are not of the same model: {problem}; profile both with one config"
+        )
 
 
 def _add_counts(counts: Tensor, table: str, ids: Tensor) -> None:

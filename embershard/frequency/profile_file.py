@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import zipfile
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,109 +19,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embershard.errors import DataError
-from embershard.frequency.counts import RowCounts
+from embershard.frequency.counts import RowCounts, SparseCounts
 from embershard.frequency.encoding import decode, encode, smallest
 from embershard.frequency.statistics import DataStatistics
 
 FORMAT = 2
 _OLD_PREFIX, _ROWS, _HITS = "counts/", "ids/", "hits/"
-_DAMAGE = (
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    EOFError,
-    NotImplementedError,
-    RuntimeError,  # a bit that says "encrypted"
-    MemoryError,  # a size that nobody wrote
-    zipfile.BadZipFile,
-    zlib.error,
-)
-
-
-class RowCountSource(Protocol):
-    """Where the rows that occur, and their counts, are kept."""
-
-    @property
-    def num_rows(self) -> Mapping[str, int]:
-        """Rows of each table."""
-
-    def sparse(self, table: str) -> RowCounts:
-        """The table's rows that occur."""
-
-
-class SparseCounts(Mapping[str, Tensor]):
-    """Counts per table, of which only the rows that occur are kept; int64 [rows] is made when a table is asked for."""
-
-    def __init__(self, source: RowCountSource) -> None:
-        self.source = source
-
-    def __getitem__(self, table: str) -> Tensor:
-        return self.dense(table, 0, self.source.num_rows[table])
-
-    def __contains__(self, table: object) -> bool:
-        return table in self.source.num_rows
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.source.num_rows)
-
-    def __len__(self) -> int:
-        return len(self.source.num_rows)
-
-    def dense(self, table: str, start: int, num_rows: int) -> Tensor:
-        """Counts of the rows [start, start + num_rows): int64 [num_rows]."""
-        found = self.source.sparse(table)
-        low, high = np.searchsorted(found.rows, (start, start + num_rows))
-        counts = torch.zeros(num_rows, dtype=torch.int64)
-        counts[torch.from_numpy(found.rows[low:high] - start)] = torch.from_numpy(found.hits[low:high])
-        return counts
-
-
-class CountsInMemory:
-    """Row counts in memory."""
-
-    def __init__(self, num_rows: Mapping[str, int], counts: Mapping[str, RowCounts]) -> None:
-        self.num_rows = dict(num_rows)
-        self._counts = dict(counts)
-
-    def sparse(self, table: str) -> RowCounts:
-        """See :class:`RowCountSource`."""
-        return self._counts[table]
-
-
-class CountsInFile:
-    """Row counts that stay in a file."""
-
-    def __init__(self, path: Path, num_rows: Mapping[str, int]) -> None:
-        self.num_rows = dict(num_rows)
-        self._path = path
-
-    def sparse(self, table: str) -> RowCounts:
-        """See :class:`RowCountSource`.
-
-        Raises:
-            DataError: the file is not there any more, or was changed.
-        """
-        size = self.num_rows[table]
-        try:
-            with np.load(self._path, allow_pickle=False) as file:
-                rows, hits = (file[prefix + table].astype(np.int64, casting="safe") for prefix in (_ROWS, _HITS))
-            in_order = rows.ndim == 1 and bool((np.diff(rows) > 0).all())
-            if not in_order or rows.shape != hits.shape or (len(rows) and not 0 <= rows[0] <= rows[-1] < size):
-                raise ValueError(f"the rows of table {table!r} are not rising numbers below {size}")
-            if (hits < 1).any():
-                raise ValueError(f"counts of table {table!r} are below 1")
-        except _DAMAGE as error:
-            raise _no_profile(self._path, error) from error
-        return RowCounts(rows, hits)
 
 
 def write(
-    path: Path, tables: Mapping[str, int], counts: RowCountSource, num_batches: int, statistics: DataStatistics | None
+    path: Path,
+    num_rows: Mapping[str, int],
+    sparse: Callable[[str], RowCounts],
+    num_batches: int,
+    statistics: DataStatistics | None,
 ) -> None:
-    """Write the file; ``tables`` are the rows of each table."""
-    header: dict[str, Any] = {"tables": dict(tables), "statistics": None}
+    """Write the file; `sparse` returns the rows of a table that occur."""
+    header: dict[str, Any] = {"tables": dict(num_rows), "statistics": None}
     arrays: Mapping[str, NDArray[Any]] = {}
     if statistics is not None:
         header["statistics"], arrays = encode(statistics)
@@ -131,14 +45,14 @@ def write(
         _write_array(file, "header", text)
         for name, values in arrays.items():
             _write_array(file, name, values)
-        for table in tables:
-            found = counts.sparse(table)
+        for table in num_rows:
+            found = sparse(table)
             _write_array(file, _ROWS + table, smallest(found.rows))
             _write_array(file, _HITS + table, smallest(found.hits))
 
 
 def read(path: Path) -> tuple[Mapping[str, Tensor], int, DataStatistics | None]:
-    """Counts, number of batches and statistics; nothing is unpickled.
+    """Return counts, number of batches and statistics; nothing is unpickled.
 
     Raises:
         DataError: the file is missing, damaged, or not a profile.
@@ -166,13 +80,33 @@ def read(path: Path) -> tuple[Mapping[str, Tensor], int, DataStatistics | None]:
                 raise ValueError(f"the checksum of {damaged!r} is wrong")
     except DataError as error:
         raise (error if str(error).startswith(str(path)) else _no_profile(path, error)) from None
-    except _DAMAGE as error:
+    except Exception as error:  # damage shows as errors of many kinds
         raise _no_profile(path, error) from error
-    return SparseCounts(CountsInFile(path.absolute(), num_rows)), num_batches, statistics
+    return SparseCounts(num_rows, partial(_read_counts, path.absolute(), num_rows)), num_batches, statistics
+
+
+def _read_counts(path: Path, num_rows: Mapping[str, int], table: str) -> RowCounts:
+    """Read the rows of a table that occur.
+
+    Raises:
+        DataError: the file is not there any more, or was changed.
+    """
+    size = num_rows[table]
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            rows, hits = (file[prefix + table].astype(np.int64, casting="safe") for prefix in (_ROWS, _HITS))
+        in_order = rows.ndim == 1 and bool((np.diff(rows) > 0).all())
+        if not in_order or rows.shape != hits.shape or (len(rows) and not 0 <= rows[0] <= rows[-1] < size):
+            raise ValueError(f"the rows of table {table!r} are not rising numbers below {size}")
+        if (hits < 1).any():
+            raise ValueError(f"counts of table {table!r} are below 1")
+    except Exception as error:  # damage shows as errors of many kinds
+        raise _no_profile(path, error) from error
+    return RowCounts(rows, hits)
 
 
 def _read_old(path: Path, file: Mapping[str, NDArray[Any]]) -> dict[str, Tensor]:
-    """Format 1: the counts of all rows."""
+    """Read the counts of all rows from a file of format 1."""
     counts = {
         name.removeprefix(_OLD_PREFIX): torch.from_numpy(file[name]) for name in file if name.startswith(_OLD_PREFIX)
     }

@@ -1,8 +1,8 @@
-"""Stack distances: how many other rows were used since a row's last use, which is the LRU hit rate of every size.
+"""Stack distances, the numbers of other rows used since a row's last use: the LRU hit rate of every cache size.
 
-Exact ones come from an offline count without a loop over lookups. Estimates come from the lookups of a hashed share of
-the rows (SHARDS: Waldspurger et al., FAST'15). On skewed tables the error of that is mostly luck: whether a few hot
-rows are among those followed. Where the lookups of every row are counted, the luck is known and taken out again.
+Exact distances come from an offline count without a loop over lookups. Estimates come from the lookups of a hashed
+share of the rows (SHARDS: Waldspurger et al., FAST'15). On skewed tables the error of estimates is mostly luck: whether
+a few hot rows are followed. Where the lookups of every row are counted, the luck is known and taken out again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from embershard.errors import DataError
 from embershard.frequency.statistics import CountHistogram, Floats, StackDistances
-from embershard.frequency.trace import is_followed, row_hashes
 
 _NUM_SINGLE = 1000
 """So many distances keep a bin of their own, the shortest; the others share bins that are 1 % wide."""
@@ -23,7 +22,10 @@ _NUM_WINDOWS = 600
 
 
 def exact(rows: NDArray[np.int64]) -> StackDistances:
-    """Of all lookups of a table, ``rows`` [M] in order: 10 seconds and 0.5 GB for 10 million.
+    """Return the stack distances of all lookups of a table, in order: 10 seconds and 0.5 GB for 10 million.
+
+    >>> exact(np.array([7, 8, 7, 7])).distances.tolist()
+    [0.0, 1.0]
 
     Raises:
         DataError: 2**31 lookups or more.
@@ -32,29 +34,19 @@ def exact(rows: NDArray[np.int64]) -> StackDistances:
     return StackDistances(*_compact(distances, lookups), num_lookups=float(len(rows)), rate=1.0)
 
 
-def shards(table_number: int, rows: NDArray[np.int64], rate: float) -> StackDistances:
-    """Estimate from the share ``rate`` of the rows, of all lookups of a table, ``rows`` [M] in order.
-
-    The lookups of every row are counted, also of those that are not followed: see :func:`from_followed`.
-    """
-    followed = rows[is_followed(row_hashes(table_number, rows), rate)]
-    counts = CountHistogram.of_counts(np.unique(rows, return_counts=True)[1])
-    return from_followed(followed, rate, len(rows), counts)
-
-
 def from_followed(
     rows: NDArray[np.int64], rate: float, num_lookups: float, counts: CountHistogram | None = None
 ) -> StackDistances:
-    """Estimate from the lookups of the rows that were followed, in order.
+    """Estimate stack distances from the lookups of the rows that were followed, in order.
 
-    Without ``counts`` this is SHARDS with its adjustment: distances are divided by the rate, and by how much the
-    lookups of the followed rows, so scaled, fall short of all lookups is added to those of the shortest distance.
+    Without `counts` this is SHARDS with its adjustment: distances and lookups are divided by the rate, and the lookups
+    that are then missing count as lookups of the shortest distance.
 
-    With ``counts`` the estimate is a difference (a control variate). If each row's lookups lay at random places, the
-    curve would follow from the counts alone, for all rows as for those followed. By how much SHARDS and this formula
-    differ on the rows followed is what is added to the formula's curve for all rows. The (1 - rate) / rate hottest rows
-    are taken out of ``rows`` first, and left to the formula: the chance of following one of them or not adds more error
-    than order does. They may be missing from the start.
+    With `counts` the estimate is a difference (a control variate). If each row's lookups lay at random places, the
+    curve would follow from the counts alone, for all rows as for those followed. The difference between SHARDS and this
+    formula on the rows followed is added to the formula's curve for all rows. The (1 - rate) / rate hottest rows are
+    taken out of `rows` first, and left to the formula: the chance of following one of them or not adds more error than
+    order does. They may be missing from the start.
 
     Args:
         rows: int64 [M], all lookups of these rows.
@@ -87,7 +79,8 @@ def _corrected(rows: NDArray[np.int64], rate: float, num_lookups: float, counts:
     distances, lookups = _count(_reuse_distances(rows))
     num_slots = _sizes(counts.num_rows)
     found = np.interp(num_slots * rate, np.append(0.0, distances + 1), np.append(0.0, np.cumsum(lookups) / rate))
-    found += _hits_by_counts(counts, num_slots) - _hits_by_counts(followed.scaled(1 / rate), num_slots)
+    followed = CountHistogram(followed.counts, followed.rows * (1 / rate))
+    found += _hits_by_counts(counts, num_slots) - _hits_by_counts(followed, num_slots)
     most = counts.num_lookups - counts.num_rows  # all rows fit: only first uses miss
     found[-1:] = most
     # What is found by few slots is the least certain, so it gives way where more slots would find less.
@@ -98,7 +91,7 @@ def _corrected(rows: NDArray[np.int64], rate: float, num_lookups: float, counts:
 def _without_hottest(
     rows: NDArray[np.int64], counts: CountHistogram, num_hottest: float
 ) -> tuple[NDArray[np.int64], CountHistogram]:
-    """``rows`` without those that are among the table's hottest, ties left in; and the counts of the others."""
+    """Return `rows` without the table's hottest, ties left in; and the counts of the others."""
     place = int(np.searchsorted(np.cumsum(counts.rows), num_hottest, side="right"))
     most = counts.counts[place] if place < len(counts.counts) else 0.0
     _, row_of, lookups = np.unique(rows, return_inverse=True, return_counts=True)
@@ -109,10 +102,10 @@ def _without_hottest(
 
 
 def _reuse_distances(rows: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Distance of every lookup that is not its row's first, in no particular order.
+    """Return the distance of every lookup that is not its row's first, in no particular order.
 
     Between two uses of a row lie as many distinct rows as there are lookups whose row is not used again before the
-    second. So it is the lookups in between, less the pairs (use, next use) that lie in between as a whole.
+    second use. So a distance is the number of lookups in between, less the pairs (use, next use) in between.
     """
     if len(rows) >= 2**31:
         raise DataError(f"got {len(rows)} lookups; exact stack distances need fewer than 2**31 (follow fewer rows)")
@@ -133,10 +126,10 @@ def _reuse_distances(rows: NDArray[np.int64]) -> NDArray[np.int32]:
 
 
 def _smaller_before(numbers: NDArray[np.int32]) -> NDArray[np.int32]:
-    """How many smaller numbers stand before each number of a permutation of 0..U-1; [U], by number.
+    """Count the smaller numbers before each number of a permutation of 0..U-1; [U], by number.
 
-    Numbers are sorted by their bits, the highest first and stably. Those that differ first in a bit stand in one group
-    when it is looked at, so each pair is counted once. Once groups are small, they are sorted block by block, which
+    Numbers are sorted stably by their bits, the highest first. Two numbers that differ first in a bit are in one group
+    when that bit is sorted, so each pair is counted once. Small groups are sorted block by block, which
     stays in the processor's cache.
     """
     pairs = numbers.astype(np.int64) << _HIGH_BITS  # the number, and below it how many were counted
@@ -152,9 +145,9 @@ def _smaller_before(numbers: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 def _split(pairs: NDArray[np.int64], bit: int) -> NDArray[np.int64]:
-    """Sort each group of ``2**(bit+1)`` numbers by this bit; those with it count those without it before them.
+    """Sort each group of `2**(bit+1)` numbers by this bit; those with it count those without it before them.
 
-    All groups are full but the last one, whose upper half is what is missing.
+    All groups are full but the last one, which lacks numbers of its upper half.
     """
     half = 1 << bit
     is_lower = pairs & (half << _HIGH_BITS) == 0
@@ -176,14 +169,14 @@ def _split(pairs: NDArray[np.int64], bit: int) -> NDArray[np.int64]:
 
 
 def _count(distances: NDArray[np.int32]) -> tuple[Floats, Floats]:
-    """The distinct distances, ascending, and how many lookups have each."""
+    """Return the distinct distances, ascending, and the lookups with each."""
     lookups = np.bincount(distances)
     present = np.flatnonzero(lookups)
     return present.astype(np.float64), lookups[present].astype(np.float64)
 
 
 def _compact(distances: Floats, lookups: Floats) -> tuple[Floats, Floats]:
-    """Bins for ascending distances; a bin has the longest of its distances, so that no hit is promised too early."""
+    """Bin ascending distances; a bin has the longest of its distances, so that no hit is promised too early."""
     if len(distances) <= _NUM_SINGLE:
         return distances, lookups
     bins = np.floor(np.log(np.maximum(distances, 1.0)) / np.log1p(_BIN_WIDTH))
@@ -193,7 +186,7 @@ def _compact(distances: Floats, lookups: Floats) -> tuple[Floats, Floats]:
 
 
 def _sizes(num_rows: float) -> Floats:
-    """Numbers of slots from 1 to all rows, ascending, at which a curve is kept."""
+    """Return the numbers of slots from 1 to all rows, ascending, at which a curve is kept."""
     most = np.ceil(num_rows)
     num_steps = int(np.ceil(np.log(max(most / _NUM_SINGLE, 1.0)) / np.log1p(_BIN_WIDTH)))
     wide = np.geomspace(_NUM_SINGLE, max(most, _NUM_SINGLE), num_steps + 1).round()
@@ -201,10 +194,10 @@ def _sizes(num_rows: float) -> Floats:
 
 
 def _hits_by_counts(counts: CountHistogram, num_slots: Floats) -> Floats:
-    """Lookups that an LRU cache of each of ``num_slots`` would find if each row's lookups lay at random places.
+    """Return the lookups that an LRU cache of each of `num_slots` would find if lookups lay at random places.
 
     A row of n lookups occurs in a window of the share s of the lookups unless all of them lie elsewhere: with
-    1 - (1 - s)**n. The sum over rows is how many slots keep what was used in such a window, and each lookup but the
+    1 - (1 - s)**n. The sum over rows is the number of slots that keep such a window's rows, and each lookup but the
     first finds its row with the same probability (after Che et al., IEEE JSAC 2002, for a stream that ends).
     """
     windows = np.geomspace(0.1 / max(counts.num_lookups, 1.0), 1.0, _NUM_WINDOWS)

@@ -1,4 +1,4 @@
-"""What a pass over the data found out, per table: small values, whatever the number of rows."""
+"""Statistics of a pass over the data, per table: small values, whatever the number of rows."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embershard.errors import DataError
-from embershard.frequency.trace import SampledTrace
+from embershard.frequency.trace import Ints, SampledTrace
 
 Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
 class CountHistogram:
-    """How many rows of a table were looked up how often; K distinct counts.
+    """Numbers of rows of a table by their number of lookups; K distinct counts.
+
+    >>> histogram = CountHistogram.of_counts(np.array([3, 0, 1, 1]))
+    >>> histogram.counts.tolist(), histogram.rows.tolist(), histogram.num_lookups
+    ([3.0, 1.0], [1.0, 2.0], 5.0)
 
     Attributes:
-        counts: [K] lookups that a row got, descending, above 0.
-        rows: [K] rows that got so many. Not whole numbers where they are estimates.
+        counts: [K] lookups of a row, descending, above 0.
+        rows: [K] rows with so many lookups. Not whole numbers where they are estimates.
     """
 
     counts: Floats
@@ -37,28 +40,31 @@ class CountHistogram:
 
     @classmethod
     def of_counts(cls, counts: NDArray[np.integer]) -> CountHistogram:
-        """Of the lookups of every row, [any]; rows without any are left out."""
+        """Return the histogram of every row's lookups, of any shape; rows without lookups are left out."""
         values, rows = np.unique(counts[counts > 0], return_counts=True)
         return cls(values[::-1].astype(np.float64), rows[::-1].astype(np.float64))
 
+    @classmethod
+    def joined(cls, counts: Floats, rows: Floats) -> CountHistogram:
+        """Return the histogram of entries in any order; entries of equal counts become one."""
+        values, places = np.unique(counts, return_inverse=True)
+        return cls(values[::-1].copy(), np.bincount(places, rows, len(values))[::-1].astype(np.float64))
+
     @property
     def num_rows(self) -> float:
-        """Rows that occur."""
         return float(self.rows.sum())
 
     @property
     def num_lookups(self) -> float:
-        """Lookups of all rows together."""
         return float((self.counts * self.rows).sum())
-
-    def scaled(self, share_of_rows: float) -> CountHistogram:
-        """Of a part that has this share of the rows of every count."""
-        return CountHistogram(self.counts, self.rows * share_of_rows)
 
 
 @dataclass(frozen=True, eq=False)
 class StackDistances:
-    """How far back rows were used last, in distinct rows: the LRU hit rate of every size at once.
+    """Stack distances, the numbers of distinct rows since a row's last use: the LRU hit rate of every cache size.
+
+    >>> StackDistances(np.array([0.0, 4.0]), np.array([6.0, 2.0]), num_lookups=10, rate=1.0).hit_rate(np.array([4, 5]))
+    array([0.6, 0.8])
 
     Attributes:
         distances: [K] stack distances, ascending; 0 is the row used just before. Scaled to the whole table where only a
@@ -74,7 +80,7 @@ class StackDistances:
     rate: float
 
     def hit_rate(self, num_slots: Floats) -> Floats:
-        """Share of lookups that an LRU cache of ``num_slots`` rows (same shape) would find."""
+        """Return the share of lookups that an LRU cache of `num_slots` rows (same shape) would find."""
         found = np.concatenate([[0.0], np.cumsum(self.lookups)])
         hits = found[np.searchsorted(self.distances, num_slots, side="left")]
         return np.clip(hits / max(self.num_lookups, 1.0), 0.0, 1.0)
@@ -84,9 +90,14 @@ class StackDistances:
 class TableStatistics:
     """One table.
 
+    >>> histogram = CountHistogram.of_counts(np.array([3, 0, 1, 1]))
+    >>> table = TableStatistics("user", 4, 5, histogram, np.array([0.5, 0.0, 0.5]), np.array([256]), np.array([3.0]))
+    >>> table.lookups_per_sample
+    1.0
+
     Attributes:
         table: its name.
-        num_rows: rows that it has, occurring or not.
+        num_rows: its rows, occurring or not.
         num_lookups: lookups that were counted.
         histogram: counts of its rows.
         bag_sizes: [longest + 1] share of samples with so many lookups.
@@ -114,14 +125,17 @@ class TableStatistics:
 
 @dataclass(frozen=True, eq=False)
 class Drift:
-    """How popularity moves between parts of the data, in the order of training; P parts.
+    """Change of popularity between parts of the data, in the order of training; P parts.
+
+    >>> Drift(np.array([[0.8, 0.6], [0.5, 0.9]]), 0.7, 0.1, share_of_rows=0.01).hit_rates[0, -1].item()
+    0.6
 
     Attributes:
-        hit_rates: [P, P] share of part j's lookups that go to the rows that were most frequent in part i; as many rows
-            as ``share_of_rows`` of those that occur.
-        top_rows_kept: share of the first part's most frequent rows that still are in the last part.
+        hit_rates: [P, P] share of part j's lookups that go to the most frequent rows of part i; as many rows as
+            `share_of_rows` of those that occur.
+        top_rows_kept: share of the first part's most frequent rows that still are most frequent in the last part.
         new_rows_share: share of the last part's lookups that go to rows unseen in the first half of the data.
-        share_of_rows: which share of the occurring rows counts as most frequent.
+        share_of_rows: share of the occurring rows that counts as most frequent.
     """
 
     hit_rates: Floats
@@ -129,24 +143,22 @@ class Drift:
     new_rows_share: float
     share_of_rows: float
 
-    @property
-    def loss(self) -> float:
-        """Points of hit rate (0..1) that rows chosen on the first part lose on the last one, against its own best."""
-        return float(self.hit_rates[-1, -1] - self.hit_rates[0, -1])
-
 
 @dataclass(frozen=True, eq=False)
 class DataStatistics:
     """All tables of a data set.
 
+    >>> DataStatistics(num_samples=1000, share_of_samples=0.1, tables={}, origin="a tenth of Monday").trace is None
+    True
+
     Attributes:
         num_samples: samples that were counted.
-        share_of_samples: share of the training samples that these are.
+        share_of_samples: their share of the training samples.
         tables: by name, in the model's order.
         trace: lookups of a share of the rows, in the order of training.
         drift: None where the data are too small to be cut into parts.
         read_seconds_per_sample: one core's time to read and parse a sample, on the machine that counted.
-        origin: what was counted, for people.
+        origin: a description of the data, for people.
         preferences: misses per lookup that each policy had in a replay of the trace: see `cache.preference`.
     """
 

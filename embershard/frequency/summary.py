@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,87 +11,70 @@ from numpy.typing import NDArray
 from embershard.frequency.counts import RowCounts, histogram_of
 from embershard.frequency.curves import pooled
 from embershard.frequency.downsampling import downsampled
-from embershard.frequency.drift import measure_drift
 from embershard.frequency.stack_distances import from_followed
 from embershard.frequency.statistics import CountHistogram, DataStatistics, StackDistances, TableStatistics
 from embershard.frequency.trace import SampledTrace
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
-
-@dataclass(frozen=True, eq=False)
-class Windows:
-    """Mean number of distinct rows (``rows`` [K]) in so many consecutive samples (``samples`` [K], ascending)."""
-
-    samples: Ints
-    rows: Floats
-
-
-def summarize(
+def summarize_table(
+    name: str,
+    num_rows: int,
+    counts: RowCounts,
     *,
+    num_lookups: int,
+    undercount: int,
+    bags: NDArray[Any],
+    windows: Mapping[int, float],
     num_samples: int,
-    num_rows: Mapping[str, int],
-    counts: Mapping[str, RowCounts],
-    num_lookups: Mapping[str, int],
-    undercounts: Mapping[str, int],
-    bags: Mapping[str, NDArray[np.float64] | Ints],
-    windows: Mapping[str, Windows],
     trace: SampledTrace | None,
-    share_of_samples: float,
-    read_seconds_per_sample: float | None,
-    origin: str,
-) -> DataStatistics:
-    """The statistics of all tables; mappings are by table, ``bags`` are samples by the size of their bag."""
-    tables = {}
-    for name, rows in num_rows.items():
-        window = windows[name]
-        if not undercounts[name]:
-            window = with_whole(window, num_samples, len(counts[name].rows))
-        histogram = histogram_of(counts[name], rows, num_lookups[name])
-        stack = None
-        if trace is not None:
-            stack = stack_of(trace.tables[name].rows, trace.rate, num_lookups[name], histogram)
-        tables[name] = TableStatistics(
-            table=name,
-            num_rows=rows,
-            num_lookups=num_lookups[name],
-            histogram=histogram,
-            bag_sizes=bags[name] / max(float(bags[name].sum()), 1.0),
-            window_samples=window.samples,
-            window_rows=window.rows,
-            stack=stack,
-            undercount=undercounts[name],
-        )
-    return DataStatistics(
-        num_samples=num_samples,
-        share_of_samples=share_of_samples,
-        tables=tables,
-        trace=trace,
-        drift=None if trace is None else measure_drift(trace),
-        read_seconds_per_sample=read_seconds_per_sample,
-        origin=origin,
+) -> TableStatistics:
+    """Return a table's statistics; the last window is all samples, where no other is as large.
+
+    Args:
+        name: of the table.
+        num_rows: its rows, occurring or not.
+        counts: lookups of the rows that occur.
+        num_lookups: all lookups; more than `counts` has where `undercount` is not 0.
+        undercount: a row's count may be too low by this much.
+        bags: [longest + 1] samples by the size of their bag, in any unit.
+        windows: number of consecutive samples -> mean number of distinct rows in them, ascending.
+        num_samples: samples that were counted.
+        trace: of all tables.
+    """
+    if num_samples > max(windows, default=0) and not undercount:
+        windows = {**windows, num_samples: len(counts.rows)}
+    histogram = histogram_of(counts, num_rows, num_lookups)
+    stack = None
+    if trace is not None:
+        stack = _stack_of(trace.tables[name].rows, trace.rate, num_lookups, histogram)
+    return TableStatistics(
+        table=name,
+        num_rows=num_rows,
+        num_lookups=num_lookups,
+        histogram=histogram,
+        bag_sizes=bags / max(float(bags.sum()), 1.0),
+        window_samples=np.array(list(windows), np.int64),
+        window_rows=np.array(list(windows.values()), np.float64),
+        stack=stack,
+        undercount=undercount,
     )
 
 
-def with_whole(windows: Windows, num_samples: int, distinct: int) -> Windows:
-    """All samples as the last window, where none is as large."""
-    if not num_samples or (len(windows.samples) and windows.samples[-1] >= num_samples):
-        return windows
-    return Windows(np.append(windows.samples, num_samples), np.append(windows.rows, float(distinct)))
+def padded_sum(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Add arrays of different lengths, padded with 0.
 
-
-def stack_of(rows: Ints, rate: float, num_lookups: int, histogram: CountHistogram) -> StackDistances:
-    """Stack distances from the lookups [M] of the rows that were followed, in order.
-
-    Constant rows are not among those; the histogram has them.
+    >>> padded_sum([np.array([1, 2]), np.array([10, 20, 30])])
+    array([11, 22, 30])
     """
-    is_complete = abs(histogram.num_lookups - num_lookups) <= 0.001 * num_lookups
-    return from_followed(rows, rate, float(num_lookups), histogram if is_complete else None)
+    total = np.zeros(max(map(len, arrays)), np.result_type(*arrays))
+    for each in arrays:
+        total[: len(each)] += each
+    return total
 
 
 def stack_of_all(statistics: DataStatistics, max_lookups: int = 1_000_000) -> StackDistances | None:
-    """Stack distances of all tables in one cache; None without a trace. At most so many lookups are followed."""
+    """Return the stack distances of all tables in one cache; None without a trace. At most so many lookups are
+    followed."""
     if statistics.trace is None:
         return None
     trace = downsampled(statistics.trace, max_lookups)
@@ -100,4 +83,13 @@ def stack_of_all(statistics: DataStatistics, max_lookups: int = 1_000_000) -> St
     rows = np.concatenate([trace.tables[t.table].rows + start for t, start in zip(tables, starts, strict=False)])
     order = np.argsort(np.concatenate([trace.tables[table.table].samples for table in tables]), kind="stable")
     num_lookups = sum(table.num_lookups for table in tables)
-    return stack_of(rows[order], trace.rate, num_lookups, pooled(table.histogram for table in tables))
+    return _stack_of(rows[order], trace.rate, num_lookups, pooled(table.histogram for table in tables))
+
+
+def _stack_of(rows: NDArray[np.int64], rate: float, num_lookups: int, histogram: CountHistogram) -> StackDistances:
+    """Return stack distances from the lookups [M] of the rows that were followed, in order.
+
+    Constant rows are not among these rows; the histogram has them.
+    """
+    is_complete = abs(histogram.num_lookups - num_lookups) <= 0.001 * num_lookups
+    return from_followed(rows, rate, float(num_lookups), histogram if is_complete else None)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class LookAheadStats:
-    """What a pipeline did on this rank.
+    """Counts of what a pipeline did on this rank.
 
     >>> depths = Depths()
     >>> depths.add(known=64, resident=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from embershard.data import DataConfig, open_source
+from embershard.data import DataConfig, schema_of
 from embershard.errors import ConfigError
 from embershard.frequency import DataStatistics
 from embershard.models import table_name
@@ -106,7 +106,7 @@ def check_tables(config: RunConfig, data: DataStatistics) -> None:
     Raises:
         ConfigError: naming the first difference.
     """
-    expected = _expected_rows(config)
+    expected = {table_name(feature.name): feature.num_rows for feature in schema_of(config.data).sparse}
     for name in [*expected, *data.tables]:
         known = data.tables[name].num_rows if name in data.tables else None
         if known != expected.get(name):
@@ -115,16 +115,6 @@ def check_tables(config: RunConfig, data: DataStatistics) -> None:
                 f"table {name!r}: the config's data have {sides[0]}, the profile has {sides[1]}; make the profile with "
                 "embershard profile --config and this config"
             )
-
-
-def _expected_rows(config: RunConfig) -> dict[str, int]:
-    """Rows by table, as the settings say; no data file is opened."""
-    data = config.data
-    if data.kind == "synthetic":
-        return {table_name(feature.name): feature.num_rows for feature in open_source(data).schema.sparse}
-    if data.kind == "parquet":
-        return {table_name(n): rows for n, rows in zip(data.parquet.sparse, data.parquet.num_rows, strict=True)}
-    return {table_name(f"C{number + 1}"): rows for number, rows in enumerate(data.criteo.rows_per_table)}
 
 
 def _training_samples(data: DataStatistics) -> int:
@@ -146,7 +136,7 @@ def dense_size(config: RunConfig, num_tables: int) -> work.DenseSize:
     is_dcn = model.arch == "dlrm_dcn"
     return work.DenseSize(
         arch=model.arch,
-        num_dense=_num_dense(config),
+        num_dense=schema_of(config.data).num_dense,
         num_tables=num_tables,
         dim=model.embedding_dim,
         dense_layers=model.dense_arch_layer_sizes,
@@ -154,10 +144,3 @@ def dense_size(config: RunConfig, num_tables: int) -> work.DenseSize:
         cross_layers=(model.dcn_num_layers or DCN_NUM_LAYERS) if is_dcn else 0,
         cross_rank=(model.dcn_low_rank_dim or DCN_LOW_RANK_DIM) if is_dcn else 0,
     )
-
-
-def _num_dense(config: RunConfig) -> int:
-    data = config.data
-    if data.kind == "synthetic":
-        return data.synthetic.num_dense
-    return len(data.parquet.dense) if data.kind == "parquet" else 13

@@ -156,6 +156,7 @@ def run_config(data: str | None, path: Path | None, overrides: Sequence[str]) ->
     Raises:
         ConfigError: a setting is wrong.
     """
+    from embershard.data import kind_of_files
     from embershard.launch.config import apply_override, from_values, load_config
     from embershard.training.config import RunConfig
 
@@ -173,7 +174,7 @@ def run_config(data: str | None, path: Path | None, overrides: Sequence[str]) ->
         return load(["data.kind=synthetic", "data.path=none", "data.eval_path=none"])
     kind = load([]).data.kind
     if kind == "synthetic":
-        kind = "parquet" if _is_parquet(Path(data)) else "criteo"
+        kind = kind_of_files(Path(data))
     return load([f"data.kind={kind}", f"data.path={_toml_text(data)}"])
 
 
@@ -229,10 +230,6 @@ def _collect_parser() -> argparse.ArgumentParser:
         help="memory for counts (4GB); the rarest rows are forgotten to stay below it",
     )
     return parser
-
-
-def _is_parquet(path: Path) -> bool:
-    return path.suffix == ".parquet" or (path.is_dir() and any(path.glob("*.parquet")))
 
 
 def _toml_text(text: str) -> str:

@@ -20,9 +20,9 @@ from embershard.data.order import EpochOrder
 from embershard.errors import ConfigError, SetupError
 from embershard.frequency import FrequencyProfile
 from embershard.frequency.collect import Collected, Collector, Part, count_part
+from embershard.frequency.compare import half_split
 from embershard.frequency.curves import pooled, unseen_share
 from embershard.frequency.downsampling import Following
-from embershard.frequency.split_half import half_split
 from embershard.models import table_name
 
 #: Samples of a part: what a process counts at a time. Fewer where samples have many lookups.

@@ -8,8 +8,8 @@ import numpy as np
 from rich.table import Table
 
 from embershard.frequency import CountHistogram, DataStatistics, StackDistances, TableStatistics
+from embershard.frequency.compare import TableComparison
 from embershard.frequency.curves import distinct_rows, pooled, static_curve, unseen_share
-from embershard.frequency.merge import TableComparison
 
 #: Sizes of a cache, as shares of a table's rows, whose hit rates are shown.
 SIZES = (0.015, 0.05)

@@ -144,7 +144,7 @@ class CachedTableBatchedEmbeddings(HostTables):
             self._announcer = owner
 
     def end_ahead_of(self, owner: object) -> None:
-        """Drop what `owner` announced, unless another owner announces by now."""
+        """Drop what `owner` announced, unless another owner has taken over."""
         if self._announcer is owner:
             self.forget_ahead()
             self._announcer = None

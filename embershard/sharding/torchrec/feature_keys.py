@@ -13,7 +13,7 @@ from embershard.sharding.torchrec.compat import batch_sizes
 
 
 class PoolIds(NamedTuple):
-    """What the features of a pool look up in one batch.
+    """Ids that the features of a pool look up in one batch.
 
     Attributes:
         indices: [N] row numbers in each feature's table shard.

@@ -105,7 +105,7 @@ _WHY_NOT = {
     "preallocated_host_buffers": "it has room for all rows, and slots are allocated again when their number grows",
     "uvm_non_rowwise_momentum": "it puts the slots' optimizer states in host memory",
 }
-_NOT_COMPARED = "nobody has compared it with uncached tables"
+_NOT_COMPARED = "it was not compared with uncached tables"
 
 
 def check_table_arguments(arguments_of_table: Mapping[str, Mapping[str, Any]]) -> None:

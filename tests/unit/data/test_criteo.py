@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embershard.data import CriteoConfig, DataConfig, open_source, text
+from embershard.data.criteo import parse_hex
 from embershard.data.hashing import mix64
-from embershard.data.hexadecimal import parse_hex
 from embershard.errors import ConfigError, DataError
 
 NUM_ROWS = tuple(range(3, 2_080_003, 80_000))
@@ -129,18 +129,23 @@ def test_missing_and_negative_cells(criteo_line, open_stream, tmp_path):
 cells = st.lists(st.text("0123456789abcdefABCDEF", max_size=8), min_size=1, max_size=40)
 
 
+def hex_values(cells):
+    return parse_hex(np.frombuffer("".join(cells).encode(), np.uint8), np.array([len(c.encode()) for c in cells]))
+
+
 @given(st.one_of(cells, st.lists(st.sampled_from(["", "0123abCD", "ffffffff"]), min_size=1)))
 def test_hex_is_what_int_says(cells):
-    values, bad = parse_hex(np.frombuffer("".join(cells).encode(), np.uint8), np.array([len(c) for c in cells]))
-    assert values.tolist() == [int(cell or "0", 16) for cell in cells]
-    assert not bad.any()
+    assert hex_values(cells).tolist() == [int(cell or "0", 16) for cell in cells]
 
 
-@given(st.lists(st.text(string.printable, max_size=12), min_size=1, max_size=20))
-def test_hex_says_which_cells_are_bad(cells):
-    _, bad = parse_hex(np.frombuffer("".join(cells).encode(), np.uint8), np.array([len(c) for c in cells]))
-    digits = set("0123456789abcdefABCDEF")
-    assert bad.tolist() == [len(cell) > 8 or not set(cell) <= digits for cell in cells]
+@given(cells, st.integers(0, 40), st.text(string.printable + "é", max_size=12))
+def test_one_bad_cell_is_refused(cells, place, cell):
+    cells.insert(place, cell)
+    if len(cell) <= 8 and set(cell) <= set("0123456789abcdefABCDEF"):
+        hex_values(cells)
+        return
+    with pytest.raises(ValueError, match=r"."):
+        hex_values(cells)
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=1))
@@ -152,13 +157,12 @@ def test_hash_is_the_declared_one(words):
 @settings(max_examples=60)
 def test_chunks_of_lines_are_cut_at_newlines(pieces, data):
     content = b"\n".join(pieces)
-    scanner = text.LineScanner(chunk_rows := data.draw(st.integers(1, 7)))
-    start = 0
+    blocks, start = [], 0
     while start < len(content):
         size = data.draw(st.integers(1, 20))
-        scanner.feed(np.frombuffer(content[start : start + size], np.uint8))
+        blocks.append(np.frombuffer(content[start : start + size], np.uint8))
         start += size
-    borders, rows = scanner.finish()
+    borders, rows = text.scan_lines(blocks, chunk_rows := data.draw(st.integers(1, 7)))
     lines = content.split(b"\n")
     lines = [line + b"\n" for line in lines[:-1]] + ([lines[-1]] if lines[-1] else [])
     wanted = [b"".join(lines[i : i + chunk_rows]) for i in range(0, len(lines), chunk_rows)]

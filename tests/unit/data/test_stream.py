@@ -99,7 +99,7 @@ def test_a_stream_goes_on_with_another_world_size(kit, shape, data):
     )
     for _ in range(data.draw(st.integers(0, 2 * (total // size)))):
         next(stream)
-    state = StreamState.from_dict(stream.state.to_dict())
+    state = StreamState(**stream.state.to_dict())
     one_by_one = kit.run(source, batch_size=1, world_size=1, epochs=2, **options)
     order = list(itertools.chain(*one_by_one))
     epochs = [order[:total], order[total:]]

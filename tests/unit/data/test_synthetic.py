@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from embershard.data import DataConfig, SyntheticConfig
 from embershard.data.popularity import CRITEO_KAGGLE, Popularity
-from embershard.data.synthetic import MLPERF_BAG_SIZES, SyntheticSource, SyntheticTable, _scatter
+from embershard.data.synthetic import MLPERF_BAG_SIZES, SyntheticSource, SyntheticTable, scatter
 from embershard.errors import ConfigError
 
 NUM_DRAWN = 100_000
@@ -71,7 +71,7 @@ def test_new_rows_keep_coming(full_size):
 
 
 def test_hot_rows_are_scattered(full_size):
-    table = full_size[0]._tables[2]
+    table = full_size[0].tables[2]
     hot = np.sort(table.rows_of_ranks(np.arange(1000)))
     gaps = np.diff(hot)
     assert gaps.min() > table.num_rows / 1000 / 4
@@ -80,7 +80,7 @@ def test_hot_rows_are_scattered(full_size):
 
 @given(st.integers(2, 3000), st.integers(0, 2**64 - 1))
 def test_scattering_is_a_bijection(num_ids, key):
-    step, shift = _scatter(key, num_ids)
+    step, shift = scatter(key, num_ids)
     assert len(set((np.arange(num_ids) * step + shift) % num_ids)) == num_ids
 
 
@@ -204,7 +204,7 @@ def test_drift_moves_the_ranking_by_as_much_as_it_says():
     )
     ranks = np.arange(rows - 1)
     for moment, share in ((0, 0.0), (num_samples // 2, 0.125), (num_samples, 0.25)):
-        now = moving.rows_of_ranks(moving._drifted(ranks, np.full(rows - 1, moment)))
+        now = moving.rows_of_ranks(moving.drifted(ranks, np.full(rows - 1, moment)))
         assert len(np.unique(now)) == rows - 1, "the ranking is a bijection at any time"
         assert (now != steady.rows_of_ranks(ranks)).mean() == pytest.approx(share, abs=0.01)
 

@@ -8,16 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embershard.frequency import CountHistogram, TableStatistics
+from embershard.frequency.compare import half_split
 from embershard.frequency.counts import RowCounts
 from embershard.frequency.curves import (
     BatchMisses,
     distinct_rows,
     pooled,
     static_curve,
-    static_hit_rate,
     unseen_share,
 )
-from embershard.frequency.split_half import half_split
 
 counts = st.lists(st.integers(1, 6), min_size=1, max_size=12)
 
@@ -25,22 +24,25 @@ counts = st.lists(st.integers(1, 6), min_size=1, max_size=12)
 @given(counts, counts, st.integers(0, 30))
 @settings(max_examples=40)
 def test_tables_share_slots_by_count(first, second, num_rows):
-    histograms = [CountHistogram.of_counts(np.array(each)) for each in (first, second)]
-    rates, threshold = static_hit_rate(histograms, num_rows)
+    together = pooled(CountHistogram.of_counts(np.array(each)) for each in (first, second))
     expected = sum(sorted([*first, *second], reverse=True)[:num_rows])
-    found = rates @ [sum(first), sum(second)]
-    assert found == pytest.approx(expected)
-    together = pooled(histograms)
     assert float(static_curve(together, np.array(float(num_rows)))) * together.num_lookups == pytest.approx(expected)
-    for rate, each in zip(rates, (first, second), strict=True):
-        above = sum(c for c in each if c > threshold)
-        assert above - 1e-9 <= rate * sum(each) <= sum(c for c in each if c >= threshold) + 1e-9
+
+
+@given(counts, counts, st.integers(0, 30))
+@settings(max_examples=40)
+def test_the_rows_of_a_half_are_chosen_from_all_tables(first, second, num_rows):
+    """With itself as the other half both hit rates are the static curve's, ties at the last count shared evenly."""
+    half = {str(n): RowCounts(np.arange(len(each)), np.array(each)) for n, each in enumerate((first, second))}
+    expected = sum(sorted([*first, *second], reverse=True)[:num_rows]) / sum([*first, *second])
+    split = half_split(half, half, num_rows)
+    assert (split.own, split.other, split.difference) == (pytest.approx(expected), pytest.approx(expected), 0.0)
 
 
 def test_curves_of_nothing():
     none = CountHistogram.of_counts(np.zeros(3, np.int64))
-    assert static_hit_rate([], 3)[0].tolist() == []
-    assert static_hit_rate([none], 3)[0].tolist() == [0.0]
+    empty = {"t": RowCounts.none()}
+    assert (half_split({}, {}, 3).own, half_split(empty, empty, 3).other) == (0.0, 0.0)
     assert static_curve(none, np.array([0.0, 5.0])).tolist() == [0.0, 0.0]
     assert unseen_share(none) == 0.0
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.stack_distances import bursts, measure, streams, zipf
+from benchmarks.stack_distances import bursts, measure, shards, streams, zipf
 from embershard.errors import DataError
 from embershard.frequency import CountHistogram, StackDistances, is_followed, row_hashes
 from embershard.frequency import stack_distances as module
-from embershard.frequency.stack_distances import exact, from_followed, shards
+from embershard.frequency.stack_distances import exact, from_followed
 
 STREAMS = st.lists(st.integers(-3, 12), max_size=60)
 

@@ -1,4 +1,4 @@
-"""Statistics of data that nobody has at hand: from table sizes and an assumed skew."""
+"""Statistics from table sizes and an assumed skew, for data that are not at hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BINS = 600
 
 @dataclass(frozen=True)
 class AssumedTable:
-    """A table whose row of popularity rank j gets lookups in proportion to ``j ** -zipf_exponent``.
+    """A table whose row of popularity rank j gets lookups in proportion to `j ** -zipf_exponent`.
 
     Attributes:
         bag_size: lookups of a sample. As in MLPerf's multi-hot data each id brings its own fixed bag, so that the rows
@@ -37,7 +37,7 @@ class AssumedTable:
 
 
 def assumed_statistics(tables: Sequence[AssumedTable], num_samples: int) -> DataStatistics:
-    """Expected counts of ``num_samples`` samples; without a trace, so hit rates are predicted from counts alone."""
+    """Expected counts of `num_samples` samples; without a trace, so hit rates are predicted from counts alone."""
     found = {each.table: _table(each, num_samples) for each in tables}
     skews = sorted({each.zipf_exponent for each in tables})
     origin = f"assumed: Zipf exponents from {skews[0]:g} to {skews[-1]:g}, {num_samples:,} samples"
@@ -52,7 +52,7 @@ def _table(table: AssumedTable, num_samples: int) -> TableStatistics:
     counts = num_samples * mass / mass.sum() / np.diff(edges)
     rows = np.diff(edges) * table.num_rows / ids
     counts = counts * ids * table.bag_size / table.num_rows  # the last bag may be shorter
-    histogram = _histogram(counts, rows)
+    histogram = CountHistogram.joined(counts, rows)
     bags = np.zeros(table.bag_size + 1)
     bags[-1] = 1.0
     windows = np.array([256, 1024, 4096, 16384, 65536], dtype=np.int64)
@@ -74,14 +74,7 @@ def _cumulative(ranks: NDArray[np.float64], exponent: float) -> NDArray[np.float
     return ranks ** (1.0 - exponent) / (1.0 - exponent)
 
 
-def _histogram(counts: NDArray[np.float64], rows: NDArray[np.float64]) -> CountHistogram:
-    """Falling counts; equal ones are one entry."""
-    values, place = np.unique(counts, return_inverse=True)
-    together = np.bincount(place, weights=rows).astype(np.float64)
-    return CountHistogram(values[::-1].copy(), together[::-1].copy())
-
-
 def _distinct(histogram: CountHistogram, window: int, num_samples: int) -> float:
-    """Expected distinct rows of ``window`` samples."""
+    """Expected distinct rows of `window` samples."""
     chance = np.minimum(histogram.counts / num_samples, 1.0 - 1e-12)
     return float((histogram.rows * -np.expm1(window * np.log1p(-chance))).sum())

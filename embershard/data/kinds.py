@@ -1,0 +1,56 @@
+"""The kinds of data: the only place that maps `data.kind` to a source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from embershard.data.batch import Schema
+from embershard.data.config import DataConfig, DataKind
+from embershard.data.criteo import CriteoSource
+from embershard.data.parquet import ParquetSource
+from embershard.data.source import Source
+from embershard.data.synthetic import SyntheticSource
+from embershard.errors import ConfigError
+
+_SOURCES: dict[DataKind, type[SyntheticSource] | type[CriteoSource] | type[ParquetSource]] = {
+    "synthetic": SyntheticSource,
+    "criteo": CriteoSource,
+    "parquet": ParquetSource,
+}
+
+
+def open_source(config: DataConfig) -> Source:
+    """Open the source that `config` describes.
+
+    >>> open_source(DataConfig(kind="synthetic")).chunks("train").num_samples
+    900000
+
+    Raises:
+        ConfigError: a setting that this kind of source needs is missing.
+        DataError: files are missing, empty, or damaged.
+    """
+    if config.kind != "synthetic" and config.path is None:
+        raise ConfigError(f'data.kind = "{config.kind}" needs data.path: a file, or a folder of files')
+    return _SOURCES[config.kind](config)
+
+
+def schema_of(config: DataConfig) -> Schema:
+    """Return the schema of a config's samples from the settings alone, without opening a file.
+
+    >>> schema_of(DataConfig(kind="criteo")).num_dense
+    13
+
+    Raises:
+        ConfigError: the settings name no sparse column, or a column twice.
+    """
+    return _SOURCES[config.kind].schema_of(config)
+
+
+def kind_of_files(path: Path) -> DataKind:
+    """Guess the kind of data in a file or folder from names.
+
+    >>> kind_of_files(Path("clicks.parquet"))
+    'parquet'
+    """
+    is_parquet = path.suffix == ".parquet" or (path.is_dir() and any(path.glob("*.parquet")))
+    return "parquet" if is_parquet else "criteo"
