@@ -29,10 +29,10 @@ class RowCopies:
         self._make_transfer = make_transfer
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._last_trained: torch.cuda.Event | None = None
-        self._fill_keys: Tensor | None = None  # keys of the fills of the plan under way
+        self._fill_keys: Tensor | None = None  # of the plan between its two calls
 
     def attach(self, payload: list[Tensor], host_payload: list[Tensor]) -> None:
-        """Copy between these tensors from now on. No copy may be under way."""
+        """Copy between these tensors from now on. All earlier copies must be done."""
         self.transfer: Transfer = self._make_transfer(payload, host_payload)
 
     def write_back_evicted(self, plan: CachePlan) -> None:
