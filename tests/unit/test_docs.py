@@ -346,12 +346,12 @@ def test_the_example_of_a_policy_does_what_the_page_says():
     """It is a policy as it stands, and counts up to 15."""
     import torch
 
-    from embershard.cache.rows.transfer import PlainTransfer
+    from embershard.cache.rows.transfer import ScoresTransfer
 
     (block,) = blocks(ARCHITECTURE.read_text(encoding="utf-8"), "python")
     names: dict[str, Any] = {}
     exec(compile(block, str(ARCHITECTURE), "exec"), names)
-    scores = names["CappedScores"](torch.zeros(30), 4, torch.device("cpu"), PlainTransfer, None)
+    scores = names["CappedScores"](torch.zeros(30), 4, torch.device("cpu"), ScoresTransfer, None)
     scores.admit(torch.tensor([7, 9]), torch.tensor([1, 2]))
     for _ in range(20):
         scores.used(torch.tensor([1, 1]))

@@ -13,7 +13,7 @@ from torch import Tensor
 from embershard.cache.config import CacheConfig, TransferKind
 from embershard.cache.rows.page_lock import PageLock, lock_for
 from embershard.cache.rows.staged_transfer import StagedTransfer
-from embershard.cache.rows.transfer import MakeTransfer, PlainTransfer, Transfer
+from embershard.cache.rows.transfer import MakeTransfer, PlainTransfer, ScoresTransfer, Transfer
 from embershard.errors import ConfigError
 
 
@@ -62,11 +62,11 @@ def scores_transfer_maker(kind: TransferKind | MakeTransfer, device: torch.devic
     """Return the maker of transfers for the scores [R] of rows that `kind` moves. Planning reads scores right away, so
     they never pass through buffers that land later."""
     if kind != "triton_uva" or device.type != "cuda":
-        return PlainTransfer
+        return ScoresTransfer
     from embershard.cache.rows.uva_transfer import UvaTransfer
 
     lock = functools.cache(functools.partial(lock_for, device, [row_scores]))
-    return lambda slots, host: WhenLocked(slots, host, lock, PlainTransfer, UvaTransfer)
+    return lambda slots, host: WhenLocked(slots, host, lock, ScoresTransfer, UvaTransfer)
 
 
 class WhenLocked:

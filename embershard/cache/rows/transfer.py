@@ -86,6 +86,31 @@ class PlainTransfer:
                 put_rows(host, keys, part.to(host.device))
 
 
+class ScoresTransfer:
+    """Transfer of one score per row, through the CPU. Every copy is done when its call returns.
+
+    Args:
+        device: scores by slot, [S + 1].
+        host: scores by key, [R].
+    """
+
+    def __init__(self, device: Sequence[Tensor], host: Sequence[Tensor]) -> None:
+        (self._slots,), (self._rows,) = device, host
+        self.key_device = self._rows.device
+
+    def fill(self, keys: Tensor, slots: Tensor) -> None:
+        self._slots.scatter_(0, slots, self._rows.index_select(0, keys).to(self._slots.device))
+
+    def write_back(self, slots: Tensor, keys: Tensor) -> None:
+        self._rows.scatter_(0, keys, self._slots.index_select(0, slots).to(self.key_device))
+
+    def finish(self) -> None:
+        pass
+
+    def discard(self) -> int:
+        return 0
+
+
 def put_rows(table: Tensor, rows: Tensor, values: Tensor) -> None:
     """Do `table[rows] = values`: rows int64 [M], values [M, ...]."""
     if table.dim() == 1:  # several times as fast as the assignment

@@ -17,7 +17,7 @@ from embershard.cache.rows.choose_transfer import (
 )
 from embershard.cache.rows.page_lock import PageLock
 from embershard.cache.rows.staged_transfer import StagedTransfer
-from embershard.cache.rows.transfer import PlainTransfer
+from embershard.cache.rows.transfer import PlainTransfer, ScoresTransfer
 from embershard.cache.rows.uva_transfer import UvaTransfer
 from embershard.errors import CacheError, ConfigError
 from tests.unit.cache.rows.test_page_lock import Locked
@@ -75,7 +75,7 @@ def test_makers(kind, made):
 def test_scores_never_land_later(kind):
     """On a CPU nothing keeps a thread from reading them right away."""
     rows = torch.zeros(4)
-    assert isinstance(scores_transfer_maker(kind, CPU, rows)([torch.zeros(3)], [rows]), PlainTransfer)
+    assert isinstance(scores_transfer_maker(kind, CPU, rows)([torch.zeros(3)], [rows]), ScoresTransfer)
 
 
 def test_buffers_until_the_memory_is_locked_and_the_kernel_afterwards():
