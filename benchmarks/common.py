@@ -1,8 +1,8 @@
-"""What the benchmark scripts share: a gloo or NCCL group of one, the machine's description, a sharded
-model."""
+"""Parts that several benchmarks use: options, a process group of one rank, a sharded model, timing, the report."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import logging
@@ -25,18 +25,27 @@ from torchrec.distributed.types import ModuleSharder, ShardingEnv
 from embershard import plan_sharding
 
 
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with `--output`; its help shows the description as it is written."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", help="also write the JSON to this file")
+    return parser
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that decide what is measured."""
+    return {name: value for name, value in vars(options).items() if name != "output"}
+
+
 @contextlib.contextmanager
 def single_process() -> Iterator[torch.device]:
-    """A process group of one rank; gives the device to train on."""
+    """Start a process group of one rank, and end it. Yields the device to train on."""
     logging.getLogger("torchrec").setLevel(logging.ERROR)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            init_method=f"file://{folder}/store",
-            rank=0,
-            world_size=1,
+            "nccl" if device.type == "cuda" else "gloo", init_method=f"file://{folder}/store", rank=0, world_size=1
         )
         try:
             yield device
@@ -45,7 +54,7 @@ def single_process() -> Iterator[torch.device]:
 
 
 def shard(model: nn.Module, sharder: ModuleSharder, device: torch.device, sharding: str) -> DistributedModelParallel:
-    """``model`` with all its tables sharded in one way over the group."""
+    """Return `model` with all its tables sharded in one way over the group."""
     tables = sharder.shardable_parameters(next(m for m in model.modules() if type(m) is sharder.module_type))
     constraints = {table: ParameterConstraints(sharding_types=[sharding]) for table in tables}
     plan = plan_sharding(model, [sharder], world_size=1, local_world_size=1, device=device, constraints=constraints)
@@ -56,8 +65,7 @@ def shard(model: nn.Module, sharder: ModuleSharder, device: torch.device, shardi
 def interleaved(
     variants: dict[str, Callable[[int], Any]], indices: Sequence[int], device: torch.device
 ) -> dict[str, list[float]]:
-    """Seconds per call of each variant, called in turn with each index; the order alternates from index to
-    index."""
+    """Call the variants in turn with each index, in alternating order; return each variant's seconds per call."""
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for turn, index in enumerate(indices):
         for name in list(variants) if turn % 2 == 0 else list(variants)[::-1]:
@@ -76,27 +84,21 @@ def synchronize(device: torch.device) -> None:
 
 
 def median_ms(seconds: Sequence[float]) -> float:
-    """Median, in milliseconds."""
+    """Return the median in milliseconds."""
     return round(statistics.median(seconds) * 1e3, 3)
 
 
 def median_ratio(a: Sequence[float], b: Sequence[float]) -> float:
-    """Median of ``a[i] / b[i]``: each pair was measured side by side, so a slow moment hits both."""
+    """Return the median of `a[i] / b[i]`. Each pair was measured side by side: a slow moment affects both."""
     return round(statistics.median(x / y for x, y in zip(a, b, strict=True)), 3)
 
 
 def machine() -> dict[str, Any]:
-    """Where a figure was measured, for people who read it later."""
-    model = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.processor(),
-    )
+    """Describe this machine, for readers of its figures."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return {
-        "cpu": model,
+        "cpu": models[0] if models else platform.processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
@@ -106,7 +108,7 @@ def machine() -> dict[str, Any]:
 
 
 def report(result: dict[str, Any], output: str | None) -> None:
-    """Print as JSON, and write to ``output`` when given."""
+    """Print the result as JSON, and write it to `output` when given."""
     text = json.dumps(result, indent=2)
     print(text)
     if output:

@@ -1,4 +1,4 @@
-"""How many rows each policy fills, over the fewest that any cache could (the offline optimum).
+"""Rows that each policy fills, over the fewest that any cache can fill (the offline optimum).
 
     python -m benchmarks.fill_optimality STREAM [--path FILE_OR_FOLDER]
 
@@ -8,16 +8,16 @@ throughout), `drift` (generated, popularity moves to other rows) or `all`.
 Every figure comes from running the cache itself, which starts empty, over all tables of the stream in one pool. Each
 batch adds one to its rows, and at the end every row of the host tier must hold the number of batches that used it.
 With look-ahead L and prefetch depth P, L batches beyond the one in training are known and P of them are resident. P
-is 1 here, as it is in training while no step waits (docs/decisions/0018).
+is 1 here, as in training while no step waits (docs/decisions/0018).
 
-The optimum (benchmarks/offline_optimum.py) knows the whole stream and holds one batch at a time. Two more references
-say where the rest goes: `holds 1` and `holds 2`, the optimum of a cache that holds so many batches ahead as well (what
-holding costs, whatever the rule for victims), and `rule`, the look-ahead rule with the newest ranking for every victim
-(what not knowing more than L costs on top; what a cache fills beyond it is due to the cache).
+The optimum (benchmarks/offline_optimum.py) knows the whole stream and holds one batch at a time. More references
+explain the difference: `holds 1` and `holds 2` are the optimum of a cache that also holds 1 or 2 batches ahead (the
+cost of holding them, for any rule for victims); `rule` is the look-ahead rule with the newest ranking for every victim
+(it adds the cost of not knowing more than L batches). Fills beyond `rule` are due to the cache.
 
-Target, with L the least of those below that is 16 times the capacity in batches, or 128: at 8 batches and more fills
-are at most 1.03 of the optimum; at 4 at most those of the optimum that holds one batch ahead, and half a percent more.
-After the first batch no fill is late.
+Target, with the smallest L below that is at least 16 times the capacity in batches, and at least 128: from 8 batches
+on, at most 1.03 of the optimum's fills; at 4, at most 0.5 % of the optimum's fills more than the optimum that holds one
+batch ahead. After the first batch no fill is late.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.common import machine, report
+from benchmarks.common import machine, make_parser, report, settings_of
 from benchmarks.offline_optimum import look_ahead_rule, offline_optimum
 from embershard.cache import HostStore, RowCache, Ticket
 from embershard.cache.config import CachePolicy, Scoring
@@ -46,14 +46,14 @@ TARGET_BATCHES = 8
 SMALL_TARGET_BATCHES = 4
 SMALL_TARGET_OVER_HOLDING = 0.005
 HELD = (1, 2)
-_PLAIN: tuple[Scoring, ...] = ("lru", "lfu", "frequency")
+_PLAIN: tuple[Scoring, ...] = get_args(Scoring)
 _CPU = torch.device("cpu")
 _DIM = 4
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("stream", choices=["criteo", "steady", "drift", "all"])
     parser.add_argument("--path", help="criteo: a file or a folder of click logs")
     parser.add_argument("--criteo-rows", type=int, default=20_000, help="rows of each of the 26 tables")
@@ -64,7 +64,6 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=600, help="generated")
     parser.add_argument("--capacities", type=float, nargs="+", default=[2, 4, 8, 16], help="in batches' unique ids")
     parser.add_argument("--prefetch", type=int, default=1)
-    parser.add_argument("--output", help="also write the JSON to this file")
     options = parser.parse_args()
     if options.stream in ("criteo", "all") and not options.path:
         parser.error(f"stream {options.stream} needs --path: a file of Criteo click logs, or a folder of them")
@@ -77,7 +76,7 @@ def main() -> None:
             print(_line(points[-1]), file=sys.stderr, flush=True)
     result = {
         "benchmark": "fill_optimality",
-        "settings": {k: v for k, v in vars(options).items() if k != "output"},
+        "settings": settings_of(options),
         "target": f"over_optimum <= {TARGET} from {TARGET_BATCHES} batches' capacity on; at {SMALL_TARGET_BATCHES} <= "
         f"holding_over_optimum[1] + {SMALL_TARGET_OVER_HOLDING}; no late fills; with the `aim` of each point",
         "points": [asdict(point) for point in points],
@@ -91,8 +90,8 @@ def main() -> None:
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """Batches of keys (table offset + id), feature after feature as TorchRec gives them: int64 [F * B] each; one id
-    per feature and sample, one table per feature."""
+    """Batches of keys (table offset + id), int64 [F * B] each, feature after feature as TorchRec gives them; one id per
+    feature and sample, one table per feature."""
 
     name: str
     batch_size: int
@@ -101,7 +100,7 @@ class Stream:
 
     @property
     def feature_lengths(self) -> Tensor:
-        """Ids per feature of each batch: int64 [F]."""
+        """Ids per feature of each batch, int64 [F]."""
         return torch.full((len(self.rows_per_table),), self.batch_size)
 
     @property
@@ -110,12 +109,12 @@ class Stream:
         return sum(self.rows_per_table)
 
     def uses(self) -> Tensor:
-        """In how many batches each row occurs: int64 [R]."""
+        """Return the number of batches in which each row occurs, int64 [R]."""
         return sum((batch.unique().bincount(minlength=self.num_rows) for batch in self.batches), torch.tensor(0))
 
 
 def open_streams(options: argparse.Namespace) -> Iterator[Stream]:
-    """The streams that the command line asks for."""
+    """Yield the streams of the options."""
     names = ("criteo", "steady", "drift") if options.stream == "all" else (options.stream,)
     for name in names:
         for batch_size in options.criteo_batch_sizes if name == "criteo" else options.batch_sizes:
@@ -131,7 +130,7 @@ def open_streams(options: argparse.Namespace) -> Iterator[Stream]:
 
 
 def read_stream(name: str, batch_size: int, config: DataConfig) -> Stream:
-    """One epoch of the data, in their own order."""
+    """Read one epoch of the data in the files' order."""
     source = open_source(config)
     rows = [feature.num_rows for feature in source.schema.sparse]
     offsets = (torch.tensor(rows).cumsum(0) - torch.tensor(rows))[:, None]
@@ -147,7 +146,7 @@ def read_stream(name: str, batch_size: int, config: DataConfig) -> Stream:
 
 @dataclass
 class Point:
-    """What was measured at one capacity. A policy is named `lookahead L` where L batches were known."""
+    """The figures of one capacity. The policy `lookahead L` knows L batches."""
 
     stream: str
     batch_size: int
@@ -157,26 +156,25 @@ class Point:
     slots: int
     share_of_rows: float
     distinct_rows: int
-    """Rows that occur at all: each of them has to be filled once."""
+    """Rows that occur: each of them is filled at least once."""
     optimum_fills: int
     holding_over_optimum: dict[int, float | None]
-    """By the number of batches that are held ahead; None where they do not fit at some place of the stream."""
+    """By the number of batches held ahead; None where they do not fit somewhere in the stream."""
     aim: str
-    """The policy that the target is for."""
+    """The policy to which the target applies."""
     rule_over_optimum: dict[str, float | None] = field(default_factory=dict)
     fills: dict[str, int] = field(default_factory=dict)
     over_optimum: dict[str, float] = field(default_factory=dict)
     late_fills: dict[str, int] = field(default_factory=dict)
     """Critical-path fills after the first batch."""
     mean_prefetch: dict[str, float] = field(default_factory=dict)
-    """Batches that were resident beyond the one in training; the last of the stream, which have fewer after them, are
-    left out."""
+    """Batches resident beyond the one in training, without the stream's last batches, which have fewer after them."""
     reached: bool | None = None
-    """Whether the target was; None where it is none, as the capacity is too small."""
+    """Whether the target was reached; None where the capacity is too small for a target."""
 
 
 def measure(stream: Stream, capacity_batches: float, prefetch: int) -> Point:
-    """All policies with as many slots as ``capacity_batches`` batches have unique ids, if they shared none."""
+    """Run all policies with slots for the unique ids of `capacity_batches` batches that share no id."""
     batches = [batch.unique().numpy() for batch in stream.batches]
     mean_unique_ids = float(np.mean([batch.size for batch in batches]))
     slots = min(round(capacity_batches * mean_unique_ids), stream.num_rows)
@@ -225,7 +223,7 @@ def _ratio(fills: int | None, optimum: int) -> float | None:
 
 
 class Run:
-    """A cache that starts empty, and the plain tensors that are its slots and its host tier."""
+    """A cache that starts empty, with plain tensors as its slots and host tier."""
 
     def __init__(self, stream: Stream, num_slots: int, scoring: Scoring, look_ahead: bool = False) -> None:
         self._stream = stream
@@ -253,12 +251,12 @@ class Run:
         return [self._weights]
 
     def one_by_one(self) -> None:
-        """Without look-ahead: a batch becomes known when it is needed."""
+        """Train without look-ahead: a batch becomes known when it is needed."""
         for batch in self._stream.batches:
             self._train(self._cache.prepare(batch, self._lengths))
 
     def ahead(self, lookahead: int, prefetch: int) -> tuple[int, float]:
-        """As the pipeline does it: batches become known, then resident, then train.
+        """Train as the pipeline does: batches become known, then resident, then train.
 
         Returns:
             Critical-path fills after the first batch, and the mean number of batches resident beyond the one in
@@ -287,10 +285,10 @@ class Run:
         return self._late_fills() - (first_fills or 0), round(float(np.mean(depths or [0])), 3)
 
     def finish(self) -> int:
-        """The rows that were filled.
+        """Return the number of fills.
 
         Raises:
-            RuntimeError: a row does not hold what its batches made of it.
+            RuntimeError: a row does not hold the number of batches that used it.
         """
         self._cache.flush()
         if not torch.equal(self._host.weights[:, 0].long(), self._stream.uses()):
@@ -312,7 +310,8 @@ class Run:
 
 _NAMES = (*_PLAIN, *(f"lookahead {lookahead}" for lookahead in LOOKAHEADS))
 _HEADER = (
-    f"{'':6} batch capacity of rows  optimum |   lru    lfu  freq."
+    f"{'':6} batch capacity of rows  optimum |"
+    + "".join(f" {policy[:6]:>6}" for policy in _PLAIN)
     + "".join(f" {f'L={lookahead}':>6}" for lookahead in LOOKAHEADS)
     + "".join(f" | holds {held}" for held in HELD)
     + "   rule | late fills, prefetch, target"

@@ -1,4 +1,4 @@
-"""A GPU with caches of several kinds in front of host memory, against one with all rows in its own memory.
+"""Caches of several kinds on a GPU, against all rows in the GPU's memory.
 
     python -m benchmarks.gpu_compare --tables kaggle --batch-size 16384
     python -m benchmarks.gpu_compare --tables terabyte --batch-size 65536 --ratios 0.015
@@ -7,15 +7,13 @@ A DLRM with dim 128 and row-wise Adagrad. Every variant is built beside the resi
 in turn with it on the same batches, block by block, and freed. Variants: embershard with `frequency` and with
 look-ahead, planned between the steps' launches and in a thread beside them; TorchRec's FUSED_UVM_CACHING with LRU, with
 and without its prefetch pipeline, and with LFU (for which FBGEMM has no prefetching), at as many device bytes as
-embershard takes; FUSED_UVM. Also: what the link gives (a copy of pinned memory), and what a gather of random rows gets
-of it, at several dims. Without a GPU the variants of TorchRec that need one are left out, and the rest only shows that
-the benchmark works.
+embershard takes; FUSED_UVM. Also: the speed of the link (benchmarks/link.py), at several dims. Without a GPU the
+variants of TorchRec that need one are left out, and the rest only shows that the benchmark works.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import gc
 import json
 import math
@@ -30,7 +28,7 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm
-from torch import Tensor, nn
+from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
 from torchrec.distributed.train_pipeline import PrefetchTrainPipelineSparseDist, TrainPipelineSparseDist
@@ -40,7 +38,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from benchmarks.common import machine, report, single_process, synchronize
+from benchmarks.common import machine, make_parser, report, settings_of, single_process, synchronize
+from benchmarks.link import link_speeds
 from embershard import (
     CacheConfig,
     CachedEmbeddingBagCollectionSharder,
@@ -48,10 +47,7 @@ from embershard import (
     LookAheadPipeline,
     cache_stats,
 )
-from embershard.cache.rows import memory
 from embershard.cache.rows.choose_transfer import WhenLocked
-from embershard.cache.rows.page_lock import lock_for
-from embershard.cache.rows.staged_transfer import StagedTransfer
 from embershard.data import Batch
 from embershard.data.popularity import CRITEO_KAGGLE
 from embershard.sharding.torchrec import StockEmbeddingBagCollectionSharder, cached_embeddings
@@ -70,8 +66,7 @@ _NUM_DENSE = 13
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to train. ``kernel``: TorchRec's; ``policy``: of embershard's cache, or None; ``worker``: its batches are
-    planned in a thread."""
+    """One way to train: TorchRec's kernel, embershard's policy or None; with `worker`, a thread plans the batches."""
 
     name: str
     kernel: str
@@ -90,7 +85,7 @@ RESIDENT = Variant("resident", "fused")
 
 
 def variants(ratios: list[float]) -> list[Variant]:
-    """All but the resident one."""
+    """Return all variants but the resident one."""
     found = []
     for ratio in ratios:
         found += [
@@ -99,11 +94,8 @@ def variants(ratios: list[float]) -> list[Variant]:
         ]
         name = f"embershard lookahead in a thread {ratio:.1%}"
         found.append(Variant(name, CACHED_KERNEL, "lookahead", ratio, worker=True))
-        for algorithm, prefetch in (
-            (CacheAlgorithm.LRU, False),
-            (CacheAlgorithm.LRU, True),
-            (CacheAlgorithm.LFU, False),
-        ):
+        lru, lfu = CacheAlgorithm.LRU, CacheAlgorithm.LFU
+        for algorithm, prefetch in ((lru, False), (lru, True), (lfu, False)):
             how = " with prefetch" if prefetch else ""
             name = f"uvm caching {algorithm.name.lower()}{how} {ratio:.1%}"
             found.append(Variant(name, "fused_uvm_caching", None, ratio, algorithm, prefetch))
@@ -111,8 +103,8 @@ def variants(ratios: list[float]) -> list[Variant]:
 
 
 class Batches:
-    """The same batches for every variant: by number, in pinned memory where there is a GPU. Ids follow Zipf's law with
-    exponent 1 over each table."""
+    """The same batches for every variant, in pinned memory with a GPU. Ids follow Zipf's law with exponent 1 over each
+    table."""
 
     def __init__(self, rows: list[int], batch_size: int, count: int) -> None:
         self.rows, self.batch_size = rows, batch_size
@@ -135,7 +127,7 @@ class Batches:
         )
 
     def profile(self, count: int) -> FrequencyProfile:
-        """Row counts of the first batches."""
+        """Count the rows of the first batches."""
         counted = [
             {f"t{name[1:]}": jagged.values() for name, jagged in batch.sparse_features.to_dict().items()}
             for batch in self.all[:count]
@@ -144,7 +136,7 @@ class Batches:
 
 
 class Trained:
-    """A variant, built and ready to step through the batches in their order."""
+    """A variant, built and ready to train on the batches in their order."""
 
     def __init__(self, variant: Variant, batches: Batches, options: argparse.Namespace, device: torch.device) -> None:
         self.variant, self._device = variant, device
@@ -157,8 +149,7 @@ class Trained:
         self.device_bytes = _allocated(device) - before
 
     def warm_up(self, count: int) -> None:
-        """The first batches. What the pipeline keeps from then on counts among the device bytes; rows move without
-        buffers from then on."""
+        """Train on the first batches. The device memory that the pipeline keeps then counts among the device bytes."""
         for pool in cached_embeddings(self.model):
             if isinstance(pool.cache.transfer, WhenLocked):
                 pool.cache.transfer.wait_until_locked()
@@ -167,7 +158,7 @@ class Trained:
         self.device_bytes += _allocated(self._device) - before
 
     def steps(self, count: int) -> float:
-        """Seconds per step over the next batches."""
+        """Train on the next batches; return the seconds per step."""
         synchronize(self._device)
         started = time.perf_counter()
         for _ in range(count):
@@ -176,7 +167,7 @@ class Trained:
         return (time.perf_counter() - started) / count
 
     def counts(self) -> dict[str, float]:
-        """What embershard's caches did so far."""
+        """Return the counters of embershard's caches."""
         if self.variant.policy is None:
             return {}
         stats = cache_stats(self.model)
@@ -186,7 +177,7 @@ class Trained:
         return {**found, "stall_seconds": stall}
 
     def depths(self) -> dict[str, Any]:
-        """How far embershard's pipeline looked ahead: less than asked for where `max_known_bytes` was reached."""
+        """Return embershard's look-ahead: less than asked for where `max_known_bytes` was reached."""
         if not isinstance(self._pipeline, LookAheadPipeline):
             return {}
         stats = self._pipeline.stats()
@@ -215,7 +206,6 @@ def _build(
         config = CacheConfig(ratio=variant.ratio, policy=variant.policy)  # type: ignore[arg-type]
         sharder = CachedEmbeddingBagCollectionSharder(config, profile, fused)
     placement = {table.name: table_wise(rank=0, compute_kernel=variant.kernel) for table in tables}
-    path = "model.sparse_arch.embedding_bag_collection"
     module = construct_module_sharding_plan(
         embeddings, placement, sharder, local_size=1, world_size=1, device_type=device.type
     )
@@ -229,7 +219,7 @@ def _build(
         model,
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         device=device,
-        plan=ShardingPlan({path: module}),
+        plan=ShardingPlan({"model.sparse_arch.embedding_bag_collection": module}),
         sharders=[sharder],
     )
 
@@ -253,7 +243,7 @@ def _pipeline(
 
 
 class _Plain:
-    """Step by step: TorchRec's pipelines need streams."""
+    """A loop in place of TorchRec's pipelines, which need streams."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
@@ -265,14 +255,12 @@ class _Plain:
 
 
 def compare(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Every variant beside the resident model."""
+    """Time every variant beside the resident model."""
     rows = _rows(options)
-    blocks, warm = options.blocks, options.warmup_steps
-    needed = warm + blocks * options.block_steps + options.lookahead + options.prefetch + 4
-    batches = Batches(rows, options.batch_size, needed)
-    chosen = [v for v in variants(options.ratios) if any(word in v.name for word in options.variants)]
+    steps = options.warmup_steps + options.blocks * options.block_steps
+    batches = Batches(rows, options.batch_size, steps + options.lookahead + options.prefetch + 4)
     cases, left_out = [], []
-    for variant in chosen:
+    for variant in [v for v in variants(options.ratios) if any(word in v.name for word in options.variants)]:
         if variant.needs_cuda and device.type != "cuda":
             left_out.append(variant.name)
             continue
@@ -283,7 +271,9 @@ def compare(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
                 raise
             left_out.append(f"{variant.name}: {str(error).splitlines()[0]}")
         print(json.dumps((cases or left_out)[-1]), file=sys.stderr, flush=True)
-        _free(device)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
     return {"rows": sum(rows), "table_bytes": _table_bytes(rows, options), "cases": cases, "left_out": left_out}
 
 
@@ -314,59 +304,6 @@ def _case(variant: Variant, batches: Batches, options: argparse.Namespace, devic
     }
 
 
-def link(device: torch.device, dims: list[int]) -> dict[str, Any]:
-    """Gigabytes per second over the link: copies of pinned memory, and gathers of random rows from it."""
-    megabytes = 512 if device.type == "cuda" else 16
-    host = memory.zeros(megabytes << 18, torch.float32, whole_pages=True).fill_(1.0)
-    lock = lock_for(device, [host]) if device.type == "cuda" else None
-    if lock is not None:
-        lock.wait()
-    on_device = torch.empty_like(host, device=device)
-    num_bytes = host.numel() * 4
-    found: dict[str, Any] = {
-        "copy_to_device": _speed(lambda: on_device.copy_(host, non_blocking=True), num_bytes, device),
-        "copy_to_host": _speed(lambda: host.copy_(on_device, non_blocking=True), num_bytes, device),
-    }
-    for dim in dims:
-        table = host[: host.numel() // dim * dim].view(-1, dim)
-        count = table.shape[0] // 8
-        keys, slots = torch.randperm(table.shape[0])[:count].to(device), torch.arange(count, device=device)
-        rows = torch.zeros(count, dim, device=device)
-        for name, make in _transfers(device).items():
-            transfer = make([rows], [table])
-            wanted = keys.to(transfer.key_device)
-            speed = _speed(functools.partial(transfer.fill, wanted, slots), rows.numel() * 4, device)
-            back = _speed(functools.partial(_written, transfer, slots, wanted), rows.numel() * 4, device)
-            share = round(speed / found["copy_to_device"], 3)
-            found[f"{name}, dim {dim}"] = {"fill": speed, "fill_of_copy": share, "write_back": back}
-    return found
-
-
-def _written(transfer: Any, slots: Tensor, keys: Tensor) -> None:
-    transfer.write_back(slots, keys)
-    transfer.finish()
-
-
-def _transfers(device: torch.device) -> dict[str, Any]:
-    found: dict[str, Any] = {"staged": StagedTransfer}
-    if device.type == "cuda":
-        from embershard.cache.rows.uva_transfer import UvaTransfer
-
-        found["triton_uva"] = UvaTransfer
-    return found
-
-
-def _speed(call: Callable[[], Any], num_bytes: int, device: torch.device, repeats: int = 9) -> float:
-    seconds = []
-    for _ in range(repeats + 2):
-        synchronize(device)
-        started = time.perf_counter()
-        call()
-        synchronize(device)
-        seconds.append(time.perf_counter() - started)
-    return round(num_bytes / statistics.median(seconds[2:]) / 1e9, 3)
-
-
 def _rows(options: argparse.Namespace) -> list[int]:
     sizes = [table.num_rows for table in CRITEO_KAGGLE] if options.tables == "kaggle" else list(TERABYTE)
     return [max(3, round(min(rows, options.max_rows) * options.scale)) for rows in sizes]
@@ -380,15 +317,9 @@ def _allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
-def _free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--tables", choices=("kaggle", "terabyte"), default="kaggle")
     parser.add_argument("--max-rows", type=int, default=23_000_000, help="of a table; 23M: 61 GB of the terabyte's")
     parser.add_argument("--scale", type=float, default=1.0, help="factor on all row counts")
@@ -403,13 +334,12 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--block-steps", type=int, default=10)
     parser.add_argument("--link-dims", type=int, nargs="*", default=[16, 32, 64, 128, 256])
-    parser.add_argument("--output", help="also write the JSON to this file")
     options = parser.parse_args()
     with single_process() as device:
         result = {
             "benchmark": "gpu_compare",
-            "settings": {k: v for k, v in vars(options).items() if k != "output"},
-            "link_gb_per_second": link(device, options.link_dims),
+            "settings": settings_of(options),
+            "link_gb_per_second": link_speeds(device, options.link_dims),
             **compare(options, device),
             "machine": machine(),
         }

@@ -1,10 +1,10 @@
 """The fewest rows that any cache can fill for a stream of batches whose future is known: MIN (Belady 1966), with
 whole batches resident. It shares no code with the package.
 
-The rows of a batch are needed all at once, so its missing rows are filled whatever they are, and the choice is
-only who leaves: a row that is not held, and whose next use is furthest. Leaving later than needed never costs a fill,
-so nothing leaves before the slots run out. Among rows with the same next batch, or without any, it does not matter
-who leaves: from now until then nobody asks for them, and then all of them are needed.
+A batch needs its rows all at once, so its missing rows are filled in any case. The only choice is the victim: the row
+that is not held and whose next use is furthest. A late eviction never costs a fill, so rows are evicted only when the
+slots run out. Among rows with the same next batch, or without one, the choice does not matter: nothing uses them until
+then, and then all of them are needed.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ _BITS = 20  # batches are numbered below 2**20, so that three such numbers make 
 
 
 def offline_optimum(batches: Sequence[Ids], capacity: int, prefetch: int = 0) -> int | None:
-    """Fills of the optimum with ``capacity`` slots, all empty at the start.
+    """Return the fills of the optimum with `capacity` slots, all empty at the start.
 
-    With ``prefetch``, of a cache in which that many batches beyond the one in training are resident as well. While the
-    last of them is brought in, the rows of all of them have to stay; this is MIN over the unions of
-    ``prefetch + 1`` consecutive batches, and no rule for victims does with fewer fills.
+    With `prefetch`, so many batches beyond the one in training are resident, too. While the last of them is filled, the
+    rows of all of them must stay: this is MIN over the unions of `prefetch + 1` consecutive batches, and no rule for
+    victims has fewer fills.
 
     Args:
         batches: the keys of each batch, int64, each at least 0; repeats in a batch count once.
 
     Returns:
-        None when what has to be resident at once does not fit.
+        None when the rows that must be resident at once do not fit.
     """
     return _fills(batches, capacity, prefetch, lookahead=len(batches) + prefetch)
 
 
 def look_ahead_rule(batches: Sequence[Ids], capacity: int, lookahead: int, prefetch: int) -> int | None:
-    """Fills of the look-ahead rule when every choice is made by the newest ranking of all slots.
+    """Return the fills of the look-ahead rule when every choice uses the newest ranking of all slots.
 
-    ``lookahead`` batches beyond the one in training are known, ``prefetch`` of them resident. Rows without a known
-    use leave first: those of the fewest batches so far, then the longest unused. Behind them comes the row whose
-    next use is furthest. What a cache fills beyond this is not the rule's doing.
+    `lookahead` batches beyond the one in training are known, `prefetch` of them resident. Rows without a known use are
+    evicted first: the row used by the fewest batches, then the longest unused; then the row whose next use is furthest.
+    Fills of a cache beyond this number are due to the cache, not to the rule.
     """
     return _fills(batches, capacity, prefetch, lookahead)
 
@@ -70,14 +70,14 @@ def _fills(batches: Sequence[Ids], capacity: int, prefetch: int, lookahead: int)
 
 
 def _number(batches: Sequence[Ids]) -> tuple[list[Ids], int]:
-    """The distinct keys of each batch, numbered from 0 without gaps; how many there are."""
+    """Return the distinct keys of each batch, numbered from 0 without gaps, and the number of keys."""
     distinct = [np.unique(batch) for batch in batches]
     keys = np.unique(np.concatenate(distinct))
     return [np.searchsorted(keys, batch) for batch in distinct], keys.size
 
 
 def _next_uses(batches: Sequence[Ids], num_keys: int) -> list[Ids]:
-    """For each key of each batch the number of the next batch that has it; the number of batches where none has."""
+    """Return for each key of each batch the next batch that has it; the number of batches where none has."""
     upcoming = np.full(num_keys, len(batches), dtype=np.int64)
     following = []
     for now in reversed(range(len(batches))):

@@ -1,4 +1,4 @@
-"""What plans predict against what training then measures.
+"""A plan's predictions against the figures of the training run.
 
     python -m benchmarks.plan_accuracy hit-rates [--path CRITEO] [--output FILE]
     embershard plan --calibrate -o machine.toml --ranks 1,2,4
@@ -6,13 +6,12 @@
 
 `hit-rates` profiles three data sets (generated, generated with drift, and a real Criteo file where --path is given),
 plans for every policy and several ratios, trains by the plan, and compares per table: hit rate per lookup and per
-distinct id, device bytes. Every prediction is made twice: from a trace of all rows, and from one of a share of them.
-`step-time` does so for models and batch sizes that the calibration has not seen, on 1, 2 and 4 ranks.
+distinct id, device bytes. Every prediction is made twice: from a trace of all rows, and from a trace of a share of
+them. `step-time` compares step times for models and batch sizes that the calibration has not seen, on 1, 2 and 4 ranks.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -21,22 +20,23 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from benchmarks.common import machine, report
+from benchmarks.common import machine, make_parser, report
+from embershard.cache.config import Policy
 from embershard.frequency import FrequencyProfile
 from embershard.launch.config import load_config
 from embershard.launch.plan.inputs import budget, make_workload
 from embershard.planning.cost.rates import Rates
 from embershard.planning.cost.topology import load_topology
-from embershard.planning.planner import make_plan
+from embershard.planning.make_plan import make_plan
 from embershard.planning.predict import predict
 from embershard.planning.request import PlanRequest
 from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
 
 RATIOS = (0.005, 0.03, 0.15)
-POLICIES = ("frequency", "lfu", "lru", "lookahead")
+POLICIES = get_args(Policy)
 SAMPLED_LOOKUPS = 300_000
 _GENERATED = """
 [data]
@@ -125,9 +125,10 @@ def hit_rates(path: str | None, work: Path) -> dict[str, Any]:
     for source, text in sources.items():
         config = work / "run.toml"
         config.write_text(text)
-        profiles = [profiled(config, work, "all.npz", []), profiled(config, work, "some.npz", _limit(SAMPLED_LOOKUPS))]
+        limit = ["--max-lookups", str(SAMPLED_LOOKUPS)]
+        profiles = [profiled(config, work, "all.npz", []), profiled(config, work, "some.npz", limit)]
         for policy in POLICIES:
-            needs = [f"cache.profile={work / 'all.npz'}"] if policy == "frequency" else []
+            needs = [f"profile.path={work / 'all.npz'}"] if policy == "frequency" else []
             for ratio in RATIOS:
                 run = Run(config, (f"cache.policy={policy}", f"cache.ratio={ratio}", *needs), ranks=2)
                 found = _compare(run, profiles, work)
@@ -146,7 +147,7 @@ def step_times(topology_file: str, work: Path, rounds: int) -> dict[str, Any]:
         profile = profiled(config, work, "profile.npz", [w for text in overrides for w in ("--set", text)])
         for ranks in (1, 2, 4):
             run = Run(config, overrides, ranks)
-            planned[name, ranks] = run, make_plan(run.request(profile, topology.rates(ranks)))
+            planned[name, ranks] = run, make_plan(run.request(profile, topology.rates_for(ranks)))
     measured: dict[tuple[str, int], list[float]] = {case: [] for case in planned}
     for _ in range(rounds):
         for case, (run, plan) in planned.items():
@@ -175,7 +176,7 @@ def _step_time_case(model: str, ranks: int, plan: Plan, measured_ms: Sequence[fl
 
 
 def _compare(run: Run, profiles: Sequence[FrequencyProfile], work: Path) -> dict[str, Any]:
-    requests = [run.request(profile, load_topology("cpu").rates(run.ranks)) for profile in profiles]
+    requests = [run.request(profile, load_topology("cpu").rates_for(run.ranks)) for profile in profiles]
     plan = make_plan(requests[0])
     some = predict(requests[1].workload, plan.tables, plan.pools, requests[1].rates)
     with tempfile.TemporaryDirectory(dir=work) as folder:
@@ -230,10 +231,6 @@ def profiled(config: Path, work: Path, name: str, more: list[str]) -> FrequencyP
     return FrequencyProfile.load(work / name)
 
 
-def _limit(lookups: int) -> list[str]:
-    return ["--max-lookups", str(lookups)]
-
-
 def _embershard(arguments: list[str]) -> None:
     done = subprocess.run([sys.executable, "-m", "embershard.launch.cli", *arguments], capture_output=True, text=True)
     if done.returncode:
@@ -241,12 +238,11 @@ def _embershard(arguments: list[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("what", choices=("hit-rates", "step-time"))
     parser.add_argument("--path", help="a Criteo file or folder")
     parser.add_argument("--topology", help="what embershard plan --calibrate wrote")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each case of step-time; the median counts")
-    parser.add_argument("--output")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if arguments.what == "hit-rates":

@@ -1,4 +1,4 @@
-"""The planner's plan against plainer ones on skewed tables, by training with each of them.
+"""The planner's plan against simpler plans on skewed tables, by training with each of them.
 
     python -m benchmarks.plan_comparison [--topology machine.toml] [--ranks 2] [--rounds 3] [--output FILE]
 
@@ -25,14 +25,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import machine, report
+from benchmarks.common import machine, make_parser, report
 from benchmarks.plan_accuracy import Run, profiled
 from embershard.planning.budget import least_need
 from embershard.planning.cost.topology import load_topology
-from embershard.planning.planner import best_candidate, complete, sized
+from embershard.planning.make_plan import best_candidate, complete, sized
 from embershard.planning.request import Budget, PlanRequest
 from embershard.planning.slot_split import fixed_bytes, split_slots
-from embershard.planning.workload import place_shards, pools
+from embershard.planning.workload import by_pool, place_shards
 from embershard.sharding import memory_model
 from embershard.sharding.plan import Plan, PoolPlacement, TablePlacement
 
@@ -48,7 +48,7 @@ bag_sizes = {[24, 1] * 13}
 embedding_dim = 32
 dense_arch_layer_sizes = [64, 32]
 over_arch_layer_sizes = [64, 1]
-[cache]
+[look_ahead]
 lookahead = 8
 [train]
 batch_size = 256
@@ -58,7 +58,7 @@ at_end = false
 
 
 def round_robin(request: PlanRequest) -> list[TablePlacement]:
-    """Table i on rank i mod W."""
+    """Place table i on rank i mod W."""
     world_size = request.workload.shape.world_size
     return [
         TablePlacement(size.table, size.rows, size.dim, size.dtype, "table_wise", "cached", (number % world_size,))
@@ -67,7 +67,7 @@ def round_robin(request: PlanRequest) -> list[TablePlacement]:
 
 
 def uniform(request: PlanRequest, tables: Sequence[TablePlacement]) -> list[PoolPlacement]:
-    """The largest share of rows that every rank has room for."""
+    """Give every pool the same share of its rows: the largest for which every rank has room."""
     workload = request.workload
     shards = place_shards(workload.model, tables, workload.shape)
     shares = []
@@ -75,7 +75,7 @@ def uniform(request: PlanRequest, tables: Sequence[TablePlacement]) -> list[Pool
         here = [shard for shard in shards if shard.rank == rank]
         assert request.budget.device_bytes is not None
         left = request.budget.device_bytes - fixed_bytes(workload, here)
-        memories = [memory_model.pool_memory(members, workload.shape.memory) for members in pools(here).values()]
+        memories = [memory_model.pool_memory(members, workload.shape.memory) for members in by_pool(here).values()]
         slot_bytes = sum(memory.rows * memory.slot_bytes for memory in memories)
         shares.append((left - sum(memory.device_bytes(0) for memory in memories)) / slot_bytes)
     found = split_slots(workload, shards, Budget(ratio=min(1.0, *shares)))
@@ -98,13 +98,12 @@ def plans(request: PlanRequest) -> dict[str, Plan]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--topology", default="cpu")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--slack", type=float, default=1.05, help="budget over the least one that round robin needs")
-    parser.add_argument("--output")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = _compare(arguments, Path(folder))
@@ -115,7 +114,7 @@ def _compare(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     config = work / "run.toml"
     config.write_text(_CONFIG)
     run = Run(config, (f"train.max_steps={arguments.steps}",), arguments.ranks)
-    rates = load_topology(arguments.topology).rates(arguments.ranks)
+    rates = load_topology(arguments.topology).rates_for(arguments.ranks)
     request = run.request(profiled(config, work, "profile.npz", []), rates)
     request = replace(request, budget=Budget(device_bytes=_budget(request, arguments.slack)))
     made = plans(request)
@@ -149,7 +148,7 @@ def _figures(plan: Plan, results: list[dict[str, Any]], base_ms: float) -> dict[
 
 
 def _budget(request: PlanRequest, slack: float) -> int:
-    """So much that round robin, too, has room for its batches."""
+    """Return a budget of bytes in which round robin has room for its batches, too."""
     tables = round_robin(request)
     unlimited = replace(request, budget=Budget(device_bytes=2**50))
     need = least_need(unlimited).asked(unlimited.budget)

@@ -1,4 +1,4 @@
-"""Plans for models far larger than this machine: seconds and memory of planning, and what the plans say.
+"""Plans for models far larger than this machine: seconds and memory of planning, and the plans' predictions.
 
     python -m benchmarks.plan_scale [--output FILE]
 
@@ -9,7 +9,6 @@ datasheet estimates.
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import subprocess
@@ -20,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.assumed import AssumedTable, assumed_statistics
-from benchmarks.common import machine, report
-from embershard.planning.cost import work
+from benchmarks.common import machine, make_parser, report
+from embershard.models.dense_size import DenseSize
 from embershard.planning.cost.topology import load_topology
-from embershard.planning.planner import make_plan
+from embershard.planning.make_plan import make_plan
 from embershard.planning.request import Budget, PlanRequest
 from embershard.planning.simulate.replay import ReplaySettings
 from embershard.planning.workload import RunShape, Workload
@@ -46,14 +45,14 @@ CASES = {
 }
 
 
-def model(name: str) -> tuple[list[AssumedTable], int, work.DenseSize]:
-    """Tables, dim and dense part."""
+def model(name: str) -> tuple[list[AssumedTable], int, DenseSize]:
+    """Return a model's tables, dim and dense part."""
     if name == "meta_like":
         generator = np.random.default_rng(0)
         rows = np.clip(generator.lognormal(12.5, 2.0, 800), 10, 4e8).astype(int)
         bags = np.clip(generator.lognormal(2.0, 1.2, 800), 1, 200).astype(int)
         tables = [AssumedTable(f"t{n}", int(r), 1.0, int(b)) for n, (r, b) in enumerate(zip(rows, bags, strict=True))]
-        return tables, 128, work.DenseSize("dlrm", 1000, 800, 128, (512, 128), (1024, 512, 1))
+        return tables, 128, DenseSize("dlrm", 1000, 800, 128, (512, 128), (1024, 512, 1))
     capped = name == "mlperf_dcnv2"
     bags_of = MLPERF_BAGS if capped else (1,) * len(CRITEO_1TB)
     tables = [
@@ -61,9 +60,9 @@ def model(name: str) -> tuple[list[AssumedTable], int, work.DenseSize]:
         for n, (rows, bag) in enumerate(zip(CRITEO_1TB, bags_of, strict=True))
     ]
     if capped:
-        dense = work.DenseSize("dlrm_dcn", 13, 26, 128, (512, 256, 128), (1024, 1024, 512, 256, 1), 3, 512)
+        dense = DenseSize("dlrm_dcn", 13, 26, 128, (512, 256, 128), (1024, 1024, 512, 256, 1), 3, 512)
     else:
-        dense = work.DenseSize("dlrm", 13, 26, 128, (512, 256, 128), (1024, 1024, 512, 256, 1))
+        dense = DenseSize("dlrm", 13, 26, 128, (512, 256, 128), (1024, 1024, 512, 256, 1))
     return tables, 128, dense
 
 
@@ -72,18 +71,17 @@ def plan(case: str) -> dict[str, Any]:
     started = time.perf_counter()
     tables, dim, dense = model(name)
     topology = load_topology(topology_name)
-    parameter_bytes = work.dense_parameter_bytes(dense)
     size = ModelSize(
         tables=tuple(TableSize(t.table, t.num_rows, dim, "fp32", state_bytes=4) for t in tables),
-        dense_flops_per_sample=work.dense_flops(dense, 1),
-        dense_parameter_bytes=parameter_bytes,
-        dense_state_bytes=3 * parameter_bytes,
-        activation_bytes_per_sample=work.activation_bytes(dense, 1),
+        dense_flops_per_sample=dense.flops_per_sample,
+        dense_parameter_bytes=dense.parameter_bytes,
+        dense_state_bytes=3 * dense.parameter_bytes,
+        activation_bytes_per_sample=dense.activation_bytes_per_sample,
     )
     shape = RunShape(topology.world_size, topology.ranks_per_node, batch_size, "cuda", ReplaySettings())
     request = PlanRequest(
         workload=Workload(size, assumed_statistics(tables, NUM_SAMPLES), shape),
-        rates=topology.rates(),
+        rates=topology.rates_for(),
         budget=Budget(device_bytes=topology.device_memory_bytes, host_bytes=host_bytes or topology.host_memory_bytes),
     )
     made = make_plan(request)
@@ -117,9 +115,8 @@ def plan(case: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--case", choices=CASES, help="only this one, in this process")
-    parser.add_argument("--output")
     arguments = parser.parse_args()
     if arguments.case is not None:
         print(json.dumps(plan(arguments.case)))

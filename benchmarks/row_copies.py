@@ -1,28 +1,26 @@
-"""What one batch's worth of row copies costs, by element width and page size (docs/decisions/0003-row-copies.md).
+"""Time of copying one batch's rows, by element width and page size (docs/decisions/0003-row-copies.md).
 
 python -m benchmarks.row_copies
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from benchmarks.common import interleaved, machine, median_ms, report
+from benchmarks.common import interleaved, machine, make_parser, median_ms, report, settings_of
 from embershard.cache.rows.memory import widest_views, zeros
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, default=33_760_000)
     parser.add_argument("--dim", type=int, default=32)
     parser.add_argument("--moved", type=int, default=7000, help="random rows written per call")
     parser.add_argument("--repeats", type=int, default=120)
-    parser.add_argument("--output", help="also write the JSON to this file")
     options = parser.parse_args()
     size = options.rows * options.dim
     small = torch.zeros(size).fill_(1).view(options.rows, options.dim)
@@ -36,9 +34,12 @@ def main() -> None:
         "wide, huge pages": _writer(*widest_views(huge, source), keys),
     }
     seconds = interleaved(variants, range(options.repeats), torch.device("cpu"))
-    settings = {k: v for k, v in vars(options).items() if k != "output"}
-    medians = {name: median_ms(values) for name, values in seconds.items()}
-    result = {"benchmark": "row_copies", "settings": settings, "write_rows_ms": medians, "machine": machine()}
+    result = {
+        "benchmark": "row_copies",
+        "settings": settings_of(options),
+        "write_rows_ms": {name: median_ms(values) for name, values in seconds.items()},
+        "machine": machine(),
+    }
     report(result, options.output)
 
 

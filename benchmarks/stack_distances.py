@@ -1,4 +1,4 @@
-"""How near the LRU curve from 1 % of the rows comes to the exact one.
+"""Error of the LRU curve from 1 % of the rows, against the exact curve.
 
     python -m benchmarks.stack_distances [--lookups 10_000_000] [--rate 0.01] [--samples 10] [--output FILE]
 
@@ -7,14 +7,13 @@ Streams: `zipf` (1M rows, lookups independent of each other), `zipf moving` (in 
 largest table of the generator, without and with drift.
 
 Errors are differences of hit rate in points (of 100), over sizes from 0.1 % to 100 % of the stream's distinct rows,
-evenly spread by logarithm. Which rows are followed is a matter of the table's number, so every estimate is made for
-several numbers. `shards` is what the package does by default, `plain` the same sample without the counts of the rows,
-`counts` the counts without a sample.
+evenly spread by logarithm. The table's number decides which rows are followed, so every estimate is made for several
+numbers. `shards` is the package's default, `plain` the same sample without the counts of the rows, `counts` the counts
+without a sample.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.common import machine, report
+from benchmarks.common import machine, make_parser, report
 from embershard.data import SyntheticConfig
 from embershard.data.popularity import CRITEO_KAGGLE
 from embershard.data.synthetic import SyntheticTable
@@ -41,11 +40,10 @@ _CHUNK = 1_000_000
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--lookups", type=int, default=10_000_000)
     parser.add_argument("--rate", type=float, default=0.01)
     parser.add_argument("--samples", type=int, default=10, help="estimates per stream")
-    parser.add_argument("--output", help="also write the JSON here")
     options = parser.parse_args()
     points = [
         measure(name, make(options.lookups), options.rate, options.samples) for name, make in streams(1_000_000).items()
@@ -62,8 +60,8 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Errors:
-    """In points of hit rate. ``mean``: over sizes and samples; ``worst_sample``: over sizes, of the worst sample;
-    ``worst_size``: of the worst size of the worst sample."""
+    """Errors in points of hit rate: the mean over sizes and samples, the mean over sizes of the worst sample, and the
+    worst size of any sample."""
 
     mean: float
     worst_sample: float
@@ -90,7 +88,7 @@ class Point:
 
 
 def measure(name: str, rows: Rows, rate: float, num_samples: int) -> Point:
-    """Exact curve and estimates of one stream."""
+    """Compute the exact curve and the estimates of one stream."""
     counts = CountHistogram.of_counts(np.unique(rows, return_counts=True)[1])
     shares = np.geomspace(0.001, 1.0, NUM_SIZES)
     sizes = np.unique((counts.num_rows * shares).round().clip(1))
@@ -104,7 +102,7 @@ def measure(name: str, rows: Rows, rate: float, num_samples: int) -> Point:
         sample = rows[is_followed(row_hashes(number, rows), rate)]
         followed.append(len(sample))
         plain.append(from_followed(sample, rate, len(rows)).hit_rate(sizes) - truth)
-    nobody = from_followed(rows[:0], rate, len(rows), counts)
+    none_followed = from_followed(rows[:0], rate, len(rows), counts)
     errors = _errors(by_shards)
     return Point(
         stream=name,
@@ -121,7 +119,7 @@ def measure(name: str, rows: Rows, rate: float, num_samples: int) -> Point:
         bins=len(distances.distances),
         shards=errors,
         plain=_errors(plain),
-        counts=_errors([nobody.hit_rate(sizes) - truth]),
+        counts=_errors([none_followed.hit_rate(sizes) - truth]),
         reached=errors.mean <= TARGET_POINTS,
     )
 
@@ -156,7 +154,7 @@ def _peak_mb(rows: Rows) -> float:
 
 
 def streams(num_rows: int) -> dict[str, Callable[[int], Rows]]:
-    """Makers of streams: number of lookups -> rows."""
+    """Return functions from a number of lookups to a stream of rows."""
     return {
         "zipf 0.8": lambda num: zipf(0.8, num_rows, num),
         "zipf 1.0": lambda num: zipf(1.0, num_rows, num),
@@ -169,7 +167,7 @@ def streams(num_rows: int) -> dict[str, Callable[[int], Rows]]:
 
 
 def zipf(exponent: float, num_rows: int, num_lookups: int, num_parts: int = 1) -> Rows:
-    """Rank r has rank ** -exponent of the lookups; before each part but the first, one row in 20 gets another rank."""
+    """Draw rows whose lookups are proportional to rank ** -exponent; between parts, one row in 20 gets another rank."""
     random = np.random.default_rng(0)
     shares = np.cumsum(np.arange(1, num_rows + 1) ** -exponent)
     ranks = np.searchsorted(shares / shares[-1], random.random(num_lookups))
@@ -183,8 +181,8 @@ def zipf(exponent: float, num_rows: int, num_lookups: int, num_parts: int = 1) -
 
 
 def bursts(num_rows: int, num_lookups: int) -> Rows:
-    """Half of the lookups are bursts of a uniformly drawn row: 5 lookups, each on average a 2000th of the stream after
-    a common start. The other half is Zipf."""
+    """Draw half of the lookups in bursts of a uniformly drawn row: 5 lookups, each on average a 2000th of the stream
+    after a common start. The other half is Zipf."""
     random = np.random.default_rng(0)
     num_bursts = num_lookups // 10
     starts = np.repeat(random.random(num_bursts), 5)
@@ -196,7 +194,7 @@ def bursts(num_rows: int, num_lookups: int) -> Rows:
 
 
 def generated(num_rows: int, num_lookups: int, drift: float) -> Rows:
-    """The largest table of the generator, at its full size when ``num_rows`` is a million."""
+    """Draw from the generator's largest table, at its full size when `num_rows` is a million."""
     settings = SyntheticConfig(num_samples=num_lookups, scale=num_rows / 1_000_000, drift=drift)
     table = SyntheticTable(0, _LARGEST, CRITEO_KAGGLE[_LARGEST], settings)
     starts = range(0, num_lookups, _CHUNK)

@@ -1,4 +1,4 @@
-"""What the cache costs a training step, against the same step with all rows resident.
+"""Time of a training step with the cache, against the same step with all rows resident.
 
     python -m benchmarks.step_overhead
 
@@ -14,7 +14,7 @@ import argparse
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -23,7 +23,17 @@ from torchrec.models.dlrm import DLRM, DLRMTrain
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from benchmarks.common import interleaved, machine, median_ms, median_ratio, report, shard, single_process
+from benchmarks.common import (
+    interleaved,
+    machine,
+    make_parser,
+    median_ms,
+    median_ratio,
+    report,
+    settings_of,
+    shard,
+    single_process,
+)
 from embershard import (
     CacheConfig,
     CachedEmbeddingBagCollectionSharder,
@@ -31,6 +41,7 @@ from embershard import (
     LookAheadPipeline,
     cache_stats,
 )
+from embershard.cache.config import Scoring
 from embershard.data import Batch, BatchStream, DataConfig, SyntheticConfig, open_source
 from embershard.sharding.torchrec import StockEmbeddingBagCollectionSharder, cached_embeddings
 
@@ -40,26 +51,30 @@ OVER_ARCH = [512, 512, 256, 1]
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ratio", type=float, default=0.015)
-    parser.add_argument("--policy", choices=["frequency", "lfu", "lru"], default="frequency", help="without look-ahead")
-    parser.add_argument("--lookahead", type=int, default=64)
-    parser.add_argument("--prefetch", type=int, default=2)
+    parser = make_parser(__doc__)
+    add_step_options(parser)
+    parser.add_argument("--policy", choices=get_args(Scoring), default="frequency", help="without look-ahead")
     parser.add_argument("--inline", action="store_true", help="look-ahead without its thread beside the training")
-    parser.add_argument("--batch-size", type=int, default=4096)
-    parser.add_argument("--dim", type=int, default=32)
-    parser.add_argument("--scale", type=float, default=1.0, help="factor on all row counts")
     parser.add_argument("--profile-batches", type=int, default=1000)
-    parser.add_argument("--warmup-batches", type=int, default=100)
-    parser.add_argument("--batches", type=int, default=60, help="measured batches, for each of the figures")
-    parser.add_argument("--output", help="also write the JSON to this file")
     options = parser.parse_args()
     with single_process() as device:
         report(measure(options, device), options.output)
 
 
+def add_step_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a step: the model, its cache, and the number of batches."""
+    parser.add_argument("--ratio", type=float, default=0.015)
+    parser.add_argument("--lookahead", type=int, default=64)
+    parser.add_argument("--prefetch", type=int, default=2)
+    parser.add_argument("--batch-size", type=int, default=4096)
+    parser.add_argument("--dim", type=int, default=32)
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on all row counts")
+    parser.add_argument("--warmup-batches", type=int, default=100)
+    parser.add_argument("--batches", type=int, default=60, help="measured batches, for each of the figures")
+
+
 def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """All figures of one run."""
+    """Measure all figures of one run."""
     stream = make_stream(options)
     rows = {feature.name: feature.num_rows for feature in stream.schema.sparse}
     profile = None
@@ -92,7 +107,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
     return {
         "benchmark": "step_overhead",
         "rows": sum(rows.values()),
-        "settings": {k: v for k, v in vars(options).items() if k != "output"},
+        "settings": settings_of(options),
         **parts,
         "planning_on_hits_ns_per_id": planning,
         "per_batch": {name: {k: v // (2 * parts_batches) for k, v in done.items()} for name, done in work.items()},
@@ -104,7 +119,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
 
 
 class LookAhead:
-    """The look-ahead pipeline behind the benchmark's calls by index. Calls must come in the batches' order."""
+    """The look-ahead pipeline, called by index as the other variants are, in the batches' order."""
 
     def __init__(
         self, model: DistributedModelParallel, batches: list[Batch], options: argparse.Namespace, device: torch.device
@@ -117,17 +132,17 @@ class LookAhead:
         self._train_embeddings = make_embedding_step(model)
 
     def step(self, _: int) -> None:
-        """A whole training step."""
+        """Run a whole training step."""
         self.pipeline.progress(self._batches)
 
     def embedding_step(self, _: int) -> None:
-        """Forward and backward of the embeddings alone, with all that looks ahead."""
+        """Run forward and backward of the embeddings alone, with the pipeline's work."""
         with self.pipeline.step(self._batches) as batch:
             self._train_embeddings(batch)
 
 
 def make_sharders(options: argparse.Namespace, profile: FrequencyProfile | None) -> dict[str, Any]:
-    """A sharder for each variant."""
+    """Return a sharder for each variant."""
     fused_params = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.02, "eps": 1e-8}
     cached = CacheConfig(ratio=options.ratio, policy=options.policy)
     ahead = CacheConfig(ratio=options.ratio, policy="lookahead")
@@ -146,21 +161,14 @@ def _ratios(seconds: dict[str, list[float]]) -> dict[str, float]:
 
 
 def make_stream(options: argparse.Namespace) -> BatchStream:
-    """Criteo-Kaggle-shaped batches without end."""
+    """Return an endless stream of batches like Criteo Kaggle's."""
     config = DataConfig(kind="synthetic", synthetic=SyntheticConfig(scale=options.scale))
-    return BatchStream(
-        open_source(config),
-        batch_size=options.batch_size,
-        rank=0,
-        world_size=1,
-        split="train",
-        epochs=None,
-        config=config,
-    )
+    source, size = open_source(config), options.batch_size
+    return BatchStream(source, batch_size=size, rank=0, world_size=1, split="train", epochs=None, config=config)
 
 
 def count_profile(batches: Any, rows: dict[str, int]) -> FrequencyProfile:
-    """Row counts of some batches."""
+    """Count the rows of some batches."""
     ids = (
         {f"t_{key}": jagged.values() for key, jagged in batch.sparse_features.to_dict().items()} for batch in batches
     )
@@ -168,7 +176,7 @@ def count_profile(batches: Any, rows: dict[str, int]) -> FrequencyProfile:
 
 
 def build(rows: dict[str, int], dim: int, sharder: Any, device: torch.device) -> DistributedModelParallel:
-    """A DLRM over all tables."""
+    """Build a DLRM over all tables, sharded."""
     torch.manual_seed(0)
     tables = [
         EmbeddingBagConfig(name=f"t_{name}", embedding_dim=dim, num_embeddings=num_rows, feature_names=[name])
@@ -180,7 +188,7 @@ def build(rows: dict[str, int], dim: int, sharder: Any, device: torch.device) ->
 
 
 def make_step(model: DistributedModelParallel) -> Callable[[Batch], Any]:
-    """Forward, backward and both optimizers on one batch."""
+    """Return a function that runs forward, backward and both optimizers on one batch."""
     dense = [p for name, p in model.named_parameters() if "embedding_bags" not in name]
     optimizer = torch.optim.SGD(dense, lr=0.01)
 
@@ -194,7 +202,7 @@ def make_step(model: DistributedModelParallel) -> Callable[[Batch], Any]:
 
 
 def make_embedding_step(model: DistributedModelParallel) -> Callable[[Batch], Any]:
-    """Forward and backward of the sharded embeddings alone."""
+    """Return a function that runs forward and backward of the sharded embeddings alone."""
     embeddings = model.module.model.sparse_arch.embedding_bag_collection
     gradient: dict[str, torch.Tensor] = {}
 
@@ -208,7 +216,7 @@ def make_embedding_step(model: DistributedModelParallel) -> Callable[[Batch], An
 
 
 def totals(model: DistributedModelParallel) -> dict[str, int]:
-    """The cache's counters, summed over tables."""
+    """Return the cache's counters, summed over tables."""
     stats = cache_stats(model)
     names = ("lookups", "unique_ids", "hits_unique", "hits_lookups", "fills", "critical_path_fills", "write_backs")
     return {name: sum(getattr(table, name) for table in stats) for name in names}
@@ -217,7 +225,7 @@ def totals(model: DistributedModelParallel) -> dict[str, int]:
 def plan_on_hits(
     model: DistributedModelParallel, stream: BatchStream, options: argparse.Namespace, device: torch.device
 ) -> float:
-    """Nanoseconds per id to map a batch of hits to slots, pins, scores and counters included."""
+    """Return the nanoseconds per id to map a batch of hits to slots, with pins, scores and counters."""
     (pool,) = cached_embeddings(model)
     times = []
     for batch in itertools.islice(stream, options.batches):

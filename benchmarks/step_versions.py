@@ -1,4 +1,4 @@
-"""What a training step takes in this tree, against an older commit: both in one run, step by step in turn.
+"""The time of a training step in this tree, against an older commit: both in one run, step by step in turn.
 
     python -m benchmarks.step_versions --old REVISION
 
@@ -9,7 +9,6 @@ Reported: medians, and the median of the ratios new over old.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -20,7 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import machine, median_ms, median_ratio, report
+from benchmarks.common import machine, make_parser, median_ms, median_ratio, report, settings_of
+from benchmarks.step_overhead import add_step_options
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("whole_step", "embeddings_alone")
@@ -55,38 +55,23 @@ with single_process() as device:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--old", required=True, help="a git revision")
     parser.add_argument("--variants", nargs="+", default=["cached", "look_ahead"], choices=["cached", "look_ahead"])
-    parser.add_argument("--ratio", type=float, default=0.015)
-    parser.add_argument("--lookahead", type=int, default=64)
-    parser.add_argument("--prefetch", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=4096)
-    parser.add_argument("--dim", type=int, default=32)
-    parser.add_argument("--scale", type=float, default=1.0, help="factor on all row counts")
-    parser.add_argument("--warmup-batches", type=int, default=100)
-    parser.add_argument("--batches", type=int, default=60, help="measured batches, for each of the figures")
-    parser.add_argument("--output", help="also write the JSON to this file")
+    add_step_options(parser)
     options = parser.parse_args()
     settings = {**vars(options), "policy": "lfu", "inline": False, "background": False}
     found = {}
     with checkout(options.old) as old:
         for variant in options.variants:
             found[variant] = compare({"old": old, "new": ROOT}, {**settings, "variant": variant})
-    report(
-        {
-            "benchmark": "step_versions",
-            "settings": {k: v for k, v in vars(options).items() if k != "output"},
-            **found,
-            "machine": machine(),
-        },
-        options.output,
-    )
+    result = {"benchmark": "step_versions", "settings": settings_of(options), **found, "machine": machine()}
+    report(result, options.output)
 
 
 @contextlib.contextmanager
 def checkout(revision: str) -> Iterator[Path]:
-    """A work tree of a revision."""
+    """Check a revision out into a folder of its own, for as long as the context lasts."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder, "old")
         subprocess.run(["git", "worktree", "add", "--detach", str(tree), revision], cwd=ROOT, check=True, stdout=2)
@@ -97,7 +82,7 @@ def checkout(revision: str) -> Iterator[Path]:
 
 
 def compare(trees: dict[str, Path], settings: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Both versions, step by step."""
+    """Time both versions, step by step."""
     with contextlib.ExitStack() as stack:
         versions = {name: stack.enter_context(serving(tree, settings)) for name, tree in trees.items()}
         for version in versions.values():
@@ -119,7 +104,7 @@ def compare(trees: dict[str, Path], settings: dict[str, Any]) -> dict[str, dict[
 
 @contextlib.contextmanager
 def serving(tree: Path, settings: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
-    """A process that steps when it is told to."""
+    """Run a process that trains a step for every line that it is sent."""
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", _SERVER, json.dumps(settings)],
         cwd=tree,
@@ -136,7 +121,7 @@ def serving(tree: Path, settings: dict[str, Any]) -> Iterator[subprocess.Popen[s
 
 
 def step(version: subprocess.Popen[str], part: str) -> float:
-    """One step; how long it took, in seconds."""
+    """Run one step; return its seconds."""
     assert version.stdin is not None
     version.stdin.write(part + "\n")
     version.stdin.flush()
@@ -148,7 +133,7 @@ def _read(version: subprocess.Popen[str], wanted: str | None = None) -> str:
     for line in version.stdout:
         if wanted is None or line.strip() == wanted:
             return line.strip()
-    raise RuntimeError(f"a version ended with exit status {version.wait()}; its error stands above")
+    raise RuntimeError(f"a version ended with exit status {version.wait()}; its error is shown above")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
-"""A step costs what its batch costs, not what its tables cost; and device memory stays a small share of the
-tables.
+"""Time of a step with small and with large tables, and the share of the tables in device memory.
 
     python -m benchmarks.table_scale
 
-Two models differ in their tables' rows only (1M against 104M in all): the same number of slots, the same
-batches, the same hit rate, measured in turn. Hot rows fit the cache; cold rows come round so rarely that none
-is still there.
-Device bytes are those of all tensors that live on the device, at dim 128 and ratio 0.015.
+Two models differ in the rows of their tables only (1M against 104M in all): the same number of slots, the same batches,
+the same hit rate, measured in turn. Hot rows fit the cache; cold rows are evicted before they are used again. Device
+bytes are those of all tensors on the device, at dim 128 and ratio 0.015.
 """
 
 from __future__ import annotations
@@ -20,7 +18,16 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from benchmarks.common import interleaved, machine, median_ms, median_ratio, report, single_process
+from benchmarks.common import (
+    interleaved,
+    machine,
+    make_parser,
+    median_ms,
+    median_ratio,
+    report,
+    settings_of,
+    single_process,
+)
 from benchmarks.step_overhead import build, make_embedding_step, make_step, totals
 from embershard import CacheConfig, CachedEmbeddingBagCollectionSharder, cache_stats
 from embershard.data import Batch
@@ -30,7 +37,7 @@ _STRIDE = 7_368_787  # a prime: scatters consecutive numbers over a table
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--small-rows", type=int, default=1_000_000)
     parser.add_argument("--large-rows", type=int, default=104_000_000)
     parser.add_argument("--tables", type=int, default=8)
@@ -41,12 +48,11 @@ def main() -> None:
     parser.add_argument("--policy", choices=["lfu", "lru"], default="lfu")
     parser.add_argument("--warmup-batches", type=int, default=30)
     parser.add_argument("--batches", type=int, default=60)
-    parser.add_argument("--output", help="also write the JSON to this file")
     options = parser.parse_args()
     with single_process() as device:
         result = {
             "benchmark": "table_scale",
-            "settings": {k: v for k, v in vars(options).items() if k != "output"},
+            "settings": settings_of(options),
             "step_time": step_time(options, device),
             "device_bytes": [device_bytes(policy, device) for policy in ("lru", "lfu")],
             "machine": machine(),
@@ -55,7 +61,7 @@ def main() -> None:
 
 
 def step_time(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Whole steps and embeddings alone at both sizes, in turn."""
+    """Time whole steps and embeddings alone at both sizes, in turn."""
     sizes = {"small": options.small_rows, "large": options.large_rows}
     models = {name: _model(rows, options, device) for name, rows in sizes.items()}
     steps = {name: make_step(model) for name, model in models.items()}
@@ -90,7 +96,7 @@ def step_time(options: argparse.Namespace, device: torch.device) -> dict[str, An
 
 
 def device_bytes(policy: str, device: torch.device, rows: int = 4_000_000, dim: int = 128) -> dict[str, Any]:
-    """What a cache of 1.5 % takes on the device, as a share of the tables' weights."""
+    """Return the device memory of a cache of 1.5 %, as a share of the tables' weights."""
     sharder = _sharder(CacheConfig(ratio=0.015, policy=policy))  # type: ignore[arg-type]
     model = build({f"C{t}": rows // 4 for t in range(4)}, dim, sharder, device)
     used = sum(stats.device_bytes for stats in cache_stats(model))
@@ -107,8 +113,7 @@ def device_bytes(policy: str, device: torch.device, rows: int = 4_000_000, dim: 
 
 
 def make_batch(step: int, rows: int, options: argparse.Namespace) -> Batch:
-    """Batch number ``step``: hot ids drawn from half a cache's worth of rows, cold ids in turn, all
-    scattered."""
+    """Return batch number `step`: hot ids drawn from as many rows as half the slots, cold ids in turn, scattered."""
     generator = torch.Generator().manual_seed(step)
     rows_per_table = rows // options.tables
     num_hot = options.slots // (2 * options.tables)
@@ -142,11 +147,7 @@ def _sharder(config: CacheConfig) -> CachedEmbeddingBagCollectionSharder:
 
 
 def _prepared(
-    call: Callable[[Batch], Any],
-    numbers: list[int],
-    rows: int,
-    options: argparse.Namespace,
-    device: torch.device,
+    call: Callable[[Batch], Any], numbers: list[int], rows: int, options: argparse.Namespace, device: torch.device
 ) -> Callable[[int], Any]:
     batches = [make_batch(number, rows, options).to(device) for number in numbers]
     return lambda index: call(batches[index])

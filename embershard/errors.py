@@ -1,4 +1,4 @@
-"""Every exception that embershard raises on purpose.
+"""All exceptions that embershard raises on purpose.
 
 ::
 
@@ -13,7 +13,10 @@
     ├── CheckpointError (RuntimeError)      a checkpoint is incomplete, or belongs to another model
     └── SetupError (RuntimeError)           versions, devices or process groups do not fit together
 
-Messages say what was got, what was needed, and how to fix it.
+A message names what it got, what it needed, and how to fix it.
+
+>>> issubclass(IdOutOfRangeError, IndexError)
+True
 """
 
 from __future__ import annotations
@@ -40,15 +43,15 @@ class CacheError(EmbershardError, RuntimeError):
 
 
 class CacheOverflowError(CacheError):
-    """One batch needs more rows at a time than the cache has slots, and ``overflow="raise"``."""
+    """One batch needs more rows at a time than the cache has slots, and `overflow="raise"`."""
 
 
 class ShardingError(EmbershardError, ValueError):
-    """A sharding plan cannot be made, or does not fit the model it is applied to."""
+    """A sharding plan cannot be made, or does not fit the model."""
 
 
 class StepError(EmbershardError, RuntimeError):
-    """A rank left a training step by an exception while the other ranks need it there."""
+    """A rank left a training step that the other ranks are in."""
 
 
 class CheckpointError(EmbershardError, RuntimeError):

@@ -1,11 +1,11 @@
-"""DLRM in plain TorchRec, and what embershard changes in it: the sharder and the pipeline.
+"""DLRM in plain TorchRec, with the two lines that embershard changes: the sharder and the pipeline.
 
     torchrun --standalone --nproc_per_node 2 examples/torchrec_dlrm.py
     torchrun --standalone --nproc_per_node 2 examples/torchrec_dlrm.py --stock
 
-The second command trains without embershard's sharder and pipeline; the losses are the same to the last bit. Both take
-their plan from `plan_sharding`, which is TorchRec's planner: on its own it has no cost model for cached tables on a
-CPU, and on a GPU it caches only tables that do not fit.
+The second command trains with TorchRec's sharder and pipeline; the losses are the same, bit for bit. Both commands take
+their plan from `plan_sharding`, which calls TorchRec's planner. Used directly, that planner has no cost model for
+cached tables on a CPU, and on a GPU it caches only tables that do not fit.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NUM_DENSE, DIM = 8, 16
 
 
 def arguments() -> argparse.Namespace:
-    """Reads the command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stock", action="store_true", help="TorchRec's own sharder and pipeline")
     parser.add_argument("--rows", type=int, default=50_000, help="rows of each of the four tables")
@@ -54,7 +54,7 @@ def arguments() -> argparse.Namespace:
 
 
 def clicks(args: argparse.Namespace) -> Iterator[Batch]:
-    """Random clicks for this rank: one user, 0 to 3 ids of the rest; low ids are popular; even users click."""
+    """Yield random clicks of this rank: one user, 0 to 3 ids of the rest; low ids are popular; even users click."""
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     for _ in range(args.steps):
         lengths = torch.randint(0, 4, (len(FEATURES), args.batch_size), generator=generator, dtype=torch.int32)
@@ -66,7 +66,7 @@ def clicks(args: argparse.Namespace) -> Iterator[Batch]:
 
 
 def report(step: int, loss: torch.Tensor, model: DistributedModelParallel) -> None:
-    """Prints the mean loss of all ranks, and how many rows a step has waited for so far. Collective."""
+    """Print the mean loss of all ranks, and the number of rows that steps have waited for so far. Collective."""
     total, late = loss.clone(), sum(stats.critical_path_fills for stats in cache_stats(model))
     dist.all_reduce(total)
     everybodys_late = torch.tensor(late, device=loss.device)
@@ -77,7 +77,7 @@ def report(step: int, loss: torch.Tensor, model: DistributedModelParallel) -> No
 
 
 def summarize(model: DistributedModelParallel) -> None:
-    """Prints what the caches of all ranks did, per table. Collective."""
+    """Print the statistics of all ranks' caches, per table. Collective."""
     found: list[list[TableStats]] = [[]] * dist.get_world_size()
     dist.all_gather_object(found, cache_stats(model))
     if dist.get_rank() > 0:
@@ -90,7 +90,7 @@ def summarize(model: DistributedModelParallel) -> None:
 
 
 def main() -> None:
-    """Trains on all ranks that torchrun started."""
+    """Train on all ranks that torchrun started."""
     args = arguments()
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
@@ -146,6 +146,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # What is left of the model holds the process group, and gloo's threads must end before the interpreter does
-    # (pytorch issue 190489).
+    # Reference cycles in the model hold the process group; gloo's threads must end before the interpreter does (pytorch
+    # issue 190489).
     gc.collect()

@@ -1,4 +1,4 @@
-"""A plain TorchRec training script. The only thing in it that is embershard's is the sharder and its plan.
+"""A plain TorchRec training script. Only the sharder and its plan come from embershard.
 
 torchrun --nproc_per_node 2 examples/train_dlrm.py
 """
@@ -23,7 +23,7 @@ FEATURES, ROWS, DIM, BATCH, STEPS = ["user", "item", "shop"], 50_000, 16, 256, 2
 
 
 def make_batch(generator: torch.Generator, device: torch.device) -> Batch:
-    """Random clicks: low ids are popular, and even items are liked by everybody."""
+    """Return random clicks: low ids are popular, and users click on even items."""
     ids = (torch.rand(len(FEATURES), BATCH, generator=generator) ** 4 * ROWS).long()
     sparse = KeyedJaggedTensor(FEATURES, ids.flatten(), lengths=torch.ones(ids.numel(), dtype=torch.int32))
     labels = (ids[1] % 2 == 0).float()
@@ -31,7 +31,7 @@ def make_batch(generator: torch.Generator, device: torch.device) -> Batch:
 
 
 def main() -> None:
-    """Trains on all ranks that torchrun started."""
+    """Train on all ranks that torchrun started."""
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
     if gpu:
@@ -45,7 +45,7 @@ def main() -> None:
     model = DLRMTrain(dlrm)
     apply_optimizer_in_backward(RowWiseAdagrad, dlrm.sparse_arch.parameters(), {"lr": 0.1})
 
-    sharders = [CachedEmbeddingBagCollectionSharder(cache=CacheConfig(ratio=0.1))]  # was: TorchRec's sharder
+    sharders = [CachedEmbeddingBagCollectionSharder(cache=CacheConfig(ratio=0.1))]  # instead of TorchRec's sharder
     world = dist.get_world_size()
     plan = plan_sharding(model, sharders, world_size=world, local_world_size=world, device=device)
     sharded = DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
@@ -56,7 +56,7 @@ def main() -> None:
     for step in range(1, STEPS + 1):
         optimizer.zero_grad()
         loss, _ = sharded(make_batch(generator, device))
-        loss.backward()  # trains the embedding rows too
+        loss.backward()  # updates the embedding rows, too
         optimizer.step()
         if step % 50 == 0 and dist.get_rank() == 0:
             stats = cache_stats(sharded)

@@ -1,18 +1,17 @@
-"""Makes ``.venv`` and everything in it, and repairs it: ``python3 scripts/setup_env.py [--force]``.
+"""Makes or repairs `.venv` with everything in it: `python3 scripts/setup_env.py [--force]`.
 
-Standard library only, because it runs before anything is installed. Versions that belong together are pinned
-in requirements.txt and in ``setup_rules.PINS``. pip's own configuration says where packages come from.
+Standard library only, because it runs before anything is installed. Versions that belong together are pinned in
+requirements.txt and in `setup_rules.PINS`. pip's own configuration decides where packages come from.
 
-What is special is FBGEMM. It comes as two distributions, ``fbgemm-gpu`` (CUDA) and ``fbgemm-gpu-cpu``, that
-own the *same* folder ``fbgemm_gpu``: the second one installed overwrites the first, and uninstalling one
-breaks the other. torchrec asks for ``fbgemm-gpu`` without a version, so a plain ``pip install torchrec`` puts
-the newest CUDA build over a CPU one. Here torchrec comes with ``--no-deps``, and of FBGEMM exactly one is
-left: the one this machine can load.
+FBGEMM needs care. It comes as two distributions, `fbgemm-gpu` (CUDA) and `fbgemm-gpu-cpu`, that own the *same* folder
+`fbgemm_gpu`: the second one installed overwrites the first, and uninstalling one breaks the other. torchrec requires
+`fbgemm-gpu` without a version, so a plain `pip install torchrec` puts the newest CUDA build over a CPU build. This
+script installs torchrec with `--no-deps`, and leaves exactly one FBGEMM: the one that this machine can load.
 
-A stamp in the venv makes the second run immediate. It is void when a requirement file, these scripts, the GPU
-driver, or the torch, torchrec or FBGEMM files in the venv have changed.
+A stamp in the venv makes the second run immediate. It is void when a requirement file, these scripts, the GPU driver,
+or the torch, torchrec or FBGEMM files in the venv have changed.
 
-Environment: ``EMBERSHARD_PYTHON`` is the interpreter the venv is made from, ``EMBERSHARD_VENV`` its folder.
+Environment: `EMBERSHARD_PYTHON` is the interpreter that makes the venv, `EMBERSHARD_VENV` the venv's folder.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ INPUTS = (
 )
 LOG = ".embershard-setup.log"
 
-# Run by the venv's python. It prints one JSON line, whatever is broken.
+# Run by the venv's Python. It prints one JSON line even if torch is broken.
 INSPECT = """
 import json, sys
 out = {"version": list(sys.version_info[:2]), "torch": None, "torch_cuda": None, "error": None}
@@ -73,7 +72,7 @@ except Exception as error:
 print(json.dumps(out))
 """
 
-# The proof that the set-up works: one forward of a table-batched embedding, with a known answer.
+# Proves that the set-up works: one forward of a table-batched embedding, with a known result.
 PROOF = """
 import torch, fbgemm_gpu, torchrec
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
@@ -88,20 +87,20 @@ rows = torch.arange(32.0, device=device).view(8, 4)
 tbe.split_embedding_weights()[0].copy_(rows)
 ids, offsets = torch.tensor([1, 2, 7], device=device), torch.tensor([0, 2, 3], device=device)
 got, want = tbe(ids, offsets), torch.stack([rows[1] + rows[2], rows[7]])
-assert torch.equal(got, want), f"FBGEMM summed rows to {got}, and not to {want}"
+assert torch.equal(got, want), f"FBGEMM summed rows to {got}, needed {want}"
 print(f"torch {torch.__version__}, torchrec {torchrec.__version__}, FBGEMM {fbgemm_gpu.__version__} "
       f"({fbgemm_gpu.__variant__}), on {torch.cuda.get_device_name() if cuda else 'the CPU'}")
 """
 
 
 def venv_python(venv: Path) -> Path:
-    """The venv's interpreter."""
+    """Return the venv's interpreter."""
     return venv / "bin" / "python"
 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Only one set-up at a time in this folder; a second one waits for the first."""
+    """Allow one set-up at a time in this folder; a second one waits for the first."""
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -116,7 +115,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def ensure_venv(venv: Path, environ: Mapping[str, str]) -> None:
-    """Makes the venv; makes it anew when its python no longer runs or is of a wrong version."""
+    """Make the venv; make it again when its Python no longer runs or has a wrong version."""
     have = python_version(str(venv_python(venv))) if venv_python(venv).exists() else None
     asked = environ.get("EMBERSHARD_PYTHON")
     if have and not python_problem(have):
@@ -139,7 +138,7 @@ def ensure_venv(venv: Path, environ: Mapping[str, str]) -> None:
 
 
 class Pip:
-    """Runs the venv's pip, says what it does, and keeps the output in a log file of the venv."""
+    """Runs the venv's pip, shows its progress, and keeps its output in a log file of the venv."""
 
     def __init__(self, venv: Path) -> None:
         self.venv = venv
@@ -148,14 +147,7 @@ class Pip:
     def __call__(self, why: str, *args: str) -> None:
         start = time.monotonic()
         say(f"{why} ...")
-        command = [
-            str(venv_python(self.venv)),
-            "-m",
-            "pip",
-            "--no-input",
-            "--disable-pip-version-check",
-            *args,
-        ]
+        command = [str(venv_python(self.venv)), "-m", "pip", "--no-input", "--disable-pip-version-check", *args]
         if args[0] == "install":
             command += ["--progress-bar", "off"]
         run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=str(ROOT))
@@ -169,7 +161,7 @@ class Pip:
 
 
 def inspect(venv: Path) -> dict[str, object]:
-    """What the venv's own python says of itself and of its torch."""
+    """Return the versions of the venv's Python and torch, as they report them."""
     run = subprocess.run([str(venv_python(venv)), "-c", INSPECT], capture_output=True, text=True)
     try:
         found: dict[str, object] = json.loads(run.stdout.strip().splitlines()[-1])
@@ -179,32 +171,21 @@ def inspect(venv: Path) -> dict[str, object]:
 
 
 def install(venv: Path, driver: bool) -> None:
-    """Brings the venv to what the requirement files say; every step leaves alone what is right already."""
+    """Install what the requirement files say; a package that is right already stays."""
     pip = Pip(venv)
     if subprocess.run([str(venv_python(venv)), "-m", "pip", "--version"], capture_output=True).returncode:
-        say("this environment has no pip; taking the one that comes with Python")
+        say("this environment has no pip; installing the one that comes with Python")
         subprocess.run([str(venv_python(venv)), "-m", "ensurepip"], capture_output=True)
     torch_pin = torch_requirement((ROOT / "requirements.txt").read_text())
     pip(f"install {torch_pin} (up to 3 GB with CUDA)", "install", torch_pin)
     found = inspect(venv)
     if found["error"]:
-        pip(
-            f"torch does not import ({found['error']}); install it again",
-            "install",
-            "--force-reinstall",
-            torch_pin,
-        )
+        pip(f"torch does not import ({found['error']}); install it again", "install", "--force-reinstall", torch_pin)
         found = inspect(venv)
     if found["error"]:
         raise SetupError(f"torch does not import: {found['error']}")
-    pip(
-        "install requirements.txt and requirements-dev.txt",
-        "install",
-        "-r",
-        "requirements.txt",
-        "-r",
-        "requirements-dev.txt",
-    )
+    files = ("requirements.txt", "requirements-dev.txt")
+    pip(f"install {' and '.join(files)}", "install", *(word for file in files for word in ("-r", file)))
 
     site_packages = site_packages_of(venv)
     assert site_packages is not None
@@ -224,7 +205,7 @@ def install(venv: Path, driver: bool) -> None:
 
 
 def prove(venv: Path) -> str:
-    """Imports torchrec and FBGEMM and runs one embedding forward; returns what it says."""
+    """Import torchrec and FBGEMM and run one embedding forward; return its report."""
     environ = {**os.environ, "PYTHONWARNINGS": "ignore"}
     run = subprocess.run([str(venv_python(venv)), "-c", PROOF], capture_output=True, text=True, env=environ)
     if run.returncode:
@@ -237,14 +218,14 @@ def prove(venv: Path) -> str:
 
 
 def say(text: str) -> None:
-    """One line of progress."""
+    """Print one line of progress."""
     print(f"[setup] {text}", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Sets up the venv. Returns 0, or 1 after saying what went wrong."""
+    """Set the venv up. Return 0, or 1 after printing the error."""
     parser = argparse.ArgumentParser(description="Make or repair embershard's virtual environment.")
-    parser.add_argument("--force", action="store_true", help="go through all steps, whatever the stamp says")
+    parser.add_argument("--force", action="store_true", help="run all steps, even if the stamp is valid")
     arguments = parser.parse_args(argv)
     venv = Path(os.environ.get("EMBERSHARD_VENV") or ROOT / ".venv").absolute()
     driver = has_driver()

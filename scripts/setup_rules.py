@@ -1,4 +1,4 @@
-"""What scripts/setup_env.py decides: pure functions of what was found, and the functions that look.
+"""The decisions of scripts/setup_env.py as pure functions of facts, and the functions that find the facts.
 
 Standard library only, because it runs before anything is installed.
 """
@@ -29,7 +29,7 @@ class SetupError(Exception):
 
 @dataclass(frozen=True)
 class Step:
-    """One thing to do: ``pip_args`` for pip, or ``remove`` a left-over folder of site-packages."""
+    """One step of the set-up: run pip with `pip_args`, or remove the left-over folder `remove` of site-packages."""
 
     why: str
     pip_args: tuple[str, ...] = ()
@@ -37,7 +37,7 @@ class Step:
 
 
 def python_problem(version: tuple[int, int]) -> str:
-    """What is wrong with this Python, or an empty string."""
+    """Return why this Python cannot be used, or an empty string."""
     if OLDEST_PYTHON <= version <= NEWEST_PYTHON:
         return ""
     got, oldest, newest = (".".join(map(str, v)) for v in (version, OLDEST_PYTHON, NEWEST_PYTHON))
@@ -46,18 +46,18 @@ def python_problem(version: tuple[int, int]) -> str:
 
 
 def wanted_fbgemm(torch_cuda: str | None, driver: bool) -> str:
-    """The FBGEMM distribution that this machine can load.
+    """Return the FBGEMM distribution that this machine can load.
 
-    A CUDA torch also runs on a machine without a GPU, and then needs the CPU build: the CUDA one is linked
-    against the driver's ``libnvidia-ml.so.1`` and cannot be loaded without it.
+    A CUDA build of torch also runs without a GPU, and then needs FBGEMM's CPU build: the CUDA build is linked against
+    the driver's `libnvidia-ml.so.1` and cannot be loaded without it.
     """
     return CUDA_FBGEMM if torch_cuda and driver else CPU_FBGEMM
 
 
 def plan_fbgemm(wanted: str, installed: Mapping[str, str], damaged: Sequence[str]) -> list[Step]:
-    """Steps that leave exactly ``wanted``, whole and in the pinned version.
+    """Return the steps after which exactly `wanted` is installed, complete and in the pinned version.
 
-    ``installed``: distribution -> version. ``damaged``: those of which files are missing or were overwritten.
+    `installed` has a version per distribution; of those in `damaged`, files are missing or were overwritten.
     """
     found = {name: installed[name] for name in (CUDA_FBGEMM, CPU_FBGEMM) if name in installed}
     requirement = f"{wanted}=={PINS[wanted]}"
@@ -67,7 +67,7 @@ def plan_fbgemm(wanted: str, installed: Mapping[str, str], damaged: Sequence[str
     if not found:
         return [clean, Step(f"install {requirement}", ("install", "--no-deps", requirement))]
     names = " and ".join(f"{name} {version}" for name, version in found.items())
-    repair = f"found {names}{' (damaged)' if damaged else ''}; exactly {requirement} is right here"
+    repair = f"found {names}{' (damaged)' if damaged else ''}; exactly {requirement} is needed here"
     return [
         Step(f"FBGEMM: {repair}", ("uninstall", "--yes", *found)),
         clean,
@@ -76,7 +76,7 @@ def plan_fbgemm(wanted: str, installed: Mapping[str, str], damaged: Sequence[str
 
 
 def plan_torchrec(installed: Mapping[str, str], damaged: Sequence[str]) -> list[Step]:
-    """Steps that leave the pinned torchrec, without what it would pull in."""
+    """Return the steps after which the pinned torchrec is installed, without its dependencies."""
     if installed.get("torchrec") == PINS["torchrec"] and "torchrec" not in damaged:
         return []
     requirement = f"torchrec=={PINS['torchrec']}"
@@ -84,12 +84,12 @@ def plan_torchrec(installed: Mapping[str, str], damaged: Sequence[str]) -> list[
 
 
 def torch_requirement(requirements: str) -> str:
-    """The line of requirements.txt that pins torch."""
+    """Return the line of requirements.txt that pins torch."""
     return next(line.strip() for line in requirements.splitlines() if line.startswith("torch=="))
 
 
 def explain_pip(requirement: str, output: str) -> str:
-    """A message for a failed pip run, from what it printed."""
+    """Return the message for a failed pip run, from its output."""
     tail = "\n".join(f"    {line[:300]}" for line in output.strip().splitlines()[-6:])
     unreachable = re.search(
         r"NewConnectionError|ConnectTimeout|ReadTimeout|ProxyError|SSLError"
@@ -99,7 +99,7 @@ def explain_pip(requirement: str, output: str) -> str:
     )
     if unreachable:
         fix = (
-            "pip cannot reach a package index that has it. Check the network, then what pip is set to use:\n"
+            "pip cannot reach a package index that has it. Check the network, then pip's settings:\n"
             "    pip config list; env | grep -i -E '^(pip|https?_proxy)'"
         )
     elif "No matching distribution" in output:
@@ -112,7 +112,7 @@ def explain_pip(requirement: str, output: str) -> str:
 
 
 def digest(inputs: Mapping[str, bytes], driver: bool) -> str:
-    """Hash of all that decides what the venv should hold."""
+    """Return the hash of the inputs that decide the venv's content."""
     hashed = hashlib.sha256(f"driver={driver}".encode())
     for name in sorted(inputs):
         hashed.update(f"\n{name} {len(inputs[name])}\n".encode() + inputs[name])
@@ -120,7 +120,7 @@ def digest(inputs: Mapping[str, bytes], driver: bool) -> str:
 
 
 def has_driver() -> bool:
-    """Whether NVIDIA's driver is here: what FBGEMM's CUDA build is linked against can be loaded."""
+    """Return whether NVIDIA's driver has the library that FBGEMM's CUDA build loads."""
     with contextlib.suppress(OSError):
         ctypes.CDLL("libnvidia-ml.so.1")
         return True
@@ -128,7 +128,7 @@ def has_driver() -> bool:
 
 
 def dist_infos(site_packages: Path) -> dict[str, tuple[str, Path]]:
-    """torch, torchrec and FBGEMM: distribution name -> (version, its ``.dist-info`` folder)."""
+    """Return version and `.dist-info` folder of torch, torchrec and FBGEMM, by distribution name."""
     found = {}
     for folder in site_packages.glob("*.dist-info"):
         name, _, version = folder.name[: -len(".dist-info")].rpartition("-")
@@ -139,7 +139,7 @@ def dist_infos(site_packages: Path) -> dict[str, tuple[str, Path]]:
 
 
 def is_damaged(info: Path) -> bool:
-    """Whether a file that the distribution owns is missing, or has another size than its RECORD says."""
+    """Return whether a file of the distribution is missing, or has another size than its RECORD says."""
     try:
         with (info / "RECORD").open(newline="") as record:
             for path, _, size in csv.reader(record):
@@ -152,12 +152,12 @@ def is_damaged(info: Path) -> bool:
 
 
 def site_packages_of(venv: Path) -> Path | None:
-    """The venv's site-packages folder, without starting its python."""
+    """Return the venv's site-packages folder, without starting its Python."""
     return next(iter(sorted(venv.glob("lib/python3*/site-packages"))), None)
 
 
 def snapshot(venv: Path) -> dict[str, str]:
-    """What is in the venv now of torch, torchrec and FBGEMM: name -> version, or "damaged"."""
+    """Return the versions of torch, torchrec and FBGEMM in the venv, by name; or "damaged"."""
     site_packages = site_packages_of(venv)
     infos = dist_infos(site_packages) if site_packages else {}
     return {
@@ -167,7 +167,7 @@ def snapshot(venv: Path) -> dict[str, str]:
 
 
 def stamp_is_valid(venv: Path, want: str) -> bool:
-    """Whether a set-up with the same inputs was finished here, and nothing has broken it since."""
+    """Return whether a set-up with the same inputs was completed here, and nothing has broken it since."""
     try:
         stamp = json.loads((venv / STAMP).read_text())
         runs = (venv / "bin" / "python").exists()
@@ -177,7 +177,7 @@ def stamp_is_valid(venv: Path, want: str) -> bool:
 
 
 def python_version(python: str) -> tuple[int, int] | None:
-    """major, minor of an interpreter; None when it does not run."""
+    """Return an interpreter's major and minor version; None when it does not run."""
     code = "import sys; print(*sys.version_info[:2])"
     try:
         run = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60, check=True)
@@ -188,12 +188,12 @@ def python_version(python: str) -> tuple[int, int] | None:
 
 
 def choose_python(environ: Mapping[str, str], version_of: Callable[[str], tuple[int, int] | None]) -> str:
-    """The venv's base interpreter: the one asked for, this one, or the newest on the PATH that fits."""
+    """Return the venv's base interpreter: the requested one, this one, or the newest on the PATH that fits."""
     asked = environ.get("EMBERSHARD_PYTHON")
     if asked:
         version = version_of(asked)
         if version is None:
-            raise SetupError(f"EMBERSHARD_PYTHON={asked} is not a Python that runs. Give the path of one.")
+            raise SetupError(f"EMBERSHARD_PYTHON={asked} does not run as a Python. Give the path of one that does.")
         if python_problem(version):
             raise SetupError(f"EMBERSHARD_PYTHON={asked}: {python_problem(version)}")
         return asked

@@ -1,4 +1,4 @@
-"""Fixtures and settings that every test shares. Fixtures of one subject live in that subject's folder."""
+"""Fixtures and settings of all tests. Fixtures of one subject live in that subject's folder."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ torch.set_num_threads(1)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The GPU is for tests/gpu alone. All others use the CPU on every machine, and Triton's interpreter; a process
-    chooses that once."""
+    """Reserve the GPU for tests/gpu. All other tests use the CPU on every machine, and Triton's interpreter; a process
+    chooses once."""
     places = [Path(config.invocation_params.dir, arg.split("::")[0]).resolve() for arg in config.args]
     if not all(PROJECT / "tests" / "gpu" in (place, *place.parents) for place in places):
         os.environ.update(CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")
 
 
 def cuda_problem() -> str:
-    """Why GPU tests cannot run here; an empty string when they can."""
+    """Return why GPU tests cannot run here; an empty string when they can."""
     if torch.cuda.is_available():
         return ""
     build = f"torch {torch.__version__}"
@@ -47,8 +47,8 @@ def cuda_problem() -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Where processes share the tests, one runs all that use pools of ranks, which are reused. All other files go where
-    there is room, one at a time."""
+    """Give all tests that use pools of ranks to one process, since pools are reused. Every other file goes to any free
+    process."""
     from xdist.scheduler import LoadScopeScheduling
 
     class RanksTogether(LoadScopeScheduling):  # type: ignore[misc]
@@ -61,7 +61,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu``, and all of tests/gpu, are skipped where there is no GPU."""
+    """Skip tests marked `gpu`, and all of tests/gpu, where there is no GPU."""
     problem = cuda_problem()
     for item in items:
         if PROJECT / "tests" / "gpu" in item.path.parents:
@@ -71,7 +71,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Says at the end how many GPU tests did not run, and why."""
+    """Report at the end how many GPU tests did not run, and why."""
     skipped = [report for report in terminalreporter.stats.get("skipped", []) if "gpu" in report.keywords]
     if skipped:
         terminalreporter.write_line(f"{len(skipped)} GPU tests were skipped: {cuda_problem()}.", yellow=True)
@@ -79,13 +79,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session")
 def project_dir() -> Path:
-    """The root of the project's working tree."""
+    """Return the root of the project's working tree."""
     return PROJECT
 
 
 @pytest.fixture(scope="session")
 def shared_dir() -> Path:
-    """The folder of shared test data: ``$EMBERSHARD_SHARED``, or ``../shared`` beside the project."""
+    """Return the folder of shared test data: `$EMBERSHARD_SHARED`, or `../shared` beside the project."""
     folder = Path(os.environ.get(SHARED_VARIABLE) or PROJECT.parent / "shared")
     if not folder.is_dir():
         pytest.skip(f"no shared data: {folder} does not exist; point {SHARED_VARIABLE} at it")
@@ -94,7 +94,7 @@ def shared_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def criteo_sample(shared_dir: Path) -> Path:
-    """A small sample of the Criteo 1TB click logs: a folder of tab-separated files."""
+    """Return the folder of a small sample of the Criteo 1TB click logs, tab-separated files."""
     folder = shared_dir / CRITEO_SAMPLE
     if not folder.exists():
         pytest.skip(f"no Criteo sample: {folder} does not exist; point {SHARED_VARIABLE} at a folder that has it")
@@ -103,6 +103,6 @@ def criteo_sample(shared_dir: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _one_torch_thread() -> Iterator[None]:
-    """A test that changes the number of torch threads does not change the next one."""
+    """Reset the number of torch threads after each test."""
     yield
     torch.set_num_threads(1)

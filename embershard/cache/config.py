@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Literal, get_args
 
 from embershard.cache.key_map import MapKind
 from embershard.errors import ConfigError
@@ -103,10 +103,8 @@ class CacheConfig:
     """Factor in (0, 1) by which `lfu`, and `lookahead` if it counts as `lfu` does, reduce old uses with every batch.
     Default: no decay."""
 
-    #: Settings of earlier versions: the value that equals the present behaviour, and why the setting was removed.
-    RETIRED: ClassVar[dict[str, tuple[Any, str]]] = {
-        "background": (False, "copies in threads of their own gained nothing. Remove it.")
-    }
+    enabled: bool = True
+    """False trains with stock TorchRec, all rows on the device. The losses are the same, bit for bit."""
 
     def __post_init__(self) -> None:
         if self.ratio is not None and self.device_bytes is not None:
@@ -117,6 +115,7 @@ class CacheConfig:
         _is("ratio", self.ratio, (int, float))
         _is("device_bytes", self.device_bytes, (int,))
         _is("warmup", self.warmup, (bool,))
+        _is("enabled", self.enabled, (bool,))
         _is("host_dir", self.host_dir, (str,))
         _is("decay", self.decay, (int, float))
         if self.ratio is not None and not 0.0 < self.ratio <= 1.0:

@@ -1,6 +1,6 @@
-"""The ground that ranks stand on: process group, agreement, checkpoints."""
+"""What ranks need to work together: process group, agreements, checkpoints."""
 
-from embershard.distributed.agreement import empty_like, longest, shortest
+from embershard.distributed.agreement import longest, shortest
 from embershard.distributed.checkpoint import (
     CheckpointConfig,
     complete_checkpoints,
@@ -12,6 +12,7 @@ from embershard.distributed.checkpoint import (
     set_rng_state,
     without_empty,
 )
+from embershard.distributed.empty_batch import empty_like
 from embershard.distributed.process_group import Ranks, process_group
 
 __all__ = [

@@ -1,14 +1,12 @@
-"""Checkpoints: tensors through torch.distributed.checkpoint, scalars in a JSON beside them.
-
-::
+"""Checkpoints: tensors by torch.distributed.checkpoint, scalars as JSON beside them.
 
     checkpoints/
-      step_200/            complete: it got this name only after every rank had written and synced its part
+      step_200/              complete: it gets this name after every rank has written and synced its part
         *.distcp .metadata   tensors, written by all ranks
         scalars.json         step, position in the data, tables, sizes of the files above
-      step_300.tmp/        being written, or left by a run that died; never read
+      step_300.tmp/          being written, or left by a run that died; never read
 
-A checkpoint's ``.metadata`` is a pickle: load only checkpoints that you, or someone you trust, have written.
+A checkpoint's `.metadata` is a pickle: load only checkpoints from a source that you trust.
 """
 
 from __future__ import annotations
@@ -38,7 +36,11 @@ _COMPLETE = re.compile(r"step_(\d+)")
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When to save, and how much to keep."""
+    """When to save, and how many checkpoints to keep.
+
+    >>> CheckpointConfig(every_steps=1000).keep_last
+    2
+    """
 
     every_steps: int | None = None
     """Steps between checkpoints; none in between when absent."""
@@ -57,21 +59,15 @@ class CheckpointConfig:
 
 
 def save_checkpoint(
-    folder: Path,
-    step: int,
-    tensors: dict[str, Any],
-    scalars: Mapping[str, Any],
-    ranks: Ranks,
-    *,
-    keep_last: int,
+    folder: Path, step: int, tensors: dict[str, Any], scalars: Mapping[str, Any], ranks: Ranks, *, keep_last: int
 ) -> Path:
-    """Writes ``folder/step_<step>``, then removes all but the newest complete ones. Called by every rank.
+    """Write `folder/step_<step>`, then remove the oldest complete checkpoints. Every rank calls it.
 
     Args:
         folder: shared by all ranks.
         step: steps trained so far.
-        tensors: a state dict of tensors and sharded tensors; an empty dict in it must be left out.
-        scalars: what JSON can hold; the same on every rank.
+        tensors: a state dict of tensors and sharded tensors, `without_empty`.
+        scalars: JSON values, the same on every rank.
         ranks: the calling process's place.
         keep_last: complete checkpoints to keep, this one included; at least 1.
 
@@ -80,6 +76,11 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: a complete checkpoint of this step exists already.
+
+    >>> from embershard.distributed import process_group
+    >>> with process_group("cpu") as ranks:
+    ...     save_checkpoint(Path("run"), 3, {"w": torch.ones(2)}, {"epoch": 0}, ranks, keep_last=1).name
+    'step_3'
     """
     final, partial = folder / f"step_{step}", folder / f"step_{step}.tmp"
     if any(ranks.all_gather_objects(final.exists())):
@@ -104,16 +105,28 @@ def save_checkpoint(
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in `folder`, oldest first; found by their names: no pointer can be wrong."""
+    """Return the complete checkpoints in `folder`, oldest first. Their names alone say so: no pointer can be wrong.
+
+    >>> Path("runs/step_2.tmp").mkdir(parents=True), Path("runs/step_1").mkdir()
+    (None, None)
+    >>> [checkpoint.name for checkpoint in complete_checkpoints(Path("runs"))]
+    ['step_1']
+    """
     found = [(int(m[1]), p) for p in folder.glob("step_*") if (m := _COMPLETE.fullmatch(p.name)) and p.is_dir()]
     return [path for _, path in sorted(found)]
 
 
 def read_scalars(checkpoint: Path) -> dict[str, Any]:
-    """The scalars of a checkpoint, an object; its other files are all there.
+    """Return a checkpoint's scalars, after checking that its files are complete.
 
     Raises:
         CheckpointError: a file is missing or has another size, or the scalars cannot be read.
+
+    >>> checkpoint = Path("step_7")
+    >>> checkpoint.mkdir()
+    >>> size = (checkpoint / "scalars.json").write_text('{"step": 7, "files": {}}')
+    >>> read_scalars(checkpoint)["step"]
+    7
     """
     path = checkpoint / SCALARS
     try:
@@ -135,7 +148,11 @@ def read_scalars(checkpoint: Path) -> dict[str, Any]:
 
 
 def damaged_scalars(checkpoint: Path, problem: str) -> CheckpointError:
-    """The error for scalars that were read and make no sense."""
+    """Return the error for scalars that could be read and are wrong.
+
+    >>> str(damaged_scalars(Path("step_7"), "'step' is missing")).partition(".")[0]
+    'step_7/scalars'
+    """
     return CheckpointError(
         f"{checkpoint / SCALARS}: {problem}. It was changed, or written by another version of embershard: remove "
         f"{checkpoint} and resume from another checkpoint."
@@ -143,10 +160,18 @@ def damaged_scalars(checkpoint: Path, problem: str) -> CheckpointError:
 
 
 def load_tensors(checkpoint: Path, tensors: dict[str, Any]) -> None:
-    """Fills `tensors`, in place, from a checkpoint that may have been written by another number of ranks.
+    """Fill `tensors` in place from a checkpoint; any number of ranks may have written it.
 
     Raises:
         CheckpointError: the checkpoint lacks one of the tensors, or has it in another shape.
+
+    >>> from embershard.distributed import process_group
+    >>> with process_group("cpu") as ranks:
+    ...     saved = save_checkpoint(Path("run"), 4, {"w": torch.ones(2)}, {}, ranks, keep_last=1)
+    >>> tensors = {"w": torch.zeros(2)}
+    >>> load_tensors(saved, tensors)
+    >>> tensors["w"]
+    tensor([1., 1.])
     """
     try:
         with _without_known_warnings():
@@ -159,7 +184,11 @@ def load_tensors(checkpoint: Path, tensors: dict[str, Any]) -> None:
 
 
 def without_empty(tensors: Any) -> Any:
-    """A state dict without empty dicts, which torch.distributed.checkpoint cannot find again."""
+    """Return a state dict without its empty dicts, which torch.distributed.checkpoint cannot find again.
+
+    >>> without_empty({"state": {}, "step": 3})
+    {'step': 3}
+    """
     if not isinstance(tensors, dict):
         return tensors
     kept = {key: without_empty(value) for key, value in tensors.items()}
@@ -167,7 +196,11 @@ def without_empty(tensors: Any) -> Any:
 
 
 def rng_state(device: torch.device) -> dict[str, str]:
-    """The states of this rank's random number generators, as text for JSON."""
+    """Return the states of this rank's random number generators, as text for JSON.
+
+    >>> sorted(rng_state(torch.device("cpu")))
+    ['cpu']
+    """
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
@@ -175,7 +208,14 @@ def rng_state(device: torch.device) -> dict[str, str]:
 
 
 def set_rng_state(saved: Mapping[str, str], device: torch.device) -> None:
-    """The inverse of `rng_state`; the GPU's state is skipped where there is none."""
+    """Restore what `rng_state` returned; without a GPU, its state is skipped.
+
+    >>> cpu = torch.device("cpu")
+    >>> saved, number = rng_state(cpu), torch.rand(1)
+    >>> set_rng_state(saved, cpu)
+    >>> bool(torch.rand(1) == number)
+    True
+    """
     states = {name: torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8) for name, text in saved.items()}
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda" and "cuda" in states:
@@ -183,11 +223,11 @@ def set_rng_state(saved: Mapping[str, str], device: torch.device) -> None:
 
 
 def _cause(error: BaseException) -> str:
-    causes = getattr(error, "failures", None) or {}
-    for cause in causes.values():
-        error = cause[0] if isinstance(cause, tuple) else cause
-        break
-    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    """Return the first line of the first rank's error."""
+    causes = list((getattr(error, "failures", None) or {}).values())
+    if causes:
+        error = causes[0][0] if isinstance(causes[0], tuple) else causes[0]
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
     return "a file cannot be unpickled" if "weights_only" in text else text  # torch's advice there is dangerous
 
 
@@ -208,7 +248,7 @@ def _sync_folder(path: Path) -> None:
 
 @contextmanager
 def _without_known_warnings() -> Iterator[None]:
-    """TorchRec's state dicts hold ShardedTensors, whose deprecation torch announces on every use."""
+    """Hide the deprecation of ShardedTensors, which TorchRec's state dicts hold and torch announces on every use."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", UserWarning)

@@ -1,4 +1,4 @@
-"""One place where the process group starts and ends, and the few collectives that the trainer needs."""
+"""Start and end of the process group, and the few collectives that the trainer needs."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from embershard.errors import ConfigError, SetupError
 
 T = TypeVar("T")
 
-#: A rank that waits this long for another one gives up, so that a lost rank ends the run.
+#: A rank waits this long for another one, then fails: a lost rank ends the run.
 TIMEOUT = datetime.timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where the calling process stands among the ranks of a run.
+    """The calling process's place among the ranks of a run. Its methods are collectives, at world size 1 the identity.
 
-    Collectives are methods of this value; at world size 1 each is the identity.
+    >>> Ranks(rank=1, world_size=2, local_rank=1, local_world_size=2, device=torch.device("cpu")).is_first
+    False
     """
 
     rank: int
@@ -36,21 +37,21 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """True on the one rank that prints and writes the run's record."""
+        """True on the rank that prints and writes the run's record."""
         return self.rank == 0
 
     def barrier(self) -> None:
-        """Waits until every rank has come here."""
+        """Wait until every rank has called it."""
         dist.barrier()
 
     def all_gather(self, value: torch.Tensor) -> torch.Tensor:
-        """``[...]`` on every rank to ``[world_size, ...]`` on every rank; shapes must be equal."""
+        """Return the tensors [...] of all ranks as one, [world_size, ...]; their shapes must be equal."""
         out = value.new_empty((self.world_size, *value.shape))
         dist.all_gather(list(out.unbind(0)), value.contiguous())
         return out
 
     def all_gather_rows(self, value: torch.Tensor) -> torch.Tensor:
-        """``[n_r, ...]`` to ``[sum n_r, ...]`` in rank order; the ``n_r`` may differ, and may be 0."""
+        """Return the rows [n_r, ...] of all ranks in rank order, [sum n_r, ...]; the `n_r` may differ, and be 0."""
         sizes = self.all_gather(torch.tensor(value.shape[0], device=self.device)).tolist()
         padded = value.new_zeros((max(sizes), *value.shape[1:]))
         padded[: value.shape[0]] = value
@@ -58,7 +59,7 @@ class Ranks:
         return torch.cat([gathered[r, :n] for r, n in enumerate(sizes)])
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """What `make` returns on the first rank, on every rank; its exception too, so that nobody waits."""
+        """Call `make` on the first rank; return its value, or raise its exception, on every rank."""
         made: list[Any] = [None, None]
         if self.is_first:
             try:
@@ -71,14 +72,14 @@ class Ranks:
         return made[0]
 
     def all_gather_objects(self, value: Any) -> list[Any]:
-        """Small picklable values of all ranks, in rank order. Not for the hot path."""
+        """Return the picklable values of all ranks, in rank order. Not for the hot path."""
         out: list[Any] = [None] * self.world_size
         dist.all_gather_object(out, value)
         return out
 
 
 def pick_device(device: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:
-    """The device of a rank, ``cuda:<local_rank>`` or the CPU; `SetupError` when there are too few GPUs."""
+    """Return a rank's device, `cuda:<local_rank>` or the CPU; raise `SetupError` when there are too few GPUs."""
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"train.device: got {device!r}, needed 'auto', 'cpu' or 'cuda'.")
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -94,15 +95,18 @@ def pick_device(device: Literal["auto", "cpu", "cuda"], local_rank: int) -> torc
 
 @contextmanager
 def process_group(device: Literal["auto", "cpu", "cuda"] = "auto") -> Iterator[Ranks]:
-    """Starts the default process group and ends it: gloo for what is in host memory, NCCL for what is on GPUs.
+    """Start the default process group, and end it: gloo for host memory, NCCL for GPUs.
 
-    Under torchrun it reads RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; else it is one rank.
-    Each restart by torchrun gets its own key prefix in the store, because torchrun keeps one store over
-    restarts, and a new rank would otherwise read the addresses of ranks that are gone (pytorch issues 135712
-    and 167288).
+    Under torchrun it reads RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; otherwise there is one rank. torchrun
+    keeps one store over restarts, where a new rank would read the addresses of ranks that are gone (pytorch issues
+    135712 and 167288): each restart gets a key prefix of its own.
 
     Raises:
         SetupError: a process group exists already, or this node has fewer GPUs than ranks.
+
+    >>> with process_group("cpu") as ranks:
+    ...     ranks.all_gather(torch.tensor([7]))
+    tensor([[7]])
     """
     if dist.is_initialized():
         raise SetupError("A process group is already initialized in this process; end it first.")
@@ -130,8 +134,8 @@ def process_group(device: Literal["auto", "cpu", "cuda"] = "auto") -> Iterator[R
 
 
 def _end() -> None:
-    """TorchRec's sharded modules hold the group in reference cycles. Freed no earlier than at the interpreter's exit,
-    gloo's threads would outlive it, and abort the process (pytorch issue 190489)."""
+    """End the group now. TorchRec's sharded modules hold it in reference cycles; freed at the interpreter's exit,
+    gloo's threads would outlive it and abort the process (pytorch issue 190489)."""
     dist.destroy_process_group()
     gc.collect()
 

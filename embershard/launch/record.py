@@ -1,50 +1,44 @@
-"""The files of a run: config.toml, metrics.jsonl, TensorBoard events, result.json; the first rank's work."""
+"""The files of a run: config.toml, plan.json, metrics.jsonl, TensorBoard events, result.json. The first rank writes."""
 
 from __future__ import annotations
 
 import dataclasses
 import fcntl
 import json
-import os
-import platform
-import subprocess
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 
-from embershard import __version__
+from embershard.decoding import to_toml
 from embershard.errors import ConfigError
-from embershard.launch.config import to_toml
+from embershard.launch.config import METRICS, RUN_CONFIG
+from embershard.launch.versions import git_commit, versions
 from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
 from embershard.training.reports import EvalReport, Report, SaveReport, TrainReport
+from embershard.training.trainer import Trainer
 
-METRICS = "metrics.jsonl"
-PLAN = "plan.json"
-LOCK = ".lock"
 _held_locks: list[TextIO] = []  # open for as long as the process lives
 #: Steps at the start that do not count for the speed: caches fill, memory is allocated.
-WARMUP_STEPS = 10
-_PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy")
+_WARMUP_STEPS = 10
 
 
 def check_run_dir(folder: Path, *, resume: bool) -> None:
-    """Raises `ConfigError` when `folder` holds a run, and the new one does not resume it."""
+    """Raise `ConfigError` when `folder` holds a run that the new one does not resume."""
     if not resume and (folder / METRICS).exists():
         raise ConfigError(f"{folder} holds a run already. Use another --run-dir, or --resume to continue it.")
 
 
 def lock_run_dir(folder: Path) -> None:
-    """Hold ``folder`` for this process, to its end: killing a launcher leaves its ranks running for a while.
+    """Reserve `folder` for this process until it ends. (The ranks of a killed launcher run on for a while.)
 
     Raises:
         ConfigError: another process writes into the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / LOCK).open("w")
+    file = (folder / ".lock").open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -57,13 +51,13 @@ def lock_run_dir(folder: Path) -> None:
 
 
 class RunRecord:
-    """Writes what a run says into its folder, as it says it, until `close`.
+    """Writes a run's reports into its folder as they come.
 
     Args:
-        folder: the run's folder; made if need be.
-        config: the run, as resolved.
-        resumed_at: step at which an earlier run is continued, None for a new run.
-        plan: that the run obeys; None where it has none.
+        folder: the run's folder; made where it is missing.
+        config: all settings of the run.
+        resumed_at: step at which an earlier run is continued; None for a new run.
+        plan: the plan that the run obeys, if any.
 
     Raises:
         ConfigError: the folder holds another run, and this one does not resume it.
@@ -71,20 +65,22 @@ class RunRecord:
 
     def __init__(self, folder: Path, config: RunConfig, resumed_at: int | None, plan: Plan | None = None) -> None:
         check_run_dir(folder, resume=resumed_at is not None)
-        self.folder = folder
+        self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        metrics = folder / METRICS
-        (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
-        (folder / PLAN).unlink(missing_ok=True)  # an earlier part of the run may have had one
+        (folder / RUN_CONFIG).write_text(to_toml(config), encoding="utf-8")
+        (folder / "plan.json").unlink(missing_ok=True)  # an earlier part of the run may have had one
         if plan is not None:
-            plan.save(folder / PLAN)
+            plan.save(folder / "plan.json")
+        metrics = folder / METRICS
         kept = _lines_up_to(metrics, resumed_at) if resumed_at is not None and metrics.exists() else []
         metrics.write_text("".join(kept), encoding="utf-8")
         self._metrics = metrics.open("a", encoding="utf-8")
-        self._board = _tensorboard_writer(folder, resumed_at)
+        from torch.utils.tensorboard import SummaryWriter  # takes a second to import
+
+        self._board = SummaryWriter(str(folder), purge_step=None if resumed_at is None else resumed_at + 1)
 
     def add(self, report: Report) -> None:
-        """Appends one line to metrics.jsonl, and the report's numbers to TensorBoard."""
+        """Append a line to metrics.jsonl, and the report's numbers to TensorBoard."""
         kind, values = _flat(report)
         self._metrics.write(json.dumps({"kind": kind, **values}) + "\n")
         self._metrics.flush()
@@ -92,71 +88,61 @@ class RunRecord:
             if name != "step" and isinstance(value, (int, float)):
                 self._board.add_scalar(f"{kind}/{name}", value, report.step)
 
-    def finish(self, result: dict[str, Any]) -> Path:
-        """Writes result.json and returns its path."""
-        path = self.folder / "result.json"
-        path.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        return path
+    def finish(self, result: dict[str, Any]) -> None:
+        """Write result.json."""
+        text = json.dumps(result, indent=2, allow_nan=False)
+        (self._folder / "result.json").write_text(text + "\n", encoding="utf-8")
 
     def close(self) -> None:
-        """Closes the files."""
+        """Close the files."""
         self._metrics.close()
         self._board.close()
 
 
 def steady_steps(step_seconds: Sequence[float], lookahead: int) -> tuple[Sequence[float], bool]:
-    """The steps whose speed is that of a long run, and whether all of them are.
+    """Return the steps that run at the speed of a long run, and whether all other steps are left out.
 
-    Left out are the first `WARMUP_STEPS` (or a quarter of them, if there are fewer), and the last ones, for which no
-    batch was left to be read: as many as batches are known ahead, but no more than half of what remains.
+    Left out are the first 10 steps (of few steps the first quarter), and the last ones, during which no batch was left
+    to read: one per batch known ahead, but at most half of the remaining steps.
+
+    >>> steady_steps([1.0, 0.5, 0.5, 0.5], lookahead=1)
+    ([0.5, 0.5], True)
     """
-    started = step_seconds[min(WARMUP_STEPS, len(step_seconds) // 4) :]
+    started = step_seconds[min(_WARMUP_STEPS, len(step_seconds) // 4) :]
     left_out = min(lookahead, len(started) // 2)
     return started[: len(started) - left_out], left_out == lookahead
 
 
 def make_result(
-    *,
-    config: RunConfig,
-    steps: int,
-    samples: int,
-    step_seconds: list[float],
-    world_size: int,
-    device: str,
+    trainer: Trainer,
     loss: float | None,
     evaluation: EvalReport | None,
     cache: dict[str, Any] | None,
     look_ahead: dict[str, Any] | None,
-    plan: Plan | None = None,
 ) -> dict[str, Any]:
-    """What result.json says of a run.
+    """Return the content of result.json.
 
-    `samples_per_second` (global) and `step_ms` are of a long run's steps: :func:`steady_steps`. They are None when no
-    step was trained. `is_steady` is False when the run was too short to have such steps only. A quality that is
-    undefined or was not measured is None, and so are `cache`, `look_ahead` and `plan` in a run without.
-    `measured_steps` are those that this process trained: the counts in `cache` are of these, while `steps` includes
-    what a resumed run had before.
+    `samples_per_second` (of all ranks) and `step_ms` are of the steps that `steady_steps` chooses, and None without a
+    step; `is_steady` is False when the run was too short for them. A quality that is undefined or was not measured is
+    None. `measured_steps` counts the steps of this process, as `cache` does; `steps` includes those before a resume.
     """
-    quality = evaluation.quality if evaluation else None
-    measured, is_steady = steady_steps(step_seconds, config.cache.lookahead if config.cache.enabled else 0)
-    global_batch = config.train.batch_size * world_size
+    quality = {} if evaluation is None else dataclasses.asdict(evaluation.quality)
+    config, ranks, plan = trainer.config, trainer.ranks, trainer.plan
+    measured, is_steady = steady_steps(trainer.step_seconds, config.lookahead)
+    global_batch = config.train.batch_size * ranks.world_size
     p50, p95 = (float(v) * 1e3 for v in np.percentile(measured, [50, 95])) if measured else (None, None)
     return {
-        "steps": steps,
-        "measured_steps": len(step_seconds),
-        "samples": samples,
+        "steps": trainer.steps,
+        "measured_steps": len(trainer.step_seconds),
+        "samples": trainer.samples,
         "samples_per_second": len(measured) * global_batch / sum(measured) if measured else None,
         "step_ms": {"p50": p50, "p95": p95},
         "is_steady": is_steady,
         "loss": loss,
-        "auc": quality.auc if quality else None,
-        "ne": quality.ne if quality else None,
-        "logloss": quality.logloss if quality else None,
-        "accuracy": quality.accuracy if quality else None,
-        "calibration": quality.calibration if quality else None,
-        "eval_samples": quality.samples if quality else 0,
-        "world_size": world_size,
-        "device": device,
+        **{name: quality.get(name) for name in ("auc", "ne", "logloss", "accuracy", "calibration")},
+        "eval_samples": quality.get("samples", 0),
+        "world_size": ranks.world_size,
+        "device": ranks.device.type,
         "cache": cache,
         "look_ahead": look_ahead,
         "plan": None if plan is None else {"path": config.sharding.plan, "digest": plan.digest},
@@ -165,40 +151,17 @@ def make_result(
     }
 
 
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that matter to the numbers; those that are installed."""
-    found = {"python": platform.python_version(), "embershard": __version__}
-    for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def git_commit() -> str | None:
-    """Commit of the source tree that this package runs from; None when it is installed without one."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return None
-    command = ["git", "-C", os.fspath(root), "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
 def _flat(report: Report) -> tuple[str, dict[str, Any]]:
     if isinstance(report, TrainReport):
         return "train", dataclasses.asdict(report)
     if isinstance(report, EvalReport):
-        return "eval", {"step": report.step, **report.quality.as_dict(), "seconds": report.seconds}
+        return "eval", {"step": report.step, **vars(report.quality), "seconds": report.seconds}
     assert isinstance(report, SaveReport)
     return "checkpoint", {"step": report.step, "path": report.path.name, "seconds": report.seconds}
 
 
 def _lines_up_to(metrics: Path, step: int) -> list[str]:
-    """The lines of an earlier run that the resumed one will not write again; a torn last one is dropped."""
+    """Return the lines of an earlier run that the resumed one will not write again, without a torn last line."""
     kept = []
     for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True):
         try:
@@ -208,9 +171,3 @@ def _lines_up_to(metrics: Path, step: int) -> list[str]:
         if values["step"] < step or (values["step"] == step and values["kind"] != "eval"):
             kept.append(line)
     return kept
-
-
-def _tensorboard_writer(folder: Path, resumed_at: int | None) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(folder), purge_step=None if resumed_at is None else resumed_at + 1)

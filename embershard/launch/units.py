@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Sizes with units."""
 
 from __future__ import annotations
 
@@ -10,8 +10,24 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?\s*", re.IGNORECASE)
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of a text such as "80GB" (80 * 10**9), "1.5GiB" (1.5 * 2**30) or "4096"; a type for argparse."""
+    """Parse a size, as a type for argparse.
+
+    >>> parse_bytes("80GB"), parse_bytes("1.5GiB"), parse_bytes("4096")
+    (80000000000, 1610612736, 4096)
+    """
     match = _SIZE.fullmatch(text)
     if match is None:
         raise argparse.ArgumentTypeError(f"got {text!r}; needed a size such as 4GB, 512MB, 1.5GiB or a number of bytes")
     return round(float(match[1]) * _UNITS[(match[2] or "").upper()])
+
+
+def size(count: float) -> str:
+    """Format a number of bytes.
+
+    >>> size(1.234e9)
+    '1.23 GB'
+    """
+    for unit, unit_bytes in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= unit_bytes:
+            return f"{count / unit_bytes:.2f} {unit}"
+    return f"{count:.0f} B"

@@ -1,4 +1,4 @@
-"""What a model is made of. Validates itself; what depends on the data is checked by `build_model`."""
+"""Architecture and sizes of a model. `build_model` checks what depends on the data."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from typing import Literal
 
 from embershard.errors import ConfigError
 
-#: FBGEMM stores rows as vectors of four numbers.
-DIM_MULTIPLE = 4
+_DIM_MULTIPLE = 4  # FBGEMM stores rows as vectors of four numbers
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A DLRM: embedding tables, a dense MLP, an interaction of both, and an MLP over it."""
+    """A DLRM: embedding tables, a dense MLP, an interaction of both, and an MLP over it.
+
+    >>> ModelConfig(embedding_dim=32, dense_arch_layer_sizes=(64, 32)).arch
+    'dlrm'
+    """
 
     arch: Literal["dlrm", "dlrm_dcn"] = "dlrm"
     """Interaction of the features: "dlrm" takes dot products of all pairs, "dlrm_dcn" a low-rank cross
@@ -42,28 +45,23 @@ class ModelConfig:
             raise ConfigError(f"model.arch: got {self.arch!r}, needed 'dlrm' or 'dlrm_dcn'.")
         if self.table_dtype not in ("fp32", "fp16"):
             raise ConfigError(f"model.table_dtype: got {self.table_dtype!r}, needed 'fp32' or 'fp16'.")
-        _check_dim(self.embedding_dim)
+        dim = self.embedding_dim
+        if dim < 1 or dim % _DIM_MULTIPLE:
+            needed = max(_DIM_MULTIPLE, -(-dim // _DIM_MULTIPLE) * _DIM_MULTIPLE)
+            raise ConfigError(
+                f"model.embedding_dim: got {dim}, needed a multiple of {_DIM_MULTIPLE}. The next one is {needed}."
+            )
         _check_layers("dense_arch_layer_sizes", self.dense_arch_layer_sizes, self.embedding_dim, "embedding_dim")
         _check_layers("over_arch_layer_sizes", self.over_arch_layer_sizes, 1, "one logit per sample")
         for name in ("dcn_num_layers", "dcn_low_rank_dim"):
             value = getattr(self, name)
-            if value is None:
-                continue
-            if self.arch != "dlrm_dcn":
+            if value is not None and self.arch != "dlrm_dcn":
                 raise ConfigError(
                     f"model.{name}: got {value} with arch={self.arch!r}, where it has no effect. "
                     'Remove it, or set model.arch = "dlrm_dcn".'
                 )
-            if value < 1:
+            if value is not None and value < 1:
                 raise ConfigError(f"model.{name}: got {value}, needed at least 1.")
-
-
-def _check_dim(dim: int) -> None:
-    if dim < 1 or dim % DIM_MULTIPLE:
-        needed = max(DIM_MULTIPLE, -(-dim // DIM_MULTIPLE) * DIM_MULTIPLE)
-        raise ConfigError(
-            f"model.embedding_dim: got {dim}, needed a multiple of {DIM_MULTIPLE}. The next one is {needed}."
-        )
 
 
 def _check_layers(name: str, sizes: tuple[int, ...], last: int, what: str) -> None:

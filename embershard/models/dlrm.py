@@ -1,4 +1,4 @@
-"""Builds TorchRec's DLRM and DLRM-DCNv2 for a data set's schema. No model here knows what a rank is."""
+"""Builds TorchRec's DLRM and DLRM-DCNv2 for a data set's schema. The models know no rank."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from embershard.errors import ConfigError
 from embershard.models.config import ModelConfig
 
-#: Defaults of the cross network, kept here because they only exist for one architecture.
+#: Defaults of the cross network, which one architecture has.
 DCN_NUM_LAYERS = 3
 DCN_LOW_RANK_DIM = 32
-TABLE_PREFIX = "t_"
 
 
 class SparseFeatureLike(Protocol):
@@ -31,7 +30,7 @@ class SparseFeatureLike(Protocol):
 
 
 class SchemaLike(Protocol):
-    """What a model needs to know of the data: `embershard.data.Schema` is one."""
+    """The features of a data set, as `embershard.data.Schema` has them."""
 
     @property
     def dense(self) -> Sequence[str]: ...
@@ -41,47 +40,47 @@ class SchemaLike(Protocol):
 
 
 def table_name(feature: str) -> str:
-    """The name of a feature's table: ``t_<feature>``."""
-    return TABLE_PREFIX + feature
+    """Return the name of a feature's table.
+
+    >>> table_name("C3")
+    't_C3'
+    """
+    return f"t_{feature}"
 
 
 def build_model(config: ModelConfig, schema: SchemaLike, device: torch.device) -> DLRMTrain:
-    """The model of a run, its tables on the meta device (sharding gives them memory and values).
+    """Build a model with its tables on the meta device (sharding gives them memory and values).
 
     Args:
         config: sizes and architecture.
         schema: dense and sparse features, with the number of rows of each table.
-        device: where the dense layers are made.
+        device: of the dense layers.
 
     Returns:
         A module from a batch with `dense_features` [B, num_dense], `sparse_features` and `labels` [B] to
-        ``(loss [], (loss [], logits [B], labels [B]))``.
+        `(loss [], (loss [], logits [B], labels [B]))`.
 
     Raises:
         ConfigError: the schema has no dense or no sparse feature, a name twice, or a table without rows.
+
+    >>> from embershard.data import Schema, SparseFeature
+    >>> schema = Schema(dense=("I1",), sparse=(SparseFeature("C1", 100),))
+    >>> model = build_model(ModelConfig(), schema, torch.device("cpu"))
+    >>> [table.name for table in model.model.sparse_arch.embedding_bag_collection.embedding_bag_configs()]
+    ['t_C1']
     """
-    tables = embedding_tables(config, schema)
-    dense = list(config.dense_arch_layer_sizes)
-    over = list(config.over_arch_layer_sizes)
-    collection = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+    collection = EmbeddingBagCollection(tables=embedding_tables(config, schema), device=torch.device("meta"))
+    layers = (list(config.dense_arch_layer_sizes), list(config.over_arch_layer_sizes))
     with device:
         if config.arch == "dlrm":
-            return DLRMTrain(DLRM(collection, len(schema.dense), dense, over, dense_device=device))
-        return DLRMTrain(
-            DLRM_DCN(
-                collection,
-                len(schema.dense),
-                dense,
-                over,
-                dcn_num_layers=config.dcn_num_layers or DCN_NUM_LAYERS,
-                dcn_low_rank_dim=config.dcn_low_rank_dim or DCN_LOW_RANK_DIM,
-                dense_device=device,
-            )
-        )
+            return DLRMTrain(DLRM(collection, len(schema.dense), *layers, dense_device=device))
+        num_layers = config.dcn_num_layers or DCN_NUM_LAYERS
+        rank = config.dcn_low_rank_dim or DCN_LOW_RANK_DIM
+        return DLRMTrain(DLRM_DCN(collection, len(schema.dense), *layers, num_layers, rank, dense_device=device))
 
 
 def embedding_tables(config: ModelConfig, schema: SchemaLike) -> list[EmbeddingBagConfig]:
-    """One table ``t_<feature>`` per sparse feature, in the schema's order. Errors as in `build_model`."""
+    """Return one table per sparse feature, in the schema's order. Errors as in `build_model`."""
     _check_schema(schema)
     dtype = DataType.FP16 if config.table_dtype == "fp16" else DataType.FP32
     return [

@@ -1,4 +1,4 @@
-"""Why a table got its placement, and what the others would cost."""
+"""Explains a table's placement by the cost of the others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from embershard.errors import ShardingError
-from embershard.planning.planner import Candidate, best_candidate
+from embershard.planning.make_plan import best_candidate
 from embershard.planning.request import PlanRequest
 from embershard.sharding.shards import TablePlacement
 
@@ -16,12 +16,11 @@ class Alternative:
     """The best plan with one table sharded in a given way, all other tables placed anew.
 
     Attributes:
-        sharding: of the table.
-        ranks: that it is on then.
-        step_seconds: of a step of that plan, from counts alone; None where no such plan fits.
-        most_device_bytes: device memory of its fullest rank.
-        bottleneck: what a step of it waits for.
-        problem: why no such plan fits.
+        sharding, ranks: of the table in that plan.
+        step_seconds: from counts alone; None where no such plan fits.
+        most_device_bytes: device memory of the fullest rank.
+        bottleneck: the part that a step waits for.
+        problem: the reason why no such plan fits.
     """
 
     sharding: str
@@ -33,7 +32,7 @@ class Alternative:
 
 
 def alternatives(request: PlanRequest, table: str, chosen: TablePlacement) -> list[Alternative]:
-    """Every allowed way of sharding ``table``, the fastest first; the chosen one is among them.
+    """Return every allowed way of sharding `table`, the fastest first; the chosen one is among them.
 
     Raises:
         ShardingError: the model has no such table.
@@ -53,15 +52,11 @@ def _with(request: PlanRequest, table: str, sharding: str) -> Alternative:
     except ShardingError as error:
         return Alternative(sharding, problem=str(error))
     ranks = next(placed.ranks for placed in best.tables if placed.table == table)
-    return Alternative(sharding, ranks, best.step_seconds, _most_device_bytes(best), best.quick.bottleneck)
-
-
-def _most_device_bytes(candidate: Candidate) -> int:
-    return max(sum(rank.device_bytes.values()) for rank in candidate.quick.ranks)
+    return Alternative(sharding, ranks, best.step_seconds, best.quick.most_device_bytes, best.quick.bottleneck)
 
 
 def sentences(chosen: TablePlacement, found: Sequence[Alternative]) -> list[str]:
-    """What to tell a user."""
+    """Explain the chosen placement beside the alternatives, one sentence each."""
     own = next((each for each in found if each.sharding == chosen.sharding and each.step_seconds is not None), None)
     ranks = ", ".join(map(str, chosen.ranks[:8])) + (", ..." if len(chosen.ranks) > 8 else "")
     lines = [f"{chosen.table} ({chosen.rows:,} rows) is {chosen.sharding} on rank {ranks}, {chosen.kernel}."]

@@ -1,4 +1,4 @@
-"""What a plan is asked for."""
+"""The request for a plan: workload, machine, budget, and limits on the placement."""
 
 from __future__ import annotations
 
@@ -20,20 +20,27 @@ LEAST_COLUMNS = 32
 
 
 def column_block(dim: int, world_size: int) -> int:
-    """Columns of a column shard: the fewest that are not narrow, a multiple of 4, and cut ``dim`` evenly."""
+    """Return the columns of a column shard: the fewest that are not narrow, a multiple of 4, and cut `dim` evenly.
+
+    >>> column_block(dim=128, world_size=2), column_block(dim=16, world_size=2)
+    (64, 16)
+    """
     least = max(LEAST_COLUMNS, dim // world_size)
     return next((size for size in range(least + -least % 4, dim, 4) if dim % size == 0), dim)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Memory that may be used. The ratio says how large the caches are, or else ``cache_bytes``, or else they take what
-    ``device_bytes`` leaves.
+    """Memory that may be used. The caches' size follows from `ratio`, or from `cache_bytes`, or is the rest of
+    `device_bytes`.
+
+    >>> Budget(device_bytes=80 * 10**9).rank_bytes
+    80000000000
 
     Attributes:
         device_bytes: of one rank, for everything: slots, states, maps, resident tables, dense model, activations,
             buffers. A hard limit.
-        cache_bytes: of one rank, for slots, states and maps alone; goes with no other.
+        cache_bytes: of one rank, for slots, states and maps alone; excludes the two others.
         ratio: slots as a share of a pool's rows.
         host_bytes: of one node, for the rows in host memory; None: not limited.
     """
@@ -42,6 +49,11 @@ class Budget:
     cache_bytes: int | None = None
     ratio: float | None = None
     host_bytes: int | None = None
+
+    @property
+    def rank_bytes(self) -> int | None:
+        """Device memory that one rank may use, for everything or for its caches alone; None: not limited."""
+        return self.cache_bytes if self.device_bytes is None else self.device_bytes
 
     def __post_init__(self) -> None:
         given = [name for name in ("device_bytes", "cache_bytes", "ratio") if getattr(self, name) is not None]
@@ -53,16 +65,16 @@ class Budget:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What to plan for.
+    """Everything that a plan depends on.
 
     Attributes:
         workload: model, data and run.
         rates: of a rank of the machine.
         budget: bytes per rank and node.
         types: sharding types that may be used; None: all that make sense on so many nodes.
-        only: sharding types of single tables, instead of ``types``.
+        only: sharding types of single tables; overrides `types`.
         replicate_rows: tables with at most so many rows are replicated.
-        most_ranks_per_node: devices of a node; None: as many as are asked for.
+        most_ranks_per_node: devices of a node; None: not limited.
         settings, made_from, notes: for the plan's file.
     """
 
@@ -84,7 +96,7 @@ class PlanRequest:
 
     @property
     def allowed(self) -> dict[str, list[str]]:
-        """Sharding types of those."""
+        """Sharding types that each sharded table may have."""
         shape = self.workload.shape
         types = list(self.types or (ONE_NODE_TYPES if shape.world_size <= shape.ranks_per_node else NODES_TYPES))
         found = {}
@@ -96,7 +108,7 @@ class PlanRequest:
 
     @property
     def replicated(self) -> list[TablePlacement]:
-        """Tables that every rank has a copy of."""
+        """Placements of the tables that every rank has a copy of."""
         return [
             TablePlacement(table.table, table.rows, table.dim, table.dtype, "data_parallel", "replicated", ())
             for table in self.workload.model.tables

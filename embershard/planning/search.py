@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
@@ -18,6 +18,7 @@ from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import (
     Enumerator,
+    Partitioner,
     Perf,
     PlannerError,
     PlannerErrorType,
@@ -32,6 +33,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from embershard.planning.request import column_block
+from embershard.sharding.shards import Sharding, TablePlacement
 from embershard.sharding.sizes import PlacedShard, TableSize
 from embershard.sharding.torchrec.partitioner import PoolRowsPartitioner
 from embershard.sharding.torchrec.sharders import StockEmbeddingBagCollectionSharder
@@ -40,8 +42,8 @@ from embershard.sharding.torchrec.torchrec_planner import OrderedEnumerator
 _MOST_GRID_PROPOSALS = 500
 _MOST_PLACED_SHARDS = 400_000  # by one proposer, over all its proposals: bounds the search without a clock
 _EVERYTHING = 2**62
-# How TorchRec says that none of its proposals could be placed: for want of memory, or for another reason, such as the
-# rows of a cache. Its other errors are about what it was given, and so are mistakes of ours.
+# TorchRec's errors when none of its proposals could be placed: for want of memory, or for another reason, such as the
+# rows of a cache. Its other errors are about its input, and so are mistakes of ours.
 _NOTHING_FITS = (PlannerErrorType.INSUFFICIENT_STORAGE, PlannerErrorType.STRICT_CONSTRAINTS)
 # TorchRec gives a shard's place as a device of its node, and torch counts devices in a signed byte: "cuda:-128".
 _MOST_DEVICES_OF_A_NODE = 128
@@ -49,11 +51,11 @@ _MOST_DEVICES_OF_A_NODE = 128
 
 @dataclass(frozen=True)
 class ShardCost:
-    """What one shard costs its rank.
+    """The cost of one shard for its rank.
 
     Attributes:
         seconds: of a step, by part: "lookup", "communication", "copies".
-        device_bytes, host_bytes: that it needs at least.
+        device_bytes, host_bytes: the least that it needs.
     """
 
     seconds: Mapping[str, float]
@@ -61,17 +63,14 @@ class ShardCost:
     host_bytes: int
 
 
-#: The cost of every shard of a table that is sharded in one way; their ranks are not known yet (0).
+#: Returns the costs of all shards of a table; their ranks are not known yet (0).
 CostOfShards = Callable[[Sequence[PlacedShard]], Sequence[ShardCost]]
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Where a table's shards go: TorchRec's sharding type, and a rank per shard in TorchRec's order."""
-
-    table: str
-    sharding: str
-    ranks: tuple[int, ...]
+def cached(table: TableSize, sharding: str, ranks: Sequence[int]) -> TablePlacement:
+    """Return the placement of a cached table; `ranks` are its shards' in TorchRec's order."""
+    kind = cast(Sharding, sharding)
+    return TablePlacement(table.table, table.rows, table.dim, table.dtype, kind, "cached", tuple(ranks))
 
 
 def place(
@@ -85,27 +84,33 @@ def place(
     allowed: Mapping[str, Sequence[str]],
     sort_by: Literal["seconds", "device_bytes"] = "seconds",
     by_memory: bool = False,
-    cached: bool = True,
-) -> list[Placement] | None:
-    """A placement of all tables by TorchRec's planner; None where it finds none that fits, or cannot name a device that
-    is in it. Deterministic.
+    limit_rows: bool = True,
+) -> list[TablePlacement] | None:
+    """Place all tables by TorchRec's planner. Deterministic.
 
     Args:
         tables: of the model.
-        costs: what shards cost.
+        costs: costs of shards.
         world_size, ranks_per_node: ranks in all, and on each node.
-        device_bytes, host_bytes: what a rank has for its tables; None: as much as it takes.
+        device_bytes, host_bytes: a rank's memory for its tables; None: not limited.
         allowed: sharding types by table.
-        sort_by: which tables are placed first: the slowest or the largest.
+        sort_by: place the slowest or the largest tables first.
         by_memory: look for the placement whose fullest rank needs the least device memory, not for the fastest one.
-        cached: no cache may get more rows than it can number.
+        limit_rows: no cache may get more rows than it can number.
+
+    Returns:
+        None where TorchRec finds no placement that fits, or cannot name one of the devices.
     """
-    model = _tables_module(tables)
+    by_name = {table.table: table for table in tables}
+    order = SortBy.PERF if sort_by == "seconds" else SortBy.STORAGE
+    partitioner: Partitioner = GreedyPerfPartitioner(sort_by=order)
+    if limit_rows:
+        partitioner = PoolRowsPartitioner(lambda option: by_name[option.name].dtype, order)
     with _quiet():
-        sizes = (world_size, ranks_per_node, device_bytes, host_bytes)
-        planner = _planner(tables, costs, allowed, *sizes, sort_by, by_memory, cached)
+        topology = _topology(world_size, ranks_per_node, device_bytes, host_bytes)
+        planner = _torchrec_planner(by_name, _Estimator(by_name, costs, by_memory), allowed, topology, partitioner)
         try:
-            plan = planner.plan(model, [StockEmbeddingBagCollectionSharder()])  # type: ignore[list-item]
+            plan = planner.plan(_tables_module(tables), [StockEmbeddingBagCollectionSharder()])  # type: ignore[list-item]
         except PlannerError as error:
             if error.error_type not in _NOTHING_FITS:
                 raise
@@ -117,48 +122,41 @@ def place(
     return _placements(plan, tables)
 
 
-def _planner(
-    tables: Sequence[TableSize],
-    costs: CostOfShards,
-    allowed: Mapping[str, Sequence[str]],
-    world_size: int,
-    ranks_per_node: int,
-    device_bytes: int | None,
-    host_bytes: int | None,
-    sort_by: str,
-    by_memory: bool,
-    cached: bool,
-) -> EmbeddingShardingPlanner:
-    topology = Topology(
+def _topology(world_size: int, ranks_per_node: int, device_bytes: int | None, host_bytes: int | None) -> Topology:
+    return Topology(
         world_size=world_size,
         local_world_size=ranks_per_node,
         compute_device="cuda",  # nothing is run; a CPU would have no device tier to plan
-        hbm_cap=_EVERYTHING if device_bytes is None else max(1, device_bytes),  # TorchRec 1.6 takes 0 for "not said"
+        # TorchRec 1.6 takes 0 for "not said".
+        hbm_cap=_EVERYTHING if device_bytes is None else max(1, device_bytes),
         ddr_cap=_EVERYTHING if host_bytes is None else max(1, host_bytes),
     )
-    by_name = {table.table: table for table in tables}
+
+
+def _torchrec_planner(
+    tables: Mapping[str, TableSize],
+    estimator: ShardEstimator,
+    allowed: Mapping[str, Sequence[str]],
+    topology: Topology,
+    partitioner: Partitioner,
+) -> EmbeddingShardingPlanner:
     constraints = {
         name: ParameterConstraints(
             sharding_types=list(types),
             compute_kernels=[EmbeddingComputeKernel.FUSED.value],
-            min_partition=column_block(by_name[name].dim, world_size),
+            min_partition=column_block(tables[name].dim, topology.world_size),
         )
         for name, types in allowed.items()
     }
-    limit = max(8, _MOST_PLACED_SHARDS // (len(tables) * world_size))
-    order = SortBy.PERF if sort_by == "seconds" else SortBy.STORAGE
+    limit = max(8, _MOST_PLACED_SHARDS // (len(tables) * topology.world_size))
     greedy = [_AtMost(GreedyProposer(use_depth=depth), limit) for depth in (True, False)]
     return EmbeddingShardingPlanner(
         topology=topology,
         batch_size=1,
-        enumerator=OrderedEnumerator(
-            topology, batch_size=1, constraints=constraints, estimator=_Estimator(by_name, costs, by_memory)
-        ),
+        enumerator=OrderedEnumerator(topology, batch_size=1, constraints=constraints, estimator=estimator),
         storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
         proposer=[UniformProposer(), *greedy, GridSearchProposer(max_proposals=_MOST_GRID_PROPOSALS)],
-        partitioner=PoolRowsPartitioner(lambda option: by_name[option.name].dtype, order)
-        if cached
-        else GreedyPerfPartitioner(sort_by=order),
+        partitioner=partitioner,
         constraints=constraints,
         stats=NoopEmbeddingStats(),
         debug=False,
@@ -166,7 +164,7 @@ def _planner(
 
 
 class _AtMost(Proposer):
-    """Ends another proposer after so many proposals: the same plan on every machine, however fast."""
+    """Ends another proposer after `limit` proposals: the plan must not depend on the machine's speed."""
 
     def __init__(self, proposer: Proposer, limit: int) -> None:
         self._proposer, self._left = proposer, limit
@@ -189,29 +187,24 @@ class _Estimator(ShardEstimator):
         self._tables, self._costs, self._by_memory = tables, costs, by_memory
 
     def estimate(self, sharding_options: list[ShardingOption], sharder_map: Any = None, **_: Any) -> None:
-        """Fill in ``perf`` and ``storage`` of every shard."""
+        """Fill in `perf` and `storage` of every shard."""
         for option in sharding_options:
-            shards = [_placed(self._tables[option.name], shard, option.sharding_type) for shard in option.shards]
+            shards = [self._placed(option, shard) for shard in option.shards]
             for shard, cost in zip(option.shards, self._costs(shards), strict=True):
                 shard.storage = Storage(hbm=cost.device_bytes, ddr=cost.host_bytes)
                 shard.perf = self._perf(cost)
 
+    def _placed(self, option: ShardingOption, shard: Shard) -> PlacedShard:
+        (rows, columns), first = shard.size, shard.offset[0]
+        kind = (option.sharding_type, "cached")
+        return PlacedShard(self._tables[option.name], shard.rank or 0, first, first + rows, columns, *kind)
+
     def _perf(self, cost: ShardCost) -> Perf:
+        """Return forward compute and communication, then backward's; the last is prefetching."""
         if self._by_memory:
             return Perf(float(cost.device_bytes), 0.0, 0.0, 0.0)
-        parts = cost.seconds
-        return Perf(
-            fwd_compute=parts.get("lookup", 0.0),
-            fwd_comms=parts.get("communication", 0.0),
-            bwd_compute=0.0,
-            bwd_comms=0.0,
-            prefetch_compute=parts.get("copies", 0.0),
-        )
-
-
-def _placed(table: TableSize, shard: Shard, sharding: str) -> PlacedShard:
-    rows, columns = shard.size
-    return PlacedShard(table, shard.rank or 0, shard.offset[0], shard.offset[0] + rows, columns, sharding, "cached")
+        lookup, communication, copies = (cost.seconds.get(part, 0.0) for part in ("lookup", "communication", "copies"))
+        return Perf(lookup, communication, 0.0, 0.0, prefetch_compute=copies)
 
 
 def _tables_module(tables: Sequence[TableSize]) -> EmbeddingBagCollection:
@@ -224,14 +217,13 @@ def _tables_module(tables: Sequence[TableSize]) -> EmbeddingBagCollection:
     return EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
 
 
-def _placements(plan: ShardingPlan, tables: Sequence[TableSize]) -> list[Placement]:
+def _placements(plan: ShardingPlan, tables: Sequence[TableSize]) -> list[TablePlacement]:
     (module_plan,) = plan.plan.values()
-    found = []
-    for table in tables:
-        param = module_plan[table.table]  # type: ignore[index]
-        ranks = [shard.placement.rank() for shard in param.sharding_spec.shards]
-        found.append(Placement(table.table, param.sharding_type, tuple(ranks)))
-    return found
+    params = [(table, module_plan[table.table]) for table in tables]  # type: ignore[index]
+    return [
+        cached(table, param.sharding_type, [shard.placement.rank() for shard in param.sharding_spec.shards])
+        for table, param in params
+    ]
 
 
 @contextmanager

@@ -1,18 +1,19 @@
-"""What placements are judged by: a model, its data, and how it is trained."""
+"""A model, its data and its run: placements are judged by them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from embershard.cache.key_map import MapKind
 from embershard.errors import ShardingError
-from embershard.frequency import DataStatistics
+from embershard.frequency import DataStatistics, SampledTrace
+from embershard.planning.simulate.pool_report import RowRange
 from embershard.planning.simulate.replay import ReplaySettings
 from embershard.sharding import memory_model
 from embershard.sharding.memory_model import MemorySettings
@@ -24,20 +25,29 @@ LEAST_REPLAYED_STEPS = 12
 #: A trace of so large a share of the rows is complete: constant rows may be missing from it.
 COMPLETE = 0.999
 _MOST_REPLAYED_STEPS = 4000  # over all pools of a plan
-PoolKey = tuple[int, str, int, str]  # rank, sharding, columns, dtype
+_NONE = np.empty(0, np.int64)
+
+
+class PoolKey(NamedTuple):
+    """Cached shards with equal keys share a cache."""
+
+    rank: int
+    sharding: str
+    columns: int
+    dtype: str
 
 
 @dataclass(frozen=True)
 class RunShape:
-    """How a model is trained.
+    """A run: the ranks, the batches and the caches' settings.
 
     Attributes:
         world_size, ranks_per_node: ranks in all, and per node.
         batch_size: samples per rank and step.
         device: "cpu" or "cuda".
-        cache: which rows the caches keep, and how far ahead is looked.
-        num_steps: of the run, where that is known.
-        pooled_number_bytes: of one number of a pooled embedding between ranks, and of its gradient, together.
+        cache: the rows that the caches keep, and how far ahead is looked.
+        num_steps: steps of the run, where they are known.
+        pooled_number_bytes: bytes of one number of a pooled embedding and of its gradient, together, between ranks.
         slot_map: kind of the caches' maps; None where each pool's size decides.
     """
 
@@ -57,7 +67,7 @@ class RunShape:
 
     @property
     def memory(self) -> MemorySettings:
-        """What of it decides about memory."""
+        """The settings that memory depends on."""
         cache = self.cache
         return MemorySettings(
             cache.policy, cache.lookahead, cache.prefetch, self.batch_size, self.slot_map, self.device
@@ -66,7 +76,7 @@ class RunShape:
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """A model, its data and how it is trained: what placements are judged by.
+    """A model, its data and its run.
 
     Raises:
         ShardingError: the profile does not know a table, or knows it with another number of rows.
@@ -93,68 +103,64 @@ class Workload:
 
     @property
     def is_sample(self) -> bool:
-        """Whether training sees other samples than those that were counted."""
+        """True where training sees other samples than those that were counted."""
         return self.data.share_of_samples < 0.999
 
     def share_of_lookups(self, shard: PlacedShard) -> float:
-        """Which share of its table's lookups go to a shard's rows: all of them, or as the data say for its block."""
+        """Return the share of a table's lookups that go to a shard's rows, as the data say."""
         if shard.rows == shard.table.rows:
             return 1.0
-        key = (shard.table.table, shard.row_start, shard.row_stop)
-        if key not in self._shares:
-            self._shares[key] = self._count_share(shard)
-        return self._shares[key]
+        rows = RowRange.of(shard)
+        if rows not in self._shares:
+            self._shares[rows] = self._count_share(rows, shard.table.rows)
+        return self._shares[rows]
 
     @cached_property
-    def _shares(self) -> dict[tuple[str, int, int], float]:
+    def _shares(self) -> dict[RowRange, float]:
         return {}
 
-    def _count_share(self, shard: PlacedShard) -> float:
-        trace, name = self.data.trace, shard.table.table
-        if trace is None or not self.data.tables[name].num_lookups:
-            return shard.rows / shard.table.rows
-        rows = trace.tables[name].rows
-        constant = trace.constant_rows.get(name, np.empty(0, np.int64))
-        lookups = trace.constant_lookups.get(name, np.empty(0, np.int64))
-        inside = _within(rows, shard).sum() / trace.rate + lookups[_within(constant, shard)].sum()
-        everything = len(rows) / trace.rate + lookups.sum()
-        return float(inside / everything) if everything else shard.rows / shard.table.rows
+    def _count_share(self, part: RowRange, num_rows: int) -> float:
+        trace = self.data.trace
+        if trace is not None and self.data.tables[part.table].num_lookups:
+            rows = trace.tables[part.table].rows
+            lookups = trace.constant_lookups.get(part.table, _NONE)
+            constant = part.has(trace.constant_rows.get(part.table, _NONE))
+            everything = len(rows) / trace.rate + lookups.sum()
+            if everything:
+                return float((part.has(rows).sum() / trace.rate + lookups[constant].sum()) / everything)
+        return part.num_rows / num_rows
 
     def most_unique_ids(self, shards: Sequence[PlacedShard]) -> int:
-        """Distinct rows of the batch that has most of them, of all rows in these shards together; 0 where the trace
-        does not tell: it must follow all rows."""
+        """Return the most distinct rows of a batch, of all rows in these shards together; 0 where the trace does not
+        follow all rows."""
         trace = self.data.trace
         if trace is None or trace.rate < COMPLETE or trace.num_samples < self.shape.global_batch_size or not shards:
             return 0
-        return int(np.sum([self._unique_ids(shard) for shard in shards], axis=0).max())
+        return int(np.sum([self._unique_ids(shard, trace) for shard in shards], axis=0).max())
 
-    def _unique_ids(self, shard: PlacedShard) -> NDArray[np.int64]:
-        """Distinct rows of a shard in each batch of the trace; constant rows are taken to be in all of them."""
-        key = (shard.table.table, shard.row_start, shard.row_stop)
-        if key not in self._distinct:
-            trace = self.data.trace
-            assert trace is not None, "a complete trace"
-            table, name = trace.tables[shard.table.table], shard.table.table
-            inside = _within(table.rows, shard)
-            batches = table.samples[inside] // self.shape.global_batch_size
-            pairs = np.unique(batches * shard.table.rows + table.rows[inside])
-            count = -(-trace.num_samples // self.shape.global_batch_size)
-            constant = _within(trace.constant_rows.get(name, np.empty(0, np.int64)), shard).sum()
-            self._distinct[key] = np.bincount(pairs // shard.table.rows, minlength=count) + int(constant)
-        return self._distinct[key]
+    def _unique_ids(self, shard: PlacedShard, trace: SampledTrace) -> NDArray[np.int64]:
+        """Return the distinct rows of a shard in each batch of the trace; constant rows are taken to be in all."""
+        part = RowRange.of(shard)
+        if part not in self._distinct:
+            table, batch = trace.tables[part.table], self.shape.global_batch_size
+            inside = part.has(table.rows)
+            pairs = np.unique(table.samples[inside] // batch * shard.table.rows + table.rows[inside])
+            counts = np.bincount(pairs // shard.table.rows, minlength=-(-trace.num_samples // batch))
+            self._distinct[part] = counts + int(part.has(trace.constant_rows.get(part.table, _NONE)).sum())
+        return self._distinct[part]
 
     @cached_property
-    def _distinct(self) -> dict[tuple[str, int, int], NDArray[np.int64]]:
+    def _distinct(self) -> dict[RowRange, NDArray[np.int64]]:
         return {}
 
     def lookups_per_step(self, shard: PlacedShard) -> float:
-        """Expected lookups of a shard's rows in a step; a replicated table serves its own rank only."""
+        """Return the expected lookups of a shard's rows in a step; a replicated table serves its own rank only."""
         shape = self.shape
         samples = shape.batch_size if shard.kernel == "replicated" else shape.global_batch_size
         return self.lookups_per_sample[shard.table.table] * samples * self.share_of_lookups(shard)
 
     def step_bytes(self, shards: Sequence[PlacedShard]) -> dict[str, int]:
-        """Device memory that a rank with these shards needs for its batches: see :func:`memory_model.step_bytes`."""
+        """Return the device memory of a rank with these shards for its batches: see `memory_model.step_bytes`."""
         return memory_model.step_bytes(
             self.model,
             shards,
@@ -165,7 +171,7 @@ class Workload:
         )
 
     def steps_to_replay(self, num_pools: int) -> int:
-        """Batches of the trace that each pool is replayed over; 0: too few, counts alone must do."""
+        """Return the steps to replay for each pool; 0: the trace has too few batches, counts alone must do."""
         trace = self.data.trace
         if trace is None:
             return 0
@@ -178,43 +184,35 @@ class Workload:
         return min(possible, max(LEAST_REPLAYED_STEPS, _MOST_REPLAYED_STEPS // max(1, num_pools)))
 
 
-def _within(rows: NDArray[np.int64], shard: PlacedShard) -> NDArray[np.bool_]:
-    return (rows >= shard.row_start) & (rows < shard.row_stop)
-
-
 def place_shards(model: ModelSize, tables: Sequence[TablePlacement], shape: RunShape) -> list[PlacedShard]:
-    """All shards on all ranks, in the order of the model's tables; a replicated table has one on every rank."""
+    """Return all shards of all ranks, in the order of the model's tables; a replicated table has one on every rank."""
     placements = {placement.table: placement for placement in tables}
     found = []
     for size in model.tables:
         placement = placements[size.table]
+        kind = (placement.sharding, placement.kernel)
         if placement.kernel == "replicated":
-            found += [
-                PlacedShard(size, rank, 0, size.rows, size.dim, placement.sharding, placement.kernel)
-                for rank in range(shape.world_size)
-            ]
-        for shard in shards_of(placement, shape.ranks_per_node):
-            stop = shard.first_row + shard.rows
-            found.append(
-                PlacedShard(
-                    size, shard.rank, shard.first_row, stop, shard.columns, placement.sharding, placement.kernel
-                )
-            )
+            found += [PlacedShard(size, rank, 0, size.rows, size.dim, *kind) for rank in range(shape.world_size)]
+        found += [
+            PlacedShard(size, shard.rank, shard.first_row, shard.first_row + shard.rows, shard.columns, *kind)
+            for shard in shards_of(placement, shape.ranks_per_node)
+        ]
     return found
 
 
 def by_rank(shards: Sequence[PlacedShard], world_size: int) -> list[list[PlacedShard]]:
-    """Each rank's shards."""
+    """Group shards by rank."""
     found: list[list[PlacedShard]] = [[] for _ in range(world_size)]
     for shard in shards:
         found[shard.rank].append(shard)
     return found
 
 
-def pools(shards: Sequence[PlacedShard]) -> dict[PoolKey, list[PlacedShard]]:
-    """The shards that share a cache: see :func:`embershard.sharding.shards.pools_of`."""
+def by_pool(shards: Sequence[PlacedShard]) -> dict[PoolKey, list[PlacedShard]]:
+    """Group cached shards by the cache that they share: see `embershard.sharding.shards.pools_of`."""
     found: dict[PoolKey, list[PlacedShard]] = {}
     for shard in shards:
         if shard.kernel == "cached":
-            found.setdefault((shard.rank, shard.sharding, shard.columns, shard.table.dtype), []).append(shard)
+            key = PoolKey(shard.rank, shard.sharding, shard.columns, shard.table.dtype)
+            found.setdefault(key, []).append(shard)
     return dict(sorted(found.items()))

@@ -1,4 +1,4 @@
-"""What a user says about the placement of tables."""
+"""Settings of the placement of tables."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 @dataclass(frozen=True)
 class ShardingConfig:
-    """Where the tables are, and how large every cache is."""
+    """Places of the tables, sizes of the caches, and number types between ranks."""
 
     plan: str | None = None
     """File of a plan that `embershard plan` made. It decides where every table is and how many slots every cache has;
     `cache.ratio` and `cache.device_bytes` are for planning then. Without it, TorchRec's planner places the tables."""
 
     forward_dtype: CommDtype = "fp32"
-    """Type in which pooled embeddings travel between ranks. Half as many bytes, and rounded: training then differs from
-    that in fp32, with and without a cache in the same way. "bf16" on GPUs only."""
+    """Type of pooled embeddings between ranks. "fp16" and "bf16" halve the bytes and round: training then differs from
+    that in fp32, alike with and without a cache. "bf16" on GPUs only."""
 
     backward_dtype: CommDtype = "fp32"
     """The same for their gradients."""
@@ -35,16 +35,12 @@ class ShardingConfig:
 
     @property
     def pooled_number_bytes(self) -> int:
-        """One number of a pooled embedding on its way to another rank, and its gradient on the way back, in bytes."""
+        """Bytes of a pooled embedding's number between ranks, and of its gradient, together."""
         return _BYTES[self.forward_dtype] + _BYTES[self.backward_dtype]
 
 
 def check_no_size(cache: CacheConfig) -> None:
-    """Raises when the cache's settings give it a size, too, though a plan does.
-
-    Raises:
-        ConfigError: naming the setting.
-    """
+    """Raise `ConfigError` when the settings give the cache a size beside a plan's."""
     for name in ("ratio", "device_bytes"):
         value = getattr(cache, name)
         if value is not None:

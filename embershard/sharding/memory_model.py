@@ -1,4 +1,4 @@
-"""Bytes that a rank needs, tier by tier, as they will be allocated."""
+"""Memory of a rank, in bytes as they are allocated."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ MAX_KNOWN_BYTES = 2**30
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """What of a run's settings decides about memory.
+    """Settings of a run that decide about memory.
 
     Attributes:
         policy: rule by which caches choose their rows.
         lookahead, prefetch: batches known, and resident, ahead of the one in training.
         batch_size: samples per rank and step.
-        slot_map: kind of the maps from rows to slots; None where each pool's size decides.
-        device: "cpu" or "cuda".
+        slot_map: kind of the maps from rows to slots; None: each pool's size decides.
     """
 
     policy: CachePolicy
@@ -41,14 +40,18 @@ class MemorySettings:
 
 @dataclass(frozen=True)
 class PoolMemory:
-    """Device bytes of one pool: ``map_bytes`` whatever its size, and ``slot_bytes`` for each slot and the null slot."""
+    """Device memory of one pool: `map_bytes`, and `slot_bytes` for each slot and the null slot.
+
+    >>> PoolMemory(rows=1000, map_bytes=4000, slot_bytes=100).num_slots(device_bytes=10_000)
+    59
+    """
 
     rows: int
     map_bytes: int
     slot_bytes: int
 
     def device_bytes(self, num_slots: int) -> int:
-        """As the cache allocates them."""
+        """Return the bytes of a pool with so many slots."""
         return self.map_bytes + (num_slots + 1) * self.slot_bytes
 
     def slots_in(self, device_bytes: int) -> int:
@@ -70,14 +73,14 @@ def slots_for(rows: int, wanted: float) -> int:
 
 
 def pool_memory(shards: Sequence[PlacedShard], settings: MemorySettings) -> PoolMemory:
-    """Of the pool that these shards share; they have the same row payload."""
+    """Return the memory of the pool that these shards share; they have the same row payload."""
     rows = sum(shard.rows for shard in shards)
     kind = map_kind(settings.slot_map, rows, settings.device)
     return cache_memory(rows, shards[0].row_bytes, settings.policy, kind)
 
 
 def cache_memory(rows: int, row_bytes: int, policy: CachePolicy, slot_map: MapKind) -> PoolMemory:
-    """Of a pool of so many rows, whose payload is ``row_bytes`` each; see :class:`MemorySettings`."""
+    """Return the memory of a pool of so many rows with `row_bytes` of payload each."""
     slot_bytes = row_bytes + _MAP_SLOT_BYTES + policy.slot_score_bytes
     slot_bytes += _NEXT_USE_BYTES if policy.by_next_use else 0
     if slot_map == "hashed":
@@ -86,14 +89,14 @@ def cache_memory(rows: int, row_bytes: int, policy: CachePolicy, slot_map: MapKi
 
 
 def host_bytes(shards: Sequence[PlacedShard], settings: MemorySettings) -> dict[str, int]:
-    """Host memory of a rank's cached shards: "rows" and "scores"."""
+    """Return the host memory of a rank's cached shards: "rows" and "scores"."""
     cached = [shard for shard in shards if shard.kernel == "cached"]
     rows = sum(shard.rows for shard in cached)
     return {"rows": sum(s.rows * s.row_bytes for s in cached), "scores": settings.policy.row_score_bytes * rows}
 
 
 def resident_bytes(shards: Sequence[PlacedShard]) -> dict[str, int]:
-    """Device memory of a rank's tables that are not cached: "device_tables" and "replicated" (with gradients)."""
+    """Return the device memory of a rank's uncached tables: "device_tables" and "replicated" (with gradients)."""
     device = sum(s.rows * s.row_bytes for s in shards if s.kernel == "device")
     replicated = sum(s.rows * (s.row_bytes + s.table.weight_bytes()) for s in shards if s.kernel == "replicated")
     return {"device_tables": device, "replicated": replicated}
@@ -107,10 +110,10 @@ def step_bytes(
     world_size: int,
     lookups_per_sample: float,
 ) -> dict[str, int]:
-    """Device memory of a rank for its batches: "dense", "activations", "input_buffers".
+    """Return the device memory of a rank for its batches: "dense", "activations", "input_buffers".
 
-    ``lookups`` are those of each of the rank's shards in a step. Pooled embeddings are there for the batch in training:
-    sent, received, and their gradients. Ids are kept for the window, which is shorter where it would take too much.
+    `lookups` has the lookups of each of the rank's shards in a step. Pooled embeddings exist for the batch in training:
+    sent, received, and their gradients. Ids are kept for the window, which `MAX_KNOWN_BYTES` limits.
     """
     batch = settings.batch_size
     pooled = sum(pooled_bytes(shard, batch if shard.kernel == "replicated" else batch * world_size) for shard in shards)
@@ -126,5 +129,5 @@ def step_bytes(
 
 
 def pooled_bytes(shard: PlacedShard, num_samples: int) -> int:
-    """A shard's pooled embeddings for the ``num_samples`` that it serves, and their gradients."""
+    """Return the bytes of a shard's pooled embeddings for so many samples, and of their gradients."""
     return 2 * shard.columns * num_samples * _FLOAT_BYTES

@@ -1,6 +1,6 @@
-"""A sharding plan as a value: where every table is, how large every cache, and what that should give.
+"""A sharding plan as a value: places of the tables, sizes of the caches, and a prediction.
 
-A plan is a JSON file that people read, compare and edit (:mod:`embershard.sharding.plan_text`).
+A plan is a JSON file that people read, compare and edit (`embershard.sharding.plan_text`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from embershard.decoding import decode
+from embershard.earlier_settings import with_current_names
 from embershard.errors import ShardingError
-from embershard.sharding.plan_checks import check_plan
+from embershard.sharding.plan_checks import FORMAT, check_plan
 from embershard.sharding.plan_text import from_text, to_text
 from embershard.sharding.shards import Pool, PoolPlacement, Shard, TablePlacement, pools_of, shards_of
 
@@ -31,14 +33,13 @@ __all__ = [
     "shards_of",
 ]
 
-FORMAT = 1
-#: What a prediction depends on.
+#: Fields that a prediction depends on.
 _PREDICTED_FROM = ("world_size", "ranks_per_node", "batch_size", "device", "settings", "tables", "pools")
 
 
 @dataclass(frozen=True)
 class TablePrediction:
-    """One table on one rank: counts are per step, bytes in all."""
+    """Prediction for one table on one rank: counts per step, bytes in all."""
 
     table: str
     rank: int
@@ -54,17 +55,15 @@ class TablePrediction:
 
 @dataclass(frozen=True)
 class RankPrediction:
-    """One rank.
+    """Prediction for one rank.
 
     Attributes:
-        rank: which.
-        device_bytes: by what they are for: "slots", "maps", "device_tables", "replicated", "dense", "activations",
+        device_bytes: by use: "slots", "maps", "device_tables", "replicated", "dense", "activations",
             "input_buffers".
         host_bytes: "rows" and "scores".
-        work: what the rank does in one step, by the fields of the cost model.
-        seconds: of one step, by part.
-        step_seconds: of one step.
-        bottleneck: the part that decides.
+        work: work of one step, by the fields of `StepWork`.
+        seconds: parts of one step.
+        bottleneck: the largest part of the longest stream.
     """
 
     rank: int
@@ -75,18 +74,27 @@ class RankPrediction:
     step_seconds: float
     bottleneck: str
 
+    @property
+    def total_device_bytes(self) -> int:
+        """All of the rank's device memory."""
+        return sum(self.device_bytes.values())
+
+    @property
+    def total_host_bytes(self) -> int:
+        """All of the rank's host memory."""
+        return sum(self.host_bytes.values())
+
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a plan should give.
+    """Prediction of a plan's hit rates, memory and speed.
 
     Attributes:
-        method: hit rates are from a replay of real lookups, or from counts alone.
-        num_steps: steps that the hit rates are meant over.
-        step_seconds, samples_per_second: of all ranks together, in the pace of the slowest.
-        bottleneck: what decides it.
+        method: source of the hit rates: a replay of real lookups, or counts alone.
+        num_steps: steps over which the hit rates are means.
+        step_seconds, samples_per_second: of all ranks together, at the pace of the slowest.
+        bottleneck: of the slowest rank.
         tables: per table and rank.
-        ranks: per rank.
     """
 
     method: Literal["replay", "counts"]
@@ -97,22 +105,34 @@ class Prediction:
     tables: tuple[TablePrediction, ...]
     ranks: tuple[RankPrediction, ...]
 
+    @property
+    def most_device_bytes(self) -> int:
+        """Device memory of the fullest rank."""
+        return max((rank.total_device_bytes for rank in self.ranks), default=0)
+
+    def most_host_bytes(self, ranks_per_node: int) -> int:
+        """Return the host memory of the fullest node."""
+        hosts = [rank.total_host_bytes for rank in self.ranks]
+        return max(sum(hosts[first : first + ranks_per_node]) for first in range(0, len(hosts), ranks_per_node))
+
 
 @dataclass(frozen=True)
 class Plan:
-    """Where every table is and how large every cache is, for one number of ranks.
+    """Places of all tables and sizes of all caches, for one number of ranks.
+
+    >>> table = TablePlacement("t0", 100, 16, "fp32", "table_wise", "cached", (0,))
+    >>> pools = tuple(pool.with_slots(10) for pool in pools_of([table], ranks_per_node=1))
+    >>> plan = Plan(1, 1, 512, "cpu", None, None, {}, (table,), pools)
+    >>> plan.check_model({"t0": (100, 16, "fp32")})
 
     Attributes:
-        world_size, ranks_per_node: that it is for.
         batch_size: samples per rank and step.
-        device: kind of device.
-        device_memory_bytes: budget of one rank; None: none was given.
-        host_memory_bytes: budget of one node; None: none was given.
-        settings: what the prediction assumed of the run, by the names of its settings.
-        tables: one per table.
+        device_memory_bytes: budget of one rank, if there is one.
+        host_memory_bytes: budget of one node, if there is one.
+        settings: settings of the run that the prediction assumed, by name.
         pools: one per cache of every rank.
         notes: warnings and advice.
-        prediction: what it should give; None when unknown, or when the plan was edited since.
+        prediction: None when unknown, or when the plan was edited since.
         made_from: the files and the command.
         format: of the file.
     """
@@ -133,13 +153,18 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """Changes when anything changes that a prediction depends on: placement, slots, sizes, settings."""
+        """Hash of everything that a prediction depends on: placement, slots, sizes, settings."""
         values = {name: getattr(self, name) for name in _PREDICTED_FROM}
         text = json.dumps(values, sort_keys=True, allow_nan=False, default=vars)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    @property
+    def settings_by_name(self) -> dict[str, Any]:
+        """`settings` under current names. A plan of an earlier version keeps its own names, and so its digest."""
+        return with_current_names(self.settings)
+
     def save(self, path: Path | str) -> None:
-        """Writes the JSON file, one table, pool or prediction to a line.
+        """Write the JSON file, one table, pool or prediction to a line.
 
         Raises:
             ShardingError: the plan contradicts itself.
@@ -148,7 +173,7 @@ class Plan:
         Path(path).write_text(self.to_text(), encoding="utf-8")
 
     def to_text(self) -> str:
-        """The contents of the file."""
+        """Return the contents of the file."""
         values = {"format": self.format, **vars(self)}
         del values["prediction"]  # the longest part comes last
         if self.prediction is not None:
@@ -157,12 +182,12 @@ class Plan:
 
     @classmethod
     def load(cls, path: Path | str) -> Plan:
-        """Reads and checks a file that :meth:`save` or a person wrote.
+        """Read and check a file that `save` or a person wrote.
 
-        A prediction that does not belong to the rest of the file any more is dropped, with a note.
+        A prediction that does not belong to the rest of the file is dropped, with a note.
 
         Raises:
-            ShardingError: naming the file, the entry and what to do about it.
+            ShardingError: naming the file, the entry and the remedy.
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
@@ -172,14 +197,20 @@ class Plan:
                 f"{path}: cannot be read ({reason}). Give a file that embershard plan wrote."
             ) from error
         try:
-            plan = from_text(cls, text, digest_of="prediction")
-            check_plan(plan.value)
+            values = from_text(text)
+            prediction = values.get("prediction")
+            digest = prediction.pop("digest", None) if isinstance(prediction, dict) else None
+            plan = decode(cls, values, ShardingError)
+            check_plan(plan)
         except ShardingError as error:
             raise ShardingError(f"{path}: {error}") from error
-        return plan.value._without_stale_prediction(plan.digest)
+        if plan.prediction is None or digest == plan.digest:
+            return plan
+        note = "The prediction was dropped: the plan was edited after it was made. Plan again to predict."
+        return dataclasses.replace(plan, prediction=None, notes=(*plan.notes, note))
 
     def check_model(self, tables: Mapping[str, tuple[int, int, str]]) -> None:
-        """Raises unless the plan is for a model with these tables: name -> rows, dim and dtype ("fp32", "fp16").
+        """Raise unless the plan is for a model with these tables: name -> rows, dim and dtype ("fp32", "fp16").
 
         Raises:
             ShardingError: with both sides.
@@ -203,7 +234,7 @@ class Plan:
             )
 
     def check_ranks(self, world_size: int, ranks_per_node: int) -> None:
-        """Raises unless the plan is for so many ranks.
+        """Raise unless the plan is for so many ranks.
 
         Raises:
             ShardingError: with both sides.
@@ -216,18 +247,12 @@ class Plan:
             )
 
     def other_settings(self, settings: Mapping[str, Any]) -> list[str]:
-        """What a run does otherwise than the prediction assumed: sentences, empty when nothing."""
+        """Return a sentence for each of a run's settings that differs from the prediction's."""
         return [
             f"{name} is {_plain(settings[name])!r}; the plan's prediction assumed {_plain(assumed)!r}"
-            for name, assumed in sorted({**self.settings, "train.batch_size": self.batch_size}.items())
+            for name, assumed in sorted({**self.settings_by_name, "train.batch_size": self.batch_size}.items())
             if name in settings and _plain(settings[name]) != _plain(assumed)
         ]
-
-    def _without_stale_prediction(self, digest: str | None) -> Plan:
-        if self.prediction is None or digest == self.digest:
-            return self
-        note = "The prediction was dropped: the plan was edited after it was made. Plan again to predict."
-        return dataclasses.replace(self, prediction=None, notes=(*self.notes, note))
 
 
 def _plain(value: Any) -> Any:

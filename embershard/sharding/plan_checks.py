@@ -1,9 +1,8 @@
-"""Whether a plan makes sense in itself. Every message names the entry, what it has, and what it needs."""
+"""Checks of a plan in itself. Every message names the entry, its value and what is needed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from embershard.errors import ShardingError
 from embershard.sharding.shards import (
@@ -16,46 +15,25 @@ from embershard.sharding.shards import (
     shards_of,
 )
 
-_FORMATS = (1,)
-MOST_RANKS = 65_536  # of a plan: what is checked per rank must end
+if TYPE_CHECKING:
+    from embershard.sharding.plan import Plan
+
+FORMAT = 1  # of a plan's file
+MOST_RANKS = 65_536  # checks per rank must end
 
 
-class PlanFields(Protocol):
-    """What is checked of a :class:`~embershard.sharding.plan.Plan`."""
-
-    @property
-    def format(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def batch_size(self) -> int: ...
-    @property
-    def device_memory_bytes(self) -> int | None: ...
-    @property
-    def host_memory_bytes(self) -> int | None: ...
-    @property
-    def ranks_per_node(self) -> int: ...
-    @property
-    def tables(self) -> Sequence[TablePlacement]: ...
-    @property
-    def pools(self) -> Sequence[PoolPlacement]: ...
-
-
-def check_plan(plan: PlanFields) -> None:
-    """Raises unless tables and pools fit each other and the ranks.
+def check_plan(plan: Plan) -> None:
+    """Raise unless tables and pools fit each other and the ranks.
 
     Raises:
         ShardingError: naming the entry.
     """
-    if plan.format not in _FORMATS:
-        raise ShardingError(f"format: got {plan.format}, needed {_FORMATS[-1]}. Plan again with this version.")
-    for name in ("world_size", "ranks_per_node", "batch_size"):
-        if getattr(plan, name) < 1:
-            raise ShardingError(f"{name}: got {getattr(plan, name)}, needed at least 1.")
-    for name in ("device_memory_bytes", "host_memory_bytes"):
+    if plan.format != FORMAT:
+        raise ShardingError(f"format: got {plan.format}, needed {FORMAT}. Plan again with this version.")
+    for name in ("world_size", "ranks_per_node", "batch_size", "device_memory_bytes", "host_memory_bytes"):
         value = getattr(plan, name)
         if value is not None and value < 1:
-            raise ShardingError(f"{name}: got {value}, needed at least 1 byte, or null.")
+            raise ShardingError(f"{name}: got {value}, needed at least 1{', or null' if 'memory' in name else ''}.")
     if not plan.tables:
         raise ShardingError("tables: got none, needed the model's. Plan again.")
     if plan.world_size > MOST_RANKS:
@@ -70,14 +48,13 @@ def check_plan(plan: PlanFields) -> None:
         if table.table in seen:
             raise ShardingError(f"{entry}: is the same table as tables[{seen[table.table]}]. Remove one of them.")
         seen[table.table] = number
-        problem = _table_problem(table, plan.world_size, plan.ranks_per_node)
-        if problem:
+        if problem := _table_problem(table, plan.world_size, plan.ranks_per_node):
             raise ShardingError(f"{entry}: {problem}")
     _check_pools(plan)
 
 
 def _table_problem(table: TablePlacement, world_size: int, ranks_per_node: int) -> str:
-    """What is wrong with a placement; empty when nothing is."""
+    """Return the problem of a placement; empty for a sound one."""
     if table.rows < 1:
         return f"rows: got {table.rows}, needed at least 1."
     if table.dim < 1 or table.dim % COLUMN_MULTIPLE:
@@ -90,7 +67,13 @@ def _table_problem(table: TablePlacement, world_size: int, ranks_per_node: int) 
     outside = [rank for rank in table.ranks if not 0 <= rank < world_size]
     if outside:
         return f"ranks: got rank {outside[0]}, needed ranks from 0 to {world_size - 1}."
-    return _ranks_problem(table, world_size, ranks_per_node) or _columns_problem(table, ranks_per_node)
+    if problem := _ranks_problem(table, world_size, ranks_per_node):
+        return problem
+    try:
+        shards_of(table, ranks_per_node)
+    except ShardingError as error:
+        return str(error)
+    return ""
 
 
 def _ranks_problem(table: TablePlacement, world_size: int, ranks_per_node: int) -> str:
@@ -120,24 +103,15 @@ def _ranks_problem(table: TablePlacement, world_size: int, ranks_per_node: int) 
 
 
 def _is_a_run(ranks: tuple[int, ...], start: int, count: int) -> bool:
-    return len(ranks) == count and all(rank == start + number for number, rank in enumerate(ranks))
+    return ranks == tuple(range(start, start + count))
 
 
 def _is_a_node(ranks: tuple[int, ...], ranks_per_node: int) -> bool:
     return bool(ranks) and ranks[0] % ranks_per_node == 0 and _is_a_run(ranks, ranks[0], ranks_per_node)
 
 
-def _columns_problem(table: TablePlacement, ranks_per_node: int) -> str:
-    try:
-        shards_of(table, ranks_per_node)
-    except ShardingError as error:
-        return str(error)
-    return ""
-
-
-def _check_pools(plan: PlanFields) -> None:
-    problem = largest_pool_problem(plan.tables, plan.ranks_per_node)
-    if problem:
+def _check_pools(plan: Plan) -> None:
+    if problem := largest_pool_problem(plan.tables, plan.ranks_per_node):
         raise ShardingError(f"pools: {problem}. Move tables to other ranks, cut them by rows, or use more ranks.")
     expected = pools_of(plan.tables, plan.ranks_per_node)
     of_table = {(pool.rank, table): pool for pool in expected for table in pool.tables}
@@ -160,7 +134,7 @@ def _check_pools(plan: PlanFields) -> None:
 
 
 def _pool_problem(placed: PoolPlacement, of_table: dict[tuple[int, str], Pool]) -> str:
-    """What is wrong with a pool; empty when nothing is."""
+    """Return the problem of a pool; empty for a sound one."""
     if not placed.tables:
         return "tables: got none. Remove the pool."
     pools = []

@@ -1,4 +1,4 @@
-"""What differs between two plans, for people: placements, slots, and what they should give."""
+"""Differences of two plans as text: settings, placements, slots and predictions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ _SIZES = ("world_size", "ranks_per_node", "batch_size", "device", "device_memory
 
 
 def diff_lines(before: Plan, after: Plan) -> list[str]:
-    """One line per difference, in the order sizes, settings, tables, pools, predictions. Empty: the plans are equal in
-    all of these."""
+    """Return one line per difference: sizes, settings, tables, pools, predictions, in this order."""
     return [
         *_values((name, getattr(before, name), getattr(after, name)) for name in _SIZES),
         *_settings(before, after),
@@ -26,8 +25,8 @@ def _values(values: Iterable[tuple[str, object, object]]) -> list[str]:
 
 
 def _settings(before: Plan, after: Plan) -> list[str]:
-    names = sorted(before.settings.keys() | after.settings.keys())
-    return _values((name, before.settings.get(name), after.settings.get(name)) for name in names)
+    old, new = before.settings_by_name, after.settings_by_name
+    return _values((name, old.get(name), new.get(name)) for name in sorted(old.keys() | new.keys()))
 
 
 def _tables(before: Sequence[TablePlacement], after: Sequence[TablePlacement]) -> Iterator[str]:
@@ -38,23 +37,21 @@ def _tables(before: Sequence[TablePlacement], after: Sequence[TablePlacement]) -
         elif name not in old:
             yield f"table {name}: added, {_placement(new[name])}"
         elif old[name] != new[name]:
-            sizes = [f"{table.rows} rows x {table.dim} {table.dtype}" for table in (old[name], new[name])]
-            size = f", {sizes[0]} -> {sizes[1]}" if sizes[0] != sizes[1] else ""
-            places = [_placement(table) for table in (old[name], new[name])]
-            yield (
-                f"table {name}: {places[0]} -> {places[1]}{size}"
-                if places[0] != places[1]
-                else (f"table {name}: {size.removeprefix(', ')}")
-            )
+            pairs = [(say(old[name]), say(new[name])) for say in (_placement, _size)]
+            yield f"table {name}: " + ", ".join(f"{was} -> {now}" for was, now in pairs if was != now)
 
 
 def _placement(table: TablePlacement) -> str:
     return f"{table.kernel} {table.sharding}" + (f" on {_ranks(table.ranks)}" if table.ranks else "")
 
 
+def _size(table: TablePlacement) -> str:
+    return f"{table.rows} rows x {table.dim} {table.dtype}"
+
+
 def _pools(before: Sequence[PoolPlacement], after: Sequence[PoolPlacement]) -> list[str]:
-    """Pools with the same tables are compared by slots; of the others, one on each side of the same kind is one pool
-    that got other tables. The same change on several ranks is one line."""
+    """Compare pools with the same tables by their slots. If each side has one more pool of a kind, its tables changed.
+    The same change on several ranks is one line."""
     old, new = (_by_kind(pools) for pools in (before, after))
     ranks_of: dict[str, list[int]] = {}
     for kind in sorted(old.keys() | new.keys()):
@@ -103,7 +100,7 @@ def _predictions(before: Prediction | None, after: Prediction | None) -> Iterato
     for what, old, new, unit in (
         ("step", before.step_seconds * 1e3, after.step_seconds * 1e3, "ms"),
         ("samples per second", before.samples_per_second, after.samples_per_second, ""),
-        ("device memory of the fullest rank", _most_bytes(before) / 2**20, _most_bytes(after) / 2**20, "MiB"),
+        ("device memory of the fullest rank", before.most_device_bytes / 2**20, after.most_device_bytes / 2**20, "MiB"),
         ("host memory of all ranks", _host_bytes(before) / 2**20, _host_bytes(after) / 2**20, "MiB"),
     ):
         if old != new:
@@ -111,12 +108,8 @@ def _predictions(before: Prediction | None, after: Prediction | None) -> Iterato
     yield from _values([("predicted bottleneck", before.bottleneck, after.bottleneck)])
 
 
-def _most_bytes(prediction: Prediction) -> int:
-    return max((sum(rank.device_bytes.values()) for rank in prediction.ranks), default=0)
-
-
 def _host_bytes(prediction: Prediction) -> int:
-    return sum(sum(rank.host_bytes.values()) for rank in prediction.ranks)
+    return sum(rank.total_host_bytes for rank in prediction.ranks)
 
 
 def _change(old: float, new: float) -> str:
@@ -128,7 +121,7 @@ def _or_none(value: object) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0-7``, ``ranks 1, 4``."""
+    """`rank 3`, `ranks 0-7`, `ranks 1, 4`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):

@@ -1,4 +1,4 @@
-"""How a table is cut into shards, and which shards share a cache: TorchRec's rules as pure functions."""
+"""TorchRec's rules as pure functions: how a table is cut into shards, and which shards share a cache."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from embershard.errors import ShardingError
 Sharding = Literal[
     "table_wise", "row_wise", "column_wise", "table_column_wise", "table_row_wise", "grid_shard", "data_parallel"
 ]
+Dtype = Literal["fp32", "fp16"]
+_PoolKey = tuple[int, Sharding, int, Dtype]  # rank, sharding type, columns, dtype
 #: FBGEMM stores rows as vectors of four numbers.
 COLUMN_MULTIPLE = 4
 
 
 @dataclass(frozen=True)
 class TablePlacement:
-    """Where one table is.
+    """Place of one table.
 
     Attributes:
-        table: its name.
-        rows, dim: its whole size.
-        dtype: of its weights.
-        sharding: how it is cut, in TorchRec's words.
+        rows, dim: size of the whole table.
+        sharding: TorchRec's sharding type.
         kernel: "cached": host memory behind device slots; "device": whole on the device; "replicated": a copy on every
             rank, which goes with "data_parallel".
-        ranks: of its shards, in TorchRec's order of shards; () when replicated.
+        ranks: of the shards, in TorchRec's order; () when replicated.
     """
 
     table: str
     rows: int
     dim: int
-    dtype: Literal["fp32", "fp16"]
+    dtype: Dtype
     sharding: Sharding
     kernel: Literal["cached", "device", "replicated"]
     ranks: tuple[int, ...]
@@ -41,7 +41,7 @@ class TablePlacement:
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a table that one rank holds: ``rows`` from ``first_row``, ``columns`` from ``first_column``."""
+    """The part of a table that one rank holds: `rows` from `first_row`, `columns` from `first_column`."""
 
     table: str
     rank: int
@@ -53,14 +53,11 @@ class Shard:
 
 @dataclass(frozen=True)
 class PoolPlacement:
-    """The cache that some shards of a rank share.
+    """Cache that some shards of a rank share.
 
     Attributes:
-        rank: that holds it.
         tables: names of the tables whose shards share it, sorted.
-        sharding: of these tables.
         dim: columns of the shards.
-        slots: rows that fit on the device.
     """
 
     rank: int
@@ -72,28 +69,31 @@ class PoolPlacement:
 
 @dataclass(frozen=True)
 class Pool:
-    """Shards that will share a cache, before anybody has said how large it is.
+    """Shards that will share a cache of a size that is not yet known.
 
     Attributes:
-        rank, sharding, dim, tables: as `PoolPlacement`.
-        dtype: of the tables.
-        rows: of all its shards together; a pool may have none where a small table is cut by rows.
+        rank, sharding, dim, tables: as in `PoolPlacement`.
+        rows: of all its shards; a pool may have none where a small table is cut by rows.
     """
 
     rank: int
     sharding: Sharding
     dim: int
-    dtype: Literal["fp32", "fp16"]
+    dtype: Dtype
     tables: tuple[str, ...]
     rows: int
 
     def with_slots(self, slots: int) -> PoolPlacement:
-        """The pool of this size."""
+        """Return the pool with so many slots."""
         return PoolPlacement(self.rank, self.tables, self.sharding, self.dim, slots)
 
 
 def shards_of(table: TablePlacement, ranks_per_node: int) -> tuple[Shard, ...]:
-    """The shards of a table, in TorchRec's order; none when it is replicated.
+    """Return the shards of a table in TorchRec's order; none for a replicated one.
+
+    >>> table = TablePlacement("t0", 100, 16, "fp32", "row_wise", "cached", (0, 1, 2))
+    >>> [shard.rows for shard in shards_of(table, ranks_per_node=3)]
+    [34, 34, 32]
 
     Raises:
         ShardingError: the columns cannot be cut into so many shards.
@@ -123,7 +123,7 @@ def shards_of(table: TablePlacement, ranks_per_node: int) -> tuple[Shard, ...]:
 
 
 def _blocks(table: TablePlacement, ranks_per_node: int) -> tuple[int, int]:
-    """Into how many blocks of rows and of columns a table is cut."""
+    """Return the numbers of row blocks and column blocks of a table."""
     if table.sharding in ("row_wise", "table_row_wise"):
         return len(table.ranks), 1
     if table.sharding == "grid_shard":
@@ -132,22 +132,24 @@ def _blocks(table: TablePlacement, ranks_per_node: int) -> tuple[int, int]:
 
 
 def pools_of(tables: Iterable[TablePlacement], ranks_per_node: int) -> list[Pool]:
-    """The pools that TorchRec will make of the cached tables, by rank: cached shards of one rank share a pool when they
-    have the same sharding type, number of columns and dtype."""
-    names: dict[tuple[int, Sharding, int, Literal["fp32", "fp16"]], set[str]] = {}
-    rows: dict[tuple[int, Sharding, int, Literal["fp32", "fp16"]], int] = {}
+    """Return the pools that TorchRec makes of the cached tables, by rank: one for the cached shards of a rank with the
+    same sharding type, number of columns and dtype."""
+    found = _rows_by_pool(tables, ranks_per_node)
+    return [Pool(*key, tables=tuple(sorted(rows)), rows=sum(rows.values())) for key, rows in sorted(found.items())]
+
+
+def _rows_by_pool(tables: Iterable[TablePlacement], ranks_per_node: int) -> dict[_PoolKey, dict[str, int]]:
+    """Return the rows of each table in each pool."""
+    found: dict[_PoolKey, dict[str, int]] = {}
     for table in tables:
-        if table.kernel != "cached":
-            continue
-        for shard in shards_of(table, ranks_per_node):
-            key = (shard.rank, table.sharding, shard.columns, table.dtype)
-            names.setdefault(key, set()).add(table.table)
-            rows[key] = rows.get(key, 0) + shard.rows
-    return [Pool(*key, tables=tuple(sorted(names[key])), rows=rows[key]) for key in sorted(names)]
+        for shard in shards_of(table, ranks_per_node) if table.kernel == "cached" else ():
+            rows = found.setdefault((shard.rank, table.sharding, shard.columns, table.dtype), {})
+            rows[table.table] = rows.get(table.table, 0) + shard.rows
+    return found
 
 
 def rows_problem(rank: int, sharding: str, rows: Mapping[str, int]) -> str:
-    """What is wrong with a pool that holds so many rows of each table; empty when a cache can number them."""
+    """Return the problem of a pool with so many rows of each table; empty when a cache can number them."""
     total = sum(rows.values())
     if total <= MOST_POOL_ROWS:
         return ""
@@ -161,12 +163,7 @@ def rows_problem(rank: int, sharding: str, rows: Mapping[str, int]) -> str:
 
 
 def largest_pool_problem(tables: Sequence[TablePlacement], ranks_per_node: int) -> str:
-    """What is wrong with the pool that has most rows; empty when every cache can number its own."""
-    largest = max(pools_of(tables, ranks_per_node), key=lambda pool: pool.rows, default=None)
-    if largest is None or largest.rows <= MOST_POOL_ROWS:
-        return ""
-    rows = dict.fromkeys(largest.tables, 0)
-    for table in tables:
-        if table.table in rows:
-            rows[table.table] += sum(s.rows for s in shards_of(table, ranks_per_node) if s.rank == largest.rank)
-    return rows_problem(largest.rank, largest.sharding, rows)
+    """Return the problem of the pool with most rows; empty when every cache can number its rows."""
+    found = _rows_by_pool(tables, ranks_per_node)
+    largest = max(sorted(found), key=lambda pool: sum(found[pool].values()), default=None)
+    return "" if largest is None else rows_problem(largest[0], largest[1], found[largest])

@@ -1,4 +1,4 @@
-"""How large a model is, in numbers: what planning needs to know of it."""
+"""Sizes of a model, as planning needs them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ _ITEM_BYTES = {"fp32": 4, "fp16": 2}
 
 @dataclass(frozen=True)
 class TableSize:
-    """One embedding table and what its optimizer keeps per row.
+    """One embedding table, and its optimizer's state per row.
 
     Attributes:
-        rows, dim, dtype: of the weights; "fp32" or "fp16".
         state_bytes: optimizer state of a row that does not depend on its columns (row-wise Adagrad: 4).
         state_bytes_per_column: optimizer state per column (Adagrad: 4, Adam: 8).
     """
@@ -26,28 +25,30 @@ class TableSize:
     state_bytes_per_column: int = 0
 
     def weight_bytes(self, columns: int | None = None) -> int:
-        """Weights of one row with so many columns (default: all), in bytes."""
+        """Return the bytes of a row's weights, with so many columns (default: all)."""
         return _ITEM_BYTES[self.dtype] * (self.dim if columns is None else columns)
 
     def optimizer_bytes(self, columns: int | None = None) -> int:
-        """Optimizer state of one row, in bytes."""
+        """Return the bytes of a row's optimizer state."""
         return self.state_bytes + self.state_bytes_per_column * (self.dim if columns is None else columns)
 
     def row_bytes(self, columns: int | None = None) -> int:
-        """Row payload: weights and optimizer state of one row, in bytes."""
+        """Return the bytes of a row's payload: weights and optimizer state."""
         return self.weight_bytes(columns) + self.optimizer_bytes(columns)
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """A model: its tables, and its dense part as a few numbers.
+    """Tables of a model, and sizes of its dense part.
+
+    >>> ModelSize((TableSize("t0", rows=100, dim=16, state_bytes=4),), 0, 0, 0, 0).table_bytes
+    6800
 
     Attributes:
         tables: in the model's order.
-        dense_flops_per_sample: floating-point operations of forward and backward for one sample.
-        dense_parameter_bytes: parameters of the dense part.
-        dense_state_bytes: their gradients and optimizer states.
-        activation_bytes_per_sample: what the dense forward keeps for the backward.
+        dense_flops_per_sample: floating-point operations of forward and backward.
+        dense_state_bytes: gradients and optimizer states of the dense parameters.
+        activation_bytes_per_sample: kept by the dense forward for the backward.
     """
 
     tables: tuple[TableSize, ...]
@@ -73,7 +74,7 @@ class PlacedShard:
 
     Attributes:
         row_start, row_stop: its rows.
-        columns: how many of the table's columns it has.
+        columns: number of its columns.
         sharding: TorchRec's sharding type.
         kernel: "cached", "device" or "replicated".
     """

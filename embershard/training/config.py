@@ -1,4 +1,4 @@
-"""Everything that a run is told: one dataclass per part, each beside its owner, gathered here."""
+"""All settings of a run: each section is a dataclass beside its owner, and gathered here."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from embershard.cache import CacheConfig
 from embershard.data import DataConfig
 from embershard.distributed import CheckpointConfig
 from embershard.errors import ConfigError
+from embershard.frequency.config import ProfileConfig
 from embershard.models import ModelConfig
+from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.config import ShardingConfig
-from embershard.training.build import CacheSettings
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig, ScheduleConfig
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How long to train, on what, and how often to look."""
+    """Length, hardware and reports of the training."""
 
     batch_size: int = 1024
     """Samples per rank and step."""
@@ -26,22 +28,22 @@ class TrainConfig:
     """Passes over the training data. 1 when neither this nor `max_steps` is given."""
 
     max_steps: int | None = None
-    """Steps after which training ends, if the epochs have not ended it before."""
+    """Steps after which training ends, unless the epochs end first."""
 
     eval_every: int | None = None
-    """Steps between evaluations on the held-out part; only at the end when absent."""
+    """Steps between evaluations on the held-out part. Without it, there is one, at the end."""
 
     log_every: int = 20
     """Steps between two lines of progress, and of metrics.jsonl."""
 
     seed: int = 0
-    """Fixes the initial weights. The order of the data has its own: data.seed."""
+    """Seed of the initial weights. data.seed is that of the data's order."""
 
     precision: Literal["fp32", "bf16"] = "fp32"
     """Number format of the dense layers' arithmetic: "bf16" is automatic mixed precision."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to train; "auto" is the GPUs, if there are any."""
+    """Where to train; "auto": on GPUs if there are any."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "epochs", "max_steps", "eval_every", "log_every"):
@@ -55,17 +57,26 @@ class TrainConfig:
 
     @property
     def num_epochs(self) -> int | None:
-        """Epochs to run; None: without end, until `max_steps`."""
+        """Epochs to run; None: no limit but `max_steps`."""
         return 1 if self.epochs is None and self.max_steps is None else self.epochs
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything a run is made of."""
+    """All settings of a run.
+
+    >>> RunConfig(train=TrainConfig(max_steps=10)).train.num_epochs is None
+    True
+
+    Raises:
+        ConfigError: settings of two sections contradict each other, or one has no effect with the other.
+    """
 
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
-    cache: CacheSettings = field(default_factory=CacheSettings)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    look_ahead: LookAheadConfig = field(default_factory=LookAheadConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     embedding_optimizer: EmbeddingOptimizerConfig = field(default_factory=EmbeddingOptimizerConfig)
     dense_optimizer: DenseOptimizerConfig = field(default_factory=DenseOptimizerConfig)
@@ -76,35 +87,44 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.train.eval_every is not None and not self.holds_out:
             raise ConfigError("train.eval_every has no effect: nothing is held out (data.eval_fraction is 0).")
+        if self.cache.enabled:
+            self.cache.policy_for(self.has_profile)  # refuses a profile without effect
 
     @property
     def holds_out(self) -> bool:
-        """Whether there is a held-out part to evaluate on."""
+        """True if there is a held-out part to evaluate on."""
         return self.data.eval_path is not None or self.data.eval_fraction > 0
 
     @property
+    def counts_a_profile(self) -> bool:
+        """True if a profile must be counted before training."""
+        needed = self.cache.policy == "frequency" or self.cache.warmup is True or self.profile.samples is not None
+        return self.cache.enabled and self.profile.path is None and needed
+
+    @property
+    def has_profile(self) -> bool:
+        """True if a profile is read or counted."""
+        return self.profile.path is not None or self.counts_a_profile
+
+    @property
+    def lookahead(self) -> int:
+        """Batches known ahead of the one in training; 0 without a cache."""
+        return self.look_ahead.lookahead if self.cache.enabled else 0
+
+    @property
     def predicted_from(self) -> dict[str, Any]:
-        """The settings that a plan's prediction depends on, by name, besides the data."""
-        cache = (
-            "profile",
-            "warmup",
-            "profile_samples",
-            "lookahead",
-            "prefetch",
-            "decay",
-            "host",
-            "slot_map",
-        )
-        model = [f.name for f in dataclasses.fields(self.model)]
-        found = {f"cache.{name}": getattr(self.cache, name) for name in cache}
-        found |= {f"model.{name}": getattr(self.model, name) for name in model}
-        return {
-            **found,
-            "cache.policy": self.cache.policy or "lookahead",
-            "embedding_optimizer.kind": self.embedding_optimizer.kind,
-            "dense_optimizer.kind": self.dense_optimizer.kind,
-            "train.batch_size": self.train.batch_size,
-            "train.precision": self.train.precision,
-            "sharding.forward_dtype": self.sharding.forward_dtype,
-            "sharding.backward_dtype": self.sharding.backward_dtype,
+        """Settings that a plan's prediction depends on besides the data, by name."""
+        depends: dict[str, tuple[str, ...]] = {
+            "cache": ("warmup", "decay", "host", "slot_map"),
+            "look_ahead": ("lookahead", "prefetch"),
+            "profile": ("path", "samples"),
+            "model": tuple(field.name for field in dataclasses.fields(self.model)),
+            "embedding_optimizer": ("kind",),
+            "dense_optimizer": ("kind",),
+            "train": ("batch_size", "precision"),
+            "sharding": ("forward_dtype", "backward_dtype"),
         }
+        found = {
+            f"{part}.{name}": getattr(getattr(self, part), name) for part, names in depends.items() for name in names
+        }
+        return {**found, "cache.policy": self.cache.policy or "lookahead"}

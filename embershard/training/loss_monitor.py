@@ -1,4 +1,4 @@
-"""Losses of all ranks, watched without making a GPU wait."""
+"""Losses of all ranks, read without stalling a GPU."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from embershard.errors import EmbershardError
 
 
 class NotFiniteError(EmbershardError, ArithmeticError):
-    """A rank's loss is NaN or infinite: training cannot go on."""
+    """A rank's loss is NaN or infinite."""
 
 
 class LossMonitor:
-    """Collects every step's loss over all ranks and stops the run, on all ranks, when one is not finite.
+    """Collects every step's losses, and stops the run on all ranks when one is not finite.
 
-    On a GPU a loss is read when the next one is added, so the host never waits for the step in flight; the
-    run then stops one step late, but still names the right step.
+    On a GPU a loss is read when the next one is added, so the host never waits for the step in flight. The run then
+    stops one step late, but names the right step.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -27,7 +27,7 @@ class LossMonitor:
         self._losses: list[float] = []
 
     def add(self, step: int, loss: torch.Tensor) -> None:
-        """Takes this rank's mean loss, a tensor []. A collective call.
+        """Add this rank's mean loss, a tensor []. Collective.
 
         Raises:
             NotFiniteError: a rank's loss is not finite; the same on every rank.
@@ -45,7 +45,7 @@ class LossMonitor:
         self._pending = (step, host, event)
 
     def mean(self) -> float:
-        """Mean of the losses since the last call, over steps and ranks; NaN without any. Waits for them."""
+        """Wait for the losses since the last call and return their mean over steps and ranks; NaN without any."""
         self._read()
         losses, self._losses = self._losses, []
         return math.fsum(losses) / len(losses) if losses else math.nan
@@ -58,11 +58,10 @@ class LossMonitor:
         if event is not None:
             event.synchronize()
         losses = gathered.tolist()
-        bad = [(rank, loss) for rank, loss in enumerate(losses) if not math.isfinite(loss)]
-        if bad:
-            rank, loss = bad[0]
-            raise NotFiniteError(
-                f"Step {step}: the loss of rank {rank} is {loss}. Lower the learning rates, clip "
-                "(dense_optimizer.clip_norm), warm up (schedule.warmup_steps), or look for bad data."
-            )
+        for rank, loss in enumerate(losses):
+            if not math.isfinite(loss):
+                raise NotFiniteError(
+                    f"Step {step}: the loss of rank {rank} is {loss}. Lower the learning rates, clip "
+                    "(dense_optimizer.clip_norm), warm up (schedule.warmup_steps), or look for bad data."
+                )
         self._losses.append(math.fsum(losses) / len(losses))

@@ -1,9 +1,9 @@
-"""Quality of predicted click probabilities over the samples of all ranks, however they are spread."""
+"""Quality of predicted click probabilities over the samples of all ranks."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torchmetrics.functional.classification import binary_auroc
@@ -11,16 +11,16 @@ from torchrec.metrics.ne import compute_cross_entropy, compute_ne
 
 from embershard.distributed import Ranks
 
-#: Predictions are kept this far from 0 and 1 in the logarithms, as TorchRec's metrics do.
+#: Least distance of a prediction from 0 and 1 in logarithms, as in TorchRec's metrics.
 ETA = 1e-12
 
 
 @dataclass(frozen=True)
 class Quality:
-    """What the predictions are worth. A value that is undefined for these samples is None."""
+    """Quality of predictions. A figure that is undefined for the samples is None."""
 
     samples: int
-    """Samples that were judged, over all ranks."""
+    """Samples of all ranks."""
 
     logloss: float | None
     """Mean cross entropy in nats; None without samples."""
@@ -29,22 +29,17 @@ class Quality:
     """Area under the ROC curve, exact; None when all labels are equal."""
 
     ne: float | None
-    """Normalized entropy: logloss divided by that of always predicting the mean label; below 1 is better than
-    that. None when all labels are equal."""
+    """Normalized entropy: logloss over that of always predicting the mean label; None when all labels are equal."""
 
     accuracy: float | None
-    """Share of samples on whose side of 0.5 the prediction is."""
+    """Share of samples whose prediction is on the label's side of 0.5."""
 
     calibration: float | None
-    """Sum of predictions divided by the number of clicks, 1 is perfect; None without clicks."""
-
-    def as_dict(self) -> dict[str, float | int | None]:
-        """Field names to values, for JSON."""
-        return asdict(self)
+    """Sum of predictions over the number of clicks: 1 is perfect; None without clicks."""
 
 
 class PredictionBuffer:
-    """This rank's newest `capacity` predictions and labels (None: all), judged with those of all ranks."""
+    """This rank's newest `capacity` predictions and labels (None: all)."""
 
     def __init__(self, capacity: int | None = None) -> None:
         self.capacity = capacity
@@ -52,14 +47,14 @@ class PredictionBuffer:
         self._size = 0
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """Takes logits [B] and labels [B]; B may be 0. Nothing is copied to the host."""
+        """Add logits [B] and labels [B], without a copy to the host; B may be 0."""
         self._parts.append((logits.detach().float().reshape(-1), labels.detach().float().reshape(-1)))
         self._size += logits.numel()
         while self.capacity is not None and self._size - self._parts[0][0].numel() >= self.capacity:
             self._size -= self._parts.pop(0)[0].numel()
 
     def quality(self, ranks: Ranks) -> Quality:
-        """Judges what all ranks hold; a collective call with the same result everywhere."""
+        """Return the quality over all ranks' samples. Collective, with the same result everywhere."""
         empty = torch.empty(0, device=ranks.device)
         logits = torch.cat([part[0] for part in self._parts] or [empty])
         labels = torch.cat([part[1] for part in self._parts] or [empty])
@@ -68,7 +63,11 @@ class PredictionBuffer:
 
 
 def judge(logits: torch.Tensor, labels: torch.Tensor) -> Quality:
-    """Quality of `logits` [N] against `labels` [N] in {0, 1}; N may be 0."""
+    """Return the quality of `logits` [N] against `labels` [N] in {0, 1}; N may be 0.
+
+    >>> judge(torch.tensor([2.0, -1.0, 1.0]), torch.tensor([1, 0, 0])).auc
+    1.0
+    """
     num_samples = labels.numel()
     if not num_samples:
         return Quality(0, None, None, None, None, None)

@@ -1,7 +1,7 @@
 """The two optimizers of a run and their common learning-rate schedule.
 
-Embedding rows are trained inside the backward pass by FBGEMM's fused optimizers, so only touched rows cost
-anything; the dense layers by an ordinary torch optimizer after it.
+FBGEMM's fused optimizers train the embedding rows inside the backward pass, so only touched rows cost time. A torch
+optimizer trains the dense layers after it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,22 @@ _FUSED: dict[str, type[torch.optim.Optimizer]] = {
     "lamb": fused.LAMB,
     "partial_rowwise_lamb": fused.PartialRowWiseLAMB,
 }
+_DENSE: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+#: Bytes of FBGEMM's optimizer state per row, and per column of a row.
+_STATE_BYTES: dict[str, tuple[int, int]] = {
+    "sgd": (0, 0),
+    "rowwise_adagrad": (4, 0),
+    "adagrad": (0, 4),
+    "adam": (0, 8),
+    "partial_rowwise_adam": (4, 4),
+    "lamb": (0, 8),
+    "partial_rowwise_lamb": (4, 4),
+}
 _FUSED_ON_CPU = ("sgd", "rowwise_adagrad", "adagrad")
 _WITH_BETAS = ("adam", "adamw", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb")
 #: FBGEMM's exact SGD and Adagrad ignore weight decay.
@@ -44,7 +60,7 @@ class EmbeddingOptimizerConfig:
     kind: Literal[
         "sgd", "rowwise_adagrad", "adagrad", "adam", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb"
     ] = "rowwise_adagrad"
-    """Which optimizer. FBGEMM has "sgd", "rowwise_adagrad" and "adagrad" on the CPU, all on GPUs."""
+    """FBGEMM's optimizer: "sgd", "rowwise_adagrad" and "adagrad" on the CPU, all on GPUs."""
 
     lr: float = 0.02
     """Learning rate after warm-up."""
@@ -62,12 +78,17 @@ class EmbeddingOptimizerConfig:
         _check_optimizer("embedding_optimizer", self, tuple(_FUSED), _FUSED_WITHOUT_WEIGHT_DECAY)
 
     @property
+    def state_bytes(self) -> tuple[int, int]:
+        """Bytes of optimizer state per row, and per column of a row."""
+        return _STATE_BYTES[self.kind]
+
+    @property
     def counts_steps(self) -> bool:
-        """Whether FBGEMM's kernel depends on the number of steps, which its state dict leaves out."""
+        """True if FBGEMM's kernel depends on the number of steps, which its state dict leaves out."""
         return self.kind in _WITH_BETAS
 
     def apply(self, module: nn.Module, device: torch.device) -> None:
-        """Attaches the optimizer to the tables in `module`; TorchRec fuses it when it shards them.
+        """Attach the optimizer to the tables in `module`; TorchRec fuses it when it shards them.
 
         Raises:
             ConfigError: FBGEMM has no such optimizer on `device`.
@@ -77,7 +98,7 @@ class EmbeddingOptimizerConfig:
                 f"embedding_optimizer.kind: got {self.kind!r}, which FBGEMM has on GPUs only; "
                 f"on the CPU it has {', '.join(_FUSED_ON_CPU)}."
             )
-        arguments = _arguments(self)  # a dict of its own for each call, because TorchRec writes into it
+        arguments = _arguments(self)  # a new dict: TorchRec writes into it
         if self.betas is not None:
             arguments["beta1"], arguments["beta2"] = arguments.pop("betas")  # FBGEMM's names
         apply_optimizer_in_backward(_FUSED[self.kind], module.parameters(), arguments)
@@ -88,7 +109,7 @@ class DenseOptimizerConfig:
     """The optimizer of the dense layers."""
 
     kind: Literal["sgd", "adagrad", "adam", "adamw"] = "adam"
-    """Which optimizer of torch.optim."""
+    """An optimizer of torch.optim."""
 
     lr: float = 0.001
     """Learning rate after warm-up."""
@@ -103,27 +124,28 @@ class DenseOptimizerConfig:
     """Decay of the first and second moment. Only for "adam" and "adamw"."""
 
     clip_norm: float | None = None
-    """Largest norm of the gradient of all dense parameters together; no clipping when absent."""
+    """Largest norm of the gradient of all dense parameters together; absent: no clipping."""
 
     def __post_init__(self) -> None:
-        _check_optimizer("dense_optimizer", self, ("sgd", "adagrad", "adam", "adamw"), ())
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ConfigError(f"dense_optimizer.clip_norm: got {self.clip_norm}, needed more than 0.")
+        _check_optimizer("dense_optimizer", self, tuple(_DENSE), ())
+
+    @property
+    def num_states(self) -> int:
+        """States as large as the parameters, the gradients among them."""
+        return {"sgd": 1, "adagrad": 2, "adam": 3, "adamw": 3}[self.kind]
 
     def build(self, parameters: Mapping[str, nn.Parameter]) -> KeyedOptimizerWrapper:
-        """An optimizer whose state dict is keyed by parameter name, as checkpoints need it."""
-        kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
-            "sgd": torch.optim.SGD,
-            "adagrad": torch.optim.Adagrad,
-            "adam": torch.optim.Adam,
-            "adamw": torch.optim.AdamW,
-        }
-        return KeyedOptimizerWrapper(dict(parameters), lambda params: kinds[self.kind](params, **_arguments(self)))
+        """Return an optimizer whose state dict is keyed by parameter name, as checkpoints need it."""
+        return KeyedOptimizerWrapper(dict(parameters), lambda params: _DENSE[self.kind](params, **_arguments(self)))
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """One factor on both learning rates, a function of the step: linear warm-up, constant, decay, floor."""
+    """One factor on both learning rates, a function of the step: linear warm-up, constant, decay, floor.
+
+    >>> ScheduleConfig(warmup_steps=4).factor(step=1)
+    0.5
+    """
 
     warmup_steps: int = 0
     """Steps over which the factor rises linearly to 1."""
@@ -162,7 +184,7 @@ class ScheduleConfig:
             raise ConfigError(f"schedule.floor: got {self.floor}, needed a factor from 0 to 1.")
 
     def factor(self, step: int) -> float:
-        """The factor for the step that follows `step` trained ones."""
+        """Return the factor of the step that follows `step` trained ones."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         if self.decay_steps is None:
@@ -175,7 +197,7 @@ class ScheduleConfig:
 
 
 def set_learning_rate(optimizer: Any, lr: float) -> None:
-    """Sets the learning rate of every parameter group, the fused optimizers' included."""
+    """Set the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
@@ -188,12 +210,12 @@ def _check_optimizer(
 ) -> None:
     if config.kind not in kinds:
         raise ConfigError(f"{section}.kind: got {config.kind!r}, needed one of {', '.join(kinds)}.")
-    if not config.lr > 0:
-        raise ConfigError(f"{section}.lr: got {config.lr}, needed more than 0.")
-    if config.eps is not None and not config.eps > 0:
-        raise ConfigError(f"{section}.eps: got {config.eps}, needed more than 0.")
-    if config.weight_decay is not None and not config.weight_decay > 0:
-        raise ConfigError(f"{section}.weight_decay: got {config.weight_decay}, needed more than 0, or leave it out.")
+    for name in ("lr", "eps", "weight_decay", "clip_norm"):
+        value = getattr(config, name, None)
+        if value is not None and not value > 0:
+            raise ConfigError(
+                f"{section}.{name}: got {value}, needed more than 0{'' if name == 'lr' else ', or none'}."
+            )
     effectless = {
         "eps": config.kind == "sgd",
         "weight_decay": config.kind in without_weight_decay,

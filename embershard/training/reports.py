@@ -1,4 +1,4 @@
-"""What a trainer says while it trains: values, for whoever shows or records them."""
+"""Reports of a trainer, as values: `embershard.launch` shows and records them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from embershard.training.metrics import Quality
 
 @dataclass(frozen=True)
 class TrainReport:
-    """What happened since the last one of these; over all ranks."""
+    """Progress since the last such report, over all ranks."""
 
     step: int
     epoch: int
@@ -34,7 +34,7 @@ class EvalReport:
 
 @dataclass(frozen=True)
 class SaveReport:
-    """A checkpoint was completed."""
+    """A completed checkpoint."""
 
     step: int
     path: Path

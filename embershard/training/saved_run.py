@@ -1,4 +1,4 @@
-"""What a checkpoint's scalars say of the run that wrote it, checked before anything of it is used."""
+"""The state of a run in a checkpoint's scalars, checked before any of it is used."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from embershard.data import StreamState
+from embershard.decoding import decode, field_types
 from embershard.distributed import damaged_scalars, read_scalars
 from embershard.errors import CheckpointError
 
 
 @dataclass(frozen=True)
 class SavedRun:
-    """Where a run stood, and what it was.
+    """Where a run stood, and how it was set up.
 
     Attributes:
         step, samples: trained by then.
@@ -25,91 +26,79 @@ class SavedRun:
         tables: rows and dim of every sparse feature's table.
         settings: those that its tensors were made with.
         world_size: number of ranks.
-        rng: the states of each rank's random number generators.
+        rng: the states of each rank's random number generators, in base64, by device.
+
+    Raises:
+        CheckpointError: a number is too small, or a generator's state is missing or damaged.
     """
 
     step: int
     samples: int
     stream: StreamState
-    tables: dict[str, list[int]]
+    tables: dict[str, tuple[int, int]]
     settings: dict[str, Any]
     world_size: int
-    rng: list[dict[str, str]]
+    rng: tuple[dict[str, str], ...]
+
+    def __post_init__(self) -> None:
+        numbers = {"step": self.step, "samples": self.samples, "world_size": self.world_size}
+        numbers |= {f"stream.{name}": value for name, value in vars(self.stream).items()}
+        for name, value in numbers.items():
+            least = 1 if name == "world_size" else 0
+            _need(value >= least, name, value, f"at least {least}")
+        _need(len(self.rng) == self.world_size, "rng", f"{len(self.rng)} ranks", f"{self.world_size} (world_size)")
+        for rank, states in enumerate(self.rng):
+            _need("cpu" in states, f"rng[{rank}]", list(states), "a state for 'cpu'")
+            for device, text in states.items():
+                _need(_is_state(device, text), f"rng[{rank}].{device}", text, "a generator's state in base64")
 
     @staticmethod
     def read(checkpoint: Path) -> SavedRun:
-        """From a checkpoint.
+        """Read the scalars of a checkpoint.
 
         Raises:
-            CheckpointError: it is incomplete, or something in its scalars is missing, or is not what it should be.
+            CheckpointError: the checkpoint is incomplete, or an entry of its scalars is missing or wrong.
         """
-        scalars = _Scalars(read_scalars(checkpoint), checkpoint)
-        stream = _Scalars(scalars.object("stream"), checkpoint, "stream.")
-        world_size = scalars.integer("world_size", least=1)
-        return SavedRun(
-            step=scalars.integer("step"),
-            samples=scalars.integer("samples"),
-            stream=StreamState(stream.integer("epoch"), stream.integer("global_sample"), stream.integer("seed")),
-            tables=scalars.tables("tables"),
-            settings=scalars.object("settings"),
-            world_size=world_size,
-            rng=scalars.rng("rng", world_size),
-        )
+        scalars = read_scalars(checkpoint)
+        values = {name: scalars[name] for name in field_types(SavedRun) if name in scalars}
+        try:
+            if isinstance(stream := values.get("stream"), dict):  # no part of a position has a default
+                for name in field_types(StreamState):
+                    _need(name in stream, f"stream.{name}", "nothing", "integer")
+            return decode(SavedRun, values, CheckpointError)
+        except CheckpointError as error:
+            raise damaged_scalars(checkpoint, str(error)) from error
+
+    def check_fits(self, checkpoint: Path, tables: dict[str, tuple[int, int]], settings: dict[str, Any]) -> None:
+        """Raise unless the tensors of the checkpoint fit a run with these tables and settings.
+
+        Raises:
+            CheckpointError: with both sides.
+        """
+        if names := _different(self.tables, tables):
+            sizes = (found.get(names[0]) for found in (self.tables, tables))
+            was, now = (f"{size[0]} rows x {size[1]}" if size else "no table" for size in sizes)
+            raise CheckpointError(
+                f"{checkpoint} does not fit: feature {names[0]!r} has {was} in it, {now} in this run. "
+                "Resume with the config and data it was written with."
+            )
+        if names := _different(self.settings, settings):
+            changes = ", ".join(f"{n} was {self.settings.get(n)!r} and is {settings.get(n)!r} now" for n in names)
+            raise CheckpointError(f"{checkpoint} was written with other settings: {changes}. Resume with its own.")
 
 
-@dataclass(frozen=True)
-class _Scalars:
-    """Values of a checkpoint's scalars, each of the type that is needed."""
-
-    values: Mapping[str, Any]
-    checkpoint: Path
-    prefix: str = ""
-
-    def integer(self, key: str, least: int = 0) -> int:
-        value = self._get(key)
-        if type(value) is not int or value < least:
-            raise self._wrong(key, value, f"an integer of at least {least}")
-        return value
-
-    def object(self, key: str) -> dict[str, Any]:
-        value = self._get(key)
-        if not isinstance(value, dict):
-            raise self._wrong(key, value, "an object")
-        return value
-
-    def tables(self, key: str) -> dict[str, list[int]]:
-        tables = self.object(key)
-        for name, size in tables.items():
-            if not isinstance(size, list) or [type(number) for number in size] != [int, int]:
-                raise self._wrong(f"{key}.{name}", size, "a list of rows and dim")
-        return tables
-
-    def rng(self, key: str, world_size: int) -> list[dict[str, str]]:
-        states = self._get(key)
-        if not isinstance(states, list) or len(states) != world_size:
-            raise self._wrong(key, states, f"a list with the states of {world_size} ranks (world_size)")
-        for rank, state in enumerate(states):
-            if not isinstance(state, dict) or "cpu" not in state:
-                raise self._wrong(f"{key}[{rank}]", state, "an object with a state for 'cpu'")
-            for device, text in state.items():
-                if not _is_state(device, text):
-                    raise self._wrong(f"{key}[{rank}].{device}", text, "a generator's state in base64")
-        return states
-
-    def _get(self, key: str) -> Any:
-        if key not in self.values:
-            raise damaged_scalars(self.checkpoint, f"{self.prefix + key!r} is missing")
-        return self.values[key]
-
-    def _wrong(self, key: str, value: Any, needed: str) -> CheckpointError:
-        got = f"a list of {len(value)}" if isinstance(value, list) else repr(value)
-        got = got if len(got) <= 60 else f"{got[:57]}..."
-        return damaged_scalars(self.checkpoint, f"{self.prefix + key!r} is {got}, needed {needed}")
+def _different(saved: Mapping[str, Any], needed: Mapping[str, Any]) -> list[str]:
+    return [key for key in sorted(saved.keys() | needed.keys()) if saved.get(key) != needed.get(key)]
 
 
-def _is_state(device: str, text: Any) -> bool:
+def _need(holds: bool, key: str, got: object, needed: str) -> None:
+    if not holds:
+        raise CheckpointError(f"{key}: got {got!r:.60}, needed {needed}")
+
+
+def _is_state(device: str, text: str) -> bool:
     try:
         state = base64.b64decode(text, validate=True)
-    except (TypeError, ValueError):
+    except ValueError:
         return False
     return len(state) == torch.get_rng_state().numel() if device == "cpu" else bool(state)

@@ -1,4 +1,4 @@
-"""Where the trainer's next batch comes from: with batches looked ahead, or one at a time."""
+"""The trainer's next batch: from the look-ahead pipeline, or one at a time."""
 
 from __future__ import annotations
 
@@ -9,44 +9,32 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
 
 from embershard.data import Batch, BatchStream, StreamState
-from embershard.distributed import Ranks
 from embershard.pipeline import LookAheadPipeline, LookAheadStats
-from embershard.training.build import CacheSettings
 
 
 class Steps:
-    """Hands out the batches of a run, one per step, and knows how far the *trained* part of the data goes: batches that
-    are only known or resident belong to the steps to come.
+    """The batches of a run, one per step, and the end of the *trained* part of the data: batches that are only known or
+    resident belong to later steps.
 
     Args:
         stream: the batches of this rank.
-        limit: number of steps after which the run ends.
-        model, optimizer: see `LookAheadPipeline`.
-        cache: how far to look ahead.
+        limit: steps of the run.
+        device: on which the model trains.
+        pipeline: knows batches ahead of their step; None: no batch is known ahead.
     """
 
     def __init__(
-        self,
-        stream: BatchStream,
-        limit: int,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        cache: CacheSettings,
-        ranks: Ranks,
+        self, stream: BatchStream, limit: int, device: torch.device, pipeline: LookAheadPipeline | None
     ) -> None:
-        self._stream, self._device = stream, ranks.device
+        self._stream, self._device, self._pipeline = stream, device, pipeline
         self._batches = itertools.islice(self._read(), max(0, limit))
         self._states: deque[StreamState] = deque()  # behind each batch that was read and not trained
         self.state = stream.state
-        self._pipeline: LookAheadPipeline | None = None
-        if cache.enabled and cache.lookahead:
-            self._pipeline = LookAheadPipeline(model, optimizer, ranks.device, cache.lookahead, cache.prefetch)
 
     def next(self) -> AbstractContextManager[Batch]:
-        """A context with the next batch, on the device; train on it inside. Collective.
+        """Return a context with the next batch on the device, to train on inside. Collective.
 
         Raises:
             StopIteration: there is none.
@@ -56,11 +44,11 @@ class Steps:
         return self._counted(inner)
 
     def stats(self) -> LookAheadStats | None:
-        """What looking ahead did; None without."""
+        """Return the counters of the look-ahead; None without a pipeline."""
         return None if self._pipeline is None else self._pipeline.stats()
 
     def close(self) -> None:
-        """Ends what was ahead, and the threads that parse ahead."""
+        """Drop the batches ahead, and end the threads that parse."""
         if self._pipeline is not None:
             self._pipeline.detach()
         self._stream.close()

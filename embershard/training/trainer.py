@@ -1,4 +1,4 @@
-"""One training run on one rank: build, step, evaluate, save. Every rank runs the same code."""
+"""One training run on one rank: build, step, evaluate, save."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from embershard.distributed import (
     without_empty,
 )
 from embershard.errors import CheckpointError
+from embershard.pipeline import LookAheadPipeline
 from embershard.training.build import build_sharded_model, find_plan, find_profile
 from embershard.training.cache_report import CacheReader
 from embershard.training.config import RunConfig
@@ -36,36 +37,23 @@ from embershard.training.reports import EvalReport, Report, SaveReport, TrainRep
 from embershard.training.saved_run import SavedRun
 from embershard.training.steps import Steps
 
-#: Newest samples per rank from which the AUC in the progress line is made.
+#: Newest samples per rank that count for the AUC in the progress line.
 WINDOW_SAMPLES = 16_384
 
 
 class Trainer:
-    """Trains one model. Its methods are collective: all ranks call them in the same order.
+    """Trains one model. All ranks call its methods in the same order.
 
     Args:
-        config: the run.
-        ranks: the calling process's place, from `process_group`.
-        checkpoints: folder for the checkpoints, shared by all ranks; None saves none.
+        checkpoints: folder for the checkpoints, shared by all ranks; None: save none.
     """
 
     def __init__(self, config: RunConfig, ranks: Ranks, checkpoints: Path | None = None) -> None:
         self.config, self.ranks, self.checkpoints = config, ranks, checkpoints
-        self.plan = find_plan(config.sharding, config.embedding_optimizer, config.dense_optimizer, ranks)
+        self.plan = find_plan(config, ranks)
         self.source = open_source(config.data)
-        self.profile = find_profile(config.cache, config.data, self.source)
-        self.model = build_sharded_model(
-            config.model,
-            config.embedding_optimizer,
-            config.cache,
-            self.profile,
-            self.source.schema,
-            ranks,
-            batch_size=config.train.batch_size,
-            seed=config.train.seed,
-            plan=self.plan,
-            sharding=config.sharding,
-        )
+        self.profile = find_profile(config, self.source)
+        self.model = build_sharded_model(config, self.plan, self.profile, self.source.schema, ranks)
         self.dense_parameters = dict(in_backward_optimizer_filter(self.model.named_parameters()))
         self.dense_optimizer = config.dense_optimizer.build(self.dense_parameters)
         self.stream = self._open_stream(StreamState(seed=config.data.seed))
@@ -80,14 +68,14 @@ class Trainer:
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run, the ones before a resume included."""
+        """Steps of the whole run, those before a resume included."""
         limits = [self.config.train.max_steps]
         if self.config.train.num_epochs is not None:
             limits.append(self.config.train.num_epochs * self.stream.steps_per_epoch)
         return min(limit for limit in limits if limit is not None)
 
     def train(self) -> Iterator[Report]:
-        """Trains to the end of the run and yields what happened, as it happens."""
+        """Train to the end of the run, and yield reports on the way."""
         evaluated = saved = -1
         config = self.config
 
@@ -120,14 +108,19 @@ class Trainer:
 
     @property
     def upcoming(self) -> Steps:
-        """The steps to come."""
+        """The steps that are left."""
         if self._upcoming is None:
-            left = self.total_steps - self.steps
-            self._upcoming = Steps(self.stream, left, self.model, self.dense_optimizer, self.config.cache, self.ranks)
+            depths, device = self.config.look_ahead, self.ranks.device
+            pipeline = None
+            if self.config.lookahead:
+                pipeline = LookAheadPipeline(
+                    self.model, self.dense_optimizer, device, depths.lookahead, depths.prefetch
+                )
+            self._upcoming = Steps(self.stream, self.total_steps - self.steps, device, pipeline)
         return self._upcoming
 
     def step(self, batch: Batch) -> None:
-        """One training step of all ranks, on the rank's batch on its device. Nothing in it waits for a GPU."""
+        """Train one step, on the rank's batch on its device. Nothing in it waits for a GPU."""
         self._set_learning_rates()
         self.dense_optimizer.zero_grad()
         with self._autocast():
@@ -142,7 +135,7 @@ class Trainer:
         self.samples += batch.num_samples * self.ranks.world_size
 
     def report(self) -> TrainReport:
-        """Loss, AUC, speed and hit rate since the last report."""
+        """Return loss, AUC, speed and hit rate since the last report."""
         seconds = self.step_seconds[self._reported_steps - self.steps :]
         global_batch = self.config.train.batch_size * self.ranks.world_size
         self._reported_steps = self.steps
@@ -161,7 +154,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> EvalReport:
-        """Quality on the held-out part: every sample once, however many ranks there are."""
+        """Return the quality on the held-out part: each sample counts once, with any number of ranks."""
         started = time.perf_counter()
         predictions = PredictionBuffer()
         self.model.eval()
@@ -173,11 +166,10 @@ class Trainer:
                     _, (_, logits, labels) = self.model(batch)
                 predictions.add(logits[:count], labels[:count])
         self.model.train()
-        quality = predictions.quality(self.ranks)
-        return EvalReport(self.steps, quality, time.perf_counter() - started)
+        return EvalReport(self.steps, predictions.quality(self.ranks), time.perf_counter() - started)
 
     def save(self) -> SaveReport:
-        """Writes a checkpoint of everything that the rest of the run depends on.
+        """Write a checkpoint of all state that the rest of the run depends on.
 
         Raises:
             CheckpointError: one of this step exists, or the run has no folder for checkpoints.
@@ -193,26 +185,19 @@ class Trainer:
             "world_size": self.ranks.world_size,
             "rng": self.ranks.all_gather_objects(rng_state(self.ranks.device)),
         }
-        path = save_checkpoint(
-            self.checkpoints,
-            self.steps,
-            without_empty(self._tensors()),
-            scalars,
-            self.ranks,
-            keep_last=self.config.checkpoint.keep_last,
-        )
+        tensors, keep_last = without_empty(self._tensors()), self.config.checkpoint.keep_last
+        path = save_checkpoint(self.checkpoints, self.steps, tensors, scalars, self.ranks, keep_last=keep_last)
         return SaveReport(self.steps, path, time.perf_counter() - started)
 
     def resume(self, checkpoint: Path) -> None:
-        """Continues where `checkpoint` was written, with any number of ranks, as if nothing had happened.
+        """Continue from `checkpoint`, with any number of ranks, as the run would have continued.
 
         Raises:
             CheckpointError: the checkpoint is incomplete or damaged, or of a model with other tables.
             ConfigError: it was written with another `data.seed`.
         """
         saved = SavedRun.read(checkpoint)
-        _check_tables(saved.tables, self._tables(), checkpoint)
-        _check_settings(saved.settings, self._settings(), checkpoint)
+        saved.check_fits(checkpoint, self._tables(), self._settings())
         if self._upcoming is not None:
             self._upcoming.close()
             self._upcoming = None
@@ -234,7 +219,7 @@ class Trainer:
             set_rng_state(saved.rng[self.ranks.rank], self.ranks.device)
 
     def close(self) -> None:
-        """Ends the threads that parse ahead."""
+        """End the threads that parse ahead."""
         self.stream.close()
         if self._upcoming is not None:
             self._upcoming.close()
@@ -246,22 +231,20 @@ class Trainer:
             "dense_optimizer": self.dense_optimizer.state_dict()["state"],
         }
 
-    def _tables(self) -> dict[str, list[int]]:
+    def _tables(self) -> dict[str, tuple[int, int]]:
         dim = self.config.model.embedding_dim
-        return {feature.name: [feature.num_rows, dim] for feature in self.source.schema.sparse}
+        return {feature.name: (feature.num_rows, dim) for feature in self.source.schema.sparse}
 
     def _settings(self) -> dict[str, Any]:
-        """What the tensors of a checkpoint were made with: another value would load into them silently."""
+        """Settings under which other values of the tensors would load without an error."""
         config = self.config
-        model = {f"model.{key}": value for key, value in asdict(config.model).items()}
-        kinds = {
-            "embedding_optimizer.kind": config.embedding_optimizer.kind,
-            "dense_optimizer.kind": config.dense_optimizer.kind,
-        }
-        return {**json.loads(json.dumps(model)), **kinds}
+        settings = {f"model.{key}": value for key, value in asdict(config.model).items()}
+        settings["embedding_optimizer.kind"] = config.embedding_optimizer.kind
+        settings["dense_optimizer.kind"] = config.dense_optimizer.kind
+        return json.loads(json.dumps(settings))  # as a checkpoint holds them
 
     def _open_stream(self, state: StreamState | None) -> BatchStream:
-        """The training stream from `state`, or with None the held-out part."""
+        """Open the training stream at `state`, or with None the held-out part."""
         train = self.config.train
         return BatchStream(
             self.source,
@@ -290,35 +273,14 @@ class Trainer:
 
 
 def _never_empty(batch: Batch) -> Batch:
-    """The batch, or where it has no sample, one placeholder: some layers cannot run on nothing."""
+    """Return the batch, or one placeholder for an empty one: some layers cannot run without a sample."""
     if batch.num_samples:
         return batch
     sparse = batch.sparse_features
     return Batch(
         batch.dense_features.new_zeros(1, batch.dense_features.shape[1]),
         KeyedJaggedTensor(
-            keys=sparse.keys(),
-            values=sparse.values().new_empty(0),
-            lengths=sparse.lengths().new_zeros(len(sparse.keys())),
+            sparse.keys(), sparse.values().new_empty(0), lengths=sparse.lengths().new_zeros(len(sparse.keys()))
         ),
         batch.labels.new_zeros(1),
     )
-
-
-def _check_settings(saved: dict[str, Any], needed: dict[str, Any], checkpoint: Path) -> None:
-    different = [key for key in sorted(saved.keys() | needed.keys()) if saved.get(key) != needed.get(key)]
-    if different:
-        changes = ", ".join(f"{key} was {saved.get(key)!r} and is {needed.get(key)!r} now" for key in different)
-        raise CheckpointError(f"{checkpoint} was written with other settings: {changes}. Resume with its own.")
-
-
-def _check_tables(saved: dict[str, list[int]], needed: dict[str, list[int]], checkpoint: Path) -> None:
-    if saved == needed:
-        return
-    for name in sorted(saved.keys() | needed.keys()):
-        if saved.get(name) != needed.get(name):
-            shown = [f"{t[0]} rows x {t[1]}" if t else "no table" for t in (saved.get(name), needed.get(name))]
-            raise CheckpointError(
-                f"{checkpoint} does not fit: feature {name!r} has {shown[0]} in it, {shown[1]} in this run. "
-                "Resume with the config and data it was written with."
-            )

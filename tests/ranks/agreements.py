@@ -12,7 +12,8 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard import cache_stats
-from embershard.distributed.agreement import Agreement, Supply, empty_like, longest, shortest
+from embershard.distributed import empty_like, longest, shortest
+from embershard.distributed.agreement import Agreement, Supply
 from tests.ranks.parity import Case, batches, build, train
 
 Batch = tuple[KeyedJaggedTensor, Tensor]

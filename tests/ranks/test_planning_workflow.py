@@ -28,6 +28,7 @@ dense_arch_layer_sizes = [8]
 over_arch_layer_sizes = [8, 1]
 [cache]
 ratio = 0.1
+[look_ahead]
 lookahead = 8
 prefetch = 1
 [train]
@@ -79,7 +80,7 @@ def test_the_run_did_what_the_plan_said(folder):
 def test_a_run_otherwise_than_planned_is_told_apart(folder):
     """The control of the test above: plans for another policy or window predict other fills."""
     result = json.loads((folder / "run" / "result.json").read_text())
-    for setting in ("cache.policy=lru", "cache.lookahead=2"):
+    for setting in ("cache.policy=lru", "look_ahead.lookahead=2"):
         embershard("plan", *inputs(folder), "--set", setting, "--ranks", 2, "-o", folder / "other.json")
         tables = Plan.load(folder / "other.json").prediction.tables
         assert sum(table.fills for table in tables) * result["steps"] > result["cache"]["fills"] + 100

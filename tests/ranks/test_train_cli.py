@@ -142,7 +142,7 @@ def test_empty_slices_low_precision_and_the_cross_network(project_dir: Path, tmp
         "data.synthetic.num_samples=10000", "data.synthetic.scale=0.001", "data.eval_fraction=0.1",
         "train.batch_size=200", "train.epochs=none", "train.max_steps=6", "train.log_every=1",
         "train.precision=bf16", "model.arch=dlrm_dcn", "model.table_dtype=fp16", "cache.ratio=0.3",
-        "cache.profile_samples=3000", "schedule.warmup_steps=2", "schedule.decay=linear",
+        "profile.samples=3000", "schedule.warmup_steps=2", "schedule.decay=linear",
         "schedule.decay_steps=4", "dense_optimizer.clip_norm=1.0", "checkpoint.at_end=false",
     ]  # fmt: skip
     more = [word for text in given for word in ("--set", text)]

@@ -1,7 +1,8 @@
 """What the documentation shows must work: every command in a bash block, every import, every link, every path and name.
+Its prose keeps to the line length.
 
 A command is run as a dry run, or parsed by the program it calls. One that is neither needs an entry in
-``TAKEN_ON_TRUST``, with the reason. A command of an unknown program fails.
+`TAKEN_ON_TRUST`, with the reason. A command of an unknown program fails.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ PAGES = [
 ]
 FOLDERS = ("embershard", "tests", "docs", "benchmarks", "examples", "scripts", ".ci")
 ARCHITECTURE = PROJECT / "docs" / "architecture.md"
+LINE_LENGTH = 120  # as in the code
 
 # First words of a command -> why it is not checked here.
 TAKEN_ON_TRUST = {
@@ -49,19 +51,19 @@ NAMES_OF_OTHERS = {"DTensor", "PATH", "split_embedding_cpu_forward_2", "weights_
 
 
 def blocks(text: str, language: str) -> list[str]:
-    """The fenced code blocks of a language."""
+    """Return the fenced code blocks of a language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 def commands(block: str) -> list[str]:
-    """The commands of a bash block: comments dropped, continued lines joined."""
+    """Return the commands of a bash block: comments dropped, continued lines joined."""
     joined = re.sub(r"\\\n\s*", " ", block)
     lines = (re.sub(r"(^|\s)#.*", "", line).strip() for line in joined.splitlines())
     return [line for line in lines if line]
 
 
 def check_make(words: list[str]) -> None:
-    """make's own dry run, without the set-up."""
+    """Run make's own dry run, without the set-up."""
     dry = ["make", "--dry-run", "PYTHON=python3", *words[1:]]
     run = subprocess.run(dry, cwd=PROJECT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
@@ -75,7 +77,7 @@ def check_make(words: list[str]) -> None:
 
 
 def check_embershard(words: list[str]) -> None:
-    """The real command line, and the real settings: train with --dry-run, doctor without its checks."""
+    """Run the real command line on the real settings: train with --dry-run, doctor without its checks."""
     name, *arguments = words[1:]
     if "--help" in arguments or name in ("--help", "--version"):
         with pytest.raises(SystemExit) as leaves:
@@ -91,7 +93,7 @@ def check_embershard(words: list[str]) -> None:
 
 
 def _without_plan(arguments: list[str]) -> list[str]:
-    """A plan in a text is not there yet; tests/ranks/test_planning_workflow.py trains by one."""
+    """Drop a document's plan, which does not exist here; tests/ranks/test_planning_workflow.py trains by one."""
     if "--plan" not in arguments:
         return arguments
     place = arguments.index("--plan")
@@ -99,7 +101,7 @@ def _without_plan(arguments: list[str]) -> list[str]:
 
 
 def check_arguments(name: str, arguments: list[str]) -> None:
-    """The command's own parser takes them; tests/ranks/test_planning_workflow.py runs the commands."""
+    """Parse by the command's own parser; tests/ranks/test_planning_workflow.py runs the commands."""
     stopped = mock.Mock(side_effect=_ParsedError)
     parse = argparse.ArgumentParser.parse_args
 
@@ -116,7 +118,7 @@ class _ParsedError(Exception):
 
 
 def check_torchrun(words: list[str]) -> None:
-    """torchrun's own parser, then the settings of the module that it starts."""
+    """Parse by torchrun's own parser, then check the settings of the module that it starts."""
     from torch.distributed.run import get_args_parser
 
     parsed = get_args_parser().parse_args(words[1:])
@@ -131,7 +133,7 @@ def check_torchrun(words: list[str]) -> None:
 
 
 def check_pip(words: list[str]) -> None:
-    """Requirements parse; extras of ours exist; versions are those that belong together."""
+    """Check that requirements parse, that our extras exist, and that versions match `setup.cfg`."""
     config = configparser.ConfigParser()
     config.read(PROJECT / "setup.cfg")
     extras = config["options.extras_require"]
@@ -147,7 +149,7 @@ def check_pip(words: list[str]) -> None:
 
 
 def check_python(words: list[str]) -> None:
-    """The script compiles, or the module exists."""
+    """Check that the script compiles, or that the module exists."""
     if words[1] == "-m":
         assert importlib.util.find_spec(words[2]), f"no module {words[2]}"
     else:
@@ -165,7 +167,7 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
 
 
 def check(command: str) -> None:
-    """Checks one command line, or raises."""
+    """Check one command line, or raise."""
     words = shlex.split(command)
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):  # VARIABLE=value in front of a command
         words.pop(0)
@@ -179,7 +181,7 @@ def check(command: str) -> None:
 
 
 def shown(language: str) -> list[object]:
-    """Every block of a language: (page, block) as a parameter set."""
+    """Return every page's blocks of a language, as parameters."""
     return [
         pytest.param(block, id=f"{page.relative_to(PROJECT)}#{number}")
         for page in PAGES
@@ -228,13 +230,35 @@ def test_the_links_lead_somewhere(page: Path):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def prose(text: str) -> str:
+    """Return a page without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def long_lines(text: str) -> list[str]:
+    """Return the lines of prose that are too long. Rows of tables and targets of links may be."""
+    lines = (re.sub(r"\]\([^)]*\)", "]", line) for line in prose(text).splitlines() if not line.startswith("|"))
+    return [line for line in lines if len(line) > LINE_LENGTH]
+
+
+@pytest.mark.parametrize("page", [*PAGES, PROJECT / "CHANGELOG.md"], ids=lambda page: str(page.relative_to(PROJECT)))
+def test_the_lines_are_not_too_long(page: Path):
+    assert long_lines(page.read_text(encoding="utf-8")) == []
+
+
+def test_a_long_line_is_noticed():
+    long = "word " * 25
+    assert long_lines(f"short\n{long}\n") == [long]
+    assert long_lines(f"| {long} |\n```text\n{long}\n```\n[link]({long})\n") == []
+
+
 def quoted(text: str) -> list[str]:
-    """What stands in backticks outside of fenced blocks."""
-    return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
+    """Return the text in backticks outside of fenced blocks."""
+    return re.findall(r"`([^`\n]+)`", prose(text))
 
 
 def wrong_paths(text: str) -> list[str]:
-    """Paths in backticks that do not exist: those that begin at the project's root, and all names of Python files."""
+    """Return paths in backticks that do not exist: those from the project's root, and all names of Python files."""
     wrong = []
     for word in quoted(text):
         path = word.partition("::")[0]
@@ -255,7 +279,7 @@ def words_of_the_code() -> frozenset[str]:
 
 
 def unknown_names(text: str) -> list[str]:
-    """Names in backticks (``CamelCase``, ``with_underscore``, ``A.b``) that occur nowhere in the code."""
+    """Return names in backticks (`CamelCase`, `with_underscore`, `A.b`) that occur nowhere in the code."""
     known = words_of_the_code() | NAMES_OF_OTHERS
     unknown = []
     for word in quoted(text):
@@ -288,7 +312,7 @@ def test_a_wrong_path_or_name_is_noticed():
 
 
 def tree_of(block: str) -> set[str]:
-    """The files of an annotated tree: two spaces of indentation a folder, whose names end in a slash."""
+    """Return the files of an annotated tree. Folders end in a slash; each indents by two spaces."""
     files, folders = set(), [""]
     for line in filter(None, block.splitlines()):
         name = line.split()[0]
@@ -303,7 +327,7 @@ def tree_of(block: str) -> set[str]:
 
 
 def test_the_tree_lists_every_file_of_the_package():
-    """But for the rooms' own ``__init__.py``, which the page excepts; and it lists nothing else."""
+    """And lists nothing else. The page excepts the rooms' own `__init__.py`."""
     (tree,) = (block for block in blocks(ARCHITECTURE.read_text(encoding="utf-8"), "text") if block.startswith("emb"))
     there = {str(p.relative_to(PROJECT)) for p in (PROJECT / "embershard").rglob("*") if p.is_file()}
     rooms = {path for path in there if path.endswith("/__init__.py") and path.count("/") > 1}
@@ -314,7 +338,7 @@ def test_the_tree_lists_every_file_of_the_package():
 
 
 def imports_of_rooms() -> set[tuple[str, str]]:
-    """Which room imports from which other one; imports for types alone do not count, as in setup.cfg."""
+    """Return pairs of rooms of which the first imports from the second. As in setup.cfg, not for types alone."""
     found = set()
     for file in (PROJECT / "embershard").rglob("*.py"):
         room, *rest = file.relative_to(PROJECT / "embershard").parts
@@ -329,7 +353,7 @@ def imports_of_rooms() -> set[tuple[str, str]]:
 
 
 def reached(arrows: set[tuple[str, str]]) -> set[tuple[str, str]]:
-    """Every pair that a path of arrows leads from and to."""
+    """Return every pair that a path of arrows connects."""
     while more := {(a, d) for a, b in arrows for c, d in arrows if b == c} - arrows:
         arrows = arrows | more
     return arrows
@@ -343,7 +367,7 @@ def test_the_picture_of_the_floors_is_what_the_code_imports():
 
 
 def test_the_example_of_a_policy_does_what_the_page_says():
-    """It is a policy as it stands, and counts up to 15."""
+    """The example is a complete policy, and counts up to 15."""
     import torch
 
     from embershard.cache.rows.transfer import ScoresTransfer

@@ -1,6 +1,6 @@
-"""The checks of ``embershard doctor``: each a function of plain facts, returning a :class:`CheckResult`.
+"""The checks of `embershard doctor`: functions from plain facts to a `CheckResult`.
 
-Nothing here imports torch or torchrec, so that the doctor can speak when they are what is broken.
+Nothing here imports torch or torchrec: the doctor must run when they are broken.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 PASS, WARN, FAIL, SKIP = "PASS", "WARN", "FAIL", "SKIP"
 GIB = 1 << 30
 
-# Releases of torch, torchrec and FBGEMM that were built for each other; whether embershard is tested on them.
+#: Releases of torch, torchrec and FBGEMM that were built for each other; whether embershard is tested with them.
 RELEASES = (
     ("2.13", "1.8", "1.8", True),
     ("2.12", "1.7", "1.7", False),
@@ -25,16 +25,16 @@ SETUP = "make setup repairs .venv; by hand, see docs/installation.md"
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One line of the doctor's report."""
+    """One line of the doctor's report. `remedy` says what to do; it is empty when there is nothing to do."""
 
     name: str
     status: str  # PASS, WARN, FAIL or SKIP
     detail: str
-    remedy: str = ""  # what to do; empty when there is nothing to do
+    remedy: str = ""
 
 
 def check_python(version: tuple[int, int]) -> CheckResult:
-    """Python 3.10 to 3.12 is tested; older ones cannot work."""
+    """Check the Python version: 3.10 to 3.12 are tested, older ones cannot work."""
     text = f"{version[0]}.{version[1]}"
     if version < (3, 10):
         return CheckResult("python", FAIL, f"{text}; needed: 3.10 or newer", "make the venv with a newer Python")
@@ -43,35 +43,31 @@ def check_python(version: tuple[int, int]) -> CheckResult:
     return CheckResult("python", PASS, text)
 
 
-def minor(version: str) -> str:
-    """``2.13.0+cpu`` -> ``2.13``."""
-    return ".".join(re.split(r"[.+]", version)[:2])
-
-
 def check_versions(torch: str | None, torchrec: str | None, fbgemm: str | None) -> CheckResult:
-    """torch, torchrec and FBGEMM must be releases that were built for each other."""
+    """Check that torch, torchrec and FBGEMM are releases that were built for each other."""
     got = {"torch": torch, "torchrec": torchrec, "FBGEMM": fbgemm}
     detail = ", ".join(f"{name} {version or 'is missing'}" for name, version in got.items())
     if not (torch and torchrec and fbgemm):
         return CheckResult("versions", FAIL, detail, f"{SETUP} (needed: {PAIR})")
-    found = (minor(torch), minor(torchrec), minor(fbgemm))
-    for *release, tested in RELEASES:
-        if found == tuple(release):
-            if tested:
-                return CheckResult("versions", PASS, detail)
-            return CheckResult("versions", WARN, f"{detail}: they fit, but are not tested", f"tested: {PAIR}")
+    found = tuple(".".join(re.split(r"[.+]", version)[:2]) for version in (torch, torchrec, fbgemm))
     fitting = next((release for release in RELEASES if release[0] == found[0]), None)
-    if fitting:
+    if fitting is None:
+        return CheckResult("versions", WARN, f"{detail}: an unknown set", f"tested: {PAIR}")
+    if found != fitting[:3]:
         remedy = f"torch {fitting[0]} needs torchrec {fitting[1]}.x and FBGEMM {fitting[2]}.x: {SETUP}"
         return CheckResult("versions", FAIL, f"{detail}: they do not fit", remedy)
-    return CheckResult("versions", WARN, f"{detail}: an unknown set", f"tested: {PAIR}")
+    if not fitting[3]:
+        return CheckResult("versions", WARN, f"{detail}: they fit, but are not tested", f"tested: {PAIR}")
+    return CheckResult("versions", PASS, detail)
 
 
 def check_fbgemm_build(dists: Mapping[str, str], torch_cuda: str | None, driver: bool) -> CheckResult:
-    """Exactly one FBGEMM, and the one that this torch and this machine can load.
+    """Check that exactly one FBGEMM is installed: the one that this torch and this machine can load.
 
-    ``dists``: the FBGEMM distributions installed, name -> version. ``torch_cuda``: ``torch.version.cuda``.
-    ``driver``: whether NVIDIA's driver is on this machine.
+    Args:
+        dists: version by name of the installed FBGEMM distributions.
+        torch_cuda: `torch.version.cuda`.
+        driver: whether NVIDIA's driver is on this machine.
     """
     name = "fbgemm build"
     build = f"torch is a {f'CUDA {torch_cuda}' if torch_cuda else 'CPU'} build"
@@ -90,7 +86,7 @@ def check_fbgemm_build(dists: Mapping[str, str], torch_cuda: str | None, driver:
 
 
 def check_import(module: str, error: str, seconds: float) -> CheckResult:
-    """``error``: what the import said on stderr; empty when it worked."""
+    """Check an import. `error` is its stderr; empty when it worked."""
     name = f"import {module}"
     if not error:
         return CheckResult(name, PASS, f"{seconds:.1f} s")
@@ -110,7 +106,7 @@ def check_import(module: str, error: str, seconds: float) -> CheckResult:
 
 
 def check_cpu(cores: int, memory_bytes: int) -> CheckResult:
-    """Cores this process may use, and the machine's memory."""
+    """Check the cores that this process may use, and the machine's memory."""
     detail = f"{cores} cores, {memory_bytes / GIB:.0f} GiB of memory"
     if memory_bytes < 4 * GIB:
         return CheckResult("cpu", WARN, detail, "tables live in host memory: keep them under half of it")
@@ -118,7 +114,7 @@ def check_cpu(cores: int, memory_bytes: int) -> CheckResult:
 
 
 def check_gpus(names: tuple[str, ...], torch_cuda: str | None, driver: bool) -> CheckResult:
-    """``names``: each GPU that torch sees, with its memory."""
+    """Check the GPUs. `names` are those that torch sees, with their memory."""
     if names:
         return CheckResult("gpus", PASS, ", ".join(names))
     if driver and torch_cuda is None:
@@ -131,7 +127,7 @@ def check_gpus(names: tuple[str, ...], torch_cuda: str | None, driver: bool) -> 
 
 
 def check_collective(backend: str, error: str, seconds: float, remedy: str) -> CheckResult:
-    """Two processes and one all-reduce. ``error``: what went wrong; empty when it worked."""
+    """Check an all-reduce between two processes. `error` says what went wrong; empty when it worked."""
     name = f"{backend}, two ranks"
     if error:
         return CheckResult(name, FAIL, error, remedy)
@@ -139,7 +135,7 @@ def check_collective(backend: str, error: str, seconds: float, remedy: str) -> C
 
 
 def check_shared_memory(free_bytes: int | None, num_gpus: int) -> CheckResult:
-    """/dev/shm: worker processes and NCCL pass data through it; containers often have 64 MiB."""
+    """Check /dev/shm, through which processes and NCCL pass data; containers often have 64 MiB."""
     name = "shared memory"
     remedy = "in a container: docker run --shm-size=8g; else: mount -o remount,size=8G /dev/shm"
     if free_bytes is None:
@@ -151,7 +147,7 @@ def check_shared_memory(free_bytes: int | None, num_gpus: int) -> CheckResult:
 
 
 def check_open_files(limit: int) -> CheckResult:
-    """``ulimit -n``; -1 is unlimited. Sockets between ranks and files of data are counted."""
+    """Check `ulimit -n`, which limits sockets between ranks and data files; -1 is unlimited."""
     detail = f"ulimit -n is {'unlimited' if limit < 0 else limit}"
     if 0 <= limit < 256:
         return CheckResult("open files", FAIL, f"{detail}; needed: 256", "ulimit -n 65536")
@@ -161,7 +157,7 @@ def check_open_files(limit: int) -> CheckResult:
 
 
 def check_locked_memory(limit_bytes: int, num_gpus: int) -> CheckResult:
-    """``ulimit -l``; -1 is unlimited. RDMA between nodes registers memory under this limit."""
+    """Check `ulimit -l`, which limits the memory that RDMA between nodes registers; -1 is unlimited."""
     name = "locked memory"
     detail = f"ulimit -l is {'unlimited' if limit_bytes < 0 else f'{limit_bytes // 1024} KiB'}"
     if limit_bytes < 0:
@@ -175,7 +171,7 @@ def check_locked_memory(limit_bytes: int, num_gpus: int) -> CheckResult:
 
 
 def check_disk(folder: str, free_bytes: int) -> CheckResult:
-    """Free disk where runs and checkpoints go."""
+    """Check the free disk space where runs and checkpoints go."""
     detail = f"{free_bytes / GIB:.1f} GiB free in {folder}"
     remedy = "checkpoints are as large as the tables with their optimizer states: --run-dir on a larger disk"
     if free_bytes < GIB:

@@ -1,7 +1,7 @@
-"""``embershard doctor``: what fits on this machine, what does not, and what to do about it.
+"""`embershard doctor`: checks this machine, and says what to do about what fails.
 
-It looks at the machine here, and judges in :mod:`embershard.launch.doctor.checks`. torchrec and the
-collectives are tried in processes of their own: a library that crashes or hangs costs one line of the report.
+The facts are gathered here and judged in `embershard.launch.doctor.checks`. Imports and collectives are tried in
+processes of their own: a library that crashes or hangs costs one line of the report.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import importlib.metadata
 import json
 import os
 import resource
@@ -23,6 +22,7 @@ from dataclasses import asdict
 
 from embershard.launch.doctor import checks
 from embershard.launch.doctor.checks import CheckResult
+from embershard.launch.versions import installed_version
 
 COLOURS = {checks.PASS: "32", checks.WARN: "33", checks.FAIL: "31", checks.SKIP: "2"}
 IMPORT_TIMEOUT_SECONDS = 120.0
@@ -46,31 +46,8 @@ dist.destroy_process_group()
 """
 
 
-def last_line(text: str) -> str:
-    """The last line that says something, which for a traceback is the error."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "no message"
-
-
-def fbgemm_dists() -> dict[str, str]:
-    """The FBGEMM distributions that are installed: name -> version."""
-    found = {}
-    for name in (checks.CUDA_FBGEMM, checks.CPU_FBGEMM):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
-
-
-def version_of(dist: str) -> str | None:
-    """The installed version of a distribution, or None."""
-    try:
-        return importlib.metadata.version(dist)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def has_driver() -> bool:
-    """Whether the library that FBGEMM's CUDA build needs from NVIDIA's driver can be loaded."""
+    """Return whether NVIDIA's driver has the library that FBGEMM's CUDA build loads."""
     with contextlib.suppress(OSError):
         ctypes.CDLL("libnvidia-ml.so.1")
         return True
@@ -78,7 +55,7 @@ def has_driver() -> bool:
 
 
 def torch_facts() -> tuple[str | None, tuple[str, ...]]:
-    """``torch.version.cuda``, and each GPU with its memory; nothing when torch cannot be imported."""
+    """Return `torch.version.cuda`, and each GPU with its memory; nothing when torch cannot be imported."""
     try:
         import torch
     except Exception:  # the import check shows the error
@@ -89,7 +66,7 @@ def torch_facts() -> tuple[str | None, tuple[str, ...]]:
 
 
 def import_error(module: str, timeout_seconds: float) -> tuple[str, float]:
-    """Imports a module in a process of its own; what it said on failing (empty: it worked), and seconds."""
+    """Import a module in a process of its own; return its error (empty: it worked) and the seconds."""
     start = time.monotonic()
     command = [sys.executable, "-W", "ignore", "-c", f"import {module}"]
     try:
@@ -105,28 +82,24 @@ def import_error(module: str, timeout_seconds: float) -> tuple[str, float]:
 
 
 def all_reduce_error(backend: str, timeout_seconds: float) -> tuple[str, float]:
-    """One all-reduce between two processes on 127.0.0.1; what went wrong (empty: nothing), and seconds."""
+    """Run an all-reduce between two processes on 127.0.0.1; return the error (empty: it worked) and the seconds."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     start = time.monotonic()
-    command = [sys.executable, "-W", "ignore", "-c", ALL_REDUCE, backend]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(port), str(timeout_seconds)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    python = [sys.executable, "-W", "ignore", "-c", ALL_REDUCE]
+    ranks = []
+    for rank in range(2):
+        command = [*python, backend, str(rank), str(port), str(timeout_seconds)]
+        ranks.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
     errors = []
     try:
         for rank, process in enumerate(ranks):
             left = max(1.0, timeout_seconds - (time.monotonic() - start))
             _, stderr = process.communicate(timeout=left)
             if process.returncode:
-                errors.append(f"rank {rank}: {last_line(stderr)}")
+                last_line = (stderr.strip() or "no message").splitlines()[-1].strip()  # of a traceback: the error
+                errors.append(f"rank {rank}: {last_line}")
     except subprocess.TimeoutExpired:
         errors.append(f"no answer after {timeout_seconds:.0f} s")
     finally:
@@ -136,21 +109,8 @@ def all_reduce_error(backend: str, timeout_seconds: float) -> tuple[str, float]:
     return "; ".join(errors), time.monotonic() - start
 
 
-def memory_bytes() -> int:
-    """The machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def shared_memory_bytes() -> int | None:
-    """Free bytes in /dev/shm; None without one."""
-    try:
-        return shutil.disk_usage("/dev/shm").free
-    except OSError:
-        return None
-
-
 def collectives(num_gpus: int, timeout_seconds: float) -> Iterator[CheckResult]:
-    """gloo always, NCCL where there are two GPUs."""
+    """Try gloo always, and NCCL where there are two GPUs."""
     error, seconds = all_reduce_error("gloo", timeout_seconds)
     remedy = "this host's name must resolve to an address of it (see /etc/hosts), or set GLOO_SOCKET_IFNAME=lo"
     yield checks.check_collective("gloo", error, seconds, remedy)
@@ -162,33 +122,37 @@ def collectives(num_gpus: int, timeout_seconds: float) -> Iterator[CheckResult]:
 
 
 def examine(timeout_seconds: float) -> Iterator[CheckResult]:
-    """All checks, one after the other, in the order in which a newcomer would fix them."""
+    """Run all checks, in the order in which a newcomer would fix what fails."""
     torch_cuda, gpus = torch_facts()
-    driver, dists = has_driver(), fbgemm_dists()
-    limit = resource.getrlimit
+    driver = has_driver()
+    found = {name: installed_version(name) for name in (checks.CUDA_FBGEMM, checks.CPU_FBGEMM)}
+    dists = {name: version for name, version in found.items() if version is not None}
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    shared_bytes = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None
     yield checks.check_python((sys.version_info[0], sys.version_info[1]))
-    yield checks.check_versions(version_of("torch"), version_of("torchrec"), next(iter(dists.values()), None))
+    fbgemm = next(iter(dists.values()), None)
+    yield checks.check_versions(installed_version("torch"), installed_version("torchrec"), fbgemm)
     yield checks.check_fbgemm_build(dists, torch_cuda, driver)
     for module in ("torch", "torchrec"):
         yield checks.check_import(module, *import_error(module, IMPORT_TIMEOUT_SECONDS))
-    yield checks.check_cpu(len(os.sched_getaffinity(0)), memory_bytes())
+    yield checks.check_cpu(len(os.sched_getaffinity(0)), memory_bytes)
     yield checks.check_gpus(gpus, torch_cuda, driver)
     yield from collectives(len(gpus), timeout_seconds)
-    yield checks.check_shared_memory(shared_memory_bytes(), len(gpus))
-    yield checks.check_open_files(limit(resource.RLIMIT_NOFILE)[0])
-    yield checks.check_locked_memory(limit(resource.RLIMIT_MEMLOCK)[0], len(gpus))
+    yield checks.check_shared_memory(shared_bytes, len(gpus))
+    yield checks.check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    yield checks.check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], len(gpus))
     yield checks.check_disk(os.getcwd(), shutil.disk_usage(os.getcwd()).free)
 
 
 def line(result: CheckResult, colour: bool) -> str:
-    """One result as text, its remedy on a line of its own."""
+    """Return a result as text, its remedy on a line of its own."""
     status = f"\033[{COLOURS[result.status]}m{result.status}\033[0m" if colour else result.status
     text = f"{status}  {result.name:<17}  {result.detail}"
     return f"{text}\n      {'':<17}  -> {result.remedy}" if result.remedy else text
 
 
 def summary(results: Sequence[CheckResult]) -> str:
-    """The last line: how many of each, and what follows."""
+    """Return the last line: the number of results of each status, and what to do next."""
     statuses = [result.status for result in results]
     counts = ", ".join(f"{statuses.count(status)} {status}" for status in COLOURS if status in statuses)
     if checks.FAIL in statuses:
@@ -197,7 +161,7 @@ def summary(results: Sequence[CheckResult]) -> str:
 
 
 def main(argv: list[str], examine: Callable[[float], Iterator[CheckResult]] = examine) -> int:
-    """Prints the report. Returns 1 when a check failed, else 0."""
+    """Print the report. Return 1 when a check failed, else 0."""
     parser = argparse.ArgumentParser(prog="embershard doctor", description="Check that this machine can train.")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds for each two-rank test (60)")

@@ -1,4 +1,4 @@
-"""``embershard plan --calibrate``: how fast this machine trains, found by training a few small models on it."""
+"""`embershard plan --calibrate`: measures the speed of this machine by training a few small models on it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import psutil
 from rich.console import Console
 from rich.table import Table
 
+from embershard.decoding import decode
 from embershard.errors import ConfigError, SetupError
 from embershard.launch.plan.reference_steps import QUIET, Segment, Segments
-from embershard.launch.record import versions
+from embershard.launch.screen import make_table, say
 from embershard.launch.train.local import start_ranks
+from embershard.launch.versions import versions
 from embershard.planning.cost.least_squares import fit_rates
 from embershard.planning.cost.rates import Rates, StepWork
 from embershard.planning.cost.topology import Topology, save_topology
@@ -30,7 +32,8 @@ _MODULE = "embershard.launch.plan.reference_steps"
 _BASE: dict[str, Any] = {
     "data": {"eval_fraction": 0.0, "synthetic": {"num_samples": 2_000_000, "scale": 0.02}},
     "model": {"embedding_dim": 16, "dense_arch_layer_sizes": [64, 32, 16], "over_arch_layer_sizes": [128, 64, 1]},
-    "cache": {"ratio": 0.1, "policy": "lookahead", "warmup": False, "lookahead": 8},
+    "cache": {"ratio": 0.1, "policy": "lookahead", "warmup": False},
+    "look_ahead": {"lookahead": 8},
     "embedding_optimizer": {"kind": "rowwise_adagrad"},
     "train": {"batch_size": 1024, "max_steps": 1_000_000, "device": "cpu"},
 }
@@ -70,12 +73,8 @@ _TOO_BUSY = 0.7
 
 @dataclass(frozen=True)
 class Measured:
-    """One setting's step.
-
-    Attributes:
-        work, step_seconds: of a step on a quiet machine.
-        foreign: share of the processor time that other programs took while it was measured, at most.
-    """
+    """One setting's step on a quiet machine; `foreign` is the most that other programs took while it was measured, as
+    a share of the processor time."""
 
     setting: str
     work: StepWork
@@ -88,7 +87,7 @@ def run_calibration(
 ) -> Topology:
     """Train reference settings with each of these numbers of ranks, on the CPU, and fit rates to their step times.
 
-    Takes about a minute per number of ranks on a quiet machine, and up to twice that on a busy one. ``quick`` runs
+    Takes about a minute per number of ranks on a quiet machine, and up to twice that on a busy one. `quick` runs
     three settings for a few steps: it shows that calibration works here, its rates are rough.
 
     Args:
@@ -103,24 +102,23 @@ def run_calibration(
         raise ConfigError(f"--ranks: got {list(num_ranks)}, needed numbers of ranks to calibrate for, each at least 1.")
     console = console or Console()
     rates: dict[int, Rates] = {}
-    foreign: list[float] = []
+    busy = 0.0
     for ranks in sorted(set(num_ranks)):
         began = time.perf_counter()
         measured = summarize(measure(ranks, _segments(ranks, quick)), ranks >= (psutil.cpu_count() or 1))
         fit = fit_rates([(each.work, each.step_seconds) for each in measured])
         rates[ranks] = fit.rates
-        foreign += [each.foreign for each in measured]
+        busy = max(busy, *(each.foreign for each in measured))
         console.print(_table(ranks, measured, fit.errors, time.perf_counter() - began))
-    busy = max(foreign)
     if busy > QUIET:
-        console.print(
+        say(
+            console,
             f"Other programs used up to {busy:.0%} of this machine's processor time. Calibrate again when it is quiet.",
-            soft_wrap=True,
         )
     topology = _topology("this-machine" if output is None else Path(output).stem, rates, busy, quick)
     if output is not None:
         save_topology(topology, output)
-        console.print(f"Written to {output}; use it with embershard plan --topology {output}.", soft_wrap=True)
+        say(console, f"Written to {output}; use it with embershard plan --topology {output}.")
     return topology
 
 
@@ -134,7 +132,7 @@ def _segments(num_ranks: int, quick: bool) -> Segments:
 
 
 def reference_setting(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's values: the base with these changes, "section.key" -> value."""
+    """Return a run's values: the base with these changes, "section.key" -> value."""
     values = copy.deepcopy(_BASE)
     for key, value in changes.items():
         *sections, name = key.split(".")
@@ -155,16 +153,16 @@ def measure(num_ranks: int, segments: Segments) -> list[Segment]:
         plan, result = Path(folder) / "plan.json", Path(folder) / "result.json"
         plan.write_text(json.dumps(asdict(segments)), encoding="utf-8")
         if start_ranks(num_ranks, _MODULE, [str(plan), str(result)]) or not result.exists():
-            raise SetupError(f"Calibration with {num_ranks} ranks failed; what the ranks said stands above.")
-        return [Segment.from_dict(values) for values in json.loads(result.read_text(encoding="utf-8"))]
+            raise SetupError(f"Calibration with {num_ranks} ranks failed; the ranks' own messages stand above.")
+        return [decode(Segment, values) for values in json.loads(result.read_text(encoding="utf-8"))]
 
 
 def summarize(segments: Sequence[Segment], ranks_fill_machine: bool) -> list[Measured]:
-    """One value per setting, in the order in which they came: the median of its segments.
+    """Return one value per setting, the median of its segments; settings stay in their order.
 
-    Disturbed segments count only where there is no quiet one. Ranks that keep all cores busy would then have been done
-    sooner without the others: in the share of the processor time that they had. Of ranks that do not, the quieter half
-    of the segments counts as it is.
+    Disturbed segments count only where there is no quiet one. Ranks that keep all cores busy would have been faster
+    alone: their times are scaled by their share of the processor time. Of ranks that do not, the quieter half of the
+    segments counts unscaled.
     """
     by_setting: dict[str, list[Segment]] = {}
     for segment in segments:
@@ -177,16 +175,14 @@ def _summary(name: str, segments: Sequence[Segment], ranks_fill_machine: bool) -
     quiet = [segment for segment in by_noise if segment.foreign <= QUIET]
     usable = [segment for segment in by_noise if segment.foreign <= _TOO_BUSY] if ranks_fill_machine else []
     kept = quiet or usable or by_noise[: (len(by_noise) + 1) // 2]
-    works = [segment.work.to_dict() for segment in kept]
-    work = StepWork(**{kind: fmean(each[kind] for each in works) for kind in works[0]})
     own = [1 - segment.foreign if ranks_fill_machine else 1.0 for segment in kept]
     seconds = median(segment.step_seconds * share for segment, share in zip(kept, own, strict=True))
-    return Measured(name, work, seconds, kept[-1].foreign)
+    return Measured(name, StepWork.mean([segment.work for segment in kept]), seconds, kept[-1].foreign)
 
 
 @contextmanager
 def _kept(variable: str) -> Iterator[None]:
-    """`start_ranks` sets each rank's threads in this process's environment, for good: not for the next number."""
+    """Restore an environment variable at the end: `start_ranks` sets each rank's threads in this process for good."""
     given = os.environ.get(variable)
     try:
         yield
@@ -196,24 +192,21 @@ def _kept(variable: str) -> Iterator[None]:
 
 
 def _topology(name: str, rates: Mapping[int, Rates], busy: float, quick: bool) -> Topology:
-    used = versions()
     how = "roughly calibrated" if quick else "calibrated"
     return Topology(
         name=name,
-        source=f"{how} here on {time.strftime('%Y-%m-%d')} with torch {used.get('torch')}, "
+        source=f"{how} here on {time.strftime('%Y-%m-%d')} with torch {versions().get('torch')}, "
         f"{psutil.cpu_count()} cores, other programs using up to {busy:.0%} of them",
         device="cpu",
         ranks_per_node=max(rates),
         host_memory_bytes=psutil.virtual_memory().total,
-        rates_by_ranks=dict(rates),
+        rates=dict(rates),
     )
 
 
 def _table(num_ranks: int, measured: Sequence[Measured], errors: Sequence[float], seconds: float) -> Table:
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
-    table = Table("setting", title=f"{ranks}, {seconds:.0f} s", title_justify="left")
-    for heading in ("step ms", "fitted", "other programs"):
-        table.add_column(heading, justify="right")
+    table = make_table(f"{ranks}, {seconds:.0f} s", ("setting",), ("step ms", "fitted", "other programs"))
     for each, error in zip(measured, errors, strict=True):
         table.add_row(each.setting, f"{each.step_seconds * 1e3:.1f}", f"{error:+.0%}", f"{each.foreign:.0%}")
     return table

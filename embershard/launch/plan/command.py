@@ -1,19 +1,28 @@
-"""``embershard plan``: places tables and sizes caches without a GPU at hand, and says what that will give."""
+"""`embershard plan`: places tables, sizes caches and predicts the result, without a GPU at hand."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar, get_args
 
 from rich.console import Console
 
-from embershard.errors import ConfigError, EmbershardError
+from embershard.errors import ConfigError
+from embershard.launch.arguments import add_settings, check_output, make_parser
+from embershard.launch.screen import progress_bar, say, wide_console
 from embershard.launch.units import parse_bytes
+
+if TYPE_CHECKING:  # they load torch and TorchRec, and --help must answer at once: functions import what they need
+    from embershard.frequency import DataStatistics
+    from embershard.planning.cost.topology import Topology
+    from embershard.planning.request import PlanRequest
+    from embershard.training.config import RunConfig
+
+N = TypeVar("N", int, float)
 
 _HELP = """Place tables and size caches; predict memory, hit rates and step time.
 
@@ -25,151 +34,121 @@ _HELP = """Place tables and size caches; predict memory, hit rates and step time
   embershard plan diff a.json b.json
   embershard train --config run.toml --plan plan.json
 """
-_WIDTH = 150
 _MOST_RANKS = 4096
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code: 0 well, 2 wrong usage, settings, or a model that does not fit."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    try:
-        if arguments[:1] == ["diff"]:
-            return _diff(arguments[1:])
-        parser = _parser()
-        parsed = parser.parse_args(arguments)
-        if parsed.calibrate:
-            return _calibrate(parsed)
-        return _plan(parsed, ["embershard", "plan", *arguments])
-    except EmbershardError as error:
-        print(f"embershard: {error}", file=sys.stderr)
-        return 2
+def main(argv: Sequence[str]) -> int:
+    """Run `embershard plan` or `embershard plan diff`; return 0, or 2 where no compared case fits.
+
+    Raises:
+        EmbershardError: an option, a setting or a file is wrong, or the model does not fit.
+    """
+    if argv[:1] == ["diff"]:
+        return _diff(argv[1:])
+    arguments = _parser().parse_args(argv)
+    if arguments.calibrate:
+        return _calibrate(arguments)
+    return _plan(arguments, shlex.join(["embershard", "plan", *argv]))
 
 
 @dataclass(frozen=True)
 class _Setup:
-    """What the command line and the files say together."""
+    """The command line and its files, read."""
 
-    config: Any
-    data: Any
-    topology: Any
+    config: RunConfig
+    data: DataStatistics
+    topology: Topology
     arguments: argparse.Namespace
     command: str
 
-    def request(self, num_ranks: int, ratio: float | None = None) -> Any:
-        """For so many ranks, and a share of rows on the device instead of what the config says."""
+    def request(self, num_ranks: int, ratio: float | None = None) -> PlanRequest:
+        """Return the request for so many ranks; `ratio` overrides the config's share of rows on the device."""
         from embershard.launch.plan.inputs import budget, make_workload
         from embershard.planning.request import PlanRequest
 
         config, arguments = self.config, self.arguments
         topology = self._shaped(num_ranks)
-        workload = make_workload(
-            config,
-            self.data,
-            world_size=num_ranks,
-            ranks_per_node=topology.ranks_per_node,
-            device=topology.device,
-        )
-        device_bytes = _given(arguments.device_memory, topology.device_memory_bytes)
-        host_bytes = _given(arguments.host_memory, topology.host_memory_bytes)
+        device_bytes, host_bytes = arguments.device_memory, arguments.host_memory
+        if device_bytes is None:
+            device_bytes = topology.device_memory_bytes
+        if host_bytes is None:
+            host_bytes = topology.host_memory_bytes
         note = topology.note(num_ranks)
+        most_ranks = None if topology.device == "cpu" else self.topology.ranks_per_node
         return PlanRequest(
-            workload=workload,
-            rates=topology.rates(num_ranks),
+            workload=make_workload(
+                config, self.data, num_ranks, ranks_per_node=topology.ranks_per_node, device=topology.device
+            ),
+            rates=topology.rates_for(num_ranks),
             budget=budget(config, device_bytes, host_bytes, ratio),
             types=arguments.types,
             replicate_rows=arguments.replicate_rows,
-            most_ranks_per_node=arguments.ranks_per_node or (None if topology.device == "cpu" else self._devices),
-            settings=_settings(config, topology.device),
-            made_from=self._origins(),
+            most_ranks_per_node=arguments.ranks_per_node or most_ranks,
+            settings={**config.predicted_from, "train.device": topology.device},
+            made_from={
+                **{name: str(getattr(arguments, name)) for name in ("config", "profile", "topology")},
+                "command": self.command,
+            },
             notes=() if note is None else (note,),
         )
 
-    @property
-    def _devices(self) -> int:
-        return int(self.topology.ranks_per_node)
-
-    def _shaped(self, num_ranks: int) -> Any:
-        topology = self.topology
-        per_node = self.arguments.ranks_per_node
+    def _shaped(self, num_ranks: int) -> Topology:
+        topology, per_node = self.topology, self.arguments.ranks_per_node
         if per_node is None:
             per_node = num_ranks if topology.device == "cpu" else min(num_ranks, topology.ranks_per_node)
         if num_ranks % per_node:
             raise ConfigError(f"--ranks {num_ranks}: needed a multiple of {per_node}, the ranks per node.")
         return topology.shaped(per_node, num_ranks // per_node)
 
-    def _origins(self) -> dict[str, str]:
-        arguments = self.arguments
-        return {
-            "config": str(arguments.config),
-            "profile": str(arguments.profile),
-            "topology": str(arguments.topology),
-            "command": self.command,
-        }
 
+def _plan(arguments: argparse.Namespace, command: str) -> int:
+    from embershard.launch.plan import view
+    from embershard.planning.make_plan import make_plan
 
-def _given(value: int | None, otherwise: int | None) -> int | None:
-    return otherwise if value is None else value
-
-
-def _settings(config: Any, device: str) -> dict[str, Any]:
-    return {**config.predicted_from, "train.device": device}
-
-
-def _plan(arguments: argparse.Namespace, command: Sequence[str]) -> int:
-    # Imported here, because it loads torch and TorchRec, and --help must answer at once.
-    from embershard.launch.plan import view as plan_view
-    from embershard.planning.planner import make_plan
-
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     for path in (arguments.output, arguments.png):
-        if path is not None and not path.resolve().parent.is_dir():
-            raise ConfigError(f"{path}: there is no folder {path.resolve().parent}; make it first.")
-    setup = _read(arguments, shlex.join(command))
-    ranks = arguments.ranks or [setup.topology.world_size]
+        if path is not None:
+            check_output(path)
+    setup = _read(arguments, command)
+    ranks, ratios = arguments.ranks or [setup.topology.world_size], arguments.ratios or [None]
     if max(ranks) > _MOST_RANKS:
         raise ConfigError(f"--ranks {max(ranks)}: needed at most {_MOST_RANKS}.")
     if any(ratio > 1 for ratio in arguments.ratios or ()):
         raise ConfigError(f"--ratios {max(arguments.ratios):g}: needed shares of the rows, in (0, 1].")
-    if len(ranks) > 1 or len(arguments.ratios or ()) > 1:
-        return _what_if(setup, ranks, console)
+    console = wide_console()
+    if len(ranks) > 1 or len(ratios) > 1:
+        return _what_if(setup, ranks, ratios, console)
     if arguments.png is not None:
         raise ConfigError("--png draws a comparison; give several --ranks or --ratios.")
-    request = setup.request(ranks[0], (arguments.ratios or [None])[0])
-    with plan_view.progress(console) as progress:
-        plan = make_plan(request, progress)
+    request = setup.request(ranks[0], ratios[0])
+    with progress_bar(console, "pools replayed") as on_progress:
+        plan = make_plan(request, on_progress)
     if arguments.explain:
-        plan_view.show_explanations(request, plan, arguments.explain, console)
+        view.show_explanations(request, plan, arguments.explain, console)
     else:
-        plan_view.show(plan, console, top=arguments.top)
+        view.show(plan, console, top=arguments.top)
     if arguments.output is not None:
         plan.save(arguments.output)
-        console.print(
+        say(
+            console,
             f"Written to {arguments.output}. Train with it:  embershard train --config {arguments.config} "
             f"--plan {arguments.output} --nproc {ranks[0]}",
-            soft_wrap=True,
-            highlight=False,
         )
     return 0
 
 
-def _what_if(setup: _Setup, ranks: Sequence[int], console: Console) -> int:
-    from embershard.launch.plan import view as plan_view
+def _what_if(setup: _Setup, ranks: Sequence[int], ratios: Sequence[float | None], console: Console) -> int:
     from embershard.launch.plan.picture import draw_what_if
+    from embershard.launch.plan.view import show_what_if
     from embershard.launch.plan.what_if import try_all
 
     arguments = setup.arguments
     if arguments.output is not None or arguments.explain:
         raise ConfigError("-o and --explain are for one plan; give one number of --ranks and at most one of --ratios.")
-    cases = [(each, ratio) for ratio in (arguments.ratios or [None]) for each in ranks]
-    requests: list[tuple[int, float | None, Callable[[], Any]]] = [
-        (each, ratio, lambda each=each, ratio=ratio: setup.request(each, ratio))  # type: ignore[misc]
-        for each, ratio in cases
-    ]
-    outcomes = try_all(requests, console)
-    plan_view.show_what_if(outcomes, console)
+    outcomes = try_all([(each, ratio) for ratio in ratios for each in ranks], setup.request, console)
+    show_what_if(outcomes, console)
     if arguments.png is not None:
         draw_what_if(outcomes, arguments.png)
-        console.print(f"Drawn to {arguments.png}.", soft_wrap=True, highlight=False)
+        say(console, f"Drawn to {arguments.png}.")
     return 0 if any(outcome.plan is not None for outcome in outcomes) else 2
 
 
@@ -183,24 +162,24 @@ def _read(arguments: argparse.Namespace, command: str) -> _Setup:
     if arguments.config is None or arguments.profile is None:
         raise ConfigError("embershard plan needs --config (the run's settings) and --profile (of embershard profile).")
     config = load_config(RunConfig, arguments.config, arguments.overrides)
-    profile = FrequencyProfile.load(arguments.profile)
-    if profile.statistics is None:
+    statistics = FrequencyProfile.load(arguments.profile).statistics
+    if statistics is None:
         raise ConfigError(
             f"{arguments.profile} has row counts only; make it with embershard profile, which also finds out what "
             "planning needs."
         )
-    check_tables(config, profile.statistics)
+    check_tables(config, statistics)
     topology = load_topology(arguments.topology)
-    if config.train.device != "auto" and config.train.device != topology.device:
+    if config.train.device not in ("auto", topology.device):
         raise ConfigError(
             f"train.device is {config.train.device!r}, and topology {topology.name} is of kind {topology.device!r}; "
             "choose another --topology, or --set train.device=auto."
         )
-    return _Setup(config, profile.statistics, topology, arguments, command)
+    return _Setup(config, statistics, topology, arguments, command)
 
 
 def _diff(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="embershard plan diff", description="Say how two plans differ.")
+    parser = make_parser("plan diff", "Say how two plans differ.")
     parser.add_argument("before", type=Path, metavar="A", help="a plan")
     parser.add_argument("after", type=Path, metavar="B", help="another one")
     arguments = parser.parse_args(argv)
@@ -208,27 +187,23 @@ def _diff(argv: Sequence[str]) -> int:
     from embershard.sharding.plan_diff import diff_lines
 
     lines = diff_lines(Plan.load(arguments.before), Plan.load(arguments.after))
-    print("\n".join(lines) if lines else "The plans are equal.")
+    print("\n".join(lines) or "The plans are equal.")
     return 0
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
+    if arguments.output is None:
+        raise ConfigError("--calibrate needs -o FILE.toml, where the measured topology goes.")
+    check_output(arguments.output)
     from embershard.launch.plan.calibrate import run_calibration
 
-    if arguments.output is None or not arguments.output.resolve().parent.is_dir():
-        raise ConfigError("--calibrate needs -o FILE.toml in a folder that is there, for the measured topology.")
     run_calibration(arguments.ranks or [1, 2, 4], arguments.output, quick=arguments.quick)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="embershard plan", description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="the run's settings, a TOML file")
-    parser.add_argument(
-        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override a setting"
-    )
+    parser = make_parser("plan", _HELP)
+    add_settings(parser, required=False)
     parser.add_argument("--profile", type=Path, metavar="FILE", help="the data's frequencies, of embershard profile")
     parser.add_argument("--ranks", type=_numbers(int), metavar="N[,N...]", help="ranks; several: compare them")
     parser.add_argument("--ratios", type=_numbers(float), metavar="R[,R...]", help="shares of the rows on the device")
@@ -238,7 +213,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--topology", default="cpu", metavar="NAME", help="a machine: h200x8, h100x8x4, cpu, or a TOML file"
     )
-    parser.add_argument("--types", type=_words, metavar="T[,T...]", help="sharding types that may be used")
+    parser.add_argument("--types", type=_sharding_types, metavar="T[,T...]", help="sharding types that may be used")
     parser.add_argument(
         "--replicate-rows",
         type=int,
@@ -255,8 +230,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _numbers(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    def parse(text: str) -> list[Any]:
+def _numbers(kind: Callable[[str], N]) -> Callable[[str], list[N]]:
+    def parse(text: str) -> list[N]:
         try:
             values = [kind(part) for part in text.split(",")]
         except ValueError as error:
@@ -268,14 +243,12 @@ def _numbers(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     return parse
 
 
-def _words(text: str) -> list[str]:
-    known = ("table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid_shard")
-    words = text.split(",")
-    unknown = [word for word in words if word not in known]
+def _sharding_types(text: str) -> list[str]:
+    from embershard.sharding.shards import Sharding
+
+    known = [name for name in get_args(Sharding) if name != "data_parallel"]
+    types = text.split(",")
+    unknown = [name for name in types if name not in known]
     if unknown:
         raise argparse.ArgumentTypeError(f"got {unknown[0]!r}; needed some of {', '.join(known)}")
-    return words
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return types

@@ -1,4 +1,4 @@
-"""What each rank of a calibration runs: a few steps of several settings in turn, timed, and their work counted."""
+"""The program of a calibration's ranks: times a few steps of several settings in turn, and counts their work."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import psutil
-from torchrec.distributed.types import ParameterSharding
 
 from embershard.cache import CacheGrowthWarning
 from embershard.data import BatchStream, open_source
+from embershard.decoding import decode
 from embershard.distributed import Ranks, process_group
-from embershard.launch.config import from_values
-from embershard.launch.plan.inputs import STATE_BYTES, dense_size
-from embershard.launch.train.command import _quiet
+from embershard.launch.plan.inputs import model_size
+from embershard.launch.screen import silence_libraries
 from embershard.models import table_name
 from embershard.planning.cost import work as formulas
 from embershard.planning.cost.rates import StepWork
@@ -41,13 +40,13 @@ _COUNTED = ("unique_ids", "fills", "write_backs", "bytes_to_device", "bytes_to_h
 
 @dataclass(frozen=True)
 class Segments:
-    """How settings are timed.
+    """The settings to time, and for how long.
 
     Attributes:
         settings: name -> a run's values, as in its TOML file.
-        num_quiet: segments of each setting that no other program disturbed.
-        skip, steps: steps of a segment before its time counts (other settings ran between), and steps that count.
-        seconds: after so long in all no segment is repeated.
+        num_quiet: undisturbed segments that each setting needs.
+        skip, steps: uncounted first steps of a segment (other settings ran between), and counted steps.
+        seconds: time limit in all, after which no segment is repeated.
         sharding: name -> sharding type of all tables, where it is not "table_wise".
     """
 
@@ -61,10 +60,9 @@ class Segments:
 
 @dataclass(frozen=True)
 class Segment:
-    """One measurement.
+    """One measurement of a setting.
 
     Attributes:
-        setting: its name.
         step_seconds: median of the steps.
         work: mean over the ranks, per step.
         foreign: share of the machine's processor time that other programs took.
@@ -75,22 +73,13 @@ class Segment:
     work: StepWork
     foreign: float
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Segment:
-        """The inverse of :meth:`to_dict`."""
-        return cls(**{**values, "work": StepWork.from_dict(values["work"])})
-
 
 class _Timed:
-    """One setting on this rank."""
+    """The trainer of one setting on this rank."""
 
     def __init__(self, name: str, values: Mapping[str, Any], sharding: str, ranks: Ranks) -> None:
         self.name, self._ranks = name, ranks
-        config = from_values(RunConfig, dict(values))
+        config = decode(RunConfig, values)
         self._input_seconds = ranks.from_first(lambda: _input_seconds(config))
         with tempfile.TemporaryDirectory() as folder:
             plan = Path(folder) / "plan.json"
@@ -103,20 +92,18 @@ class _Timed:
         self._run(1)
 
     def measure(self, skip: int, steps: int) -> Segment:
-        """Collective."""
+        """Time one segment. Collective."""
         self._run(skip)
         self._lookups.clear()
         counts, clock = self._counts(), _Clock()
         seconds = self._run(steps)
         foreign = clock.foreign(self._ranks)
         per_step = {name: (now - counts[name]) / steps for name, now in self._counts().items()}
-        work = self._work(steps, per_step)
-        works = self._ranks.all_gather_objects(work.to_dict())
-        mean = {name: fmean(each[name] for each in works) for name in work.to_dict()}
-        return Segment(self.name, median(seconds), StepWork.from_dict(mean), foreign)
+        mean = StepWork.mean(self._ranks.all_gather_objects(self._work(steps, per_step)))
+        return Segment(self.name, median(seconds), mean, foreign)
 
     def close(self) -> None:
-        """Ends its threads."""
+        """End the trainer's threads."""
         self._trainer.close()
 
     def _run(self, steps: int) -> list[float]:
@@ -137,45 +124,47 @@ class _Timed:
         return {"planned_ids": sum(table.lookups for table in tables), **counters}
 
     def _work(self, steps: int, counted: Mapping[str, float]) -> StepWork:
-        config, world_size = self._config, self._ranks.world_size
-        size, batch_size = dense_size(config, len(self._trainer.source.schema.sparse)), config.train.batch_size
-        tables = {name: param for plan in self._trainer.model.plan.plan.values() for name, param in plan.items()}
+        batch_size, world_size = self._config.train.batch_size, self._ranks.world_size
+        features = self._trainer.source.schema.sparse
+        model = model_size(self._config, {table_name(feature.name): feature.num_rows for feature in features})
+        sizes = {table.table: table for table in model.tables}
+        params = {name: param for plan in self._trainer.model.plan.plan.values() for name, param in plan.items()}
         ids = {table_name(key): count / steps / batch_size for key, count in self._lookups.items()}
-        shards = [
-            shard for name, param in tables.items() for shard in _own_shards(param, self._ranks.rank, ids.get(name, 0))
-        ]
-        weight_bytes = 4 if config.model.table_dtype == "fp32" else 2
-        per_row, per_column = STATE_BYTES[config.embedding_optimizer.kind]
-        return StepWork(
-            dense_flops=formulas.dense_flops(size, batch_size),
-            activation_bytes=formulas.activation_bytes(size, batch_size),
-            update_bytes=formulas.dense_parameter_bytes(size),
-            embedding_bytes=sum(
-                formulas.embedding_bytes(
-                    shard.ids_per_sample * shard.rank_share * batch_size * world_size,
-                    shard.columns * weight_bytes,
-                    per_row + per_column * shard.columns,
-                )
-                for shard in shards
-            ),
-            all_to_all_bytes=sum(
-                formulas.all_to_all_bytes(
-                    **dataclasses.asdict(shard),
+        embedding_bytes = all_to_all_bytes = 0.0
+        for name, param in params.items():
+            shards = param.sharding_spec.shards if param.sharding_spec else []
+            rank_share = 1 / len({shard.shard_offsets[0] for shard in shards} or [0])
+            ids_per_sample = ids.get(name, 0.0)
+            for shard in shards:
+                if shard.placement.rank() != self._ranks.rank:
+                    continue
+                columns, num_ids = shard.shard_sizes[1], ids_per_sample * rank_share * batch_size * world_size
+                embedding_bytes += formulas.embedding_bytes(num_ids, sizes[name], columns)
+                all_to_all_bytes += formulas.all_to_all_bytes(
+                    param.sharding_type,
                     batch_size=batch_size,
                     world_size=world_size,
+                    ids_per_sample=ids_per_sample,
+                    columns=columns,
+                    rank_share=rank_share,
                     ranks_per_node=self._ranks.local_world_size,
                 )
-                for shard in shards
-            ),
-            all_reduce_bytes=formulas.all_reduce_bytes(formulas.dense_parameter_bytes(size), world_size),
-            num_collectives=formulas.num_collectives({p.sharding_type for p in tables.values()}, world_size),
+        return StepWork(
+            dense_flops=model.dense_flops_per_sample * batch_size,
+            activation_bytes=model.activation_bytes_per_sample * batch_size,
+            update_bytes=model.dense_parameter_bytes,
+            embedding_bytes=embedding_bytes,
+            all_to_all_bytes=all_to_all_bytes,
+            all_reduce_bytes=formulas.all_reduce_bytes(model.dense_parameter_bytes, world_size),
+            num_collectives=formulas.num_collectives({param.sharding_type for param in params.values()}, world_size),
             input_seconds=self._input_seconds,
             **counted,
         )
 
 
 def simple_plan(config: RunConfig, sharding: str, world_size: int) -> Plan:
-    """All tables sharded in one way, table-wise in turn over the ranks, with the config's share of slots."""
+    """Return a plan with all tables sharded in one way (table-wise: in turn over the ranks) and the config's share of
+    slots."""
     sparse = open_source(config.data).schema.sparse
     in_turn = sorted(range(len(sparse)), key=lambda number: (-sparse[number].num_rows, number))
     tables = [
@@ -204,26 +193,8 @@ def simple_plan(config: RunConfig, sharding: str, world_size: int) -> Plan:
     )
 
 
-@dataclass(frozen=True)
-class _Shard:
-    sharding: str
-    columns: int
-    ids_per_sample: float
-    rank_share: float
-
-
-def _own_shards(param: ParameterSharding, rank: int, ids_per_sample: float) -> list[_Shard]:
-    shards = param.sharding_spec.shards if param.sharding_spec else []
-    row_blocks = len({shard.shard_offsets[0] for shard in shards})
-    return [
-        _Shard(param.sharding_type, shard.shard_sizes[1], ids_per_sample, 1 / row_blocks)
-        for shard in shards
-        if shard.placement.rank() == rank
-    ]
-
-
 def _input_seconds(config: RunConfig) -> float:
-    """One core's seconds to read and parse a batch."""
+    """Return one core's seconds to read and parse a batch."""
     alone = dataclasses.replace(config.data, num_workers=0)
     with BatchStream(
         open_source(config.data),
@@ -243,13 +214,13 @@ def _input_seconds(config: RunConfig) -> float:
 
 
 class _Clock:
-    """Processor time of this machine and of these ranks, from now on."""
+    """Measures the processor time of this machine and of these ranks, from now on."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter(), _busy_seconds(), time.process_time()
 
     def foreign(self, ranks: Ranks) -> float:
-        """Share that other programs took until now, the same on all ranks. Collective."""
+        """Return the share that other programs took until now, the same on all ranks. Collective."""
         wall, busy, own = (
             now - then
             for now, then in zip((time.perf_counter(), _busy_seconds(), time.process_time()), self._began, strict=True)
@@ -265,7 +236,7 @@ def _busy_seconds() -> float:
 
 
 def measure(plan: Segments, ranks: Ranks) -> list[Segment]:
-    """All segments, settings in turn: what comes and goes on the machine meets all of them. Collective."""
+    """Measure all segments, settings in turn: so passing load on the machine meets all of them. Collective."""
     ends = time.perf_counter() + plan.seconds
     timed = [
         _Timed(name, values, plan.sharding.get(name, "table_wise"), ranks) for name, values in plan.settings.items()
@@ -286,14 +257,14 @@ def measure(plan: Segments, ranks: Ranks) -> list[Segment]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """``python -m embershard.launch.plan.reference_steps PLAN RESULT``: paths of JSON files."""
-    _quiet()
+    """Run `python -m embershard.launch.plan.reference_steps PLAN RESULT`: paths of JSON files."""
+    silence_libraries()
     warnings.filterwarnings("ignore", category=CacheGrowthWarning)  # slots are what is varied here
     plan = Segments(**json.loads(Path(argv[0]).read_text(encoding="utf-8")))
     with process_group("cpu") as ranks:
         found = measure(plan, ranks)
         if ranks.is_first:
-            Path(argv[1]).write_text(json.dumps([each.to_dict() for each in found]), encoding="utf-8")
+            Path(argv[1]).write_text(json.dumps([dataclasses.asdict(each) for each in found]), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One pass over the training data, in several processes: from a data source to a profile."""
+"""One pass over the training data in several processes: from a data source to a profile."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from embershard.frequency.curves import pooled, unseen_share
 from embershard.frequency.downsampling import Following
 from embershard.models import table_name
 
-#: Samples of a part: what a process counts at a time. Fewer where samples have many lookups.
+#: Samples of a part, which a process counts at a time; fewer where samples have many lookups.
 PART_SAMPLES = 65_536
 _PART_LOOKUPS = 8_000_000
 _LEAST_PART_SAMPLES = 1024
 _PROBED_SAMPLES = 64
-#: So many parts at least show how much of a sample's result is chance.
+#: The least number of parts that shows how much of a sample's result is chance.
 _SAMPLED_PARTS = 8
 #: Share of the rows for which a sample's error is stated.
 _ERROR_SHARE = 0.015
@@ -38,19 +38,12 @@ _ERROR_SHARE = 0.015
 
 @dataclass(frozen=True)
 class PassOptions:
-    """How to count.
+    """Options of a pass."""
 
-    Attributes:
-        num_workers: processes; 1 counts in this one.
-        sample: share of the training samples to read.
-        max_lookups: most lookups to keep in the trace.
-        memory_bytes: about how much memory the counts may take.
-    """
-
-    num_workers: int = 1
-    sample: float = 1.0
-    max_lookups: int = 4_000_000
-    memory_bytes: int = 4 << 30
+    num_workers: int = 1  # processes; 1 counts in this one
+    sample: float = 1.0  # share of the training samples to read
+    max_lookups: int = 4_000_000  # most lookups to keep in the trace
+    memory_bytes: int = 4 << 30  # about how much memory the counts may take
 
     def __post_init__(self) -> None:
         for name, low in (("num_workers", 1), ("max_lookups", 1000), ("memory_bytes", 1 << 20)):
@@ -61,29 +54,28 @@ class PassOptions:
 
 
 class PartReader:
-    """Reads and counts ranges of positions of epoch 0's order, as the trainer will read it."""
+    """Reads and counts ranges of positions in epoch 0's order, the order in which the trainer will read."""
 
     def __init__(self, config: DataConfig) -> None:
         self._source = open_source(config)
         chunks = self._source.chunks("train")
         self.num_samples = chunks.num_samples
         self.num_rows = {table_name(feature.name): feature.num_rows for feature in self._source.schema.sparse}
-        self._order = EpochOrder(
-            chunks, seed=config.seed, epoch=0, shuffle=config.shuffle, window=config.shuffle_window
-        )
+        window = config.shuffle_window
+        self._order = EpochOrder(chunks, seed=config.seed, epoch=0, shuffle=config.shuffle, window=window)
 
     def count(self, start: int, stop: int, following: Following | None = None) -> Part:
-        """Positions [start, stop)."""
+        """Count positions [start, stop)."""
         began = time.process_time()
-        places = self._order.locate(start, stop)
-        blocks = [self._source.read("train", chunk, rows) for chunk, rows in places]
+        blocks = [self._source.read("train", chunk, rows) for chunk, rows in self._order.locate(start, stop)]
         seconds = time.process_time() - began
-        sizes = [_bag_sizes(blocks, feature) for feature in range(len(self.num_rows))]
-        rows = (np.concatenate([block.values[feature] for block in blocks]) for feature in range(len(self.num_rows)))
+        features = range(len(self.num_rows))
+        sizes = [_bag_sizes(blocks, feature) for feature in features]
+        rows = (np.concatenate([block.values[feature] for block in blocks]) for feature in features)
         return count_part(list(self.num_rows.values()), rows, sizes, stop - start, following, seconds)
 
     def part_samples(self) -> int:
-        """Samples per part: as few as bound the memory that a part needs."""
+        """Return the number of samples per part that bounds the memory of a part."""
         probed = self.count(0, min(_PROBED_SAMPLES, self.num_samples))
         per_sample = sum(table.counts.num_lookups for table in probed.tables) / max(probed.num_samples, 1)
         size = PART_SAMPLES
@@ -98,22 +90,20 @@ def profile_data(
     on_progress: Callable[[int, int], None] | None = None,
     reader: PartReader | None = None,
 ) -> FrequencyProfile:
-    """Count the training split of ``data``; ``on_progress`` gets the samples counted and those to count.
+    """Count the training samples of `data`; `reader` is of the same data, where they are open already.
 
-    ``reader`` is of the same data, where they were opened before.
+    `on_progress` gets the number of samples counted and of those to count, after every part.
 
     Raises:
-        DataError, ConfigError: the data are not what they should be.
+        DataError, ConfigError: the data or their settings are wrong.
         SetupError: a process ended by itself.
     """
     reader = reader or PartReader(data)
     ranges = part_ranges(reader.num_samples, options.sample, reader.part_samples())
     to_count = sum(stop - start for start, stop in ranges)
+    in_halves = options.sample < 1
     collector = Collector(
-        reader.num_rows,
-        max_lookups=options.max_lookups,
-        memory_bytes=options.memory_bytes,
-        in_halves=options.sample < 1,
+        reader.num_rows, max_lookups=options.max_lookups, memory_bytes=options.memory_bytes, in_halves=in_halves
     )
     done = 0
     for part in _parts(data, reader, ranges, options.num_workers, lambda: collector.following):
@@ -128,7 +118,11 @@ def profile_data(
 
 
 def part_ranges(num_samples: int, sample: float, part_samples: int) -> list[tuple[int, int]]:
-    """Ranges [start, stop) of positions: all of them, or a share ``sample`` in ranges that are spread evenly."""
+    """Return ranges [start, stop) of positions: all of them, or a share `sample` in evenly spread ranges.
+
+    >>> part_ranges(10, 1.0, part_samples=4)
+    [(0, 4), (4, 8), (8, 10)]
+    """
     if sample >= 1:
         return [(start, min(start + part_samples, num_samples)) for start in range(0, num_samples, part_samples)]
     wanted = max(1, round(num_samples * sample))
@@ -141,14 +135,13 @@ def part_ranges(num_samples: int, sample: float, part_samples: int) -> list[tupl
 
 
 def _bag_sizes(blocks: list[Block], feature: int) -> int | NDArray[np.integer]:
+    """Return the ids per sample of a feature: one number if all samples have equally many."""
     sizes = [block.lengths[feature] for block in blocks]
     if all(isinstance(size, int) for size in sizes) and len(set(sizes)) == 1:
         return int(sizes[0])
     pairs = zip(sizes, blocks, strict=True)
     return np.concatenate([np.broadcast_to(size, block.num_samples) for size, block in pairs])
 
-
-# -------------------------------------------------------------------------------------- processes
 
 _reader: PartReader | None = None
 
@@ -170,17 +163,16 @@ def _parts(
     num_workers: int,
     following: Callable[[], Following],
 ) -> Iterator[Part]:
-    """All parts in their order; a few are in work or wait at a time."""
+    """Yield all parts in their order; at most two per process are in work or wait."""
     num_workers = min(num_workers, len(ranges))
     if num_workers <= 1:
         for start, stop in ranges:
             yield reader.count(start, stop, following())
         return
-    alone = dataclasses.replace(data, num_workers=0)
-    # Processes are forked from one that has imported what takes seconds, and has no threads.
+    # Processes are forked from one that has imported the slow modules and has no threads.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    pool = ProcessPoolExecutor(num_workers, context, _open, (alone,))
+    pool = ProcessPoolExecutor(num_workers, context, _open, (dataclasses.replace(data, num_workers=0),))
     waiting: deque[Future[Part]] = deque()
     left = iter(ranges)
     try:
@@ -192,14 +184,11 @@ def _parts(
             yield waiting.popleft().result()
     except BrokenProcessPool as error:
         raise SetupError(
-            f"one of {num_workers} processes that count ended by itself, mostly for want of memory; "
+            f"one of {num_workers} counting processes ended by itself, probably for lack of memory; "
             "use fewer with --workers"
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-# -------------------------------------------------------------------------------------- words
 
 
 def _origin(data: DataConfig) -> str:
@@ -209,7 +198,7 @@ def _origin(data: DataConfig) -> str:
 
 
 def _with_error(collected: Collected) -> Collected:
-    """With a sentence about how far the sample may be trusted."""
+    """Add to the statistics' origin how far the sample can be trusted."""
     assert collected.halves is not None
     statistics = collected.statistics
     tables = statistics.tables.values()

@@ -1,4 +1,4 @@
-"""Hit-rate curves of a profile as a picture."""
+"""A profile's hit-rate curves as a picture."""
 
 from __future__ import annotations
 
@@ -11,22 +11,20 @@ from embershard.errors import DataError
 from embershard.frequency import DataStatistics, StackDistances
 from embershard.frequency.curves import pooled, static_curve
 
-#: Tables that are drawn beside the sum of all.
+#: Tables that are drawn alone, too.
 _NUM_THIN = 4
 _STATIC, _LRU = "tab:blue", "tab:orange"
 
 
 def draw(statistics: DataStatistics, together: StackDistances | None, path: Path) -> None:
-    """Hit rate against the share of the rows in the cache, static and LRU: all tables thick, the largest few thin.
+    """Draw hit rates against the share of the rows in the cache, static and LRU; thin: the largest tables alone.
 
     Raises:
-        DataError: the file cannot be written, or its ending is of no format of pictures.
+        DataError: the file cannot be written, or its ending names no format of pictures.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     tables = sorted(statistics.tables.values(), key=lambda each: each.num_rows, reverse=True)
     rows = sum(table.num_rows for table in tables)
@@ -41,19 +39,12 @@ def draw(statistics: DataStatistics, together: StackDistances | None, path: Path
         axes.plot(shares, static_curve(table.histogram, slots), color=_STATIC, label=f"{table.table}, static", **look)
         if table.stack is not None:
             axes.plot(shares, table.stack.hit_rate(slots), color=_LRU, label=f"{table.table}, LRU", **look)
-    _label(axes, statistics)
+    axes.set(xscale="log", ylim=(0.0, 1.0), xlabel="rows in the cache, as a share of all rows", ylabel="lookups found")
+    axes.set_xlim(right=1.0)
+    axes.set_title(f"{statistics.num_samples:,} samples, {len(tables)} tables", loc="left")
+    axes.grid(True, which="both", alpha=0.25)
+    axes.legend(fontsize="small", loc="lower right")
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be drawn ({error}); give a file that ends in .png") from error
-
-
-def _label(axes: Any, statistics: DataStatistics) -> None:
-    axes.set_xscale("log")
-    axes.set_xlim(right=1.0)
-    axes.set_ylim(0.0, 1.0)
-    axes.set_xlabel("rows in the cache, as a share of all rows")
-    axes.set_ylabel("lookups found")
-    axes.set_title(f"{statistics.num_samples:,} samples, {len(statistics.tables)} tables", loc="left")
-    axes.grid(True, which="both", alpha=0.25)
-    axes.legend(fontsize="small", loc="lower right")

@@ -10,122 +10,103 @@ from rich.table import Table
 from embershard.frequency import CountHistogram, DataStatistics, StackDistances, TableStatistics
 from embershard.frequency.compare import TableComparison
 from embershard.frequency.curves import distinct_rows, pooled, static_curve, unseen_share
+from embershard.launch.screen import make_table
 
 #: Sizes of a cache, as shares of a table's rows, whose hit rates are shown.
 SIZES = (0.015, 0.05)
 _HEADS = (0.001, 0.01, 0.1)
 _WINDOW = 4096
-#: Less than this many points of hit rate is no reason to prefer a policy.
+#: Policies whose hit rates differ by less are equally good.
 _SAME = 0.005
 
 
 def profile_table(statistics: DataStatistics, together: StackDistances | None, top: int) -> Table:
-    """One line per table, for the ``top`` tables with most rows; then all tables together."""
-    table = Table(title=_title(statistics), title_justify="left", pad_edge=False)
-    for name in ("table", "rows", "occur", "lookups", "per\nsample", "top row"):
-        table.add_column(name, justify="left" if name == "table" else "right")
-    for share in _HEADS:
-        table.add_column(f"top\n{share:.1%}", justify="right")
-    table.add_column(f"distinct in\n{_WINDOW}", justify="right")
-    for size in SIZES:
-        table.add_column(f"static\n{size:.1%}", justify="right")
-        table.add_column(f"LRU\n{size:.1%}", justify="right")
+    """Return a line for each of the `top` tables with most rows, and one for all tables together."""
+    part = "" if statistics.share_of_samples >= 1 else f" ({statistics.share_of_samples:.2%} of them)"
+    title = f"{statistics.num_samples:,} training samples{part}, {len(statistics.tables)} tables"
+    columns = ["rows", "occur", "lookups", "per\nsample", "top row", *(f"top\n{share:.1%}" for share in _HEADS)]
+    columns.append(f"distinct in\n{_WINDOW}")
+    columns += [f"{policy}\n{size:.1%}" for size in SIZES for policy in ("static", "LRU")]
+    table = make_table(title, ["table"], columns)
     ordered = sorted(statistics.tables.values(), key=lambda each: each.num_rows, reverse=True)
     for each in ordered[:top]:
         table.add_row(each.table, *_cells([each], each.stack, statistics.num_samples))
     if len(ordered) > top:
-        table.add_row(f"{len(ordered) - top} more", *[""] * (len(table.columns) - 1), style="dim")
+        table.add_row(f"{len(ordered) - top} more", style="dim")
     table.add_section()
     table.add_row("together", *_cells(ordered, together, statistics.num_samples), style="bold")
     return table
 
 
 def sentences(statistics: DataStatistics, together: StackDistances | None) -> list[str]:
-    """What the numbers say, in words."""
+    """Return what the numbers mean, in words."""
     lines = [
-        "top x %: share of lookups that go to so many of the rows that occur. static, LRU: share of lookups found by a "
-        "cache of so many of all rows."
+        "top x %: share of the lookups that go to the x % most frequent of the rows that occur. static, LRU: share of "
+        "the lookups that hit in a cache for this share of all rows.",
+        _policy_sentence(statistics) if statistics.preferences else _curves_sentence(statistics, together),
+        _drift_sentence(statistics),
+        _trust_sentence(statistics),
     ]
-    lines += [_preference_sentence(statistics, together), _drift_sentence(statistics), _trust_sentence(statistics)]
     if statistics.read_seconds_per_sample:
         lines.append(
             f"One core reads {1 / statistics.read_seconds_per_sample:,.0f} samples/s on the machine that counted."
         )
-    lines.append(f"Counted: {statistics.origin}.")
-    return lines
+    return [*lines, f"Counted: {statistics.origin}."]
 
 
 def comparison_table(found: Sequence[TableComparison], top: int) -> Table:
-    """One line per table, for the ``top`` tables with most lookups."""
-    table = Table(title="The most frequent rows of A, on the lookups of B", title_justify="left", pad_edge=False)
-    columns = (
-        "table",
-        "rows\nchosen",
-        "also chosen\nby B",
-        "hit rate of\nA's rows",
-        "of B's\nrows",
-        "lookups of rows\nnew in B",
-    )
-    for name in columns:
-        table.add_column(name, justify="left" if name == "table" else "right")
+    """Return a line for each of the `top` tables with most lookups."""
+    hits = ("hit rate of\nA's rows", "of B's\nrows", "lookups of rows\nnew in B")
+    title = "The most frequent rows of A, on the lookups of B"
+    table = make_table(title, ["table"], ["rows\nchosen", "also chosen\nby B", *hits])
     ordered = sorted(found, key=lambda each: each.lookups, reverse=True)
     for each in ordered[:top]:
         shares = (each.overlap, each.hit_rate, each.own_hit_rate, each.unseen)
         table.add_row(each.table, f"{each.num_top:,}", *(f"{share:.1%}" for share in shares))
     if len(ordered) > top:
-        table.add_row(f"{len(ordered) - top} more", *[""] * (len(columns) - 1), style="dim")
+        table.add_row(f"{len(ordered) - top} more", style="dim")
     return table
 
 
 def comparison_sentence(found: Sequence[TableComparison]) -> str:
-    """All tables together."""
+    """Return the hit rates over all tables, in words."""
     lookups = [max(each.lookups, 0) for each in found]
     if not sum(lookups):
         return "B has no lookups."
-    old, own, new = (
-        float(np.average([getattr(each, name) for each in found], weights=lookups))
-        for name in ("hit_rate", "own_hit_rate", "unseen")
-    )
+    rates = [(each.hit_rate, each.own_hit_rate, each.unseen) for each in found]
+    old, own, new = np.average(rates, axis=0, weights=lookups)
     return (
         f"Together, each table with its own rows: those chosen by A find {old:.1%} of B's lookups, those "
-        f"chosen by B itself {own:.1%}; "
-        f"{new:.1%} of B's lookups go to rows that A never saw."
+        f"chosen by B itself {own:.1%}; {new:.1%} of B's lookups go to rows that A never saw."
     )
-
-
-def _title(statistics: DataStatistics) -> str:
-    part = "" if statistics.share_of_samples >= 1 else f" ({statistics.share_of_samples:.2%} of them)"
-    return f"{statistics.num_samples:,} training samples{part}, {len(statistics.tables)} tables"
 
 
 def _cells(tables: Sequence[TableStatistics], stack: StackDistances | None, num_samples: int) -> list[str]:
     histogram = pooled(table.histogram for table in tables)
     rows, lookups = sum(table.num_rows for table in tables), sum(table.num_lookups for table in tables)
-    undercount = any(table.undercount for table in tables)
-    heads = [_top_share(histogram, 1.0), *(_top_share(histogram, share * histogram.num_rows) for share in _HEADS)]
+    bound = "<= " if any(table.undercount for table in tables) else ""
     cells = [
         f"{rows:,}",
-        ("<= " if undercount else "") + f"{histogram.num_rows:,.0f}",
+        f"{bound}{histogram.num_rows:,.0f}",
         f"{lookups:,}",
         f"{lookups / max(num_samples, 1):.1f}",
-        *heads,
+        *(_static_share(histogram, num_rows) for num_rows in (1.0, *(share * histogram.num_rows for share in _HEADS))),
         f"{sum(distinct_rows(table, _WINDOW, num_samples) for table in tables):,.0f}",
     ]
     for size in SIZES:
         slots = np.array(max(1.0, size * rows))
-        cells.append(f"{float(static_curve(histogram, slots)):.1%}")
+        cells.append(_static_share(histogram, size * rows))
         cells.append("n/a" if stack is None else f"{float(stack.hit_rate(slots)):.1%}")
     return cells
 
 
-def _top_share(histogram: CountHistogram, num_rows: float) -> str:
+def _static_share(histogram: CountHistogram, num_rows: float) -> str:
+    """Return the share of lookups that go to the most frequent rows, at least one of them."""
     return f"{float(static_curve(histogram, np.array(max(1.0, num_rows)))):.1%}"
 
 
-def _preference_sentence(statistics: DataStatistics, together: StackDistances | None) -> str:
+def _policy_sentence(statistics: DataStatistics) -> str:
     found = statistics.preferences
-    if not found:
-        return _curves_sentence(statistics, together)
     named = ", ".join(f"{policy} {misses:.2%}" for policy, misses in sorted(found.items(), key=lambda item: item[1]))
     alone = {policy: misses for policy, misses in found.items() if policy != "lookahead"} or dict(found)
     best = min(alone, key=lambda policy: alone[policy])
@@ -140,15 +121,14 @@ def _preference_sentence(statistics: DataStatistics, together: StackDistances | 
 
 
 def _reason(best: str, statistics: DataStatistics) -> str:
-    drift = statistics.drift
-    if drift is None:
+    if statistics.drift is None:
         return "by these misses alone"
-    moved = f"{1 - drift.top_rows_kept:.0%} of the most frequent rows are others at the end"
-    if best == "lru":
-        return f"since what was used last tells more than what was used most: {moved}"
-    if best == "lfu":
-        return f"since counts that go on find what becomes popular: {moved}"
-    return f"since what is popular stays so: {moved}"
+    reasons = {
+        "lru": "what was used last tells more than what was used most",
+        "lfu": "counts that go on find what becomes popular",
+    }
+    moved = f"{1 - statistics.drift.top_rows_kept:.0%} of the most frequent rows are others at the end"
+    return f"since {reasons.get(best, 'what is popular stays so')}: {moved}"
 
 
 def _curves_sentence(statistics: DataStatistics, together: StackDistances | None) -> str:
@@ -178,16 +158,16 @@ def _drift_sentence(statistics: DataStatistics) -> str:
 
 
 def _trust_sentence(statistics: DataStatistics) -> str:
-    unseen = unseen_share(pooled(table.histogram for table in statistics.tables.values()))
+    tables, trace = statistics.tables.values(), statistics.trace
+    unseen = unseen_share(pooled(table.histogram for table in tables))
     text = f"Trust: about {unseen:.2%} of further lookups will go to rows that did not occur"
-    trace = statistics.trace
     if trace is not None:
         # Beside constant rows, all but one in a million may be followed.
         constant = sum(len(rows) for rows in trace.constant_rows.values())
         followed = "all rows are" if trace.rate > 0.99 else f"{trace.rate:.3%} of the rows are"
-        text += f"; {followed} followed in order ({trace.num_lookups:,} lookups"
-        text += f"), beside {constant:,} that are in about every batch" if constant else ")"
-    forgotten = max(table.undercount for table in statistics.tables.values()) if statistics.tables else 0
+        beside = f", beside {constant:,} that are in about every batch" if constant else ""
+        text += f"; {followed} followed in order ({trace.num_lookups:,} lookups){beside}"
+    forgotten = max((table.undercount for table in tables), default=0)
     if forgotten:
         text += f"; counts are low by up to {forgotten} (memory was bounded: --memory)"
     return text + "."

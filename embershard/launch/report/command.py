@@ -1,20 +1,19 @@
-"""``embershard report``: what a run gave, and how well its plan predicted that."""
+"""`embershard report`: shows what a run gave, beside what its plan predicted."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from embershard.errors import ConfigError, EmbershardError
+from embershard.errors import ConfigError
+from embershard.launch.arguments import make_parser, positive
+from embershard.launch.screen import wide_console
 from embershard.planning.cost.recalibrate import Recalibration, recalibrated
-from embershard.planning.cost.topology import load_topology, save_topology
+from embershard.planning.cost.topology import Topology, load_topology, save_topology
 from embershard.planning.verify.compare import compare
 from embershard.planning.verify.measured import MeasuredRun
 from embershard.planning.verify.notes import notes
@@ -27,19 +26,18 @@ _HELP = """Show what a run gave; set what its plan predicted beside what was mea
   embershard report runs/mine --recalibrate machine.toml
   embershard plan --config run.toml --profile profile.npz --topology machine.toml
 """
-_WIDTH = 150
 _TOP = 12
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code: 0 well, 2 wrong usage, or nothing to compare."""
+def main(argv: Sequence[str]) -> int:
+    """Run `embershard report`; return 0.
+
+    Raises:
+        EmbershardError: an option has no effect, or a file is missing or wrong.
+    """
     arguments = _parser().parse_args(argv)
-    try:
-        _check_usage(arguments)
-        _report(arguments, Console(width=None if sys.stdout.isatty() else _WIDTH))
-    except EmbershardError as error:
-        print(f"embershard: {error}", file=sys.stderr)
-        return 2
+    _check_usage(arguments)
+    _report(arguments)
     return 0
 
 
@@ -65,7 +63,7 @@ class _Run:
         return cls(folder, result)
 
     def plan(self, given: Path | None) -> Plan:
-        """The plan to compare with: the run's own unless another one is given."""
+        """Return the plan to compare with: the run's own unless another one is given."""
         if given is not None:
             return Plan.load(given)
         if not (self.folder / "plan.json").exists():
@@ -76,19 +74,19 @@ class _Run:
         return Plan.load(self.folder / "plan.json")
 
     def other_settings(self, plan: Plan) -> list[str]:
-        """What the run did otherwise than the plan's prediction assumed.
+        """Return the settings that differ from those that the plan's prediction assumed, as sentences.
 
         Raises:
             ConfigError: its config.toml is missing, or of another version.
         """
-        from embershard.launch.config import load_config  # loads torch
-        from embershard.training.config import RunConfig
+        from embershard.launch.config import RUN_CONFIG, load_config
+        from embershard.training.config import RunConfig  # loads torch
 
-        config = load_config(RunConfig, self.folder / "config.toml")
+        config = load_config(RunConfig, self.folder / RUN_CONFIG)
         return plan.other_settings({**config.predicted_from, "train.device": self.result.get("device")})
 
     def num_checkpoints(self, run: MeasuredRun) -> int:
-        """Written in the steps that were counted."""
+        """Return the checkpoints written in the counted steps."""
         try:
             lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
             reports = [json.loads(line) for line in lines]
@@ -98,33 +96,33 @@ class _Run:
         return sum(step > run.all_steps - run.steps for step in steps)
 
 
-def _report(arguments: argparse.Namespace, console: Console) -> None:
+def _report(arguments: argparse.Namespace) -> None:
     run = _Run.read(arguments.run_dir)
-    from embershard.launch.report import view as report_view  # loads torch, and --help must answer at once
+    from embershard.launch.report import view  # loads torch, and --help must answer at once
 
-    found: dict[str, Any] = {"run": str(run.folder)}
+    console = wide_console()
+    console.quiet = arguments.json
+    values: dict[str, Any] = {"run": str(run.folder)}
     top = arguments.top or _TOP
     if arguments.predicted:
         plan = run.plan(arguments.plan)
         comparison = compare(plan, run.result)
         measured = MeasuredRun.from_result(run.result)
-        said = notes(plan, measured, _other_settings(run, plan), run.num_checkpoints(measured))
-        found["predicted"] = report_view.comparison_values(comparison, said)
-        if not arguments.json:
-            report_view.show_comparison(comparison, said, console, top)
-            if comparison.is_step_time_off and measured.plan_digest == plan.digest and arguments.recalibrate is None:
-                report_view.show_advice(run.folder, console)
+        lines = notes(plan, measured, _other_settings(run, plan), run.num_checkpoints(measured))
+        values["predicted"] = view.comparison_values(comparison, lines)
+        view.show_comparison(comparison, lines, console, top)
+        if comparison.is_step_time_off and measured.plan_digest == plan.digest and arguments.recalibrate is None:
+            view.show_advice(run.folder, console)
     if arguments.recalibrate is not None:
         changed = _recalibrate(arguments, run)
-        found["recalibrated"] = report_view.recalibration_values(changed, arguments.recalibrate)
-        if not arguments.json:
-            report_view.show_recalibration(changed, arguments.recalibrate, console)
+        values["recalibrated"] = view.recalibration_values(changed, arguments.recalibrate)
+        view.show_recalibration(changed, arguments.recalibrate, console)
     if not arguments.predicted and arguments.recalibrate is None:
-        found["result"] = run.result
+        values["result"] = run.result
         if not arguments.json:
-            report_view.show_run(run.folder, run.result, console, top)
+            view.show_run(run.folder, run.result, console, top)
     if arguments.json:
-        print(json.dumps(found, indent=2, allow_nan=False))
+        print(json.dumps(values, indent=2, allow_nan=False))
 
 
 def _other_settings(run: _Run, plan: Plan) -> list[str]:
@@ -152,8 +150,8 @@ def _recalibrate(arguments: argparse.Namespace, run: _Run) -> Recalibration:
     return changed
 
 
-def _topology(given: str | None, plan: Plan) -> Any:
-    """By name or file; else the one that the plan was made with, where it is in the catalogue."""
+def _topology(given: str | None, plan: Plan) -> Topology:
+    """Load a topology by name or file; by default the one that the plan was made with, where the catalogue has it."""
     if given is not None:
         return load_topology(given)
     name = plan.made_from.get("topology")
@@ -169,14 +167,11 @@ def _topology(given: str | None, plan: Plan) -> Any:
 
 
 def _check_usage(arguments: argparse.Namespace) -> None:
-    """An option without an effect is a mistake."""
-    for needs, is_given, options in (
-        ("--predicted or --recalibrate", arguments.predicted or arguments.recalibrate is not None, ("plan",)),
-        ("--recalibrate", arguments.recalibrate is not None, ("topology",)),
-    ):
-        for option in options:
-            if getattr(arguments, option) is not None and not is_given:
-                raise ConfigError(f"--{option} has no effect without {needs}.")
+    """Raise where an option has no effect."""
+    if arguments.plan is not None and not arguments.predicted and arguments.recalibrate is None:
+        raise ConfigError("--plan has no effect without --predicted or --recalibrate.")
+    if arguments.topology is not None and arguments.recalibrate is None:
+        raise ConfigError("--topology has no effect without --recalibrate.")
     if arguments.top is not None and arguments.json:
         raise ConfigError("--top has no effect with --json, which has all tables.")
     if arguments.recalibrate is not None and arguments.recalibrate.suffix != ".toml":
@@ -184,9 +179,7 @@ def _check_usage(arguments: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="embershard report", description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("report", _HELP)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run that ended")
     parser.add_argument("--predicted", action="store_true", help="set what the plan predicted beside what was measured")
     parser.add_argument("--plan", type=Path, metavar="FILE", help="compare with this plan (default: the run's own)")
@@ -200,15 +193,5 @@ def _parser() -> argparse.ArgumentParser:
         "--topology", metavar="NAME", help="to correct: a machine or a TOML file (default: the one of the plan)"
     )
     parser.add_argument("--json", action="store_true", help="print the same numbers as JSON, for all tables")
-    parser.add_argument("--top", type=_positive, metavar="N", help=f"tables to show (default: {_TOP})")
+    parser.add_argument("--top", type=positive, metavar="N", help=f"tables to show (default: {_TOP})")
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}; needed a whole number, 1 or more")
-    return int(text)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

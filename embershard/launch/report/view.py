@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from embershard.errors import ConfigError
-from embershard.launch.plan.view import size
-from embershard.launch.train.progress import closing_table, number
+from embershard.launch.screen import make_table, number, say
+from embershard.launch.train.progress import closing_table
+from embershard.launch.units import size
 from embershard.planning.cost.recalibrate import Recalibration
 from embershard.planning.verify.compare import Comparison, Pair, Traffic, Verdict
 
@@ -22,19 +23,18 @@ _MOST_RANKS = 16
 
 
 def show_run(folder: Path, result: Mapping[str, Any], console: Console, top: int) -> None:
-    """Quality, speed, and the caches of a run without a look at any plan."""
+    """Print quality, speed and the caches' counts of a run, without looking at a plan."""
     try:
         tables = [closing_table(dict(result), str(folder))]
         cache = result["cache"]
         if cache is not None:
-            tables += [_cache_table("Ranks", "rank", _by_rank(cache), result["measured_steps"])]
-            misses = sorted(cache["tables"].items(), key=lambda item: item[1]["hits_lookups"] - item[1]["lookups"])
-            title = (
-                f"The {top} of {len(misses)} tables with most misses"
-                if len(misses) > top
-                else "Tables, most misses first"
-            )
-            tables += [_cache_table(title, "table", misses[:top], result["measured_steps"])]
+            ranks = [(str(values["rank"]), values) for values in cache["ranks"][:_MOST_RANKS]]
+            by_misses = sorted(cache["tables"].items(), key=lambda item: item[1]["hits_lookups"] - item[1]["lookups"])
+            title = "Tables, most misses first"
+            if len(by_misses) > top:
+                title = f"The {top} of {len(by_misses)} tables with most misses"
+            for heading, what, rows in (("Ranks", "rank", ranks), (title, "table", by_misses[:top])):
+                tables.append(_cache_table(heading, what, rows, result["measured_steps"]))
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{folder}/result.json: has no {error}, or another kind of value there; needed is what this version of "
@@ -45,41 +45,31 @@ def show_run(folder: Path, result: Mapping[str, Any], console: Console, top: int
         console.print(table)
 
 
-def _by_rank(cache: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    return [(str(values["rank"]), values) for values in cache["ranks"][:_MOST_RANKS]]
-
-
 def _cache_table(title: str, what: str, rows: Sequence[tuple[str, Mapping[str, Any]]], steps: int) -> Table:
     counts = ("misses", "fills", "write-backs", "to device", "to host")
-    table = _table(title, (what,), ("rows", "slots", "hits", "unique hits", *counts, "device", "host"))
+    table = _wide_table(title, (what,), ("rows", "slots", "hits", "unique hits", *counts, "device", "host"))
     table.caption = "rows, slots, device and host: at the end; the rest: means per step"
     for name, values in rows:
         per_step = {key: value / max(1, steps) for key, value in values.items() if isinstance(value, int)}
         table.add_row(
             name,
-            f"{values['rows']:,}",
-            f"{values['slots']:,}",
-            number(values["hit_rate_lookups"], ".2%"),
-            number(values["hit_rate_unique"], ".2%"),
+            *(f"{values[key]:,}" for key in ("rows", "slots")),
+            *(number(values[key], ".2%") for key in ("hit_rate_lookups", "hit_rate_unique")),
             f"{per_step['lookups'] - per_step['hits_lookups']:,.0f}",
-            f"{per_step['fills']:,.0f}",
-            f"{per_step['write_backs']:,.0f}",
-            size(per_step["bytes_to_device"]),
-            size(per_step["bytes_to_host"]),
-            size(values["device_bytes"]),
-            size(values["host_bytes"]),
+            *(f"{per_step[key]:,.0f}" for key in ("fills", "write_backs")),
+            *(size(per_step[key]) for key in ("bytes_to_device", "bytes_to_host")),
+            *(size(values[key]) for key in ("device_bytes", "host_bytes")),
         )
     return table
 
 
 def show_comparison(found: Comparison, notes: Sequence[str], console: Console, top: int) -> None:
-    """Verdicts, ranks, tables, and what to know about them."""
-    for verdict in found.verdicts:
-        console.print(verdict_line(verdict), soft_wrap=True, highlight=False)
+    """Print verdicts, ranks, the `top` tables with the largest errors, and notes."""
+    say(console, *map(verdict_line, found.verdicts))
     console.print(_ranks_table(found))
     cached = [table for table in found.tables if table.kernel == "cached"]
     if cached:
-        table = _table("Tables, per step", ("table", "rank", ""), (*_TRAFFIC, "device", "host"))
+        table = _wide_table("Tables, per step", ("table", "rank", ""), (*_TRAFFIC, "device", "host"))
         for each in cached[:top]:
             cells = (*_traffic_cells(each.traffic), _both(each.device_bytes, size), _both(each.host_bytes, size))
             table.add_row(each.table, str(each.rank), "predicted\nmeasured", *cells)
@@ -88,12 +78,11 @@ def show_comparison(found: Comparison, notes: Sequence[str], console: Console, t
             shown = f"the {top} of {len(cached)} with the largest errors (--top N for more)"
         table.caption = f"{shown}; off: predicted minus measured hit rate, in points"
         console.print(table)
-    for note in notes:
-        console.print(f"Note: {note}", soft_wrap=True, highlight=False, markup=False)
+    say(console, *(f"Note: {note}" for note in notes))
 
 
 def verdict_line(verdict: Verdict) -> str:
-    """One promise, and whether it was kept."""
+    """Return one promise and its outcome as a sentence."""
     if verdict.error is None:
         return f"{verdict.what}: not measured ({verdict.detail})"
     unit = " points" if verdict.unit == "points" else " %"
@@ -108,7 +97,7 @@ _TRAFFIC = ("hits", "off", "unique\nhits", "off", "lookups", "unique", "fills", 
 
 
 def _ranks_table(found: Comparison) -> Table:
-    table = _table("Ranks, per step", ("rank", ""), (*_TRAFFIC, "caches", "host", "all-to-all", "step ms"))
+    table = _wide_table("Ranks, per step", ("rank", ""), (*_TRAFFIC, "caches", "host", "all-to-all", "step ms"))
     by_error = sorted(found.ranks, key=lambda rank: -(rank.traffic.worst_points or 0.0))
     for rank in by_error[:_MOST_RANKS]:
         table.add_row(
@@ -151,41 +140,32 @@ def _points(pair: Pair) -> str:
 
 
 def show_advice(run: Path, console: Console) -> None:
-    """What to do about a step time that was not as promised."""
-    console.print(
-        f"Advice: correct the machine's rates by this run:  embershard report {run} --recalibrate machine.toml",
-        soft_wrap=True,
-        highlight=False,
-        markup=False,
-    )
+    """Print the remedy for a step time that was not as promised."""
+    command = f"embershard report {run} --recalibrate machine.toml"
+    say(console, f"Advice: correct the machine's rates by this run:  {command}")
 
 
 def show_recalibration(found: Recalibration, output: Path, console: Console) -> None:
-    """What was changed, and how to plan with it."""
+    """Print what changed, and how to plan with it."""
     ranks = "1 rank" if found.num_ranks == 1 else f"{found.num_ranks} ranks"
-    rates = "the estimated rates" if found.from_estimate else "the rates"
-    text = [
-        f"{rates.capitalize()} give {found.before_seconds * 1e3:.2f} ms for the work that was measured; the run's "
+    rates = "The estimated rates" if found.from_estimate else "The rates"
+    say(
+        console,
+        f"{rates} give {found.before_seconds * 1e3:.2f} ms for the work that was measured; the run's "
         f"median step was {found.measured_seconds * 1e3:.2f} ms. All rates for {ranks} were multiplied by "
         f"{found.factor:.4g}: one step time cannot tell which of them is wrong (embershard plan --calibrate can).",
         f"Written to {output}. Plan with it:  embershard plan --topology {output} --ranks {found.num_ranks} ...",
-    ]
-    for line in text:
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
+    )
 
 
 def recalibration_values(found: Recalibration, output: Path) -> dict[str, Any]:
-    """For JSON."""
+    """Return plain values for JSON."""
     names = ("num_ranks", "factor", "measured_seconds", "before_seconds", "from_estimate")
-    return {
-        "file": str(output),
-        "source": found.topology.source,
-        **{name: getattr(found, name) for name in names},
-    }
+    return {"file": str(output), "source": found.topology.source, **{name: getattr(found, name) for name in names}}
 
 
 def comparison_values(found: Comparison, notes: Sequence[str]) -> dict[str, Any]:
-    """For JSON: pairs with their error, verdicts with whether they were kept."""
+    """Return plain values for JSON: pairs with their error, verdicts with their outcome."""
     verdicts = [{**_plain(verdict), "kept": verdict.kept} for verdict in found.verdicts]
     return {**_plain(found), "verdicts": verdicts, "notes": list(notes)}
 
@@ -200,12 +180,8 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
-    table = Table(
-        title=title, title_justify="left", caption_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False
-    )
-    for name in left:
-        table.add_column(name, no_wrap=True)
-    for name in right:
-        table.add_column(name, justify="right")
+def _wide_table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
+    table = make_table(title, left, right, caption_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for column in table.columns[: len(left)]:
+        column.no_wrap = True
     return table

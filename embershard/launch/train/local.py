@@ -1,4 +1,4 @@
-"""Starts the ranks of a run on this machine, as torchrun does, but lets no other machine connect."""
+"""Starts ranks on this machine, as torchrun does, but lets no other machine connect."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 LOOPBACK = "127.0.0.1"
@@ -26,21 +26,21 @@ _BACKEND = "loopback"
 
 
 def default_num_ranks() -> int:
-    """One rank per GPU, or 2 on a machine without one."""
+    """Return one rank per GPU, or 2 on a machine without one."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 2
 
 
 def start_ranks(num_ranks: int, module: str, arguments: Sequence[str]) -> int:
-    """Runs ``python -m module arguments...`` as `num_ranks` ranks; returns 0 when all of them ended well.
+    """Run `python -m module arguments...` as `num_ranks` ranks; return 0 when all of them ended well.
 
-    Each rank gets cores / `num_ranks` OpenMP threads, and talks over the loopback interface only, unless
-    OMP_NUM_THREADS, GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME say otherwise.
+    Each rank gets cores / `num_ranks` OpenMP threads and uses the loopback interface only, unless OMP_NUM_THREADS,
+    GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME say otherwise.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _usable_cores() // num_ranks)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
     if os.path.exists("/sys/class/net/lo"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    rendezvous_handler_registry.register(_BACKEND, _LoopbackRendezvous)
+    rendezvous_handler_registry.register(_BACKEND, LoopbackRendezvous)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -63,44 +63,20 @@ def start_ranks(num_ranks: int, module: str, arguments: Sequence[str]) -> int:
     return 0
 
 
-class _LoopbackRendezvous(RendezvousHandler):
-    """One node, known in advance. torchrun's own handlers listen on every network interface, unprotected."""
+class LoopbackRendezvous(StaticTCPRendezvous):
+    """A rendezvous of one node. torchrun's own handlers listen on every network interface, unprotected."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
-        self._run_id = parameters.run_id
-        # The store owns the socket's descriptor from here on.
         listener = socket.create_server((LOOPBACK, 0))
         port = listener.getsockname()[1]
-        self._store = TCPStore(
-            LOOPBACK, port, is_master=True, master_listen_fd=listener.detach(), wait_for_workers=False
-        )
-        self._address = RendezvousStoreInfo(LOOPBACK, port)
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, self._address)
+        super().__init__(LOOPBACK, port, rank=0, world_size=1, run_id=parameters.run_id, timeout=0)
+        # The store owns the socket's descriptor from here on.
+        descriptor = listener.detach()
+        self._listening = TCPStore(LOOPBACK, port, is_master=True, master_listen_fd=descriptor, wait_for_workers=False)
 
     def get_backend(self) -> str:
         return _BACKEND
 
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        return True
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    def next_rendezvous(self) -> RendezvousInfo:
+        address = RendezvousStoreInfo(self.master_addr, self.master_port)
+        return RendezvousInfo(PrefixStore(self.run_id, self._listening), self.rank, self.world_size, address)

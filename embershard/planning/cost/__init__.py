@@ -1,1 +1,1 @@
-"""What work costs on a machine: rates, and how they are fitted to measurements."""
+"""The cost of work on a machine: rates, and their fit to measurements."""

@@ -1,11 +1,11 @@
-"""How long a training step takes: the work of one rank, times how long a machine takes for each kind of it."""
+"""The time of a training step: the work of one rank, times a machine's seconds for each kind of work."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from embershard.errors import ConfigError
 
@@ -14,7 +14,7 @@ N = TypeVar("N", bound="Numbers")
 
 @dataclass(frozen=True)
 class Numbers:
-    """A value whose fields are all finite numbers that are not negative."""
+    """A value whose fields are all finite numbers, 0 or more."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -28,34 +28,25 @@ class Numbers:
         """The fields by name, for JSON and TOML."""
         return asdict(self)
 
-    @classmethod
-    def from_dict(cls: type[N], values: Mapping[str, Any]) -> N:
-        """The inverse of :meth:`to_dict`; absent fields are 0.
-
-        Raises:
-            ConfigError: a name is unknown, or a value is no number, negative or not finite.
-        """
-        names = [field.name for field in fields(cls)]
-        unknown = sorted(values.keys() - set(names))
-        if unknown:
-            raise ConfigError(f"{cls.__name__} has no {unknown[0]!r}, only {', '.join(names)}.")
-        return cls(**values)
+    def scaled(self: N, factor: float) -> N:
+        """Multiply every field by `factor`."""
+        return type(self)(**{name: value * factor for name, value in self.to_dict().items()})
 
 
 @dataclass(frozen=True)
 class StepWork(Numbers):
-    """What one rank does in one step, for its B samples and for the N ids that reach its tables.
+    """The work of one rank in one step, for its B samples and for the N ids that reach its tables.
 
     Attributes:
         dense_flops: floating-point operations of the dense part, forward and backward.
-        activation_bytes: what the dense part writes beside its products: activations, and their gradients.
-        update_bytes: of the parameters that the dense optimizer updates, however few the samples.
-        embedding_bytes: bytes of rows that are read, and written, in device memory, optimizer state included.
+        activation_bytes: activations and their gradients, written by the dense part.
+        update_bytes: parameters that the dense optimizer updates, however few the samples.
+        embedding_bytes: rows read and written in device memory, optimizer state included.
         planned_ids, unique_ids: N ids for which the rank's caches find slots, and the distinct ones of them.
-        fills, write_backs: rows that come to the device, and that go back to the host.
+        fills, write_backs: rows copied to the device, and back to the host.
         bytes_to_device, bytes_to_host: their payloads.
-        all_to_all_bytes: what the rank sends, or receives where that is more: ids, pooled embeddings, gradients.
-        all_reduce_bytes: what it sends for the dense gradients.
+        all_to_all_bytes: ids, pooled embeddings and gradients; in each exchange the larger of sent and received.
+        all_reduce_bytes: sent for the dense gradients.
         num_collectives: operations among all ranks, each with its latency.
         input_seconds: seconds of one core to read and parse B samples.
     """
@@ -75,14 +66,23 @@ class StepWork(Numbers):
     num_collectives: float = 0
     input_seconds: float = 0
 
+    @classmethod
+    def total(cls, works: Sequence[StepWork]) -> StepWork:
+        """The sum of the works."""
+        return cls(**{field.name: sum(getattr(work, field.name) for work in works) for field in fields(cls)})
+
+    @classmethod
+    def mean(cls, works: Sequence[StepWork]) -> StepWork:
+        """The mean of the works."""
+        return cls.total(works).scaled(1 / len(works))
+
 
 @dataclass(frozen=True)
 class Rates(Numbers):
-    """Seconds that one rank of a machine takes per unit of each kind of :class:`StepWork`, when a certain number of
-    ranks run.
+    """Seconds that one rank of a machine takes per unit of each kind of `StepWork`, for one number of ranks.
 
     Attributes:
-        seconds_per_input_second: how much of a core's parsing time the step gets to feel: parsing runs in threads.
+        seconds_per_input_second: share of a core's parsing time that slows the step: parsing runs in threads.
         step_overhead_seconds: of a step, whatever its work.
     """
 
@@ -103,7 +103,7 @@ class Rates(Numbers):
     step_overhead_seconds: float = 0
 
 
-#: Kind of work -> its rate -> the part of a step's time that it counts for.
+#: Kind of work, its rate, and the part of a step's time that it belongs to.
 TERMS: tuple[tuple[str, str, str], ...] = (
     ("dense_flops", "seconds_per_flop", "dense"),
     ("activation_bytes", "seconds_per_activation_byte", "dense"),
@@ -131,13 +131,13 @@ STREAMS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class StepTime:
-    """How long a step takes, in seconds.
+    """The time of a step, in seconds.
 
     Attributes:
         parts: name -> seconds: "dense", "embedding", "planning", "fills", "write_backs", "all_to_all", "all_reduce",
             "latency", "input", "overhead".
-        streams: name -> seconds of what runs one after the other; on a CPU one stream, "all".
-        seconds: of the step.
+        streams: name -> seconds of the parts that run one after the other; on a CPU one stream, "all".
+        seconds: of the step: the longest stream.
         bottleneck: the largest part of the longest stream.
     """
 
@@ -146,21 +146,12 @@ class StepTime:
     seconds: float
     bottleneck: str
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain dicts and numbers, for JSON."""
-        return {**asdict(self), "parts": dict(self.parts), "streams": dict(self.streams)}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> StepTime:
-        """The inverse of :meth:`to_dict`."""
-        return cls(**values)
-
 
 def step_time(work: StepWork, rates: Rates, device: Literal["cpu", "cuda"]) -> StepTime:
-    """Time of a step on one rank.
+    """Return the time of a step on one rank.
 
-    On a CPU everything that a rank does shares the cores: the parts add up. On a GPU the rows of the next batches are
-    planned and copied, and the samples parsed, beside the training: the longest stream counts.
+    On a CPU all work shares the cores: the parts add up. On a GPU the rows of the next batches are planned and copied,
+    and the samples parsed, beside the training: the longest stream counts.
 
     >>> step_time(StepWork(planned_ids=1000), Rates(seconds_per_planned_id=1e-6), "cpu").seconds
     0.001

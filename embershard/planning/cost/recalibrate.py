@@ -1,4 +1,4 @@
-"""A machine's rates, corrected by one run: the step that was measured is the step that they give."""
+"""Corrects a machine's rates by one run: the corrected rates predict the measured step time."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from embershard.decoding import decode
 from embershard.errors import ShardingError
-from embershard.planning.cost.rates import Rates, StepWork, step_time
+from embershard.planning.cost.rates import StepWork, step_time
 from embershard.planning.cost.topology import Topology
 from embershard.planning.verify.compare import predicted_for
 from embershard.planning.verify.measured import MeasuredRun
 from embershard.sharding.plan import Plan
 
-#: Of a step's work, what a run's caches count: kind of work -> counter.
+#: The kinds of work that a run's caches count, each with its counter.
 _COUNTED = {
     "planned_ids": "lookups",
     "unique_ids": "unique_ids",
@@ -29,12 +30,12 @@ class Recalibration:
     """A corrected topology.
 
     Attributes:
-        topology: with all rates for ``num_ranks`` ranks times ``factor``.
-        num_ranks: that ran.
+        topology: all its rates for `num_ranks` ranks are the old ones times `factor`.
+        num_ranks: ranks of the run.
         factor: measured step time over that of the old rates, for the work that was measured.
         measured_seconds: median step of the run.
-        before_seconds: what the old rates give for the work that was measured.
-        from_estimate: whether the old rates were an estimate from a datasheet.
+        before_seconds: the old rates' time for the measured work.
+        from_estimate: True where the old rates were an estimate from a datasheet.
     """
 
     topology: Topology
@@ -46,36 +47,33 @@ class Recalibration:
 
 
 def measured_work(plan: Plan, run: MeasuredRun) -> list[StepWork]:
-    """Of every rank: the plan's work, with what the caches did replaced by what they counted. Bytes between ranks and
-    of the dense part stay as predicted: a run does not count them.
+    """Return every rank's work: the caches' part as the run counted it (nothing where there was no cache), the rest as
+    the plan predicts it, because a run does not count bytes between ranks and of the dense part.
 
     Raises:
         ShardingError: the plan is for another number of ranks or has no prediction.
     """
-    return [
-        replace(StepWork.from_dict(rank.work), **_counted(run, rank.rank)) for rank in predicted_for(plan, run).ranks
-    ]
-
-
-def _counted(run: MeasuredRun, rank: int) -> dict[str, float]:
-    """Nothing where there was no cache."""
-    found = run.rank(rank)
-    counts: Mapping[str, float | None] = {} if found is None else found.per_step
-    return {kind: counts.get(counter) or 0.0 for kind, counter in _COUNTED.items()}
+    works = []
+    for rank in predicted_for(plan, run).ranks:
+        measured = run.rank(rank.rank)
+        counts: Mapping[str, float | None] = {} if measured is None else measured.per_step
+        counted = {kind: counts.get(counter) or 0.0 for kind, counter in _COUNTED.items()}
+        works.append(replace(decode(StepWork, rank.work), **counted))
+    return works
 
 
 def recalibrated(
     topology: Topology, plan: Plan, result: Mapping[str, Any], *, name: str, run_name: str
 ) -> Recalibration:
-    """All rates for this number of ranks, times one factor: a single step time cannot tell which of them is wrong.
-    Their proportions stay as they were, and so does what plans for that number of ranks prefer, but for ties.
+    """Multiply all rates for the run's number of ranks by one factor: a single step time cannot tell which of them is
+    wrong. The proportions of the rates stay, and so do the preferences of plans for that number of ranks.
 
     Args:
-        topology: whose rates are corrected; where it has none, those that are estimated from its bandwidths.
-        plan: that the run obeyed.
+        topology: its calibrated rates are corrected, or those estimated from its bandwidths.
+        plan: the run obeyed it.
         result: the contents of result.json.
         name: of the new topology.
-        run_name: of the run, for the new topology's source.
+        run_name: for the new topology's source.
 
     Raises:
         ShardingError: plan, run and topology do not belong together, no step was timed, or too few.
@@ -84,21 +82,21 @@ def recalibrated(
     _check(topology, plan, run)
     assert run.step_seconds is not None, "checked"
     shape = topology.shaped(plan.ranks_per_node, plan.world_size // plan.ranks_per_node)
-    rates = shape.rates(plan.world_size)
+    rates = shape.rates_for(plan.world_size)
     works = measured_work(plan, run)
     before = max(step_time(work, rates, plan.device).seconds for work in works)
     if not before:
         raise ShardingError(f"topology {topology.name!r} gives this run no time at all. Use another --topology.")
     factor = run.step_seconds / before
-    scaled = Rates(**{kind: rate * factor for kind, rate in rates.to_dict().items()})
+    scaled = rates.scaled(factor)
     ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
     corrected = replace(
         topology,
         name=name,
         source=f"{topology.source}; rates for {ranks} times {factor:.4g} after run {run_name}",
-        rates_by_ranks={**topology.rates_by_ranks, plan.world_size: scaled},
+        rates={**topology.rates, plan.world_size: scaled},
     )
-    return Recalibration(corrected, plan.world_size, factor, run.step_seconds, before, not topology.rates_by_ranks)
+    return Recalibration(corrected, plan.world_size, factor, run.step_seconds, before, not topology.rates)
 
 
 def _check(topology: Topology, plan: Plan, run: MeasuredRun) -> None:

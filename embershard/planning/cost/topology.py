@@ -1,24 +1,18 @@
-"""Machines as values: how many ranks, how much memory, and how fast. From datasheets, or calibrated on the machine."""
+"""Machines as values: ranks, memory and speed, from datasheets or calibrated on the machine."""
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
+from embershard.decoding import decode, read_toml, to_toml
 from embershard.errors import ConfigError
 from embershard.planning.cost.rates import Numbers, Rates
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 #: The dense optimizer reads gradient, state and weight, and writes state and weight.
 _UPDATE_PASSES = 5
@@ -27,15 +21,14 @@ _SHAPE = re.compile(r"(?P<base>.+?)x(?P<ranks>\d+)(?:x(?P<nodes>\d+))?")
 
 @dataclass(frozen=True)
 class Bandwidths(Numbers):
-    """Peak figures of a datasheet, per second. A GPU's are per rank; a CPU's are the node's, its ranks share them.
+    """Peak figures of a datasheet, per second. A GPU's are per rank; a CPU's are the node's, and its ranks share them.
 
     Attributes:
         flops: floating-point operations in fp32.
-        device_memory_bytes: read or written.
-        host_memory_bytes: of the node; its ranks share it.
+        host_memory_bytes: of the node.
         to_device_bytes, to_host_bytes: host link, each way.
         node_bytes: sent by a rank to the others of its node.
-        network_bytes: sent by a rank to other nodes; 0 where there is no network.
+        network_bytes: sent by a rank to other nodes; 0 without a network.
     """
 
     flops: float
@@ -49,14 +42,14 @@ class Bandwidths(Numbers):
 
 @dataclass(frozen=True)
 class Assumptions(Numbers):
-    """What is assumed where no calibration says better: shares of the peak figures that a step reaches, and costs.
+    """Assumptions for a machine without a calibration: shares of the peak figures that a step reaches, and costs.
 
     Attributes:
         planned_id_bytes: device memory traffic of finding a slot for one id (sorting, maps).
-        row_access_bytes: memory traffic of a row, at least: rows are read one by one.
-        collective_seconds, network_collective_seconds: latency of an operation among ranks, within a node and across.
-        step_overhead_seconds: launching a step's kernels.
-        input_threads: threads of a rank that parse beside the training.
+        row_access_bytes: least memory traffic of a row: rows are read one by one.
+        collective_seconds, network_collective_seconds: latency of a collective within a node and across nodes.
+        step_overhead_seconds: time to launch a step's kernels.
+        input_threads: threads of a rank that parse during the training.
     """
 
     flops: float = 0.5
@@ -78,14 +71,11 @@ class Topology:
     """Ranks, memory and speed of one or more equal nodes.
 
     Attributes:
-        name: by which it is found.
-        source: where the figures come from.
-        device: where ranks train.
-        ranks_per_node, num_nodes: ranks in all are their product.
-        device_memory_bytes: of one rank; None on a CPU, where the device tier is part of the host's memory.
+        source: origin of the figures.
+        device_memory_bytes: of one rank; None on a CPU, whose device tier is part of the host's memory.
         host_memory_bytes: of one node.
-        rates_by_ranks: calibrated rates, by the number of ranks that ran.
-        bandwidths, assumptions: where nothing is calibrated.
+        rates: calibrated rates, by the number of ranks that ran.
+        bandwidths, assumptions: for estimates, where nothing is calibrated.
 
     Raises:
         ConfigError: a field is out of range, or there are neither rates nor bandwidths.
@@ -98,41 +88,36 @@ class Topology:
     host_memory_bytes: int
     num_nodes: int = 1
     device_memory_bytes: int | None = None
-    rates_by_ranks: Mapping[int, Rates] = field(default_factory=dict)
+    rates: Mapping[int, Rates] = field(default_factory=dict)
     bandwidths: Bandwidths | None = None
     assumptions: Assumptions = field(default_factory=Assumptions)
 
     def __post_init__(self) -> None:
-        _need(self.device in ("cpu", "cuda"), "device", self.device, "'cpu' or 'cuda'")
-        for name in ("ranks_per_node", "num_nodes", "host_memory_bytes"):
-            _need_whole(name, getattr(self, name))
-        if self.device_memory_bytes is not None:
-            _need_whole("device_memory_bytes", self.device_memory_bytes)
-        _need(
-            self.device == "cpu" or self.device_memory_bytes is not None,
-            "device_memory_bytes",
-            None,
-            "the memory of one GPU in bytes",
-        )
-        known = bool(self.rates_by_ranks) or self.bandwidths is not None
-        _need(known, "rates", "no rates and no bandwidths", "one of them")
+        memory = self.device_memory_bytes
+        for name in ("ranks_per_node", "num_nodes", "host_memory_bytes", "device_memory_bytes"):
+            value = getattr(self, name)
+            _need(value is None or value >= 1, name, value, "1 or more")
+        _need(self.device == "cpu" or memory is not None, "device_memory_bytes", None, "the memory of one GPU in bytes")
+        for ranks in self.rates:
+            _need(ranks >= 1, "rates", ranks, "a number of ranks, 1 or more")
+        _need(bool(self.rates) or self.bandwidths is not None, "rates", "no rates and no bandwidths", "one of them")
 
     @property
     def world_size(self) -> int:
         """Ranks in all."""
         return self.ranks_per_node * self.num_nodes
 
-    def rates(self, num_ranks: int | None = None) -> Rates:
-        """Rates when ``num_ranks`` run (default: all): calibrated for that number or the nearest, else estimated."""
+    def rates_for(self, num_ranks: int | None = None) -> Rates:
+        """Return the rates of `num_ranks` (default: all): calibrated for that number or the nearest, else estimated."""
         num_ranks = num_ranks or self.world_size
-        if self.rates_by_ranks:
-            return self.rates_by_ranks[self._nearest(num_ranks)]
+        if self.rates:
+            return self.rates[self._nearest(num_ranks)]
         return _estimate(self, num_ranks)
 
     def note(self, num_ranks: int | None = None) -> str | None:
-        """What a reader of predictions for ``num_ranks`` must know about these rates; None: they were calibrated."""
+        """Return a reservation about the rates of `num_ranks`; None where they were calibrated."""
         num_ranks = num_ranks or self.world_size
-        if not self.rates_by_ranks:
+        if not self.rates:
             return (
                 f"The speed of {self.name} is an estimate ({self.source}, times assumed efficiencies), not a "
                 "measurement; calibrate on the machine itself for better."
@@ -143,8 +128,8 @@ class Topology:
         return f"{self.name} was calibrated for {nearest} ranks, not for {num_ranks}: step times are less certain."
 
     def shaped(self, ranks_per_node: int, num_nodes: int = 1) -> Topology:
-        """The same kind of node with so many ranks each, and so many nodes. A part of a node's GPUs gets that part of
-        the host memory.
+        """Return so many nodes of this kind with so many ranks each. A part of a node's GPUs gets that part of the host
+        memory.
 
         Raises:
             ConfigError: a node has fewer GPUs.
@@ -160,14 +145,17 @@ class Topology:
         return replace(self, ranks_per_node=ranks_per_node, num_nodes=num_nodes, host_memory_bytes=host)
 
     def _nearest(self, num_ranks: int) -> int:
-        return min(self.rates_by_ranks, key=lambda known: (abs(math.log(known / num_ranks)), -known))
+        return min(self.rates, key=lambda known: (abs(math.log(known / num_ranks)), -known))
 
 
 def load_topology(name: str, files: Sequence[str | Path] = ()) -> Topology:
-    """A machine by name, or from a TOML file of one.
+    """Find a machine by name, or read it from a TOML file.
 
-    Names are ``KIND``, ``KINDxRANKS`` or ``KINDxRANKSxNODES`` with RANKS per node: "h200x8", "h200x8x4", "cpux2". Kinds
-    are those that come with embershard and those in ``files``, which go before them.
+    Names are `KIND`, `KINDxRANKS` or `KINDxRANKSxNODES` with RANKS per node: "h200x8", "h200x8x4", "cpux2". Kinds in
+    `files` override those that come with embershard.
+
+    >>> load_topology("h200x8x4").world_size
+    32
 
     Raises:
         ConfigError: no such name, or a file cannot be read or is malformed.
@@ -193,69 +181,29 @@ def load_topology(name: str, files: Sequence[str | Path] = ()) -> Topology:
 
 
 def read_topologies(file: Any) -> dict[str, Topology]:
-    """All topologies of a TOML file, by name: one section each."""
-    try:
-        sections = tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read ({error.strerror}).") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: is not TOML: {error}") from error
+    """Read all topologies of a TOML file, by name: one section each."""
     found = {}
-    for name, section in sections.items():
+    for name, section in read_toml(file).items():
         try:
-            found[name] = _from_section(name, section)
+            _need(isinstance(section, dict), name, section, "a section with a topology's figures")
+            _need("name" not in section, "name", section.get("name"), "none: the section is the name")
+            found[name] = decode(Topology, {**section, "name": name})
         except ConfigError as error:
             raise ConfigError(f"{file}, topology {name!r}: {error}") from error
     return found
 
 
 def save_topology(topology: Topology, path: str | Path) -> None:
-    """Write a TOML file that :func:`load_topology` reads."""
-    head = json.dumps(topology.name)
-    lines = [f"[{head}]"]
-    for each in ("source", "device", "ranks_per_node", "num_nodes", "device_memory_bytes", "host_memory_bytes"):
-        if (value := getattr(topology, each)) is not None:
-            lines.append(f"{each} = {json.dumps(value)}")
-    parts: list[tuple[str, Numbers]] = [
-        (f"rates.{ranks}", rates) for ranks, rates in sorted(topology.rates_by_ranks.items())
-    ]
-    if topology.bandwidths is not None:
-        parts += [("bandwidths", topology.bandwidths), ("assumptions", topology.assumptions)]
-    for title, values in parts:
-        lines += ["", f"[{head}.{title}]", *(f"{key} = {value!r}" for key, value in values.to_dict().items())]
-    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def _from_section(name: str, section: Any) -> Topology:
-    _need(isinstance(section, dict), name, section, "a section with a topology's figures")
-    values = dict(section)
-    rates = values.pop("rates", {})
-    _need(isinstance(rates, dict), "rates", rates, "a section per number of ranks, as [NAME.rates.2]")
-    by_ranks = {}
-    for ranks, figures in rates.items():
-        _need(ranks.isdigit() and int(ranks) > 0, "rates", ranks, "a number of ranks, 1 or more")
-        by_ranks[int(ranks)] = _numbers(Rates, f"rates.{ranks}", figures)
-    for key, kind in (("bandwidths", Bandwidths), ("assumptions", Assumptions)):
-        if key in values:
-            values[key] = _numbers(kind, key, values[key])
-    names = [each.name for each in fields(Topology) if each.name not in ("name", "rates_by_ranks")]
-    for key in values:
-        _need(key in names, key, values[key], f"one of {', '.join([*names, 'rates'])}")
-    for each in fields(Topology):
-        if each.name in names and each.default is MISSING and each.default_factory is MISSING:
-            _need(each.name in values, each.name, None, "a value")
-    return Topology(name=name, rates_by_ranks=by_ranks, **values)
-
-
-def _numbers(kind: type[Any], key: str, values: Any) -> Any:
-    _need(isinstance(values, dict), key, values, "a section")
-    absent = [each.name for each in fields(kind) if each.default is MISSING and each.name not in values]
-    _need(not absent, f"{key}.{absent[0] if absent else ''}", None, "a number")
-    return kind.from_dict(values)
+    """Write a TOML file that `load_topology` reads."""
+    values = asdict(topology)
+    name = values.pop("name")
+    if topology.bandwidths is None:  # nothing is assumed of calibrated rates
+        del values["assumptions"]
+    Path(path).write_text(to_toml({name: values}), encoding="utf-8")
 
 
 def _estimate(topology: Topology, num_ranks: int) -> Rates:
-    """Rates from peak figures; the efficiencies are the topology's assumptions."""
+    """Estimate rates from peak figures and the topology's assumptions."""
     peak, share = topology.bandwidths, topology.assumptions
     assert peak is not None, "a topology has rates or bandwidths"
     local = min(num_ranks, topology.ranks_per_node)
@@ -264,7 +212,7 @@ def _estimate(topology: Topology, num_ranks: int) -> Rates:
     host = _inverse(peak.host_memory_bytes * share.host_memory) * local
     within = _inverse(peak.node_bytes * share.node_link) * sharing
     across = _inverse(peak.network_bytes * share.network)
-    # Of what a rank sends to all others, the part to other nodes goes over the network, beside the part within.
+    # Share of a rank's all-to-all that goes to other nodes, over the network; the rest is sent at the same time.
     outside = (num_ranks - local) / max(1, num_ranks - 1)
     return Rates(
         seconds_per_flop=_inverse(peak.flops * share.flops) * sharing,
@@ -293,8 +241,3 @@ def _inverse(per_second: float) -> float:
 def _need(holds: bool, key: str, got: Any, needed: str) -> None:
     if not holds:
         raise ConfigError(f"{key}: got {got!r}, needed {needed}.")
-
-
-def _need_whole(key: str, value: Any) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    _need(whole, key, value, "a whole number, 1 or more")

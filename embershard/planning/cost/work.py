@@ -1,113 +1,29 @@
-"""How much work a step is, from sizes alone: operations of the dense part, bytes of rows, bytes between ranks."""
+"""The work of a step, from sizes alone: bytes of rows, bytes between ranks, collectives."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Literal
+from collections.abc import Iterable
 
 from embershard.errors import ConfigError
+from embershard.sharding.sizes import TableSize
 
 _FLOAT_BYTES = 4
 _ID_BYTES = 8
 _LENGTH_BYTES = 8
-_OPERATIONS_PER_MULTIPLY_ADD = 2
-_PASSES = 3  # the forward, and in the backward the gradients of inputs and of weights
 #: Of one sharding type in a step: sizes, lengths and ids of the batch ahead; pooled embeddings; their gradients.
-COLLECTIVES_PER_SHARDING = 5
+_COLLECTIVES_PER_SHARDING = 5
 #: The dense gradients, and the agreement on the next batch.
-COLLECTIVES_PER_STEP = 2
+_COLLECTIVES_PER_STEP = 2
 
 
-@dataclass(frozen=True)
-class DenseSize:
-    """The dense part of a DLRM with F tables of dim D: an MLP over the dense features, the interaction, an MLP over it.
-
-    Attributes:
-        arch: "dlrm" (dot products of all pairs) or "dlrm_dcn" (low-rank cross network).
-        num_dense: dense features of a sample.
-        num_tables, dim: F and D.
-        dense_layers, over_layers: layer widths of the two MLPs.
-        cross_layers, cross_rank: of the cross network; 0 for "dlrm".
-    """
-
-    arch: Literal["dlrm", "dlrm_dcn"]
-    num_dense: int
-    num_tables: int
-    dim: int
-    dense_layers: Sequence[int]
-    over_layers: Sequence[int]
-    cross_layers: int = 0
-    cross_rank: int = 0
-
-    @property
-    def interaction_width(self) -> int:
-        """Numbers per sample that go into the last MLP."""
-        if self.arch == "dlrm_dcn":
-            return self._features * self.dim
-        return self.dim + self._features * (self._features - 1) // 2
-
-    @property
-    def multiply_adds_per_sample(self) -> int:
-        """Of the forward."""
-        mlps = sum(a * b for a, b in (*pairwise(self._dense_widths), *pairwise(self._over_widths)))
-        if self.arch == "dlrm_dcn":
-            return mlps + self.cross_layers * 2 * self.cross_rank * self._features * self.dim
-        return mlps + self._features**2 * self.dim
-
-    @property
-    def num_parameters(self) -> int:
-        """Weights and biases."""
-        mlps = sum((a + 1) * b for a, b in (*pairwise(self._dense_widths), *pairwise(self._over_widths)))
-        crossed = self._features * self.dim
-        return mlps + self.cross_layers * (2 * self.cross_rank * crossed + crossed)
-
-    @property
-    def activations_per_sample(self) -> int:
-        """Numbers that are there when the backward goes through the interaction, the point of most memory: what the
-        forward kept for it, and the gradients of the interaction."""
-        crossed = self._features * self.dim
-        mlps = self.num_dense + sum(self.dense_layers) + sum(self.over_layers)
-        if self.arch == "dlrm_dcn":  # two kept per layer, and one; the gradients of first and present input
-            return mlps + (2 * self.cross_layers + 3) * crossed + self.cross_layers * self.cross_rank
-        return mlps + 2 * (crossed + self._features**2 + self.interaction_width)
-
-    @property
-    def _features(self) -> int:
-        return self.num_tables + 1
-
-    @property
-    def _dense_widths(self) -> tuple[int, ...]:
-        return (self.num_dense, *self.dense_layers)
-
-    @property
-    def _over_widths(self) -> tuple[int, ...]:
-        return (self.interaction_width, *self.over_layers)
-
-
-def dense_flops(size: DenseSize, batch_size: int) -> float:
-    """Floating-point operations of forward and backward for ``batch_size`` samples: 3 x 2 per multiply-add."""
-    return float(_PASSES * _OPERATIONS_PER_MULTIPLY_ADD * size.multiply_adds_per_sample * batch_size)
-
-
-def dense_parameter_bytes(size: DenseSize) -> int:
-    """Of the dense part's weights and biases, in bytes."""
-    return size.num_parameters * _FLOAT_BYTES
-
-
-def activation_bytes(size: DenseSize, batch_size: int) -> float:
-    """Activations and gradients of ``batch_size`` samples at the point of most memory, in bytes."""
-    return float(size.activations_per_sample * _FLOAT_BYTES * batch_size)
-
-
-def embedding_bytes(num_ids: float, weight_bytes_per_row: int, state_bytes_per_row: int) -> float:
-    """Bytes of rows that N ids touch in device memory: weights three times (read; gradient; update), state twice."""
-    return num_ids * (3 * weight_bytes_per_row + 2 * state_bytes_per_row)
+def embedding_bytes(num_ids: float, table: TableSize, columns: int | None = None) -> float:
+    """Return the bytes of rows that `num_ids` lookups touch in device memory: weights three times (read, gradient,
+    update), optimizer state twice. `columns` of each row (default: all)."""
+    return num_ids * (3 * table.weight_bytes(columns) + 2 * table.optimizer_bytes(columns))
 
 
 def all_reduce_bytes(parameter_bytes: float, world_size: int) -> float:
-    """What each of W ranks sends to add up gradients in a ring: 2 (W-1)/W times their bytes."""
+    """Return the bytes that each of W ranks sends to add up gradients in a ring: 2 (W-1)/W times their bytes."""
     return 2 * (world_size - 1) / world_size * parameter_bytes
 
 
@@ -122,7 +38,8 @@ def all_to_all_bytes(
     ranks_per_node: int | None = None,
     pooled_number_bytes: float = 2 * _FLOAT_BYTES,
 ) -> float:
-    """Bytes that one shard adds to its rank's link in a step, sent or received, whichever is more in each exchange.
+    """Return the bytes that one shard adds to its rank's link in a step: in each exchange the larger of sent and
+    received.
 
     With B samples per rank, W ranks, L ranks per node, K ids per sample and D columns:
 
@@ -156,8 +73,12 @@ def all_to_all_bytes(
 
 
 def num_collectives(shardings: Iterable[str], world_size: int) -> int:
-    """Operations among all ranks in a step with tables of these sharding types: TorchRec does them once per type."""
+    """Return the operations among all ranks in a step with tables of these sharding types: TorchRec does them per type.
+
+    >>> num_collectives(["row_wise", "table_wise", "row_wise"], world_size=2)
+    12
+    """
     if world_size == 1:
         return 0
     types = {sharding for sharding in shardings if sharding != "data_parallel"}
-    return COLLECTIVES_PER_STEP + COLLECTIVES_PER_SHARDING * len(types)
+    return _COLLECTIVES_PER_STEP + _COLLECTIVES_PER_SHARDING * len(types)

@@ -1,8 +1,8 @@
-"""What a cache does in the long run, from row counts alone: for batches larger than any trace, and for planning fast.
+"""A cache in the long run, from row counts alone: fast, and for batches larger than any trace.
 
 Rows are taken to be looked up independently of each other and of the past. `frequency`, and `lfu` and look-ahead in
-the long run, then hold the most frequent rows, but for the room that each batch's rare rows take; `lru` holds a row for
-a time that is the same for all rows (Che et al. 2002). The replay of a trace needs neither assumption.
+the long run, then hold the most frequent rows, except in the room that each batch's rare rows take; `lru` holds every
+row for the same time (Che et al. 2002). The replay of a trace needs neither assumption.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from embershard.cache.config import CachePolicy
 from embershard.frequency import TableStatistics
-from embershard.planning.simulate.replay import PoolReport, Shard, ShardReport
+from embershard.planning.simulate.pool_report import PoolReport, RowRange, ShardReport
 
 Floats = NDArray[np.float64]
 _BISECTIONS = 60
@@ -29,7 +29,7 @@ class _Pool:
         shard: int64 [K] number of the shard.
         rows: [K] rows of the group.
         lookups: [K] lookups per step of one row.
-        seen: [K] in which share of the steps it occurs.
+        seen: [K] share of the steps in which one row occurs.
     """
 
     shard: NDArray[np.int64]
@@ -38,13 +38,13 @@ class _Pool:
     seen: Floats
 
     def per_shard(self, values: Floats, num_shards: int) -> Floats:
-        """Sums of ``values`` per row [K] over the rows of each shard."""
+        """Sum `values` per row [K] over the rows of each shard."""
         return np.bincount(self.shard, self.rows * values, num_shards).astype(np.float64)
 
 
 def steady_state(
     tables: Sequence[TableStatistics],
-    shards: Sequence[Shard],
+    shards: Sequence[RowRange],
     shares: Sequence[float],
     num_samples: int,
     num_slots: int,
@@ -53,17 +53,17 @@ def steady_state(
     *,
     is_sample: bool,
 ) -> PoolReport:
-    """One pool of slots on one rank.
+    """Return the steady state of one pool of slots on one rank.
 
     Args:
         tables: statistics of each shard's table.
-        shards: what the pool holds.
-        shares: which share of its table's lookups each shard gets.
-        num_samples: that were counted.
+        shards: the pool's rows.
+        shares: each shard's share of its table's lookups.
+        num_samples: counted samples.
         num_slots: S.
         global_batch_size: samples of a step, over all ranks.
         policy: rule by which the cache chooses its rows.
-        is_sample: training sees other samples than those counted, so that rows seen once are rarer than they look
+        is_sample: training sees other samples than the counted ones: rows seen once are rarer than they look
             (Good 1953).
     """
     groups = [
@@ -84,10 +84,10 @@ def steady_state(
 
 
 def _groups(
-    number: int, table: TableStatistics, shard: Shard, share: float, num_samples: int, batch: int, is_sample: bool
+    number: int, table: TableStatistics, shard: RowRange, share: float, num_samples: int, batch: int, is_sample: bool
 ) -> tuple[NDArray[np.int64], Floats, Floats, Floats]:
-    """A shard's groups. Its share of the lookups is that of the rows, but for hot rows that are unevenly spread: those
-    scale the rates, not the rows."""
+    """Return a shard's groups. The rows are its share of the table's; where hot rows are unevenly spread, its share of
+    the lookups scales their rates."""
     part = shard.num_rows / table.num_rows
     counts, rows = table.histogram.counts, table.histogram.rows
     if is_sample:
@@ -102,8 +102,8 @@ def _groups(
 
 
 def _as_in_other_samples(counts: Floats, rows: Floats, num_rows: int) -> tuple[Floats, Floats]:
-    """In other samples, rows that were seen once in this one get 2 n2 / n1 lookups each (n1, n2: rows seen once and
-    twice); what they lose goes to rows that were not seen, as many as the table has left."""
+    """Return the counts to expect in other samples: 2 n2 / n1 lookups for each row seen once (n1, n2: rows seen once
+    and twice); the rest of their lookups goes to the table's unseen rows."""
     once, twice = counts <= 1.0, (counts > 1.0) & (counts <= 2.0)
     singles, pairs = float(rows[once].sum()), float(rows[twice].sum())
     unseen = num_rows - float(rows.sum())
@@ -114,8 +114,8 @@ def _as_in_other_samples(counts: Floats, rows: Floats, num_rows: int) -> tuple[F
 
 
 def _held_by_count(pool: _Pool, num_slots: int) -> Floats:
-    """In which share of the steps a row of each group is found: [K]; the most frequent rows, beside the rare rows of
-    the batch in training."""
+    """Return the share of the steps in which a row of each group is found, [K]: the most frequent rows stay, beside the
+    rare rows of the batch in training."""
     order = np.argsort(-pool.lookups, kind="stable")
     rows = np.cumsum(pool.rows[order])
 
@@ -133,7 +133,7 @@ def _held_by_count(pool: _Pool, num_slots: int) -> Floats:
 
 
 def _held_by_recency(pool: _Pool, num_slots: int) -> Floats:
-    """The chance that a row was used within the last T steps, with T such that as many rows as slots were: [K]."""
+    """Return the chance that a row was used within the last T steps, [K]; T is such that they fill the slots."""
     steps_apart = -np.log1p(-np.minimum(pool.seen, 1.0 - 1e-12))
 
     def found(log_steps: float) -> Floats:

@@ -1,1 +1,1 @@
-"""What a run did beside what its plan predicted."""
+"""A plan's prediction beside a run's measurement."""

@@ -1,4 +1,4 @@
-"""What a plan predicted beside what training by it measured: pure values, per table and per rank."""
+"""A plan's prediction beside a run's measurement: pure values, per table and per rank."""
 
 from __future__ import annotations
 
@@ -8,16 +8,22 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from embershard.errors import ShardingError
-from embershard.planning.verify.measured import MeasuredRank, MeasuredRun
+from embershard.planning.verify.measured import MeasuredRun, MeasuredTable
 from embershard.sharding.plan import Plan, Prediction, RankPrediction, TablePrediction, shards_of
 
-#: What predictions promise: mean error of hit rates in points, errors of device bytes and of step time as shares.
+#: Promises about predictions: mean error of hit rates in points, errors of device bytes and of step time as shares.
 PROMISED_POINTS, PROMISED_DEVICE_BYTES, PROMISED_STEP_TIME = 2.0, 0.02, 0.20
+_RATES = {"hit_rate_lookups": "lookups", "hit_rate_unique": "unique_ids"}  # each with the count that it is a share of
+_COUNTS = ("lookups", "unique_ids", "fills", "write_backs")
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A number as it was predicted and as it was measured; None: not known."""
+    """A predicted and a measured number; None: not known.
+
+    >>> round(Pair(predicted=1.1, measured=1.0).relative_error, 3)
+    0.1
+    """
 
     predicted: float | None
     measured: float | None
@@ -31,7 +37,7 @@ class Pair:
 
     @property
     def relative_error(self) -> float | None:
-        """As a share of what was measured."""
+        """The error as a share of the measured number."""
         error = self.error
         if error is None or self.measured is None:
             return None
@@ -40,7 +46,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What the caches of a table or a rank did: shares in 0..1, counts and bytes per step."""
+    """Counts of the caches of a table or a rank: shares in 0..1, counts and bytes per step."""
 
     hit_rate_lookups: Pair
     hit_rate_unique: Pair
@@ -60,7 +66,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class TableComparison:
-    """One table on one rank; ``device_bytes`` are its slots and maps. Without a cache nothing is measured."""
+    """One table on one rank; `device_bytes` are its slots and maps. Without a cache nothing is measured."""
 
     table: str
     rank: int
@@ -75,10 +81,8 @@ class RankComparison:
     """One rank.
 
     Attributes:
-        rank: which.
-        traffic: of its caches.
-        cache_device_bytes, host_bytes: of its caches.
-        all_to_all_bytes: that it sends, or receives, in a step; never measured.
+        traffic, cache_device_bytes, host_bytes: of its caches.
+        all_to_all_bytes: sent, or received, in a step; never measured.
         step_seconds: predicted for this rank; measured is the median of the run, since ranks wait for each other.
     """
 
@@ -92,7 +96,7 @@ class RankComparison:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a promise was kept: ``error`` and ``promised`` in ``unit``; None: not measured."""
+    """A promise: the error, and the largest error promised, both in `unit`; None: not measured."""
 
     what: str
     error: float | None
@@ -111,11 +115,11 @@ class Comparison:
     """A whole run.
 
     Attributes:
-        predicted_steps, measured_steps: that hit rates and counts are means over; 0 predicted: over any number.
+        predicted_steps, measured_steps: steps that hit rates and counts are means over; 0 predicted: any number.
         step_seconds: the slowest rank's, and the run's median.
         tables: of all ranks, the largest error first.
         ranks: in order.
-        verdicts: about what was promised; the last one is about the step time.
+        verdicts: one per promise; the last one is about the step time.
     """
 
     predicted_steps: int
@@ -127,38 +131,32 @@ class Comparison:
 
     @property
     def is_step_time_off(self) -> bool:
-        """Whether it was measured, and is not as promised."""
+        """True where the step time was measured, and is not as promised."""
         return self.verdicts[-1].kept is False
 
 
 def compare(plan: Plan, result: Mapping[str, Any]) -> Comparison:
-    """Sets the plan's prediction beside a run's result (the contents of result.json).
+    """Compare the plan's prediction with a run's result (the contents of result.json).
 
     Raises:
         ShardingError: the plan has no prediction or is for another number of ranks, or the result lacks something.
     """
     run = MeasuredRun.from_result(result)
     prediction = predicted_for(plan, run)
-    tables = sorted((_table(plan, each, run) for each in prediction.tables), key=_largest_error_first)
-    ranks = tuple(_rank(prediction, each, tables, run) for each in prediction.ranks)
+    tables = sorted((_table(plan, prediction, each, run) for each in prediction.tables), key=_largest_error_first)
+    ranks = tuple(_rank(each, tables, run) for each in prediction.ranks)
     step_seconds = Pair(prediction.step_seconds, run.step_seconds)
-    return Comparison(
-        predicted_steps=prediction.num_steps,
-        measured_steps=run.steps,
-        step_seconds=step_seconds,
-        tables=tuple(tables),
-        ranks=ranks,
-        verdicts=(
-            _hit_rate_verdict("hit rate per lookup", tables, lambda table: table.traffic.hit_rate_lookups),
-            _hit_rate_verdict("hit rate per unique id", tables, lambda table: table.traffic.hit_rate_unique),
-            _device_verdict(ranks),
-            _step_verdict(step_seconds),
-        ),
+    verdicts = (
+        _hit_rate_verdict("hit rate per lookup", tables, lambda table: table.traffic.hit_rate_lookups),
+        _hit_rate_verdict("hit rate per unique id", tables, lambda table: table.traffic.hit_rate_unique),
+        _device_verdict(ranks),
+        _step_verdict(step_seconds),
     )
+    return Comparison(prediction.num_steps, run.steps, step_seconds, tuple(tables), ranks, verdicts)
 
 
 def predicted_for(plan: Plan, run: MeasuredRun) -> Prediction:
-    """The plan's prediction, which must be for as many ranks as ran.
+    """Return the plan's prediction, which must be for as many ranks as ran.
 
     Raises:
         ShardingError: it is not, or there is none.
@@ -175,85 +173,71 @@ def predicted_for(plan: Plan, run: MeasuredRun) -> Prediction:
     return plan.prediction
 
 
-def _table(plan: Plan, predicted: TablePrediction, run: MeasuredRun) -> TableComparison:
+def _table(plan: Plan, prediction: Prediction, predicted: TablePrediction, run: MeasuredRun) -> TableComparison:
     placement = next((table for table in plan.tables if table.table == predicted.table), None)
     if placement is None:
         raise ShardingError(
             f"the plan predicts table {predicted.table!r}, which it does not place. Plan again, with embershard plan."
         )
-    measured = run.table(predicted.rank, predicted.table) if placement.kernel == "cached" else None
-    row_bytes = _row_bytes(plan, predicted) if placement.kernel == "cached" else 0.0
-    numbers = {
-        "hit_rate_lookups": predicted.hit_rate_lookups,
-        "hit_rate_unique": predicted.hit_rate_unique,
-        **{name: getattr(predicted, name) for name in ("lookups", "unique_ids", "fills", "write_backs")},
-        "bytes_to_device": predicted.fills * row_bytes,
-        "bytes_to_host": predicted.write_backs * row_bytes,
-    }
-    found = {} if measured is None else measured.per_step
+    is_cached = placement.kernel == "cached"
+    measured = run.table(predicted.rank, predicted.table) if is_cached else None
+    row_bytes = _row_bytes(plan, prediction, predicted) if is_cached else 0.0
+    numbers = {name: getattr(predicted, name) for name in (*_RATES, *_COUNTS)}
+    numbers |= {"bytes_to_device": predicted.fills * row_bytes, "bytes_to_host": predicted.write_backs * row_bytes}
     return TableComparison(
         table=predicted.table,
         rank=predicted.rank,
         kernel=placement.kernel,
-        traffic=Traffic(**{name: Pair(number, found.get(name)) for name, number in numbers.items()}),
+        traffic=_traffic(numbers, measured),
         device_bytes=Pair(predicted.device_bytes, None if measured is None else measured.device_bytes),
         host_bytes=Pair(predicted.host_bytes, None if measured is None else measured.host_bytes),
     )
 
 
-def _row_bytes(plan: Plan, predicted: TablePrediction) -> float:
-    """Of a row of this table's shards on its rank, optimizer state included: its host bytes without the scores."""
-    assert plan.prediction is not None, "it was compared"
-    rows: dict[str, int] = {}
-    for placement in plan.tables:
-        if placement.kernel == "cached":
-            here = [s.rows for s in shards_of(placement, plan.ranks_per_node) if s.rank == predicted.rank]
-            rows[placement.table] = sum(here)
-    rank = next((each for each in plan.prediction.ranks if each.rank == predicted.rank), None)
-    own, everything = rows.get(predicted.table, 0), sum(rows.values())
+def _traffic(predicted: Mapping[str, float | None], measured: MeasuredTable | None) -> Traffic:
+    found = {} if measured is None else measured.per_step
+    return Traffic(**{name: Pair(number, found.get(name)) for name, number in predicted.items()})
+
+
+def _row_bytes(plan: Plan, prediction: Prediction, predicted: TablePrediction) -> float:
+    """Return the bytes of a row of this table's shards on its rank, optimizer state included: its host bytes without
+    the scores."""
+    rows = {
+        placement.table: sum(s.rows for s in shards_of(placement, plan.ranks_per_node) if s.rank == predicted.rank)
+        for placement in plan.tables
+        if placement.kernel == "cached"
+    }
+    rank = next((each for each in prediction.ranks if each.rank == predicted.rank), None)
+    own = rows.get(predicted.table, 0)
     if rank is None or not own:
         return 0.0
-    return (predicted.host_bytes - rank.host_bytes.get("scores", 0) * own / everything) / own
+    return (predicted.host_bytes - rank.host_bytes.get("scores", 0) * own / sum(rows.values())) / own
 
 
-def _rank(
-    prediction: Prediction, predicted: RankPrediction, tables: Sequence[TableComparison], run: MeasuredRun
-) -> RankComparison:
+def _rank(predicted: RankPrediction, tables: Sequence[TableComparison], run: MeasuredRun) -> RankComparison:
+    """All cached tables of a rank; what was measured is the rank's own total."""
     measured = run.rank(predicted.rank)
-    own = [table for table in tables if table.rank == predicted.rank and table.kernel == "cached"]
-    device = {name: count for name, count in predicted.device_bytes.items() if name in ("slots", "maps")}
+    own = [table.traffic for table in tables if table.rank == predicted.rank and table.kernel == "cached"]
+    numbers: dict[str, float | None] = {
+        name: sum(getattr(traffic, name).predicted or 0.0 for traffic in own)
+        for name in (*_COUNTS, "bytes_to_device", "bytes_to_host")
+    }
+    for rate, count in _RATES.items():
+        hits = sum((getattr(t, rate).predicted or 0.0) * (getattr(t, count).predicted or 0.0) for t in own)
+        numbers[rate] = hits / total if (total := numbers[count]) else None
+    device_bytes = sum(predicted.device_bytes.get(name, 0) for name in ("slots", "maps"))
     return RankComparison(
         rank=predicted.rank,
-        traffic=_together([table.traffic for table in own], measured),
-        cache_device_bytes=Pair(sum(device.values()), None if measured is None else measured.device_bytes),
-        host_bytes=Pair(sum(predicted.host_bytes.values()), None if measured is None else measured.host_bytes),
+        traffic=_traffic(numbers, measured),
+        cache_device_bytes=Pair(device_bytes, None if measured is None else measured.device_bytes),
+        host_bytes=Pair(predicted.total_host_bytes, None if measured is None else measured.host_bytes),
         all_to_all_bytes=Pair(predicted.work.get("all_to_all_bytes"), None),
         step_seconds=Pair(predicted.step_seconds, run.step_seconds),
     )
 
 
-def _together(tables: Sequence[Traffic], measured: MeasuredRank | None) -> Traffic:
-    """All cached tables of a rank; what was measured is the rank's own total."""
-
-    def total(name: str) -> float:
-        return sum(getattr(table, name).predicted or 0.0 for table in tables)
-
-    def hits(rate: str, count: str) -> float | None:
-        found = sum((getattr(t, rate).predicted or 0.0) * (getattr(t, count).predicted or 0.0) for t in tables)
-        return found / total(count) if total(count) else None
-
-    names = ("lookups", "unique_ids", "fills", "write_backs", "bytes_to_device", "bytes_to_host")
-    numbers = {
-        "hit_rate_lookups": hits("hit_rate_lookups", "lookups"),
-        "hit_rate_unique": hits("hit_rate_unique", "unique_ids"),
-        **{name: total(name) for name in names},
-    }
-    found = {} if measured is None else measured.per_step
-    return Traffic(**{name: Pair(number, found.get(name)) for name, number in numbers.items()})
-
-
 def _largest_error_first(table: TableComparison) -> tuple[float, float, str, int]:
-    """Tables of which nothing is known come last, among equals those with more fills first."""
+    """Sort key: unmeasured tables come last; of equal errors, more fills come first."""
     points = table.traffic.worst_points
     return (math.inf if points is None else -points, -(table.traffic.fills.predicted or 0), table.table, table.rank)
 

@@ -1,4 +1,4 @@
-"""What a run counted, as values: the part of result.json that predictions are compared with."""
+"""A run's counts, as values: the part of result.json that predictions are compared with."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class MeasuredTable:
         per_step: "lookups", "unique_ids", "fills", "write_backs", "bytes_to_device", "bytes_to_host", per step; and
             "hit_rate_lookups", "hit_rate_unique", shares or None.
         device_bytes, host_bytes: at the end of the run.
-        growths: times that the cache was made larger for a batch which did not fit.
+        growths: times that the cache grew for a batch that did not fit.
     """
 
     per_step: Mapping[str, float | None]
@@ -40,13 +40,13 @@ class MeasuredRun:
     """A run.
 
     Attributes:
-        steps: that were counted, since the last resume.
-        all_steps: of the whole run.
+        steps: counted steps, since the last resume.
+        all_steps: steps of the whole run.
         step_seconds: median; None where no step was timed.
         is_steady: False where the run was so short that steps with nothing left to read ahead count in the median.
-        world_size: ranks.
+        world_size: number of ranks.
         device: "cpu" or "cuda".
-        plan_digest: of the plan that the run obeyed; None: it had none.
+        plan_digest: digest of the plan that the run obeyed; None: it had none.
         ranks: by number; empty in a run without caches.
     """
 
@@ -61,7 +61,7 @@ class MeasuredRun:
 
     @classmethod
     def from_result(cls, result: Mapping[str, Any]) -> MeasuredRun:
-        """From the contents of result.json.
+        """Read the contents of result.json.
 
         Raises:
             ShardingError: something is missing or of another type.
@@ -88,15 +88,15 @@ class MeasuredRun:
 
     @property
     def growths(self) -> int:
-        """Of all caches."""
+        """Growths of all caches."""
         return sum(rank.growths for rank in self.ranks.values())
 
     def rank(self, rank: int) -> MeasuredRank | None:
-        """The caches of a rank; None in a run without caches."""
+        """Return the caches of a rank; None in a run without caches."""
         return self.ranks.get(rank)
 
     def table(self, rank: int, table: str) -> MeasuredTable | None:
-        """A table's cache on a rank; None where it has none."""
+        """Return a table's cache on a rank; None where it has none."""
         found = self.ranks.get(rank)
         return None if found is None else found.tables.get(table)
 

@@ -1,4 +1,4 @@
-"""What a reader of predicted beside measured must know before judging: sentences."""
+"""Sentences that a reader must know before judging a prediction by a measurement."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from embershard.planning.verify.measured import MeasuredRun
 from embershard.sharding.plan import Plan, Prediction
-from embershard.sharding.shards import Shard, shards_of
+from embershard.sharding.shards import shards_of
 
 #: Runs whose number of steps differs from the predicted one by more than this share are told so.
 _SAME_STEPS = 0.02
@@ -14,13 +14,11 @@ _SHOWN = 5
 
 
 def notes(plan: Plan, run: MeasuredRun, other_settings: Sequence[str] = (), num_checkpoints: int = 0) -> list[str]:
-    """Why the two sides may differ.
+    """Return the reasons why the plan's prediction and the run may differ.
 
     Args:
-        plan: has a prediction.
-        run: what was measured.
-        other_settings: what the run did otherwise than the prediction assumed (:meth:`Plan.other_settings`).
-        num_checkpoints: written in the steps that were counted.
+        other_settings: sentences of `Plan.other_settings`.
+        num_checkpoints: checkpoints written in the counted steps.
     """
     assert plan.prediction is not None, "it was compared"
     return [
@@ -66,7 +64,8 @@ def _which_speed(run: MeasuredRun) -> Iterator[str]:
 
 
 def _which_tables(plan: Plan, prediction: Prediction, run: MeasuredRun) -> Iterator[str]:
-    cached = {(shard.table, shard.rank) for shard in _cached_shards(plan)}
+    shards = [s for t in plan.tables if t.kernel == "cached" for s in shards_of(t, plan.ranks_per_node) if s.rows]
+    cached = {(shard.table, shard.rank) for shard in shards}
     if not cached:
         yield "No table is cached: all are whole on the device, and only the step time can be compared."
     elif not run.ranks:
@@ -82,12 +81,6 @@ def _which_tables(plan: Plan, prediction: Prediction, run: MeasuredRun) -> Itera
         whole = len({table.table for table in plan.tables if table.kernel != "cached"})
         if whole:
             yield f"{whole} of {len(plan.tables)} tables are whole on the device: nothing is counted for them."
-
-
-def _cached_shards(plan: Plan) -> Iterator[Shard]:
-    for table in plan.tables:
-        if table.kernel == "cached":
-            yield from (shard for shard in shards_of(table, plan.ranks_per_node) if shard.rows)
 
 
 def _absent(what: str, tables: set[tuple[str, int]]) -> Iterator[str]:

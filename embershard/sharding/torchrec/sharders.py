@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed import _remote_device
@@ -52,6 +52,7 @@ def has_cache(sharder: object) -> bool:
 class _Cached:
     """Settings of the cache, and their way into a sharded module: common to both cached sharders."""
 
+    _STOCK: ClassVar[str]
     _cache: CacheConfig
     _profile: FrequencyProfile | None
     _plan: Plan | None
@@ -60,6 +61,8 @@ class _Cached:
         if cache is not None and not isinstance(cache, CacheConfig):
             raise ConfigError(f"cache must be a CacheConfig, got {type(cache).__name__}; write CacheConfig(ratio=0.05)")
         self._cache = cache or CacheConfig()
+        if not self._cache.enabled:
+            raise ConfigError(f"cache.enabled=False has no effect on {type(self).__name__}; use {self._STOCK}")
         self._profile, self._plan = profile, plan
         if plan is not None:
             check_no_size(self._cache)
@@ -117,6 +120,8 @@ class CachedEmbeddingBagCollectionSharder(_Cached, EmbeddingBagCollectionSharder
     0.015
     """
 
+    _STOCK = "StockEmbeddingBagCollectionSharder"
+
     def __init__(
         self,
         cache: CacheConfig | None = None,
@@ -158,6 +163,8 @@ class CachedEmbeddingCollectionSharder(_Cached, EmbeddingCollectionSharder):
     Args:
         use_index_dedup: as TorchRec takes it. Only on GPUs: FBGEMM has no CPU kernel for it.
     """
+
+    _STOCK = "TorchRec's EmbeddingCollectionSharder"
 
     def __init__(
         self,

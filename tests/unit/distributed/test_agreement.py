@@ -14,7 +14,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from embershard.distributed.agreement import Agreement, Supply, empty_like, longest, shortest
+from embershard.distributed import empty_like, longest, shortest
+from embershard.distributed.agreement import Agreement, Supply
 from embershard.errors import DataError
 
 
@@ -147,10 +148,7 @@ def test_a_stand_in_of_something_else_is_refused() -> None:
     with pytest.raises(DataError, match="this rank had none at all"):
         empty_like(None)
     ragged = KeyedJaggedTensor(
-        ["a", "b"],
-        torch.arange(3),
-        lengths=torch.ones(3, dtype=torch.int32),
-        stride_per_key_per_rank=[[1], [2]],
+        ["a", "b"], torch.arange(3), lengths=torch.ones(3, dtype=torch.int32), stride_per_key_per_rank=[[1], [2]]
     )
     with pytest.raises(DataError, match="another number of samples per feature"):
         empty_like(ragged)

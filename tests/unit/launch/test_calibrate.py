@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 
 import pytest
 from rich.console import Console
 
+from embershard.decoding import decode
 from embershard.distributed import process_group
 from embershard.errors import ConfigError, SetupError
-from embershard.launch.config import from_values
 from embershard.launch.plan import calibrate
 from embershard.launch.plan.calibrate import REFERENCE, reference_setting, run_calibration, summarize
 from embershard.launch.plan.reference_steps import Segment, Segments, measure
@@ -27,7 +28,7 @@ def segment(setting: str = "base", seconds: float = 0.1, foreign: float = 0.0, f
 
 @pytest.mark.parametrize("name", REFERENCE)
 def test_reference_settings_are_valid_runs(name) -> None:
-    config = from_values(RunConfig, reference_setting(REFERENCE[name]))
+    config = decode(RunConfig, reference_setting(REFERENCE[name]))
     assert config.train.device == "cpu"
     assert not config.holds_out
 
@@ -54,7 +55,7 @@ def test_without_a_quiet_segment_the_share_that_was_had_counts() -> None:
 
 
 def test_segments_survive_json() -> None:
-    assert Segment.from_dict(json.loads(json.dumps(segment().to_dict()))) == segment()
+    assert decode(Segment, json.loads(json.dumps(dataclasses.asdict(segment())))) == segment()
 
 
 @pytest.fixture
@@ -78,8 +79,8 @@ def test_calibration_writes_what_it_found_per_number_of_ranks(told, tmp_path) ->
     assert [ranks for ranks, _ in told] == [1, 2]
     assert load_topology(str(tmp_path / "here.toml")) == found
     assert (found.name, found.device, found.ranks_per_node) == ("here", "cpu", 2)
-    assert found.rates(1).to_dict() == pytest.approx(RATES.to_dict())
-    assert found.rates(2).seconds_per_flop == pytest.approx(2 * RATES.seconds_per_flop)
+    assert found.rates_for(1).to_dict() == pytest.approx(RATES.to_dict())
+    assert found.rates_for(2).seconds_per_flop == pytest.approx(2 * RATES.seconds_per_flop)
     assert "calibrated here" in found.source
     assert "up to 0%" in found.source
     assert found.note(2) is None
@@ -122,7 +123,7 @@ def test_ranks_that_fail_are_an_error(monkeypatch) -> None:
 @pytest.mark.slow
 def test_work_is_counted_in_steps_that_ran() -> None:
     small = {"data.synthetic.scale": 1e-4, "data.synthetic.bag_sizes": [2], "train.batch_size": 32}
-    at_once = {"cache.lookahead": 0, "cache.policy": "lfu", "cache.ratio": 0.5}  # each step plans its own batch
+    at_once = {"look_ahead.lookahead": 0, "cache.policy": "lfu", "cache.ratio": 0.5}  # each step plans its own batch
     settings = {
         "cached": reference_setting({**small, **at_once}),
         "stock": reference_setting({**small, "cache": {"enabled": False}}),

@@ -9,8 +9,9 @@ from typing import Literal
 
 import pytest
 
+from embershard.decoding import to_toml
 from embershard.errors import ConfigError
-from embershard.launch.config import describe, load_config, to_toml
+from embershard.launch.config import describe, load_config
 from embershard.training.config import RunConfig
 
 
@@ -82,21 +83,21 @@ def test_override_is_read_by_the_type_of_the_setting(load, override, key, value)
 @pytest.mark.parametrize(
     ("text", "overrides", "said"),
     [
-        ("rat = 1", (), r"Unknown setting rat\. Did you mean rate\?"),
-        ("[inner]\nwrod = 1", (), r"Unknown setting inner\.wrod\. Did you mean inner\.word\?"),
-        ("[iner]\n", (), r"Did you mean inner\?"),
+        ("rat = 1", (), r"rat: unknown key\. Did you mean rate\?"),
+        ("[inner]\nwrod = 1", (), r"inner\.wrod: unknown key\. Did you mean inner.word\?"),
+        ("[iner]\n", (), r"iner: unknown key\. Did you mean inner\?"),
         ("zzz = 1", (), "Known here: rate, path"),
-        ("", ("inner.wrod=one",), r"Did you mean inner\.word\?"),
+        ("", ("inner.wrod=one",), r"inner\.wrod: unknown key\. Did you mean inner.word\?"),
         ("", ("rate.x=1",), "rate is a setting, not a section"),
         ("", ("inner=1",), "inner is a section"),
         ("", ("rate",), "needed KEY=VALUE"),
         ('rate = "fast"', (), r"rate: got 'fast', needed number"),
         ("on = 1", (), r"on: got 1, needed true \| false"),
         ("rate = true", (), "rate: got True, needed number"),
-        ("inner = 3", (), r"needed a section \[inner\]"),
+        ("inner = 3", (), "inner: got 3, needed section"),
         ("[inner]\nword = 'six'", (), r'inner\.word: got \'six\', needed "one" \| "two"'),
-        ("[inner]\nsizes = [1, 'x']", (), r"inner\.sizes: .*needed \[integer, \.\.\.\]"),
-        ("", ("inner.rows=many",), r"inner\.rows"),
+        ("[inner]\nsizes = [1, 'x']", (), r"inner\.sizes\[1\]: got 'x', needed integer"),
+        ("", ("inner.rows=many",), r"inner\.rows: got \['many'\], needed integer \| \[integer, \.\.\.\]"),
         ("", ("pair=1",), r"needed \[number, number\] \| none"),
         ("", ("rate=quick",), "rate: got 'quick', needed number"),
         ("rate =", (), "is not TOML"),
@@ -118,18 +119,14 @@ def test_written_config_reads_back(load):
 
 
 def test_reference_takes_docs_and_types_from_the_dataclasses():
-    settings = {setting.key: setting for setting in describe(Outer)}
-    assert (settings["rate"].type, settings["rate"].default, settings["rate"].doc) == (
-        "number",
-        "0.5",
-        "A rate.",
-    )
+    settings = {setting.key: setting for setting in describe(Outer())}
+    assert (settings["rate"].type, settings["rate"].default, settings["rate"].doc) == ("number", "0.5", "A rate.")
     assert settings["inner.sizes"].doc == "Some sizes, on two lines."
     assert settings["path"].type == "text | none"
 
 
 def test_every_setting_of_a_run_is_documented():
-    missing = [setting.key for setting in describe(RunConfig) if not setting.doc]
+    missing = [setting.key for setting in describe(RunConfig()) if not setting.doc]
     assert missing == []
 
 
@@ -146,6 +143,10 @@ def test_a_run_reads_back_with_every_section_changed(load):
     [cache]
     device_bytes = 1000
     policy = "lru"
+    [look_ahead]
+    prefetch = 3
+    [profile]
+    samples = 5
     [sharding]
     plan = "p.json"
     [embedding_optimizer]
@@ -172,9 +173,12 @@ def test_a_run_reads_back_with_every_section_changed(load):
     ("overrides", "said"),
     [
         (["train.eval_every=5", "data.eval_fraction=0"], "eval_every has no effect"),
-        (["cache.profile_samples=10", "cache.policy=lru"], "profile_samples=10 has no effect"),
-        (["cache.profile_samples=10", "cache.profile=p.npz"], "both set"),
-        (["cache.profile_samples=0", "cache.policy=frequency"], "at least 1"),
+        (["profile.samples=10", "cache.policy=lru", "cache.warmup=false"], "a profile has no effect"),
+        (["profile.path=p.npz", "cache.policy=lru", "cache.warmup=false"], "a profile has no effect"),
+        (["profile.samples=10", "profile.path=p.npz"], "both set"),
+        (["profile.samples=0", "cache.policy=frequency"], "at least 1"),
+        (["look_ahead.lookahead=-1"], "look_ahead.lookahead=-1, .*: needed 0 or more"),
+        (["look_ahead.lookahead=1"], "look_ahead.prefetch=2 is more than look_ahead.lookahead=1"),
         (["train.batch_size=0"], "train.batch_size: got 0"),
         (["checkpoint.keep_last=0"], "checkpoint.keep_last: got 0"),
     ],
@@ -193,3 +197,42 @@ def test_a_file_of_an_earlier_version_is_read_as_long_as_it_means_the_same(tmp_p
         file.write_text(text)
         with pytest.raises(ConfigError, match=r"cache\.background is no setting any more: .* Remove it\."):
             load_config(RunConfig, file, overrides)
+
+
+RENAMED = [
+    ("cache.lookahead", "8", "look_ahead.lookahead"),
+    ("cache.prefetch", "3", "look_ahead.prefetch"),
+    ("cache.profile", '"p.npz"', "profile.path"),
+    ("cache.profile_samples", "70", "profile.samples"),
+]
+
+
+@pytest.mark.parametrize(("old", "value", "new"), RENAMED)
+def test_an_earlier_name_is_refused_with_the_one_of_now(load, old, value, new):
+    name = old.removeprefix("cache.")
+    for text, overrides in ((f"[cache]\n{name} = {value}\n", ()), ("", (f"{old}={value}",))):
+        with pytest.raises(ConfigError, match=rf"{old} is called {new} now"):
+            load(text, *overrides, cls=RunConfig)
+
+
+@pytest.mark.parametrize("of_a_profile", ["profile", "profile_samples"])
+def test_the_record_of_an_earlier_version_is_read(tmp_path: Path, of_a_profile) -> None:
+    """What a run wrote is read under the names of then: by `embershard report`, or as settings of another run."""
+    file = tmp_path / "config.toml"
+    entries = [(old.removeprefix("cache."), value, new) for old, value, new in RENAMED]
+    entries = [entry for entry in entries if entry[0] in ("lookahead", "prefetch", of_a_profile)]
+    file.write_text("[cache]\nratio = 0.1\n" + "".join(f"{name} = {value}\n" for name, value, _ in entries))
+    with pytest.raises(ConfigError, match=r"cache\.lookahead is called"):
+        load_config(RunConfig, file)
+    (tmp_path / "metrics.jsonl").touch()
+    found = {setting.key: setting.default for setting in describe(load_config(RunConfig, file))}
+    assert found["cache.ratio"] == "0.1"
+    assert {new: found[new] for _, _, new in entries} == {new: value for _, value, new in entries}
+
+
+@pytest.mark.parametrize("policy", ["lookahead", "frequency", "lfu", "lru"])
+def test_every_policy_has_a_use_for_a_counted_profile(load, policy):
+    """`lru` for its warm-up, `lfu` as its first counts."""
+    config = load("", "profile.samples=10", f"cache.policy={policy}", cls=RunConfig)
+    assert config.counts_a_profile
+    assert config.has_profile

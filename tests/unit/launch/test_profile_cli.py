@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from embershard.cache import CacheConfig
 from embershard.data import BatchStream, DataConfig, SyntheticConfig, open_source
 from embershard.errors import ConfigError
 from embershard.frequency import FrequencyProfile
+from embershard.frequency.config import ProfileConfig
 from embershard.launch import cli
 from embershard.launch.config import load_config
 from embershard.launch.profile import data_pass as profile_pass
@@ -20,7 +22,7 @@ from embershard.launch.profile.command import main, run_config
 from embershard.launch.profile.data_pass import PassOptions, part_ranges, profile_data
 from embershard.launch.units import parse_bytes
 from embershard.models import table_name
-from embershard.training.build import CacheSettings, find_profile
+from embershard.training.build import find_profile
 from embershard.training.config import RunConfig
 
 SMALL = SyntheticConfig(num_samples=12_000, scale=0.0005, bag_sizes=(2,))
@@ -113,12 +115,11 @@ def test_a_training_run_takes_such_a_profile(tmp_path):
     data = DataConfig(synthetic=SMALL)
     profile_data(data, PassOptions()).save(tmp_path / "p.npz")
     example = Path(__file__).parents[3] / "examples" / "quickstart.toml"
-    config = load_config(
-        RunConfig, example, [f"cache.profile={tmp_path / 'p.npz'}", "cache.profile_samples=none", *SMALL_SET]
-    )
-    found = find_profile(config.cache, config.data, open_source(config.data))
+    config = load_config(RunConfig, example, [f"profile.path={tmp_path / 'p.npz'}", "profile.samples=none", *SMALL_SET])
+    found = find_profile(config, open_source(config.data))
     assert found is not None
-    counted = find_profile(CacheSettings(policy="frequency", profile_samples=10_800), data, open_source(data))
+    config = RunConfig(data=data, cache=CacheConfig(policy="frequency"), profile=ProfileConfig(samples=10_800))
+    counted = find_profile(config, open_source(data))
     assert counted is not None
     table = "t_C3"
     rows = found.num_rows(table)

@@ -7,15 +7,21 @@ import io
 import json
 import subprocess
 import sys
+from array import array
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from embershard.cache import TableStats
+from embershard.distributed import Ranks
 from embershard.errors import ConfigError
-from embershard.launch.record import RunRecord, git_commit, lock_run_dir, make_result, steady_steps, versions
+from embershard.launch.record import RunRecord, lock_run_dir, make_result, steady_steps
 from embershard.launch.train.progress import ProgressDisplay, closing_table, eval_line, train_line
+from embershard.launch.versions import git_commit, versions
 from embershard.training.cache_report import summed
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.metrics import Quality
@@ -35,20 +41,18 @@ def eval_report(step: int) -> EvalReport:
     return EvalReport(step, Quality(10, 0.4, 0.7, 0.9, 0.8, 1.1), 0.1)
 
 
-def result(**changes):
-    given = {
-        "config": RunConfig(train=TrainConfig(batch_size=10)),
-        "steps": 40,
-        "samples": 800,
-        "step_seconds": [9.0] * 10 + [0.1] * 30,
-        "world_size": 2,
-        "device": "cpu",
-        "loss": 0.5,
-        "evaluation": eval_report(40),
-        "cache": None,
-        "look_ahead": None,
-    }
-    return make_result(**{**given, **changes})
+def result(step_seconds=(*[9.0] * 10, *[0.1] * 30), **changes):
+    """Of a trainer that took so long for its steps."""
+    trainer: Any = SimpleNamespace(
+        config=RunConfig(train=TrainConfig(batch_size=10)),
+        ranks=Ranks(0, 2, 0, 2, torch.device("cpu")),
+        plan=None,
+        steps=40,
+        samples=800,
+        step_seconds=array("d", step_seconds),
+    )
+    given = {"loss": 0.5, "evaluation": eval_report(40), "cache": None, "look_ahead": None}
+    return make_result(trainer, **{**given, **changes})
 
 
 def test_result_has_the_promised_keys_and_counts_speed_after_the_warm_up():
@@ -83,12 +87,7 @@ def test_result_of_a_run_that_had_nothing_to_do():
 
 def test_a_resumed_run_writes_on_from_its_checkpoint(tmp_path: Path):
     record = RunRecord(tmp_path, RunConfig(), None)
-    for report in (
-        train_report(5),
-        SaveReport(5, tmp_path / "step_5", 0.1),
-        train_report(10),
-        eval_report(10),
-    ):
+    for report in (train_report(5), SaveReport(5, tmp_path / "step_5", 0.1), train_report(10), eval_report(10)):
         record.add(report)
     record.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -97,11 +96,7 @@ def test_a_resumed_run_writes_on_from_its_checkpoint(tmp_path: Path):
     record.add(train_report(10))
     record.close()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["kind"], line["step"]) for line in lines] == [
-        ("train", 5),
-        ("checkpoint", 5),
-        ("train", 10),
-    ]
+    assert [(line["kind"], line["step"]) for line in lines] == [("train", 5), ("checkpoint", 5), ("train", 10)]
     assert list(tmp_path.glob("events.out.tfevents.*"))
 
 

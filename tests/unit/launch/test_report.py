@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
+from embershard.decoding import to_toml
 from embershard.launch import cli
-from embershard.launch.config import load_config, to_toml
-from embershard.launch.plan.command import main as plan_main
-from embershard.launch.profile.command import main as profile_main
-from embershard.launch.report.command import main
+from embershard.launch.config import load_config
 from embershard.planning.cost.topology import load_topology
 from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
@@ -43,7 +41,7 @@ def report(capsys) -> ReportOf:
 
     def run(*arguments: object) -> tuple[int, str, str]:
         capsys.readouterr()
-        code = main([str(argument) for argument in arguments])
+        code = cli.main(["report", *map(str, arguments)])
         said = capsys.readouterr()
         return code, said.out, said.err
 
@@ -202,9 +200,9 @@ def test_planning_again_with_the_corrected_topology_predicts_what_was_measured(t
         "[cache]\nratio = 0.3\n[train]\nbatch_size = 64\n"
     )
     given = ["--config", str(config)]
-    assert profile_main([*given, "-o", str(tmp_path / "p.npz"), "--workers", "1"]) == 0
+    assert cli.main(["profile", *given, "-o", str(tmp_path / "p.npz"), "--workers", "1"]) == 0
     planned = ["--profile", str(tmp_path / "p.npz"), "--ranks", "2", "-o", str(tmp_path / "plan.json")]
-    assert plan_main([*given, *planned]) == 0
+    assert cli.main(["plan", *given, *planned]) == 0
     plan = Plan.load(tmp_path / "plan.json")
     assert plan.prediction is not None
     measured = 3.7 * plan.prediction.step_seconds
@@ -217,7 +215,7 @@ def test_planning_again_with_the_corrected_topology_predicts_what_was_measured(t
     assert found["factor"] == pytest.approx(3.7, rel=0.01)
     assert found["from_estimate"]
     assert load_topology(str(machine)).source.endswith("after run run")
-    assert plan_main([*given, *planned, "--topology", str(machine)]) == 0
+    assert cli.main(["plan", *given, *planned, "--topology", str(machine)]) == 0
     again = Plan.load(tmp_path / "plan.json")
     assert again.prediction is not None
     assert again.prediction.step_seconds == pytest.approx(measured, rel=0.01)

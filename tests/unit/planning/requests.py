@@ -69,7 +69,7 @@ def make_workload(
 @functools.lru_cache(maxsize=8)
 def rates(name: str = "h100x8x4", num_ranks: int = 2) -> Rates:
     """Of a machine of the catalogue, without the overhead that hides everything small."""
-    return load_topology(name).rates(num_ranks)
+    return load_topology(name).rates_for(num_ranks)
 
 
 def make_request(budget: Budget | None = None, workload: Workload | None = None, **changes: Any) -> PlanRequest:

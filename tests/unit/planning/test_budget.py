@@ -14,7 +14,7 @@ from embershard.cache.slot_map import MOST_POOL_ROWS
 from embershard.errors import ConfigError, ShardingError
 from embershard.frequency import DataStatistics
 from embershard.planning.budget import least_need
-from embershard.planning.planner import best_candidate, make_plan, sized
+from embershard.planning.make_plan import best_candidate, make_plan, sized
 from embershard.planning.request import Budget, PlanRequest
 from embershard.sharding.plan import Plan, TablePlacement, pools_of
 from tests.unit.planning.requests import data_of, make_request, make_workload, random_rows

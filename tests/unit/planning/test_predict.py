@@ -13,7 +13,8 @@ from embershard.cache.pinned_tables import pinned_tables
 from embershard.planning.cost import work
 from embershard.planning.cost.rates import Rates
 from embershard.planning.predict import predict
-from embershard.planning.simulate.replay import ReplaySettings, Shard, replay_pool
+from embershard.planning.simulate.pool_report import RowRange
+from embershard.planning.simulate.replay import ReplaySettings, replay_pool
 from embershard.planning.workload import LEAST_REPLAYED_STEPS, Workload, place_shards
 from embershard.sharding.memory_model import pool_memory
 from embershard.sharding.plan import PoolPlacement, Prediction, TablePlacement, pools_of
@@ -51,7 +52,7 @@ def test_hit_rates_are_those_of_a_replay_of_each_pool():
     by_place = {(t.table, t.rank): t for t in found.tables}
     for pool in slots:
         shards = [
-            Shard(s.table.table, s.row_start, s.row_stop)
+            RowRange(s.table.table, s.row_start, s.row_stop)
             for s in place_shards(workload.model, tables, workload.shape)
             if s.rank == pool.rank and s.table.table in pool.tables
         ]
@@ -192,7 +193,7 @@ def test_a_short_run_is_predicted_over_its_own_steps():
     found = predict(workload, tables, slots_of(workload, tables), rates())
     assert (found.method, found.num_steps) == ("replay", 5)
     assert workload.data.trace is not None
-    traffic = replay_pool(workload.data.trace, [Shard("t0", 0, 500)], 100, 64, workload.shape.cache, num_steps=5)
+    traffic = replay_pool(workload.data.trace, [RowRange("t0", 0, 500)], 100, 64, workload.shape.cache, num_steps=5)
     assert found.tables[0].fills == traffic.shards[0].fills
 
 
@@ -217,7 +218,7 @@ def test_a_run_longer_than_its_sample_goes_on_as_the_sample_ends():
         tables = placements(workload, [("table_wise", "cached")])
         found = predict(workload, tables, slots_of(workload, tables), rates())
         fills[num_steps] = found.tables[0].fills
-    traffic = replay_pool(data.trace, [Shard("t0", 0, 500)], 100, 64, workload.shape.cache)
+    traffic = replay_pool(data.trace, [RowRange("t0", 0, 500)], 100, 64, workload.shape.cache)
     assert traffic.num_steps == 46
     assert fills[None] == fills[46] == traffic.shards[0].fills
     assert fills[460] == pytest.approx(0.1 * fills[46] + 0.9 * traffic.late[0].fills)

@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from embershard.data.batch import Schema, SparseFeature
+from embershard.decoding import decode
 from embershard.errors import ConfigError
 from embershard.models import ModelConfig, build_model
+from embershard.models.dense_size import DenseSize
 from embershard.planning.cost import work as formulas
 from embershard.planning.cost.least_squares import fit_rates, nonnegative_least_squares
-from embershard.planning.cost.rates import STREAMS, TERMS, Rates, StepTime, StepWork, step_time
-from embershard.planning.cost.work import DenseSize
+from embershard.planning.cost.rates import STREAMS, TERMS, Rates, StepWork, step_time
 
 AMOUNTS = [field.name for field in dataclasses.fields(StepWork)]
 numbers = st.floats(0, 1e6)
@@ -77,10 +78,8 @@ def test_a_copy_bound_step_names_the_fills() -> None:
 
 @given(works, rates_)
 def test_values_survive_json(work, rates) -> None:
-    assert StepWork.from_dict(json.loads(json.dumps(work.to_dict()))) == work
-    assert Rates.from_dict(json.loads(json.dumps(rates.to_dict()))) == rates
-    time = step_time(work, rates, "cuda")
-    assert StepTime.from_dict(json.loads(json.dumps(time.to_dict()))) == time
+    assert decode(StepWork, json.loads(json.dumps(work.to_dict()))) == work
+    assert decode(Rates, json.loads(json.dumps(rates.to_dict()))) == rates
 
 
 @pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), "1", None, True])
@@ -90,8 +89,8 @@ def test_work_that_is_no_amount_is_refused(value) -> None:
 
 
 def test_an_unknown_kind_of_work_is_refused() -> None:
-    with pytest.raises(ConfigError, match="StepWork has no 'sleep', only dense_flops"):
-        StepWork.from_dict({"sleep": 1})
+    with pytest.raises(ConfigError, match=r"sleep: unknown key\. Known here: dense_flops"):
+        decode(StepWork, {"sleep": 1})
 
 
 # ---------------------------------------------------------------------------------------- work
@@ -105,11 +104,12 @@ def test_dense_sizes_are_those_of_the_model(arch) -> None:
     model = build_model(config, schema, torch.device("cpu"))
     dense = [p for p in model.parameters() if not p.is_meta]
     size = DenseSize(arch, 3, 4, 8, (20, 8), (12, 6, 1), *cross.values())
-    assert formulas.dense_parameter_bytes(size) == sum(p.numel() * 4 for p in dense)
+    assert size.parameter_bytes == sum(p.numel() * 4 for p in dense)
     weights = sum(p.numel() for p in dense if p.dim() == 2)
     dots = 5 * 5 * 8 if arch == "dlrm" else 0  # all pairs of 5 vectors of dim 8
-    assert formulas.dense_flops(size, 10) == 10 * 6 * (weights + dots)
-    assert formulas.activation_bytes(size, 10) == 10 * formulas.activation_bytes(size, 1) > 0
+    assert size.flops_per_sample == 6 * (weights + dots)
+    assert size.activation_bytes_per_sample > 0
+    assert DenseSize.of(config, 3, 4) == size
 
 
 def test_one_rank_sends_nothing() -> None:

@@ -14,29 +14,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embershard import cache_stats
-from embershard.cache import CacheGrowthWarning
+from embershard.cache import CacheConfig, CacheGrowthWarning
 from embershard.cache.config import CachePolicy
 from embershard.cache.pinned_tables import pinned_tables
 from embershard.data import DataConfig
 from embershard.data.config import SyntheticConfig
 from embershard.distributed import CheckpointConfig, Ranks, process_group
 from embershard.frequency import FrequencyProfile, SampledTrace
+from embershard.frequency.config import ProfileConfig
 from embershard.frequency.downsampling import downsampled
 from embershard.launch.plan.inputs import replay_settings
 from embershard.launch.profile.data_pass import PassOptions, profile_data
 from embershard.models import ModelConfig
 from embershard.pipeline import look_ahead
+from embershard.pipeline.config import LookAheadConfig
 from embershard.pipeline.prefetch_depth import PrefetchDepth
-from embershard.planning.simulate.replay import (
-    PoolReport,
-    ReplaySettings,
-    Shard,
-    ShardReport,
-    replay_pool,
-    replay_preferences,
-)
+from embershard.planning.simulate.pool_report import PoolReport, RowRange, ShardReport
+from embershard.planning.simulate.replay import ReplaySettings, replay_pool, replay_preferences
 from embershard.sharding.torchrec import cached_embeddings
-from embershard.training.build import CacheSettings
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.trainer import Trainer
 from tests.unit.planning.traces import skewed, trace_of
@@ -64,11 +59,17 @@ def profile() -> FrequencyProfile:
     return profile_data(DATA, PassOptions())
 
 
-def run_config(batch_size: int, **cache: Any) -> RunConfig:
+LOOK_AHEAD, PROFILE = ("lookahead", "prefetch"), ("samples",)
+
+
+def run_config(batch_size: int, **settings: Any) -> RunConfig:
+    """Settings of the cache, the look-ahead and the profile, which have no name in common."""
     return RunConfig(
         data=DATA,
         model=ModelConfig(embedding_dim=4, dense_arch_layer_sizes=(8, 4), over_arch_layer_sizes=(8, 1)),
-        cache=CacheSettings(**cache),
+        cache=CacheConfig(**{name: value for name, value in settings.items() if name not in LOOK_AHEAD + PROFILE}),
+        look_ahead=LookAheadConfig(**{name: settings[name] for name in LOOK_AHEAD if name in settings}),
+        profile=ProfileConfig(**{name: settings[name] for name in PROFILE if name in settings}),
         train=TrainConfig(batch_size=batch_size, log_every=1000, device="cpu"),
         checkpoint=CheckpointConfig(at_end=False),
     )
@@ -79,8 +80,10 @@ TRAINED = {
     "lookahead 3, of a decaying lfu": {"ratio": 0.2, "lookahead": 3, "prefetch": 1, "decay": 0.5},
     "lfu with decay": {"ratio": 0.25, "policy": "lfu", "decay": 0.5, "lookahead": 0},
     "lru": {"ratio": 0.3, "policy": "lru", "lookahead": 0},
-    "frequency, warm": {"ratio": 0.3, "policy": "frequency", "profile_samples": 200, "lookahead": 2},
-    "lookahead, warm": {"ratio": 0.3, "warmup": True, "profile_samples": 200, "lookahead": 4},
+    "frequency, warm": {"ratio": 0.3, "policy": "frequency", "samples": 200, "lookahead": 2},
+    "lfu from a profile": {"ratio": 0.3, "policy": "lfu", "samples": 200, "lookahead": 2},
+    "lru, warm": {"ratio": 0.3, "policy": "lru", "samples": 200, "lookahead": 0},
+    "lookahead, warm": {"ratio": 0.3, "warmup": True, "samples": 200, "lookahead": 4},
     "a batch does not fit": {"ratio": 0.04, "lookahead": 4},
     "a batch does not fit lru": {"ratio": 0.04, "lookahead": 0, "policy": "lru"},
 }
@@ -94,15 +97,15 @@ def test_a_replay_counts_what_training_counts(ranks, profile, name, monkeypatch)
     trainer = Trainer(config, ranks)
     (pool,) = cached_embeddings(trainer.model)
     slots, tables = pool.cache.num_slots, pool.cache.tables
-    held = config.cache.prefetch if "held 3" in name else 1
+    held = config.look_ahead.prefetch if "held 3" in name else 1
     monkeypatch.setattr(look_ahead, "PrefetchDepth", lambda most, is_adaptive: PrefetchDepth(held, False))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CacheGrowthWarning)
         list(trainer.train())
     trainer.close()
-    shards = [Shard(table, 0, profile.num_rows(table)) for table in tables]
+    shards = [RowRange(table, 0, profile.num_rows(table)) for table in tables]
     pinned = [tables[number] for number in pinned_tables([shard.num_rows for shard in shards], slots)]
-    policy = replay_settings(config.cache, config.data, trainer.profile is not None, trainer.stream.num_samples, "cpu")
+    policy = replay_settings(config, trainer.profile is not None, trainer.stream.num_samples, "cpu")
     assert policy.prefetch == 1, "what a CPU holds while its steps do not wait"
     policy = dataclasses.replace(policy, prefetch=held)
     statistics = profile.need_statistics()
@@ -127,9 +130,9 @@ def test_a_second_epoch_has_another_order(ranks, profile):
     slots, tables = pool.cache.num_slots, pool.cache.tables
     list(trainer.train())
     trainer.close()
-    shards = [Shard(table, 0, profile.num_rows(table)) for table in tables]
+    shards = [RowRange(table, 0, profile.num_rows(table)) for table in tables]
     pinned = [tables[number] for number in pinned_tables([shard.num_rows for shard in shards], slots)]
-    policy = replay_settings(config.cache, config.data, False, trainer.stream.num_samples, "cpu")
+    policy = replay_settings(config, False, trainer.stream.num_samples, "cpu")
     trace = profile.need_statistics().trace
     assert trace is not None
     found, other = (
@@ -168,7 +171,7 @@ def all_of(report: PoolReport) -> list[list[float]]:
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_block_of_rows_is_a_table_of_its_own(name):
     lookups = {"a": skewed(300, 4000), "b": skewed(90, 4000, seed=1)}
-    blocks = [Shard("a", 100, 200), Shard("b", 30, 60)]
+    blocks = [RowRange("a", 100, 200), RowRange("b", 30, 60)]
     found = replay_pool(trace_of(lookups), blocks, 60, 200, POLICIES[name])
     alone = {}
     whole = trace_of(lookups)
@@ -179,7 +182,7 @@ def test_a_block_of_rows_is_a_table_of_its_own(name):
             table, samples=table.samples[inside], rows=table.rows[inside] - block.start
         )
     own = SampledTrace(1.0, whole.num_samples, alone, {}, {})
-    expected = replay_pool(own, [Shard("a", 0, 100), Shard("b", 0, 30)], 60, 200, POLICIES[name])
+    expected = replay_pool(own, [RowRange("a", 0, 100), RowRange("b", 0, 30)], 60, 200, POLICIES[name])
     assert all_of(found) == all_of(expected)
     assert 0 < found.shards[0].hits_unique < found.shards[0].unique_ids
 
@@ -187,8 +190,8 @@ def test_a_block_of_rows_is_a_table_of_its_own(name):
 def test_blocks_together_have_all_lookups():
     trace = trace_of({"a": skewed(301, 4000)})
     edges = [0, 76, 152, 228, 301, 301]
-    blocks = [replay_pool(trace, [Shard("a", a, b)], 40, 200, POLICIES["lru"]) for a, b in itertools.pairwise(edges)]
-    whole = replay_pool(trace, [Shard("a", 0, 301)], 301, 200, POLICIES["lru"])
+    blocks = [replay_pool(trace, [RowRange("a", a, b)], 40, 200, POLICIES["lru"]) for a, b in itertools.pairwise(edges)]
+    whole = replay_pool(trace, [RowRange("a", 0, 301)], 301, 200, POLICIES["lru"])
     for name in ("lookups", "unique_ids"):
         assert sum(getattr(b.shards[0], name) for b in blocks) == pytest.approx(getattr(whole.shards[0], name))
     assert blocks[-1].shards[0].lookups == blocks[-1].shards[0].fills == 0, "a block without rows"
@@ -203,7 +206,7 @@ def test_a_share_of_the_rows_says_what_all_of_them_say(name):
     trace = trace_of(lookups)
     sampled = downsampled(trace, 80_000 * 2 // 8)
     assert sampled.rate < 0.25
-    shards = [Shard("a", 0, 24_000), Shard("b", 0, 3000)]
+    shards = [RowRange("a", 0, 24_000), RowRange("b", 0, 3000)]
 
     def rates(found: PoolReport) -> list[float]:
         hits = [sum(getattr(s, n) for s in found.shards) for n in ("hits_unique", "hits_lookups")]
@@ -228,11 +231,11 @@ def test_constant_rows_are_counted_as_if_replayed():
     table = dataclasses.replace(trace.tables["a"], samples=np.flatnonzero(~is_constant), rows=rows[~is_constant])
     split = SampledTrace(1 - 1e-9, 40_000, {"a": table}, {"a": np.arange(3)}, {"a": np.bincount(rows)[:3]})
     for name in ("lru", "lookahead"):
-        full = replay_pool(trace, [Shard("a", 0, 2003)], 1503, 1000, POLICIES[name]).shards[0]
-        found = replay_pool(split, [Shard("a", 0, 2003)], 1503, 1000, POLICIES[name]).shards[0]
+        full = replay_pool(trace, [RowRange("a", 0, 2003)], 1503, 1000, POLICIES[name]).shards[0]
+        found = replay_pool(split, [RowRange("a", 0, 2003)], 1503, 1000, POLICIES[name]).shards[0]
         for each in (*COUNTED, "held_rows"):
             assert getattr(found, each) == pytest.approx(getattr(full, each), rel=1e-3), each
-    block = replay_pool(split, [Shard("a", 1, 2)], 1, 1000, POLICIES["lru"])
+    block = replay_pool(split, [RowRange("a", 1, 2)], 1, 1000, POLICIES["lru"])
     assert block.shards[0].unique_ids == pytest.approx(1.0)
     assert block.shards[0].lookups == pytest.approx(np.count_nonzero(rows == 1) / 40)
     assert block.shards[0].fills == pytest.approx(1 / 40)
@@ -242,7 +245,7 @@ def test_constant_rows_are_counted_as_if_replayed():
 @pytest.mark.parametrize("name", POLICIES)
 def test_tables_that_stay_are_counted_where_rows_are_sampled(name):
     lookups = {"small": skewed(40, 20_000), "large": skewed(4000, 20_000, seed=1)}
-    shards = [Shard("small", 0, 40), Shard("large", 0, 4000)]
+    shards = [RowRange("small", 0, 40), RowRange("large", 0, 4000)]
     full = replay_pool(trace_of(lookups), shards, 1000, 1000, POLICIES[name], pinned_tables=["small"])
     sampled = downsampled(trace_of(lookups), 8000)
     assert sampled.rate < 1
@@ -256,7 +259,7 @@ def test_tables_that_stay_are_counted_where_rows_are_sampled(name):
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_late_is_what_the_second_half_added(name):
-    trace, shards, policy = trace_of({"a": skewed(500, 7000)}), [Shard("a", 0, 500)], POLICIES[name]
+    trace, shards, policy = trace_of({"a": skewed(500, 7000)}), [RowRange("a", 0, 500)], POLICIES[name]
     policy = dataclasses.replace(policy, lookahead=0)  # else the last steps of the half would know less
     whole = replay_pool(trace, shards, 200, 1000, policy)
     half = replay_pool(trace, shards, 200, 1000, policy, num_steps=3)
@@ -272,22 +275,22 @@ def test_late_is_what_the_second_half_added(name):
 
 def test_more_steps_than_batches_begin_again():
     rows = skewed(500, 3500)
-    found = replay_pool(trace_of({"a": rows}), [Shard("a", 0, 500)], 200, 1000, POLICIES["lookahead"], num_steps=7)
+    found = replay_pool(trace_of({"a": rows}), [RowRange("a", 0, 500)], 200, 1000, POLICIES["lookahead"], num_steps=7)
     again = np.concatenate([rows[:3000], rows[:3000], rows[:1000]])
-    expected = replay_pool(trace_of({"a": again}), [Shard("a", 0, 500)], 200, 1000, POLICIES["lookahead"])
+    expected = replay_pool(trace_of({"a": again}), [RowRange("a", 0, 500)], 200, 1000, POLICIES["lookahead"])
     assert all_of(found) == all_of(expected)
 
 
 def test_a_trace_shorter_than_a_batch_is_refused():
     with pytest.raises(ValueError, match="99 samples, less than a batch of 100"):
-        replay_pool(trace_of({"a": np.arange(99)}), [Shard("a", 0, 99)], 10, 100, POLICIES["lru"])
+        replay_pool(trace_of({"a": np.arange(99)}), [RowRange("a", 0, 99)], 10, 100, POLICIES["lru"])
 
 
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 90), st.integers(0, 5), st.sampled_from(sorted(POLICIES)))
 @settings(max_examples=20)
 def test_counters_fit_each_other(num_slots, num_rows, batch_size, seed, name):
     trace = trace_of({"a": skewed(num_rows, 120, seed), "b": skewed(30, 120, seed + 9)}, bag_size=1)
-    shards = [Shard("a", 0, num_rows), Shard("b", 5, 25), Shard("b", 30, 30)]
+    shards = [RowRange("a", 0, num_rows), RowRange("b", 5, 25), RowRange("b", 30, 30)]
     found = replay_pool(trace, shards, num_slots, batch_size, POLICIES[name])
     assert found.num_slots >= min(num_slots, num_rows + 20)
     for report in found.shards:

@@ -12,7 +12,7 @@ from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
 
 from embershard.cache.slot_map import MOST_POOL_ROWS
 from embershard.planning.request import LEAST_COLUMNS, column_block
-from embershard.planning.search import Placement, ShardCost, place
+from embershard.planning.search import ShardCost, place
 from embershard.sharding.shards import TablePlacement, shards_of
 from embershard.sharding.sizes import PlacedShard, TableSize
 
@@ -26,7 +26,7 @@ def by_size(shards: Sequence[PlacedShard]) -> list[ShardCost]:
     return [ShardCost({"lookup": float(size), "communication": 0.0, "copies": 0.0}, size, 2 * size) for size in sizes]
 
 
-def placed(tables: Sequence[TableSize] = TABLES, costs: Any = by_size, **changes: Any) -> list[Placement] | None:
+def placed(tables: Sequence[TableSize] = TABLES, costs: Any = by_size, **changes: Any) -> list[TablePlacement] | None:
     arguments: dict[str, Any] = {
         "world_size": 2,
         "ranks_per_node": 2,
@@ -37,14 +37,11 @@ def placed(tables: Sequence[TableSize] = TABLES, costs: Any = by_size, **changes
     return place(tables, costs, **{**arguments, **changes})
 
 
-def load(found: Sequence[Placement] | None, tables: Sequence[TableSize] = TABLES, world_size: int = 2) -> list[int]:
+def load(found: Sequence[TablePlacement] | None, world_size: int = 2) -> list[int]:
     """Elements on every rank."""
     assert found is not None
-    sizes = {table.table: table for table in tables}
     total = [0] * world_size
-    for each in found:
-        size = sizes[each.table]
-        placement = TablePlacement(each.table, size.rows, size.dim, "fp32", each.sharding, "cached", each.ranks)  # type: ignore[arg-type]
+    for placement in found:
         for shard in shards_of(placement, world_size):
             total[shard.rank] += shard.rows * shard.columns
     return total
@@ -188,6 +185,6 @@ def test_caches_can_number_their_rows(dtype):
     alone = {"world_size": 1, "ranks_per_node": 1}
     assert placed([first, TableSize("t1", 9, 64)], **alone) is not None
     assert placed([first, second], **alone) is None
-    assert placed([first, second], **alone, cached=False) is not None
+    assert placed([first, second], **alone, limit_rows=False) is not None
     assert placed([first, TableSize("t1", 10, 32)], **alone) is not None
     assert (placed([first, TableSize("t1", 10, 64, dtype)], **alone) is None) == (dtype == "fp32")

@@ -13,7 +13,7 @@ from embershard.cache.config import LEAST_SLOTS, CachePolicy
 from embershard.planning.request import Budget
 from embershard.planning.simulate.replay import ReplaySettings
 from embershard.planning.slot_split import fixed_bytes, least_slots, split_slots
-from embershard.planning.workload import Workload, place_shards, pools
+from embershard.planning.workload import Workload, by_pool, place_shards
 from embershard.sharding.memory_model import pool_memory
 from embershard.sharding.plan import TablePlacement
 from embershard.sharding.shards import PoolPlacement
@@ -38,7 +38,7 @@ def caches_bytes(workload: Workload, here: Sequence[PlacedShard], slots: Sequenc
     """Of the pools of a rank, that have these ``slots``."""
     count = {p.tables: p.slots for p in slots if p.rank == rank}
     total = 0
-    for (owner, *_), members in pools(here).items():
+    for (owner, *_), members in by_pool(here).items():
         names = tuple(sorted({shard.table.table for shard in members}))
         total += pool_memory(members, workload.shape.memory).device_bytes(count[names]) if owner == rank else 0
     return total
@@ -63,7 +63,7 @@ def test_the_last_byte_counts(types, budget, world_size, whole, policy):
     fits = True
     for rank in range(world_size):
         here = [shard for shard in shards if shard.rank == rank]
-        grouped = pools(here)
+        grouped = by_pool(here)
         memories = {key: pool_memory(members, workload.shape.memory) for key, members in grouped.items()}
         may_use = budget + max(fixed) - fixed[rank] if whole else budget
         least = sum(memories[key].device_bytes(least_slots(workload, members)) for key, members in grouped.items())

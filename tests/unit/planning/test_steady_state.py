@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from embershard.cache.config import CachePolicy
 from embershard.frequency import CountHistogram, TableStatistics
-from embershard.planning.simulate.replay import PoolReport, ReplaySettings, Shard, replay_pool
+from embershard.planning.simulate.pool_report import PoolReport, RowRange
+from embershard.planning.simulate.replay import ReplaySettings, replay_pool
 from embershard.planning.simulate.steady_state import steady_state
 from tests.unit.planning.traces import Ints, counted, skewed, trace_of
 
@@ -29,7 +30,7 @@ def from_counts(
     data = counted(lookups, bag_size)
     return steady_state(
         list(data.tables.values()),
-        [Shard(name, 0, rows) for name, (rows, _) in lookups.items()],
+        [RowRange(name, 0, rows) for name, (rows, _) in lookups.items()],
         [1.0] * len(lookups),
         data.num_samples,
         num_slots,
@@ -64,7 +65,7 @@ def test_independent_lookups_hit_as_counts_say(name, num_slots):
 def test_bags_of_several_ids():
     lookups = {"a": (3000, skewed(3000, 40_000, power=3))}
     found = from_counts(lookups, 800, 50, LRU, bag_size=4)
-    run = replay_pool(trace_of({"a": lookups["a"][1]}, bag_size=4), [Shard("a", 0, 3000)], 800, 50, LRU)
+    run = replay_pool(trace_of({"a": lookups["a"][1]}, bag_size=4), [RowRange("a", 0, 3000)], 800, 50, LRU)
     assert found.shards[0].lookups == pytest.approx(200)
     assert found.shards[0].unique_ids == pytest.approx(run.late[0].unique_ids, rel=0.01)
     assert rates(found.shards) == pytest.approx(rates(run.late), abs=0.03)
@@ -101,7 +102,11 @@ def test_more_slots_never_hit_less(groups, batch, slots, name, is_sample):
     none = np.empty(0)
     table = TableStatistics("a", num_rows, int(histogram.num_lookups), histogram, bags, none.astype(np.int64), none)
     num_samples = int(histogram.num_lookups)
-    shards = [Shard("a", 0, num_rows // 3), Shard("a", num_rows // 3, num_rows), Shard("a", num_rows, num_rows)]
+    shards = [
+        RowRange("a", 0, num_rows // 3),
+        RowRange("a", num_rows // 3, num_rows),
+        RowRange("a", num_rows, num_rows),
+    ]
     before = -1.0
     for num_slots in [*sorted(slots), num_rows, 3 * num_rows]:
         found = steady_state(
@@ -136,7 +141,7 @@ def test_other_samples_have_rows_that_this_one_has_not():
         1000 + np.random.default_rng(1).integers(0, 49_000, 200_000),
     )
     data = counted({"a": (50_000, stream[:20_000])}, share_of_samples=0.1)
-    shard = Shard("a", 0, 50_000)
+    shard = RowRange("a", 0, 50_000)
 
     def hit_rate(is_sample: bool) -> float:
         found = steady_state(
@@ -156,7 +161,7 @@ def test_a_block_is_corrected_as_its_table_is():
 
     def found(share: float) -> list[float]:
         block = steady_state(
-            [data.tables["a"]], [Shard("a", 0, 10_000)], [share], 28_000, 1000, 500, LFU.policy, is_sample=True
+            [data.tables["a"]], [RowRange("a", 0, 10_000)], [share], 28_000, 1000, 500, LFU.policy, is_sample=True
         )
         return [block.shards[0].unique_ids, block.shards[0].hits_unique, block.shards[0].hits_lookups]
 

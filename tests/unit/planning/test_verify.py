@@ -23,7 +23,7 @@ RATES = Rates(seconds_per_flop=1e-9, seconds_per_planned_id=1e-6, seconds_per_fi
 
 
 def machine(**changes: Any) -> Topology:
-    given = {"ranks_per_node": 2, "host_memory_bytes": 10**9, "rates_by_ranks": {2: RATES, 4: RATES}}
+    given = {"ranks_per_node": 2, "host_memory_bytes": 10**9, "rates": {2: RATES, 4: RATES}}
     return Topology("mine", "measured in May", "cpu", **{**given, **changes})
 
 
@@ -187,11 +187,11 @@ def test_recalibrated_rates_give_the_measured_step_for_the_measured_work(millise
     found = recalibrated(machine(), plan, result, name="new", run_name="r")
     works = measured_work(plan, MeasuredRun.from_result(result))
     assert [(work.fills, work.planned_ids) for work in works] == [(pytest.approx(fills), pytest.approx(ids))] * 2
-    seconds = max(step_time(work, found.topology.rates(2), "cpu").seconds for work in works)
+    seconds = max(step_time(work, found.topology.rates_for(2), "cpu").seconds for work in works)
     assert seconds == pytest.approx(milliseconds / 1e3)
     assert found.before_seconds * found.factor == pytest.approx(found.measured_seconds)
-    assert found.topology.rates(4) == RATES  # of another number of ranks nothing is known
-    ratio = found.topology.rates(2).seconds_per_fill / found.topology.rates(2).seconds_per_planned_id
+    assert found.topology.rates_for(4) == RATES  # of another number of ranks nothing is known
+    ratio = found.topology.rates_for(2).seconds_per_fill / found.topology.rates_for(2).seconds_per_planned_id
     assert ratio == pytest.approx(2)
 
 
@@ -200,7 +200,7 @@ def test_measured_work_keeps_what_runs_do_not_count():
     assert plan.prediction is not None
     result = changed(result_of(plan), 0, "a")
     work = measured_work(plan, MeasuredRun.from_result(without_cache(result)))[0]
-    predicted = StepWork.from_dict(plan.prediction.ranks[0].work)
+    predicted = StepWork(**plan.prediction.ranks[0].work)
     assert (work.dense_flops, work.all_to_all_bytes) == (predicted.dense_flops, predicted.all_to_all_bytes)
     assert (work.planned_ids, work.fills, work.bytes_to_host) == (0, 0, 0)
 
@@ -223,17 +223,17 @@ def test_an_estimated_topology_gets_rates(ranks):
     estimated = load_topology("h200x8")
     found = recalibrated(estimated, plan, result_of(plan), name="new", run_name="r")
     assert found.from_estimate
-    assert found.topology.rates_by_ranks.keys() == {ranks}
+    assert found.topology.rates.keys() == {ranks}
     assert found.topology.ranks_per_node == 8
-    before = estimated.shaped(ranks).rates(ranks)
-    assert found.topology.rates(ranks).seconds_per_flop == pytest.approx(before.seconds_per_flop * found.factor)
+    before = estimated.shaped(ranks).rates_for(ranks)
+    assert found.topology.rates_for(ranks).seconds_per_flop == pytest.approx(before.seconds_per_flop * found.factor)
 
 
 def test_the_nearest_rates_are_corrected_where_a_number_of_ranks_has_none():
     plan = predicted_plan()
-    found = recalibrated(machine(rates_by_ranks={4: RATES}), plan, result_of(plan), name="new", run_name="r")
-    assert found.topology.rates(2).seconds_per_flop == pytest.approx(RATES.seconds_per_flop * found.factor)
-    assert found.topology.rates(4) == RATES
+    found = recalibrated(machine(rates={4: RATES}), plan, result_of(plan), name="new", run_name="r")
+    assert found.topology.rates_for(2).seconds_per_flop == pytest.approx(RATES.seconds_per_flop * found.factor)
+    assert found.topology.rates_for(4) == RATES
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from torchrec.modules.embedding_configs import DataType
 
 from embershard import CacheConfig
 from embershard.cache.config import CachePolicy
-from embershard.launch.plan.inputs import STATE_BYTES
 from embershard.planning.simulate.replay import ReplaySettings
 from embershard.sharding.memory_model import (
     MemorySettings,
@@ -20,6 +19,7 @@ from embershard.sharding.memory_model import (
     resident_bytes,
 )
 from embershard.sharding.sizes import PlacedShard, TableSize
+from embershard.training.optimizers import EmbeddingOptimizerConfig
 from tests.unit.planning.requests import data_of, make_workload
 from tests.unit.sharding.pools import OPTIMIZERS, make_pool
 
@@ -29,8 +29,7 @@ SETTINGS = MemorySettings(CachePolicy("lfu"), lookahead=4, prefetch=2, batch_siz
 def size_of(
     rows: int, dim: int = 8, optimizer: str = "rowwise_adagrad", dtype: Any = "fp32", name: str = "t0"
 ) -> TableSize:
-    per_row, per_column = STATE_BYTES[optimizer]
-    return TableSize(name, rows, dim, dtype, per_row, per_column)
+    return TableSize(name, rows, dim, dtype, *EmbeddingOptimizerConfig(optimizer).state_bytes)
 
 
 def shard_of(size: TableSize, rows: int | None = None, **changes: Any) -> PlacedShard:

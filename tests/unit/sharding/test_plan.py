@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from embershard import CacheConfig, CachedEmbeddingBagCollectionSharder
+from embershard import CacheConfig, CachedEmbeddingBagCollectionSharder, CachedEmbeddingCollectionSharder
 from embershard.distributed import Ranks, process_group
 from embershard.errors import ConfigError, ShardingError
+from embershard.frequency.config import ProfileConfig
 from embershard.launch.cli import main
+from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.config import ShardingConfig
 from embershard.sharding.plan import Plan, TablePlacement
 from embershard.sharding.plan_diff import diff_lines
-from embershard.training.build import CacheSettings, find_plan
+from embershard.training.build import find_plan
 from embershard.training.config import RunConfig
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig
 from tests.unit.sharding.plans import make_plan, make_prediction, plans, small_plan
@@ -85,12 +87,15 @@ def _edit(part: str, number: int, **values: Any):
 
 
 WRONG = {
-    "unknown key": (_edit("tables", 1, rank=3), r"tables\[1\] \('t1'\): unknown key 'rank'. Did you mean 'ranks'\?"),
-    "missing key": (lambda v: v["pools"][2].pop("slots"), r"pools\[2\] \(1\): key 'slots' is missing. It is a whole"),
-    "missing part": (lambda v: v.pop("pools"), r"key 'pools' is missing. It is a list"),
-    "type": (_edit("pools", 0, slots="9"), r"pools\[0\] \(0\): slots: got \"9\", needed a whole number"),
-    "bool": (_edit("pools", 0, slots=True), r"slots: got true, needed a whole number"),
-    "choice": (_edit("tables", 0, kernel="host"), r"kernel: got \"host\", needed one of \"cached\", \"device\""),
+    "unknown key": (_edit("tables", 1, rank=3), r"tables\[1\] \('t1'\): rank: unknown key. Did you mean ranks\?"),
+    "missing key": (lambda v: v["pools"][2].pop("slots"), r"pools\[2\] \(1\): slots: is missing, needed integer"),
+    "missing part": (lambda v: v.pop("pools"), r"pools: is missing, needed \[section, \.\.\.\]"),
+    "type": (_edit("pools", 0, slots="9"), r"pools\[0\] \(0\): slots: got '9', needed integer"),
+    "bool": (_edit("pools", 0, slots=True), r"slots: got True, needed integer"),
+    "choice": (
+        _edit("tables", 0, kernel="host"),
+        r"kernel: got 'host', needed \"cached\" \| \"device\" \| \"replicated\"",
+    ),
     "format": (lambda v: v.update(format=9), "format: got 9, needed 1. Plan again with this version"),
     "world size": (lambda v: v.update(world_size=0), "world_size: got 0, needed at least 1"),
     "node": (lambda v: v.update(world_size=3), "ranks_per_node: got 2, needed a divisor of world_size 3"),
@@ -198,17 +203,45 @@ def test_a_plan_is_for_one_number_of_ranks():
 
 
 def test_settings_that_the_prediction_did_not_assume_are_named():
-    config = RunConfig(cache=CacheSettings(policy="lfu"))
+    config = RunConfig(cache=CacheConfig(policy="lfu"))
     plan = small_plan(settings=config.predicted_from, batch_size=config.train.batch_size)
     assert plan.other_settings(config.predicted_from) == []
-    other = RunConfig(cache=CacheSettings(lookahead=8), train=dataclasses.replace(config.train, batch_size=7))
+    other = RunConfig(look_ahead=LookAheadConfig(8), train=dataclasses.replace(config.train, batch_size=7))
     assert plan.other_settings(other.predicted_from) == [
-        "cache.lookahead is 8; the plan's prediction assumed 64",
         "cache.policy is 'lookahead'; the plan's prediction assumed 'lfu'",
+        "look_ahead.lookahead is 8; the plan's prediction assumed 64",
         "train.batch_size is 7; the plan's prediction assumed 1024",
     ]
     read_back = dataclasses.replace(plan, settings=json.loads(json.dumps(plan.settings)))
     assert read_back.other_settings(config.predicted_from) == []
+
+
+def test_a_plan_of_an_earlier_version_is_compared_under_the_names_of_now(tmp_path):
+    """Its file keeps the old names, so its prediction stays its own."""
+    settings = {"cache.lookahead": 8, "cache.prefetch": 2, "cache.profile": None, "cache.profile_samples": 70}
+    plan = small_plan(settings=settings, prediction=make_prediction())
+    plan.save(tmp_path / "plan.json")
+    read = Plan.load(tmp_path / "plan.json")
+    assert (read, read.digest) == (plan, plan.digest)
+    run = RunConfig(look_ahead=LookAheadConfig(4), profile=ProfileConfig(samples=70))
+    assert read.other_settings(run.predicted_from) == [
+        "look_ahead.lookahead is 4; the plan's prediction assumed 8",
+        "train.batch_size is 1024; the plan's prediction assumed 128",
+    ]
+    now = {"look_ahead.lookahead": 4, "look_ahead.prefetch": 2, "profile.path": None, "profile.samples": 70}
+    assert diff_lines(read, dataclasses.replace(read, settings=now)) == ["look_ahead.lookahead: 8 -> 4"]
+
+
+@pytest.mark.parametrize(
+    ("sharder", "stock"),
+    [
+        (CachedEmbeddingBagCollectionSharder, "StockEmbeddingBagCollectionSharder"),
+        (CachedEmbeddingCollectionSharder, "TorchRec's EmbeddingCollectionSharder"),
+    ],
+)
+def test_a_cached_sharder_refuses_to_have_no_cache(sharder, stock):
+    with pytest.raises(ConfigError, match=f"cache.enabled=False has no effect on {sharder.__name__}; use {stock}"):
+        sharder(CacheConfig(enabled=False))
 
 
 def test_differences_are_said_in_lines():
@@ -258,7 +291,12 @@ def test_replicated_tables_need_one_optimizer(ranks: Ranks, tmp_path):
     make_plan(tables, 1, 1).save(tmp_path / "p.json")
     found = ShardingConfig(plan=str(tmp_path / "p.json"))
     sgd = EmbeddingOptimizerConfig(kind="sgd", lr=0.1)
-    assert find_plan(found, sgd, DenseOptimizerConfig(kind="sgd", lr=0.1), ranks) == make_plan(tables, 1, 1)
+
+    def planned(embedding: EmbeddingOptimizerConfig, dense: DenseOptimizerConfig, sharding: ShardingConfig = found):
+        config = RunConfig(sharding=sharding, embedding_optimizer=embedding, dense_optimizer=dense)
+        return find_plan(config, ranks)
+
+    assert planned(sgd, DenseOptimizerConfig(kind="sgd", lr=0.1)) == make_plan(tables, 1, 1)
     for embedding, dense in (
         (EmbeddingOptimizerConfig(), DenseOptimizerConfig(kind="sgd", lr=0.1)),
         (sgd, DenseOptimizerConfig(kind="adam", lr=0.1)),
@@ -267,8 +305,8 @@ def test_replicated_tables_need_one_optimizer(ranks: Ranks, tmp_path):
         (sgd, DenseOptimizerConfig(kind="sgd", lr=0.1, weight_decay=1e-3)),
     ):
         with pytest.raises(ConfigError, match=r"replicates the tables \['t0'\], .* trained by the dense optimizer"):
-            find_plan(found, embedding, dense, ranks)
-    assert find_plan(ShardingConfig(), sgd, DenseOptimizerConfig(), ranks) is None
+            planned(embedding, dense)
+    assert planned(sgd, DenseOptimizerConfig(), ShardingConfig()) is None
 
 
 def test_the_command_takes_a_plan_and_refuses_it_before_it_starts(tmp_path, capsys):

@@ -18,7 +18,7 @@ PLUG = Path("embershard", "sharding", "torchrec")
 
 
 def imported(source: str) -> Iterator[tuple[int, str]]:
-    """Line and dotted name of every import; ``from a import b`` counts as both ``a`` and ``a.b``."""
+    """Return line and dotted name of every import; `from a import b` counts as both `a` and `a.b`."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -30,7 +30,7 @@ def imported(source: str) -> Iterator[tuple[int, str]]:
 
 
 def breaches(source_of: dict[Path, str]) -> list[str]:
-    """Imports of TorchRec's private modules, or of FBGEMM, outside the folder that plugs into them."""
+    """Return imports of TorchRec's private modules, or of FBGEMM, outside the folder that plugs into them."""
     return [
         f"{path}:{line} imports {name}"
         for path, source in source_of.items()

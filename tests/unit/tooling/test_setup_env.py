@@ -120,16 +120,7 @@ def orphaned_folder(site: FakeSite) -> None:
     site.info(CUDA, PIN).rmdir()
 
 
-ACCIDENTS = [
-    nothing,
-    trap,
-    trap_then_uninstall,
-    same_version_trap,
-    wrong_only,
-    old_version,
-    lost_file,
-    orphaned_folder,
-]
+ACCIDENTS = [nothing, trap, trap_then_uninstall, same_version_trap, wrong_only, old_version, lost_file, orphaned_folder]
 
 
 @pytest.mark.parametrize("accident", ACCIDENTS)
@@ -211,8 +202,7 @@ def test_a_second_run_does_nothing_but_say_so(
 
 
 @pytest.mark.parametrize(
-    ("version", "fits"),
-    [((3, 9), False), ((3, 10), True), ((3, 11), True), ((3, 12), True), ((3, 13), False)],
+    ("version", "fits"), [((3, 9), False), ((3, 10), True), ((3, 11), True), ((3, 12), True), ((3, 13), False)]
 )
 def test_python_versions(version: tuple[int, int], fits: bool):
     problem = rules.python_problem(version)
@@ -235,7 +225,7 @@ def test_the_python_asked_for_is_taken_or_refused():
     assert rules.choose_python({"EMBERSHARD_PYTHON": "/good"}, versions.get) == "/good"
     with pytest.raises(rules.SetupError, match="is too old"):
         rules.choose_python({"EMBERSHARD_PYTHON": "/old"}, versions.get)
-    with pytest.raises(rules.SetupError, match="not a Python that runs"):
+    with pytest.raises(rules.SetupError, match="does not run as a Python"):
         rules.choose_python({"EMBERSHARD_PYTHON": "/none"}, versions.get)
 
 

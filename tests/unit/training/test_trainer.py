@@ -11,12 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+from embershard.cache import CacheConfig
 from embershard.data import DataConfig, open_source
 from embershard.data.config import SyntheticConfig
 from embershard.distributed import CheckpointConfig, Ranks, complete_checkpoints, process_group, rng_state
 from embershard.errors import CheckpointError
+from embershard.frequency import FrequencyProfile
+from embershard.frequency.config import ProfileConfig
 from embershard.models import ModelConfig
-from embershard.training.build import CacheSettings, find_profile
+from embershard.pipeline.config import LookAheadConfig
+from embershard.training.build import find_profile
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig, ScheduleConfig
 from embershard.training.reports import EvalReport, Report, SaveReport, TrainReport
@@ -33,7 +37,7 @@ def make_config(**changes: Any) -> RunConfig:
     parts = {
         "data": DataConfig(synthetic=SyntheticConfig(num_samples=1000, scale=0.0001), num_workers=0),
         "model": ModelConfig(embedding_dim=4, dense_arch_layer_sizes=(8, 4), over_arch_layer_sizes=(8, 1)),
-        "cache": CacheSettings(ratio=0.3, policy="lru"),
+        "cache": CacheConfig(ratio=0.3, policy="lru"),
         "schedule": ScheduleConfig(warmup_steps=5),
         "train": TrainConfig(batch_size=100, log_every=1, epochs=2),
         "checkpoint": CheckpointConfig(every_steps=6, at_end=False),
@@ -75,7 +79,7 @@ def test_reports_come_when_they_are_due(ranks, tmp_path):
 @pytest.mark.parametrize("cached", [True, False])
 def test_a_resumed_run_is_the_same_run(ranks, tmp_path, embedding, dense, cached):
     config = make_config(
-        cache=CacheSettings(ratio=0.3, policy="lfu", enabled=cached),
+        cache=CacheConfig(ratio=0.3, policy="lfu", enabled=cached),
         embedding_optimizer=EmbeddingOptimizerConfig(kind=embedding, lr=0.1),
         dense_optimizer=DenseOptimizerConfig(kind=dense, lr=0.01),
     )
@@ -92,8 +96,11 @@ def test_a_resumed_run_is_the_same_run(ranks, tmp_path, embedding, dense, cached
 @pytest.mark.parametrize("lookahead", [0, 64])
 def test_a_trainer_goes_back_to_a_checkpoint_in_mid_run(ranks, tmp_path, lookahead):
     """With batches ahead, whose rows are on the device."""
-    settings = CacheSettings(ratio=0.3, policy="lfu", lookahead=lookahead)
-    config = make_config(cache=settings, embedding_optimizer=EmbeddingOptimizerConfig(kind="rowwise_adagrad", lr=0.1))
+    config = make_config(
+        cache=CacheConfig(ratio=0.3, policy="lfu"),
+        look_ahead=LookAheadConfig(lookahead),
+        embedding_optimizer=EmbeddingOptimizerConfig(kind="rowwise_adagrad", lr=0.1),
+    )
     whole = losses(run(config, ranks, tmp_path / "a"))
     trainer = Trainer(config, ranks, tmp_path / "b")
     for _ in trainer.train():
@@ -149,32 +156,35 @@ def _with(key: str, value: Any) -> Callable[[dict[str, Any]], Any]:
 CPU_STATE = rng_state(torch.device("cpu"))
 DAMAGE: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     *(
-        (_without(key), f"'{key}' is missing")
-        for key in ("step", "samples", "stream", "tables", "settings", "world_size", "rng", "files")
+        (_without(key), f"{key}: is missing, needed")
+        for key in ("step", "samples", "stream", "tables", "settings", "world_size", "rng")
     ),
+    (_without("files"), "'files' is missing"),
     (lambda scalars: [scalars], "it holds a list, needed an object"),
     (lambda scalars: None, "it holds a NoneType, needed an object"),
     (_with("files", []), "'files' is missing, or is no object"),
-    (_with("step", "12"), "'step' is '12', needed an integer of at least 0"),
-    (_with("step", True), "'step' is True, needed an integer"),
-    (_with("samples", -1), "'samples' is -1, needed an integer of at least 0"),
-    (_with("samples", 1200.0), "'samples' is 1200.0, needed an integer"),
-    (_with("stream", [0, 0, 0]), "'stream' is a list of 3, needed an object"),
-    (_with("stream", {"epoch": 0, "seed": 0}), "'stream.global_sample' is missing"),
-    (_with("stream", {"epoch": None, "global_sample": 0, "seed": 0}), "'stream.epoch' is None, needed an integer"),
-    (_with("tables", "all"), "'tables' is 'all', needed an object"),
-    (_with("tables", {"cat_0": 7}), "'tables.cat_0' is 7, needed a list of rows and dim"),
-    (_with("tables", {"cat_0": [7]}), "'tables.cat_0' is a list of 1, needed a list of rows and dim"),
-    (_with("settings", None), "'settings' is None, needed an object"),
-    (_with("world_size", 0), "'world_size' is 0, needed an integer of at least 1"),
-    (_with("world_size", 2), "'rng' is a list of 1, needed a list with the states of 2 ranks"),
-    (_with("rng", []), "'rng' is a list of 0, needed a list with the states of 1 ranks"),
-    (_with("rng", {"cpu": ""}), "'rng' is {'cpu': ''}, needed a list with the states of 1 ranks"),
-    (_with("rng", [CPU_STATE["cpu"]]), r"'rng\[0\]' is '.{50,60}\.\.\., needed an object with a state for 'cpu'"),
-    (_with("rng", [{"cuda": ""}]), r"'rng\[0\]' is {'cuda': ''}, needed an object with a state for 'cpu'"),
-    (_with("rng", [{"cpu": 5}]), r"'rng\[0\].cpu' is 5, needed a generator's state in base64"),
-    (_with("rng", [{"cpu": "AAAA"}]), r"'rng\[0\].cpu' is 'AAAA', needed a generator's state"),
-    (_with("rng", [{**CPU_STATE, "cuda": "*"}]), r"'rng\[0\].cuda' is '\*', needed a generator's state"),
+    (_with("step", "12"), "step: got '12', needed integer"),
+    (_with("step", True), "step: got True, needed integer"),
+    (_with("step", -1), "step: got -1, needed at least 0"),
+    (_with("samples", -1), "samples: got -1, needed at least 0"),
+    (_with("samples", 1200.0), "samples: got 1200.0, needed integer"),
+    (_with("stream", [0, 0, 0]), r"stream: got \[0, 0, 0\], needed section"),
+    (_with("stream", {"epoch": 0, "seed": 0}), "stream.global_sample: got 'nothing', needed integer"),
+    (_with("stream", {"epoch": None, "global_sample": 0, "seed": 0}), "stream.epoch: got None, needed integer"),
+    (_with("stream", {"epoch": 0, "global_sample": -5, "seed": 0}), "stream.global_sample: got -5, needed at least 0"),
+    (_with("tables", "all"), "tables: got 'all', needed section"),
+    (_with("tables", {"cat_0": 7}), r"tables.cat_0: got 7, needed \[integer, integer\]"),
+    (_with("tables", {"cat_0": [7]}), r"tables.cat_0: got \[7\], needed \[integer, integer\]"),
+    (_with("settings", None), "settings: got None, needed section"),
+    (_with("world_size", 0), "world_size: got 0, needed at least 1"),
+    (_with("world_size", 2), r"rng: got '1 ranks', needed 2 \(world_size\)"),
+    (_with("rng", []), r"rng: got '0 ranks', needed 1 \(world_size\)"),
+    (_with("rng", {"cpu": ""}), r"rng: got {'cpu': ''}, needed \[section, ...\]"),
+    (_with("rng", [CPU_STATE["cpu"]]), r"rng\[0\]: got '.{70,80}, needed section"),
+    (_with("rng", [{"cuda": ""}]), r"rng\[0\]: got \['cuda'\], needed a state for 'cpu'"),
+    (_with("rng", [{"cpu": 5}]), r"rng\[0\].cpu: got 5, needed text"),
+    (_with("rng", [{"cpu": "AAAA"}]), r"rng\[0\].cpu: got 'AAAA', needed a generator's state in base64"),
+    (_with("rng", [{**CPU_STATE, "cuda": "*"}]), r"rng\[0\].cuda: got '\*', needed a generator's state"),
 ]
 
 
@@ -217,17 +227,20 @@ def test_saving_needs_a_folder(ranks):
 
 
 def test_a_profile_is_counted_where_the_policy_needs_one(tmp_path):
-    data = make_config().data
-    source = open_source(data)
-    counted = find_profile(CacheSettings(ratio=0.3, policy="frequency", profile_samples=500), data, source)
+    source = open_source(make_config().data)
+
+    def found(profile: ProfileConfig, **cache: Any) -> FrequencyProfile | None:
+        return find_profile(make_config(profile=profile, cache=CacheConfig(ratio=0.3, **cache)), source)
+
+    counted = found(ProfileConfig(samples=500), policy="frequency")
     assert counted is not None
     assert {int(counts.sum()) for counts in counted.counts.values()} == {500}
     counted.save(tmp_path / "p.npz")
-    read = find_profile(CacheSettings(ratio=0.3, profile=str(tmp_path / "p.npz")), data, source)
+    read = found(ProfileConfig(path=str(tmp_path / "p.npz")))
     assert read is not None
     assert all(torch.equal(read.counts[name], counts) for name, counts in counted.counts.items())
-    assert find_profile(CacheSettings(ratio=0.3, policy="lru"), data, source) is None
-    assert find_profile(CacheSettings(ratio=0.3, policy="frequency", enabled=False), data, source) is None
+    assert found(ProfileConfig(), policy="lru") is None
+    assert found(ProfileConfig(), policy="frequency", enabled=False) is None
 
 
 @pytest.mark.parametrize(

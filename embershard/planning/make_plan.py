@@ -1,8 +1,8 @@
-"""Makes a plan: where every table goes, how large every cache is, and what that gives.
+"""Makes a plan: the placement of every table, the size of every cache, and their prediction.
 
-least need      does it fit at all? if not: which table, which tier, and what would make it fit
+least need      does it fit at all? if not: the table, the tier, and what would make it fit
 candidates      TorchRec's planner, with costs from the data, under the budget
-slots           what a rank's budget leaves, divided among its pools
+slots           the rest of a rank's budget, divided among its pools
 prediction      quick for every candidate, from counts; of the best one by replaying the trace
 """
 
@@ -16,20 +16,20 @@ from embershard.errors import ShardingError
 from embershard.planning.budget import LeastNeed, least_need, placed
 from embershard.planning.predict import predict
 from embershard.planning.request import PlanRequest
-from embershard.planning.search import Placement, place
+from embershard.planning.search import cached, place
 from embershard.planning.shard_costs import ShardCosts
 from embershard.planning.slot_split import split_slots
-from embershard.planning.workload import place_shards, pools
+from embershard.planning.workload import by_pool, place_shards
 from embershard.sharding.plan import Plan, PoolPlacement, Prediction, TablePlacement
 
 _ORDERS: tuple[Literal["seconds", "device_bytes"], ...] = ("seconds", "device_bytes")
 _MANY_TABLES = 200  # with more, one order must do: each costs seconds
-_SKEWED = 1.5  # times its share of the rows is what a block's share of lookups may be before we say so
+_SKEWED = 1.5  # a block with more lookups than this, relative to its share of the rows, gets a note
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A placement with its slots, and what counts alone say about it."""
+    """A placement with its pools, and its prediction from counts alone."""
 
     tables: tuple[TablePlacement, ...]
     pools: tuple[PoolPlacement, ...]
@@ -37,24 +37,24 @@ class Candidate:
 
     @property
     def step_seconds(self) -> float:
-        """Of a step, from counts alone."""
+        """Seconds of a step, from counts alone."""
         return self.quick.step_seconds
 
 
 def make_plan(request: PlanRequest, progress: Callable[[int, int], None] | None = None) -> Plan:
-    """The best plan that was found. Deterministic: equal requests give equal plans.
+    """Return the best plan found. Deterministic: equal requests give equal plans.
 
     Raises:
-        ShardingError: no placement fits; says which table, which tier (or cache), by how much, and what would fit.
+        ShardingError: no placement fits; names the table, the tier (or cache), the missing bytes, and what would fit.
     """
     return complete(request, best_candidate(request), progress)
 
 
 def best_candidate(request: PlanRequest) -> Candidate:
-    """The fastest placement that fits, by counts alone.
+    """Return the fastest placement that fits, by counts alone.
 
     Raises:
-        ShardingError: as :func:`make_plan`.
+        ShardingError: as `make_plan`.
     """
     need = least_need(request)
     if not need.excess_rows:
@@ -68,12 +68,12 @@ def best_candidate(request: PlanRequest) -> Candidate:
 
 
 def _no_room(request: PlanRequest, need: LeastNeed) -> str:
-    """Each rank's least need fits, but not the ratio that was asked for, or not so many rows on a node."""
+    """Return the message where each rank's least need fits, but the requested ratio or the rows of a node do not."""
     budget = request.budget
     larger = sized(replace(request, budget=replace(budget, device_bytes=2**62, host_bytes=None)), need.tables)
     if budget.ratio is None or budget.device_bytes is None or larger is None:
         return f"{len(request.allowed)} tables do not fit the nodes evenly: give --host-memory more, or use more nodes"
-    device_bytes = max(sum(rank.device_bytes.values()) for rank in larger.quick.ranks)
+    device_bytes = larger.quick.most_device_bytes
     return (
         f"the plan does not fit: a rank with {budget.ratio:g} of its rows on the device needs {device_bytes} bytes and "
         f"may use {budget.device_bytes}: {device_bytes - budget.device_bytes} bytes are missing. Use a smaller ratio, "
@@ -82,7 +82,7 @@ def _no_room(request: PlanRequest, need: LeastNeed) -> str:
 
 
 def complete(request: PlanRequest, candidate: Candidate, progress: Callable[[int, int], None] | None = None) -> Plan:
-    """The plan of a candidate, predicted by replaying the trace where there is enough of it."""
+    """Return the plan of a candidate, predicted by replaying the trace where it is long enough."""
     shape = request.workload.shape
     exact = predict(request.workload, candidate.tables, candidate.pools, request.rates, progress=progress)
     return Plan(
@@ -102,28 +102,22 @@ def complete(request: PlanRequest, candidate: Candidate, progress: Callable[[int
 
 
 def sized(request: PlanRequest, tables: Sequence[TablePlacement]) -> Candidate | None:
-    """A given placement with the slots that the budget allows; None where it allows too few, or where a cache cannot
+    """Size the caches of a placement as the budget allows; None where it allows too little, or where a cache cannot
     number its rows."""
-    shards = place_shards(request.workload.model, tables, request.workload.shape)
-    slots = split_slots(request.workload, shards, request.budget)
-    if slots is None:
+    workload, limit = request.workload, request.budget.host_bytes
+    shards = place_shards(workload.model, tables, workload.shape)
+    pools = split_slots(workload, shards, request.budget)
+    if pools is None:
         return None
-    quick = predict(request.workload, tables, slots, request.rates, from_counts=True)
-    limit = request.budget.host_bytes
-    if limit is not None and _host_bytes(quick, request.workload.shape.ranks_per_node) > limit:
+    quick = predict(workload, tables, pools, request.rates, from_counts=True)
+    if limit is not None and quick.most_host_bytes(workload.shape.ranks_per_node) > limit:
         return None
-    return Candidate(tuple(tables), tuple(slots), quick)
-
-
-def _host_bytes(prediction: Prediction, ranks_per_node: int) -> int:
-    """Of the fullest node."""
-    hosts = [sum(rank.host_bytes.values()) for rank in prediction.ranks]
-    return max(sum(hosts[first : first + ranks_per_node]) for first in range(0, len(hosts), ranks_per_node))
+    return Candidate(tuple(tables), tuple(pools), quick)
 
 
 def _candidates(request: PlanRequest, need: LeastNeed) -> list[Candidate]:
-    """Placements that fit, among them the one that needs the least memory. First come those without a cache: where all
-    rows fit the devices, nothing need be planned or moved."""
+    """Return placements that fit, among them the one that needs the least memory. First come those without a cache:
+    where all rows fit the devices, nothing need be planned or moved."""
     found = list(dict.fromkeys([*_searched(request, need), *_round_robin(request), need.tables]))
     tried = [*_searched(request, need, resident=True), *(tuple(map(_on_device, tables)) for tables in found), *found]
     candidates = [sized(request, tables) for tables in dict.fromkeys(tried)]
@@ -131,17 +125,16 @@ def _candidates(request: PlanRequest, need: LeastNeed) -> list[Candidate]:
 
 
 def _round_robin(request: PlanRequest) -> list[tuple[TablePlacement, ...]]:
-    """Table i on rank i mod W, where that is allowed: what a plan must not be slower than."""
+    """Place table i on rank i mod W, where that is allowed: a plan must not be slower than this."""
     if not request.allowed or not all("table_wise" in types for types in request.allowed.values()):
         return []
     world_size = request.workload.shape.world_size
-    placements = [Placement(name, "table_wise", (n % world_size,)) for n, name in enumerate(request.allowed)]
-    return [tuple(placed(request, placements))]
+    return [placed(request, [cached(t, "table_wise", [n % world_size]) for n, t in enumerate(request.sharded)])]
 
 
 def _searched(request: PlanRequest, need: LeastNeed, resident: bool = False) -> list[tuple[TablePlacement, ...]]:
-    """What TorchRec's planner finds, with two orders in which tables are placed; ``resident``: without caches. Every
-    sharding type has collectives of its own, which no table's cost shows: so also with one type for all."""
+    """Return the placements of TorchRec's planner, for two orders of the tables; `resident`: without caches. Every
+    sharding type has collectives of its own, which no table's cost shows: so one type for all is tried, too."""
     shape, budget = request.workload.shape, request.budget
     if shape.world_size == 1 or not request.sharded or (resident and not _may_be_resident(request)):
         return []
@@ -161,11 +154,11 @@ def _searched(request: PlanRequest, need: LeastNeed, resident: bool = False) -> 
             host_bytes=None if budget.host_bytes is None else budget.host_bytes // local,
             allowed=allowed,
             sort_by=order,
-            cached=not resident,
+            limit_rows=not resident,
         )
         if placements is not None:
             tables = placed(request, placements)
-            found.append(tuple(map(_on_device, tables)) if resident else tuple(tables))
+            found.append(tuple(map(_on_device, tables)) if resident else tables)
     return found
 
 
@@ -184,14 +177,14 @@ def _searches(request: PlanRequest) -> list[tuple[Literal["seconds", "device_byt
 
 
 def _may_be_resident(request: PlanRequest) -> bool:
-    """Whether all devices together could hold all rows."""
+    """Return True where all devices together could hold all rows."""
     limit = request.budget.device_bytes
     needed = sum(table.rows * table.row_bytes() for table in request.sharded)
     return limit is not None and needed <= limit * request.workload.shape.world_size
 
 
 def _shared(request: PlanRequest, fixed_bytes: int) -> int:
-    """Of a rank's fixed bytes those that are the same wherever the tables are: the dense model, and its samples'."""
+    """Return the part of a rank's fixed bytes that no placement changes: the dense model, and its activations."""
     model, batch = request.workload.model, request.workload.shape.batch_size
     dense = model.dense_parameter_bytes + model.dense_state_bytes + round(model.activation_bytes_per_sample * batch)
     return min(dense, fixed_bytes)
@@ -202,7 +195,7 @@ def _on_device(table: TablePlacement) -> TablePlacement:
 
 
 def _advice(request: PlanRequest, candidate: Candidate, exact: Prediction) -> list[str]:
-    """What a user should know about the plan."""
+    """Return the notes that a user should read."""
     workload, shape = request.workload, request.workload.shape
     notes = []
     if exact.method == "counts" and candidate.pools:
@@ -215,14 +208,18 @@ def _advice(request: PlanRequest, candidate: Candidate, exact: Prediction) -> li
         'Scatter them with id_mapping = "hash".'
         for table, times in _skewed_blocks(request, candidate).items()
     ]
-    grown = [rank.rank for rank in exact.ranks if rank.device_bytes["slots"] > _slot_bytes(candidate, rank.rank)]
+    grown = [
+        rank.rank
+        for rank, planned in zip(exact.ranks, candidate.quick.ranks, strict=True)  # no cache grows in the quick one
+        if rank.device_bytes["slots"] > planned.device_bytes["slots"]
+    ]
     if grown:
         notes.append(
             f"The caches of ranks {grown[:8]} will grow: one batch needs more rows than they have slots. The "
             "prediction counts that; give them more (--device-memory, a larger cache.ratio), or use a smaller batch."
         )
     shards = place_shards(workload.model, candidate.tables, shape)
-    rows = [sum(shard.rows for shard in members) for members in pools(shards).values()]
+    rows = [sum(shard.rows for shard in members) for members in by_pool(shards).values()]
     if not candidate.pools:
         notes.append("All rows fit the devices: no table is cached.")
     elif sum(pool.slots for pool in candidate.pools) >= sum(rows):
@@ -230,13 +227,8 @@ def _advice(request: PlanRequest, candidate: Candidate, exact: Prediction) -> li
     return notes
 
 
-def _slot_bytes(candidate: Candidate, rank: int) -> int:
-    """As planned: of the quick prediction, in which no cache grows."""
-    return candidate.quick.ranks[rank].device_bytes["slots"]
-
-
 def _skewed_blocks(request: PlanRequest, candidate: Candidate) -> dict[str, float]:
-    """Tables cut by rows whose blocks are looked up very unevenly, and how much the worst one."""
+    """Return the tables with a block of rows that is looked up far too often, and how often relative to its rows."""
     worst: dict[str, float] = {}
     for shard in place_shards(request.workload.model, candidate.tables, request.workload.shape):
         part = shard.rows / shard.table.rows

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from embershard.cache.config import CachePolicy
 from embershard.errors import ShardingError
 from embershard.planning.budget import least_need
-from embershard.planning.planner import best_candidate, make_plan, sized
+from embershard.planning.make_plan import best_candidate, make_plan, sized
 from embershard.planning.request import Budget, PlanRequest
 from embershard.planning.simulate.replay import ReplaySettings
 from embershard.sharding.plan import Plan, pools_of
@@ -124,7 +124,7 @@ def test_any_model_is_planned_or_refused(tables, ranks, device_bytes, replicate_
 
 
 PLAN = """
-from embershard.planning.planner import make_plan
+from embershard.planning.make_plan import make_plan
 from tests.unit.planning.requests import *
 rows, dims = (3000, 3, 3, 20000, 20000, 100, 100, 9000), (64, 128) * 4
 print(make_plan(make_request(Budget(ratio=0.1), rows=rows, dims=dims, world_size=4, ranks_per_node=2)).to_text())

@@ -1,0 +1,200 @@
+"""Text files as dataclasses, and back: every key and type is checked, and a message names the entry."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import re
+import sys
+import types
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from embershard.errors import ConfigError, EmbershardError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+T = TypeVar("T")
+
+# pydantic's names of problems
+_UNKNOWN, _MISSING, _NO_JSON = "unexpected_keyword_argument", "missing", "json_invalid"
+
+
+def decode(cls: type[T], values: object, error: type[EmbershardError] = ConfigError) -> T:
+    """Return an instance of the dataclass `cls` from dicts and lists, as a TOML or JSON file holds them.
+
+    >>> from embershard.cache.config import CacheConfig
+    >>> decode(CacheConfig, {"ratio": 0.5}).ratio
+    0.5
+    >>> decode(CacheConfig, {"ration": 0.5})
+    Traceback (most recent call last):
+    embershard.errors.ConfigError: ration: unknown key. Did you mean ratio?
+
+    Raises:
+        error: a key is unknown or missing, or a value is of another type. An exception of a dataclass's own checks
+            passes unchanged.
+    """
+    try:
+        text = json.dumps(values, default=lambda date: {"date": str(date)})  # TOML's only type that JSON lacks
+        return TypeAdapter(cls).validate_json(text, strict=True, extra="forbid")
+    except RecursionError as found:
+        raise error(f"cannot be read: {found}") from found
+    except ValidationError as found:
+        problems = found.errors(include_url=False)
+    # A misspelled key leaves the right one missing; only the unknown key shows what happened.
+    problem = next((each for each in problems if each["type"] == _UNKNOWN), problems[0])
+    refusal = problem.get("ctx", {}).get("error")
+    if isinstance(refusal, Exception):  # of a dataclass's own checks
+        raise refusal
+    if problem["type"] == _NO_JSON:  # 200 levels, or text that is not Unicode
+        raise error(f"cannot be read: {problem['msg']}")
+    raise error(_message(cls, values, problem))
+
+
+def field_types(cls: type) -> dict[str, Any]:
+    """Return the type of every field of a dataclass, by name."""
+    hints = get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def is_section(hint: Any) -> bool:
+    """Return True if a type is a dataclass: a section of a file."""
+    return dataclasses.is_dataclass(hint)
+
+
+def unknown_key(cls: type, key: str, at: str = "") -> str:
+    """Return the message about a `key` at `at` that is no field of the dataclass `cls`."""
+    names = field_types(cls)
+    close = difflib.get_close_matches(key, names, n=1)
+    meant = [name if at.endswith(")") else _joined(at, name) for name in close]  # an entry of a list is long
+    hint = f"Did you mean {meant[0]}?" if close else f"Known here: {', '.join(names)}."
+    return f"{_joined(at, key)}: unknown key. {hint}"
+
+
+def alternatives(hint: Any) -> tuple[Any, ...]:
+    """Return the types of a union, or the one type."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def type_name(hint: Any) -> str:
+    """Return the name of a type in messages and in the settings' reference.
+
+    >>> type_name(int | tuple[float, ...] | None)
+    'integer | [number, ...] | none'
+    """
+    options = alternatives(hint)
+    if len(options) > 1:
+        return " | ".join(map(type_name, options))
+    if get_origin(hint) is Literal:
+        return " | ".join(map(json.dumps, get_args(hint)))
+    if get_origin(hint) is tuple:
+        return f"[{', '.join('...' if item is Ellipsis else type_name(item) for item in get_args(hint))}]"
+    if get_origin(hint) in (dict, Mapping) or is_section(hint):
+        return "section"
+    names = {str: "text", int: "integer", float: "number", bool: "true | false", type(None): "none"}
+    return names.get(hint, "any value")
+
+
+def read_toml(file: Any) -> dict[str, Any]:
+    """Read a TOML file, given as a path or a package's resource.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not TOML.
+    """
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read ({error.strerror}). Give an existing file.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: is not TOML: {error}") from error
+
+
+def toml_value(text: str) -> Any:
+    """Parse one TOML value.
+
+    Raises:
+        ValueError: `text` is no TOML value.
+    """
+    return tomllib.loads(f"x = {text}")["x"]
+
+
+def to_toml(values: Any, at: str = "") -> str:
+    """Return a dataclass or mapping as TOML, with nested ones as sections. None is left out.
+
+    >>> print(to_toml({"rate": 0.5, "name": None, "inner": {"sizes": (1, 2)}}), end="")
+    rate = 0.5
+    <BLANKLINE>
+    [inner]
+    sizes = [1, 2]
+    """
+    values = values if isinstance(values, Mapping) else dataclasses.asdict(values)
+    names = {key: str(key) if re.fullmatch(r"[\w-]+", str(key), re.ASCII) else toml(key) for key in values}
+    plain = {key: value for key, value in values.items() if value is not None and not isinstance(value, Mapping)}
+    lines = [*([f"[{at}]"] if at else []), *(f"{names[key]} = {toml(value)}" for key, value in plain.items()), ""]
+    parts = ["\n".join(lines)] if plain else []
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            parts.append(to_toml(value, f"{at}.{names[key]}" if at else names[key]))
+    return "\n".join(part for part in parts if part)
+
+
+def toml(value: Any) -> str:
+    """Return one value as TOML."""
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(toml, value))}]"
+    if isinstance(value, (str, bool)):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f")  # the one that TOML escapes, too
+    return repr(value)
+
+
+def _message(cls: type, values: Any, problem: ErrorDetails) -> str:
+    """Return the path of pydantic's problem in `values`, with the value there and the type that is needed."""
+    kind, keys = problem["type"], list(problem["loc"])
+    absent = keys.pop() if kind in (_UNKNOWN, _MISSING) else None
+    at, hint = "", cls
+    for key in keys:
+        inner = _inner(hint, key, keys)
+        if inner is None:
+            break
+        values, hint = values[key], inner
+        at = _joined(at, key)
+        if isinstance(key, int) and is_section(hint):  # its first field names it
+            name = values.get(dataclasses.fields(hint)[0].name) if isinstance(values, dict) else None
+            at += "" if name is None else f" ({name!r})"
+    if kind == _UNKNOWN:
+        return unknown_key(_section(hint), str(absent), at)
+    if isinstance(absent, str):
+        return f"{_joined(at, absent)}: is missing, needed {type_name(_inner(hint, absent, keys))}."
+    return f"{at}: got {problem['input']!r:.80}, needed {type_name(hint)}."
+
+
+def _inner(hint: Any, key: str | int, keys: list[str | int]) -> Any:
+    """Return the type of the entry `key` in a value of type `hint`; None if `key` only names an alternative."""
+    hint = _section(hint)
+    arguments = get_args(hint)
+    if is_section(hint):
+        return field_types(hint).get(str(key))
+    if get_origin(hint) in (dict, Mapping):
+        return arguments[0 if keys[-1] == "[key]" else 1]  # the key itself is wrong, or the value under it
+    if get_origin(hint) is tuple and isinstance(key, int):
+        return arguments[0 if arguments[-1] is Ellipsis else key]
+    return None
+
+
+def _section(hint: Any) -> Any:
+    """Return the type without its None."""
+    options = [option for option in alternatives(hint) if option is not type(None)]
+    return options[0] if len(options) == 1 else hint
+
+
+def _joined(at: str, key: str | int) -> str:
+    if isinstance(key, int):
+        return f"{at}[{key}]"
+    return f"{at}{': ' if at.endswith(')') else '.' if at else ''}{key}"

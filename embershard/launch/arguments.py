@@ -1,0 +1,54 @@
+"""Arguments that several commands have in common."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from embershard.decoding import toml
+from embershard.errors import ConfigError
+
+
+def make_parser(command: str, description: str) -> argparse.ArgumentParser:
+    """Return the parser of `embershard COMMAND`; its help shows the description as it is written."""
+    return argparse.ArgumentParser(
+        prog=f"embershard {command}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def add_settings(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """Add `--config FILE` and `--set KEY=VALUE`; the overrides become the list `overrides`."""
+    parser.add_argument(
+        "--config", type=Path, required=required, metavar="FILE", help="the run's settings, a TOML file"
+    )
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a setting, for instance train.batch_size=512; may be repeated",
+    )
+
+
+def text_override(key: str, text: str) -> str:
+    """Return the override that sets `key` to a text, whatever characters it has.
+
+    >>> print(text_override("data.path", "/a b"))
+    data.path="/a b"
+    """
+    return f"{key}={toml(text)}"
+
+
+def positive(text: str) -> int:
+    """Read a whole number of at least 1; a type for argparse."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}; needed a whole number, 1 or more")
+    return int(text)
+
+
+def check_output(path: Path) -> None:
+    """Raise `ConfigError` unless a file can be written at `path`: before hours of work, not after."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        problem = "is a folder" if path.is_dir() else "is in a folder that does not exist"
+        raise ConfigError(f"{path} {problem}; give the name of a file in a folder that exists.")

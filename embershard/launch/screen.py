@@ -1,0 +1,60 @@
+"""What commands show: lines, tables, numbers, progress bars; and what they hide."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+_WIDTH = 150  # of tables that go to a file or a pipe
+
+
+def wide_console() -> Console:
+    """Return a console that is wide enough for our tables where no terminal sets its width."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_WIDTH)
+
+
+def say(console: Console, *lines: str) -> None:
+    """Print lines as they are: not wrapped, so that commands can be copied, and without markup."""
+    for line in lines:
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def make_table(title: str, left: Sequence[str], right: Sequence[str], **style: Any) -> Table:
+    """Return a table with left-aligned columns, then right-aligned ones; `style` goes to `rich.table.Table`."""
+    table = Table(*left, title=title, title_justify="left", pad_edge=False, **style)
+    for name in right:
+        table.add_column(name, justify="right")
+    return table
+
+
+def number(value: float | None, form: str) -> str:
+    """Format a number; None is n/a.
+
+    >>> number(0.5, ".1%"), number(None, ".1%")
+    ('50.0%', 'n/a')
+    """
+    return "n/a" if value is None else format(value, form)
+
+
+@contextmanager
+def progress_bar(console: Console, what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar on a terminal, elsewhere nothing. Yields a function of the number done and the number to do."""
+    columns = (TextColumn(what), MofNCompleteColumn(), BarColumn(bar_width=20), TimeRemainingColumn(compact=True))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def silence_libraries() -> None:
+    """Drop the warnings of TorchRec and FBGEMM that appear on every start and no user can act on; errors still show."""
+    warnings.filterwarnings("ignore", module=r"(torchrec|fbgemm_gpu|torch)(\.|$)")
+    for name in ("torchrec", "fbgemm_gpu", "torch.fx._symbolic_trace"):
+        logging.getLogger(name).setLevel(logging.ERROR)

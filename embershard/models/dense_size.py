@@ -1,0 +1,93 @@
+"""How large the dense part of a DLRM or DLRM-DCNv2 is, computed from its settings, without building it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from embershard.models.config import ModelConfig
+from embershard.models.dlrm import DCN_LOW_RANK_DIM, DCN_NUM_LAYERS
+
+_FLOAT_BYTES = 4
+_FLOPS_PER_MULTIPLY_ADD = 2 * 3  # the forward, and in the backward the gradients of inputs and of weights
+
+
+@dataclass(frozen=True)
+class DenseSize:
+    """The dense part of a DLRM with F tables of dim D: an MLP over the dense features, the interaction, an MLP over it.
+
+    >>> DenseSize("dlrm", num_dense=1, num_tables=1, dim=4, dense_layers=(4,), over_layers=(1,)).parameter_bytes
+    56
+
+    Attributes:
+        arch: "dlrm" (dot products of all pairs) or "dlrm_dcn" (low-rank cross network).
+        num_dense: dense features of a sample.
+        num_tables, dim: F and D.
+        dense_layers, over_layers: layer widths of the two MLPs.
+        cross_layers, cross_rank: of the cross network; 0 for "dlrm".
+    """
+
+    arch: Literal["dlrm", "dlrm_dcn"]
+    num_dense: int
+    num_tables: int
+    dim: int
+    dense_layers: Sequence[int]
+    over_layers: Sequence[int]
+    cross_layers: int = 0
+    cross_rank: int = 0
+
+    @classmethod
+    def of(cls, config: ModelConfig, num_dense: int, num_tables: int) -> DenseSize:
+        """The dense part of the model that `build_model` builds from `config`."""
+        cross = (0, 0)
+        if config.arch == "dlrm_dcn":
+            cross = (config.dcn_num_layers or DCN_NUM_LAYERS, config.dcn_low_rank_dim or DCN_LOW_RANK_DIM)
+        layers = (config.dense_arch_layer_sizes, config.over_arch_layer_sizes)
+        return cls(config.arch, num_dense, num_tables, config.embedding_dim, *layers, *cross)
+
+    @property
+    def flops_per_sample(self) -> float:
+        """Floating-point operations of forward and backward: 3 x 2 per multiply-add."""
+        multiply_adds = sum(a * b for a, b in self._layers)
+        if self.arch == "dlrm_dcn":
+            multiply_adds += 2 * self.cross_layers * self.cross_rank * self._crossed
+        else:
+            multiply_adds += self._features**2 * self.dim
+        return float(_FLOPS_PER_MULTIPLY_ADD * multiply_adds)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of the weights and biases."""
+        mlps = sum((a + 1) * b for a, b in self._layers)
+        return _FLOAT_BYTES * (mlps + self.cross_layers * (2 * self.cross_rank + 1) * self._crossed)
+
+    @property
+    def activation_bytes_per_sample(self) -> float:
+        """Bytes held when the backward goes through the interaction, the point of most memory: what the forward kept
+        for it, and the interaction's gradients."""
+        numbers = self.num_dense + sum(self.dense_layers) + sum(self.over_layers)
+        if self.arch == "dlrm_dcn":  # two kept per layer, and one; the gradients of first and present input
+            numbers += (2 * self.cross_layers + 3) * self._crossed + self.cross_layers * self.cross_rank
+        else:
+            numbers += 2 * (self._crossed + self._features**2 + self._interaction_width)
+        return float(_FLOAT_BYTES * numbers)
+
+    @property
+    def _features(self) -> int:
+        return self.num_tables + 1
+
+    @property
+    def _crossed(self) -> int:
+        return self._features * self.dim
+
+    @property
+    def _interaction_width(self) -> int:
+        return self._crossed if self.arch == "dlrm_dcn" else self.dim + self._features * (self._features - 1) // 2
+
+    @property
+    def _layers(self) -> list[tuple[int, int]]:
+        """Input and output width of every layer of both MLPs."""
+        widths = (self.num_dense, *self.dense_layers), (self._interaction_width, *self.over_layers)
+        return [layer for mlp in widths for layer in pairwise(mlp)]

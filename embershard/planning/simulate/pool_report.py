@@ -1,0 +1,82 @@
+"""Counts of one pool of slots, shard by shard: the answer of the replay and of the steady state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embershard.cache.report import CacheReport
+from embershard.sharding.sizes import PlacedShard
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """The rows [start, stop) of a table.
+
+    >>> RowRange("t_user", 100, 200).num_rows
+    100
+    """
+
+    table: str
+    start: int
+    stop: int
+
+    @classmethod
+    def of(cls, shard: PlacedShard) -> RowRange:
+        """The rows of a shard."""
+        return cls(shard.table.table, shard.row_start, shard.row_stop)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return self.stop - self.start
+
+    def has(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return a mask of the `rows` [N] of the table that lie in the range."""
+        return (rows >= self.start) & (rows < self.stop)
+
+
+@dataclass(frozen=True)
+class ShardReport(CacheReport):
+    """Counts of one shard's rows: means over the steps. Fills include those of a warm-up.
+
+    Attributes:
+        held_rows: slots that hold the shard's rows.
+        shard: whose rows.
+    """
+
+    LABELS = frozenset({"shard"})
+
+    held_rows: float
+    shard: RowRange
+
+
+@dataclass(frozen=True)
+class PoolReport:
+    """One pool.
+
+    Attributes:
+        shards: one report per shard, over all steps.
+        late: the same over the second half of the steps, when the cache is no longer new.
+        num_steps: steps that `shards` are means over; 0: the long run.
+        num_slots: slots at the end: more than planned where one batch did not fit.
+        grew: one batch did not fit.
+    """
+
+    shards: tuple[ShardReport, ...]
+    late: tuple[ShardReport, ...]
+    num_steps: int
+    num_slots: int
+    grew: bool
+
+    def over(self, num_steps: int | None) -> tuple[ShardReport, ...]:
+        """Return means over `num_steps` steps: the replayed ones, then as many like the late ones as are needed.
+        None: only the replayed ones."""
+        if num_steps is None or num_steps <= self.num_steps:
+            return self.shards
+        weight = self.num_steps / num_steps
+        return tuple(
+            early.scaled(weight) + late.scaled(1 - weight) for early, late in zip(self.shards, self.late, strict=True)
+        )
