@@ -1,12 +1,14 @@
-"""The cache: pure machinery. It knows tensors, not TorchRec and not process groups."""
+"""Device cache of embedding rows. It depends on tensors only, not on TorchRec or process groups."""
 
 from embershard.cache.config import CacheConfig
+from embershard.cache.growth import CacheGrowthWarning
 from embershard.cache.next_use import KnownBatch, NextUseIndex
 from embershard.cache.planner import CachePlan, CachePlanner
 from embershard.cache.policies import make_scores
-from embershard.cache.row_cache import CacheGrowthWarning, RowCache
+from embershard.cache.row_cache import RowCache
 from embershard.cache.rows.host_store import HostStore
 from embershard.cache.slot_map import SlotMap
+from embershard.cache.slot_state import SlotState
 from embershard.cache.statistics import TableStats
 from embershard.cache.tickets import Ticket
 
@@ -20,6 +22,7 @@ __all__ = [
     "NextUseIndex",
     "RowCache",
     "SlotMap",
+    "SlotState",
     "TableStats",
     "Ticket",
     "make_scores",

@@ -1,4 +1,4 @@
-"""A mark on a pool while its state changes."""
+"""Refusal to use a pool whose state changed only in part."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from embershard.errors import CacheError
 
 
 class ChangeGuard:
-    """Notices a change that began and did not end.
+    """Detects a change that began and did not end.
 
-    Maps, scores and chains of uses change together, in many small operations. An exception between two of them (an
-    interrupt, a lack of memory) would leave maps that promise rows nobody copied. So a mark is set before the first
-    operation and removed after the last one. While the mark is there, :meth:`check` refuses everything: no ``try`` has
-    to be in the right place, because nothing has to run for the mark to stay.
+    Slot map, scores and next uses change together, in many small operations. An exception between two of them (an
+    interrupt, a lack of memory) would leave a map that promises rows nobody copied. So `change` sets a mark before the
+    first operation and removes it after the last one, and `check` refuses everything while the mark is set. The mark
+    stays by itself: no `try` has to be in the right place.
 
     Args:
-        pool: whose state it is, for messages.
+        pool: name of the pool, for messages.
 
     >>> guard = ChangeGuard("rank 0, tables a")
     >>> with guard.change("growing"):
@@ -33,12 +33,12 @@ class ChangeGuard:
 
     @property
     def is_broken(self) -> bool:
-        """Whether a change began and did not end."""
+        """True after a change that did not end."""
         return self._change is not None
 
     @contextmanager
     def change(self, what: str) -> Iterator[None]:
-        """The body is one change, which ``what`` describes. Changes do not nest.
+        """Guard the body as one change, described by `what`. Changes do not nest.
 
         Raises:
             CacheError: an earlier change did not end.
@@ -48,25 +48,25 @@ class ChangeGuard:
         try:
             yield
         except BaseException as error:
-            if self._change is not None and not isinstance(error, GeneratorExit):  # which only says that it is given up
+            if self._change is not None and not isinstance(error, GeneratorExit):  # raised when nobody resumes this one
                 self._cause = error
             raise
         self._change = None
 
     def settle(self) -> None:
-        """Inside :meth:`change`: the state is consistent, although an exception is on its way."""
+        """Inside `change`: declare the state consistent although an exception is being raised."""
         self._change = None
 
     def check(self) -> None:
-        """Refuse to go on after a change that did not end.
+        """Raise if an earlier change did not end.
 
         Raises:
-            CacheError: with what was going on and why it ended.
+            CacheError: the change and the exception that ended it.
         """
         if self._change is None:
             return
         cause = "interrupted" if self._cause is None else f"{type(self._cause).__name__}: {self._cause}"
         raise CacheError(
             f"{self._pool}: {self._change} did not end ({cause}), so it is not certain which row is in which slot. "
-            "Nothing is read, trained or saved from now on. Mend the cause and resume from the last checkpoint"
+            "Nothing is read, trained or saved from now on. Fix the cause and resume from the last checkpoint"
         ) from self._cause

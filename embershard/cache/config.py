@@ -1,4 +1,4 @@
-"""What a user says about the cache: one knob (a ratio or a byte budget), and defaults for the rest."""
+"""Settings of the cache: its size, as a ratio or a byte budget, and defaults for the rest."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Literal, get_args
 from embershard.cache.key_map import MapKind
 from embershard.errors import ConfigError
 
-#: By what rows are compared. `make_scores` in `policies.py` has a rule for each.
+#: Scoring rules; `make_scores` in `policies.py` makes the scores of each.
 Scoring = Literal["frequency", "lfu", "lru"]
 Policy = Literal["lookahead", Scoring]
 TransferKind = Literal["plain", "staged", "triton_uva"]
 Overflow = Literal["grow", "raise"]
 
 DEFAULT_RATIO = 0.05
-# A pool of three rows at a ratio of 3 % would have no slot, and overflow at once.
+# Without a least size, a pool of three rows at a ratio of 3 % would have no slot.
 LEAST_SLOTS = 16
 SCORE_BYTES = 4
 
@@ -56,52 +56,52 @@ class CachePolicy:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """How much of the embedding tables to keep on the device, and by which rule.
+    """Size and rules of the device cache of embedding rows.
 
-    At most one of ``ratio`` and ``device_bytes`` is given; with neither, the ratio is 0.05. Everything else
-    has a default. A setting that contradicts another one, or that would have no effect, raises
-    :class:`ConfigError`.
+    At most one of `ratio` and `device_bytes` is set; with neither, the ratio is 0.05. A setting that contradicts
+    another one, or that would have no effect, raises `ConfigError`.
+
+    >>> CacheConfig(ratio=0.015, policy="lru").slot_ratio
+    0.015
     """
 
     ratio: float | None = None
     """Slots on the device as a share of the rows that a rank holds, in (0, 1]. Default: 0.05."""
 
     device_bytes: int | None = None
-    """Device memory of this rank for slots, optimizer states and maps together, in bytes. Per sharded
-    module."""
+    """Device memory of this rank for slots, optimizer states and maps together, in bytes, per sharded module."""
 
     policy: Policy | None = None
-    """Which row leaves first. `lookahead`, the default: one that no known batch uses, the least frequent first; else
-    the one whose next use is furthest. Batches become known by a `LookAheadPipeline`; without one it is `frequency`
-    with a profile, else `lfu`. `frequency`: least frequent in the profile. `lfu`: least used so far, counted per row;
-    the count survives eviction. `lru`: longest unused."""
+    """Order in which rows are evicted. `lookahead`, the default: first rows without a known use, by frequency; then
+    rows whose next use is furthest. Batches become known by a `LookAheadPipeline`; without one this equals
+    `frequency` with a profile, else `lfu`. `frequency`: least frequent in the profile first. `lfu`: least used so far
+    first; a row's count survives eviction. `lru`: longest unused first."""
 
     warmup: bool | None = None
-    """Fill the cache with the profile's most frequent rows before the first step. Default: when there is a
-    profile."""
+    """Fill the cache with the profile's most frequent rows before the first step. Default: true with a profile."""
 
     host: Literal["memory", "mmap"] = "memory"
-    """Where a rank's full shard lives: plain host memory, or a file mapped into memory."""
+    """Storage of a rank's full shard: plain host memory, or files mapped into memory."""
 
     host_dir: str | None = None
-    """Folder for the files of `host = "mmap"`. They are working storage: they vanish with the process."""
+    """Folder for the files of `host = "mmap"`. They are working storage, freed with the process."""
 
     transfer: TransferKind | None = None
-    """What moves rows between host and device. `triton_uva`: a kernel reads and writes page-locked host memory itself.
-    `staged`: through page-locked buffers, for mapped files or where memory cannot be locked. `plain`: torch's indexed
+    """Transfer of rows between host and device. `triton_uva`: a kernel reads and writes page-locked host memory.
+    `staged`: through page-locked buffers, for mapped files or if memory cannot be locked. `plain`: torch's indexed
     copies. Default: `plain` on a CPU; on a GPU `triton_uva` with `host = "memory"`, else `staged`."""
 
     slot_map: MapKind | None = None
-    """Where the slots of rows are looked up. `array`: 4 bytes for every row of the shard. `hashed`: 24 bytes for every
-    slot, more while more rows than slots are known ahead; each look-up takes longer. Default: `array`; on a GPU
-    `hashed` for pools of more than 2^27 rows."""
+    """Map from rows to slots. `array`: 4 bytes per row of the shard. `hashed`: 24 bytes per slot, more if more rows
+    than slots are known ahead; look-ups take longer. Default: `array`; on a GPU `hashed` for pools of more than 2^27
+    rows."""
 
     overflow: Overflow = "grow"
-    """When one batch needs more rows than there are slots: enlarge the cache with a warning, or raise."""
+    """Reaction to a batch with more rows than slots: `grow` enlarges the cache with a warning, `raise` raises."""
 
     decay: float | None = None
-    """`lfu`, and `lookahead` where it counts as `lfu` does: factor in (0, 1) by which old uses count less with every
-    batch. Default: no decay."""
+    """Factor in (0, 1) by which `lfu`, and `lookahead` if it counts as `lfu` does, reduce old uses with every batch.
+    Default: no decay."""
 
     enabled: bool = True
     """False trains with stock TorchRec, all rows on the device. The losses are the same, bit for bit."""
@@ -148,7 +148,7 @@ class CacheConfig:
 
     @property
     def slot_ratio(self) -> float | None:
-        """The ratio in force; None where ``device_bytes`` decides."""
+        """The ratio in force; None if `device_bytes` decides."""
         return self.ratio if self.ratio is not None or self.device_bytes is not None else DEFAULT_RATIO
 
     def policy_for(self, has_profile: bool) -> CachePolicy:

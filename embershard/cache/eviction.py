@@ -1,4 +1,4 @@
-"""Which slot is emptied next: a ranking of slots, made in bulk and used up little by little."""
+"""Choice of the slots to evict: a ranking of slots, made in bulk and used up over many batches."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from embershard.cache.next_use import NextUseIndex
-from embershard.cache.policies import SlotScores
-from embershard.cache.slot_map import SlotMap
+from embershard.cache.slot_state import SlotState
 
 _QUEUE_SHARE = 8  # a refill ranks the lowest eighth of the slots
 _SAMPLE = 4096
 _NEVER = torch.iinfo(torch.int64).max
-# Ranks of rows without a known use are the bits of a finite score above the last batch. Behind them come the rows with
-# a known use, the furthest first.
+# The rank of a row without a known use: the bits of its score above the number of its last batch. Rows with a known use
+# rank behind every finite score, the furthest use first.
 _KNOWN_USE = 0x7F800001 << 32
 _LAST_BATCH = 2**31
 _NONE_KNOWN_USE = torch.iinfo(torch.int32).max
@@ -24,7 +22,7 @@ _NONE_KNOWN_USE = torch.iinfo(torch.int32).max
 
 @dataclass(frozen=True, eq=False)
 class _Ranked:
-    """M slots as they were when they were ranked: slots, use stamps and ranks int64, next uses int32 (or None)."""
+    """M slots with their state at the time of ranking: slots, use stamps and ranks int64, next uses int32 (or None)."""
 
     slots: Tensor
     stamps: Tensor
@@ -32,49 +30,36 @@ class _Ranked:
     next_uses: Tensor | None
 
     def window(self, start: int, stop: int) -> _Ranked:
-        part = slice(start, stop)
-        next_uses = None if self.next_uses is None else self.next_uses[part]
-        return _Ranked(self.slots[part], self.stamps[part], self.ranks[part], next_uses)
+        return self._each(lambda column: column[start:stop])
 
     def select(self, which: Tensor) -> _Ranked:
-        next_uses = None if self.next_uses is None else self.next_uses.index_select(0, which)
-        slots, stamps, ranks = (t.index_select(0, which) for t in (self.slots, self.stamps, self.ranks))
-        return _Ranked(slots, stamps, ranks, next_uses)
+        return self._each(lambda column: column.index_select(0, which))
 
-    @staticmethod
-    def join(parts: list[_Ranked]) -> _Ranked:
-        if len(parts) == 1:
-            return parts[0]
-        next_uses = [part.next_uses for part in parts if part.next_uses is not None]
-        return _Ranked(
-            torch.cat([part.slots for part in parts]),
-            torch.cat([part.stamps for part in parts]),
-            torch.cat([part.ranks for part in parts]),
-            torch.cat(next_uses) if next_uses else None,
-        )
+    def join(self, other: _Ranked) -> _Ranked:
+        next_uses = None
+        if self.next_uses is not None and other.next_uses is not None:
+            next_uses = torch.cat([self.next_uses, other.next_uses])
+        slots, stamps = torch.cat([self.slots, other.slots]), torch.cat([self.stamps, other.stamps])
+        return _Ranked(slots, stamps, torch.cat([self.ranks, other.ranks]), next_uses)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> _Ranked:
+        next_uses = None if self.next_uses is None else change(self.next_uses)
+        return _Ranked(change(self.slots), change(self.stamps), change(self.ranks), next_uses)
 
 
 class VictimQueue:
-    """Slots in the order in which they should leave: without a known use first, by score, then longest unused;
-    then those with a known use, the furthest first.
+    """Slots in the order of eviction: first those without a known use, by score, then longest unused; then those with a
+    known use, the furthest first.
 
-    The order is as of the last refill. An entry is skipped when its slot is pinned, or was used or refilled since. With
-    an index of next uses it is ranked again when a use of its row became known, and slots whose rank fell since the
-    refill are offered: a row that was used and will not be used again is the best victim of all. So the victims are the
-    best there are, as long as all batches were known.
+    The order is as of the last refill. An entry is skipped if its slot is pinned, or was used or refilled since. With
+    an index of next uses, an entry is ranked again once a use of its row became known, and a slot whose rank fell since
+    the refill is offered: a row that was used and will not be used again is the best victim of all. So the victims are
+    the best there are, as long as all batches were known.
     """
 
-    def __init__(
-        self,
-        slot_map: SlotMap,
-        scores: SlotScores,
-        num_pinned_slots: int = 0,
-        next_use_index: NextUseIndex | None = None,
-    ) -> None:
-        self._map = slot_map
-        self._scores = scores
-        self._next_use_index = next_use_index
-        self._num_pinned_slots = num_pinned_slots
+    def __init__(self, state: SlotState) -> None:
+        self._map, self._scores, self._next_use_index = state.map, state.scores, state.next_use_index
+        self._num_pinned_slots = state.num_pinned
         self.clear()
 
     def clear(self) -> None:
@@ -86,20 +71,20 @@ class VictimQueue:
         self._set_worst(-1)
 
     def pop(self, count: int, oldest_pinned: int) -> Tensor:
-        """Up to ``count`` slots whose last batch is before ``oldest_pinned``: int64 [<= count]."""
+        """Take up to `count` slots whose last batch is before `oldest_pinned`: int64 [<= count]."""
         take = self._take_first if self._next_use_index is None else self._take_lowest
         victims = take(count, oldest_pinned)
         if victims.numel() < count:
-            # Slots handed out above still hold their rows, and would be ranked again: start over.
+            # The slots taken above still hold their rows, so the new ranking has them again: start over.
             self._refill(count, oldest_pinned)
             victims = take(count, oldest_pinned)
             if victims.numel() < count:
-                self.clear()  # nobody will put these out
+                self.clear()  # nobody will evict these
         return victims
 
     def offer(self, slots: Tensor, next_uses: Tensor, batch: int) -> None:
-        """``batch`` used ``slots`` (int64 [M], distinct), and the rows' next uses are these (int32 [M], 0 for none)."""
-        self._offered = [part for part in self._offered if part[0] != batch]  # from a refill that this batch caused
+        """Consider `slots` (int64 [M], distinct) that `batch` used, with their rows' next uses (int32 [M], 0: none)."""
+        self._offered = [part for part in self._offered if part[0] != batch]  # offered by a refill for this batch
         worth = ((next_uses == 0) | (next_uses >= self._worst_next_use)).nonzero().flatten()
         if self._worst < 0 or not worth.numel():
             return
@@ -108,32 +93,33 @@ class VictimQueue:
         if better.numel():
             self._offered.append((batch, ranked.select(better)))
         if sum(part.slots.numel() for _, part in self._offered) > self._map.num_used // 2:
-            self.clear()  # the bound is out of date: nearly everything passes it
+            self.clear()  # nearly everything passes the bound, so it is out of date
 
     def _take_first(self, count: int, oldest_pinned: int) -> Tensor:
-        remaining = self._queue.slots.numel() - self._cursor
-        for width in (2 * count, remaining):  # most entries are usable: a short look ahead nearly always does
-            window = self._queue.window(self._cursor, self._cursor + min(width, remaining))
-            usable = self._usable(window, oldest_pinned)[:count]
-            if usable.numel() == count or width >= remaining:
-                break
+        window, usable = self._next_usable(count, oldest_pinned)
+        usable = usable[:count]
         if 0 < usable.numel() == count:
             self._cursor += int(usable[-1]) + 1
         return window.slots.index_select(0, usable)
 
-    def _take_lowest(self, count: int, oldest_pinned: int) -> Tensor:
-        """From the queue and from what was offered since, together."""
-        ready = [part for batch, part in self._offered if batch < oldest_pinned]
-        pinned = [(batch, part) for batch, part in self._offered if batch >= oldest_pinned]
+    def _next_usable(self, count: int, oldest_pinned: int) -> tuple[_Ranked, Tensor]:
+        """Return a window of the queue with `count` usable entries, or the whole rest, and the positions of these."""
         remaining = self._queue.slots.numel() - self._cursor
-        for width in (2 * count, remaining):
+        for width in (2 * count, remaining):  # most entries are usable, so a short window nearly always suffices
             window = self._queue.window(self._cursor, self._cursor + min(width, remaining))
             usable = self._usable(window, oldest_pinned)
             if usable.numel() >= count or width >= remaining:
                 break
+        return window, usable
+
+    def _take_lowest(self, count: int, oldest_pinned: int) -> Tensor:
+        """Take the lowest ranks of the queue and of the slots offered since the refill, together."""
+        ready = [part for batch, part in self._offered if batch < oldest_pinned]
+        pinned = [(batch, part) for batch, part in self._offered if batch >= oldest_pinned]
+        window, usable = self._next_usable(count, oldest_pinned)
         queued = usable.numel()
         again, places = self._rank_again(window, usable, ready, oldest_pinned)
-        candidates = _Ranked.join([window.select(usable), again])
+        candidates = window.select(usable).join(again)
         total = candidates.slots.numel()
         if total <= count:
             chosen = torch.arange(total, device=candidates.slots.device)
@@ -146,13 +132,14 @@ class VictimQueue:
         first_left = left[:queued].nonzero().flatten()[:1]
         passed = int(usable[first_left]) if first_left.numel() else window.slots.numel()
         self._cursor += passed
-        waiting = again.select((left[queued:] & (places < passed)).nonzero().flatten())  # the others are met again
+        # Entries of the window from `passed` on are still in the queue.
+        waiting = again.select((left[queued:] & (places < passed)).nonzero().flatten())
         waiting = self._trim(waiting, 2 * count)
         self._offered = [(0, waiting), *pinned] if waiting.slots.numel() else pinned
         return candidates.slots.index_select(0, chosen)
 
     def _trim(self, waiting: _Ranked, enough: int) -> _Ranked:
-        """Where more is offered than is taken, look at the best of it only: the ranking ends earlier."""
+        """Keep the best `enough` of many offered slots, and end the ranking at the worst of these."""
         if waiting.slots.numel() <= 2 * enough:
             return waiting
         self._set_worst(int(waiting.ranks.kthvalue(enough).values))
@@ -161,17 +148,17 @@ class VictimQueue:
         return waiting.select((waiting.ranks <= self._worst).nonzero().flatten())
 
     def _set_worst(self, rank: int) -> None:
-        """Every slot up to this rank is in the queue, offered, or pinned."""
+        """Note that every slot up to this rank is in the queue, offered, or pinned."""
         self._worst = rank
         self._worst_next_use = _NONE_KNOWN_USE if rank < _KNOWN_USE else _KNOWN_USE + _LAST_BATCH - rank
 
     def _rank_again(
         self, window: _Ranked, usable: Tensor, ready: list[_Ranked], oldest_pinned: int
     ) -> tuple[_Ranked, Tensor]:
-        """Slots whose rank may differ from the queue's: those of ``window`` that got a known use, and all of ``ready``.
+        """Rank the slots whose rank may have changed: those of `window` with another next use, and all of `ready`.
 
         Returns:
-            Those of them that belong into the ranking, and where in the window they are, int64; -1 if not.
+            The slots that belong into the ranking, and their positions in the window, int64; -1 for those of `ready`.
         """
         changed = self._unused(window, oldest_pinned).index_fill_(0, usable, False).nonzero().flatten()
         slots, places = [window.slots.index_select(0, changed)], [changed]
@@ -183,40 +170,35 @@ class VictimQueue:
         return ranked.select(before_end), torch.cat(places).index_select(0, before_end)
 
     def _usable(self, ranked: _Ranked, oldest_pinned: int) -> Tensor:
-        """Positions of entries that may leave and are as they were when ranked: int64."""
+        """Positions of entries that may be evicted and whose rank still holds: int64."""
         usable = self._unused(ranked, oldest_pinned)
         if self._next_use_index is not None and ranked.next_uses is not None:
             usable &= self._next_use_index.next_use.index_select(0, ranked.slots) == ranked.next_uses
         return usable.nonzero().flatten()
 
     def _unused(self, ranked: _Ranked, oldest_pinned: int) -> Tensor:
-        """Which entries may leave and were not used since they were ranked: bool."""
+        """True for entries that may be evicted and were not used since they were ranked: bool."""
         stamps = self._map.use_stamp.index_select(0, ranked.slots)
         return (stamps == ranked.stamps) & (stamps >> 32 < oldest_pinned)
 
     def _rank(self, slots: Tensor | None = None) -> _Ranked:
-        """Ranks of ``slots`` (int64 [M]), or of all that were ever used."""
-        select: Callable[[Tensor], Tensor]
-        if slots is None:
-            slots = torch.arange(1, self._map.num_used + 1, device=self._map.device)
+        """Rank `slots` (int64 [M]), or all that were ever used."""
+        end = self._map.num_used + 1
 
-            def select(tensor: Tensor) -> Tensor:
-                return tensor[1 : self._map.num_used + 1]
-        else:
+        def select(tensor: Tensor) -> Tensor:
+            return tensor[1:end] if slots is None else tensor.index_select(0, slots)
 
-            def select(tensor: Tensor) -> Tensor:
-                return tensor.index_select(0, slots)
-
+        ranked_slots = torch.arange(1, end, device=self._map.device) if slots is None else slots
         stamps = select(self._map.use_stamp)
         ranks = stamps >> 32
         scores = self._scores.of_slots()
         if scores is not None:  # the bits of a non-negative float32 order like the number itself
             ranks = (select(scores).view(torch.int32).long() << 32).bitwise_or_(ranks)
         if self._next_use_index is None:
-            return _Ranked(slots, stamps, ranks, None)
+            return _Ranked(ranked_slots, stamps, ranks, None)
         next_uses = select(self._next_use_index.next_use)
         ranks = torch.where(next_uses > 0, _KNOWN_USE + _LAST_BATCH - next_uses.long(), ranks)
-        return _Ranked(slots, stamps, ranks, next_uses)
+        return _Ranked(ranked_slots, stamps, ranks, next_uses)
 
     def _refill(self, least: int, oldest_pinned: int) -> None:
         ranked = self._rank()
@@ -230,7 +212,7 @@ class VictimQueue:
             self._offer_pinned(ranked, pinned & (ranked.ranks <= self._worst))
 
     def _offer_pinned(self, ranked: _Ranked, which: Tensor) -> None:
-        """Slots of batches in flight, which may go once these are released."""
+        """Offer slots of batches in flight, which may be evicted once these are released."""
         which[: self._num_pinned_slots] = False
         which &= ranked.stamps != _NEVER  # empty
         waiting = ranked.select(which.nonzero().flatten())
@@ -240,10 +222,10 @@ class VictimQueue:
 
 
 def _lowest(rank: Tensor, least: int, about: int) -> Tensor:
-    """Positions of the ``about`` lowest values of ``rank``, ascending by value, without any ``_NEVER``; a few less,
-    but never fewer than ``least`` where there are so many.
+    """Return positions of the `about` lowest values of `rank`, ascending by value, without any `_NEVER`.
 
-    A regular sample of a long vector gives the bound, and only what lies below it is sorted.
+    May return fewer, but at least `least` if there are so many. A regular sample of a long vector gives a bound, and
+    only the values below it are sorted.
     """
     found = None
     if rank.numel() > _SAMPLE and 2 * about < rank.numel():

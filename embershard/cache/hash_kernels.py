@@ -1,5 +1,5 @@
 """Triton kernel that looks keys up in a hashed map: one pass, without the [N, cells of a bucket] tensors that torch's
-operations need. Under ``TRITON_INTERPRET=1`` it runs on a CPU, for tests."""
+operations need. With `TRITON_INTERPRET=1` it runs on a CPU, for tests."""
 
 from __future__ import annotations
 
@@ -42,13 +42,12 @@ def _look_up(  # type: ignore[no-untyped-def]
 def look_up(
     keys: Tensor, held_keys: Tensor, held_entries: Tensor, num_buckets: int, bucket: int, factors: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """Where keys (int64 [N]) are, in cells of ``held_keys`` and ``held_entries`` (int32 both).
+    """Look up `keys` (int64 [N]) in the cells of `held_keys` and `held_entries` (both int32).
 
-    A key's buckets, of ``bucket`` cells each, are chosen by the high 32 bits of the low 64 of its product with each of
-    ``factors``.
+    Bits 32 to 63 of the key's product with each of `factors` choose its buckets, of `bucket` cells each.
 
     Returns:
-        Cells int64 [N], -1 where there is none, and their entries int32 [N], 0 where there is none.
+        Cells int64 [N], -1 for absent keys, and their entries int32 [N], 0 for absent keys.
     """
     cells, entries = torch.empty_like(keys), keys.new_empty(keys.shape, dtype=torch.int32)
     if keys.numel():

@@ -1,8 +1,8 @@
-"""Sparse int32 map from row key to slot: as an array over all keys, or hashed, for pools whose keys would take more
-memory than their slots.
+"""Sparse int32 map from row key to slot: an array over all keys, or hashed, for pools whose keys would take more memory
+than their slots.
 
-Planning reads the entries of a whole batch at once and writes those that change, so both work on tensors of keys, on
-any device.
+Planning reads the entries of a whole batch at once and writes those that change, so both maps work on tensors of keys,
+on any device.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ MapKind = Literal["array", "hashed"]
 ARRAY_ROW_BYTES = 4
 HASHED_SLOT_BYTES = 24
 _CELL_BYTES = 8
-_BUCKET = 8  # cells that are read together: 32 bytes of keys, one sector of device memory
-_LOAD = 0.75  # share of the cells in use beyond which the table grows
+_BUCKET = 8  # cells read together: 32 bytes of keys, one sector of device memory
+_LOAD = 0.75  # the table grows beyond this share of used cells
 _NOBODY = -1
 _HASHES = (-7046029254386353131, -4417276706812531889)  # odd; 2**64 / golden ratio, and another
 _MOST_ARRAY_ROWS = 2**27  # 512 MiB
@@ -29,35 +29,35 @@ _HAS_TRITON = find_spec("triton") is not None
 
 
 def map_kind(wanted: MapKind | None, num_rows: int, device_type: str) -> MapKind:
-    """The kind in force for a pool of so many rows: on a GPU, whose memory is short, large pools are hashed."""
+    """Resolve the kind for a pool of `num_rows` rows. On a GPU, whose memory is short, large pools are hashed."""
     if wanted is not None:
         return wanted
     return "hashed" if device_type == "cuda" and num_rows > _MOST_ARRAY_ROWS else "array"
 
 
 class KeyMap(Protocol):
-    """int32 entries by key; 0 where none was put."""
+    """int32 entries by key; 0 by default."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory, in bytes."""
+        """Device memory, in bytes."""
 
     def get(self, keys: Tensor) -> Tensor:
-        """Entries of ``keys`` (int64 [N]): int32 [N]."""
+        """Return the entries of `keys` (int64 [N]): int32 [N]."""
 
     def put(self, keys: Tensor, entries: Tensor | int) -> None:
-        """Set the entries (int32 [M], or one for all) of ``keys`` (int64 [M]). A key may occur several times if its
-        entries are not 0: one of them stands."""
+        """Set the entries (int32 [M], or one for all) of `keys` (int64 [M]). Of a key that occurs several times, whose
+        entries must not be 0, one entry is kept."""
 
     def clear_negative(self) -> None:
-        """Entries below 0 become 0."""
+        """Set negative entries to 0."""
 
     def dense(self) -> Tensor:
-        """All entries: int32 [R]."""
+        """Return all entries: int32 [R]."""
 
 
 class ArrayKeyMap:
-    """4 bytes per key. The pages of a new array are taken as they are written.
+    """Array of 4 bytes per key. The pages of a new array are allocated as they are written.
 
     Args:
         num_keys: R.
@@ -68,42 +68,38 @@ class ArrayKeyMap:
 
     @property
     def num_bytes(self) -> int:
-        """Memory, in bytes."""
+        """Device memory, in bytes."""
         return self._entries.numel() * ARRAY_ROW_BYTES
 
     def get(self, keys: Tensor) -> Tensor:
-        """See :class:`KeyMap`."""
         return self._entries.gather(0, keys)
 
     def put(self, keys: Tensor, entries: Tensor | int) -> None:
-        """See :class:`KeyMap`."""
         self._entries.scatter_(0, keys, entries)
 
     def clear_negative(self) -> None:
-        """See :class:`KeyMap`."""
         self._entries.clamp_(min=0)
 
     def dense(self) -> Tensor:
-        """The array itself."""
         return self._entries
 
 
 class HashedKeyMap:
-    """Memory follows the entries that are not 0: 24 bytes for each slot, as long as traces are not more than slots.
+    """Hash table of the entries that are not 0: 24 bytes for each slot, as long as there are no more traces than slots.
 
-    Every key has two buckets of eight cells, and its entry stands in either; a new one goes to the emptier bucket. So
-    a cell that is given up needs no marker, and two reads find any key. Which cell a key gets may differ from run to
-    run on a GPU; what is found does not.
+    Every key has two buckets of eight cells, and its entry is in one of them; a new entry goes to the emptier bucket.
+    So a freed cell needs no marker, and two reads find any key. On a GPU the cell of a key may differ from run to run;
+    the entries found do not.
 
     Args:
         num_keys: R, below 2**31.
-        num_slots: S; the table grows where more entries than it has room for are not 0.
+        num_slots: S; the table grows if it has to hold more entries than there is room for.
     """
 
     def __init__(self, num_keys: int, num_slots: int, device: torch.device) -> None:
         self._num_keys = num_keys
         self._allocate(max(2 * _BUCKET, (num_slots + 1) * HASHED_SLOT_BYTES // _CELL_BYTES), device)
-        self._most_live = 0  # keys in the table, at most
+        self._most_live = 0  # upper bound of the keys in the table
 
     def _allocate(self, num_cells: int, device: torch.device) -> None:
         self._num_buckets = num_cells // _BUCKET
@@ -112,11 +108,11 @@ class HashedKeyMap:
 
     @property
     def num_bytes(self) -> int:
-        """Memory, in bytes."""
+        """Device memory, in bytes."""
         return self._keys.numel() * _CELL_BYTES
 
     def get(self, keys: Tensor) -> Tensor:
-        """See :class:`KeyMap`.
+        """Return the entries of `keys`, as `KeyMap.get` does.
 
         Raises:
             IndexError: on a CPU, a key is not in [0, R).
@@ -126,7 +122,6 @@ class HashedKeyMap:
         return self._look_up(keys)[1]
 
     def put(self, keys: Tensor, entries: Tensor | int) -> None:
-        """See :class:`KeyMap`."""
         if not isinstance(entries, Tensor):
             entries = torch.full(keys.shape, entries, dtype=torch.int32, device=keys.device)
         cells, _ = self._look_up(keys)
@@ -139,19 +134,17 @@ class HashedKeyMap:
             self._insert(keys.index_select(0, absent), entries.index_select(0, absent))
 
     def clear_negative(self) -> None:
-        """See :class:`KeyMap`."""
         cells = (self._entries < 0).nonzero().flatten()
         self._entries.index_fill_(0, cells, 0)
         self._keys.index_fill_(0, cells, _NOBODY)
 
     def dense(self) -> Tensor:
-        """All entries as an array, made now: int32 [R]."""
         live = (self._keys != _NOBODY).nonzero().flatten()
         entries = torch.zeros(self._num_keys, dtype=torch.int32, device=self._keys.device)
         return entries.scatter_(0, self._keys.index_select(0, live).long(), self._entries.index_select(0, live))
 
     def _look_up(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Cells of ``keys``, int64 [N], -1 where a key has none, and their entries, int32 [N], 0 where it has none."""
+        """Return cells (int64 [N], -1 for absent keys) and entries (int32 [N], 0 for absent keys) of `keys`."""
         if keys.is_cpu or not _HAS_TRITON:
             cells = self._find(keys)
             return cells, self._entries.gather(0, cells.clamp_min(0)).masked_fill_(cells < 0, 0)
@@ -160,7 +153,7 @@ class HashedKeyMap:
         return hash_kernels.look_up(keys, self._keys, self._entries, self._num_buckets, _BUCKET, _HASHES)
 
     def _find(self, keys: Tensor) -> Tensor:
-        """Cells of ``keys``: int64 [N]; -1 where a key has none."""
+        """Return the cells of `keys`: int64 [N]; -1 for absent keys."""
         wanted, cells = keys.int().unsqueeze(1), torch.full_like(keys, _NOBODY)
         held = self._keys[: self._num_buckets * _BUCKET].view(-1, _BUCKET)
         for buckets in self._buckets(keys):
@@ -170,12 +163,12 @@ class HashedKeyMap:
         return cells
 
     def _buckets(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Both buckets of ``keys``: int64 [N] each."""
+        """Return both buckets of `keys`: int64 [N] each."""
         first, second = (((keys * factor) >> 32) & 0xFFFFFFFF for factor in _HASHES)
         return (first * self._num_buckets) >> 32, (second * self._num_buckets) >> 32
 
     def _insert(self, keys: Tensor, entries: Tensor) -> None:
-        """Keys that are not in the table. Those that met in a cell try again: a few rounds."""
+        """Insert keys that are absent. Of several keys that choose one cell, one gets it; the others try again."""
         self._make_room(keys.numel())
         while keys.numel():
             cells = self._free_cells(keys)
@@ -191,8 +184,8 @@ class HashedKeyMap:
             keys, entries = keys.index_select(0, left), entries.index_select(0, left)
 
     def _free_cells(self, keys: Tensor) -> Tensor | None:
-        """The first free cell of each key's emptier bucket: int64 [M]; None when a key has none in either. So a bucket
-        takes one key at a time, and the next ones see how full it is."""
+        """Return the first free cell of each key's emptier bucket: int64 [M]; None if both buckets of a key are full.
+        So a bucket takes one key per round, and the next round sees how full it is."""
         held = self._keys[: self._num_buckets * _BUCKET].view(-1, _BUCKET)
         first, second = self._buckets(keys)
         is_free = [held.index_select(0, buckets) == _NOBODY for buckets in (first, second)]

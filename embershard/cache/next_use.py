@@ -1,14 +1,13 @@
-"""When each row will be used next, as far as the known batches tell.
+"""Index of the next known use of each row.
 
-A batch is *known* when its ids are; nothing of it need be cached. The best row to put out is the one whose next use
-is furthest (Belady 1966), so every slot needs the batch of its row's next use. It is kept exact at the cost of one
-pass over a batch's ids when it becomes known and one when it is prepared. However many batches are known, nothing
-is scanned.
+A batch is *known* as soon as its ids are; its rows need not be cached. The best row to evict is the one whose next use
+is furthest (Belady 1966), so every slot needs the batch of its row's next use. The index keeps it exact with one pass
+over a batch's ids when the batch becomes known and one when it is prepared, however many batches are known.
 
-The uses of a row in the known batches form a chain. Every use has a number; for each use the chain holds the batch of
-the row's following use, so preparing a batch tells at once when each of its rows is used again. To append to the
-chains, the last known use of each row must be found: it stands beside the slot of a cached row, and in the slot map's
-entry, negated, for a row that is not cached. That entry would be 0 otherwise: the index takes no memory per row.
+The uses of a row in the known batches form a chain. Every use has a number; for each use, the chain holds the batch of
+the row's following use, so preparing a batch tells at once when each of its rows is used again. Appending to a chain
+needs the row's last known use: its number is kept beside the slot of a cached row and, negated, in the slot map's entry
+of a row that is not cached (its *trace*). That entry would be 0 otherwise, so the index takes no memory per row.
 """
 
 from __future__ import annotations
@@ -22,45 +21,52 @@ from torch import Tensor
 from embershard.cache.rows import memory
 from embershard.cache.slot_map import SlotMap
 
-_WRAP = 2**30  # use numbers go from 1 to this, and start again
+_WRAP = 2**30  # use numbers run from 1 to this and start again
 _LEAST_CHAIN = 1024
 
 
 @dataclass(frozen=True, eq=False)
 class KnownBatch:
-    """A batch whose ids are known; U distinct rows.
+    """A batch whose ids are known, with U distinct rows.
 
     Attributes:
-        number: known batches are counted from 1.
+        number: of the known batch, counted from 1.
         first_use: number of the batch's first use, less one, not wrapped.
-        num_uses: N, of which one per distinct row counts.
-        uses: int32 [U] which ones.
-        positions: int32 [U] where in the batch they are.
+        uses: int32 [U], one of the batch's uses of each distinct row, counted from 0.
+        positions: int32 [U] of these uses in the batch.
+
+    >>> NextUseIndex(SlotMap(num_keys=9, num_slots=2)).know(torch.tensor([5, 7, 5])).num_rows
+    2
     """
 
     number: int
     first_use: int
-    num_uses: int
     uses: Tensor
     positions: Tensor
 
     @property
     def num_rows(self) -> int:
-        """U."""
+        """U, the number of distinct rows."""
         return self.positions.numel()
 
     @property
     def num_bytes(self) -> int:
         """Memory, in bytes."""
         tensors = {t.data_ptr(): t for t in (self.uses, self.positions)}
-        return sum(t.numel() * t.element_size() for t in tensors.values())
+        return sum(t.nbytes for t in tensors.values())
 
 
 class NextUseIndex:
-    """The next known use of every slot's row.
+    """Next known use of the row in every slot.
 
     Attributes:
         next_use: int32 [S + 1], number of the known batch that uses the slot's row next; 0: no known use.
+
+    >>> index = NextUseIndex(SlotMap(num_keys=9, num_slots=2))
+    >>> first, second = index.know(torch.tensor([5, 7, 5])), index.know(torch.tensor([5]))
+    >>> slots, next_uses = index.arrive(first, torch.tensor([1, 2, 1]))  # rows 5 and 7 are in slots 1 and 2
+    >>> sorted(zip(slots.tolist(), next_uses.tolist()))
+    [(1, 2), (2, 0)]
     """
 
     def __init__(self, slot_map: SlotMap) -> None:
@@ -69,31 +75,26 @@ class NextUseIndex:
         self._last_use = self.next_use.clone()  # number of the last known use of the slot's row
         self._known: deque[KnownBatch] = deque()
         self._newest = 0
-        self._end = 0  # uses so far, not wrapped
-        # Ring: next_batch[use % capacity]. The cell behind its end takes what belongs to no use.
+        self._end = 0  # number of uses so far, not wrapped
+        # Ring: next_batch[use % capacity]. The extra cell at its end takes writes that belong to no use.
         self._next_batch = torch.zeros(_LEAST_CHAIN + 1, dtype=torch.int32, device=slot_map.device)
 
     @property
     def device_bytes(self) -> int:
-        """Memory beside the slots, in bytes."""
-        return sum(t.numel() * t.element_size() for t in (self.next_use, self._last_use))
+        """Device memory kept per slot, in bytes."""
+        return sum(t.nbytes for t in (self.next_use, self._last_use))
 
     @property
     def chain_bytes(self) -> int:
-        """Memory of the chains, in bytes: at most four times what was needed when a batch last became known."""
-        return self._next_batch.numel() * self._next_batch.element_size()
-
-    @property
-    def known_bytes(self) -> int:
-        """Memory of the chains and of the known batches, in bytes."""
-        return self.chain_bytes + sum(batch.num_bytes for batch in self._known)
+        """Memory of the chains, in bytes: at most four times the need at the time a batch last became known."""
+        return self._next_batch.nbytes
 
     def know(self, keys: Tensor, positions: Tensor | None = None) -> KnownBatch:
-        """Append a batch to what is known.
+        """Append a batch to the known ones.
 
         Args:
             keys: int64 [N].
-            positions: int32 [N] of the keys in their batch, where they are not all of it.
+            positions: int32 [N] of the keys in their batch; None if the keys are the whole batch.
         """
         self._newest += 1
         first_use, count = self._reserve(keys.numel()), keys.numel()
@@ -106,66 +107,62 @@ class NextUseIndex:
         unused_so_far = cached.logical_and_(last == 0).nonzero().flatten()
         self.next_use.index_fill_(0, slots.index_select(0, unused_so_far), self._newest)
 
-        # Of a row's several uses in this batch one stands, whichever; the others are taken for it from now on.
+        # Of several uses of a row in this batch any one is kept; it stands for the others.
         self._last_use.scatter_(0, slots, uses)
-        standing = self._last_use.gather(0, slots) == uses
+        kept = self._last_use.gather(0, slots) == uses
         absent = (entries <= 0).nonzero().flatten()
         if absent.numel():
             absent_keys, traces = keys.index_select(0, absent), -uses.index_select(0, absent)
-            self._map.leave_traces(absent_keys, traces)
-            standing.scatter_(0, absent, self._map.entries(absent_keys) == traces)
-        chosen = standing.nonzero().flatten().int()
+            self._map.set_traces(absent_keys, traces)
+            kept.scatter_(0, absent, self._map.entries(absent_keys) == traces)
+        chosen = kept.nonzero().flatten().int()
         places = chosen if positions is None else positions.index_select(0, chosen)
-        batch = KnownBatch(self._newest, first_use, count, chosen, places)
+        batch = KnownBatch(self._newest, first_use, chosen, places)
         self._known.append(batch)
         return batch
 
     def arrive(self, batch: KnownBatch, slots: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The oldest known batch was prepared; its ids are in ``slots`` (int64 [N]).
+        """Remove the oldest known batch, which was prepared; its ids are in `slots` (int64 [N]).
 
         Returns:
-            Its distinct slots int64 [U], and the number of the batch that uses each one next, int32 [U]; None when
-            the batch is not the oldest: it was forgotten, or has arrived before.
+            Its distinct slots int64 [U], and the number of the known batch that uses each one next, int32 [U]; None if
+            `batch` is not the oldest known batch: it was forgotten or has arrived before.
         """
         if not self._is_oldest(batch):
             return None
         self._known.popleft()
         distinct = slots.index_select(0, batch.positions)
-        following = self._next_batch.index_select(0, self._cells(self._numbers(batch.first_use, batch.uses)))
-        self.next_use.scatter_(0, distinct, following)
-        last = self._last_use.gather(0, distinct)
-        self._last_use.scatter_(0, distinct, last.masked_fill_(following == 0, 0))
+        following = self._following(batch)
+        self._advance(distinct, following)
         return distinct, following
 
     def skip(self, batch: KnownBatch, keys: Tensor) -> None:
-        """The oldest known batch, with these keys (int64 [N]), will not be prepared."""
+        """Remove the oldest known batch, with these keys (int64 [N]), which will not be prepared."""
         if not self._is_oldest(batch):
             return
+        self._known.popleft()
         distinct = keys.index_select(0, batch.positions)
         entries = self._map.entries(distinct)
-        _, following = self.arrive(batch, keys.new_zeros(keys.numel())) or (None, entries)
-        slots = entries.clamp_min(0).long()
-        self.next_use.scatter_(0, slots, following)
-        last = self._last_use.gather(0, slots)
-        self._last_use.scatter_(0, slots, last.masked_fill_(following == 0, 0))
+        following = self._following(batch)
+        self._advance(entries.clamp_min(0).long(), following)
         over = ((entries < 0) & (following == 0)).nonzero().flatten()
-        self._map.leave_traces(distinct.index_select(0, over), 0)
+        self._map.set_traces(distinct.index_select(0, over), 0)
 
     def traces(self, slots: Tensor) -> Tensor:
-        """What to leave in the map for rows that go out of ``slots`` (int64 [M]): int32 [M]."""
+        """Return the traces of rows about to be evicted from `slots` (int64 [M]): int32 [M]."""
         return -self._last_use.index_select(0, slots)
 
     def admit(self, keys: Tensor, slots: Tensor) -> None:
-        """These rows are about to be bound to these slots (both int64 [M]); their traces still are in the map."""
+        """Take over the traces of `keys`, about to be bound to `slots` (both int64 [M]), while the map has them."""
         last = -self._map.entries(keys)
         self._last_use.scatter_(0, slots, last)
-        # A row that comes in other than by its own known batch: of its known uses only the last is at hand, and the
-        # safe guess at the next one is "soon".
+        # A trace gives only the last of a row's known uses. The safe guess at the next one is the oldest known batch;
+        # if that batch is the one being prepared, `arrive` replaces the guess.
         soon = self._known[0].number if self._known else 0
         self.next_use.scatter_(0, slots, (last > 0).int() * soon)
 
     def forget(self) -> None:
-        """Nothing is known any more."""
+        """Forget all known batches."""
         self._known.clear()
         self.next_use.zero_()
         self._last_use.zero_()
@@ -173,29 +170,39 @@ class NextUseIndex:
         self._map.forget_traces()
 
     def grow(self, num_slots: int) -> None:
-        """The pool now has ``num_slots`` slots."""
+        """Add slots, up to `num_slots` in all."""
         extra = self.next_use.new_zeros(num_slots + 1 - self.next_use.numel())
         memory.record_stream(self.next_use, self._last_use)
         self.next_use = torch.cat([self.next_use, extra])
         self._last_use = torch.cat([self._last_use, extra])
 
     def _is_oldest(self, batch: KnownBatch) -> bool:
-        """Whether ``batch`` is the oldest known one. Older ones that are left will not come: batches come in order, so
-        nobody heard of them (an exception came when they had just become known)."""
+        """True if `batch` is the oldest known batch. Older batches are dropped first: batches arrive in order, so no
+        caller has them (an exception came right after they became known)."""
         while self._known and self._known[0].number < batch.number:
             self._known.popleft()
         return bool(self._known) and self._known[0] is batch
+
+    def _following(self, batch: KnownBatch) -> Tensor:
+        """Return the known batch that uses each of the batch's distinct rows next: int32 [U], 0 for none."""
+        return self._next_batch.index_select(0, self._cells(self._numbers(batch.first_use, batch.uses)))
+
+    def _advance(self, slots: Tensor, following: Tensor) -> None:
+        """Set the next uses of `slots` (int64 [U]) to `following` (int32 [U]); without one, clear the last use."""
+        self.next_use.scatter_(0, slots, following)
+        last = self._last_use.gather(0, slots)
+        self._last_use.scatter_(0, slots, last.masked_fill_(following == 0, 0))
 
     def _numbers(self, first_use: int, uses: Tensor) -> Tensor:
         return ((uses + first_use % _WRAP) & (_WRAP - 1)) + 1
 
     def _cells(self, numbers: Tensor) -> Tensor:
-        """Ring cells of use numbers (int32), where 0 is no use: int64, same shape."""
+        """Ring cells of use numbers (int32; 0: no use): int64, same shape."""
         capacity = self._next_batch.numel() - 1
         return (numbers & (capacity - 1)).masked_fill_(numbers == 0, capacity).long()
 
     def _reserve(self, count: int) -> int:
-        """Room in the ring for ``count`` uses, cleared; the number of uses before them."""
+        """Clear room in the ring for `count` uses; return the number of uses before them."""
         first_use, self._end = self._end, self._end + count
         oldest = self._known[0].first_use if self._known else first_use
         needed, capacity = self._end - oldest, self._next_batch.numel() - 1
@@ -207,8 +214,8 @@ class NextUseIndex:
         return first_use
 
     def _resize(self, oldest: int, end: int, needed: int) -> int:
-        """A ring for ``needed`` uses, with the cells of those from ``oldest`` to ``end``; its capacity. The last change
-        was at least a quarter of the old or new ring's uses ago, so that each use pays for a few cells at most."""
+        """Make a ring for `needed` uses that keeps the uses from `oldest` to `end`; return its capacity. At least a
+        quarter of the old or new ring's uses lie between two changes, so each use pays for a few cells at most."""
         alive = self._numbers(oldest, torch.arange(end - oldest, dtype=torch.int32, device=self._map.device))
         kept = self._next_batch.index_select(0, self._cells(alive))
         capacity = self._next_batch.numel() - 1

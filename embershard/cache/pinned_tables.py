@@ -1,4 +1,4 @@
-"""Tables so small that all their rows stay on the device."""
+"""Tables so small that all their rows are always cached."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 from embershard.cache.slot_map import SlotMap
 
-_MOST_ROWS = 65_535  # two bytes: with more, FBGEMM's sort gains nothing
+_MOST_ROWS = 65_535  # keys of two bytes; with more, FBGEMM's sort gains nothing
 _SHARE = 10
 
 
 def pinned_tables(rows: Sequence[int], num_slots: int) -> dict[int, tuple[int, int]]:
-    """Which tables of a pool stay: number of the table -> first slot and rows.
+    """Choose a pool's tables to pin: number of the table -> first slot and rows.
 
-    The smallest ones, as long as they take no more than a tenth of the slots together. Nearly all of their rows are
-    hot anyway; in consecutive slots FBGEMM sorts their ids in fewer passes (docs/decisions/0008).
+    These are the smallest tables that together take at most a tenth of the slots. Nearly all of their rows are hot
+    anyway; in consecutive slots FBGEMM sorts their ids in fewer passes (docs/decisions/0008).
     """
     pinned: dict[int, tuple[int, int]] = {}
     first = 1
@@ -29,7 +29,7 @@ def pinned_tables(rows: Sequence[int], num_slots: int) -> dict[int, tuple[int, i
 
 
 class OtherTables:
-    """Leaves the ids of pinned tables out of a batch: when their rows are used does not matter.
+    """Selects a batch's ids of tables that are not pinned; pinned rows need no next use.
 
     Args:
         row_offsets: first key of each table of the pool.
@@ -43,7 +43,7 @@ class OtherTables:
         self._num_pinned = pinned_keys.numel()
 
     def select(self, keys: Tensor, feature_lengths: Tensor, slot_map: SlotMap) -> tuple[Tensor, Tensor | None]:
-        """The keys of the other tables, and their positions in the batch (int32); None for all.
+        """Return the keys of tables that are not pinned, and their positions in the batch (int32; None: all).
 
         Args:
             keys: int64 [N].
@@ -52,7 +52,7 @@ class OtherTables:
         if len(self._features) == feature_lengths.numel():
             return keys, None
         if not keys.is_cpu:
-            entries = slot_map.entries(keys)  # below 1: not cached, so not of a pinned table
+            entries = slot_map.entries(keys)  # below 1: not cached, so not pinned
             positions = ((entries < 1) | (entries > self._num_pinned)).nonzero().flatten().int()
             return keys.index_select(0, positions), positions
         ends = feature_lengths.cumsum(0).tolist()

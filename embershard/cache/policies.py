@@ -1,14 +1,10 @@
-"""The policies: scoring rules over slots. The slot with the lowest score leaves first; ties go to the longest
-unused.
+"""Scoring rules of the policies. The slot with the lowest score is evicted first; ties go to the longest unused.
 
-A score follows its row: it sits beside the slot while the row is cached, and beside the row in host memory
-otherwise.
-So the device holds 4 bytes per slot, not per row, and history survives eviction.
+A score follows its row: it is kept beside the slot while the row is cached, and beside the row in host memory
+otherwise. So the device holds 4 bytes per slot, not per row, and history survives eviction.
 """
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,72 +17,65 @@ from embershard.cache.rows.transfer import MakeTransfer
 _RESCALE_AT = 2.0**64  # float32 reaches 2**127: room for a full count on top of this
 
 
-class SlotScores(Protocol):
-    """What the planner asks of a policy. Slots are int64 [M], keys int64 [M]."""
+class SlotScores:
+    """Scores that a policy gives to slots; none by default. Slots are int64 [M], keys int64 [M]."""
 
     @property
     def device_bytes(self) -> int:
-        """Memory beside the slots, in bytes."""
+        """Device memory of the slots' scores, in bytes."""
+        return 0
 
     @property
     def host_bytes(self) -> int:
-        """Memory beside the rows, in bytes."""
+        """Host memory of the rows' scores, in bytes."""
+        return 0
 
     def of_slots(self) -> Tensor | None:
-        """Score of every slot, non-negative float32 [S + 1]; None when only recency counts."""
-
-    def used(self, slots: Tensor) -> None:
-        """A batch used these slots (int64 [N], with repeats)."""
-
-    def admit(self, keys: Tensor, slots: Tensor) -> None:
-        """These rows were put into these slots."""
-
-    def retire(self, keys: Tensor, slots: Tensor) -> None:
-        """These rows are about to leave these slots."""
+        """Return the score of every slot, non-negative float32 [S + 1]; None if only recency counts."""
+        return None
 
     def of_rows(self) -> Tensor | None:
-        """Score of every row, float32 [R] in host memory, for the warm-up; None when there is none."""
+        """Return the score of every row for the warm-up, float32 [R] in host memory; None without scores."""
+        return None
+
+    def used(self, slots: Tensor) -> None:
+        """Count a batch that used these slots (int64 [N], with repeats)."""
+
+    def admit(self, keys: Tensor, slots: Tensor) -> None:
+        """Fetch the scores of rows that were just bound to these slots."""
+
+    def evict(self, keys: Tensor, slots: Tensor) -> None:
+        """Keep the scores of rows about to be evicted from these slots."""
 
     def grow(self, num_slots: int) -> None:
-        """The pool now has ``num_slots`` slots."""
+        """Add slots, up to `num_slots` in all."""
 
 
-class RecencyScores:
-    """``lru``: no score, so the tie-break (longest unused first) decides alone."""
+class RecencyScores(SlotScores):
+    """`lru`: no score, so the tie-break (longest unused first) decides alone.
 
-    device_bytes = 0
+    Args:
+        initial: score of every row for the warm-up; None without one.
+    """
 
     def __init__(self, initial: Tensor | None = None) -> None:
         self._initial = initial
 
     @property
     def host_bytes(self) -> int:
-        return 0 if self._initial is None else self._initial.numel() * self._initial.element_size()
-
-    def of_slots(self) -> Tensor | None:
-        return None
-
-    def used(self, slots: Tensor) -> None:
-        pass
-
-    def admit(self, keys: Tensor, slots: Tensor) -> None:
-        pass
-
-    def retire(self, keys: Tensor, slots: Tensor) -> None:
-        pass
+        return 0 if self._initial is None else self._initial.nbytes
 
     def of_rows(self) -> Tensor | None:
-        initial, self._initial = self._initial, None  # the warm-up is their only use
+        initial, self._initial = self._initial, None  # only the warm-up reads them
         return initial
 
-    def grow(self, num_slots: int) -> None:
-        pass
 
+class FrequencyScores(SlotScores):
+    """`frequency`: the row's count in a profile, which never changes.
 
-class FrequencyScores:
-    """``frequency``: the row's count in a profile; it never changes.
-
-    Scores come and go while a batch is planned; ``make_transfer`` gives what moves them.
+    Args:
+        row_scores: float32 [R] in host memory.
+        make_transfer: makes the transfer that moves scores between rows and slots.
     """
 
     def __init__(self, row_scores: Tensor, num_slots: int, device: torch.device, make_transfer: MakeTransfer) -> None:
@@ -100,23 +89,17 @@ class FrequencyScores:
 
     @property
     def device_bytes(self) -> int:
-        return self._slot_scores.numel() * self._slot_scores.element_size()
+        return self._slot_scores.nbytes
 
     @property
     def host_bytes(self) -> int:
-        return self._row_scores.numel() * self._row_scores.element_size()
+        return self._row_scores.nbytes
 
     def of_slots(self) -> Tensor | None:
         return self._slot_scores
 
-    def used(self, slots: Tensor) -> None:
-        pass
-
     def admit(self, keys: Tensor, slots: Tensor) -> None:
         self._transfer.fill(keys.to(self._transfer.key_device), slots)
-
-    def retire(self, keys: Tensor, slots: Tensor) -> None:
-        pass
 
     def of_rows(self) -> Tensor | None:
         self._transfer.finish()
@@ -130,28 +113,21 @@ class FrequencyScores:
 
 
 class LfuScores(FrequencyScores):
-    """``lfu``: in how many batches the row was used, plus the profile's count where there is one.
+    """`lfu`: the number of batches that used the row, plus its count in a profile if there is one.
 
-    With ``decay``, a use n batches ago counts ``decay ** n``. Instead of shrinking every count with every
-    batch, the weight of a new use grows by ``1 / decay`` per batch; long before float32 overflows everything
-    is scaled back.
+    With `decay`, a use n batches ago counts `decay ** n`. Instead of shrinking every count with every batch, the weight
+    of a new use grows by `1 / decay` per batch; long before float32 overflows, all counts are scaled back.
     """
 
     def __init__(
-        self,
-        row_scores: Tensor,
-        num_slots: int,
-        device: torch.device,
-        make_transfer: MakeTransfer,
-        decay: float | None,
+        self, row_scores: Tensor, num_slots: int, device: torch.device, make_transfer: MakeTransfer, decay: float | None
     ) -> None:
         super().__init__(row_scores, num_slots, device, make_transfer)
         self._decay = decay
         self._weight = 1.0
 
     def used(self, slots: Tensor) -> None:
-        # Repeats of a slot all read the old count and write the same new one: one use per batch, without a
-        # unique.
+        # Repeats of a slot all read the old count and write the same new one: one use per batch, without `unique`.
         self._slot_scores.scatter_(0, slots, self._slot_scores.gather(0, slots).add_(self._weight))
         if self._decay is not None:
             self._weight /= self._decay
@@ -161,7 +137,7 @@ class LfuScores(FrequencyScores):
                 self._row_scores /= self._weight
                 self._weight = 1.0
 
-    def retire(self, keys: Tensor, slots: Tensor) -> None:
+    def evict(self, keys: Tensor, slots: Tensor) -> None:
         self._transfer.write_back(slots, keys.to(self._transfer.key_device))
 
 
@@ -173,11 +149,16 @@ def make_scores(
     row_counts: Tensor | None = None,
     transfer: TransferKind | MakeTransfer = "plain",
 ) -> SlotScores:
-    """Make the scores of ``policy`` for ``num_slots`` empty slots.
+    """Make the scores of `policy` for `num_slots` empty slots.
 
     Args:
-        row_counts: the rows' counts in a profile, [R], or None.
-        transfer: what moves rows.
+        row_counts: the rows' counts in a profile, [R]; None without a profile.
+        transfer: the pool's transfer of rows.
+
+    >>> scores = make_scores(CachePolicy("lfu"), num_rows=9, num_slots=3, device=torch.device("cpu"))
+    >>> scores.used(torch.tensor([1, 1, 2]))  # slots of one batch
+    >>> scores.of_slots().tolist()
+    [0.0, 1.0, 1.0, 0.0]
     """
     if policy.scoring == "lru":
         return RecencyScores(None if row_counts is None else row_counts.to(torch.float32, copy=True))
@@ -193,7 +174,7 @@ def make_scores(
 
 
 def best_rows(scores: Tensor, count: int) -> Tensor:
-    """Keys of the ``count`` highest scores above 0, ascending; of equal ones the lowest keys, on every device."""
+    """Return the keys of the `count` highest scores above 0, ascending; of equal scores the lowest keys."""
     if not count:
         return torch.empty(0, dtype=torch.int64)
     bound = torch.topk(scores, count, sorted=False).values.min().clamp_min(0.0)

@@ -1,4 +1,4 @@
-"""Counts of what a cache did, as a value."""
+"""Counts of what a cache did, as values that can be added."""
 
 from __future__ import annotations
 

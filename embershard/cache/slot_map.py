@@ -1,12 +1,12 @@
-"""Which row sits in which slot, and when each slot was last used.
+"""Map between rows and slots, with the last use of each slot.
 
-A *key* numbers the rows of all tables in one pool, 0 <= key < R. Slots are numbered 1..S; slot 0 is the
-**null slot**: a key that is not cached maps to it. So the map of a new cache is all zeros (which the
-allocator gives without touching memory), and a scatter over a batch's slots needs no mask for the misses.
-Below zero there is room for one more fact about a key that is not cached: its **trace** (`next_use.py`).
+A *key* numbers the rows of all tables in one pool, 0 <= key < R. Slots are numbered 1..S; slot 0 is the **null slot**:
+a key that is not cached maps to it. So the map of a new cache is all zeros (which the allocator gives without touching
+memory), and a scatter over a batch's slots needs no mask for the misses. A negative entry is the **trace** of a key
+that is not cached (`next_use.py`).
 
-All maps are int32 and live where planning happens; that over the keys is an array or hashed (`key_map.py`). So a
-pool has at most `MOST_POOL_ROWS` rows; more belong on more ranks.
+All maps are int32 and on the planning device; the map over the keys is an array or hashed (`key_map.py`). So a pool has
+at most `MOST_POOL_ROWS` rows; larger ones need more ranks.
 """
 
 from __future__ import annotations
@@ -19,26 +19,33 @@ from embershard.cache.rows import memory
 from embershard.errors import CacheError
 
 NULL_SLOT = 0
-#: Rows that a pool can have: their numbers are int32. Plans are held to it, too.
+#: Most rows of a pool, because keys are int32. Planning keeps to it, too.
 MOST_POOL_ROWS = 2**31 - 1
 _FREE = -1
-_NOBODYS_STAMP = torch.iinfo(torch.int64).max  # of an empty slot: newer than any batch, so never a victim
+_NOBODYS_STAMP = torch.iinfo(torch.int64).max  # of an emptied slot: newer than any batch, so it is never a victim
 _BATCH_SHIFT = 32  # a use stamp is (batch << 32) | position in the batch
 
 
 class SlotMap:
-    """The bijection between cached keys and used slots, with a use stamp per slot.
+    """Bijection between cached keys and used slots, with a use stamp per slot.
 
     Args:
         num_keys: R, rows of the pool.
         num_slots: S, usable slots.
-        device: where planning happens.
-        kind: how the slots of keys are kept.
+        device: planning device.
+        kind: of the map over the keys.
 
     Attributes:
         key_of_slot: int32 [S + 1]; -1 when free.
         use_stamp: int64 [S + 1]; high half: the last batch that used the slot (0: none yet).
-        num_used: slots 1..num_used hold rows, but for those that a failed copy left empty.
+        num_used: slots 1..num_used hold rows, except those that a failed copy left empty.
+
+    >>> slot_map = SlotMap(num_keys=9, num_slots=3)
+    >>> keys, slots = torch.tensor([5, 7]), slot_map.next_free(2)
+    >>> slot_map.claim(2)
+    >>> slot_map.bind(keys, slots, batch=1)
+    >>> slot_map.lookup(torch.tensor([7, 8])).tolist(), slot_map.num_free
+    ([2, 0], 1)
     """
 
     def __init__(
@@ -49,7 +56,6 @@ class SlotMap:
                 f"a pool of {num_keys} rows passes the int32 slot map's {MOST_POOL_ROWS}; shard its tables over more "
                 "ranks"
             )
-        self.num_keys = num_keys
         self.num_slots = num_slots
         self.device = torch.device(device)
         self._entries: KeyMap = (
@@ -67,41 +73,41 @@ class SlotMap:
 
     @property
     def device_bytes(self) -> int:
-        """Memory of all maps, in bytes."""
-        return self.entry_bytes + sum(t.numel() * t.element_size() for t in (self.key_of_slot, self.use_stamp))
+        """Device memory of all maps, in bytes."""
+        return self.entry_bytes + sum(t.nbytes for t in (self.key_of_slot, self.use_stamp))
 
     @property
     def entry_bytes(self) -> int:
-        """Memory of the map over the keys, in bytes."""
+        """Device memory of the map over the keys, in bytes."""
         return self._entries.num_bytes
 
     @property
     def slot_of_key(self) -> Tensor:
-        """int32 [R]: the slot of every key; when not cached 0, or a negative trace. For inspection."""
+        """Slot of every key, int32 [R]; 0 or a negative trace if not cached. For inspection."""
         return self._entries.dense()
 
     def lookup(self, keys: Tensor) -> Tensor:
-        """Slots of ``keys`` (int64 [N]); :data:`NULL_SLOT` where a key is not cached. int64 [N]."""
+        """Return the slots of `keys` (int64 [N]): int64 [N], `NULL_SLOT` where a key is not cached."""
         return self._entries.get(keys).clamp_min_(NULL_SLOT).long()
 
     def entries(self, keys: Tensor) -> Tensor:
-        """What the map holds for ``keys`` (int64 [N]), traces included: int32 [N]."""
+        """Return the slots of `keys` (int64 [N]), or their traces where they are not cached: int32 [N]."""
         return self._entries.get(keys)
 
-    def leave_traces(self, keys: Tensor, traces: Tensor | int) -> None:
-        """Set the entries of ``keys`` (int64 [M]), none of them cached, to traces (int32 [M], none above 0). Of a key
-        that occurs several times one trace stands."""
+    def set_traces(self, keys: Tensor, traces: Tensor | int) -> None:
+        """Set the traces (int32 [M], none above 0) of `keys` (int64 [M]), none of them cached. Of a key that occurs
+        several times, one of its traces is kept."""
         self._entries.put(keys, traces)
 
     def forget_traces(self) -> None:
-        """No key has a trace any more."""
+        """Remove all traces."""
         self._entries.clear_negative()
 
     def touch(self, slots: Tensor, batch: int) -> Tensor:
-        """Stamp ``slots`` (int64 [N]) as used by ``batch``; bool [N], True once per distinct slot.
+        """Stamp `slots` (int64 [N]) as used by `batch`; return bool [N], True once per distinct slot.
 
-        Every position writes its own stamp and reads the slot's stamp back: where several positions share a
-        slot one of them wins, whichever it is. That counts distinct slots without sorting the batch.
+        Every position writes its own stamp and reads the slot's stamp back: of several positions that share a slot, any
+        one wins. This counts distinct slots without sorting the batch.
         """
         first = batch << _BATCH_SHIFT
         stamps = torch.arange(first, first + slots.numel(), dtype=torch.int64, device=self.device)
@@ -109,20 +115,20 @@ class SlotMap:
         return self.use_stamp.gather(0, slots) == stamps
 
     def last_batch(self, slots: Tensor) -> Tensor:
-        """The last batch that used each of ``slots``: int64, same shape; 0 for none."""
+        """Return the last batch that used each of `slots`: int64, same shape; 0 for none."""
         return self.use_stamp.index_select(0, slots) >> _BATCH_SHIFT
 
     def used_slots(self) -> Tensor:
-        """All slots that hold a row: int64 [num_used]."""
+        """Return all slots that hold a row: int64."""
         slots = torch.arange(1, self.num_used + 1, device=self.device)
         return slots[self.key_of_slot[1 : self.num_used + 1] != _FREE] if self._empty.numel() else slots
 
     def keys(self, slots: Tensor) -> Tensor:
-        """Keys held by ``slots``: int64, same shape."""
+        """Return the keys bound to `slots`: int64, same shape."""
         return self.key_of_slot.index_select(0, slots).long()
 
     def next_free(self, count: int) -> Tensor:
-        """The next ``count`` free slots: int64 [count]. They stay free until :meth:`claim`."""
+        """Return the next `count` free slots: int64 [count]. They stay free until `claim`."""
         assert count <= self.num_free, f"{count} slots asked for, {self.num_free} are free"
         emptied = self._empty[:count]
         first = self.num_used + 1
@@ -130,30 +136,30 @@ class SlotMap:
         return torch.cat([emptied, fresh]) if emptied.numel() else fresh
 
     def claim(self, count: int) -> None:
-        """The slots that ``next_free(count)`` gave are used from now on; they are bound right away."""
+        """Mark the slots that `next_free(count)` returned as used. The caller binds them at once."""
         num_emptied = min(count, self._empty.numel())
         self._empty = self._empty[num_emptied:]
         self.num_used += count - num_emptied
 
-    def leave_empty(self, slots: Tensor) -> None:
-        """Nothing is in ``slots`` (int64 [M]) any more; their keys are already unbound. They are taken first."""
+    def free(self, slots: Tensor) -> None:
+        """Empty `slots` (int64 [M]), whose keys are already unbound. `next_free` returns these slots first."""
         self.key_of_slot.scatter_(0, slots, _FREE)
         self.use_stamp.scatter_(0, slots, _NOBODYS_STAMP)
         self._empty = torch.cat([self._empty, slots])
 
     def bind(self, keys: Tensor, slots: Tensor, batch: int) -> None:
-        """Put ``keys`` into ``slots`` (both int64 [M], distinct), used by ``batch``."""
+        """Bind `keys` to `slots` (both int64 [M], distinct), used by `batch`."""
         self._entries.put(keys, slots.int())
         self.key_of_slot.scatter_(0, slots, keys.int())
         self.use_stamp.scatter_(0, slots, batch << _BATCH_SHIFT)
 
     def unbind(self, keys: Tensor, traces: Tensor | None = None) -> None:
-        """Forget where ``keys`` are, and keep their traces (int32 [M], none above 0); the slots are bound again right
-        away."""
+        """Unbind `keys` and keep their traces (int32 [M], none above 0). The caller binds or frees their slots at
+        once."""
         self._entries.put(keys, NULL_SLOT if traces is None else traces)
 
     def grow(self, num_slots: int) -> None:
-        """Add free slots, up to ``num_slots`` in all."""
+        """Add free slots, up to `num_slots` in all."""
         extra = num_slots - self.num_slots
         assert extra > 0, f"growing from {self.num_slots} to {num_slots} slots"
         memory.record_stream(self.key_of_slot, self.use_stamp)

@@ -1,5 +1,4 @@
-"""What the cache did, per table: counted with a few small tensor operations per batch, read only when
-asked."""
+"""Statistics per table: counted with a few small tensor operations per batch, copied to the host only when read."""
 
 from __future__ import annotations
 
@@ -17,25 +16,31 @@ from embershard.cache.report import CacheReport
 
 @dataclass(frozen=True)
 class TableStats(CacheReport):
-    """Totals of one table on one rank since the cache was made: the counts of `CacheReport`, and what follows.
+    """Totals of one table on one rank since the cache was made: the counts of `CacheReport` and the following.
 
-    Counts add up over tables to the rank's totals. What a pool's tables share is divided among them: free slots by the
-    rows not cached, device memory by slots and rows, seconds by lookups.
+    They add up over tables to the rank's totals. Resources that a pool's tables share are divided among them: free
+    slots by the rows not cached, device memory by slots and rows, seconds by lookups.
 
     Attributes:
-        table: its name.
+        table: name of the table.
         rows: rows of the table on this rank.
-        slots: slots that hold the table's rows, and its share of the free ones.
+        slots: slots that hold the table's rows, and its share of the free slots.
         critical_path_fills: fills that a training step waited for.
         evictions: rows evicted.
-        overflow_growths: times the pool grew for one batch; counted for the table with the most misses.
+        overflow_growths: times the pool grew for one batch; counted for the table with most misses.
         bytes_to_device, bytes_to_host: bytes of the fills and of the write-backs.
         device_bytes: device memory of slots, optimizer states, maps and scores.
         host_bytes: host memory of rows, optimizer states and scores.
         seconds: host time of planning and copies.
         stall_seconds: time that training steps waited for rows.
-        module: path of the table's sharded module in the model without its wrappers: two modules may have a table of
+        module: path of the table's sharded module in the model without its wrappers: two modules may have tables of
             the same name.
+
+    >>> counts = dict(lookups=5, unique_ids=4, hits_unique=3, hits_lookups=4, fills=1, write_backs=0, evictions=0)
+    >>> memory = dict(slots=20, bytes_to_device=64, bytes_to_host=0, device_bytes=1600, host_bytes=6400)
+    >>> times = dict(critical_path_fills=1, overflow_growths=0, seconds=0.1, stall_seconds=0.1)
+    >>> TableStats(table="users", rows=100, **counts, **memory, **times).hit_rate_unique
+    0.75
     """
 
     LABELS = frozenset({"table", "rows", "module"})
@@ -56,7 +61,7 @@ class TableStats(CacheReport):
 
 
 class Counter(IntEnum):
-    """Columns of :attr:`CacheCounters.values`."""
+    """Columns of `CacheCounters.values`."""
 
     LOOKUPS = 0
     MISSED_LOOKUPS = 1
@@ -74,8 +79,8 @@ class CacheCounters:
 
     Attributes:
         values: int64 [T, len(Counter)] on the planning device.
-        seconds: host time spent planning and copying (not in worker threads).
-        stall_seconds: that part of a training step's time in which it waited for rows.
+        seconds: host time of planning and copies.
+        stall_seconds: time that training steps waited for rows.
     """
 
     def __init__(self, row_offsets: Sequence[int], table_of_feature: Sequence[int], device: torch.device) -> None:
@@ -88,7 +93,7 @@ class CacheCounters:
         self.stall_seconds = 0.0
 
     def add_plan(self, plan: CachePlan, feature_lengths: Tensor, critical_path: bool) -> None:
-        """Count a planned batch; ``feature_lengths`` int64 [F] splits its N ids by feature."""
+        """Count a planned batch; `feature_lengths` int64 [F] splits its N ids by feature."""
         self._add_by_feature(Counter.LOOKUPS, feature_lengths)
         if not plan.slots.numel():
             return
@@ -107,12 +112,12 @@ class CacheCounters:
             self.values[:, Counter.WRITE_BACKS] += evictions if all_dirty else self._by_table(plan.write_back_keys)
 
     def add_rows(self, counter: Counter, keys: Tensor) -> None:
-        """Add one per key to its table's ``counter``."""
+        """Add one per key to its table's `counter`."""
         if keys.numel():
             self.values[:, counter] += self._by_table(keys)
 
     def add_growth(self, miss_keys: Tensor) -> None:
-        """The pool grew for a batch with these misses: the table with the most of them is named."""
+        """Count a growth of the pool for the table with most of the batch's misses."""
         self.values[self._by_table(miss_keys).argmax(), Counter.OVERFLOW_GROWTHS] += 1
 
     def _by_table(self, keys: Tensor) -> Tensor:
@@ -127,7 +132,7 @@ class CacheCounters:
 
 
 def _true_by_feature(mask: Tensor, lengths: Tensor) -> Tensor:
-    """How many are True in each run of ``lengths`` of ``mask`` bool [N]: int64 [F]."""
+    """Count the True values of `mask` (bool [N]) in consecutive runs of `lengths`: int64 [F]."""
     if lengths.is_cpu and int(lengths.max()) * lengths.numel() == mask.numel():
         return mask.view(lengths.numel(), -1).sum(1)
     ends = lengths.cumsum(0)
@@ -136,65 +141,60 @@ def _true_by_feature(mask: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _counts_below(ascending: Tensor, ends: Tensor) -> Tensor:
-    """How many of the ``ascending`` numbers lie below each of ``ends`` and not below the one before it: [len(ends)]."""
+    """Count the `ascending` numbers below each of `ends` and not below the previous one: [len(ends)]."""
     return torch.searchsorted(ascending, ends).diff(prepend=ends.new_zeros(1))
 
 
 def apportion(total: int, weights: Sequence[int]) -> list[int]:
-    """Split ``total`` into whole parts in proportion to ``weights``; the parts add up to ``total``."""
+    """Split `total` into whole parts in proportion to `weights`; the parts add up to `total`."""
     whole = sum(weights)
     if whole == 0:
         return [total, *[0] * (len(weights) - 1)]
-    bounds = [0]
-    running = 0
-    for weight in weights:
-        running += weight
-        bounds.append(total * running // whole)
+    bounds = [total * running // whole for running in itertools.accumulate(weights, initial=0)]
     return [high - low for low, high in itertools.pairwise(bounds)]
 
 
-@dataclass(frozen=True)
-class PoolSizes:
-    """What a pool has. ``device_bytes`` is all of its device memory, that of the slot map among it."""
-
-    rows_per_table: Sequence[int]
-    free_slots: int
-    map_bytes: int
-    device_bytes: int
-    host_bytes: int
-    row_bytes: int
-
-
-def table_stats(tables: Sequence[str], counters: CacheCounters, sizes: PoolSizes) -> list[TableStats]:
-    """Totals per table of a pool; the sum over tables is the pool's."""
-    values = counters.values.tolist()
-    rows = sizes.rows_per_table
-    held = [row[Counter.FILLS] + row[Counter.PRELOADS] - row[Counter.EVICTIONS] for row in values]
+def table_stats(
+    tables: Sequence[str],
+    rows: Sequence[int],
+    counters: CacheCounters,
+    *,
+    free_slots: int,
+    map_bytes: int,
+    slot_bytes: int,
+    host_bytes: int,
+    row_bytes: int,
+) -> list[TableStats]:
+    """Return the totals of a pool's tables, of `rows` each. `slot_bytes` is all device memory but that of the map over
+    the rows; `row_bytes` move with each row."""
+    columns = counters.values.T.tolist()  # in the order of `Counter`
+    lookups, missed, hits, fills, critical, write_backs, evictions, preloads, growths = columns
+    filled = [sum(pair) for pair in zip(fills, preloads, strict=True)]
+    held = [come - gone for come, gone in zip(filled, evictions, strict=True)]
     absent = [all_rows - own for all_rows, own in zip(rows, held, strict=True)]
-    slots = [own + free for own, free in zip(held, apportion(sizes.free_slots, absent), strict=True)]
-    map_bytes = apportion(sizes.map_bytes, rows)
-    slot_bytes = apportion(sizes.device_bytes - sizes.map_bytes, slots)
-    host_bytes = apportion(sizes.host_bytes, rows)
-    lookups = [row[Counter.LOOKUPS] for row in values]
+    slots = [own + free for own, free in zip(held, apportion(free_slots, absent), strict=True)]
+    device_shares = zip(apportion(map_bytes, rows), apportion(slot_bytes, slots), strict=True)
+    device_bytes = [of_rows + of_slots for of_rows, of_slots in device_shares]
+    host_shares = apportion(host_bytes, rows)
     shares = lookups if any(lookups) else [1] * len(lookups)
     return [
         TableStats(
             table=table,
             rows=rows[t],
             slots=slots[t],
-            lookups=(row := values[t])[Counter.LOOKUPS],
-            unique_ids=row[Counter.HITS_UNIQUE] + row[Counter.FILLS],
-            hits_unique=row[Counter.HITS_UNIQUE],
-            hits_lookups=row[Counter.LOOKUPS] - row[Counter.MISSED_LOOKUPS],
-            fills=row[Counter.FILLS] + row[Counter.PRELOADS],
-            critical_path_fills=row[Counter.CRITICAL_PATH_FILLS],
-            write_backs=row[Counter.WRITE_BACKS],
-            evictions=row[Counter.EVICTIONS],
-            overflow_growths=row[Counter.OVERFLOW_GROWTHS],
-            bytes_to_device=(row[Counter.FILLS] + row[Counter.PRELOADS]) * sizes.row_bytes,
-            bytes_to_host=row[Counter.WRITE_BACKS] * sizes.row_bytes,
-            device_bytes=map_bytes[t] + slot_bytes[t],
-            host_bytes=host_bytes[t],
+            lookups=lookups[t],
+            unique_ids=hits[t] + fills[t],
+            hits_unique=hits[t],
+            hits_lookups=lookups[t] - missed[t],
+            fills=filled[t],
+            critical_path_fills=critical[t],
+            write_backs=write_backs[t],
+            evictions=evictions[t],
+            overflow_growths=growths[t],
+            bytes_to_device=filled[t] * row_bytes,
+            bytes_to_host=write_backs[t] * row_bytes,
+            device_bytes=device_bytes[t],
+            host_bytes=host_shares[t],
             seconds=counters.seconds * shares[t] / sum(shares),
             stall_seconds=counters.stall_seconds * shares[t] / sum(shares),
         )

@@ -1,4 +1,4 @@
-"""Keeps copies out of rows while a backward pass updates them."""
+"""Mutual exclusion of backward passes, which update rows in their slots, and copies of these rows."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ _MOST_SECONDS = 60.0
 
 
 class UpdateGate:
-    """A backward pass updates rows in their slots; a flush in another thread (an asynchronous checkpoint) copies them.
-    Each waits for the other, so every row that is copied is whole: weights and optimizer states of one step.
+    """Keeps copies and updates of rows apart.
 
-    Whoever copies holds the :attr:`lock`, in a ``with`` statement of its own: an interrupt cannot leave it locked, as
-    it could a flag that says so.
+    A backward pass updates rows in their slots; a flush in another thread (an asynchronous checkpoint) copies them.
+    Each waits for the other, so every copied row is whole: weights and optimizer states of one step.
 
-    An update that raised never ends; it does not count once its thread does something else, or its ticket is gone.
+    The copying thread holds `lock` in a `with` statement of its own: an interrupt could leave a flag set, but cannot
+    leave the lock taken.
+
+    An update that raised never ends. It does not count any more when its own thread copies, or once its ticket is gone.
 
     Args:
-        pool: whose rows they are, for messages.
+        pool: name of the pool, for messages.
 
     Attributes:
         lock: no update begins while it is held. The same thread may take it several times.
@@ -34,21 +36,21 @@ class UpdateGate:
         self._running: tuple[int, weakref.ref[Ticket]] | None = None
 
     def begin(self, ticket: Ticket) -> None:
-        """The calling thread is about to update the rows of ``ticket``; waits for copies to end."""
+        """Begin an update of the ticket's rows by the calling thread; wait for copies to end."""
         with self.lock:
             self._running = threading.get_ident(), weakref.ref(ticket)
 
     def end(self) -> None:
-        """The update is through."""
+        """End the update."""
         with self.lock:
             self._running = None
             self._changed.notify_all()
 
     def wait_until_idle(self) -> None:
-        """Until no update runs. The caller holds the lock, and none begins as long as it does.
+        """Block until no update runs. The caller holds `lock`, so no other update begins.
 
         Raises:
-            CacheError: one has been running for a minute.
+            CacheError: an update has been running for a minute.
         """
         if not self._changed.wait_for(self._is_idle, _MOST_SECONDS):
             raise CacheError(

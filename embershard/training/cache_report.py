@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, astuple
+from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from statistics import fmean
 from typing import Any
 
@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from embershard.cache.report import CacheReport
+from embershard.cache.statistics import TableStats
 from embershard.distributed import Ranks
 from embershard.pipeline import LookAheadStats
 from embershard.sharding.torchrec import cache_stats, pools_by_module
 
-#: Totals that add up over tables and ranks.
-SUMMED = (
-    "slots",
+#: Totals of a run's record, in its order.
+_TOTALS = (
     "device_bytes",
     "host_bytes",
     "fills",
@@ -27,8 +27,13 @@ SUMMED = (
     "evictions",
     "overflow_growths",
     "critical_path_fills",
+    "hits_unique",
+    "unique_ids",
+    "hits_lookups",
+    "lookups",
+    "seconds",
+    "stall_seconds",
 )
-_RATES = ("hits_unique", "unique_ids", "hits_lookups", "lookups")
 _Pool = tuple[str, dict[str, Any]]
 
 
@@ -54,8 +59,8 @@ class CacheReader:
         Args:
             ratio: the configured ratio; None when a byte budget or a plan gives the size.
         """
-        mine = ([asdict(table) for table in cache_stats(self._model)], _pools(self._model))
-        gathered: list[tuple[list[dict[str, Any]], list[_Pool]]] = self._ranks.all_gather_objects(mine)
+        mine = (cache_stats(self._model), _pools(self._model))
+        gathered: list[tuple[list[TableStats], list[_Pool]]] = self._ranks.all_gather_objects(mine)
         tables = [table for on_rank, _ in gathered for table in on_rank]
         if not tables:
             return None
@@ -64,9 +69,9 @@ class CacheReader:
         def name_of(module: str, table: str) -> str:
             return f"{module}.{table}" if table in namesakes else table
 
-        by_name: dict[str, list[dict[str, Any]]] = {}
+        by_name: dict[str, list[TableStats]] = {}
         for table in tables:
-            by_name.setdefault(name_of(table["module"], table["table"]), []).append(table)
+            by_name.setdefault(name_of(table.module, table.table), []).append(table)
         return {
             "ratio": ratio,
             **summed(tables),
@@ -75,7 +80,7 @@ class CacheReader:
                 {
                     "rank": rank,
                     **summed(shards),
-                    "tables": {name_of(shard["module"], shard["table"]): summed([shard]) for shard in shards},
+                    "tables": {name_of(shard.module, shard.table): summed([shard]) for shard in shards},
                     "pools": [
                         {**pool, "tables": sorted(name_of(module, table) for table in pool["tables"])}
                         for module, pool in pools
@@ -93,19 +98,19 @@ def _pools(model: nn.Module) -> list[_Pool]:
             module,
             {
                 "tables": set(pool.cache.tables),
-                "slots": pool.cache.planner.map.num_slots,
+                "slots": pool.cache.num_slots,
                 "device_bytes": pool.cache.device_bytes,
-                "host_bytes": pool.cache.host.host_bytes + pool.cache.planner.scores.host_bytes,
+                "host_bytes": pool.cache.host_bytes,
             },
         )
         for module, pool in pools_by_module(model)
     ]
 
 
-def _modules_by_table(tables: list[dict[str, Any]]) -> dict[str, set[str]]:
+def _modules_by_table(tables: list[TableStats]) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for table in tables:
-        found.setdefault(table["table"], set()).add(table["module"])
+        found.setdefault(table.table, set()).add(table.module)
     return found
 
 
@@ -135,19 +140,14 @@ def look_ahead_totals(stats: LookAheadStats | None, ranks: Ranks) -> dict[str, A
     }
 
 
-def summed(tables: list[dict[str, Any]]) -> dict[str, Any]:
-    """Add up the rows, totals and hit rates of some tables."""
-    sums = {name: sum(table[name] for table in tables) for name in ("rows", *SUMMED, *_RATES)}
+def summed(tables: Sequence[TableStats]) -> dict[str, Any]:
+    """Return rows, slots, hit rates and totals of some tables together."""
+    sums = {name: sum(getattr(table, name) for table in tables) for name in ("rows", "slots", *_TOTALS)}
+    total = CacheReport.total(tables)
     return {
-        "rows": sums["rows"],
-        "slots": sums["slots"],
-        "hit_rate_unique": _share(sums["hits_unique"], sums["unique_ids"]),
-        "hit_rate_lookups": _share(sums["hits_lookups"], sums["lookups"]),
-        **{name: sums[name] for name in (*SUMMED[1:], *_RATES)},
-        "seconds": sum(table["seconds"] for table in tables),
-        "stall_seconds": sum(table["stall_seconds"] for table in tables),
+        "rows": sums.pop("rows"),
+        "slots": sums.pop("slots"),
+        "hit_rate_unique": total.hit_rate_unique,
+        "hit_rate_lookups": total.hit_rate_lookups,
+        **sums,
     }
-
-
-def _share(part: int, whole: int) -> float | None:
-    return part / whole if whole else None

@@ -1,4 +1,4 @@
-"""Every fault, or a sample of them: ``python -m tests.faults [--points N] [--seed S] [--training N] [--sigint N]``."""
+"""Every fault, or a sample of them: `python -m tests.faults [--points N] [--seed S] [--training N] [--sigint N]`."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from embershard.cache import KnownBatch, Ticket
 from embershard.cache.change_guard import ChangeGuard
-from embershard.cache.planner import CachePlan
-from embershard.cache.row_cache import RowCache
+from embershard.cache.planner import CachePlan, CachePlanner
+from embershard.cache.pool_rows import PoolRows
 from embershard.cache.rows.staged_transfer import StagedTransfer
 from embershard.errors import CacheError, CacheOverflowError
 from tests.faults.injection import ERRORS, GROUPS, HangError, Injector, is_refusal, no_collections, no_hang
@@ -62,7 +62,7 @@ class Setting:
 
 
 def stream(steps: int, seed: int, extras: dict[int, list[Operation]], lookahead: int = 2, size: int = 4) -> Any:
-    """Batches that are known ahead, prepared while others are in flight, and trained; ``extras`` come after a step."""
+    """Batches that are known ahead, prepared while others are in flight, and trained; `extras` come after a step."""
     rng = np.random.default_rng(seed)
     operations: list[Operation] = []
     for step in range(steps):
@@ -116,7 +116,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Point:
-    """A line of an operation: the ``line``-th of the ``call``-th call of the cache."""
+    """A line of an operation: the `line`-th of the `call`-th call of the cache."""
 
     setting: str
     call: int
@@ -337,7 +337,7 @@ class Player:
             "host rows changed": cache.host_rows_changed,
             "some host rows changed": lambda: cache.host_rows_changed(ids),
         }
-        if cache.next_use_index is None:
+        if not cache.looks_ahead:
             del tries["know"]
         for name, attempt in tries.items():
             try:
@@ -404,7 +404,7 @@ def each_place_once(seed: int) -> list[Point]:
 
 
 def chosen(count: int | None, seed: int, names: Iterable[str] = SETTINGS) -> list[Point]:
-    """``count`` points of these settings, drawn with a seed; None: all."""
+    """`count` points of these settings, drawn with a seed; None: all."""
     found = [point for name in names for point in points(SETTINGS[name])]
     return found if count is None or count >= len(found) else random.Random(seed).sample(found, count)
 
@@ -454,14 +454,14 @@ def unguarded() -> Iterator[None]:
 def bound_too_early() -> Iterator[None]:
     """The map promises rows before they are in their slots."""
 
-    def early(self: RowCache, plan: CachePlan, known: Any, lengths: Tensor, critical_path: bool) -> None:
-        self._copies.put_out(plan)
-        self.planner.put_out(plan)
-        self.planner.put_in(plan, known)
-        self._copies.bring_in(plan)
-        self.counters.add_plan(plan, lengths, critical_path)
+    def early(self: PoolRows, plan: CachePlan, planner: CachePlanner, known: Any, *split: Any) -> None:
+        self.copies.write_back_evicted(plan)
+        planner.evict(plan)
+        planner.admit(plan, known)
+        self.copies.fill_missed(plan)
+        self._counters.add_plan(plan, *split)
 
-    with mock.patch.object(RowCache, "_carry_out", early):
+    with mock.patch.object(PoolRows, "execute", early):
         yield
 
 

@@ -48,7 +48,7 @@ class HangError(BaseException):
 class Injector:
     """Counts the lines that run in some files while it is entered, and raises once, at one of them.
 
-    A line counts before it runs, and a function's return once more. While it counts only (``at`` is None), ``events``
+    A line counts before it runs, and a function's return once more. While it counts only (`at` is None), `events`
     tells for each line in which operation it is (the outermost function of these files), and where. An exception of a
     trace function is raised in the frame that it traces.
 
@@ -77,7 +77,7 @@ class Injector:
         sys.settrace(self._local.before)
 
     def run(self, function: Callable[[], T]) -> T:
-        """``function()`` with the injector entered: for other threads."""
+        """`function()` with the injector entered: for other threads."""
         with self:
             return function()
 
@@ -138,7 +138,7 @@ def _handler_starts(code: CodeType) -> frozenset[int]:
 
 
 def _lock_exits(code: CodeType) -> frozenset[int]:
-    """Where ``with lock:`` gives the lock back: between the last line inside and that call the interpreter runs no
+    """Where `with lock:` gives the lock back: between the last line inside and that call the interpreter runs no
     signal handler and takes no memory, so nothing can be raised there."""
     lines = _lock_lines(code.co_filename)
     first: dict[int, int] = {}
@@ -160,7 +160,7 @@ def _lock_lines(file: str) -> frozenset[int]:
 
 @contextmanager
 def no_hang(seconds: float) -> Iterator[None]:
-    """In the main thread: raises :class:`HangError` inside when it takes longer."""
+    """In the main thread: raises `HangError` inside when it takes longer."""
 
     def late(*_: Any) -> None:
         raise HangError(f"no end after {seconds:g} seconds")
@@ -186,7 +186,7 @@ def no_collections() -> Iterator[None]:
 
 
 def is_refusal(error: BaseException, cause: BaseException | None) -> bool:
-    """Whether ``error`` is what a pool says after a change that did not end, with its cause."""
+    """Whether `error` is what a pool says after a change that did not end, with its cause."""
     from embershard.errors import CacheError
 
     text = str(error)

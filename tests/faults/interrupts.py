@@ -39,7 +39,7 @@ for line in sys.stdin:
 
 
 class Interrupts:
-    """Sends SIGINT to this process from another one. Outside of :meth:`region` it has no effect."""
+    """Sends SIGINT to this process from another one. Outside of `region` it has no effect."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-S", "-c", _SENDER, str(os.getpid())]
@@ -61,7 +61,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def region(self, delay: float) -> Iterator[None]:
-        """A KeyboardInterrupt comes inside, about ``delay`` seconds after it began, or at its end."""
+        """A KeyboardInterrupt comes inside, about `delay` seconds after it began, or at its end."""
         assert self._sender.stdin is not None
         self._came, self._is_armed = False, True
         try:
@@ -141,7 +141,7 @@ def _copies_interrupted(
         with interrupts.region(rng.uniform(0.0, 0.01)):
             while True:
                 for pool in cached_embeddings(model):
-                    pool.cache.planner.clean_through = 0  # as if nothing had been written back
+                    pool.cache.state.clean_through = 0  # as if nothing had been written back
                 copy(model)
     except KeyboardInterrupt as error:
         place = _place(error)

@@ -65,7 +65,7 @@ _COLLECTIVE = {"PipelinedForward.start", "ModuleInput.send", "ModuleInput.receiv
 
 @dataclass(frozen=True)
 class Point:
-    """The ``line``-th line of the caches in a thread ("main" or "worker") of a rank."""
+    """The `line`-th line of the caches in a thread ("main" or "worker") of a rank."""
 
     training: str
     thread: str
@@ -135,7 +135,7 @@ def try_points(found: Sequence[Point], folder: str) -> list[Ended]:
 
 
 def try_sample(pool: RankPool, training: Training, count: int, seed: int, folder: str) -> Tally:
-    """A sample of a training's points on these ranks. ``folder`` is for what new groups of ranks need."""
+    """A sample of a training's points on these ranks. `folder` is for what new groups of ranks need."""
     found = points(training, pool.run(lines_of, training), count, seed)
     ended, tally = pool.run(try_points, found, folder), Tally()
     for number, point in enumerate(found):
@@ -235,7 +235,7 @@ def _not_refused(model: nn.Module, injector: Injector) -> str:
 
 
 def unlike(expected: Sequence[dict[str, Tensor]], found: dict[str, Tensor]) -> list[str]:
-    """Tables, weights and states together, that equal none of the ``expected`` snapshots; and dense parameters, each by
+    """Tables, weights and states together, that equal none of the `expected` snapshots; and dense parameters, each by
     itself, as torch's optimizer updates them one after the other."""
     names: dict[str, list[str]] = {}
     for name in found:

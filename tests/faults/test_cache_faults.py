@@ -10,7 +10,7 @@ import pytest
 from tests.faults.cache_level import SETTINGS, bound_too_early, chosen, each_place_once, try_points, unguarded
 
 # Where a fault once had consequences; all of their lines, wherever they run.
-_FORMER_BUGS = ("StagedTransfer._land_one", "UpdateGate.", "HostSync.fetch_again")
+_FORMER_BUGS = ("StagedTransfer._land_one", "UpdateGate.", "PoolRows.fetch_again")
 
 
 def test_every_line_of_every_operation_once() -> None:

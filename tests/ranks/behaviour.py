@@ -211,7 +211,7 @@ def evaluate_and_count(case: Case) -> dict[str, Any]:
     train(stock, case, steps=8)
     train(ours, case, steps=8)
     before = [(s.lookups, s.fills, s.evictions, s.write_backs) for s in cache_stats(ours)]
-    kept = [pool.cache.planner.map.key_of_slot.clone() for pool in cached_embeddings(ours)]
+    kept = [pool.cache.state.map.key_of_slot.clone() for pool in cached_embeddings(ours)]
     equal = True
     for step in range(5):
         features, labels = next(batches(case, dist.get_rank(), 1, seed=50 + step))
@@ -219,8 +219,7 @@ def evaluate_and_count(case: Case) -> dict[str, Any]:
             equal &= bool(torch.equal(stock(features, labels), ours(features, labels)))
     after = [(s.lookups, s.fills, s.evictions, s.write_backs) for s in cache_stats(ours)]
     same = all(
-        torch.equal(a, pool.cache.planner.map.key_of_slot)
-        for a, pool in zip(kept, cached_embeddings(ours), strict=True)
+        torch.equal(a, pool.cache.state.map.key_of_slot) for a, pool in zip(kept, cached_embeddings(ours), strict=True)
     )
     return {"equal": equal, "counted": before != after, "same_rows": same}
 
@@ -244,7 +243,7 @@ def device_budget(device_bytes: int) -> dict[str, Any]:
     pools = list(cached_embeddings(model))
     allocated = 0
     for pool in pools:
-        slot_map, scores = pool.cache.planner.map, pool.cache.planner.scores.of_slots()
+        slot_map, scores = pool.cache.state.map, pool.cache.state.scores.of_slots()
         tensors = [
             *pool.slots.payload,
             slot_map.slot_of_key,

@@ -35,7 +35,7 @@ STAGES: tuple[tuple[type, tuple[str, ...]], ...] = (
 # On a GPU: where kernels are queued on the stream of each stage, the copies' among them, and the training's.
 GPU_STAGES: tuple[tuple[type, tuple[str, ...]], ...] = (
     *STAGES[:4],
-    (RowCopies, ("put_out", "bring_in", "trained")),
+    (RowCopies, ("write_back_evicted", "fill_missed", "trained")),
     (RowCache, ("know", "prepare", "wait", "flush", "read")),
 )
 

@@ -12,7 +12,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from embershard.cache.row_cache import CacheGrowthWarning
+from embershard.cache.growth import CacheGrowthWarning
 from embershard.cache.rows.staged_transfer import StagedTransfer
 from embershard.cache.tickets import InFlight
 from embershard.pipeline.module_input import ModuleInput

@@ -335,7 +335,7 @@ def _compare(case: Case, run: Run) -> Outcome:
             write_backs=sum(s.write_backs for s in stats),
             growths=sum(s.overflow_growths for s in stats),
             late=[b - a for a, b in itertools.pairwise(late)],
-            slots=[pool.cache.planner.map.num_slots for pool in cached_embeddings(model)],
+            slots=[pool.cache.num_slots for pool in cached_embeddings(model)],
             pipeline=loop.stats(),
             known_bytes=known,
         )
@@ -440,7 +440,7 @@ def pools_made(num_slots: Sequence[int] | None = None) -> Iterator[list[RowCache
             size = num_slots[len(made)]
             with mock.patch.object(CacheSpec, "num_slots", return_value=size):
                 made.append(make_cache(self, *args))
-            assert made[-1].planner.map.num_slots == size
+            assert made[-1].num_slots == size
         return made[-1]
 
     with contextlib.ExitStack() as stack:

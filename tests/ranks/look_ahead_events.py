@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard import LookAheadPipeline, cache_stats, flush
-from embershard.cache.row_cache import CacheGrowthWarning, RowCache
+from embershard.cache.growth import CacheGrowthWarning
+from embershard.cache.row_cache import RowCache
 from embershard.cache.rows.transfer import PlainTransfer
 from embershard.sharding.torchrec import cached_embeddings
 from tests.ranks.delays import random_delays, slow_landings
@@ -72,7 +73,7 @@ def _cache_contents(model: nn.Module) -> list[Any]:
     """Who is cached where, and the counters that the cache's behaviour shows in."""
     if model.device.type == "cuda":
         torch.cuda.synchronize()  # maps are read past the cache, which would wait for the streams that write them
-    maps = [pool.cache.planner.map.key_of_slot.tolist() for pool in cached_embeddings(model)]
+    maps = [pool.cache.state.map.key_of_slot.tolist() for pool in cached_embeddings(model)]
     counted = [(s.lookups, s.fills, s.evictions, s.write_backs) for s in cache_stats(model)]
     return [maps, counted]
 

@@ -1,1 +1,1 @@
-"""The host tier, and everything that moves rows between it and the slots."""
+"""The host tier, and the transfers that move rows between it and the slots."""

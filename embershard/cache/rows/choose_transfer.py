@@ -1,4 +1,4 @@
-"""Which transfer a pool gets, by its settings and its device."""
+"""Choice of a pool's transfer by its settings and its device."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from embershard.errors import ConfigError
 
 
 def transfer_kind(config: CacheConfig, device: torch.device) -> TransferKind:
-    """The transfer in force.
+    """Resolve `config.transfer` for `device`.
 
     Raises:
-        ConfigError: this device, or what is installed, cannot do what was asked for.
+        ConfigError: the device or the installation cannot run the configured transfer.
     """
     on_cuda = device.type == "cuda"
     if config.transfer is None:
@@ -42,7 +42,7 @@ def transfer_kind(config: CacheConfig, device: torch.device) -> TransferKind:
 def transfer_maker(
     kind: TransferKind | MakeTransfer, device: torch.device, host_payload: Sequence[Tensor]
 ) -> MakeTransfer:
-    """Makes transfers of this kind between slots and these host rows, whenever there are new slots."""
+    """Return the maker of transfers of this kind; the pool calls it with its first slots and whenever it grows."""
     if not isinstance(kind, str):
         return kind
     if kind == "plain":
@@ -59,8 +59,8 @@ def transfer_maker(
 
 
 def scores_transfer_maker(kind: TransferKind | MakeTransfer, device: torch.device, row_scores: Tensor) -> MakeTransfer:
-    """The same for the scores [R] of rows that move in this way. Planning reads them right away, so they never pass
-    through buffers that land later."""
+    """Return the maker of transfers for the scores [R] of rows that `kind` moves. Planning reads scores right away, so
+    they never pass through buffers that land later."""
     if kind != "triton_uva" or device.type != "cuda":
         return ScoresTransfer
     from embershard.cache.rows.uva_transfer import UvaTransfer
@@ -70,14 +70,14 @@ def scores_transfer_maker(kind: TransferKind | MakeTransfer, device: torch.devic
 
 
 class WhenLocked:
-    """One transfer until the host rows are locked, and then another one.
+    """Transfer that switches to another one once the host rows are page-locked. The methods are those of `Transfer`.
 
     Args:
         device, host: as for every transfer.
-        lock: begins to lock the memory of ``host`` when it is called first, and always gives the same lock. It is
-            called with the first rows: the model is complete by then. Its ShardedTensors could not be made of locked
-            memory, which torch takes for pinned: they compare that with the plan's.
-        before, then: make the transfers; ``then`` that which needs locked memory.
+        lock: returns the lock of the memory of `host`; the first call starts locking. It is made with the first fill,
+            when the model is complete: torch takes locked memory for pinned, and ShardedTensors compare that with the
+            plan, so they could not be made of it.
+        before, then: make the two transfers; `then` needs locked memory.
     """
 
     def __init__(
@@ -95,11 +95,11 @@ class WhenLocked:
 
     @property
     def key_device(self) -> torch.device:
-        """Where keys are wanted; it changes with the transfer."""
+        """Device of the keys; it changes with the transfer."""
         return self._transfer.key_device
 
     def wait_until_locked(self) -> None:
-        """Until the next plan is the last one that moves rows as before: for measurements.
+        """Block until the memory is locked, for measurements: the next fill is the last one before the switch.
 
         Raises:
             CacheError: the memory could not be locked.
@@ -107,8 +107,8 @@ class WhenLocked:
         self._lock().wait()
 
     def fill(self, keys: Tensor, slots: Tensor) -> None:
-        """Host rows ``keys`` -> ``slots``; the last call of a plan. After it the transfers may change, so that the next
-        plan reads through one what was written through the other.
+        """Copy host rows `keys` to `slots`, and switch transfers if the memory is locked by now. A fill is the last
+        call of a plan, and the switch finishes all copies, so the next plan sees all rows.
 
         Raises:
             CacheError: the memory could not be locked.
@@ -124,13 +124,10 @@ class WhenLocked:
             self._is_locked = True
 
     def write_back(self, slots: Tensor, keys: Tensor) -> None:
-        """``slots`` -> host rows ``keys``."""
         self._transfer.write_back(slots, keys)
 
     def finish(self) -> None:
-        """Wait until the CPU sees all that was written back."""
         self._transfer.finish()
 
     def discard(self) -> int:
-        """Forget what was written back and is not in the host tier yet: how many rows."""
         return self._transfer.discard()

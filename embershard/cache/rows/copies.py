@@ -1,4 +1,4 @@
-"""Executing plans' copies in an order that is safe on every device."""
+"""Execution of plans' copies, in an order that is safe on every device."""
 
 from __future__ import annotations
 
@@ -6,92 +6,91 @@ import torch
 from torch import Tensor
 
 from embershard.cache.planner import CachePlan
-from embershard.cache.rows.transfer import MakeTransfer, PlainTransfer, Transfer
+from embershard.cache.rows.transfer import MakeTransfer, Transfer
 from embershard.cache.tickets import Ticket
 
 
 class RowCopies:
-    """The copies of one pool.
+    """Copies rows of one pool.
 
-    A plan's copies are two calls, :meth:`put_out` and :meth:`bring_in`. On a GPU both are queued on a stream of their
-    own: they wait for the training, and the planning of the next batch, which the CPU waits for, must not.
+    A plan takes two calls, `write_back_evicted` and `fill_missed`. On a GPU both queue copies on a stream of their own:
+    the copies wait for training, but planning of the next batch must not, because the CPU waits for it.
 
     Args:
         device: of the slots.
-        make_transfer: what moves the rows; None for plain copies.
+        make_transfer: makes the transfer of the rows.
 
     Attributes:
-        transfer: what moves them between the tensors that are attached.
+        transfer: moves rows between the attached tensors.
     """
 
-    def __init__(self, device: torch.device, make_transfer: MakeTransfer | None = None) -> None:
+    def __init__(self, device: torch.device, make_transfer: MakeTransfer) -> None:
         self._device = device
-        self._make_transfer: MakeTransfer = make_transfer or PlainTransfer
+        self._make_transfer = make_transfer
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._last_trained: torch.cuda.Event | None = None
-        self._coming: Tensor | None = None  # keys of the rows that the plan under way brings in
+        self._fill_keys: Tensor | None = None  # of the plan between its two calls
 
     def attach(self, payload: list[Tensor], host_payload: list[Tensor]) -> None:
-        """Copy between these tensors from now on; nothing is under way."""
+        """Copy between these tensors from now on. All earlier copies must be done."""
         self.transfer: Transfer = self._make_transfer(payload, host_payload)
 
-    def put_out(self, plan: CachePlan) -> None:
-        """Write back the rows that leave. They are in their slots as well, until :meth:`bring_in`."""
-        key_device = self.transfer.key_device  # on a GPU the CPU may have to wait for the keys, so it asks first
-        leaving, self._coming = plan.write_back_keys.to(key_device), plan.fill_keys.to(key_device)
+    def write_back_evicted(self, plan: CachePlan) -> None:
+        """Write the plan's dirty victims back. Their slots keep the rows until `fill_missed`."""
+        key_device = self.transfer.key_device  # first: on a GPU the CPU may wait for the keys
+        write_back_keys, self._fill_keys = plan.write_back_keys.to(key_device), plan.fill_keys.to(key_device)
         if self._stream is None:
-            self.transfer.write_back(plan.write_back_slots, leaving)
+            self.transfer.write_back(plan.write_back_slots, write_back_keys)
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        for tensor in (leaving, self._coming, plan.write_back_slots, plan.fill_slots):
-            if tensor.is_cuda:  # if a copy fails, those queued before it still read them
+        for tensor in (write_back_keys, self._fill_keys, plan.write_back_slots, plan.fill_slots):
+            if tensor.is_cuda:  # if a copy fails, copies queued before it still read the tensor
                 tensor.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             self.follow_training()
-            self.transfer.write_back(plan.write_back_slots, leaving)
+            self.transfer.write_back(plan.write_back_slots, write_back_keys)
 
-    def bring_in(self, plan: CachePlan) -> torch.cuda.Event | None:
-        """Fill the slots of the rows that :meth:`put_out` was told of; what to wait for before they are used, if
-        anything."""
-        coming, self._coming = self._coming, None
-        assert coming is not None, "put_out() comes first"
+    def fill_missed(self, plan: CachePlan) -> torch.cuda.Event | None:
+        """Fill the slots of the plan given to `write_back_evicted`; return the event to wait for before their use, if
+        any."""
+        fill_keys, self._fill_keys = self._fill_keys, None
+        assert fill_keys is not None, "write_back_evicted() comes first"
         if self._stream is None:
-            self.transfer.fill(coming, plan.fill_slots)
+            self.transfer.fill(fill_keys, plan.fill_slots)
             return None
         with torch.cuda.stream(self._stream):
-            self.transfer.fill(coming, plan.fill_slots)
+            self.transfer.fill(fill_keys, plan.fill_slots)
             return self._stream.record_event()
 
     def wait(self, ticket: Ticket) -> None:
-        """Until the batch's rows are in their slots, for whatever runs on the current stream afterwards."""
-        if ticket._filled is not None:
+        """Make the current stream wait until the batch's rows are in their slots."""
+        if ticket.filled is not None:
             stream = torch.cuda.current_stream(self._device)
-            stream.wait_event(ticket._filled)
+            stream.wait_event(ticket.filled)
             ticket.slots.record_stream(stream)
 
     def trained(self) -> None:
-        """The forward or the update of a batch is queued on the current stream (on a CPU it is done)."""
+        """Note that the forward or the update of a batch was queued on the current stream (on a CPU: done)."""
         if self._device.type == "cuda":
             self._last_trained = torch.cuda.current_stream(self._device).record_event()
 
     def follow_training(self) -> None:
-        """What runs on the current stream from now on comes after the updates of all batches that have trained, and
-        after the forward of the newest one."""
+        """Make the current stream wait for the updates of all trained batches and the newest batch's forward."""
         if self._last_trained is not None:
             torch.cuda.current_stream(self._device).wait_event(self._last_trained)
 
     def finish(self) -> None:
-        """Nothing is under way between slots and host any more."""
+        """Make the current stream wait for all plans' copies, and the CPU for all rows that were written back."""
         self.follow_training()
-        if self._stream is not None:  # and after the copies of all plans
+        if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self.transfer.finish()
 
     def fill(self, keys: Tensor, slots: Tensor) -> None:
-        """Host rows ``keys`` -> ``slots``, at once: of no batch's plan."""
+        """Copy host rows `keys` to `slots` at once, outside of any plan."""
         self.transfer.fill(keys.to(self.transfer.key_device), slots)
 
     def write_back(self, slots: Tensor, keys: Tensor) -> None:
-        """``slots`` -> host rows ``keys``, where the CPU sees them afterwards."""
+        """Copy `slots` to host rows `keys`; the CPU sees them afterwards."""
         self.transfer.write_back(slots, keys.to(self.transfer.key_device))
         self.transfer.finish()

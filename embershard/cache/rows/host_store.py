@@ -1,5 +1,4 @@
-"""The host tier: a rank's full shard of some tables, weights and per-row optimizer states, as plain
-tensors."""
+"""Host tier of a pool: all rows of a rank's shard of some tables, weights and optimizer states, as plain tensors."""
 
 from __future__ import annotations
 
@@ -22,23 +21,26 @@ from embershard.errors import ConfigError
 class HostStore:
     """Rows of one pool of tables of the same dim: R rows in all, table after table.
 
-    The row payload is the weights [R, D] and every per-row optimizer state ([R] or [R, D]); they always move
-    together.
+    The payload of a row is its weights [D] and every per-row optimizer state ([] or [D]); they always move together.
 
     Args:
         rows_per_table: rows of each table on this rank.
         dim: D, columns of each row on this rank.
         dtype: of the weights.
         states: per-row optimizer states as (name, trailing shape, dtype); they start as zeros.
-        host: plain memory, or a file in ``host_dir`` mapped into memory.
+        host: plain memory, or a file in `host_dir` mapped into memory.
         host_dir: folder for mapped files.
         whole_pages: give every tensor pages of its own, so that they can be locked.
 
     Attributes:
-        flat_weights: [R * D], what TorchRec slices its parameters from.
+        flat_weights: [R * D], memory that TorchRec slices its parameters from.
         weights: [R, D], the same memory.
         states: name -> [R, ...].
-        row_bytes: one row payload.
+        row_bytes: payload of one row, in bytes.
+
+    >>> host = HostStore([3, 1], dim=4, dtype=torch.float32, states=[("momentum", torch.Size([]), torch.float32)])
+    >>> host.num_rows, host.row_bytes, [tuple(tensor.shape) for tensor in host.payload]
+    (4, 20, [(4, 4), (4,)])
     """
 
     def __init__(
@@ -73,31 +75,32 @@ class HostStore:
 
     @property
     def host_bytes(self) -> int:
-        """Memory (or disk) of all rows, in bytes."""
+        """Memory (or disk space) of all rows, in bytes."""
         return self.num_rows * self.row_bytes
 
     @property
     def version(self) -> int:
-        """Changes when anybody writes to a tensor of the store in place, except through ``.data``.
+        """Number that changes with every write to a tensor of the store in place, except through `.data`.
 
-        The cache moves rows through ``.data``, so a change means that somebody else loaded new contents.
+        The cache writes through `.data`, so a change means that somebody else loaded new contents.
         """
         return sum(t._version for t in self.payload)
 
     def table_weights(self) -> list[Tensor]:
-        """Weights of each table: views [rows, D]."""
+        """Return the weights of each table: views [rows, D]."""
         return list(self.weights.detach().split(self.rows_per_table))
 
     def table_states(self) -> list[list[Tensor]]:
-        """Per table the list of its states: views [rows, ...]."""
+        """Return the states of each table: views [rows, ...]."""
         split = [state.detach().split(self.rows_per_table) for state in self.states.values()]
         return [[state[table] for state in split] for table in range(len(self.rows_per_table))]
 
 
 class _MappedFiles:
-    """Allocates zeroed tensors in files that have no name any more: the system frees them with the process.
+    """Allocates zeroed tensors in unlinked files, which the system frees with the process.
 
-    The space is taken at once: a page of a sparse file that finds the disk full later kills the process.
+    Their disk space is allocated at once: if the disk were full at the first write to a page of a sparse file, the
+    system would kill the process.
     """
 
     def __init__(self, folder: str, total_bytes: int) -> None:

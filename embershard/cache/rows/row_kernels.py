@@ -1,7 +1,7 @@
 """Triton kernel that copies rows by number between two sets of tables: host rows and slots, over PCIe.
 
-Both sides are addressed from the device, so host tables must be in page-locked memory; row numbers stay on the device
-and no buffer lies between. Under ``TRITON_INTERPRET=1`` the kernel runs on a CPU, for tests.
+The device addresses both sides, so host tables must be in page-locked memory; row numbers stay on the device, and no
+buffer is in between. With `TRITON_INTERPRET=1` the kernel runs on a CPU, for tests.
 """
 
 from __future__ import annotations
@@ -13,23 +13,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: Words that a program has under way at once; with 8 bytes each, enough of them hide the latency of PCIe.
+#: Words that a program copies at once; with 8 bytes each, enough to hide the latency of PCIe.
 _BLOCK_WORDS = 2048
 _MOST_BLOCK_ROWS = 256
-#: Programs of a launch: enough to fill the link, few enough to leave the device to the training beside them.
+#: Programs of a launch: enough to fill the link, few enough to leave the device to training.
 _MOST_PROGRAMS = 128
 _WORD_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 @triton.jit
 def _copy_part(  # type: ignore[no-untyped-def]
-    target,
-    source,
-    target_starts,
-    source_starts,
-    inside,
-    WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    target, source, target_starts, source_starts, inside, WORDS: tl.constexpr, BLOCK: tl.constexpr
 ):
     for first in tl.static_range(0, WORDS, BLOCK):
         word = first + tl.arange(0, BLOCK)
@@ -38,7 +32,7 @@ def _copy_part(  # type: ignore[no-untyped-def]
         tl.store(target + target_starts[:, None] + word[None, :], values, mask=mask)
 
 
-# One kernel for all batches: by default there would be others for one row, for a multiple of 16, and by alignment.
+# One kernel for all batches: by default triton compiles others for one row, multiples of 16, and each alignment.
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["target_rows", "source_rows"])
 def _copy_rows(  # type: ignore[no-untyped-def]
     targets,
@@ -63,14 +57,17 @@ def _copy_rows(  # type: ignore[no-untyped-def]
 
 
 def block_shape(words: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """For rows of so many words in each table: the words of each that a program copies at a time, and of how many
-    rows."""
+    """Return how many words of each table, and how many rows, a program copies at once.
+
+    Args:
+        words: of a row of each table.
+    """
     blocks = tuple(min(_BLOCK_WORDS, triton.next_power_of_2(each)) for each in words)
     return blocks, max(1, min(_MOST_BLOCK_ROWS, _BLOCK_WORDS // max(blocks)))
 
 
 class RowKernel:
-    """Copies rows between two sets of tables, all tables of a set in one launch.
+    """Copies rows between two sets of tables, all tables in one launch.
 
     Args:
         tables: [any number of rows, ...] each, every row contiguous.
@@ -85,11 +82,11 @@ class RowKernel:
         self._blocks, self._block_rows = block_shape(self._words)
 
     def to_tables(self, rows: Tensor, of_others: Tensor) -> None:
-        """``tables[rows] = others[of_others]``, both int64 [M] on the device."""
+        """Do `tables[rows] = others[of_others]`, both int64 [M] on the device."""
         self._launch(self.tables, self.others, rows, of_others)
 
     def to_others(self, rows: Tensor, of_tables: Tensor) -> None:
-        """``others[rows] = tables[of_tables]``, both int64 [M] on the device."""
+        """Do `others[rows] = tables[of_tables]`, both int64 [M] on the device."""
         self._launch(self.others, self.tables, rows, of_tables)
 
     def _launch(
@@ -114,7 +111,7 @@ class RowKernel:
 
 
 def _as_words(table: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """The same memory as rows of the widest words that both allow: [rows, words] each."""
+    """Return both as views of the widest words that both allow: [rows, words] each."""
     rows = [_flat_rows(table), _flat_rows(other)]
     row_bytes = rows[0].shape[1] * table.element_size()
     for word in _WORD_TYPES:
@@ -125,7 +122,7 @@ def _as_words(table: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _flat_rows(table: Tensor) -> Tensor:
-    """[R, numbers of a row], the same memory."""
+    """Return a view [R, numbers of a row]."""
     rows = table.data.unsqueeze(-1).flatten(1)
     is_whole = rows.data_ptr() == table.data_ptr() and rows.stride(1) == 1
     assert is_whole or not rows.numel(), f"rows of strides {table.stride()} have gaps"

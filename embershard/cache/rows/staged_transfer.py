@@ -1,4 +1,4 @@
-"""Rows through page-locked buffers: the CPU gathers and scatters, and the GPU copies beside it."""
+"""Transfer through page-locked buffers: the CPU gathers and scatters rows, and the GPU copies buffers meanwhile."""
 
 from __future__ import annotations
 
@@ -11,47 +11,48 @@ from torch import Tensor
 from embershard.cache.rows.memory import widest_views
 from embershard.cache.rows.transfer import put_rows
 
-#: A copy of so many bytes reaches the link's bandwidth; several buffers let gathering and copying overlap.
+#: A copy of this size reaches the link's bandwidth; several buffers let gathering and copying overlap.
 _BUFFER_BYTES = 8 << 20
-#: Copies wait for the training. Where a plan has no free buffer it takes a new one, up to half a gigabyte in all, and
-#: only then waits with them.
+#: Copies wait for training. A plan without a free buffer takes another one, up to half a gigabyte in all; only then it
+#: waits for a copy.
 _MOST_BUFFERS = 64
 
 
 class _Buffer:
-    """Room for C rows of every payload tensor, and when the copy from or to it is done."""
+    """Room for C rows of every payload tensor, with the event of the last copy from or to it."""
 
     def __init__(self, like: Sequence[Tensor], num_rows: int, pinned: bool) -> None:
         self.parts = [torch.empty((num_rows, *t.shape[1:]), dtype=t.dtype, pin_memory=pinned) for t in like]
         self._copied: torch.cuda.Event | None = None
 
     def copying(self, device: torch.device) -> None:
-        """A copy from or to the buffer is queued on the current stream (on a CPU it is done)."""
+        """Note that a copy from or to the buffer was queued on the current stream (on a CPU: done)."""
         if device.type == "cuda":
             self._copied = torch.cuda.current_stream(device).record_event()
 
     @property
     def is_free(self) -> bool:
-        """Whether that copy is done."""
+        """True if the last copy is done."""
         return self._copied is None or self._copied.query()
 
     def wait(self) -> None:
-        """Until that copy is done."""
+        """Block until the last copy is done."""
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None
 
 
 class StagedTransfer:
-    """For host rows that a GPU cannot address: files mapped into memory, or memory that is not page-locked yet.
+    """Transfer for host rows that a GPU cannot address: mapped files, or memory that is not page-locked yet. The
+    methods are those of `Transfer`.
 
-    Rows that are written back land in the host tier with the next :meth:`write_back` or :meth:`finish`: by then their
-    copies are done, so that nobody waits for the training. Until then their keys must not be filled.
+    Rows that are written back land in the host tier with the next `write_back` or `finish`, when their copies are done,
+    so that the CPU does not wait for training. Until then their keys must not be filled.
 
     Args:
         device: payload tensors by slot, [S + 1, ...] each.
         host: payload tensors by key, [R, ...] each, in the same order.
-        buffer_bytes: of each of the ring's buffers.
+        buffer_bytes: size of each buffer of the ring.
     """
 
     def __init__(self, device: Sequence[Tensor], host: Sequence[Tensor], buffer_bytes: int = _BUFFER_BYTES) -> None:
@@ -61,10 +62,9 @@ class StagedTransfer:
         row_bytes = sum(h.element_size() * h[:1].numel() for _, h in self._pairs)
         self._rows = max(1, buffer_bytes // max(1, row_bytes))
         self._buffers: deque[_Buffer] = deque()
-        self._landing: deque[tuple[_Buffer, Tensor]] = deque()  # filled by a copy, and the host rows that it is for
+        self._landing: deque[tuple[_Buffer, Tensor]] = deque()  # buffers filled by copies, and their host rows
 
     def fill(self, keys: Tensor, slots: Tensor) -> None:
-        """Host rows ``keys`` -> ``slots``."""
         for some, to in zip(keys.split(self._rows), slots.split(self._rows), strict=True):
             if not some.numel():
                 continue
@@ -76,7 +76,6 @@ class StagedTransfer:
             self._buffers.append(buffer)
 
     def write_back(self, slots: Tensor, keys: Tensor) -> None:
-        """``slots`` -> host rows ``keys``."""
         self._land()
         for some, to in zip(slots.split(self._rows), keys.split(self._rows), strict=True):
             if not some.numel():
@@ -88,11 +87,9 @@ class StagedTransfer:
             self._landing.append((buffer, to))
 
     def finish(self) -> None:
-        """Everything that was written back is in the host tier."""
         self._land()
 
     def discard(self) -> int:
-        """See :class:`Transfer`."""
         num_rows = 0
         while self._landing:
             buffer, keys = self._landing.popleft()
@@ -101,7 +98,7 @@ class StagedTransfer:
         return num_rows
 
     def _take(self) -> _Buffer:
-        """A buffer that nothing reads or writes any more."""
+        """Take a buffer that no copy reads or writes any more."""
         has_free = bool(self._buffers) and self._buffers[0].is_free
         if not has_free and len(self._buffers) + len(self._landing) < _MOST_BUFFERS:
             pinned = self._device.type == "cuda"
@@ -117,9 +114,9 @@ class StagedTransfer:
             self._land_one()
 
     def _land_one(self) -> None:
-        buffer, keys = self._landing[0]  # it leaves when it has landed: after an interrupt it lands again
+        buffer, keys = self._landing[0]  # removed once it has landed: after an interrupt it lands again
         buffer.wait()
         for (_, host), part in zip(self._pairs, buffer.parts, strict=True):
             put_rows(host, keys, part[: keys.numel()])
-        self._landing.popleft()  # first: in both, it would be filled again before its rows had landed
+        self._landing.popleft()  # before the next line: a buffer in both could be refilled before it lands
         self._buffers.append(buffer)

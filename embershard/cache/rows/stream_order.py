@@ -1,4 +1,4 @@
-"""One operation on a cache after the other, whichever CUDA streams they are queued on."""
+"""Order of the operations on one cache across CUDA streams."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import torch
 
 
 class StreamOrder:
-    """Batches are planned on one stream, while evaluations, flushes and statistics come from the stream that trains.
-    They share maps, scores and counters: what is queued in one turn comes after all that was queued in earlier turns.
+    """Makes the work queued in one turn wait for the work of all earlier turns.
 
-    On a CPU there is nothing to do. The first turn comes after what was queued when this object was made.
+    Batches are planned on one stream, while evaluations, flushes and statistics run on the training stream. They share
+    maps, scores and counters. The first turn follows the work queued when this object was made. On a CPU there is
+    nothing to do.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -24,7 +25,7 @@ class StreamOrder:
 
     @contextmanager
     def next(self) -> Iterator[None]:
-        """What is queued inside, on the current stream, is one turn."""
+        """Make the body one turn, on the current stream."""
         if self._done is None:
             yield
             return

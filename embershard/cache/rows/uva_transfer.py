@@ -1,4 +1,4 @@
-"""Rows straight from page-locked host memory to slots and back, by a kernel that addresses both."""
+"""Transfer of rows straight between page-locked host memory and slots, by a kernel that addresses both."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from embershard.cache.rows.row_kernels import RowKernel
 
 
 class UvaTransfer:
-    """One launch per direction moves weights and optimizer states. Neither row numbers nor rows pass through the CPU.
+    """Transfer by one kernel launch per direction, for weights and optimizer states. Neither row numbers nor rows pass
+    through the CPU. The methods are those of `Transfer`.
 
     Args:
         device: payload tensors by slot, [S + 1, ...] each.
@@ -27,22 +28,18 @@ class UvaTransfer:
         self._written: torch.cuda.Event | None = None
 
     def fill(self, keys: Tensor, slots: Tensor) -> None:
-        """Host rows ``keys`` -> ``slots``."""
         self._kernel.to_tables(slots, keys)
 
     def write_back(self, slots: Tensor, keys: Tensor) -> None:
-        """``slots`` -> host rows ``keys``."""
         self._kernel.to_others(keys, slots)
         if self._device.type == "cuda" and keys.numel():
             self._written = torch.cuda.current_stream(self._device).record_event()
 
     def discard(self) -> int:
-        """The kernels write to the host tier itself, so nothing can be called back."""
-        self.finish()
+        self.finish()  # the kernels write to the host tier itself, so nothing can be dropped
         return 0
 
     def finish(self) -> None:
-        """The CPU sees what was written back."""
         if self._written is not None:
             self._written.synchronize()
             self._written = None

@@ -175,7 +175,7 @@ def _built(model: nn.Module, rank: int) -> tuple[list[_Part], list[PoolPlacement
             parts.append(_Part(Shard(table.name, rank, rows, columns, *offsets), sharding, kind))
         if isinstance(kernel.emb_module, CachedTableBatchedEmbeddings):
             names: Any = tuple(sorted({table.name for table in tables}))
-            slots = kernel.emb_module.cache.planner.map.num_slots
+            slots = kernel.emb_module.cache.num_slots
             pools.append(PoolPlacement(rank, names, sharding, tables[0].local_cols, slots))
     return parts, pools
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from embershard.cache import eviction as victims
 from embershard.cache import next_use as next_use_index
-from embershard.cache import planner, row_cache, slot_map, statistics
+from embershard.cache import planner, pool_rows, row_cache, slot_map, statistics
 from embershard.cache import policies as scores
 from embershard.cache.rows import transfer
 
@@ -35,7 +35,7 @@ def _only_the_newest_batch_pinned() -> Iterator[None]:
     choose = planner.CachePlanner._choose_victims
 
     def lax(self: Any, count: int, oldest_pinned: int) -> Tensor:
-        return choose(self, count, max(oldest_pinned, int(self.map.use_stamp.max()) >> 32))
+        return choose(self, count, max(oldest_pinned, int(self._map.use_stamp.max()) >> 32))
 
     with mock.patch.object(planner.CachePlanner, "_choose_victims", lax):
         yield
@@ -190,7 +190,7 @@ def _flush_cleans_batches_in_flight() -> Iterator[None]:
 
     def hasty(self: Any) -> None:
         flush(self)
-        self.planner.clean_through = self._in_flight.newest
+        self.state.clean_through = self._in_flight.newest
 
     with mock.patch.object(row_cache.RowCache, "flush", hasty):
         yield
@@ -204,7 +204,7 @@ def _evicted_keys_stay_mapped() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _counts_are_lost() -> Iterator[None]:
-    with mock.patch.object(scores.LfuScores, "retire", return_value=None):
+    with mock.patch.object(scores.LfuScores, "evict", return_value=None):
         yield
 
 
@@ -231,14 +231,14 @@ def _counters_know_one_table() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _growing_loses_rows() -> Iterator[None]:
-    grow = row_cache.RowCache._grow
+    grow = pool_rows.PoolRows.grow
 
     def forgetful(self: Any, *args: Any) -> None:
         grow(self, *args)
-        for tensor in self._payload:
+        for tensor in self.payload:
             tensor.fill_(torch.nan)
 
-    with mock.patch.object(row_cache.RowCache, "_grow", forgetful):
+    with mock.patch.object(pool_rows.PoolRows, "grow", forgetful):
         yield
 
 
@@ -247,7 +247,7 @@ _Faults = dict[str, Callable[[], contextlib.AbstractContextManager[None]]]
 FAULTS: _Faults = {
     name.removeprefix("_"): fault for name, fault in list(globals().items()) if hasattr(fault, "__wrapped__")
 }
-# Those that lose no row, but put out the wrong ones.
+# Those that lose no row, but evict the wrong ones.
 FAULTS_OF_CHOICE: _Faults = {
     name: FAULTS.pop(name)
     for name in (

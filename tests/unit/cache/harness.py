@@ -23,12 +23,12 @@ STATES = [("momentum", torch.Size([]), torch.float32), ("square", torch.Size([DI
 
 
 class Pool:
-    """A :class:`RowCache` over random rows, its reference model, and the checks of both.
+    """A `RowCache` over random rows, its reference model, and the checks of both.
 
-    ``rows`` [R, ...] hold the truth: plain tensors, updated as the slots are. ``last_batch`` is when
-    each row was last looked up, ``counts`` what `lfu` should count, ``expected`` the counters per table.
-    ``known`` are the batches known and not prepared, ``guessed`` the rows whose next use may be a guess.
-    ``pinned_table`` is one whose rows never leave. ``best_victims`` asks for the best victims that there are: what
+    `rows` [R, ...] hold the truth: plain tensors, updated as the slots are. `last_batch` is when
+    each row was last looked up, `counts` what `lfu` should count, `expected` the counters per table.
+    `known` are the batches known and not prepared, `guessed` the rows whose next use may be a guess.
+    `pinned_table` is one whose rows never leave. `best_victims` asks for the best victims that there are: what
     look-ahead promises as long as all batches were known, and no other policy but `lru`.
     """
 
@@ -86,7 +86,7 @@ class Pool:
             transfer=transfer,
             kind=kind,
         )
-        self.map = self.cache.planner.map
+        self.map = self.cache.state.map
         self.batch = 0
         self.tickets: dict[int, tuple[Ticket, Tensor]] = {}
         self.last_batch: dict[int, int] = {}
@@ -283,7 +283,7 @@ class Pool:
     def _warm_up(self) -> None:
         """What the cache does before the first batch, and after a drop for the rows that stay."""
         before = self.resident()
-        self.cache._warm_up()
+        self.cache._rows.warm_up()
         brought = self.resident() - before
         if not brought and self.warm:
             assert self.pinned_rows <= before
@@ -311,8 +311,8 @@ class Pool:
         return self.last_batch.get(key, 0) > self.clean_through
 
     def _check_victims(self, evicted: set[int], stayed: set[int], oldest: int) -> None:
-        assert not any(self.last_batch.get(k, 0) >= oldest for k in evicted), "a pinned row was put out"
-        assert not evicted & self.pinned_rows, "a row that stays was put out"
+        assert not any(self.last_batch.get(k, 0) >= oldest for k in evicted), "a pinned row was evicted"
+        assert not evicted & self.pinned_rows, "a row of a pinned table was evicted"
         if not evicted or not (self.policy == "lru" or self.best_victims):
             return
         next_uses = self.next_uses()
@@ -426,6 +426,15 @@ class Pool:
     def resident(self) -> set[int]:
         return set((self.map.slot_of_key > 0).nonzero().flatten().tolist())
 
+    def in_flight(self) -> list[int]:
+        return [ticket.batch for ticket in self.cache._in_flight.tickets]
+
+    @property
+    def known_bytes(self) -> int:
+        """Memory of the batches that are known and not prepared, with their chains."""
+        index = self.cache.next_use_index
+        return 0 if index is None else index.chain_bytes + sum(batch.num_bytes for batch in index._known)
+
     def next_uses(self) -> dict[int, int]:
         """Number of the first known batch that holds each row, by looking through all of them."""
         found: dict[int, int] = {}
@@ -437,16 +446,16 @@ class Pool:
 
     def observed(self) -> dict[str, object]:
         """Everything that planning depends on, and the counters."""
-        scores = self.cache.planner.scores.of_slots()
+        scores = self.cache.state.scores.of_slots()
         return {
             "slot_of_key": self.map.slot_of_key.tolist(),
             "key_of_slot": self.map.key_of_slot.tolist(),
             "last_batch": self.map.last_batch(torch.arange(1, self.map.num_slots + 1)).tolist(),
             "scores": None if scores is None else scores[1:].tolist(),
             "next_uses": None if self.cache.next_use_index is None else self.cache.next_use_index.next_use[1:].tolist(),
-            "known_bytes": self.cache.known_bytes,
+            "known_bytes": self.known_bytes,
             "counters": self.cache.counters.values.tolist(),
-            "in_flight": list(self.cache._in_flight),
+            "in_flight": self.in_flight(),
             "device_bytes": self.cache.device_bytes,
         }
 
@@ -519,11 +528,11 @@ class Pool:
         assert totals["rows"] == self.num_rows
         held = np.bincount(self.table_of(self.resident()), minlength=self.num_tables)
         assert (np.array([s.fills - s.evictions for s in stats]) == held).all()
-        assert list(self.cache._in_flight) == list(self.tickets)
+        assert self.in_flight() == list(self.tickets)
 
     def _check_counts(self) -> None:
         """A row's count is beside its slot, or beside the row: history survives eviction."""
-        scores = self.cache.planner.scores
+        scores = self.cache.state.scores
         rows, slots = scores._row_scores.double(), scores.of_slots().double()
         found = torch.where(self.map.slot_of_key > 0, slots[self.map.slot_of_key.clamp_min(0).long()], rows).numpy()
         if self.decay is None:

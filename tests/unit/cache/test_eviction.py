@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from embershard.cache import NextUseIndex, SlotMap, make_scores
+from embershard.cache import NextUseIndex, SlotMap, SlotState, make_scores
 from embershard.cache import eviction as victims
 from embershard.cache.config import CachePolicy
 from embershard.cache.eviction import VictimQueue
@@ -106,7 +106,7 @@ def test_the_lowest_ranks_of_many_slots_go_right_after_a_refill(seed):
     known = rng.random(num_slots) < (0.05, 0.5, 0.95, 1.0)[seed]
     next_use_index.next_use[1:] = torch.from_numpy(np.where(known, rng.integers(1, 90, size=num_slots), 0))
     scores.of_slots()[1:] = torch.from_numpy(rng.integers(30, size=num_slots) / 7)
-    queue = VictimQueue(slot_map, scores, num_pinned, next_use_index)
+    queue = VictimQueue(SlotState(slot_map, scores, next_use_index, num_pinned))
 
     def ranks(slots: Tensor) -> list[tuple[float, ...]]:
         columns = next_use_index.next_use, scores.of_slots(), slot_map.use_stamp >> 32
@@ -129,7 +129,7 @@ def test_the_lowest_ranks_of_many_slots_go_right_after_a_refill(seed):
 def test_the_queue_gives_what_there_is_and_no_slot_twice(look_ahead):
     slot_map = SlotMap(10, 6)
     scores = make_scores(CachePolicy("lfu"), 10, 6, CPU)
-    queue = VictimQueue(slot_map, scores, 1, NextUseIndex(slot_map) if look_ahead else None)
+    queue = VictimQueue(SlotState(slot_map, scores, NextUseIndex(slot_map) if look_ahead else None, num_pinned=1))
     slot_map.bind(torch.arange(5), slot_map.next_free(5), batch=3)
     slot_map.claim(5)
     assert queue.pop(9, oldest_pinned=3).tolist() == []
@@ -147,7 +147,7 @@ def test_slots_whose_next_use_becomes_known_move_back_and_are_handed_out_once(se
     num_slots, in_flight = 80, 2
     slot_map = SlotMap(num_slots, num_slots)
     next_use_index, scores = NextUseIndex(slot_map), make_scores(CachePolicy("lfu"), num_slots, num_slots, CPU)
-    queue = VictimQueue(slot_map, scores, 0, next_use_index)
+    queue = VictimQueue(SlotState(slot_map, scores, next_use_index))
     every = slot_map.next_free(num_slots)
     slot_map.claim(num_slots)
     slot_map.bind(every - 1, every, batch=0)
@@ -214,7 +214,7 @@ class Pipeline:
         slot_map = SlotMap(num_rows, num_slots)
         self.next_use_index = NextUseIndex(slot_map)
         scores = make_scores(CachePolicy("lfu"), num_rows, num_slots, CPU)
-        self.planner = CachePlanner(slot_map, scores, 0, self.next_use_index)
+        self.planner = CachePlanner(SlotState(slot_map, scores, self.next_use_index))
         self.lookahead, self.prefetch = lookahead, prefetch
         self.fills: list[int] = []
 
@@ -230,8 +230,8 @@ class Pipeline:
         planner = self.planner
         plan = planner.plan(keys, number, max(1, number - self.prefetch))
         assert isinstance(plan, CachePlan)
-        planner.put_out(plan)
-        planner.put_in(plan, known)
+        planner.evict(plan)
+        planner.admit(plan, known)
         self.fills.append(plan.fill_keys.numel())
 
 
@@ -347,6 +347,6 @@ def test_batches_that_evict_nothing_leave_nothing_behind():
     once = list(torch.arange(100, 500).split(5))
     pipeline.run([*often, *once, *often, *often])
     assert sum(pipeline.fills[-200:]) == 0
-    offered = pipeline.planner.queue._offered
+    offered = pipeline.planner._queue._offered
     assert len(offered) < 20
     assert sum(part.slots.numel() for _, part in offered) <= 300

@@ -67,7 +67,7 @@ def test_next_uses_are_those_of_the_naive_oracle_whatever_happens(operations, nu
 def run_and_measure(
     operations: list[Operation], resize: Resize | None = None, **settings: Any
 ) -> tuple[Pool, list[int]]:
-    """The pool, and the cells of its ring whenever they changed. ``resize``: in place of the true one."""
+    """The pool, and the cells of its ring whenever they changed. `resize`: in place of the true one."""
     cells = [4]
 
     def measured(self: NextUseIndex, oldest: int, end: int, needed: int) -> int:
@@ -291,21 +291,21 @@ def test_what_is_known_takes_a_few_bytes_per_distinct_id_and_goes_when_prepared(
     monkeypatch.setattr(next_use_index, "_LEAST_CHAIN", 4)
     pool = Pool((1000, 1, 100), policy=POLICY, num_slots=600, pinned_table=pinned_table)
     rng = np.random.default_rng(0)
-    assert pool.cache.known_bytes == pool.cache.chain_bytes == 20
+    assert pool.known_bytes == pool.cache.chain_bytes == 20
     most = 0
     for _ in range(4):
         for _ in range(16):
             pool.know(np.concatenate([rng.integers(1000, size=50), rng.integers(1001, 1101, size=5)]).tolist())
         most = max(most, sum(len(keys) for _, keys in pool.known))
-        assert pool.cache.known_bytes - pool.cache.chain_bytes == per_id * known_ids(pool)
+        assert pool.known_bytes - pool.cache.chain_bytes == per_id * known_ids(pool)
         assert pool.cache.chain_bytes <= 4 * (2 * most + 1)
         while len(pool.known) > 3:
-            before = pool.cache.known_bytes
+            before = pool.known_bytes
             pool.release(pool.prepare_known())
-            assert pool.cache.known_bytes < before
-            assert pool.cache.known_bytes - pool.cache.chain_bytes == per_id * known_ids(pool)
+            assert pool.known_bytes < before
+            assert pool.known_bytes - pool.cache.chain_bytes == per_id * known_ids(pool)
     pool.forget()
-    assert pool.cache.known_bytes == pool.cache.chain_bytes <= 4 * (2 * most + 1)
+    assert pool.known_bytes == pool.cache.chain_bytes <= 4 * (2 * most + 1)
 
 
 def test_a_burst_of_large_batches_does_not_keep_the_ring_large_for_good():
@@ -341,7 +341,7 @@ def test_repeats_take_no_memory_of_their_own_beside_the_ring():
     pool = Pool(policy=POLICY)
     pool.know([3] * 1000)
     pool.know([4] * 5)
-    assert pool.cache.known_bytes - pool.cache.chain_bytes == 2 * 4
+    assert pool.known_bytes - pool.cache.chain_bytes == 2 * 4
 
 
 def test_tokens_hold_nothing_of_the_batch():
@@ -367,7 +367,7 @@ def test_without_look_ahead_nothing_is_known():
     pool = Pool(policy="lfu")
     pool.know([1, 2])
     pool.forget()
-    assert pool.cache.known_bytes == 0
+    assert pool.known_bytes == 0
     assert pool.cache.next_use_index is None
 
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embershard.cache import CachePlan, CachePlanner, KnownBatch, NextUseIndex, SlotMap, make_scores
+from embershard.cache import CachePlan, CachePlanner, KnownBatch, NextUseIndex, SlotMap, SlotState, make_scores
 from embershard.cache.config import CachePolicy, Policy, Scoring
 from embershard.cache.eviction import VictimQueue
 from tests.unit.cache.harness import Pool
@@ -25,7 +25,7 @@ def make(policy: str = "lru", num_slots: int = 12, num_keys: int = 40) -> CacheP
     slot_map = SlotMap(num_keys, num_slots)
     scoring = "lfu" if policy == "lookahead" else policy
     scores = make_scores(CachePolicy(scoring), num_keys, num_slots, CPU, initial)
-    return CachePlanner(slot_map, scores, 0, NextUseIndex(slot_map) if policy == "lookahead" else None)
+    return CachePlanner(SlotState(slot_map, scores, NextUseIndex(slot_map) if policy == "lookahead" else None))
 
 
 def plan(
@@ -38,8 +38,8 @@ def plan(
     """What the cache does for one batch that fits."""
     made = planner.plan(torch.tensor(keys, dtype=torch.int64), batch, oldest_pinned or batch)
     assert isinstance(made, CachePlan)
-    planner.put_out(made)
-    planner.put_in(made, known)
+    planner.evict(made)
+    planner.admit(made, known)
     return made
 
 
@@ -53,8 +53,8 @@ def test_equal_states_and_keys_give_equal_plans(batches, policy):
     a, b = make(policy), make(policy)
     for number, keys in enumerate(batches, start=1):
         assert values(plan(a, keys, number)) == values(plan(b, keys, number))
-        assert torch.equal(a.map.slot_of_key, b.map.slot_of_key)
-        assert torch.equal(a.map.use_stamp[1:], b.map.use_stamp[1:])
+        assert torch.equal(a.state.map.slot_of_key, b.state.map.slot_of_key)
+        assert torch.equal(a.state.map.use_stamp[1:], b.state.map.use_stamp[1:])
 
 
 @given(batches, st.integers(1, 6))
@@ -62,15 +62,17 @@ def test_equal_states_and_keys_give_equal_plans(batches, policy):
 def test_equal_states_keys_and_known_batches_give_equal_plans(batches, ahead):
     pair = make("lookahead"), make("lookahead")
     ids = [torch.tensor(keys, dtype=torch.int64) for keys in batches]
-    known = [[planner.next_use_index.know(keys) for keys in ids[:ahead]] for planner in pair]
+    known = [[planner.state.next_use_index.know(keys) for keys in ids[:ahead]] for planner in pair]
     for number, keys in enumerate(batches, start=1):
         plans = []
         for planner, tokens in zip(pair, known, strict=True):
             plans.append(plan(planner, keys, number, known=tokens[number - 1]))
-            tokens.extend(planner.next_use_index.know(later) for later in ids[number + ahead - 1 : number + ahead])
+            tokens.extend(
+                planner.state.next_use_index.know(later) for later in ids[number + ahead - 1 : number + ahead]
+            )
         assert values(plans[0]) == values(plans[1])
-        assert torch.equal(pair[0].map.slot_of_key, pair[1].map.slot_of_key)
-        assert torch.equal(pair[0].next_use_index.next_use[1:], pair[1].next_use_index.next_use[1:])
+        assert torch.equal(pair[0].state.map.slot_of_key, pair[1].state.map.slot_of_key)
+        assert torch.equal(pair[0].state.next_use_index.next_use[1:], pair[1].state.next_use_index.next_use[1:])
 
 
 @given(batches, st.sampled_from(get_args(Policy)), st.integers(10, 14))
@@ -78,16 +80,16 @@ def test_equal_states_keys_and_known_batches_give_equal_plans(batches, ahead):
 def test_a_plan_accounts_for_every_id(batches, policy, num_slots):
     planner = make(policy, num_slots)
     for number, keys in enumerate(batches, start=1):
-        before = {int(k) for k in (planner.map.slot_of_key > 0).nonzero()}
+        before = {int(k) for k in (planner.state.map.slot_of_key > 0).nonzero()}
         found = plan(planner, keys, number)
         distinct = set(keys)
         assert found.batch == number
-        assert planner.map.keys(found.slots).tolist() == keys
+        assert planner.state.map.keys(found.slots).tolist() == keys
         assert int(found.first_hits.sum()) == len(distinct & before)
         hit_keys = torch.tensor(keys, dtype=torch.int64)[found.first_hits].tolist()
         assert set(hit_keys) == distinct & before
         assert found.fill_keys.tolist() == sorted(distinct - before)
-        assert planner.map.keys(found.fill_slots).tolist() == found.fill_keys.tolist()
+        assert planner.state.map.keys(found.fill_slots).tolist() == found.fill_keys.tolist()
         assert found.missed.tolist() == [i for i, k in enumerate(keys) if k not in before]
         assert not distinct & set(found.evicted_keys.tolist()), "a victim that the batch itself needs"
         assert set(found.evicted_keys.tolist()) <= before
@@ -107,7 +109,7 @@ def test_free_slots_go_first():
 
 def test_rows_that_were_never_trained_are_not_written_back():
     planner = make(num_slots=4)
-    planner.occupy(torch.tensor([1, 2]), planner.map.next_free(2))
+    planner.state.preload(torch.tensor([1, 2]), planner.state.map.next_free(2))
     plan(planner, [3, 4], 1)
     found = plan(planner, [5, 6], 2)
     assert sorted(found.evicted_keys.tolist()) == [1, 2]
@@ -118,10 +120,11 @@ def test_rows_that_were_never_trained_are_not_written_back():
 def test_rows_that_were_written_back_are_clean_until_used_again():
     planner = make(num_slots=3)
     plan(planner, [1, 2, 3], 1)
-    planner.clean_through = 1
-    assert planner.dirty_slots().tolist() == []
+    state, used = planner.state, planner.state.map.used_slots()
+    state.clean_through = 1
+    assert not state.is_dirty(used).any()
     plan(planner, [1], 2)
-    assert planner.map.keys(planner.dirty_slots()).tolist() == [1]
+    assert state.map.keys(used[state.is_dirty(used)]).tolist() == [1]
     found = plan(planner, [7, 8, 9], 3)
     assert sorted(found.evicted_keys.tolist()) == [1, 2, 3]
     assert found.write_back_keys.tolist() == [1]
@@ -131,9 +134,9 @@ def test_the_queue_gives_what_is_not_pinned_and_no_more():
     planner = make(num_slots=4)
     for batch in (1, 2, 3):
         plan(planner, [batch], batch)
-    assert planner.queue.pop(4, oldest_pinned=3).tolist() == [1, 2]
-    assert planner.queue.pop(4, oldest_pinned=1).tolist() == []
-    assert planner.queue.pop(2, oldest_pinned=9).tolist() == [1, 2]
+    assert planner._queue.pop(4, oldest_pinned=3).tolist() == [1, 2]
+    assert planner._queue.pop(4, oldest_pinned=1).tolist() == []
+    assert planner._queue.pop(2, oldest_pinned=9).tolist() == [1, 2]
 
 
 def test_one_choice_among_ties_and_always_the_same():
@@ -141,7 +144,7 @@ def test_one_choice_among_ties_and_always_the_same():
     for _ in range(3):
         planner = make(num_slots=6)
         plan(planner, [9, 8, 7, 6, 5, 4], 1)
-        choices.append(planner.queue.pop(4, oldest_pinned=2).tolist())
+        choices.append(planner._queue.pop(4, oldest_pinned=2).tolist())
     assert choices[0] == choices[1] == choices[2]
     assert len(set(choices[0])) == 4
 

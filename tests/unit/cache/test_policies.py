@@ -81,7 +81,7 @@ def test_counts_are_scaled_back_long_before_they_overflow(monkeypatch):
     for _ in range(100):
         pool.step((rng.random(6) ** 2 * 30).astype(int).tolist())
         pool.check()
-        weights.add(pool.cache.planner.scores._weight)
+        weights.add(pool.cache.state.scores._weight)
     assert max(weights) <= 10.0
     assert 1.0 in weights
 
@@ -90,7 +90,7 @@ def test_scores_stay_finite_with_the_strongest_decay():
     pool = Pool(num_slots=8, policy="lfu", decay=1e-300)
     for step in range(50):
         pool.step([step % 30, (step * 7) % 30])
-        assert torch.isfinite(pool.cache.planner.scores.of_slots()).all()
+        assert torch.isfinite(pool.cache.state.scores.of_slots()).all()
 
 
 def test_repeats_in_a_batch_count_once_and_empty_batches_for_nothing():
@@ -98,7 +98,7 @@ def test_repeats_in_a_batch_count_once_and_empty_batches_for_nothing():
     pool.step([3, 3, 3, 5])
     pool.step([])
     pool.step([3])
-    assert pool.cache.planner.scores.of_slots()[pool.map.lookup(torch.tensor([3, 5]))].tolist() == [2.0, 1.0]
+    assert pool.cache.state.scores.of_slots()[pool.map.lookup(torch.tensor([3, 5]))].tolist() == [2.0, 1.0]
 
 
 def test_lfu_starts_from_a_profile():
@@ -203,7 +203,7 @@ def test_the_profile_s_counts_are_not_written_to(policy):
     slots = torch.tensor([1, 2])
     made.admit(torch.tensor([3, 4]), slots)
     made.used(slots)
-    made.retire(torch.tensor([3, 4]), slots)
+    made.evict(torch.tensor([3, 4]), slots)
     assert torch.equal(counts, torch.ones(30))
 
 

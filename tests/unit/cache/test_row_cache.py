@@ -549,7 +549,7 @@ def test_planning_that_is_interrupted_ends_the_pool(step, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             pool.cache.prepare(torch.tensor([5, 6]), torch.tensor([1, 1, 0, 0]))
     for use in (pool.cache.flush, lambda: pool.step([1]), lambda: pool.cache.read(torch.tensor([1]))):
-        with pytest.raises(CacheError, match=r"bringing in the rows of batch 2 did not end .KeyboardInterrupt"):
+        with pytest.raises(CacheError, match=r"filling the rows of batch 2 did not end .KeyboardInterrupt"):
             use()
 
 
@@ -573,7 +573,7 @@ def test_an_exception_behind_the_planning_never_leaves_rows_that_nobody_copied(e
         with pytest.raises(error):
             pool.cache.prepare(*pool.split_by_feature(keys), known=known)
     before = [tensor.clone() for tensor in pool.host.payload]
-    with pytest.raises(CacheError, match=f"bringing in the rows of batch 2 did not end .{error.__name__}"):
+    with pytest.raises(CacheError, match=f"filling the rows of batch 2 did not end .{error.__name__}"):
         pool.cache.flush()
     assert all(torch.equal(a, b) for a, b in zip(before, pool.host.payload, strict=True))
 

@@ -47,7 +47,7 @@ def test_slots_are_free_until_they_are_claimed(slot_map):
     assert slot_map.num_free == 4
     slot_map.bind(ids(7, 2), take_free(slot_map, 2), batch=5)
     slot_map.unbind(ids(2))
-    slot_map.leave_empty(ids(2))
+    slot_map.free(ids(2))
     assert (slot_map.num_free, slot_map.used_slots().tolist()) == (3, [1])
     assert slot_map.next_free(2).tolist() == [2, 3], "an empty slot among the used ones goes first"
     assert take_free(slot_map, 3).tolist() == [2, 3, 4]

@@ -16,7 +16,8 @@ import torch
 
 from embershard.cache import key_map as key_entries
 from embershard.cache import next_use as next_use_index
-from embershard.cache.row_cache import CacheGrowthWarning, RowCache
+from embershard.cache.growth import CacheGrowthWarning
+from embershard.cache.row_cache import RowCache
 from embershard.cache.rows import memory, staged_transfer
 from embershard.cache.rows.copies import RowCopies
 from embershard.cache.rows.staged_transfer import StagedTransfer, _Buffer

@@ -274,7 +274,7 @@ def _pool(setting: Setting, gpu: Gpu) -> CachedTableBatchedEmbeddings:
     ]
     grouped: Any = SimpleNamespace(embedding_tables=tables, data_type=DataType.FP32, fused_params={SPEC_KEY: spec})
     pool = CachedTableBatchedEmbeddings(grouped, PoolingMode.SUM, CUDA)
-    row_scores = getattr(pool.cache.planner.scores, "_row_scores", None)
+    row_scores = getattr(pool.cache.state.scores, "_row_scores", None)
     if row_scores is not None:
         gpu.watch_rows(row_scores)
     generator = torch.Generator().manual_seed(5)

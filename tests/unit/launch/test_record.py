@@ -16,6 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from embershard.cache import TableStats
 from embershard.distributed import Ranks
 from embershard.errors import ConfigError
 from embershard.launch.record import RunRecord, lock_run_dir, make_result, steady_steps
@@ -134,7 +135,7 @@ def test_what_is_undefined_is_shown_as_such():
 
 
 def test_closing_table_with_and_without_a_cache():
-    table = {
+    counts = {
         "rows": 100, "slots": 10, "lookups": 50, "unique_ids": 40, "hits_unique": 20, "hits_lookups": 40,
         "fills": 20, "critical_path_fills": 20, "write_backs": 5, "evictions": 10, "overflow_growths": 0,
         "bytes_to_device": 2**20, "bytes_to_host": 2**20, "device_bytes": 2**21, "host_bytes": 2**24,
@@ -146,7 +147,8 @@ def test_closing_table_with_and_without_a_cache():
     }  # fmt: skip
     screen = io.StringIO()
     console = Console(file=screen, width=140)
-    console.print(closing_table(result(cache=summed([table, table]), look_ahead=ahead), "dlrm on synthetic data"))
+    cache = summed([TableStats(table=name, **counts) for name in ("a", "b")])
+    console.print(closing_table(result(cache=cache, look_ahead=ahead), "dlrm on synthetic data"))
     text = screen.getvalue()
     for said in ("20 of 200", "10.0%", "80.0%", "50", "4.0 MiB device", "200 samples/s", "0.7000"):
         assert said in text

@@ -96,7 +96,7 @@ def test_a_replay_counts_what_training_counts(ranks, profile, name, monkeypatch)
     config = run_config(60, **TRAINED[name])
     trainer = Trainer(config, ranks)
     (pool,) = cached_embeddings(trainer.model)
-    slots, tables = pool.cache.planner.map.num_slots, pool.cache.tables
+    slots, tables = pool.cache.num_slots, pool.cache.tables
     held = config.look_ahead.prefetch if "held 3" in name else 1
     monkeypatch.setattr(look_ahead, "PrefetchDepth", lambda most, is_adaptive: PrefetchDepth(held, False))
     with warnings.catch_warnings():
@@ -116,7 +116,7 @@ def test_a_replay_counts_what_training_counts(ranks, profile, name, monkeypatch)
     assert found.num_steps == trainer.steps == 9
     assert totals(found.shards, 9, (*COUNTED, "write_backs")) == expected
     assert {each.shard.table: each.held_rows for each in found.shards} == {t: trained[t].slots for t in tables}
-    assert found.num_slots == pool.cache.planner.map.num_slots
+    assert found.num_slots == pool.cache.num_slots
     assert found.grew == (found.num_slots > slots) == ("does not fit" in name)
     assert pinned, "no table stays: this was to be tested too"
 
@@ -127,7 +127,7 @@ def test_a_second_epoch_has_another_order(ranks, profile):
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, epochs=2))
     trainer = Trainer(config, ranks)
     (pool,) = cached_embeddings(trainer.model)
-    slots, tables = pool.cache.planner.map.num_slots, pool.cache.tables
+    slots, tables = pool.cache.num_slots, pool.cache.tables
     list(trainer.train())
     trainer.close()
     shards = [RowRange(table, 0, profile.num_rows(table)) for table in tables]

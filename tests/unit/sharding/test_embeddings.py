@@ -100,7 +100,7 @@ def test_growing_in_the_middle_changes_no_result():
     grown = 0
     for seed in range(20):
         ids, offsets = batch(seed, bags=1 + 3 * seed)
-        before = pool.cache.planner.map.num_slots
+        before = pool.cache.num_slots
         if seed == 10:
             pool.set_learning_rate(0.05)
             stock.set_learning_rate(0.05)
@@ -110,7 +110,7 @@ def test_growing_in_the_middle_changes_no_result():
             with pytest.warns(CacheGrowthWarning):
                 output = step(pool, ids, offsets)
         assert torch.equal(output, step(stock, ids, offsets))
-        grown += pool.cache.planner.map.num_slots > before
+        grown += pool.cache.num_slots > before
     assert grown > 3
     assert sum(s.overflow_growths for s in pool.stats()) == grown
     pool.flush()
@@ -121,11 +121,11 @@ def test_growing_in_the_middle_changes_no_result():
 def test_evaluation_leaves_cache_and_counters_as_they_are():
     pool = make_pool()
     step(pool, *batch(0))
-    before = (pool.stats(), pool.cache.planner.map.use_stamp.clone())
+    before = (pool.stats(), pool.cache.state.map.use_stamp.clone())
     with torch.no_grad():
         pool(*batch(1))
     assert pool.stats() == before[0]
-    assert torch.equal(pool.cache.planner.map.use_stamp, before[1])
+    assert torch.equal(pool.cache.state.map.use_stamp, before[1])
 
 
 def test_a_forward_without_backward_unpins_when_its_output_is_freed():

@@ -47,14 +47,14 @@ def shard_of(size: TableSize, rows: int | None = None, **changes: Any) -> Placed
 def test_a_pool_takes_what_was_predicted(optimizer, policy, scoring, by_next_use, dtype, rows):
     data_type = DataType.FP16 if dtype == "fp16" else DataType.FP32
     pool = make_pool(rows, CacheConfig(ratio=0.5, policy=policy), optimizer=optimizer, data_type=data_type)
-    slots = pool.cache.planner.map.num_slots
+    slots = pool.cache.num_slots
     settings = dataclasses.replace(SETTINGS, policy=CachePolicy(scoring, by_next_use))
     shards = [shard_of(size_of(count, 8, optimizer, dtype, f"t{n}")) for n, count in enumerate(rows)]
     memory = pool_memory(shards, settings)
     assert memory.device_bytes(slots) == pool.cache.device_bytes == sum(s.device_bytes for s in pool.stats())
     assert sum(host_bytes(shards, settings).values()) == sum(s.host_bytes for s in pool.stats())
     assert host_bytes(shards, settings)["rows"] == pool.host.host_bytes
-    pool.cache.planner.grow(slots + 3)
+    pool.cache.state.grow(slots + 3)
     pool.slots.resize(slots + 3)
     assert memory.device_bytes(slots + 3) - memory.device_bytes(slots) == 3 * memory.slot_bytes
 
@@ -171,6 +171,6 @@ def test_a_hashed_map_takes_what_was_predicted_for_its_slots():
         pool_memory([shard_of(size_of(count, name=f"t{n}")) for n, count in enumerate(rows)], settings)
         for settings in (dataclasses.replace(SETTINGS, slot_map="hashed"), SETTINGS)
     )
-    slots = pool.cache.planner.map.num_slots
+    slots = pool.cache.num_slots
     assert memory.device_bytes(slots) == pool.cache.device_bytes == sum(s.device_bytes for s in pool.stats())
     assert memory.device_bytes(slots) < array.device_bytes(slots) / 5

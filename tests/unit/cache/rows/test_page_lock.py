@@ -18,7 +18,7 @@ from embershard.errors import CacheError
 
 
 class Locked:
-    """Stands for CUDA: blocks by address. Waits at ``gate`` before the block of that number."""
+    """Stands for CUDA: blocks by address. Waits at `gate` before the block of that number."""
 
     def __init__(self, gate: int | None = None, refuse: int | None = None) -> None:
         self.blocks: dict[int, int] = {}

@@ -1,0 +1,75 @@
+"""Rows, scores and next uses of a pool's slots, which change together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from embershard.cache.next_use import NextUseIndex
+from embershard.cache.policies import SlotScores
+from embershard.cache.slot_map import SlotMap
+
+
+@dataclass(eq=False)
+class SlotState:
+    """State of the slots of one pool.
+
+    Attributes:
+        map: the row in each slot.
+        scores: the row's score in each slot.
+        next_use_index: the row's next known use in each slot; None if the policy does not look ahead.
+        num_pinned: slots 1 to this one are never evicted.
+        clean_through: number of a batch; the host tier has the updates of all batches up to it.
+
+    >>> import torch
+    >>> from embershard.cache.policies import RecencyScores
+    >>> state = SlotState(SlotMap(num_keys=9, num_slots=3), RecencyScores())
+    >>> state.preload(torch.tensor([5, 7]), state.map.next_free(2))
+    >>> state.evict(torch.tensor([5]), torch.tensor([1]))
+    >>> state.map.lookup(torch.tensor([5, 7])).tolist()
+    [0, 2]
+    """
+
+    map: SlotMap
+    scores: SlotScores
+    next_use_index: NextUseIndex | None = None
+    num_pinned: int = 0
+    clean_through: int = 0
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory of maps, scores and next uses, in bytes; without the known batches."""
+        next_uses = 0 if self.next_use_index is None else self.next_use_index.device_bytes
+        return self.map.device_bytes + self.scores.device_bytes + next_uses
+
+    def is_dirty(self, slots: Tensor) -> Tensor:
+        """Return True for each of `slots` (int64 [M]) whose row was trained since its last fill or write-back."""
+        return self.map.last_batch(slots) > self.clean_through
+
+    def evict(self, keys: Tensor, slots: Tensor) -> None:
+        """Unbind `keys` from `slots` (both int64 [M]); scores and known uses stay with the rows."""
+        self.scores.evict(keys, slots)
+        traces = None if self.next_use_index is None else self.next_use_index.traces(slots)
+        self.map.unbind(keys, traces)
+
+    def admit(self, keys: Tensor, slots: Tensor, batch: int) -> None:
+        """Bind `keys` to claimed `slots` (both int64 [M], distinct), used by `batch`."""
+        if not keys.numel():
+            return
+        if self.next_use_index is not None:
+            self.next_use_index.admit(keys, slots)
+        self.map.bind(keys, slots, batch)
+        self.scores.admit(keys, slots)
+
+    def preload(self, keys: Tensor, slots: Tensor) -> None:
+        """Claim the next free `slots` and bind `keys` to them (both int64 [M], distinct), used by no batch."""
+        self.map.claim(slots.numel())
+        self.admit(keys, slots, batch=0)
+
+    def grow(self, num_slots: int) -> None:
+        """Add free slots, up to `num_slots` in all."""
+        self.map.grow(num_slots)
+        self.scores.grow(num_slots)
+        if self.next_use_index is not None:
+            self.next_use_index.grow(num_slots)
