@@ -101,7 +101,7 @@ def _too_many_slots(values: dict[str, Any]) -> None:
 
 
 BROKEN = {
-    _unknown_key: "unknown key 'rank'",
+    _unknown_key: "tables[3] ('t_C4'): rank: unknown key. Did you mean ranks?",
     _other_model: "rows x 8 fp32 in the model",
     _more_ranks: "the plan is for 2 ranks, 1 to a node; this run has 2, 2 to a node",
     _too_many_slots: "slots: got 1000000, needed 1 to",
