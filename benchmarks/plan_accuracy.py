@@ -106,7 +106,7 @@ class Run:
         workload = make_workload(
             config, profile.statistics, world_size=self.ranks, ranks_per_node=self.ranks, device="cpu"
         )
-        settings = {**config.predicted_from, "train.device": "cpu"}
+        settings = config.predicted_from("cpu")
         return PlanRequest(workload, rates, budget(config, None, None), settings=settings)
 
     def train(self, plan: Plan, folder: Path) -> dict[str, Any]:

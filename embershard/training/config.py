@@ -111,9 +111,8 @@ class RunConfig:
         """Batches known ahead of the one in training; 0 without a cache."""
         return self.look_ahead.lookahead if self.cache.enabled else 0
 
-    @property
-    def predicted_from(self) -> dict[str, Any]:
-        """Settings that a plan's prediction depends on besides the data, by name."""
+    def predicted_from(self, device: str | None) -> dict[str, Any]:
+        """Return the settings that a plan's prediction for `device` depends on besides the data, by name."""
         depends: dict[str, tuple[str, ...]] = {
             "cache": ("warmup", "decay", "host", "slot_map"),
             "look_ahead": ("lookahead", "prefetch"),
@@ -127,4 +126,4 @@ class RunConfig:
         found = {
             f"{part}.{name}": getattr(getattr(self, part), name) for part, names in depends.items() for name in names
         }
-        return {**found, "cache.policy": self.cache.policy or "lookahead"}
+        return {**found, "cache.policy": self.cache.policy or "lookahead", "train.device": device}

@@ -83,7 +83,7 @@ class _Run:
         from embershard.training.config import RunConfig  # loads torch
 
         config = load_config(RunConfig, self.folder / RUN_CONFIG)
-        return plan.other_settings({**config.predicted_from, "train.device": self.result.get("device")})
+        return plan.other_settings(config.predicted_from(self.result.get("device")))
 
     def num_checkpoints(self, run: MeasuredRun) -> int:
         """Return the checkpoints written in the counted steps."""

@@ -186,7 +186,7 @@ def _plan_notes(plan: Plan, config: RunConfig, device: str) -> list[str]:
         notes.append(f"cache.{size[0]} was for planning: the plan's slots apply.")
     if plan.prediction is None:
         return [*notes, "The plan has no prediction to compare this run with."]
-    return [*notes, *plan.other_settings({**config.predicted_from, "train.device": device})]
+    return [*notes, *plan.other_settings(config.predicted_from(device))]
 
 
 def _show_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
