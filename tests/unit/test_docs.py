@@ -381,6 +381,22 @@ def test_the_example_of_a_policy_does_what_the_page_says():
         scores.used(torch.tensor([1, 1]))
     scores.used(torch.tensor([2]))
     assert scores.of_slots().tolist() == [0.0, 15.0, 1.0, 0.0, 0.0]
+    profiled = names["CappedScores"](torch.arange(30.0), 4, torch.device("cpu"), ScoresTransfer, None)
+    profiled.admit(torch.tensor([29, 9]), torch.tensor([1, 2]))
+    assert profiled.of_slots().tolist() == [0.0, 15.0, 9.0, 0.0, 0.0]
+
+
+def test_every_policy_is_described():
+    from typing import get_args
+
+    from embershard.cache.config import Policy
+
+    (row,) = [
+        line
+        for line in (PROJECT / "docs" / "cache.md").read_text(encoding="utf-8").splitlines()
+        if "| `policy` |" in line
+    ]
+    assert [policy for policy in get_args(Policy) if f"`{policy}`" not in row] == []
 
 
 @pytest.mark.parametrize(
