@@ -4,11 +4,13 @@ The step of batch i, with a full window; P is the prefetch depth, L the look-ahe
 
     stage     batches          GPU stream         CPU thread    collective
     train     i                the caller's       the caller's  yes         forward, backward, update
-    resident  i + 1 ... i + P  prepare            worker        no          copy missing rows into slots not in use
+    resident  i + 1 ... i + P  prepare            either *      no          copy missing rows into slots not in use
     know      i + L            prepare            the caller's  no          tell the caches when rows are used next
     receive   i + L            distribute         the caller's  yes         the ids, which were sent in the step before
     send      i + L + 1        distribute         the caller's  yes         ids, behind the step's backward
     arrive    i + L + 2        copy, distribute   the caller's  yes         copy to the device; exchange sizes of ids
+
+* the caller's or the worker, whichever makes steps shorter (`WorkerTrial`).
 
 `LookAheadPipeline.step` runs them: `_advance` before the step, `_look_ahead` beside it, `_pay_debts` behind its
 backward. Knowing costs a few bytes per id; holding rows costs slots. That is why there are two depths.
@@ -37,6 +39,7 @@ from embershard.pipeline.stats import Depths, LookAheadStats
 from embershard.pipeline.streams import Streams
 from embershard.pipeline.window import Window
 from embershard.pipeline.worker import CacheWorker
+from embershard.pipeline.worker_trial import WorkerTrial
 from embershard.sharding.memory_model import MAX_KNOWN_BYTES
 from embershard.sharding.torchrec import cached_embeddings
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
@@ -58,11 +61,12 @@ class LookAheadPipeline:
         optimizer: of the dense parameters; the tables' optimizer is fused into their backward.
         device: of this rank.
         lookahead: L, batches known beyond the one in training.
-        prefetch: P, the most batches resident beyond the one in training: fewer where they do not fit and, with a
-            worker, as few as keep steps from waiting.
+        prefetch: P, the most batches resident beyond the one in training: fewer where they do not fit and, on a CPU,
+            as few as keep steps from waiting.
         features: gives each sharded module's input, by name, from a batch; None: the model is traced.
         max_known_bytes: memory for known batches; fewer are known where they would take more.
-        worker: plan and copy rows in a thread beside the training. Default: on a CPU (on a GPU there are streams).
+        worker: plan and copy rows in a thread beside the training, or not. Default: on a CPU the faster of the two, as
+            measured during the training; on a GPU not (there are streams).
 
     Raises:
         ConfigError: not 1 <= P <= L.
@@ -100,9 +104,10 @@ class LookAheadPipeline:
         self._intake = Intake(self._device, self._inputs.check)
         self._streams = Streams(self._device)
         self._pools = list(cached_embeddings(model))
-        has_worker = self._device.type == "cpu" if worker is None else worker
-        self._worker = CacheWorker() if has_worker else None
-        self._depth = PrefetchDepth(prefetch, is_adaptive=has_worker)
+        is_tried = worker is None and self._device.type == "cpu"
+        self._trial = WorkerTrial() if is_tried else None
+        self._worker = CacheWorker() if worker or is_tried else None
+        self._depth = PrefetchDepth(prefetch, is_adaptive=self._worker is not None)
         self._left = LeftSteps()
         self._window = Window()
         self._depths = Depths()
@@ -166,7 +171,8 @@ class LookAheadPipeline:
     def stats(self) -> LookAheadStats:
         """Return what the pipeline did so far."""
         stall_seconds = self._depths.stall_seconds + sum(pool.cache.stall_seconds for pool in self._pools)
-        return self._depths.stats(self._depth.depth, self._known_bytes, stall_seconds)
+        uses_worker = self._worker is not None if self._trial is None else self._trial.uses_worker
+        return self._depths.stats(self._depth.depth, self._known_bytes, stall_seconds, uses_worker)
 
     # -- the schedule
 
@@ -174,11 +180,12 @@ class LookAheadPipeline:
     def _step(self, batches: Iterator[Any]) -> Iterator[Any]:
         """One step. The batch leaves the window and trains, those after it become resident beside it."""
         started, trains, number = time.perf_counter(), torch.is_grad_enabled(), self._num_begun
-        staged = self._begin(trains)
+        worker = self._worker if self._trial is None or self._trial.uses_worker else None
+        staged = self._begin(trains, plans=trains and worker is None)
         is_given = is_whole = False
         try:
-            if trains and self._worker is not None:
-                self._start(self._worker)
+            if trains and worker is not None:
+                self._start(worker)
             self._num_begun += 1
             is_given = True
             yield staged.on_device
@@ -201,7 +208,10 @@ class LookAheadPipeline:
                 else:
                     self._window.put_back(staged)  # for the next step
         if trains:
-            self._depth.add(time.perf_counter() - started, stall_seconds)
+            step_seconds = time.perf_counter() - started
+            self._depth.add(step_seconds, stall_seconds)
+            if self._trial is not None:
+                self._trial.add(step_seconds)
             self._depths.add(
                 known=None if self._intake.is_over else len(self._window),
                 resident=None if len(self._window) < self._depth.depth else self._num_resident,
@@ -230,11 +240,11 @@ class LookAheadPipeline:
             self._window.first.make_resident(critical_path=True)
         self._weigh()
 
-    def _begin(self, trains: bool) -> StagedBatch:
+    def _begin(self, trains: bool, plans: bool) -> StagedBatch:
         """Take the step's batch out of the window and hand out its inputs. On an exception it stays in the window."""
         staged = self._window.first
         staged.begin()
-        if trains and self._worker is None:
+        if plans:
             self._look_ahead(self._window.coming(1, self._depth.depth))
         self._inputs.backward.is_done = False
         self._inputs.step.begin(staged.inputs, trains)

@@ -11,7 +11,7 @@ class LookAheadStats:
 
     >>> depths = Depths()
     >>> depths.add(known=64, resident=1)
-    >>> depths.stats(prefetch_depth=1, known_bytes=2**20, stall_seconds=0.1).lookahead_min
+    >>> depths.stats(prefetch_depth=1, known_bytes=2**20, stall_seconds=0.1, uses_worker=True).lookahead_min
     64
 
     Attributes:
@@ -23,6 +23,7 @@ class LookAheadStats:
         prefetch_depth: batches that the pipeline now holds where they fit; the same on all ranks.
         known_bytes, max_known_bytes: memory of the batches that are known and not trained, now and at most, in bytes.
         stall_seconds: time that steps waited for rows.
+        uses_worker: a thread beside the training plans now.
     """
 
     steps: int
@@ -34,6 +35,7 @@ class LookAheadStats:
     known_bytes: int
     max_known_bytes: int
     stall_seconds: float
+    uses_worker: bool
 
 
 @dataclass
@@ -70,7 +72,7 @@ class Depths:
         self._known.add(known)
         self._resident.add(resident)
 
-    def stats(self, prefetch_depth: int, known_bytes: int, stall_seconds: float) -> LookAheadStats:
+    def stats(self, prefetch_depth: int, known_bytes: int, stall_seconds: float, uses_worker: bool) -> LookAheadStats:
         """Return the totals; the arguments are values of now."""
         return LookAheadStats(
             steps=self.steps,
@@ -82,4 +84,5 @@ class Depths:
             known_bytes=known_bytes,
             max_known_bytes=self.most_known_bytes,
             stall_seconds=stall_seconds,
+            uses_worker=uses_worker,
         )

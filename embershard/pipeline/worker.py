@@ -32,7 +32,7 @@ class CacheWorker:
         self.failure: Exception | None = None
         self.is_awaited = False
         threads = torch.get_num_threads()
-        self._thread.submit(torch.set_num_threads, 1).result()
+        self._thread.submit(_keep_to_one_core).result()
         torch.set_num_threads(threads)  # the call above also told MKL, which has one number for all threads
 
     def start(self, job: Callable[[], None]) -> None:
@@ -60,3 +60,15 @@ class CacheWorker:
         failure, self.failure = self.failure, None
         if failure is not None:
             raise failure
+
+
+def _keep_to_one_core() -> None:
+    """Let the calling thread's operations run in one thread.
+
+    A thread takes the process's number when it first asks for its own; after that, `set_num_threads` of another thread
+    does not change it. Without asking first, the number set here is lost, and the thread starts an OpenMP team. With
+    more OpenMP threads than cores, libgomp's barriers sleep where they would spin, in all threads, for good: a step of
+    20 ms takes 30 (docs/decisions/0022).
+    """
+    torch.get_num_threads()
+    torch.set_num_threads(1)

@@ -137,6 +137,7 @@ def look_ahead_totals(stats: LookAheadStats | None, ranks: Ranks) -> dict[str, A
         "prefetch_depth": per_rank[0].prefetch_depth,
         "max_known_bytes": over_ranks("max_known_bytes", max),
         "stall_seconds": over_ranks("stall_seconds", sum),
+        "uses_worker": per_rank[0].uses_worker,
     }
 
 

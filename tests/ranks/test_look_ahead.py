@@ -210,6 +210,16 @@ def test_a_batch_that_does_not_fit(two_ranks: RankPool, worker: bool) -> None:
 # -- timing
 
 
+def test_where_planning_runs_decides_nothing(two_ranks: RankPool) -> None:
+    """Beside the training, in its thread, or in turns as the trial has it: the same rows are filled and evicted."""
+    runs = [Run(8, 1, 3, worker=worker) for worker in (None, True, False)]
+    for tried, beside, inline in _check_all(two_ranks, Case(sharding="row_wise", steps=40), runs):
+        for other in (beside, inline):
+            for name in ("fills", "evictions", "write_backs", "late", "slots"):
+                assert getattr(tried, name) == getattr(other, name), name
+        assert (beside.pipeline.uses_worker, inline.pipeline.uses_worker) == (True, False)
+
+
 @pytest.mark.parametrize("worker", [True, False])
 @pytest.mark.parametrize("sequence", [True, False])
 def test_random_delays_in_every_stage(two_ranks: RankPool, worker: bool, sequence: bool) -> None:

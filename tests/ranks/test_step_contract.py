@@ -139,7 +139,7 @@ def test_an_update_that_ends_while_a_flush_copies_is_not_taken_for_written(one_r
 
 
 def test_one_batch_is_held_ahead_where_no_step_waits(two_ranks: RankPool) -> None:
-    case, run = Case(sharding="row_wise", steps=24, batch_size=8), Run(8, 3, 4, 0, True, adaptive=True)
+    case, run = Case(sharding="row_wise", steps=24, batch_size=8), Run(8, 3, 4, 0, True, adaptive=True, worker=True)
     for result in two_ranks.run(step_contract.depth_of, case, run, 0):
         assert result["different"] == []
         assert result["evictions"] > 300
@@ -147,7 +147,7 @@ def test_one_batch_is_held_ahead_where_no_step_waits(two_ranks: RankPool) -> Non
 
 
 def test_all_ranks_hold_more_where_one_of_them_waits(two_ranks: RankPool) -> None:
-    case, run = Case(sharding="row_wise", steps=44, batch_size=8), Run(8, 3, 4, 0, True, adaptive=True)
+    case, run = Case(sharding="row_wise", steps=44, batch_size=8), Run(8, 3, 4, 0, True, adaptive=True, worker=True)
     results = two_ranks.run(step_contract.depth_of, case, run, 40)
     assert results[0]["depths"] == results[1]["depths"]
     assert sorted(set(results[0]["depths"])) == [1, 2]

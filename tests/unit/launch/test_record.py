@@ -143,7 +143,7 @@ def test_closing_table_with_and_without_a_cache():
     }  # fmt: skip
     ahead = {
         "steps": 50, "lookahead_min": 60, "lookahead_mean": 63.5, "prefetch_min": 1, "prefetch_mean": 1.8,
-        "max_known_bytes": 2**20, "stall_seconds": 0.1,
+        "max_known_bytes": 2**20, "stall_seconds": 0.1, "uses_worker": True,
     }  # fmt: skip
     screen = io.StringIO()
     console = Console(file=screen, width=140)
