@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -35,11 +36,17 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 def _attributes(value: Any) -> dict[str, Any]:
     """Return an object's attributes: those in its `__dict__` and in the `__slots__` of its classes."""
-    fields = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
-    members = [vars(each).items() for each in type(value).__mro__]
-    slots = [name for each in members for name, member in each if isinstance(member, types.MemberDescriptorType)]
-    found = {name: getattr(value, name) for name in [*fields, *slots] if hasattr(value, name)}
+    cls: type = type(value)
+    found = {name: getattr(value, name) for name in _declared(cls) if hasattr(value, name)}
     return {**found, **getattr(value, "__dict__", {})}
+
+
+@functools.cache
+def _declared(cls: type) -> tuple[str, ...]:
+    fields = [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
+    members = [vars(each).items() for each in cls.__mro__]
+    slots = [name for each in members for name, member in each if isinstance(member, types.MemberDescriptorType)]
+    return (*fields, *slots)
 
 
 def tensor_bytes(value: Any) -> int:

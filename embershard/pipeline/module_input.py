@@ -35,7 +35,6 @@ class ModuleInput:
         self._tickets: dict[int, Ticket] = {}
         self._announced: Announced | None = None
         self.is_used = False
-        self.known_bytes = 0
 
     def send(self) -> None:
         """Send the ids, once the ranks know how many each of them sends. A second call does nothing."""
@@ -46,14 +45,17 @@ class ModuleInput:
         """Wait for the ids of this rank's tables. A second call does nothing."""
         if self._waiting is not None:
             self._received, self._waiting = self._waiting.wait(), None
-        self.known_bytes = tensor_bytes((self._received, self._context))
 
     def know(self) -> None:
         """Tell the caches when the batch's rows are used."""
         for number, (pool, features) in enumerate(pools_with_features(self._module, self._received)):
             self._known[number] = pool.know(features)
+
+    @property
+    def known_bytes(self) -> int:
+        """Memory of the ids and of their known uses, in bytes. Walks through all tensors: ask once."""
         known_bytes = sum(batch.num_bytes for batch in self._known.values() if batch is not None)
-        self.known_bytes = known_bytes + tensor_bytes((self._received, self._context))
+        return known_bytes + tensor_bytes((self._received, self._context))
 
     def make_resident(self, critical_path: bool) -> bool:
         """Bring the batch's rows to the device, as far as they fit beside those in use; return True when all are."""

@@ -6,6 +6,8 @@ import itertools
 from collections import deque
 from typing import Any
 
+import torch
+
 from embershard.pipeline.staged_batch import StagedBatch
 
 
@@ -22,6 +24,9 @@ class Window:
         self._batches: deque[StagedBatch] = deque()
         self._unknown: deque[StagedBatch] = deque()  # the newest of those
         self._arriving: deque[StagedBatch] = deque()
+        self._bytes: dict[StagedBatch, int] = {}
+        #: Memory of the batches and of their known uses, in bytes, as of when they became known.
+        self.known_bytes = 0
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -46,11 +51,6 @@ class Window:
         """The batch that was added last, as the iterator gave it; None when none is arriving."""
         return self._arriving[-1].batch if self._arriving else None
 
-    @property
-    def known_bytes(self) -> int:
-        """Memory of the batches and of their known uses, in bytes."""
-        return sum(staged.known_bytes for staged in self._batches)
-
     def coming(self, first: int, count: int) -> list[StagedBatch]:
         """Return up to `count` batches from place `first` on."""
         return list(itertools.islice(self._batches, first, first + count))
@@ -70,25 +70,38 @@ class Window:
         staged.receive()
         self._batches.append(self._arriving.popleft())
         self._unknown.append(staged)
+        if not torch.is_grad_enabled():  # else it is about to become known, and larger
+            self._weigh(staged)
 
     def know(self) -> None:
         """Tell the caches about every batch that they do not know yet."""
         while self._unknown:
-            self._unknown.popleft().know()
+            staged = self._unknown.popleft()
+            staged.know()
+            self._weigh(staged)
 
     def take_first(self) -> None:
         """Remove the batch of this step. If the caches do not know it, they need not: it is only evaluated."""
         staged = self._batches.popleft()
+        self.known_bytes -= self._bytes.pop(staged, 0)
         if self._unknown and self._unknown[0] is staged:
             self._unknown.popleft()
 
     def put_back(self, staged: StagedBatch) -> None:
         """Make a batch whose step did not begin the first one again."""
         self._batches.appendleft(staged)
+        self._weigh(staged)
 
     def clear(self) -> None:
         """Close and forget all batches: they will not train."""
         for staged in [*self._batches, *self._arriving]:
             staged.close()
-        for batches in (self._batches, self._unknown, self._arriving):
+        for batches in (self._batches, self._unknown, self._arriving, self._bytes):
             batches.clear()
+        self.known_bytes = 0
+
+    def _weigh(self, staged: StagedBatch) -> None:
+        """Count a batch's memory: one addition per batch, not one per batch and step."""
+        known_bytes = staged.known_bytes
+        self.known_bytes += known_bytes - self._bytes.get(staged, 0)
+        self._bytes[staged] = known_bytes
