@@ -48,6 +48,7 @@ from embershard.sharding.torchrec.feature_keys import PoolIds
 
 DENSE_ARCH = [512, 256, 64, 32]
 OVER_ARCH = [512, 512, 256, 1]
+FUSED_PARAMS = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.02, "eps": 1e-8}
 
 
 def main() -> None:
@@ -144,13 +145,12 @@ class LookAhead:
 
 def make_sharders(options: argparse.Namespace, profile: FrequencyProfile | None) -> dict[str, Any]:
     """Return a sharder for each variant."""
-    fused_params = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.02, "eps": 1e-8}
     cached = CacheConfig(ratio=options.ratio, policy=options.policy)
     ahead = CacheConfig(ratio=options.ratio, policy="lookahead")
     return {
-        "cached": CachedEmbeddingBagCollectionSharder(cached, profile, dict(fused_params)),
-        "look_ahead": CachedEmbeddingBagCollectionSharder(ahead, profile, dict(fused_params)),
-        "resident": StockEmbeddingBagCollectionSharder(fused_params=dict(fused_params)),
+        "cached": CachedEmbeddingBagCollectionSharder(cached, profile, dict(FUSED_PARAMS)),
+        "look_ahead": CachedEmbeddingBagCollectionSharder(ahead, profile, dict(FUSED_PARAMS)),
+        "resident": StockEmbeddingBagCollectionSharder(fused_params=dict(FUSED_PARAMS)),
     }
 
 

@@ -20,14 +20,13 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.models.dlrm import DLRM, DLRMTrain
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from benchmarks.step_overhead import make_embedding_step, make_step
+from benchmarks.step_overhead import DENSE_ARCH, FUSED_PARAMS, OVER_ARCH, make_embedding_step, make_step
 from embershard import (
     CacheConfig,
     CachedEmbeddingBagCollectionSharder,
@@ -43,7 +42,7 @@ Variant = Literal["resident", "cached", "inline", "look_ahead"]
 DENSE_PARTS: dict[str, tuple[list[int], list[int]]] = {
     "none": ([16], [16, 1]),  # trained by nobody: the step is that of the embeddings
     "quickstart": ([64, 32], [128, 64, 1]),
-    "dlrm": ([512, 256, 64], [512, 512, 256, 1]),
+    "dlrm": (DENSE_ARCH[:-1], OVER_ARCH),
 }
 DENSE_FEATURES = 13
 
@@ -145,7 +144,7 @@ def build(settings: Settings, rows: dict[str, int]) -> DistributedModelParallel:
         EmbeddingBagCollection(tables, device=torch.device("meta")), DENSE_FEATURES, [*bottom, settings.dim], top
     )
     model = DLRMTrain(dlrm)
-    fused_params = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.02, "eps": 1e-8}
+    fused_params = dict(FUSED_PARAMS)
     if settings.variant == "resident":
         sharder = StockEmbeddingBagCollectionSharder(fused_params=fused_params)
     else:
