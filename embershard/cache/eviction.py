@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from embershard.cache import loops
 from embershard.cache.slot_state import SlotState
 
 _QUEUE_SHARE = 8  # a refill ranks the lowest eighth of the slots
@@ -15,8 +19,7 @@ _SAMPLE = 4096
 _NEVER = torch.iinfo(torch.int64).max
 # The rank of a row without a known use: the bits of its score above the number of its last batch. Rows with a known use
 # rank behind every finite score, the furthest use first.
-_KNOWN_USE = 0x7F800001 << 32
-_LAST_BATCH = 2**31
+_KNOWN_USE, _LAST_BATCH = loops.KNOWN_USE, loops.LAST_BATCH
 _NONE_KNOWN_USE = torch.iinfo(torch.int32).max
 
 
@@ -35,12 +38,15 @@ class _Ranked:
     def select(self, which: Tensor) -> _Ranked:
         return self._each(lambda column: column.index_select(0, which))
 
-    def join(self, other: _Ranked) -> _Ranked:
-        next_uses = None
-        if self.next_uses is not None and other.next_uses is not None:
-            next_uses = torch.cat([self.next_uses, other.next_uses])
-        slots, stamps = torch.cat([self.slots, other.slots]), torch.cat([self.stamps, other.stamps])
-        return _Ranked(slots, stamps, torch.cat([self.ranks, other.ranks]), next_uses)
+    def join(self, *others: _Ranked) -> _Ranked:
+        columns = zip(*((part.slots, part.stamps, part.ranks) for part in (self, *others)), strict=True)
+        next_uses = [part.next_uses for part in (self, *others) if part.next_uses is not None]
+        return _Ranked(*(torch.cat(column) for column in columns), torch.cat(next_uses) if next_uses else None)
+
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        """Return the columns of slots with next uses, for compiled loops."""
+        assert self.next_uses is not None, "ranked without next uses"
+        return tuple(column.numpy() for column in (self.slots, self.stamps, self.ranks, self.next_uses))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> _Ranked:
         next_uses = None if self.next_uses is None else change(self.next_uses)
@@ -60,13 +66,13 @@ class VictimQueue:
     def __init__(self, state: SlotState) -> None:
         self._map, self._scores, self._next_use_index = state.map, state.scores, state.next_use_index
         self._num_pinned_slots = state.num_pinned
+        none = torch.empty(0, dtype=torch.int64, device=self._map.device)
+        self._none = _Ranked(none, none, none, None if self._next_use_index is None else none.int())
         self.clear()
 
     def clear(self) -> None:
         """Forget the ranking."""
-        none = torch.empty(0, dtype=torch.int64, device=self._map.device)
-        self._queue = _Ranked(none, none, none, None if self._next_use_index is None else none.int())
-        self._cursor = 0
+        self._queue, self._cursor = self._none, 0
         self._offered: list[tuple[int, _Ranked]] = []  # with the batch that used them
         self._set_worst(-1)
 
@@ -85,15 +91,29 @@ class VictimQueue:
     def offer(self, slots: Tensor, next_uses: Tensor, batch: int) -> None:
         """Consider `slots` (int64 [M], distinct) that `batch` used, with their rows' next uses (int32 [M], 0: none)."""
         self._offered = [part for part in self._offered if part[0] != batch]  # offered by a refill for this batch
-        worth = ((next_uses == 0) | (next_uses >= self._worst_next_use)).nonzero().flatten()
-        if self._worst < 0 or not worth.numel():
+        if self._worst < 0:
             return
-        ranked = self._rank(slots.index_select(0, worth))
-        better = (ranked.ranks <= self._worst).nonzero().flatten()
-        if better.numel():
-            self._offered.append((batch, ranked.select(better)))
+        better = (self._better_in_loop if slots.is_cpu else self._better)(slots, next_uses)
+        if better.slots.numel():
+            self._offered.append((batch, better))
         if sum(part.slots.numel() for _, part in self._offered) > self._map.num_used // 2:
             self.clear()  # nearly everything passes the bound, so it is out of date
+
+    def _better(self, slots: Tensor, next_uses: Tensor) -> _Ranked:
+        """Return those of `slots` that rank among the ranked ones; arguments as for `offer`."""
+        worth = ((next_uses == 0) | (next_uses >= self._worst_next_use)).nonzero().flatten()
+        ranked = self._rank(slots.index_select(0, worth))
+        return ranked.select((ranked.ranks <= self._worst).nonzero().flatten())
+
+    def _better_in_loop(self, slots: Tensor, next_uses: Tensor) -> _Ranked:
+        better = _Ranked(*torch.empty(3, slots.numel(), dtype=torch.int64), torch.empty_like(next_uses))
+        bounds, state = (self._worst, self._worst_next_use), (self._map.use_stamp.numpy(), self._score_bits())
+        return better.window(0, loops.offer(slots.numpy(), next_uses.numpy(), *bounds, *state, *better.arrays()))
+
+    def _score_bits(self) -> loops.Int32s:
+        """The bits of every slot's score, which order like the non-negative scores: [S + 1]; empty without scores."""
+        scores = self._scores.of_slots()
+        return np.empty(0, np.int32) if scores is None else scores.numpy().view(np.int32)
 
     def _take_first(self, count: int, oldest_pinned: int) -> Tensor:
         window, usable = self._next_usable(count, oldest_pinned)
@@ -116,6 +136,29 @@ class VictimQueue:
         """Take the lowest ranks of the queue and of the slots offered since the refill, together."""
         ready = [part for batch, part in self._offered if batch < oldest_pinned]
         pinned = [(batch, part) for batch, part in self._offered if batch >= oldest_pinned]
+        take = self._lowest_in_loop if self._map.device.type == "cpu" else self._lowest
+        victims, passed, waiting = take(count, oldest_pinned, ready)
+        self._cursor += passed
+        waiting = self._trim(waiting, 2 * count)
+        self._offered = [(0, waiting), *pinned] if waiting.slots.numel() else pinned
+        return victims
+
+    def _lowest_in_loop(
+        self, count: int, oldest_pinned: int, ready: list[_Ranked]
+    ) -> tuple[Tensor, int, _Ranked]:
+        """Do what `_lowest` does."""
+        queue, offered = self._queue.window(self._cursor, self._queue.slots.numel()), self._none.join(*ready)
+        assert self._next_use_index is not None, "without next uses the queue's order is final"
+        state = (self._map.use_stamp.numpy(), self._next_use_index.next_use.numpy(), self._score_bits())
+        limits = (count, oldest_pinned, self._worst)
+        victims, passed, *waiting = loops.take_lowest(*queue.arrays(), *offered.arrays()[:2], *limits, *state)
+        return torch.from_numpy(victims), passed, _Ranked(*(torch.from_numpy(each) for each in waiting))
+
+    def _lowest(
+        self, count: int, oldest_pinned: int, ready: list[_Ranked]
+    ) -> tuple[Tensor, int, _Ranked]:
+        """Return the `count` lowest slots of the queue and of `ready`, which were offered; how many entries of the queue
+        are done with; and the slots that stay offered."""
         window, usable = self._next_usable(count, oldest_pinned)
         queued = usable.numel()
         again, places = self._rank_again(window, usable, ready, oldest_pinned)
@@ -131,12 +174,9 @@ class VictimQueue:
         left = torch.ones(total, dtype=torch.bool, device=candidates.slots.device).scatter_(0, chosen, False)
         first_left = left[:queued].nonzero().flatten()[:1]
         passed = int(usable[first_left]) if first_left.numel() else window.slots.numel()
-        self._cursor += passed
         # Entries of the window from `passed` on are still in the queue.
         waiting = again.select((left[queued:] & (places < passed)).nonzero().flatten())
-        waiting = self._trim(waiting, 2 * count)
-        self._offered = [(0, waiting), *pinned] if waiting.slots.numel() else pinned
-        return candidates.slots.index_select(0, chosen)
+        return candidates.slots.index_select(0, chosen), passed, waiting
 
     def _trim(self, waiting: _Ranked, enough: int) -> _Ranked:
         """Keep the best `enough` of many offered slots, and end the ranking at the worst of these."""

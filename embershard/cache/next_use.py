@@ -15,13 +15,16 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from embershard.cache import loops
+from embershard.cache.pinned_tables import OtherTables
 from embershard.cache.rows import memory
 from embershard.cache.slot_map import SlotMap
 
-_WRAP = 2**30  # use numbers run from 1 to this and start again
+_WRAP = loops.WRAP  # use numbers run from 1 to this and start again
 _LEAST_CHAIN = 1024
 
 
@@ -59,6 +62,9 @@ class KnownBatch:
 class NextUseIndex:
     """Next known use of the row in every slot.
 
+    Args:
+        tables: those whose rows have next uses; None: all.
+
     Attributes:
         next_use: int32 [S + 1], number of the known batch that uses the slot's row next; 0: no known use.
 
@@ -69,8 +75,8 @@ class NextUseIndex:
     [(1, 2), (2, 0)]
     """
 
-    def __init__(self, slot_map: SlotMap) -> None:
-        self._map = slot_map
+    def __init__(self, slot_map: SlotMap, tables: OtherTables | None = None) -> None:
+        self._map, self._tables = slot_map, tables
         self.next_use = torch.zeros(slot_map.num_slots + 1, dtype=torch.int32, device=slot_map.device)
         self._last_use = self.next_use.clone()  # number of the last known use of the slot's row
         self._known: deque[KnownBatch] = deque()
@@ -89,14 +95,36 @@ class NextUseIndex:
         """Memory of the chains, in bytes: at most four times the need at the time a batch last became known."""
         return self._next_batch.nbytes
 
-    def know(self, keys: Tensor, positions: Tensor | None = None) -> KnownBatch:
+    def know(self, keys: Tensor, feature_lengths: Tensor | None = None) -> KnownBatch:
         """Append a batch to the known ones.
 
         Args:
             keys: int64 [N].
-            positions: int32 [N] of the keys in their batch; None if the keys are the whole batch.
+            feature_lengths: int64 [F], ids per feature; None only without `tables`.
         """
         self._newest += 1
+        if self._map.array is not None:
+            batch = self._know_in_loop(self._map.array, keys, feature_lengths)
+        else:
+            positions = None
+            if self._tables is not None:
+                keys, positions = self._tables.select(keys, self._map)
+            batch = self._know(keys, positions)
+        self._known.append(batch)
+        return batch
+
+    def _know_in_loop(self, entries: loops.Int32s, keys: Tensor, feature_lengths: Tensor | None) -> KnownBatch:
+        lengths = np.array([keys.numel()]) if feature_lengths is None else feature_lengths.numpy()
+        takes_part = np.ones(lengths.size, np.bool_) if self._tables is None else self._tables.features.numpy()
+        count = int(lengths[takes_part].sum())
+        first_use = self._reserve(count)
+        uses, positions = torch.empty(2, count, dtype=torch.int32)
+        state = (entries, self.next_use.numpy(), self._last_use.numpy(), self._next_batch.numpy())
+        found = (uses.numpy(), positions.numpy())
+        num_rows = loops.know(keys.numpy(), lengths, takes_part, *state, first_use, self._newest, *found)
+        return KnownBatch(self._newest, first_use, uses[count - num_rows :].clone(), positions[count - num_rows :].clone())
+
+    def _know(self, keys: Tensor, positions: Tensor | None) -> KnownBatch:
         first_use, count = self._reserve(keys.numel()), keys.numel()
         uses = self._numbers(first_use, torch.arange(count, dtype=torch.int32, device=keys.device))
         entries = self._map.entries(keys)
@@ -117,9 +145,7 @@ class NextUseIndex:
             kept.scatter_(0, absent, self._map.entries(absent_keys) == traces)
         chosen = kept.nonzero().flatten().int()
         places = chosen if positions is None else positions.index_select(0, chosen)
-        batch = KnownBatch(self._newest, first_use, chosen, places)
-        self._known.append(batch)
-        return batch
+        return KnownBatch(self._newest, first_use, chosen, places)
 
     def arrive(self, batch: KnownBatch, slots: Tensor) -> tuple[Tensor, Tensor] | None:
         """Remove the oldest known batch, which was prepared; its ids are in `slots` (int64 [N]).
@@ -131,6 +157,12 @@ class NextUseIndex:
         if not self._is_oldest(batch):
             return None
         self._known.popleft()
+        if slots.is_cpu:
+            distinct, following = slots.new_empty(batch.num_rows), torch.empty_like(batch.uses)
+            state = (self._next_batch.numpy(), self.next_use.numpy(), self._last_use.numpy())
+            ids = (slots.numpy(), batch.uses.numpy(), batch.positions.numpy(), batch.first_use)
+            loops.arrive(*ids, *state, distinct.numpy(), following.numpy())
+            return distinct, following
         distinct = slots.index_select(0, batch.positions)
         following = self._following(batch)
         self._advance(distinct, following)
@@ -154,11 +186,15 @@ class NextUseIndex:
 
     def admit(self, keys: Tensor, slots: Tensor) -> None:
         """Take over the traces of `keys`, about to be bound to `slots` (both int64 [M]), while the map has them."""
-        last = -self._map.entries(keys)
-        self._last_use.scatter_(0, slots, last)
         # A trace gives only the last of a row's known uses. The safe guess at the next one is the oldest known batch;
         # if that batch is the one being prepared, `arrive` replaces the guess.
         soon = self._known[0].number if self._known else 0
+        if self._map.array is not None:
+            state = (self._map.array, self.next_use.numpy(), self._last_use.numpy())
+            loops.admit(keys.numpy(), slots.numpy(), *state, soon)
+            return
+        last = -self._map.entries(keys)
+        self._last_use.scatter_(0, slots, last)
         self.next_use.scatter_(0, slots, (last > 0).int() * soon)
 
     def forget(self) -> None:

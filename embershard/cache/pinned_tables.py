@@ -35,28 +35,20 @@ class OtherTables:
         row_offsets: first key of each table of the pool.
         table_of_feature: for each feature, the number of its table.
         pinned_keys: int64 [K], all rows of the pinned tables, in slots 1 to K.
+
+    Attributes:
+        features: bool [F], True for those whose table is not pinned.
     """
 
     def __init__(self, row_offsets: Sequence[int], table_of_feature: Sequence[int], pinned_keys: Tensor) -> None:
-        are_pinned = torch.isin(torch.tensor(row_offsets, dtype=torch.int64), pinned_keys).tolist()
-        self._features = [f for f, table in enumerate(table_of_feature) if not are_pinned[table]]
+        are_pinned = torch.isin(torch.tensor(row_offsets, dtype=torch.int64), pinned_keys)
+        self.features = ~are_pinned[torch.tensor(table_of_feature, dtype=torch.int64)]
         self._num_pinned = pinned_keys.numel()
 
-    def select(self, keys: Tensor, feature_lengths: Tensor, slot_map: SlotMap) -> tuple[Tensor, Tensor | None]:
-        """Return the keys of tables that are not pinned, and their positions in the batch (int32; None: all).
-
-        Args:
-            keys: int64 [N].
-            feature_lengths: int64 [F], ids per feature.
-        """
-        if len(self._features) == feature_lengths.numel():
+    def select(self, keys: Tensor, slot_map: SlotMap) -> tuple[Tensor, Tensor | None]:
+        """Return those of `keys` (int64 [N]) that are not pinned, and their positions (int32; None: all)."""
+        if not self._num_pinned:
             return keys, None
-        if not keys.is_cpu:
-            entries = slot_map.entries(keys)  # below 1: not cached, so not pinned
-            positions = ((entries < 1) | (entries > self._num_pinned)).nonzero().flatten().int()
-            return keys.index_select(0, positions), positions
-        ends = feature_lengths.cumsum(0).tolist()
-        bounds = [(ends[feature - 1] if feature else 0, ends[feature]) for feature in self._features]
-        none = [torch.empty(0, dtype=torch.int32)]
-        places = torch.cat(none + [torch.arange(*bound, dtype=torch.int32) for bound in bounds])
-        return torch.cat([keys[:0], *(keys[start:end] for start, end in bounds)]), places
+        entries = slot_map.entries(keys)  # below 1: not cached, so not pinned
+        positions = ((entries < 1) | (entries > self._num_pinned)).nonzero().flatten().int()
+        return keys.index_select(0, positions), positions

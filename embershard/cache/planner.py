@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from embershard.cache import loops
 from embershard.cache.eviction import VictimQueue
 from embershard.cache.next_use import KnownBatch
-from embershard.cache.slot_map import NULL_SLOT
 from embershard.cache.slot_state import SlotState
 
 
@@ -98,13 +98,10 @@ class CachePlanner:
         if self._is_open:
             self._queue.clear()  # the earlier plan's victims are still cached, but no longer in the queue
         self._is_open = True
-        slots = self._map.lookup(keys)
-        first_hits = self._map.touch(slots, batch)
-        missed = (slots == NULL_SLOT).nonzero().flatten()
+        slots, first_hits, missed = self._map.find(keys, batch)
         if not missed.numel():
             return CachePlan(batch, slots, missed, missed, missed, missed, missed, missed, first_hits, missed)
-        first_hits.scatter_(0, missed, False)
-        fill_keys, inverse = keys.index_select(0, missed).unique(return_inverse=True)
+        fill_keys, inverse = _distinct(keys.index_select(0, missed))
         victims = self._choose_victims(fill_keys.numel(), oldest_pinned)
         num_missing = fill_keys.numel() - self._map.num_free - victims.numel()
         if num_missing > 0:
@@ -140,7 +137,7 @@ class CachePlanner:
         """
         self._map.claim(plan.fill_slots.numel() - plan.evicted_slots.numel())
         self.state.admit(plan.fill_keys, plan.fill_slots, plan.batch)
-        self._scores.used(plan.slots)
+        self._scores.used(plan.slots, plan.first_hits, plan.fill_slots)
         if known is not None:
             assert self._next_use_index is not None, "only an index of next uses knows batches"
             arrived = self._next_use_index.arrive(known, plan.slots)
@@ -160,3 +157,12 @@ class CachePlanner:
         if needed <= 0:
             return torch.empty(0, dtype=torch.int64, device=self._map.device)
         return self._queue.pop(needed, oldest_pinned)
+
+
+def _distinct(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the distinct `keys` (int64 [M]) in ascending order, and for each key its number among them: int64 [M]."""
+    if not keys.is_cpu:
+        return keys.unique(return_inverse=True)
+    inverse = torch.empty_like(keys)
+    array = keys.numpy()
+    return keys[: loops.distinct(array, array.argsort(), inverse.numpy())], inverse

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from embershard.cache import loops
 from embershard.cache.config import CachePolicy, TransferKind
 from embershard.cache.rows import memory
 from embershard.cache.rows.choose_transfer import scores_transfer_maker
@@ -38,8 +39,8 @@ class SlotScores:
         """Return the score of every row for the warm-up, float32 [R] in host memory; None without scores."""
         return None
 
-    def used(self, slots: Tensor) -> None:
-        """Count a batch that used these slots (int64 [N], with repeats)."""
+    def used(self, slots: Tensor, first_hits: Tensor, fill_slots: Tensor) -> None:
+        """Count a batch that used `slots` (int64 [N], with repeats): see `CachePlan`."""
 
     def admit(self, keys: Tensor, slots: Tensor) -> None:
         """Fetch the scores of rows that were just bound to these slots."""
@@ -126,9 +127,13 @@ class LfuScores(FrequencyScores):
         self._decay = decay
         self._weight = 1.0
 
-    def used(self, slots: Tensor) -> None:
-        # Repeats of a slot all read the old count and write the same new one: one use per batch, without `unique`.
-        self._slot_scores.scatter_(0, slots, self._slot_scores.gather(0, slots).add_(self._weight))
+    def used(self, slots: Tensor, first_hits: Tensor, fill_slots: Tensor) -> None:
+        scores = self._slot_scores
+        if scores.is_cpu:
+            arrays = (slots.numpy(), first_hits.numpy(), fill_slots.numpy())
+            loops.count_uses(scores.numpy(), *arrays, self._weight)
+        else:  # repeats of a slot all read the old count and write the same new one: one use per batch
+            scores.scatter_(0, slots, scores.gather(0, slots).add_(self._weight))
         if self._decay is not None:
             self._weight /= self._decay
             if self._weight > _RESCALE_AT:
@@ -156,7 +161,8 @@ def make_scores(
         transfer: the pool's transfer of rows.
 
     >>> scores = make_scores(CachePolicy("lfu"), num_rows=9, num_slots=3, device=torch.device("cpu"))
-    >>> scores.used(torch.tensor([1, 1, 2]))  # slots of one batch
+    >>> slots, first_hits = torch.tensor([1, 1, 2]), torch.tensor([True, False, True])
+    >>> scores.used(slots, first_hits, fill_slots=slots[:0])
     >>> scores.of_slots().tolist()
     [0.0, 1.0, 1.0, 0.0]
     """

@@ -101,11 +101,11 @@ class RowCache:
         pinned_keys = torch.empty(0, dtype=torch.int64) if pinned_keys is None else pinned_keys
         self._num_pinned = pinned_keys.numel()
         self._map = SlotMap(host.num_rows, num_slots, device, kind)
-        self.next_use_index = NextUseIndex(self._map) if policy.by_next_use else None
+        others = OtherTables(host.row_offsets, table_of_feature, pinned_keys)
+        self.next_use_index = NextUseIndex(self._map, others) if policy.by_next_use else None
         scores = make_scores(policy, host.num_rows, num_slots, device, row_counts, transfer)
         self.state = state = SlotState(self._map, scores, self.next_use_index, self._num_pinned)
         self._planner = CachePlanner(state)
-        self._other_tables = OtherTables(host.row_offsets, table_of_feature, pinned_keys)
         self.counters = counters = CacheCounters(host.row_offsets, table_of_feature, device)
         self._overflow = overflow
         self._in_flight = in_flight = InFlight()
@@ -135,9 +135,8 @@ class RowCache:
         started = time.perf_counter()
         self._check()
         self._rows.warm_up()
-        keys, positions = self._other_tables.select(keys, feature_lengths, self._map)
         with self._guard.change("adding a known batch"):
-            known = self.next_use_index.know(keys, positions)
+            known = self.next_use_index.know(keys, feature_lengths)
         self.counters.seconds += time.perf_counter() - started
         return known
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from embershard.cache import loops
 from embershard.cache.key_map import ArrayKeyMap, HashedKeyMap, KeyMap, MapKind
 from embershard.cache.rows import memory
 from embershard.errors import CacheError
@@ -36,6 +37,7 @@ class SlotMap:
         kind: of the map over the keys.
 
     Attributes:
+        array: int32 [R], the entries by key for compiled loops (`loops.py`); None on a GPU and if the map is hashed.
         key_of_slot: int32 [S + 1]; -1 when free.
         use_stamp: int64 [S + 1]; high half: the last batch that used the slot (0: none yet).
         num_used: slots 1..num_used hold rows, except those that a failed copy left empty.
@@ -61,6 +63,8 @@ class SlotMap:
         self._entries: KeyMap = (
             HashedKeyMap(num_keys, num_slots, self.device) if kind == "hashed" else ArrayKeyMap(num_keys, self.device)
         )
+        is_looped = kind == "array" and self.device.type == "cpu"
+        self.array: loops.Int32s | None = self._entries.dense().numpy() if is_looped else None
         self.key_of_slot = torch.full((num_slots + 1,), _FREE, dtype=torch.int32, device=device)
         self.use_stamp = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self.num_used = 0
@@ -103,16 +107,37 @@ class SlotMap:
         """Remove all traces."""
         self._entries.clear_negative()
 
-    def touch(self, slots: Tensor, batch: int) -> Tensor:
-        """Stamp `slots` (int64 [N]) as used by `batch`; return bool [N], True once per distinct slot.
+    def find(self, keys: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Look up a batch's keys and stamp the slots found as used by `batch`.
 
-        Every position writes its own stamp and reads the slot's stamp back: of several positions that share a slot, any
-        one wins. This counts distinct slots without sorting the batch.
+        Every position writes its own stamp: of several positions that share a slot, one wins. This counts distinct
+        slots without sorting the batch.
+
+        Args:
+            keys: int64 [N].
+
+        Returns:
+            Slots int64 [N], `NULL_SLOT` where a key is not cached; bool [N], True once per distinct slot found; and the
+            positions of the keys that are not cached, int64 [?], ascending.
         """
         first = batch << _BATCH_SHIFT
+        if self.array is not None:
+            return self._find_in_loop(self.array, keys, first)
+        slots = self.lookup(keys)
         stamps = torch.arange(first, first + slots.numel(), dtype=torch.int64, device=self.device)
         self.use_stamp.scatter_(0, slots, stamps)
-        return self.use_stamp.gather(0, slots) == stamps
+        first_hits = self.use_stamp.gather(0, slots) == stamps
+        missed = (slots == NULL_SLOT).nonzero().flatten()
+        return slots, first_hits.index_fill_(0, missed, False), missed
+
+    def _find_in_loop(self, entries: loops.Int32s, keys: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
+        slots, missed = torch.empty_like(keys), torch.empty_like(keys)
+        first_hits = torch.empty(keys.shape, dtype=torch.bool)
+        arrays = (keys.numpy(), entries, self.use_stamp.numpy(), first)
+        num_missed = loops.find(*arrays, slots.numpy(), first_hits.numpy(), missed.numpy())
+        if num_missed < 0:
+            raise IndexError(f"key {int(keys[-1 - num_missed])}, needed 0 to {entries.size - 1}")
+        return slots, first_hits, missed[keys.numel() - num_missed :]
 
     def last_batch(self, slots: Tensor) -> Tensor:
         """Return the last batch that used each of `slots`: int64, same shape; 0 for none."""
@@ -149,6 +174,10 @@ class SlotMap:
 
     def bind(self, keys: Tensor, slots: Tensor, batch: int) -> None:
         """Bind `keys` to `slots` (both int64 [M], distinct), used by `batch`."""
+        if self.array is not None:
+            places = (self.array, self.key_of_slot.numpy(), self.use_stamp.numpy())
+            loops.bind(keys.numpy(), slots.numpy(), *places, batch << _BATCH_SHIFT)
+            return
         self._entries.put(keys, slots.int())
         self.key_of_slot.scatter_(0, slots, keys.int())
         self.use_stamp.scatter_(0, slots, batch << _BATCH_SHIFT)

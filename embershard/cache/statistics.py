@@ -10,6 +10,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from embershard.cache import loops
 from embershard.cache.planner import CachePlan
 from embershard.cache.report import CacheReport
 
@@ -94,6 +95,9 @@ class CacheCounters:
 
     def add_plan(self, plan: CachePlan, feature_lengths: Tensor, critical_path: bool) -> None:
         """Count a planned batch; `feature_lengths` int64 [F] splits its N ids by feature."""
+        if self.values.is_cpu:
+            self._add_plan_in_loop(plan, feature_lengths, critical_path)
+            return
         self._add_by_feature(Counter.LOOKUPS, feature_lengths)
         if not plan.slots.numel():
             return
@@ -110,6 +114,11 @@ class CacheCounters:
             self.values[:, Counter.EVICTIONS] += evictions
             all_dirty = plan.write_back_keys is plan.evicted_keys
             self.values[:, Counter.WRITE_BACKS] += evictions if all_dirty else self._by_table(plan.write_back_keys)
+
+    def _add_plan_in_loop(self, plan: CachePlan, feature_lengths: Tensor, critical_path: bool) -> None:
+        tensors = (plan.first_hits, plan.missed, plan.fill_keys, plan.evicted_keys, plan.write_back_keys)
+        places = (self._table_of_feature.numpy(), feature_lengths.numpy(), self._ends.numpy())
+        loops.count_plan(self.values.numpy(), *places, *(each.numpy() for each in tensors), critical_path)
 
     def add_rows(self, counter: Counter, keys: Tensor) -> None:
         """Add one per key to its table's `counter`."""
@@ -133,8 +142,6 @@ class CacheCounters:
 
 def _true_by_feature(mask: Tensor, lengths: Tensor) -> Tensor:
     """Count the True values of `mask` (bool [N]) in consecutive runs of `lengths`: int64 [F]."""
-    if lengths.is_cpu and int(lengths.max()) * lengths.numel() == mask.numel():
-        return mask.view(lengths.numel(), -1).sum(1)
     ends = lengths.cumsum(0)
     running = torch.nn.functional.pad(mask.cumsum(0), (1, 0))
     return running[ends] - running[ends - lengths]
