@@ -66,6 +66,7 @@ class VictimQueue:
     def __init__(self, state: SlotState) -> None:
         self._map, self._scores, self._next_use_index = state.map, state.scores, state.next_use_index
         self._num_pinned_slots = state.num_pinned
+        self._is_looped = self._map.device.type == "cpu"
         none = torch.empty(0, dtype=torch.int64, device=self._map.device)
         self._none = _Ranked(none, none, none, None if self._next_use_index is None else none.int())
         self.clear()
@@ -93,7 +94,7 @@ class VictimQueue:
         self._offered = [part for part in self._offered if part[0] != batch]  # offered by a refill for this batch
         if self._worst < 0:
             return
-        better = (self._better_in_loop if slots.is_cpu else self._better)(slots, next_uses)
+        better = (self._better_in_loop if self._is_looped else self._better)(slots, next_uses)
         if better.slots.numel():
             self._offered.append((batch, better))
         if sum(part.slots.numel() for _, part in self._offered) > self._map.num_used // 2:
@@ -109,6 +110,10 @@ class VictimQueue:
         better = _Ranked(*torch.empty(3, slots.numel(), dtype=torch.int64), torch.empty_like(next_uses))
         bounds, state = (self._worst, self._worst_next_use), (self._map.use_stamp.numpy(), self._score_bits())
         return better.window(0, loops.offer(slots.numpy(), next_uses.numpy(), *bounds, *state, *better.arrays()))
+
+    def _next_uses(self) -> loops.Int32s:
+        index = self._next_use_index
+        return np.empty(0, np.int32) if index is None else index.next_use.numpy()
 
     def _score_bits(self) -> loops.Int32s:
         """The bits of every slot's score, which order like the non-negative scores: [S + 1]; empty without scores."""
@@ -136,7 +141,7 @@ class VictimQueue:
         """Take the lowest ranks of the queue and of the slots offered since the refill, together."""
         ready = [part for batch, part in self._offered if batch < oldest_pinned]
         pinned = [(batch, part) for batch, part in self._offered if batch >= oldest_pinned]
-        take = self._lowest_in_loop if self._map.device.type == "cpu" else self._lowest
+        take = self._lowest_in_loop if self._is_looped else self._lowest
         victims, passed, waiting = take(count, oldest_pinned, ready)
         self._cursor += passed
         waiting = self._trim(waiting, 2 * count)
@@ -148,8 +153,7 @@ class VictimQueue:
     ) -> tuple[Tensor, int, _Ranked]:
         """Do what `_lowest` does."""
         queue, offered = self._queue.window(self._cursor, self._queue.slots.numel()), self._none.join(*ready)
-        assert self._next_use_index is not None, "without next uses the queue's order is final"
-        state = (self._map.use_stamp.numpy(), self._next_use_index.next_use.numpy(), self._score_bits())
+        state = (self._map.use_stamp.numpy(), self._next_uses(), self._score_bits())
         limits = (count, oldest_pinned, self._worst)
         victims, passed, *waiting = loops.take_lowest(*queue.arrays(), *offered.arrays()[:2], *limits, *state)
         return torch.from_numpy(victims), passed, _Ranked(*(torch.from_numpy(each) for each in waiting))
@@ -241,21 +245,45 @@ class VictimQueue:
         return _Ranked(ranked_slots, stamps, ranks, next_uses)
 
     def _refill(self, least: int, oldest_pinned: int) -> None:
+        """Rank the lowest slots again, at least `least`, if so many may be evicted."""
+        about = max(least, self._map.num_used // _QUEUE_SHARE)
+        rank = self._lowest_ranks_in_loop if self._is_looped else self._lowest_ranks
+        self._queue, pinned = rank(least, about, oldest_pinned)
+        self._cursor, self._offered = 0, []
+        if self._next_use_index is not None and self._queue.slots.numel():
+            self._set_worst(int(self._queue.ranks[-1]))
+            self._offer_pinned(pinned.select((pinned.ranks <= self._worst).nonzero().flatten()))
+
+    def _lowest_ranks_in_loop(self, least: int, about: int, oldest_pinned: int) -> tuple[_Ranked, _Ranked]:
+        """Do what `_lowest_ranks` does."""
+        num_used, bound = self._map.num_used, _NEVER - 1
+        ends = (num_used + 1, self._num_pinned_slots, oldest_pinned)
+        state = (self._map.use_stamp.numpy(), self._next_uses(), self._score_bits(), *ends)
+        if num_used > _SAMPLE and 2 * about < num_used:
+            stride = num_used // _SAMPLE
+            sample = np.sort(loops.lowest_ranks(*state, bound, stride)[1])
+            size = -(-num_used // stride)
+            bound = min([bound, *sample[size * about // num_used + size // 64 :][:1].tolist()])
+        slots, ranks, pinned = loops.lowest_ranks(*state, bound, 1)
+        if slots.size < least:  # an unlucky sample
+            slots, ranks, pinned = loops.lowest_ranks(*state, _NEVER - 1, 1)
+        order = ranks.argsort()
+        loops.settle_ties(order, ranks)
+        return self._rank(torch.from_numpy(slots[order[:about]])), self._rank(torch.from_numpy(pinned))
+
+    def _lowest_ranks(self, least: int, about: int, oldest_pinned: int) -> tuple[_Ranked, _Ranked]:
+        """Return the `about` lowest slots that may be evicted, ascending by rank and slot, fewer if there are not so
+        many, but `least` if possible; and slots in flight, among them all of a rank that low."""
         ranked = self._rank()
         pinned = ranked.stamps >> 32 >= oldest_pinned
         pinned[: self._num_pinned_slots] = True
         ranks = ranked.ranks.masked_fill(pinned, _NEVER)
-        order = _lowest(ranks, least, max(least, self._map.num_used // _QUEUE_SHARE))
-        self._queue, self._cursor, self._offered = ranked.select(order), 0, []
-        if self._next_use_index is not None and order.numel():
-            self._set_worst(int(self._queue.ranks[-1]))
-            self._offer_pinned(ranked, pinned & (ranked.ranks <= self._worst))
+        pinned[: self._num_pinned_slots] = False
+        pinned &= ranked.stamps != _NEVER  # empty
+        return ranked.select(_lowest(ranks, least, about)), ranked.select(pinned.nonzero().flatten())
 
-    def _offer_pinned(self, ranked: _Ranked, which: Tensor) -> None:
+    def _offer_pinned(self, waiting: _Ranked) -> None:
         """Offer slots of batches in flight, which may be evicted once these are released."""
-        which[: self._num_pinned_slots] = False
-        which &= ranked.stamps != _NEVER  # empty
-        waiting = ranked.select(which.nonzero().flatten())
         batches = waiting.stamps >> 32
         for batch in batches.unique().tolist():
             self._offered.append((batch, waiting.select((batches == batch).nonzero().flatten())))

@@ -28,6 +28,7 @@ _Loop = TypeVar("_Loop", bound=Callable[..., Any])
 
 WRAP = 2**30  # of use numbers
 _BATCH_SHIFT = 32
+_BLOCK = 512  # ids whose state is fetched from memory together
 KNOWN_USE = 0x7F800001 << 32
 LAST_BATCH = 2**31
 _NEVER = np.iinfo(np.int64).max
@@ -74,26 +75,32 @@ def find(
     Returns:
         The number of positions in `missed`; for a key out of range, -1 - its position.
     """
-    count = keys.size
-    for position in range(count):
+    for position in range(keys.size):
         key = keys[position]
         if key < 0 or key >= entries.size:
             return -1 - position
         slots[position] = max(entries[key], 0)
-    end = count
-    for position in range(count - 1, -1, -1):
-        slot = slots[position]
-        if slot == 0:
-            end -= 1
-            missed[end] = position
-            first_hits[position] = False
-            continue
-        stamp = first_stamp + position
-        is_first = use_stamps[slot] < first_stamp or use_stamps[slot] == stamp
-        if is_first:
-            use_stamps[slot] = stamp
-        first_hits[position] = is_first
-    return count - end
+    missing = keys.size
+    stamps = np.empty(_BLOCK, np.int64)
+    for end in range(keys.size, 0, -_BLOCK):
+        start = max(end - _BLOCK, 0)
+        for position in range(start, end):
+            stamps[position - start] = use_stamps[slots[position]]
+        for position in range(end - 1, start - 1, -1):
+            slot, stamp = slots[position], first_stamp + position
+            if slot == 0:
+                missing -= 1
+                missed[missing] = position
+                first_hits[position] = False
+                continue
+            is_first = stamps[position - start] < first_stamp
+            if is_first:  # or an earlier position of this block was
+                is_first = use_stamps[slot] < first_stamp
+            is_first = is_first or use_stamps[slot] == stamp
+            if is_first:
+                use_stamps[slot] = stamp
+            first_hits[position] = is_first
+    return keys.size - missing
 
 
 @_compiled
@@ -129,6 +136,52 @@ def bind(
         use_stamps[slot] = stamp
 
 
+@numba.njit(nogil=True, cache=True)
+def _know_block(
+    keys: Int64s,
+    state: tuple[Int32s, Int32s, Int32s, Int32s],
+    first_use: int,
+    stop: int,
+    batch: int,
+    uses: Int32s,
+    end: int,
+) -> int:
+    """Append the keys of a block, whose uses end before `stop`; return where its uses begin in `uses`."""
+    entries, next_uses, last_uses, next_batches = state
+    fetched = np.empty(keys.size, np.int32)  # all at once: memory is far
+    for i in range(keys.size):
+        fetched[i] = entries[keys[i]]
+    for i in range(keys.size):
+        fetched[i] = last_uses[fetched[i]] if fetched[i] > 0 else -fetched[i]
+    start = stop - keys.size
+    for i in range(keys.size - 1, -1, -1):
+        if _is_of_batch(fetched[i], first_use, uses.size):
+            continue  # a later use in this batch stands for the row
+        entry = entries[keys[i]]
+        last = last_uses[entry] if entry > 0 else -entry
+        if last == 0:
+            if entry > 0:
+                next_uses[entry] = batch
+        elif _is_of_batch(last, first_use, uses.size):
+            continue
+        else:
+            next_batches[last & (next_batches.size - 2)] = batch
+        number = ((first_use + start + i) & (WRAP - 1)) + 1
+        if entry > 0:
+            last_uses[entry] = number
+        else:
+            entries[keys[i]] = -number
+        end -= 1
+        uses[end] = start + i
+    return end
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _is_of_batch(use: int, first_use: int, count: int) -> bool:
+    """True if use number `use` (0: none) is one of the `count` after `first_use`."""
+    return use != 0 and ((use - 1 - first_use) & (WRAP - 1)) < count
+
+
 @_compiled
 def know(
     keys: Int64s,
@@ -148,46 +201,29 @@ def know(
     Args:
         keys: [N].
         feature_lengths: [F] keys per feature.
-        takes_part: [F] features whose keys are counted.
+        takes_part: [F] features whose keys are counted, M in all.
         entries: [R] slot of every key, or its trace.
         next_uses, last_uses: [S + 1].
         next_batches: ring of the chains, and one more cell.
         first_use: number of the batch's first use, less one.
-        uses, positions: [N], written from their ends: per distinct key the number of its last use in the batch,
+        uses, positions: [M], written from their ends: per distinct key the number of its last use in the batch,
             counted from 0 over the features that take part, and its position in the batch. Both ascending.
 
     Returns:
         The number of distinct keys.
     """
-    capacity = next_batches.size - 1
-    count = 0
-    for feature in range(feature_lengths.size):
-        if takes_part[feature]:
-            count += feature_lengths[feature]
-    end, use, position = uses.size, count, keys.size
+    end, use, stop = uses.size, uses.size, keys.size
+    state = (entries, next_uses, last_uses, next_batches)
     for feature in range(feature_lengths.size - 1, -1, -1):
-        if not takes_part[feature]:
-            position -= feature_lengths[feature]
-            continue
-        for _ in range(feature_lengths[feature]):
-            position -= 1
-            use -= 1
-            entry = entries[keys[position]]
-            last = last_uses[entry] if entry > 0 else -entry
-            if last != 0:
-                if ((last - 1 - first_use) & (WRAP - 1)) < count:
-                    continue  # a later use in this batch stands for the row
-                next_batches[last & (capacity - 1)] = batch
-            elif entry > 0:
-                next_uses[entry] = batch
-            number = ((first_use + use) & (WRAP - 1)) + 1
-            if entry > 0:
-                last_uses[entry] = number
-            else:
-                entries[keys[position]] = -number
-            end -= 1
-            uses[end] = use
-            positions[end] = position
+        first = stop - feature_lengths[feature]
+        if takes_part[feature]:
+            for block_stop in range(stop, first, -_BLOCK):
+                block = keys[max(block_stop - _BLOCK, first) : block_stop]
+                found = _know_block(block, state, first_use, use, batch, uses, end)
+                for i in range(found, end):
+                    positions[i] = block_stop - use + uses[i]
+                use, end = use - block.size, found
+        stop = first
     return uses.size - end
 
 
@@ -233,12 +269,11 @@ def admit(keys: Int64s, slots: Int64s, entries: Int32s, next_uses: Int32s, last_
 
 @_compiled
 def _rank(slot: int, stamp: int, next_use: int, score_bits: Int32s) -> int:
-    if next_use > 0:
-        return KNOWN_USE + LAST_BATCH - next_use
-    rank = stamp >> _BATCH_SHIFT
+    unknown = stamp >> _BATCH_SHIFT
     if score_bits.size:
-        rank |= np.int64(score_bits[slot]) << _BATCH_SHIFT
-    return rank
+        unknown |= np.int64(score_bits[slot]) << _BATCH_SHIFT
+    known = KNOWN_USE + LAST_BATCH - next_use
+    return known if next_use > 0 else unknown
 
 
 @_compiled
@@ -342,7 +377,7 @@ def take_lowest(
     """
     width = min(2 * count, queue_slots.size)
     usable = 0
-    for which in range(2):
+    for _ in range(2):  # most entries are usable, so a short window nearly always suffices
         usable = 0
         for place in range(width):
             slot, stamp = queue_slots[place], queue_stamps[place]
@@ -355,27 +390,67 @@ def take_lowest(
     slots, stamps = np.empty(room, np.int64), np.empty(room, np.int64)
     ranks, places = np.empty(room, np.int64), np.empty(room, np.int64)
     queued, total = 0, usable
-    for place in range(width):
-        slot, stamp = queue_slots[place], queue_stamps[place]
+    for i in range(room):
+        place = i if i < width else -1
+        slot, stamp = (queue_slots[i], queue_stamps[i]) if i < width else (ready_slots[i - width], ready_stamps[i - width])
         if use_stamps[slot] != stamp or stamp >> _BATCH_SHIFT >= oldest_pinned:
             continue
-        if next_uses[slot] == queue_next_uses[place]:
-            slots[queued], stamps[queued], ranks[queued], places[queued] = slot, stamp, queue_ranks[place], place
+        if i < width and next_uses[slot] == queue_next_uses[i]:
+            slots[queued], stamps[queued], ranks[queued], places[queued] = slot, stamp, queue_ranks[i], place
             queued += 1
             continue
         rank = _rank(slot, stamp, next_uses[slot], score_bits)
         if rank <= worst:
             slots[total], stamps[total], ranks[total], places[total] = slot, stamp, rank, place
             total += 1
-    for i in range(ready_slots.size):
-        slot, stamp = ready_slots[i], ready_stamps[i]
-        if use_stamps[slot] != stamp or stamp >> _BATCH_SHIFT >= oldest_pinned:
-            continue
-        rank = _rank(slot, stamp, next_uses[slot], score_bits)
-        if rank <= worst:
-            slots[total], stamps[total], ranks[total], places[total] = slot, stamp, rank, -1
-            total += 1
     return _choose(slots[:total], stamps[:total], ranks[:total], places[:total], queued, count, width, next_uses)
+
+
+@_compiled
+def lowest_ranks(
+    use_stamps: Int64s,
+    next_uses: Int32s,
+    score_bits: Int32s,
+    end: int,
+    num_pinned: int,
+    oldest_pinned: int,
+    bound: int,
+    stride: int,
+) -> tuple[Int64s, Int64s, Int64s]:
+    """Rank every `stride`-th slot from 1 to `end` - 1.
+
+    Args:
+        num_pinned: slots up to this one are never evicted.
+        bound: highest rank wanted.
+
+    Returns:
+        Slots that may be evicted and whose rank is at most `bound`, ascending, and their ranks; and slots of such a
+        rank that batches in flight pin.
+    """
+    slots, ranks = np.empty(end // stride + 2, np.int64), np.empty(end // stride + 2, np.int64)
+    pinned = np.empty(end // stride + 2, np.int64)
+    found, num_in_flight = 0, 0
+    for slot in range(1, end, stride):
+        stamp = use_stamps[slot]
+        rank = _rank(slot, stamp, next_uses[slot] if next_uses.size else 0, score_bits)
+        is_low, is_free = (rank <= bound) & (slot > num_pinned), stamp >> _BATCH_SHIFT < oldest_pinned
+        slots[found], ranks[found] = slot, rank  # a branch would be guessed wrong too often
+        found += is_low & is_free
+        if is_low and not is_free and stamp != _NEVER:  # not empty
+            pinned[num_in_flight] = slot
+            num_in_flight += 1
+    return slots[:found], ranks[:found], pinned[:num_in_flight]
+
+
+@_compiled
+def settle_ties(order: Int64s, ranks: Int64s) -> None:
+    """Sort `order` [M], which sorts `ranks` [M] in any way, ascending among equal ranks."""
+    start = 0
+    for end in range(1, order.size + 1):
+        if end == order.size or ranks[order[end]] != ranks[order[start]]:
+            if end - start > 1:
+                order[start:end].sort()
+            start = end
 
 
 @_compiled
