@@ -46,6 +46,9 @@ _TYPES = {
 }
 
 
+_WORDS = (numba.uint8, numba.int16, numba.int32, numba.int64)
+
+
 def _compiled(loop: _Loop) -> _Loop:
     """Compile `loop` for its annotations, when it is imported; the result is kept beside this file."""
     arguments = typing.get_type_hints(loop)
@@ -509,3 +512,14 @@ def count_plan(
         counters[np.searchsorted(table_ends, key, side="right"), 6] += 1
     for key in write_back_keys:
         counters[np.searchsorted(table_ends, key, side="right"), 5] += 1
+
+
+@numba.njit(
+    [(word[:, ::1], numba.int64[::1], word[:, ::1], numba.int64[::1]) for word in _WORDS], nogil=True, cache=True
+)
+def copy_rows(target: NDArray[Any], target_rows: Int64s, source: NDArray[Any], source_rows: Int64s) -> None:
+    """Do `target[target_rows] = source[source_rows]` for tables of integers [rows, words per row]."""
+    for i in range(target_rows.size):
+        target_row, source_row = target_rows[i], source_rows[i]
+        for word in range(target.shape[1]):
+            target[target_row, word] = source[source_row, word]
