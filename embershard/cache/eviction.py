@@ -107,9 +107,9 @@ class VictimQueue:
         return ranked.select((ranked.ranks <= self._worst).nonzero().flatten())
 
     def _better_in_loop(self, slots: Tensor, next_uses: Tensor) -> _Ranked:
-        better = _Ranked(*torch.empty(3, slots.numel(), dtype=torch.int64), torch.empty_like(next_uses))
         bounds, state = (self._worst, self._worst_next_use), (self._map.use_stamp.numpy(), self._score_bits())
-        return better.window(0, loops.offer(slots.numpy(), next_uses.numpy(), *bounds, *state, *better.arrays()))
+        kept = loops.offer(slots.numpy(), next_uses.numpy(), *bounds, *state)
+        return _Ranked(*(torch.from_numpy(column) for column in kept))
 
     def _next_uses(self) -> loops.Int32s:
         index = self._next_use_index

@@ -287,22 +287,19 @@ def offer(
     worst_next_use: int,
     use_stamps: Int64s,
     score_bits: Int32s,
-    kept_slots: Int64s,
-    kept_stamps: Int64s,
-    kept_ranks: Int64s,
-    kept_next_uses: Int32s,
-) -> int:
+) -> tuple[Int64s, Int64s, Int64s, Int32s]:
     """Keep those of `slots` [M] whose rank is at most `worst`.
 
     Args:
         next_uses: [M] of the slots' rows; 0 for none.
         worst_next_use: `worst` as a next use.
         score_bits: [S + 1] scores, as the integers that their bits are; empty without scores.
-        kept_slots, kept_stamps, kept_ranks, kept_next_uses: [M], written for the slots kept.
 
     Returns:
-        How many are kept.
+        The slots kept, in their order, with their use stamps, ranks and next uses.
     """
+    kept_slots, kept_stamps = np.empty(slots.size, np.int64), np.empty(slots.size, np.int64)
+    kept_ranks, kept_next_uses = np.empty(slots.size, np.int64), np.empty(slots.size, np.int32)
     kept = 0
     for i in range(slots.size):
         slot, next_use = slots[i], next_uses[i]
@@ -313,7 +310,7 @@ def offer(
         if rank <= worst:
             kept_slots[kept], kept_stamps[kept], kept_ranks[kept], kept_next_uses[kept] = slot, stamp, rank, next_use
             kept += 1
-    return kept
+    return kept_slots[:kept], kept_stamps[:kept], kept_ranks[:kept], kept_next_uses[:kept]
 
 
 @_compiled
@@ -454,6 +451,18 @@ def settle_ties(order: Int64s, ranks: Int64s) -> None:
             if end - start > 1:
                 order[start:end].sort()
             start = end
+
+
+@_compiled
+def add_per_feature(ids: Int64s, addends: Int64s, lengths: Int64s, sums: Int64s) -> None:
+    """Write to `sums` [N] the `ids` [N], each with the addend of its feature; feature f has `lengths[f]` of them."""
+    position = 0
+    for feature in range(lengths.size):
+        end = min(position + lengths[feature], ids.size)
+        addend = addends[feature]
+        for place in range(position, end):
+            sums[place] = ids[place] + addend
+        position = end
 
 
 @_compiled

@@ -118,11 +118,11 @@ class NextUseIndex:
         takes_part = np.ones(lengths.size, np.bool_) if self._tables is None else self._tables.features.numpy()
         count = int(lengths[takes_part].sum())
         first_use = self._reserve(count)
-        uses, positions = torch.empty(2, count, dtype=torch.int32)
+        uses, positions = np.empty(count, np.int32), np.empty(count, np.int32)
         state = (entries, self.next_use.numpy(), self._last_use.numpy(), self._next_batch.numpy())
-        found = (uses.numpy(), positions.numpy())
-        num_rows = loops.know(keys.numpy(), lengths, takes_part, *state, first_use, self._newest, *found)
-        return KnownBatch(self._newest, first_use, uses[count - num_rows :].clone(), positions[count - num_rows :].clone())
+        num_rows = loops.know(keys.numpy(), lengths, takes_part, *state, first_use, self._newest, uses, positions)
+        found = (torch.from_numpy(each[count - num_rows :].copy()) for each in (uses, positions))
+        return KnownBatch(self._newest, first_use, *found)
 
     def _know(self, keys: Tensor, positions: Tensor | None) -> KnownBatch:
         first_use, count = self._reserve(keys.numel()), keys.numel()
