@@ -107,7 +107,7 @@ class VictimQueue:
         return ranked.select((ranked.ranks <= self._worst).nonzero().flatten())
 
     def _better_in_loop(self, slots: Tensor, next_uses: Tensor) -> _Ranked:
-        better = _Ranked(*torch.empty(3, slots.numel(), dtype=torch.int64), torch.empty_like(next_uses))
+        better = _Ranked(*slots.new_empty(3, slots.numel()), torch.empty_like(next_uses))
         bounds, state = (self._worst, self._worst_next_use), (self._map.use_stamp.numpy(), self._score_bits())
         return better.window(0, loops.offer(slots.numpy(), next_uses.numpy(), *bounds, *state, *better.arrays()))
 
@@ -148,21 +148,22 @@ class VictimQueue:
         self._offered = [(0, waiting), *pinned] if waiting.slots.numel() else pinned
         return victims
 
-    def _lowest_in_loop(
-        self, count: int, oldest_pinned: int, ready: list[_Ranked]
-    ) -> tuple[Tensor, int, _Ranked]:
+    def _lowest_in_loop(self, count: int, oldest_pinned: int, ready: list[_Ranked]) -> tuple[Tensor, int, _Ranked]:
         """Do what `_lowest` does."""
         queue, offered = self._queue.window(self._cursor, self._queue.slots.numel()), self._none.join(*ready)
         state = (self._map.use_stamp.numpy(), self._next_uses(), self._score_bits())
         limits = (count, oldest_pinned, self._worst)
-        victims, passed, *waiting = loops.take_lowest(*queue.arrays(), *offered.arrays()[:2], *limits, *state)
-        return torch.from_numpy(victims), passed, _Ranked(*(torch.from_numpy(each) for each in waiting))
+        found = loops.candidates(*queue.arrays(), *offered.arrays()[:2], *limits, *state)
+        slots, stamps, ranks, places, usable, width = found
+        bound = np.partition(ranks, count - 1)[count - 1] if ranks.size > count else _NEVER
+        victims, passed, left = loops.choose(slots, ranks, places, usable, width, count, bound)
+        waiting = slots[left]
+        columns = (waiting, stamps[left], ranks[left], state[1][waiting])
+        return torch.from_numpy(victims), passed, _Ranked(*map(torch.from_numpy, columns))
 
-    def _lowest(
-        self, count: int, oldest_pinned: int, ready: list[_Ranked]
-    ) -> tuple[Tensor, int, _Ranked]:
-        """Return the `count` lowest slots of the queue and of `ready`, which were offered; how many entries of the queue
-        are done with; and the slots that stay offered."""
+    def _lowest(self, count: int, oldest_pinned: int, ready: list[_Ranked]) -> tuple[Tensor, int, _Ranked]:
+        """Return the `count` lowest slots of the queue and of `ready`, which were offered; the number of entries of the
+        queue that are done with; and the slots that stay offered."""
         window, usable = self._next_usable(count, oldest_pinned)
         queued = usable.numel()
         again, places = self._rank_again(window, usable, ready, oldest_pinned)
