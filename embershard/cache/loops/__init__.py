@@ -7,7 +7,7 @@ GPU and with hashed maps), and releases Python's lock while it runs. Numba compi
 Arrays are one-dimensional and contiguous: N keys and positions of a batch, S + 1 slots, R rows.
 """
 
-from embershard.cache.loops.compiled import Int32s, Int64s
+from embershard.cache.loops.compiled import Counters, Int32s, Int64s
 from embershard.cache.loops.counts import count_plan, count_uses
 from embershard.cache.loops.next_uses import admit, arrive, know
 from embershard.cache.loops.slots import bind, distinct, find, out_of_range
@@ -24,6 +24,7 @@ from embershard.cache.loops.victims import (
 __all__ = [
     "KNOWN_USE",
     "LAST_BATCH",
+    "Counters",
     "Int32s",
     "Int64s",
     "admit",

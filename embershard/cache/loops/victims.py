@@ -9,14 +9,14 @@ from embershard.cache.loops.compiled import Int32s, Int64s, compiled
 KNOWN_USE = 0x7F800001 << 32
 LAST_BATCH = 2**31
 _BATCH_SHIFT = 32
-_NEVER = np.iinfo(np.int64).max
+_NEVER = 2**63 - 1
 
 
 @compiled
 def _rank(slot: int, stamp: int, next_use: int, score_bits: Int32s) -> int:
     unknown = stamp >> _BATCH_SHIFT
     if score_bits.size:
-        unknown |= np.int64(score_bits[slot]) << _BATCH_SHIFT
+        unknown |= int(score_bits[slot]) << _BATCH_SHIFT
     known = KNOWN_USE + LAST_BATCH - next_use
     return known if next_use > 0 else unknown
 
