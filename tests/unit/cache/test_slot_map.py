@@ -112,9 +112,7 @@ def test_a_batch_finds_its_slots_and_stamps_each_once(keys, batch, kind):
     assert missed.tolist() == [position for position, key in enumerate(keys) if key not in slot_of_key]
     marked = [slot for slot, once in zip(slots.tolist(), first_hits.tolist(), strict=True) if once]
     assert sorted(marked) == sorted(set(slots.tolist()) - {0})
-    assert [slot_map.use_stamp[slot] >> 32 for slot in range(1, 5)] == [
-        batch * (slot in marked) for slot in range(1, 5)
-    ]
+    assert slot_map.last_batch(ids(1, 2, 3, 4)).tolist() == [batch * (slot in marked) for slot in range(1, 5)]
 
 
 @pytest.mark.parametrize("kind", ["array", "hashed"])
