@@ -110,19 +110,11 @@ class VictimQueue:
         return ranked.select((ranked.ranks <= self._worst).nonzero().flatten())
 
     def _better_in_loop(self, slots: Tensor, next_uses: Tensor) -> _Ranked:
-        kept_slots, stamps, ranks = slots.new_empty(3, slots.numel()).unbind()
-        better = _Ranked(kept_slots, stamps, ranks, torch.empty_like(next_uses))
+        """Do what `_better` does."""
         use_stamps, _, score_bits = self._state()
-        kept = loops.offer(
-            slots.numpy(),
-            next_uses.numpy(),
-            self._worst,
-            self._worst_next_use,
-            use_stamps,
-            score_bits,
-            *better.arrays(),
-        )
-        return better.window(0, kept)
+        bounds = (self._worst, self._worst_next_use)
+        kept = loops.offer(slots.numpy(), next_uses.numpy(), *bounds, use_stamps, score_bits)
+        return _Ranked(*map(torch.from_numpy, kept))
 
     def _state(self) -> tuple[loops.Int64s, loops.Int32s, loops.Int32s]:
         """Return what compiled loops rank by, [S + 1] each: use stamps; next uses, empty without an index of them; and

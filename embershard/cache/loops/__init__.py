@@ -7,38 +7,24 @@ GPU and with hashed maps), and releases Python's lock while it runs. Numba compi
 Arrays are one-dimensional and contiguous: N keys and positions of a batch, S + 1 slots, R rows.
 """
 
-from embershard.cache.loops.compiled import Counters, Int32s, Int64s
-from embershard.cache.loops.counts import count_plan, count_uses
-from embershard.cache.loops.next_uses import admit, arrive, know
-from embershard.cache.loops.slots import bind, distinct, find, out_of_range
-from embershard.cache.loops.victims import (
-    KNOWN_USE,
-    LAST_BATCH,
-    candidates,
-    choose,
-    lowest_ranks,
-    offer,
-    settle_ties,
-)
-
-__all__ = [
-    "KNOWN_USE",
-    "LAST_BATCH",
-    "Counters",
-    "Int32s",
-    "Int64s",
-    "admit",
-    "arrive",
-    "bind",
-    "candidates",
-    "choose",
-    "count_plan",
-    "count_uses",
-    "distinct",
-    "find",
-    "know",
-    "lowest_ranks",
-    "offer",
-    "out_of_range",
-    "settle_ties",
-]
+from embershard.cache.loops.compiled import Counters as Counters
+from embershard.cache.loops.compiled import Int32s as Int32s
+from embershard.cache.loops.compiled import Int64s as Int64s
+from embershard.cache.loops.counts import count_plan as count_plan
+from embershard.cache.loops.counts import count_uses as count_uses
+from embershard.cache.loops.next_uses import admit as admit
+from embershard.cache.loops.next_uses import arrive as arrive
+from embershard.cache.loops.next_uses import know as know
+from embershard.cache.loops.rows import add_per_feature as add_per_feature
+from embershard.cache.loops.rows import copy_rows as copy_rows
+from embershard.cache.loops.slots import bind as bind
+from embershard.cache.loops.slots import distinct as distinct
+from embershard.cache.loops.slots import find as find
+from embershard.cache.loops.slots import out_of_range as out_of_range
+from embershard.cache.loops.victims import KNOWN_USE as KNOWN_USE
+from embershard.cache.loops.victims import LAST_BATCH as LAST_BATCH
+from embershard.cache.loops.victims import candidates as candidates
+from embershard.cache.loops.victims import choose as choose
+from embershard.cache.loops.victims import lowest_ranks as lowest_ranks
+from embershard.cache.loops.victims import offer as offer
+from embershard.cache.loops.victims import settle_ties as settle_ties

@@ -3,9 +3,9 @@
 Numba checks nothing inside of a loop: an index out of range would read or overwrite other memory. The callers check.
 """
 
-# mypy: disable-error-code="no-untyped-call, untyped-decorator"
 from __future__ import annotations
 
+import functools
 import typing
 import warnings
 from collections.abc import Callable
@@ -45,17 +45,25 @@ def compiled(loop: _Loop) -> _Loop:
     """
     arguments = typing.get_type_hints(loop)
     arguments.pop("return")
-    signature = tuple(_TYPES[each] for each in arguments.values())
+    return compiled_for([tuple(_TYPES[each] for each in arguments.values())])(loop)
+
+
+def compiled_for(signatures: list[tuple[Any, ...]]) -> Callable[[_Loop], _Loop]:
+    """Do what `compiled` does, for Numba types of the arguments."""
+    return functools.partial(_compile, signatures)
+
+
+def _compile(signatures: list[tuple[Any, ...]], loop: _Loop) -> _Loop:
     try:
-        return cast(_Loop, numba.njit(signature, nogil=True, cache=True)(loop))
+        return cast(_Loop, numba.njit(signatures, nogil=True, cache=True)(loop))
     except Exception as error:  # of any class: no folder, a full disk, a broken file
-        found = cast(_Loop, numba.njit(signature, nogil=True)(loop))  # raises if the loop is at fault
+        found = cast(_Loop, numba.njit(signatures, nogil=True)(loop))  # raises if the loop is at fault
         if not _failures:
             warnings.warn(
                 f"compiled loops of the cache cannot be kept ({type(error).__name__}: {error}), so every process takes "
                 "seconds to compile them. Set NUMBA_CACHE_DIR to an empty folder that can be written to",
                 RuntimeWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
         _failures.append(error)
         return found

@@ -1,6 +1,5 @@
 """Compiled loops that count: uses for `LfuScores`, and plans for `CacheCounters`."""
 
-# mypy: disable-error-code="no-untyped-call, untyped-decorator"
 from __future__ import annotations
 
 import numba

@@ -1,6 +1,5 @@
 """Compiled loops of `NextUseIndex`: the chains of known uses."""
 
-# mypy: disable-error-code="no-untyped-call, untyped-decorator"
 from __future__ import annotations
 
 import numba

@@ -29,22 +29,19 @@ def offer(
     worst_next_use: int,
     use_stamps: Int64s,
     score_bits: Int32s,
-    kept_slots: Int64s,
-    kept_stamps: Int64s,
-    kept_ranks: Int64s,
-    kept_next_uses: Int32s,
-) -> int:
+) -> tuple[Int64s, Int64s, Int64s, Int32s]:
     """Keep those of `slots` [M] whose rank is at most `worst`.
 
     Args:
         next_uses: [M] of the slots' rows; 0 for none.
         worst_next_use: `worst` as a next use.
         score_bits: [S + 1] scores, as the integers that their bits are; empty without scores.
-        kept_slots, kept_stamps, kept_ranks, kept_next_uses: [M], written for the slots kept.
 
     Returns:
-        How many are kept.
+        The slots kept, in their order, with their use stamps, ranks and next uses.
     """
+    kept_slots, kept_stamps = np.empty(slots.size, np.int64), np.empty(slots.size, np.int64)
+    kept_ranks, kept_next_uses = np.empty(slots.size, np.int64), np.empty(slots.size, np.int32)
     kept = 0
     for i in range(slots.size):
         slot, next_use = slots[i], next_uses[i]
@@ -55,7 +52,7 @@ def offer(
         if rank <= worst:
             kept_slots[kept], kept_stamps[kept], kept_ranks[kept], kept_next_uses[kept] = slot, stamp, rank, next_use
             kept += 1
-    return kept
+    return kept_slots[:kept], kept_stamps[:kept], kept_ranks[:kept], kept_next_uses[:kept]
 
 
 @compiled

@@ -54,7 +54,7 @@ def _states_stay_behind() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _write_back_skipped() -> Iterator[None]:
-    with mock.patch.object(transfer.PlainTransfer, "land", return_value=None):
+    with mock.patch.object(transfer.PlainTransfer, "write_back", return_value=None):
         yield
 
 
@@ -65,13 +65,10 @@ def _fill_before_write_back() -> Iterator[None]:
     def swapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         late: list[tuple[Tensor, Tensor]] = []
         move = self._copies.transfer
-        with (
-            mock.patch.object(move, "collect", lambda slots: slots),
-            mock.patch.object(move, "land", lambda *slots_and_keys: late.append(slots_and_keys)),
-        ):
+        with mock.patch.object(move, "write_back", lambda *slots_and_keys: late.append(slots_and_keys)):
             ticket = prepare(self, *args, **kwargs)
         for slots, keys in late:
-            move.land(move.collect(slots), keys)
+            move.write_back(slots, keys)
         return ticket
 
     with mock.patch.object(row_cache.RowCache, "prepare", swapped):

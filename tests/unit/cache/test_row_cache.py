@@ -517,7 +517,7 @@ def test_new_contents_under_rows_that_were_only_resident_lose_nothing(end):
 # -- interruptions ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("direction", ["collect", "land", "fill"])
+@pytest.mark.parametrize("direction", ["write_back", "fill"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
 def test_a_copy_that_fails_loses_no_row(direction, error, monkeypatch):
     """Ctrl-C, or no memory for a staging buffer: a checkpoint, or a smaller batch, must then be right."""
