@@ -124,7 +124,7 @@ class NextUseIndex:
         count = int(lengths[takes_part].sum())
         first_use = self._reserve(count)
         uses = self.next_use.new_empty(count)
-        positions = uses if count == size else torch.empty_like(uses)
+        positions = uses if takes_part.all() else torch.empty_like(uses)
         state = (entries, self.next_use.numpy(), self._last_use.numpy(), self._next_batch.numpy())
         numbers, found = (first_use, self._newest, _WRAP), (uses.numpy(), positions.numpy())
         start = count - loops.know(array, lengths, takes_part, *state, *numbers, *found)
