@@ -13,7 +13,6 @@ from torchrec.distributed.embedding_types import KJTList
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
-
 _LEAVES = (int, str, float, type(None))
 
 

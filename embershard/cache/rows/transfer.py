@@ -12,7 +12,6 @@ from torch import Tensor
 from embershard.cache import loops
 from embershard.cache.rows.memory import widest_views
 
-
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -136,4 +135,3 @@ def put_rows(table: Tensor, rows: Tensor, values: Tensor) -> None:
         table.scatter_(0, rows, values)
     else:
         table[rows] = values
-

@@ -161,6 +161,7 @@ def check_scenarios() -> None:
     run(Pool(num_slots=3, overflow="grow"), random_operations(seed=1, steps=60, batch_size=14, growing=True))
     run(Pool(num_slots=24, policy="lru"), random_operations(seed=2, steps=200, batch_size=3))
     run(Pool(num_slots=20, policy="lookahead"), windowed_operations(seed=3, steps=90))
+    run(Pool(num_slots=24, policy="lookahead"), windowed_operations(seed=2, steps=150, batch_size=3))
 
 
 def test_the_negative_controls_pass_without_a_fault():
