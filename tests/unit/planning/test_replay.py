@@ -43,7 +43,7 @@ POLICIES = {
     "lfu": ReplaySettings(CachePolicy("lfu", by_next_use=False), 0),
     "lru": ReplaySettings(CachePolicy("lru", by_next_use=False), 0),
     "frequency": ReplaySettings(
-        CachePolicy("frequency", by_next_use=False, warmup=True, has_profile=True), 0, profile_samples=None
+        CachePolicy("frequency", by_next_use=False, warmup=True), 0, profile_samples=None
     ),
 }
 

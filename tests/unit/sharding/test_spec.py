@@ -122,7 +122,7 @@ def test_a_spec_resolves_the_defaults():
     profile = FrequencyProfile({"t0": torch.zeros(4, dtype=torch.int64)}, 1)
     without, with_profile = (CacheSpec.make(CacheConfig(), p, {}, 0) for p in (None, profile))
     assert without.policy == CachePolicy("lfu", by_next_use=True, warmup=False)
-    assert with_profile.policy == CachePolicy("frequency", by_next_use=True, warmup=True, has_profile=True)
+    assert with_profile.policy == CachePolicy("frequency", by_next_use=True, warmup=True)
     plain = CacheSpec.make(CacheConfig(policy="lru"), None, {}, 0)
     assert plain.policy == CachePolicy("lru", by_next_use=False)
     assert without != CacheSpec.make(CacheConfig(), None, {}, 0), "TorchRec groups by it: one spec per module"
