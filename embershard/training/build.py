@@ -82,7 +82,8 @@ def build_sharded_model(
     torch.manual_seed(config.train.seed)
     model = build_model(config.model, schema, ranks.device)
     config.embedding_optimizer.apply(model.model.sparse_arch, ranks.device)
-    sharders = [_sharder(config, plan, profile, ranks.device)]
+    sharder = _sharder(config, plan, profile, ranks.device)
+    sharders = [sharder]
 
     def placement() -> ShardingPlan:
         if plan is not None:
@@ -101,6 +102,8 @@ def build_sharded_model(
     torch.manual_seed(config.train.seed + 1 + ranks.rank)
     env = ShardingEnv.from_process_group(dist.group.WORLD)
     sharded = DistributedModelParallel(model, env=env, device=ranks.device, plan=placed, sharders=sharders)
+    if isinstance(sharder, CachedEmbeddingBagCollectionSharder):
+        sharder.drop_profile()
     if plan is not None:
         _check_obeyed(sharded, plan, ranks, cached=config.cache.enabled)
     return sharded

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import OrderedDict
 from typing import get_args
 
@@ -11,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embershard.cache import make_scores
+from embershard.cache import HostStore, RowCache, make_scores
 from embershard.cache import policies as scores_module
 from embershard.cache.config import CachePolicy, Scoring
 from embershard.frequency.counts import RowCounts
@@ -235,3 +237,21 @@ def test_scores_are_kept_when_the_pool_grows(policy):
     made.grow(5)
     assert made.of_slots()[:3].tolist() == [0.0, 3.0, 4.0]
     assert made.of_slots().numel() == 6
+
+
+@pytest.mark.parametrize("policy", get_args(Scoring))
+def test_counts_are_kept_until_the_warm_up_only(policy):
+    """They take 16 bytes for every row that occurs."""
+    counts = RowCounts.of_dense(torch.arange(30))
+    kept = weakref.ref(counts)
+    host, slots = HostStore([30], 2, torch.float32, []), [torch.zeros(5, 2)]
+    cache = RowCache(
+        ["t"], host, lambda _: slots, 4, [0], CachePolicy(policy, False, warmup=True), CPU, row_counts=counts
+    )
+    del counts
+    gc.collect()
+    assert kept() is not None
+    cache.prepare(torch.tensor([3]), torch.tensor([1]))
+    gc.collect()
+    assert kept() is None
+    assert cache.state.map.lookup(torch.tensor([27, 28, 29])).gt(0).all(), "warmed up, but for one slot at most"

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from embershard.errors import ConfigError, DataError, IdOutOfRangeError
 from embershard.frequency import FrequencyProfile
+from embershard.frequency import profile as profile_module
 from embershard.frequency.collect import Collector, count_part
 from embershard.frequency.counts import SparseCounts
 
@@ -34,6 +35,30 @@ def test_counts_are_those_of_a_slow_count(batches):
         assert profile.counts[table].tolist() == counts
         assert profile.counts[table].dtype == torch.int64
         assert profile.num_rows(table) == rows
+
+
+def test_counts_that_are_merged_often(monkeypatch):
+    """As of many ids; the tensor of a batch is used again for the next one."""
+    monkeypatch.setattr(profile_module, "_COUNTED_IDS", 1)
+    monkeypatch.setattr(profile_module, "_LEAST_COUNTED_IDS", 7)
+    random = np.random.default_rng(0)
+    ids, expected = torch.empty(5, dtype=torch.int64), np.zeros(20, np.int64)
+
+    def batches():
+        for _ in range(50):
+            ids.copy_(torch.from_numpy(random.integers(0, 20, 5)))
+            np.add.at(expected, ids.numpy(), 1)
+            yield {"t": ids}
+
+    profile = FrequencyProfile.count(batches(), {"t": 20})
+    assert profile.counts["t"].tolist() == expected.tolist()
+
+
+def test_a_count_keeps_only_the_rows_that_occur():
+    profile = FrequencyProfile.count([{"t": torch.tensor([5, 10**12 - 1, 5])}], {"t": 10**12})
+    counts = profile.sparse("t")
+    assert (counts.rows.tolist(), counts.hits.tolist()) == ([5, 10**12 - 1], [2, 1])
+    assert counts.rows.nbytes + counts.hits.nbytes == 2 * 16
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])

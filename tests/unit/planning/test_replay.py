@@ -42,9 +42,7 @@ POLICIES = {
     "lookahead": ReplaySettings(lookahead=6),
     "lfu": ReplaySettings(CachePolicy("lfu", by_next_use=False), 0),
     "lru": ReplaySettings(CachePolicy("lru", by_next_use=False), 0),
-    "frequency": ReplaySettings(
-        CachePolicy("frequency", by_next_use=False, warmup=True), 0, profile_samples=None
-    ),
+    "frequency": ReplaySettings(CachePolicy("frequency", by_next_use=False, warmup=True), 0, profile_samples=None),
 }
 
 
