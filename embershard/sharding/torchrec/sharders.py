@@ -74,7 +74,7 @@ class _Cached:
         return self._cache
 
     def drop_profile(self) -> None:
-        """Free the profile, which is of use until the modules are sharded: `DistributedModelParallel` keeps sharders."""
+        """Free the profile once the modules are sharded: `DistributedModelParallel` keeps its sharders."""
         self._profile = None
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
