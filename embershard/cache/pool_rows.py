@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,7 +13,6 @@ from embershard.cache.config import Overflow
 from embershard.cache.growth import grown_slots
 from embershard.cache.next_use import KnownBatch
 from embershard.cache.planner import CachePlan, CachePlanner, Shortage
-from embershard.cache.policies import best_rows
 from embershard.cache.rows.copies import RowCopies
 from embershard.cache.rows.host_store import HostStore
 from embershard.cache.rows.transfer import MakeTransfer
@@ -21,6 +21,7 @@ from embershard.cache.statistics import CacheCounters, Counter, TableStats, tabl
 from embershard.cache.tickets import InFlight, Ticket
 from embershard.cache.update_gate import UpdateGate
 from embershard.errors import CacheError
+from embershard.frequency.counts import RowCounts
 
 
 class PoolRows:
@@ -45,13 +46,13 @@ class PoolRows:
         counters: CacheCounters,
         in_flight: InFlight,
         pinned_keys: Tensor,
-        warmup: bool,
+        warmup: RowCounts | None,
     ) -> None:
         self._name, self._host, self._device_payload = name, host, device_payload
         self._state, self._map, self._scores = state, state.map, state.scores
         self._counters, self._in_flight = counters, in_flight
         self.guard = ChangeGuard(name)
-        self._pinned_keys, self._is_cold = pinned_keys, warmup
+        self._pinned_keys, self._warmup = pinned_keys, warmup
         self.copies = RowCopies(self._map.device, make_transfer)
         self._attach(self._map.num_slots)
         self._updates = UpdateGate(name)
@@ -74,16 +75,13 @@ class PoolRows:
         return self._host.host_bytes + self._scores.host_bytes
 
     def warm_up(self) -> None:
-        """Before the first batch, fill the pinned rows and then the rows with the highest scores."""
+        """Before the first batch, fill the pinned rows and then the rows with the highest counts."""
         if self._pinned_keys.numel() and not self._map.num_used:
             self._preload(self._pinned_keys.to(self._map.device))
-        if not self._is_cold:
-            return
-        self._is_cold = False
-        row_scores = self._scores.of_rows()
-        assert row_scores is not None, "warm-up without a profile"
-        wanted = row_scores.index_fill(0, self._pinned_keys, 0.0)  # already cached
-        self._preload(best_rows(wanted, min(self._map.num_free, wanted.numel())).to(self._map.device))
+        counts, self._warmup = self._warmup, None
+        if counts is not None:
+            best = np.sort(counts.without(self._pinned_keys.numpy()).top(self._map.num_free))
+            self._preload(torch.from_numpy(best).to(self._map.device))
 
     def execute(
         self,

@@ -52,8 +52,8 @@ class Trainer:
         self.config, self.ranks, self.checkpoints = config, ranks, checkpoints
         self.plan = find_plan(config, ranks)
         self.source = open_source(config.data)
-        self.profile = find_profile(config, self.source)
-        self.model = build_sharded_model(config, self.plan, self.profile, self.source.schema, ranks)
+        profile = find_profile(config, self.source)
+        self.model = build_sharded_model(config, self.plan, profile, self.source.schema, ranks)
         self.dense_parameters = dict(in_backward_optimizer_filter(self.model.named_parameters()))
         self.dense_optimizer = config.dense_optimizer.build(self.dense_parameters)
         self.stream = self._open_stream(StreamState(seed=config.data.seed))

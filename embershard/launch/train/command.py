@@ -9,8 +9,6 @@ import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from datetime import datetime
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,9 +18,10 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from embershard.distributed import Ranks, complete_checkpoints, process_group
 from embershard.errors import EmbershardError
-from embershard.launch.arguments import add_settings, text_override
+from embershard.launch.arguments import add_run_arguments
 from embershard.launch.config import load_config
-from embershard.launch.record import RunRecord, check_run_dir, lock_run_dir, make_result
+from embershard.launch.record import RunRecord, make_result
+from embershard.launch.run_dir import check_run_dir, default_run_dir, lock_run_dir
 from embershard.launch.screen import say, silence_libraries
 from embershard.launch.train.progress import ProgressDisplay, closing_table
 from embershard.sharding.plan import Plan
@@ -32,29 +31,6 @@ from embershard.training.reports import EvalReport, Report, TrainReport
 from embershard.training.trainer import Trainer
 
 CHECKPOINTS = "checkpoints"
-
-
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that `embershard train` and this module have in common."""
-    add_settings(parser, required=True)
-    parser.add_argument(
-        "--plan",
-        dest="overrides",
-        action="append",
-        type=partial(text_override, "sharding.plan"),
-        default=[],
-        metavar="FILE",
-        help="obey a plan of embershard plan; the same as --set sharding.plan=FILE",
-    )
-    parser.add_argument(
-        "--run-dir", type=Path, metavar="DIR", help="folder for the run's files (default: runs/NAME-TIME)"
-    )
-    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --run-dir")
-
-
-def default_run_dir(config: Path) -> Path:
-    """Return `runs/<name of the config>-<time>`."""
-    return Path("runs") / f"{config.stem}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def same_run_command(arguments: argparse.Namespace) -> str:

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 
 from embershard.decoding import to_toml
 from embershard.errors import ConfigError
-from embershard.launch.arguments import make_parser, positive
+from embershard.launch.arguments import add_run_arguments, make_parser, positive
 from embershard.launch.config import describe, load_config
-from embershard.launch.record import check_run_dir
+from embershard.launch.run_dir import check_run_dir, default_run_dir
 from embershard.launch.train import local
-from embershard.launch.train.command import add_run_arguments, default_run_dir
 from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
 

@@ -73,6 +73,10 @@ class _Cached:
         """The cache's settings."""
         return self._cache
 
+    def drop_profile(self) -> None:
+        """Free the profile once the modules are sharded: `DistributedModelParallel` keeps its sharders."""
+        self._profile = None
+
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         """Return the kernels: cached or fused for sharded tables, dense for replicated ones."""
         if sharding_type == ShardingType.DATA_PARALLEL.value:

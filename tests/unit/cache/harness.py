@@ -17,6 +17,7 @@ from embershard.cache.config import CachePolicy, Policy, TransferKind
 from embershard.cache.key_map import MapKind
 from embershard.cache.rows.transfer import MakeTransfer
 from embershard.errors import CacheOverflowError
+from embershard.frequency.counts import RowCounts
 
 DIM = 4
 STATES = [("momentum", torch.Size([]), torch.float32), ("square", torch.Size([DIM]), torch.float32)]
@@ -80,7 +81,7 @@ class Pool:
             self.table_of_feature,
             CachePolicy(self.scoring, policy == "lookahead", warmup, decay),
             torch.device("cpu"),
-            row_counts=initial,
+            row_counts=None if initial is None else RowCounts.of_dense(initial),
             overflow=overflow,
             pinned_keys=torch.tensor(sorted(self.pinned_rows)) if self.pinned_rows else None,
             transfer=transfer,

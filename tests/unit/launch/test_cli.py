@@ -11,8 +11,9 @@ import pytest
 
 from embershard.decoding import tomllib
 from embershard.launch import cli
+from embershard.launch.arguments import add_run_arguments
 from embershard.launch.train import local
-from embershard.launch.train.command import add_run_arguments, same_run_command
+from embershard.launch.train.command import same_run_command
 
 QUICK = "examples/quickstart.toml"
 
