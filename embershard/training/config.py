@@ -63,8 +63,8 @@ class TrainConfig:
                 raise ConfigError(f"train.{name}: got {value}, needed at least 1.")
         if self.batch_size is not None and self.global_batch_size is not None:
             raise ConfigError(
-                f"train.batch_size={self.batch_size} and train.global_batch_size={self.global_batch_size} are both set; "
-                "one of them decides. Remove the other (--set train.batch_size=none)."
+                f"train.batch_size={self.batch_size} and train.global_batch_size={self.global_batch_size} are both set, "
+                "and one of them decides. Remove the other (--set train.batch_size=none)."
             )
         if self.init not in ("counter", "torchrec"):
             raise ConfigError(f"train.init: got {self.init!r}, needed 'counter' or 'torchrec'.")
@@ -87,8 +87,8 @@ class TrainConfig:
         each, rest = divmod(self.global_batch_size, world_size)
         if rest:
             raise ConfigError(
-                f"train.global_batch_size: got {self.global_batch_size}, needed a multiple of the {world_size} ranks, for "
-                f"instance {max(1, each) * world_size}."
+                f"train.global_batch_size: got {self.global_batch_size}, needed a multiple of the {world_size} ranks, "
+                f"for instance {max(1, each) * world_size}."
             )
         return each
 

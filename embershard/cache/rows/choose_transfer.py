@@ -40,9 +40,7 @@ def transfer_kind(config: CacheConfig, device: torch.device) -> TransferKind:
     return config.transfer
 
 
-def transfer_maker(
-    kind: TransferKind | MakeTransfer, device: torch.device, host: HostStore
-) -> MakeTransfer:
+def transfer_maker(kind: TransferKind | MakeTransfer, device: torch.device, host: HostStore) -> MakeTransfer:
     """Return the maker of transfers of this kind; the pool calls it with its first slots and whenever it grows."""
     if not isinstance(kind, str):
         return kind

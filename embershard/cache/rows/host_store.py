@@ -79,6 +79,8 @@ class HostStore:
         for name, shape, state_dtype in states:
             numel = self.num_rows * math.prod(shape)
             self.states[name] = allocate(numel, state_dtype).view(self.num_rows, *shape)
+            if initial is None and host == "memory":
+                self.states[name].zero_()  # allocates its pages now: the first write-backs would wait for huge ones
         self._lazy = None if initial is None else LazyRows(self.weights, self.rows_per_table, initial)
 
     @property

@@ -89,7 +89,11 @@ class PoolWeights:
     """
 
     def __init__(
-        self, rows_per_table: Sequence[int], shards: Sequence[ShardWeights], columns: int, first_group: int | None = None
+        self,
+        rows_per_table: Sequence[int],
+        shards: Sequence[ShardWeights],
+        columns: int,
+        first_group: int | None = None,
     ) -> None:
         groups = np.array([-(-shard.dim // _GROUP) for shard in shards], np.int64)
         first_rows = np.array([shard.first_row for shard in shards], np.int64)

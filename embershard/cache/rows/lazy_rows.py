@@ -64,7 +64,13 @@ class LazyRows:
         if self.num_unmade:
             with self._lock:
                 self.num_unmade -= make_blocks_of(
-                    keys.numpy(), self._made, self._shift, self._out, self._num_rows, *self._pool.arrays, self._pool.groups
+                    keys.numpy(),
+                    self._made,
+                    self._shift,
+                    self._out,
+                    self._num_rows,
+                    *self._pool.arrays,
+                    self._pool.groups,
                 )
 
     def make_all(self) -> None:

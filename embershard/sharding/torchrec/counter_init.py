@@ -45,7 +45,9 @@ class CounterInit:
                 f"init_seed={seed} and an embedding module on {module.device}: TorchRec would copy the module's own "
                 'weights. Make the module on torch.device("meta"), or leave init_seed out'
             )
-        configs = (module.embedding_bag_configs if hasattr(module, "embedding_bag_configs") else module.embedding_configs)()
+        configs = (
+            module.embedding_bag_configs if hasattr(module, "embedding_bag_configs") else module.embedding_configs
+        )()
         return cls(seed, {config.name: _range(config.name, config.init_fn) for config in configs})
 
     def of_shard(self, table: ShardedEmbeddingTable) -> ShardWeights:
@@ -79,7 +81,7 @@ def _range(table: str, init_fn: Any) -> tuple[float, float]:
     if function in (init.zeros_, init.ones_) and not given:
         return (0.0, 0.0) if function is init.zeros_ else (1.0, 1.0)
     raise ConfigError(
-        f"table {table!r}: got init_fn={init_fn!r}, which draws the weights of a whole tensor one after the other. With "
+        f"table {table!r}: got init_fn={init_fn!r}, which draws the weights of a whole tensor in turn. With "
         f"init_seed, any block of rows is made by itself. Needed: no init_fn, or one of {_NAMES}; or leave init_seed "
         "out, and load the weights that you want"
     )

@@ -75,7 +75,7 @@ class _CachedModule:
 
     def __init__(self, *args: Any, fused_params: dict[str, Any], **kwargs: Any) -> None:
         self._has_counter_init = fused_params[SPEC_KEY].counter_init is not None
-        super().__init__(*args, fused_params=fused_params, **kwargs)
+        super().__init__(*args, fused_params=fused_params, **kwargs)  # type: ignore[call-arg]
 
     def _initialize_torch_state(self, *args: Any, **kwargs: Any) -> None:
         """Let TorchRec refer to the rows' memory. It gets the memory through state dicts, and no row is made."""

@@ -45,7 +45,10 @@ class StockEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
     """
 
     def __init__(
-        self, fused_params: dict[str, Any] | None = None, qcomm_codecs_registry: Any = None, init_seed: int | None = None
+        self,
+        fused_params: dict[str, Any] | None = None,
+        qcomm_codecs_registry: Any = None,
+        init_seed: int | None = None,
     ) -> None:
         super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)
         self._init_seed = init_seed
