@@ -14,11 +14,18 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from embershard import flush
+from embershard import CacheConfig, flush
 from embershard.cache.rows.initial_weights import ShardWeights
+from embershard.data import DataConfig
+from embershard.data.config import SyntheticConfig
 from embershard.errors import CacheError
 from embershard.sharding.torchrec import cached_embeddings
+from embershard.training.config import TrainConfig
+from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig
+from embershard.training.reports import TrainReport
+from embershard.training.trainer import Trainer
 from tests.ranks.parity import Case, Outcome, batches, build, differences, snapshot, train
+from tests.ranks.planned import here, make_config
 
 SEED = 11
 
@@ -163,3 +170,20 @@ def writes_before_rows_are_made(case: Case) -> tuple[str, str]:
         except CacheError as error:
             said.append(str(error))
     return said[0], said[1]
+
+
+def run_of_global_batches() -> tuple[list[float], list[Tensor]]:
+    """Losses and first dense parameters of 20 steps of 240 samples on all ranks together."""
+    config = make_config(
+        None,
+        data=DataConfig(synthetic=SyntheticConfig(num_samples=6000, scale=0.0005), num_workers=0, eval_fraction=0.0),
+        cache=CacheConfig(ratio=0.3),
+        train=TrainConfig(global_batch_size=240, max_steps=20, log_every=1, device="cpu"),
+        embedding_optimizer=EmbeddingOptimizerConfig(kind="rowwise_adagrad", lr=0.05),
+        dense_optimizer=DenseOptimizerConfig(kind="adam", lr=0.002),
+    )
+    trainer = Trainer(config, here())
+    dense = [parameter.detach().clone() for parameter in trainer.dense_parameters.values()]
+    losses = [report.loss for report in trainer.train() if isinstance(report, TrainReport)]
+    trainer.close()
+    return losses, dense

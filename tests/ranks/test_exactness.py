@@ -105,6 +105,13 @@ def test_four_ranks_on_two_nodes_start_from_a_counters_weights(four_ranks: RankP
         assert [wrong for wrong, _ in found] == [[], [], [], []], sharding
 
 
+def test_four_ranks_have_the_losses_of_one(one_rank: RankPool, four_ranks: RankPool) -> None:
+    """As two ranks have in `test_initial_weights.py`."""
+    ((losses, _),) = one_rank.run(initial_weights.run_of_global_batches)
+    for others, _ in four_ranks.run(initial_weights.run_of_global_batches):
+        assert others == pytest.approx(losses, abs=1e-5, rel=0)
+
+
 def test_rows_in_mapped_files(two_ranks: RankPool, tmp_path: object) -> None:
     case = Case(host_dir=str(tmp_path), sharding="row_wise")
     _check(two_ranks.run(compare, case), ("lfu",), states=True)

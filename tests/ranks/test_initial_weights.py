@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.ranks import initial_weights
 from tests.ranks.parity import Case
@@ -85,3 +86,25 @@ def test_another_seed_gives_other_weights(two_ranks: RankPool) -> None:
     """Negative control of the comparisons above."""
     for wrong, compared in two_ranks.run(initial_weights.wrong_shards, Case(sharding="row_wise"), 12):
         assert len(wrong) == compared == 8
+
+
+def test_losses_do_not_depend_on_the_number_of_ranks(one_rank: RankPool, two_ranks: RankPool) -> None:
+    """Not bitwise: two ranks add the gradients of half batches. Four ranks are in `test_exactness.py`."""
+    ((losses, dense),) = one_rank.run(initial_weights.run_of_global_batches)
+    found = two_ranks.run(initial_weights.run_of_global_batches)
+    assert len(losses) == 20
+    assert losses[-1] < losses[0] - 0.001
+    for others, layers in found:
+        assert others == pytest.approx(losses, abs=1e-5, rel=0)
+        assert all(torch.equal(a, b) for a, b in zip(dense, layers, strict=True))
+
+
+def test_two_nodes_of_one_rank_equal_one_node_of_two(two_ranks: RankPool) -> None:
+    """Bit for bit, although TorchRec cuts the tables otherwise."""
+    nodes = RankPool(2, local_world_size=1)
+    try:
+        found = nodes.run(initial_weights.run_of_global_batches)
+    finally:
+        nodes.close()
+    (losses, _), _ = two_ranks.run(initial_weights.run_of_global_batches)
+    assert [others for others, _ in found] == [losses, losses]
