@@ -72,10 +72,7 @@ class _CachedModule:
 
     _rows_by_feature: dict[str, tuple[str, int]]
     _ids_are_checked = False
-
-    def __init__(self, *args: Any, fused_params: dict[str, Any], **kwargs: Any) -> None:
-        self._has_counter_init = fused_params[SPEC_KEY].counter_init is not None
-        super().__init__(*args, fused_params=fused_params, **kwargs)  # type: ignore[call-arg]
+    _has_counter_init = False
 
     def _initialize_torch_state(self, *args: Any, **kwargs: Any) -> None:
         """Let TorchRec refer to the rows' memory. It gets the memory through state dicts, and no row is made."""
@@ -152,6 +149,7 @@ class CachedShardedEmbeddingBagCollection(_CachedModule, ShardedEmbeddingBagColl
     """A `ShardedEmbeddingBagCollection` whose cached tables are in host memory behind device caches."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._has_counter_init = kwargs["fused_params"][SPEC_KEY].counter_init is not None
         super().__init__(*args, **kwargs)
         self._rows_by_feature = rows_by_feature(self._embedding_bag_configs)
 
@@ -186,6 +184,7 @@ class CachedShardedEmbeddingCollection(_CachedModule, ShardedEmbeddingCollection
     """A `ShardedEmbeddingCollection` whose cached tables are in host memory behind device caches."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._has_counter_init = kwargs["fused_params"][SPEC_KEY].counter_init is not None
         super().__init__(*args, **kwargs)
         self._rows_by_feature = rows_by_feature(self._embedding_configs)
 
