@@ -53,11 +53,11 @@ class PoolRows:
         self._counters, self._in_flight = counters, in_flight
         self.guard = ChangeGuard(name)
         self._pinned_keys, self._warmup = pinned_keys, warmup
-        self.copies = RowCopies(self._map.device, make_transfer)
+        self.copies = RowCopies(self._map.device, host, make_transfer)
         self._attach(self._map.num_slots)
         self._updates = UpdateGate(name)
         self._has_updates = False  # since the last write-back
-        self._host_version = host.version
+        self._host_version, self._weights_version = host.version, host.weights_version
 
     @property
     def slot_bytes(self) -> int:
@@ -124,6 +124,7 @@ class PoolRows:
     def read(self, keys: Tensor) -> Tensor:
         """Return the current weights of `keys` (int64 [N]): [N, D] on the device. Changes nothing."""
         self.copies.finish()
+        self._host.make(keys)
         host_weights, slot_weights = self._host.weights, self.payload[0]
         rows = host_weights.index_select(0, keys.to(host_weights.device)).to(self._map.device)
         slots = self._map.lookup(keys)
@@ -146,6 +147,10 @@ class PoolRows:
         self._has_updates = True
         self._updates.end()
 
+    def make_all(self) -> None:
+        """Make the initial weights of all rows that have none yet."""
+        self._host.make_all()
+
     def write_back(self) -> None:
         """Write every trained row back to the host tier. Nothing moves if nothing was trained since the last time."""
         with self._updates.lock:
@@ -167,8 +172,15 @@ class PoolRows:
         Includes rows of batches that were prepared and not forwarded.
 
         Raises:
-            CacheError: some of these rows were trained and not written back, or wait for their backward.
+            CacheError: some of these rows were trained and not written back, or wait for their backward; or somebody
+                wrote to weights while some rows had no initial weights yet, which would be written later.
         """
+        if not self._host.is_made and (keys is not None or self._host.weights_version != self._weights_version):
+            raise CacheError(
+                f"{self._name}: host rows were written to before all rows had their initial weights, and nobody can "
+                "tell which rows were meant. Build the model again; call embershard.flush(model) before writing to "
+                "host rows (model.load_state_dict does so by itself)"
+            )
         if keys is None:
             slots = self._map.used_slots()
         else:
@@ -211,7 +223,7 @@ class PoolRows:
             if version is not None:
                 self._has_updates = False
                 self._state.clean_through = self._in_flight.trained_through
-                self._host_version = version
+                self._host_version, self._weights_version = version, self._host.weights_version
 
     def stats(self, tables: Sequence[str]) -> list[TableStats]:
         """Return the totals of each of the pool's `tables`."""
@@ -236,4 +248,4 @@ class PoolRows:
 
     def _attach(self, num_slots: int) -> None:
         self.payload = self._device_payload(num_slots)
-        self.copies.attach(self.payload, self._host.payload)
+        self.copies.attach(self.payload)

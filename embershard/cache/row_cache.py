@@ -111,7 +111,7 @@ class RowCache:
         self._overflow = overflow
         self._in_flight = in_flight = InFlight()
         self._lock = threading.RLock()
-        make_transfer = transfer_maker(transfer, device, host.payload)
+        make_transfer = transfer_maker(transfer, device, host)
         assert not policy.warmup or row_counts is not None, "warm-up without a profile"
         warmup = row_counts if policy.warmup else None
         self._rows = PoolRows(
@@ -262,6 +262,12 @@ class RowCache:
 
     @_alone
     def flush(self) -> None:
+        """Bring the whole host tier up to date: `write_back`, and initial weights for all rows that have none yet."""
+        self.write_back()
+        self._rows.make_all()
+
+    @_alone
+    def write_back(self) -> None:
         """Write every trained row back; the rows stay cached. Nothing moves if nothing was trained since the last time.
 
         May run in another thread than training: it waits for a running update, and a new update waits for it.

@@ -102,7 +102,7 @@ def make_result(
     quality = {} if evaluation is None else dataclasses.asdict(evaluation.quality)
     config, ranks, plan = trainer.config, trainer.ranks, trainer.plan
     measured, is_steady = steady_steps(trainer.step_seconds, config.lookahead)
-    global_batch = config.train.batch_size * ranks.world_size
+    global_batch = config.train.rank_batch_size(ranks.world_size) * ranks.world_size
     p50, p95 = (float(v) * 1e3 for v in np.percentile(measured, [50, 95])) if measured else (None, None)
     return {
         "steps": trainer.steps,

@@ -94,11 +94,11 @@ def build_sharded_model(
             world_size=ranks.world_size,
             local_world_size=ranks.local_world_size,
             device=ranks.device,
-            batch_size=config.train.batch_size,
+            batch_size=config.train.rank_batch_size(ranks.world_size),
         )
 
     placed = ranks.from_first(placement)  # once: ranks with different plans would wait for each other for ever
-    # The shards of a table must not start as copies of each other.
+    # TorchRec's own weights: the shards of a table must not start as copies of each other.
     torch.manual_seed(config.train.seed + 1 + ranks.rank)
     env = ShardingEnv.from_process_group(dist.group.WORLD)
     sharded = DistributedModelParallel(model, env=env, device=ranks.device, plan=placed, sharders=sharders)
@@ -113,12 +113,15 @@ def _sharder(
     config: RunConfig, plan: Plan | None, profile: FrequencyProfile | None, device: torch.device
 ) -> ModuleSharder:
     codecs = comm_codecs(config.sharding, device)
+    init_seed = config.train.seed if config.train.init == "counter" else None
     if not config.cache.enabled:
-        return StockEmbeddingBagCollectionSharder(qcomm_codecs_registry=codecs)
+        return StockEmbeddingBagCollectionSharder(qcomm_codecs_registry=codecs, init_seed=init_seed)
     cache = config.cache
     if plan is not None:  # which was made for the size in the settings, or for a budget instead of it
         cache = dataclasses.replace(cache, ratio=None, device_bytes=None)
-    return CachedEmbeddingBagCollectionSharder(cache, profile, qcomm_codecs_registry=codecs, plan=plan)
+    return CachedEmbeddingBagCollectionSharder(
+        cache, profile, qcomm_codecs_registry=codecs, plan=plan, init_seed=init_seed
+    )
 
 
 def _check_replicated(plan: Plan, embedding: EmbeddingOptimizerConfig, dense: DenseOptimizerConfig) -> None:

@@ -142,17 +142,17 @@ def _resume(trainer: Trainer, run_dir: Path, console: Console) -> int:
 def _announce(trainer: Trainer, console: Console, run_dir: Path) -> None:
     config, ranks, features = trainer.config, trainer.ranks, trainer.source.schema.sparse
     kind = "GPU" if ranks.device.type == "cuda" else "CPU"
-    notes = [] if trainer.plan is None else _plan_notes(trainer.plan, config, ranks.device.type)
+    notes = [] if trainer.plan is None else _plan_notes(trainer.plan, config, ranks)
     say(
         console,
         f"{config.model.arch}: {len(features)} tables with {sum(feature.num_rows for feature in features):,} rows of "
         f"dim {config.model.embedding_dim}; {ranks.world_size} ranks on {kind}; {trainer.total_steps:,} steps of "
-        f"{config.train.batch_size * ranks.world_size:,} samples; run folder {run_dir}",
+        f"{config.train.rank_batch_size(ranks.world_size) * ranks.world_size:,} samples; run folder {run_dir}",
         *notes,
     )
 
 
-def _plan_notes(plan: Plan, config: RunConfig, device: str) -> list[str]:
+def _plan_notes(plan: Plan, config: RunConfig, ranks: Ranks) -> list[str]:
     """Return what the reader should know of the plan that this run obeys."""
     notes = [f"Tables and caches are placed by {config.sharding.plan} ({plan.digest})."]
     if not config.cache.enabled:
@@ -162,7 +162,7 @@ def _plan_notes(plan: Plan, config: RunConfig, device: str) -> list[str]:
         notes.append(f"cache.{size[0]} was for planning: the plan's slots apply.")
     if plan.prediction is None:
         return [*notes, "The plan has no prediction to compare this run with."]
-    return [*notes, *plan.other_settings(config.predicted_from(device))]
+    return [*notes, *plan.other_settings(config.predicted_from(ranks.device.type, ranks.world_size))]
 
 
 def _show_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -42,6 +42,7 @@ def main(argv: Sequence[str]) -> int:
     if num_ranks is None:
         num_ranks = 2 if config.train.device == "cpu" else local.default_num_ranks()
         print(f"embershard: starting {num_ranks} ranks (--nproc N for another number).", flush=True)
+    config.train.rank_batch_size(num_ranks)  # raises before any rank starts
     passed = ["--config", str(arguments.config), "--run-dir", str(run_dir)]
     passed += ["--resume"] if arguments.resume else []
     passed += [word for override in arguments.overrides for word in ("--set", override)]

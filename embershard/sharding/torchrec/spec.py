@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardedEmbeddingTable
 
     from embershard.sharding.plan import Plan
+    from embershard.sharding.torchrec.counter_init import CounterInit
 
 SPEC_KEY = "_embershard_cache"
 
@@ -41,6 +42,7 @@ class CacheSpec:
         rank_weights: elements of all cached tables' shards on this rank, to divide `device_bytes` by.
         device_type: of the slots.
         planned_slots: slots of each pool of this rank, by the names of its tables; None: `config` decides.
+        counter_init: initial weights of the tables, made when a row is first touched; None: TorchRec's own.
     """
 
     config: CacheConfig
@@ -50,6 +52,7 @@ class CacheSpec:
     rank_weights: int
     device_type: str = "cpu"
     planned_slots: dict[tuple[str, ...], int] | None = None
+    counter_init: CounterInit | None = None
 
     @classmethod
     def make(
@@ -60,6 +63,7 @@ class CacheSpec:
         rank: int,
         plan: Plan | None = None,
         device_type: str = "cpu",
+        counter_init: CounterInit | None = None,
     ) -> CacheSpec:
         """Return the spec of a module whose tables are placed by `params`, which obey `plan` if there is one."""
         cached = [p for p in params.values() if p.compute_kernel == CACHED_KERNEL]
@@ -73,6 +77,7 @@ class CacheSpec:
             rank_weights=sum(rows * cols for rows, cols in here),
             device_type=device_type,
             planned_slots=None if plan is None else {p.tables: p.slots for p in plan.pools if p.rank == rank},
+            counter_init=counter_init,
         )
 
     def row_counts(self, tables: Sequence[ShardedEmbeddingTable]) -> RowCounts | None:

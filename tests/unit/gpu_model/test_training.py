@@ -25,7 +25,7 @@ from embershard.cache.rows.stream_order import StreamOrder
 from embershard.cache.rows.uva_transfer import UvaTransfer
 from embershard.pipeline.module_input import ModuleInput
 from embershard.pipeline.streams import Streams
-from tests.unit.gpu_model.training import Setting, expected, modelled, train
+from tests.unit.gpu_model.training import Setting, expected, initial_rows, modelled, train
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +64,7 @@ def problems_of(setting: Setting) -> list[str]:
         pytest.warns(CacheGrowthWarning) if setting.overflow == "grow" else contextlib.nullcontext(),
         modelled(setting) as (gpu, model, may_lock),
     ):
-        wanted = expected(setting, model.pool.host.payload)
+        wanted = expected(setting, initial_rows(setting, model))
         train(setting, model, may_lock)
         evictions = sum(stats.evictions for stats in model.pool.stats())
         model.pool.flush()
@@ -78,6 +78,14 @@ def problems_of(setting: Setting) -> list[str]:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_nothing_goes_wrong(name: str) -> None:
     assert problems_of(dataclasses.replace(SETTINGS[name], between=EVENTS)) == []
+
+
+@pytest.mark.parametrize("locked_at", [0, 11, None])
+@pytest.mark.parametrize("transfer", ["triton_uva", "staged", "plain"])
+def test_nothing_goes_wrong_with_rows_made_when_touched(transfer: str, locked_at: int | None) -> None:
+    """The kernel starts when all rows are locked, which makes them; until then the CPU makes what it copies."""
+    between = {4: "evaluate", 8: "stats", 11: "flush"}
+    assert problems_of(Setting(transfer=transfer, locked_at=locked_at, between=between, lazy=True)) == []
 
 
 @pytest.mark.parametrize("name", ["default", "hashed map"])
