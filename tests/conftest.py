@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: tests run side by side, on few cores
+# Before numba: in tests, a compiled loop that leaves an array raises. Such loops are kept apart from those of users.
+os.environ.setdefault("NUMBA_BOUNDSCHECK", "1")
+os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).resolve().parents[1] / ".pytest_cache" / "loops"))
 
 import pytest
 import torch

@@ -33,7 +33,7 @@ class ModuleInput:
         self._waiting = module.input_dist(self._context, *args, **kwargs)
         self._is_sent = False
         self._received: Any = None
-        self._pools: list[tuple[CachedTableBatchedEmbeddings, KeyedJaggedTensor]] = []  # with the ids for each
+        self._groups: list[tuple[CachedTableBatchedEmbeddings, KeyedJaggedTensor]] | None = None
         self._known: dict[int, KnownBatch | None] = {}  # by pool
         self._tickets: dict[int, Ticket] = {}
         self._announced: Announced | None = None
@@ -47,9 +47,14 @@ class ModuleInput:
     def receive(self) -> None:
         """Wait for the ids of this rank's tables. A second call does nothing."""
         if self._waiting is not None:
-            self._received = self._waiting.wait()
-            self._pools = list(pools_with_features(self._module, self._received))
-            self._waiting = None
+            self._received, self._waiting = self._waiting.wait(), None
+
+    @property
+    def _pools(self) -> list[tuple[CachedTableBatchedEmbeddings, KeyedJaggedTensor]]:
+        """The module's pools on this rank, with the ids for each."""
+        if self._groups is None:
+            self._groups = list(pools_with_features(self._module, self._received))
+        return self._groups
 
     def know(self) -> None:
         """Tell the caches when the batch's rows are used."""

@@ -31,5 +31,5 @@ def test_where_a_fault_once_had_consequences(function: str) -> None:
 @pytest.mark.parametrize("control", [unguarded, bound_too_early])
 def test_the_harness_finds_what_is_wrong(control: Callable[[], AbstractContextManager[None]]) -> None:
     with control():
-        problems = try_points(chosen(160, seed=2)).problems
+        problems = try_points(chosen(240, seed=3)).problems
     assert any("rows differ in the host tier" in problem for problem in problems), problems
