@@ -173,6 +173,9 @@ class NextUseIndex:
         if not self._is_oldest(batch):
             return
         self._known.popleft()
+        self._take_back(batch, keys)
+
+    def _take_back(self, batch: KnownBatch, keys: Tensor) -> None:
         distinct = keys.index_select(0, batch.positions)
         entries = self._map.entries(distinct)
         following = self._following(batch)
