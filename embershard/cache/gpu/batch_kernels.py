@@ -7,10 +7,10 @@ int64 [NUM_NUMBERS]) tells how much of them counts. The loops of `loops.py` do t
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from embershard.cache.gpu.jit import kernel
 from embershard.cache.gpu.launch import launch
 
 # Places in `numbers`.
@@ -22,7 +22,7 @@ NUM_OF_BATCH = 3
 _NO_KEY = tl.constexpr(2**31 - 1)  # above every key
 
 
-@triton.jit(do_not_specialize=["first_stamp", "num_keys", "count"])
+@kernel()
 def _find(  # type: ignore[no-untyped-def]
     keys, places, entries, use_stamps, numbers, slots, first_stamp, num_keys, count, BLOCK: tl.constexpr
 ):
@@ -38,7 +38,7 @@ def _find(  # type: ignore[no-untyped-def]
     tl.atomic_add(numbers + OUT_OF_RANGE, tl.sum((inside & ~is_row).to(tl.int64)))
 
 
-@triton.jit(do_not_specialize=["first_stamp", "count"])
+@kernel()
 def _mark_missed(  # type: ignore[no-untyped-def]
     keys, slots, use_stamps, first_hits, missed_keys, first_stamp, count, BLOCK: tl.constexpr
 ):
@@ -51,7 +51,7 @@ def _mark_missed(  # type: ignore[no-untyped-def]
     tl.store(missed_keys + position, tl.where(slot == 0, key, _NO_KEY), mask=inside)
 
 
-@triton.jit(do_not_specialize=["count"])
+@kernel()
 def _mark_new(ascending, is_new, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
@@ -60,7 +60,7 @@ def _mark_new(ascending, is_new, count, BLOCK: tl.constexpr):  # type: ignore[no
     tl.store(is_new + place, ((key != _NO_KEY) & (key != before)).to(tl.int32), mask=inside)
 
 
-@triton.jit(do_not_specialize=["count"])
+@kernel()
 def _number_fills(  # type: ignore[no-untyped-def]
     ascending, order, running, fill_keys, fill_of_id, numbers, count, BLOCK: tl.constexpr
 ):
@@ -78,7 +78,7 @@ def _number_fills(  # type: ignore[no-untyped-def]
     tl.store(numbers + FILLS + tl.zeros_like(place), (fill + 1).to(tl.int64), mask=is_last)
 
 
-@triton.jit(do_not_specialize=["count"])
+@kernel()
 def _give_slots(slots, fill_of_id, fill_slots, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     fill = tl.load(fill_of_id + position, mask=position < count, other=-1)
@@ -86,7 +86,7 @@ def _give_slots(slots, fill_of_id, fill_slots, count, BLOCK: tl.constexpr):  # t
     tl.store(slots + position, slot, mask=fill >= 0)
 
 
-@triton.jit(do_not_specialize=["stamp", "count"])
+@kernel()
 def _bind(  # type: ignore[no-untyped-def]
     keys, places, slots, entries, key_of_slot, use_stamps, stamp, count, BLOCK: tl.constexpr
 ):

@@ -13,9 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from embershard.cache.gpu.jit import kernel
 from embershard.cache.gpu.launch import launch
 
 SPILL_CELLS = 64
+_BLOCK = 128  # keys of a program, each with the cells of a bucket
 LIVE, SPILLED = tl.constexpr(0), tl.constexpr(1)
 _NOBODY = tl.constexpr(-1)
 
@@ -27,10 +29,11 @@ def _bucket(key, num_buckets, FACTOR: tl.constexpr):  # type: ignore[no-untyped-
 
 
 @triton.jit
-def _cell_in(held_keys, start, key, inside, CELLS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The cell of `key` among `CELLS` from `start`, and how many of them are free, and the first of these; -1: none."""
+def _cell_in(held_keys, start, key, inside, CELLS: tl.constexpr, FRESH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The cell of `key` among `CELLS` from `start`, -1 for none; how many of them are free; and the first of these.
+    `FRESH`: as other programs have left them by now."""
     lanes = start[:, None] + tl.arange(0, CELLS)[None, :]
-    held = tl.load(held_keys + lanes, mask=inside[:, None], other=-2, volatile=True)
+    held = tl.load(held_keys + lanes, mask=inside[:, None], other=-2, volatile=FRESH)
     cell = tl.max(tl.where(held == key.to(tl.int32)[:, None], lanes, -1), axis=1)
     is_free = held == _NOBODY
     first = tl.min(tl.where(is_free, lanes, 0x7FFFFFFFFFFFFFFF), axis=1)
@@ -44,14 +47,15 @@ def _cell_of(  # type: ignore[no-untyped-def]
     cell = tl.zeros_like(key) - 1
     for which in tl.static_range(len(FACTORS)):
         start = _bucket(key, num_buckets, FACTORS[which]) * BUCKET
-        cell = tl.maximum(cell, _cell_in(held_keys, start, key, inside, BUCKET)[0])
+        cell = tl.maximum(cell, _cell_in(held_keys, start, key, inside, BUCKET, False)[0])
     if tl.load(tallies + SPILLED) > 0:
-        start = tl.zeros_like(key) + num_cells
-        cell = tl.maximum(cell, _cell_in(held_keys, start, key, inside, SPILL)[0])
+        for first in range(0, SPILL, BUCKET):
+            start = tl.zeros_like(key) + num_cells + first
+            cell = tl.maximum(cell, _cell_in(held_keys, start, key, inside, BUCKET, False)[0])
     return cell
 
 
-@triton.jit(do_not_specialize=["num_buckets", "num_cells", "count"])
+@kernel("held_keys")
 def _look_up(  # type: ignore[no-untyped-def]
     cells,
     entries,
@@ -76,7 +80,7 @@ def _look_up(  # type: ignore[no-untyped-def]
     tl.store(entries + place, entry, mask=inside)
 
 
-@triton.jit(do_not_specialize=["no_key", "num_buckets", "num_cells", "count"])
+@kernel("held_keys")
 def _claim(  # type: ignore[no-untyped-def]
     cells,
     keys,
@@ -103,9 +107,9 @@ def _claim(  # type: ignore[no-untyped-def]
     left = absent
     while tl.sum(left.to(tl.int32)) > 0:
         start = _bucket(key, num_buckets, FACTORS[0]) * BUCKET
-        _, num_free, target = _cell_in(held_keys, start, key, left, BUCKET)
+        _, num_free, target = _cell_in(held_keys, start, key, left, BUCKET, True)
         other_start = _bucket(key, num_buckets, FACTORS[1]) * BUCKET
-        _, other_free, other_target = _cell_in(held_keys, other_start, key, left, BUCKET)
+        _, other_free, other_target = _cell_in(held_keys, other_start, key, left, BUCKET, True)
         target = tl.where(other_free > num_free, other_target, target)
         fits = left & ((num_free > 0) | (other_free > 0))
         # A lane without a target compares with what no cell holds, so it changes nothing.
@@ -122,7 +126,7 @@ def _claim(  # type: ignore[no-untyped-def]
     tl.store(cells + place, cell, mask=inside)
 
 
-@triton.jit(do_not_specialize=["count"])
+@kernel()
 def _put(cells, values, held_keys, held_entries, tallies, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     cell = tl.load(cells + place, mask=place < count, other=-1)
@@ -147,7 +151,7 @@ def look_up(
     """
     cells, entries = keys.new_empty(keys.shape), held_entries.new_empty(keys.shape)
     table = (held_keys, held_entries, tallies, *sizes)
-    launch(_look_up, keys.numel(), cells, entries, keys, *table, SPILL=SPILL_CELLS, **constants)
+    launch(_look_up, keys.numel(), cells, entries, keys, *table, block=_BLOCK, SPILL=SPILL_CELLS, **constants)
     return cells, entries
 
 
@@ -160,7 +164,7 @@ def claim(
         keys: repeats of a key follow it at once, and get no cell here; neither do numbers from `no_key` on.
     """
     cells = keys.new_empty(keys.shape)
-    launch(_claim, keys.numel(), cells, keys, held_keys, tallies, no_key, *sizes, SPILL=SPILL_CELLS, **constants)
+    launch(_claim, keys.numel(), cells, keys, held_keys, tallies, no_key, *sizes, block=_BLOCK, SPILL=SPILL_CELLS, **constants)
     return cells
 
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from embershard.cache.gpu.jit import kernel
 from embershard.cache.gpu.launch import launch
 
 
@@ -24,7 +25,7 @@ def _entries_of(keys, places, entries, position, count, num_keys, num_pinned):  
     return place, entry, takes_part & ((entry <= 0) | (entry > num_pinned))
 
 
-@triton.jit(do_not_specialize=["num_keys", "num_pinned", "first", "batch", "capacity", "count"])
+@kernel()
 def _append(  # type: ignore[no-untyped-def]
     keys,
     places,
@@ -54,7 +55,7 @@ def _append(  # type: ignore[no-untyped-def]
     tl.store(next_uses + entry, to_batch, mask=is_cached & (last == 0))
 
 
-@triton.jit(do_not_specialize=["num_keys", "num_pinned", "first", "count"])
+@kernel()
 def _number_last(  # type: ignore[no-untyped-def]
     keys, places, entries, last_uses, num_keys, num_pinned, first, count, BLOCK: tl.constexpr
 ):
@@ -65,7 +66,7 @@ def _number_last(  # type: ignore[no-untyped-def]
     tl.atomic_min(entries + place, -number, mask=takes_part & (entry <= 0))
 
 
-@triton.jit(do_not_specialize=["num_keys", "num_pinned", "first", "count"])
+@kernel()
 def _mark_last(  # type: ignore[no-untyped-def]
     keys, places, entries, last_uses, marks, num_keys, num_pinned, first, count, BLOCK: tl.constexpr
 ):
@@ -75,7 +76,7 @@ def _mark_last(  # type: ignore[no-untyped-def]
     tl.store(marks + position, takes_part & (last == first + position), mask=position < count)
 
 
-@triton.jit(do_not_specialize=["first", "capacity", "count"])
+@kernel()
 def _advance(  # type: ignore[no-untyped-def]
     slots, marks, next_batches, next_uses, last_uses, following, first, capacity, count, BLOCK: tl.constexpr
 ):
@@ -89,7 +90,7 @@ def _advance(  # type: ignore[no-untyped-def]
     tl.store(last_uses + slot, tl.zeros_like(batch), mask=marked & (batch == 0))
 
 
-@triton.jit(do_not_specialize=["soon", "count"])
+@kernel()
 def _admit(places, slots, entries, next_uses, last_uses, soon, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count

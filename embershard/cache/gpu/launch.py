@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 HAS_TRITON = find_spec("triton") is not None
-BLOCK = 512  # items of a program
+_BLOCK = 512
 
 
 def uses_kernels(device: torch.device) -> bool:
@@ -16,10 +16,11 @@ def uses_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and HAS_TRITON
 
 
-def launch(kernel: Any, count: int, *arguments: Any, **constants: Any) -> None:
-    """Launch `kernel` over `count` items, which is its last argument; does nothing without items."""
+def launch(kernel: Any, count: int, *arguments: Any, block: int = _BLOCK, **constants: Any) -> None:
+    """Launch `kernel` over `count` items, `block` of them in a program; `count` is its last argument. Does nothing
+    without items."""
     if count:
-        _run(kernel, (-(-count // BLOCK),), (*arguments, count), {"BLOCK": BLOCK, **constants})
+        _run(kernel, (-(-count // block),), (*arguments, count), {"BLOCK": block, **constants})
 
 
 def _run(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:

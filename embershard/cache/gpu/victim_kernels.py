@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from embershard.cache.gpu.batch_kernels import FILLS
+from embershard.cache.gpu.jit import kernel
 
 # Places in `numbers`.
 USABLE = tl.constexpr(3)  # entries of the ranking whose rank holds
@@ -34,17 +35,14 @@ def _rank(slot, stamp, next_use, score_bits, inside, SCORES: tl.constexpr):  # t
     return tl.where(next_use > 0, _KNOWN_USE - next_use.to(tl.int64), rank)
 
 
-@triton.jit(do_not_specialize=["num_free", "width", "is_whole"])
+@kernel()
 def _limits(numbers, num_free, width, is_whole):  # type: ignore[no-untyped-def]
     """Victims needed, and the entries of the ranking that may be taken."""
     needed = tl.maximum(tl.load(numbers + FILLS) - num_free, 0)
     return needed, tl.where(is_whole > 0, width, tl.minimum(2 * needed, width))
 
 
-@triton.jit(
-    do_not_specialize=["stride", "oldest_pinned", "num_free", "width", "is_whole", "count"],
-    do_not_specialize_on_alignment=["queue_slots", "queue_stamps", "queue_ranks", "queue_uses"],
-)
+@kernel()
 def rank_candidates(  # type: ignore[no-untyped-def]
     queue_slots,
     queue_stamps,
@@ -105,10 +103,7 @@ def _slot_of(candidate, queue_slots, offered, width, inside):  # type: ignore[no
     return tl.where(queued, from_queue, tl.load(offered + candidate - 2 * width, mask=inside & ~queued, other=0))
 
 
-@triton.jit(
-    do_not_specialize=["clean_through", "num_free", "width", "count"],
-    do_not_specialize_on_alignment=["queue_slots"],
-)
+@kernel()
 def mark_victims(  # type: ignore[no-untyped-def]
     queue_slots,
     offered,
@@ -143,10 +138,7 @@ def mark_victims(  # type: ignore[no-untyped-def]
     tl.store(at + 3 * count, (equal & dirty).to(tl.int32), mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=["num_free", "width", "is_whole", "count"],
-    do_not_specialize_on_alignment=["queue_slots"],
-)
+@kernel()
 def choose_victims(  # type: ignore[no-untyped-def]
     queue_slots,
     offered,
@@ -192,7 +184,7 @@ def choose_victims(  # type: ignore[no-untyped-def]
     tl.store(ranks + candidate, NEVER, mask=chosen)
 
 
-@triton.jit(do_not_specialize=["stride", "oldest_pinned", "num_free", "width", "is_whole", "count"])
+@kernel()
 def mark_waiting(  # type: ignore[no-untyped-def]
     offered,
     ranks,
@@ -221,10 +213,7 @@ def mark_waiting(  # type: ignore[no-untyped-def]
     tl.store(flags + count + place, is_pinned.to(tl.int32), mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=["stride", "width", "count"],
-    do_not_specialize_on_alignment=["queue_slots", "queue_stamps"],
-)
+@kernel()
 def keep_waiting(  # type: ignore[no-untyped-def]
     queue_slots,
     queue_stamps,
@@ -261,7 +250,7 @@ def keep_waiting(  # type: ignore[no-untyped-def]
     tl.store(numbers + PINNED + ends, num_pinned + ends.to(tl.int64), mask=is_last)
 
 
-@triton.jit(do_not_specialize=["num_pinned", "oldest_pinned", "count"])
+@kernel()
 def rank_slots(  # type: ignore[no-untyped-def]
     use_stamps,
     next_uses,
@@ -292,7 +281,7 @@ def rank_slots(  # type: ignore[no-untyped-def]
     tl.store(pinned_ranks + place, tl.where(in_flight, rank, NEVER), mask=inside)
 
 
-@triton.jit(do_not_specialize=["worst_is_set", "count"])
+@kernel()
 def mark_offers(  # type: ignore[no-untyped-def]
     slots, next_uses, use_stamps, score_bits, worst, flags, count, SCORES: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -307,7 +296,7 @@ def mark_offers(  # type: ignore[no-untyped-def]
     tl.store(flags + place, (inside & (rank <= tl.load(worst))).to(tl.int32), mask=place < count)
 
 
-@triton.jit(do_not_specialize=["first_slot", "width", "count"])
+@kernel()
 def gather(  # type: ignore[no-untyped-def]
     slots, flags, running, use_stamps, found, first_slot, width, count, LISTED: tl.constexpr, BLOCK: tl.constexpr
 ):
