@@ -42,11 +42,12 @@ class Readback:
 
     def read(self, tensors: Sequence[Tensor]) -> list[list[int]]:
         """Return the numbers of `tensors` (int64 [?] each), and read all counts. The host waits for the stream."""
-        counts, self._unread = self._unread, []
+        counts = self._unread
         parts = [*tensors, *(count._tensor for count in counts)]
         found: list[int] = (parts[0] if len(parts) == 1 else torch.cat(parts)).tolist()
         bounds = list(accumulate((part.numel() for part in parts), initial=0))
         values = [found[start:stop] for start, stop in pairwise(bounds)]
         for count, (value,) in zip(counts, values[len(tensors) :], strict=True):
             count.value = value
+        self._unread = []  # last: after an interrupt they are read again
         return values[: len(tensors)]

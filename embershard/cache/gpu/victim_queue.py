@@ -272,4 +272,4 @@ def _lowest(ranks: Tensor, least: int, size: int) -> tuple[Tensor, Tensor]:
         is_lucky = (ranks <= bound).sum() >= least
         ranks = ranks.masked_fill((ranks > bound) & is_lucky, _NEVER)
     ascending, order = ranks.sort(stable=True)
-    return ascending[:size], order[:size]
+    return ascending[:size].clone(), order[:size]  # a view would hold the memory of all
