@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from embershard.cache import loops
@@ -49,14 +47,19 @@ class _Ranked:
         return self._each(lambda column: column.index_select(0, which))
 
     def join(self, *others: _Ranked) -> _Ranked:
-        columns = zip(*((part.slots, part.stamps, part.ranks) for part in (self, *others)), strict=True)
-        next_uses = [part.next_uses for part in (self, *others) if part.next_uses is not None]
-        return _Ranked(*(torch.cat(column) for column in columns), torch.cat(next_uses) if next_uses else None)
+        parts = (self, *others)
+        next_uses = [part.next_uses for part in parts if part.next_uses is not None]
+        return _Ranked(
+            torch.cat([part.slots for part in parts]),
+            torch.cat([part.stamps for part in parts]),
+            torch.cat([part.ranks for part in parts]),
+            torch.cat(next_uses) if next_uses else None,
+        )
 
-    def arrays(self) -> tuple[NDArray[Any], ...]:
+    def arrays(self) -> tuple[loops.Int64s, loops.Int64s, loops.Int64s, loops.Int32s]:
         """Return the columns of slots with next uses, for compiled loops."""
         assert self.next_uses is not None, "ranked without next uses"
-        return tuple(column.numpy() for column in (self.slots, self.stamps, self.ranks, self.next_uses))
+        return self.slots.numpy(), self.stamps.numpy(), self.ranks.numpy(), self.next_uses.numpy()
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> _Ranked:
         next_uses = None if self.next_uses is None else change(self.next_uses)
@@ -117,18 +120,18 @@ class VictimQueue:
         return ranked.select((ranked.ranks <= self._worst).nonzero().flatten())
 
     def _better_in_loop(self, slots: Tensor, next_uses: Tensor) -> _Ranked:
-        better = _Ranked(*torch.empty(3, slots.numel(), dtype=torch.int64), torch.empty_like(next_uses))
-        bounds, state = (self._worst, self._worst_next_use), (self._map.use_stamp.numpy(), self._score_bits())
-        return better.window(0, loops.offer(slots.numpy(), next_uses.numpy(), *bounds, *state, *better.arrays()))
+        """Do what `_better` does."""
+        use_stamps, _, score_bits = self._state()
+        bounds = (self._worst, self._worst_next_use)
+        kept = loops.offer(slots.numpy(), next_uses.numpy(), *bounds, use_stamps, score_bits)
+        return _Ranked(*map(torch.from_numpy, kept))
 
-    def _next_uses(self) -> loops.Int32s:
-        index = self._next_use_index
-        return np.empty(0, np.int32) if index is None else index.next_use.numpy()
-
-    def _score_bits(self) -> loops.Int32s:
-        """The bits of every slot's score, which order like the non-negative scores: [S + 1]; empty without scores."""
-        scores = self._scores.of_slots()
-        return np.empty(0, np.int32) if scores is None else scores.numpy().view(np.int32)
+    def _state(self) -> tuple[loops.Int64s, loops.Int32s, loops.Int32s]:
+        """Return what compiled loops rank by, [S + 1] each: use stamps; next uses, empty without an index of them; and
+        the bits of the scores, which order like the non-negative scores, empty without scores."""
+        none, index, scores = np.empty(0, np.int32), self._next_use_index, self._scores.of_slots()
+        next_uses = none if index is None else index.next_use.numpy()
+        return self._map.use_stamp.numpy(), next_uses, none if scores is None else scores.numpy().view(np.int32)
 
     def _take_first(self, count: int, oldest_pinned: int) -> Tensor:
         window, usable = self._next_usable(count, oldest_pinned)
@@ -158,21 +161,22 @@ class VictimQueue:
         self._offered = [(0, waiting), *pinned] if waiting.slots.numel() else pinned
         return victims
 
-    def _lowest_in_loop(
-        self, count: int, oldest_pinned: int, ready: list[_Ranked]
-    ) -> tuple[Tensor, int, _Ranked]:
+    def _lowest_in_loop(self, count: int, oldest_pinned: int, ready: list[_Ranked]) -> tuple[Tensor, int, _Ranked]:
         """Do what `_lowest` does."""
         queue, offered = self._queue.window(self._cursor, self._queue.slots.numel()), self._none.join(*ready)
-        state = (self._map.use_stamp.numpy(), self._next_uses(), self._score_bits())
-        limits = (count, oldest_pinned, self._worst)
-        victims, passed, *waiting = loops.take_lowest(*queue.arrays(), *offered.arrays()[:2], *limits, *state)
-        return torch.from_numpy(victims), passed, _Ranked(*(torch.from_numpy(each) for each in waiting))
+        ready_slots, ready_stamps, _, _ = offered.arrays()
+        limits, state = (count, oldest_pinned, self._worst), self._state()
+        found = loops.candidates(*queue.arrays(), ready_slots, ready_stamps, *limits, *state)
+        slots, stamps, ranks, places, usable, width = found
+        bound = np.partition(ranks, count - 1)[count - 1] if ranks.size > count else _NEVER
+        victims, passed, left = loops.choose(slots, ranks, places, usable, width, count, bound)
+        waiting = slots[left]
+        columns = (waiting, stamps[left], ranks[left], state[1][waiting])
+        return torch.from_numpy(victims), passed, _Ranked(*map(torch.from_numpy, columns))
 
-    def _lowest(
-        self, count: int, oldest_pinned: int, ready: list[_Ranked]
-    ) -> tuple[Tensor, int, _Ranked]:
-        """Return the `count` lowest slots of the queue and of `ready`, which were offered; how many entries of the queue
-        are done with; and the slots that stay offered."""
+    def _lowest(self, count: int, oldest_pinned: int, ready: list[_Ranked]) -> tuple[Tensor, int, _Ranked]:
+        """Return the `count` lowest slots of the queue and of `ready`, which were offered; the number of entries of the
+        queue that are done with; and the slots that stay offered."""
         window, usable = self._next_usable(count, oldest_pinned)
         queued = usable.numel()
         again, places = self._rank_again(window, usable, ready, oldest_pinned)
@@ -267,8 +271,7 @@ class VictimQueue:
     def _lowest_ranks_in_loop(self, least: int, about: int, oldest_pinned: int) -> tuple[_Ranked, _Ranked]:
         """Do what `_lowest_ranks` does."""
         num_used, bound = self._map.num_used, _NEVER - 1
-        ends = (num_used + 1, self._num_pinned_slots, oldest_pinned)
-        state = (self._map.use_stamp.numpy(), self._next_uses(), self._score_bits(), *ends)
+        state = (*self._state(), num_used + 1, self._num_pinned_slots, oldest_pinned)
         stride = sample_stride(about, num_used)
         if stride:
             sample = np.sort(loops.lowest_ranks(*state, bound, stride)[1])

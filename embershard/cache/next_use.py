@@ -24,7 +24,7 @@ from embershard.cache.pinned_tables import OtherTables
 from embershard.cache.rows import memory
 from embershard.cache.slot_map import SlotMap
 
-_WRAP = loops.WRAP  # use numbers run from 1 to this and start again
+_WRAP = 2**30  # use numbers run from 1 to this and start again
 _LEAST_CHAIN = 1024
 
 
@@ -101,6 +101,9 @@ class NextUseIndex:
         Args:
             keys: int64 [N].
             feature_lengths: int64 [F], ids per feature; None only without `tables`.
+
+        Raises:
+            IndexError: on a CPU, a key is not in [0, R). Nothing became known.
         """
         self._newest += 1
         if self._map.array is not None:
@@ -114,15 +117,20 @@ class NextUseIndex:
         return batch
 
     def _know_in_loop(self, entries: loops.Int32s, keys: Tensor, feature_lengths: Tensor | None) -> KnownBatch:
-        lengths = np.array([keys.numel()]) if feature_lengths is None else feature_lengths.numpy()
+        array, size = self._map.key_array(keys), keys.numel()
+        lengths = np.array([size]) if feature_lengths is None else feature_lengths.contiguous().numpy()
+        assert lengths.sum() == size, f"{lengths.sum()} ids in {lengths.size} features, {size} ids in the batch"
         takes_part = np.ones(lengths.size, np.bool_) if self._tables is None else self._tables.features.numpy()
         count = int(lengths[takes_part].sum())
         first_use = self._reserve(count)
-        uses, positions = torch.empty(2, count, dtype=torch.int32)
+        uses = self.next_use.new_empty(count)
+        positions = uses if takes_part.all() else torch.empty_like(uses)
         state = (entries, self.next_use.numpy(), self._last_use.numpy(), self._next_batch.numpy())
-        found = (uses.numpy(), positions.numpy())
-        num_rows = loops.know(keys.numpy(), lengths, takes_part, *state, first_use, self._newest, *found)
-        return KnownBatch(self._newest, first_use, uses[count - num_rows :].clone(), positions[count - num_rows :].clone())
+        numbers, found = (first_use, self._newest, _WRAP), (uses.numpy(), positions.numpy())
+        start = count - loops.know(array, lengths, takes_part, *state, *numbers, *found)
+        kept = uses[start:].clone()  # without the memory of repeats
+        places = kept if positions is uses else positions[start:].clone()
+        return KnownBatch(self._newest, first_use, kept, places)
 
     def _know(self, keys: Tensor, positions: Tensor | None) -> KnownBatch:
         first_use, count = self._reserve(keys.numel()), keys.numel()
@@ -161,7 +169,7 @@ class NextUseIndex:
             distinct, following = slots.new_empty(batch.num_rows), torch.empty_like(batch.uses)
             state = (self._next_batch.numpy(), self.next_use.numpy(), self._last_use.numpy())
             ids = (slots.numpy(), batch.uses.numpy(), batch.positions.numpy(), batch.first_use)
-            loops.arrive(*ids, *state, distinct.numpy(), following.numpy())
+            loops.arrive(*ids, _WRAP, *state, distinct.numpy(), following.numpy())
             return distinct, following
         distinct = slots.index_select(0, batch.positions)
         following = self._following(batch)
@@ -231,6 +239,14 @@ class NextUseIndex:
         self.next_use.scatter_(0, slots, following)
         last = self._last_use.gather(0, slots)
         self._last_use.scatter_(0, slots, last.masked_fill_(following == 0, 0))
+
+    def _reserve_ascending(self, count: int) -> tuple[int, int]:
+        """Reserve `count` uses whose numbers do not start again among them; return what `_reserve` does, and the number
+        of the first use."""
+        if self._end % _WRAP + count > _WRAP:
+            self._end += -self._end % _WRAP
+        first_use = self._reserve(count)
+        return first_use, first_use % _WRAP + 1
 
     def _numbers(self, first_use: int, uses: Tensor) -> Tensor:
         return ((uses + first_use % _WRAP) & (_WRAP - 1)) + 1

@@ -127,6 +127,9 @@ class SlotMap:
         Returns:
             Slots int64 [N], `NULL_SLOT` where a key is not cached; bool [N], True once per distinct slot found; and the
             positions of the keys that are not cached, int64 [?], ascending.
+
+        Raises:
+            IndexError: on a CPU, a key is not in [0, R). Nothing is stamped.
         """
         first = self.first_stamp(batch)
         if self.array is not None:
@@ -139,13 +142,27 @@ class SlotMap:
         return slots, first_hits.index_fill_(0, missed, False), missed
 
     def _find_in_loop(self, entries: loops.Int32s, keys: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
-        slots, missed = torch.empty_like(keys), torch.empty_like(keys)
-        first_hits = torch.empty(keys.shape, dtype=torch.bool)
-        arrays = (keys.numpy(), entries, self.use_stamp.numpy(), first)
-        num_missed = loops.find(*arrays, slots.numpy(), first_hits.numpy(), missed.numpy())
-        if num_missed < 0:
-            raise IndexError(f"key {int(keys[-1 - num_missed])}, needed 0 to {entries.size - 1}")
-        return slots, first_hits, missed[keys.numel() - num_missed :]
+        wanted, count = self.key_array(keys), keys.numel()
+        slots, missed, first_hits = (
+            keys.new_empty(count),
+            keys.new_empty(count),
+            keys.new_empty(count, dtype=torch.bool),
+        )
+        state = (entries, self.use_stamp.numpy(), first)
+        num_missed = loops.find(wanted, *state, slots.numpy(), first_hits.numpy(), missed.numpy())
+        return slots, first_hits, missed[count - num_missed :]
+
+    def key_array(self, keys: Tensor) -> loops.Int64s:
+        """Return a batch's `keys` (int64 [N]) for compiled loops, which check nothing.
+
+        Raises:
+            IndexError: a key is not in [0, R).
+        """
+        found = keys.contiguous().numpy()
+        position = loops.out_of_range(found, self.num_keys)
+        if position >= 0:
+            raise IndexError(f"key {found[position]} at position {position}, needed 0 to {self.num_keys - 1}")
+        return found
 
     def last_batch(self, slots: Tensor) -> Tensor:
         """Return the last batch that used each of `slots`: int64, same shape; 0 for none."""

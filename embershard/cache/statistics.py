@@ -116,9 +116,21 @@ class CacheCounters:
             self.values[:, Counter.WRITE_BACKS] += evictions if all_dirty else self._by_table(plan.write_back_keys)
 
     def _add_plan_in_loop(self, plan: CachePlan, feature_lengths: Tensor, critical_path: bool) -> None:
-        tensors = (plan.first_hits, plan.missed, plan.fill_keys, plan.evicted_keys, plan.write_back_keys)
-        places = (self._table_of_feature.numpy(), feature_lengths.numpy(), self._ends.numpy())
-        loops.count_plan(self.values.numpy(), *places, *(each.numpy() for each in tensors), critical_path)
+        lengths, num_ids = feature_lengths.contiguous().numpy(), plan.slots.numel()
+        assert lengths.size == self._table_of_feature.numel(), f"{lengths.size} features"
+        assert lengths.sum() == num_ids, f"{lengths.sum()} ids in {lengths.size} features, {num_ids} ids in the batch"
+        loops.count_plan(
+            loops.Counters(self.values.numpy()),
+            self._table_of_feature.numpy(),
+            lengths,
+            self._ends.numpy(),
+            plan.first_hits.numpy(),
+            plan.missed.numpy(),
+            plan.fill_keys.numpy(),
+            plan.evicted_keys.numpy(),
+            plan.write_back_keys.numpy(),
+            critical_path,
+        )
 
     def add_rows(self, counter: Counter, keys: Tensor) -> None:
         """Add one per key to its table's `counter`."""

@@ -13,6 +13,8 @@ from torchrec.distributed.embedding_types import KJTList
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
+_LEAVES = (int, str, float, type(None))
+
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     """Yield all tensors in a batch, a module's input or its context.
@@ -22,12 +24,15 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     """
     if isinstance(value, torch.Tensor):
         yield value
+    elif isinstance(value, _LEAVES):
+        return
     elif isinstance(value, KeyedJaggedTensor):
         parts = (value.values(), value.weights_or_none(), value.lengths_or_none(), value.offsets_or_none())
         yield from (part for part in parts if part is not None)
     elif isinstance(value, KJTList | list | tuple):
         for part in value:
-            yield from tensors_of(part)
+            if not isinstance(part, _LEAVES):  # most lists are of names or numbers
+                yield from tensors_of(part)
     elif isinstance(value, dict):
         yield from tensors_of(list(value.values()))
     elif not isinstance(value, type) and (dataclasses.is_dataclass(value) or isinstance(value, Multistreamable)):

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from torchrec.distributed.types import ShardedModule
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.cache.next_use import KnownBatch
 from embershard.cache.tickets import Ticket
 from embershard.errors import CacheError
 from embershard.pipeline.announced import Announced, features_among
 from embershard.pipeline.batch_tensors import tensor_bytes
+from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.inspection import pools_with_features
 
 
@@ -31,6 +33,7 @@ class ModuleInput:
         self._waiting = module.input_dist(self._context, *args, **kwargs)
         self._is_sent = False
         self._received: Any = None
+        self._pools: list[tuple[CachedTableBatchedEmbeddings, KeyedJaggedTensor]] = []  # with the ids for each
         self._known: dict[int, KnownBatch | None] = {}  # by pool
         self._tickets: dict[int, Ticket] = {}
         self._announced: Announced | None = None
@@ -44,11 +47,13 @@ class ModuleInput:
     def receive(self) -> None:
         """Wait for the ids of this rank's tables. A second call does nothing."""
         if self._waiting is not None:
-            self._received, self._waiting = self._waiting.wait(), None
+            self._received = self._waiting.wait()
+            self._pools = list(pools_with_features(self._module, self._received))
+            self._waiting = None
 
     def know(self) -> None:
         """Tell the caches when the batch's rows are used."""
-        for number, (pool, features) in enumerate(pools_with_features(self._module, self._received)):
+        for number, (pool, features) in enumerate(self._pools):
             self._known[number] = pool.know(features)
 
     @property
@@ -60,7 +65,7 @@ class ModuleInput:
     def make_resident(self, critical_path: bool) -> bool:
         """Bring the batch's rows to the device, as far as they fit beside those in use; return True when all are."""
         complete = True
-        for number, (pool, features) in enumerate(pools_with_features(self._module, self._received)):
+        for number, (pool, features) in enumerate(self._pools):
             if number in self._tickets and not self._tickets[number].released:  # another pipeline may have released it
                 continue
             ticket = pool.prefetch_if_it_fits(features, self._known.get(number), critical_path)
@@ -90,7 +95,7 @@ class ModuleInput:
         if self._announced is not None:
             self._announced.check(features_among(args, kwargs))
         self.is_used = True
-        for number, (pool, _) in enumerate(pools_with_features(self._module, self._received)):
+        for number, (pool, _) in enumerate(self._pools):
             pool.hand(self._tickets.get(number) if torch.is_grad_enabled() else None)
         return self._module.compute_and_output_dist(self._context, self._received)
 
@@ -100,7 +105,7 @@ class ModuleInput:
             if not ticket.released:  # a forward without a backward may hold it, too, and be kept for long
                 ticket.cancel()
         if any(known is not None for known in self._known.values()):
-            for number, (pool, features) in enumerate(pools_with_features(self._module, self._received)):
+            for number, (pool, features) in enumerate(self._pools):
                 pool.skip(features, self._known.get(number))
 
     def record_stream(self, stream: Any) -> None:

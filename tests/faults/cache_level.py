@@ -83,7 +83,7 @@ _MIXED: dict[int, list[Operation]] = {
     6: [("host_changed", (0, 7, 14, 21), 0.25), ("hold",), ("prepare_known", True), ("let_go",)],
     7: [("skip",), ("read", (0, 7))],
     8: [("fail", "fill"), ("stats",)],
-    9: [("fail", "collect"), ("forget",), ("flush",), ("prepare", (1, 2, 3, 11)), ("abandon",)],
+    9: [("fail", "write_back"), ("forget",), ("flush",), ("prepare", (1, 2, 3, 11)), ("abandon",)],
 }
 _GROWS: dict[int, list[Operation]] = {
     **_MIXED,

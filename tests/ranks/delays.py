@@ -30,7 +30,7 @@ STAGES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (LookAheadPipeline, ("_let_in",)),
     (StagedBatch, ("send", "receive", "make_resident")),
     (ModuleInput, ("know", "make_resident", "forward")),
-    (PlainTransfer, ("fill", "collect", "land")),
+    (PlainTransfer, ("fill", "write_back")),
 )
 # On a GPU: where kernels are queued on the stream of each stage, the copies' among them, and the training's.
 GPU_STAGES: tuple[tuple[type, tuple[str, ...]], ...] = (
@@ -87,11 +87,11 @@ def _delayed(
 @contextlib.contextmanager
 def slow_landings(seconds: float) -> Iterator[None]:
     """Every write-back takes this long to reach the host rows."""
-    land = PlainTransfer.land
+    write_back = PlainTransfer.write_back
 
     def late(self: PlainTransfer, *args: Any) -> None:
         time.sleep(seconds)
-        land(self, *args)
+        write_back(self, *args)
 
-    with mock.patch.object(PlainTransfer, "land", late):
+    with mock.patch.object(PlainTransfer, "write_back", late):
         yield

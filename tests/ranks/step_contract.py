@@ -243,14 +243,14 @@ def flush_beside_a_backward(case: Case, run: Run) -> dict[str, Any]:
     wrote whole rows: the weights of a row and its optimizer state are of the same step."""
     only_our_warnings_raise()
     over, count = threading.Event(), [0]
-    land = PlainTransfer.land
+    write_back = PlainTransfer.write_back
 
     def slow(self: PlainTransfer, *arguments: Any) -> None:
-        land(self, *arguments)
+        write_back(self, *arguments)
         if threading.current_thread() is not threading.main_thread():
             time.sleep(0.002)  # an update may begin and end before the flush does
 
-    with as_run(case, run) as (model, loop), mock.patch.object(PlainTransfer, "land", slow):
+    with as_run(case, run) as (model, loop), mock.patch.object(PlainTransfer, "write_back", slow):
         losses: list[float] = []
         errors: list[str] = []
 

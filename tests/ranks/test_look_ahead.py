@@ -368,7 +368,7 @@ def test_a_body_that_raises(two_ranks: RankPool, when: str) -> None:
 
 
 @pytest.mark.parametrize("worker", [True, False])
-@pytest.mark.parametrize("copy", ["fill", "collect", "land"])
+@pytest.mark.parametrize("copy", ["fill", "write_back"])
 def test_a_copy_that_fails(two_ranks: RankPool, copy: str, worker: bool) -> None:
     """Its error stops the training before the next step; the cache took the plan back, and nothing is lost."""
     case, run = Case(sharding="row_wise"), Run(4, 2, 3, worker=worker)

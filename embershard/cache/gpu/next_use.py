@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from embershard.cache import loops
 from embershard.cache.gpu import known_kernels
 from embershard.cache.gpu.readback import Count, Readback
 from embershard.cache.gpu.slot_map import KernelSlotMap
@@ -21,9 +20,11 @@ class MarkedBatch(KnownBatch):
     Attributes:
         uses, positions: one tensor, bool [N]: True at one use of each distinct row. It takes a byte per id, where
             positions would take four per distinct row, or per id while their number is not known.
+        first: number of the batch's first use.
         count: U.
     """
 
+    first: int
     count: Count
 
     @property
@@ -49,14 +50,11 @@ class KernelNextUseIndex(NextUseIndex):
 
     def know(self, keys: Tensor, feature_lengths: Tensor | None = None) -> MarkedBatch:
         self._newest += 1
-        count = keys.numel()
-        if self._end % loops.WRAP + count > loops.WRAP:  # a batch's numbers ascend
-            self._end += -self._end % loops.WRAP
-        first_use, places = self._reserve(count), self._places.claim_places(keys)
+        (first_use, first), places = self._reserve_ascending(keys.numel()), self._places.claim_places(keys)
         state = (self._places.entries_by_place, self.next_use, self._last_use, self._next_batch)
-        which = (self._places.num_keys, self._num_pinned, first_use % loops.WRAP + 1, self._newest)
+        which = (self._places.num_keys, self._num_pinned, first, self._newest)
         marks = known_kernels.know(keys, places, *state, *which)
-        batch = MarkedBatch(self._newest, first_use, marks, marks, self.readback.count(marks.sum()))
+        batch = MarkedBatch(self._newest, first_use, marks, marks, first, self.readback.count(marks.sum()))
         self._known.append(batch)
         return batch
 
@@ -69,8 +67,9 @@ class KernelNextUseIndex(NextUseIndex):
         if not self._is_oldest(batch):
             return None
         self._known.popleft()
-        first, state = batch.first_use % loops.WRAP + 1, (self._next_batch, self.next_use, self._last_use)
-        return slots, known_kernels.advance(slots, batch.positions, *state, first)
+        assert isinstance(batch, MarkedBatch), "of another index"
+        state = (self._next_batch, self.next_use, self._last_use)
+        return slots, known_kernels.advance(slots, batch.positions, *state, batch.first)
 
     def admit(self, keys: Tensor, slots: Tensor) -> None:
         soon = self._known[0].number if self._known else 0

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from embershard.cache import loops
 from embershard.cache.rows.memory import widest_views
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Transfer(Protocol):
@@ -57,33 +61,22 @@ class PlainTransfer:
         for d, h in pairs:
             assert d.shape[1:] == h.shape[1:], f"payload rows differ: {d.shape} and {h.shape}"
             assert d.dtype == h.dtype, f"payload types differ: {d.dtype} and {h.dtype}"
-        self._pairs = [widest_views(d.data, h.data) for d, h in pairs]
+        self._pairs = [[RowTable(table) for table in widest_views(d.data, h.data)] for d, h in pairs]
         self.key_device = host[0].device
 
     def fill(self, keys: Tensor, slots: Tensor) -> None:
-        if keys.numel():
-            for device, host in self._pairs:
-                rows = host.index_select(0, keys)
-                put_rows(device, slots, rows.to(device.device))
+        for device, host in self._pairs:
+            device.copy(slots, host, keys)
 
     def write_back(self, slots: Tensor, keys: Tensor) -> None:
-        self.land(self.collect(slots), keys)
+        for device, host in self._pairs:
+            host.copy(keys, device, slots)
 
     def finish(self) -> None:
         pass  # every copy is done when its call returns
 
     def discard(self) -> int:
         return 0
-
-    def collect(self, slots: Tensor) -> list[Tensor]:
-        """Do the first half of a write-back, before the slots are filled again: copy the payloads of `slots`."""
-        return [device.index_select(0, slots) for device, _ in self._pairs] if slots.numel() else []
-
-    def land(self, rows: list[Tensor], keys: Tensor) -> None:
-        """Do the second half: copy collected payloads to host rows `keys`."""
-        if keys.numel():
-            for (_, host), part in zip(self._pairs, rows, strict=True):
-                put_rows(host, keys, part.to(host.device))
 
 
 class ScoresTransfer:
@@ -95,20 +88,45 @@ class ScoresTransfer:
     """
 
     def __init__(self, device: Sequence[Tensor], host: Sequence[Tensor]) -> None:
-        (self._slots,), (self._rows,) = device, host
-        self.key_device = self._rows.device
+        self._slots, self._rows = (RowTable(tables[0]) for tables in (device, host))
+        self.key_device = host[0].device
 
     def fill(self, keys: Tensor, slots: Tensor) -> None:
-        self._slots.scatter_(0, slots, self._rows.index_select(0, keys).to(self._slots.device))
+        self._slots.copy(slots, self._rows, keys)
 
     def write_back(self, slots: Tensor, keys: Tensor) -> None:
-        self._rows.scatter_(0, keys, self._slots.index_select(0, slots).to(self.key_device))
+        self._rows.copy(keys, self._slots, slots)
 
     def finish(self) -> None:
         pass
 
     def discard(self) -> int:
         return 0
+
+
+class RowTable:
+    """Rows of one payload tensor, seen as whatever copies them fastest.
+
+    Args:
+        tensor: [R, ...].
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._words: NDArray[Any] | None = None  # [R, words per row]
+        if tensor.is_cpu and tensor.is_contiguous() and tensor.numel():
+            integers = tensor.view(torch.int64) if tensor.is_complex() else tensor
+            self._words = integers.view(_WORDS[integers.element_size()]).numpy().reshape(tensor.shape[0], -1)
+
+    def copy(self, rows: Tensor, source: RowTable, source_rows: Tensor) -> None:
+        """Copy `source_rows` of `source` to `rows` (both int64 [M], each on its table's device)."""
+        if not rows.numel():
+            return
+        if self._words is not None and source._words is not None:
+            loops.copy_rows(self._words, rows.numpy(), source._words, source_rows.numpy())
+        else:
+            values = source._tensor.index_select(0, source_rows)
+            put_rows(self._tensor, rows, values.to(self._tensor.device))
 
 
 def put_rows(table: Tensor, rows: Tensor, values: Tensor) -> None:

@@ -6,6 +6,7 @@ sharding sends such an id to some rank as some row.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -52,7 +53,10 @@ def check_bounds(features: KeyedJaggedTensor, rows: Mapping[str, tuple[str, int]
     lengths = features.length_per_key()
     if max(lengths) * len(lengths) == values.numel():  # every feature has as many ids
         low, high = values.view(len(lengths), -1).aminmax(dim=1)
-        inside = bool(((low >= 0) & (high < torch.tensor(limits, device=values.device))).all())
+        if values.is_cpu:
+            inside = min(low.tolist()) >= 0 and all(map(operator.lt, high.tolist(), limits))
+        else:
+            inside = bool(((low >= 0) & (high < torch.tensor(limits, device=values.device))).all())
     elif values.is_cpu:  # a pass per feature needs no limit per id
         parts = values.split(lengths)
         inside = all(_is_inside(part, limit) for part, limit in zip(parts, limits, strict=True))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from embershard.cache import loops
 from embershard.sharding.torchrec.compat import batch_sizes
 
 
@@ -64,10 +65,6 @@ def add_per_feature(ids: Tensor, addends: Tensor, lengths: Tensor) -> Tensor:
     """Add to each of `ids` [N] its feature's addend int64 [F]; feature f has `lengths[f]` ids. int64 [N]."""
     if not ids.is_cpu:
         return torch.repeat_interleave(addends, lengths, output_size=ids.numel()).add_(ids)
-    if int(lengths.max()) * lengths.numel() == ids.numel():  # as many ids of every feature
-        return (ids.view(lengths.numel(), -1) + addends[:, None]).view(-1)
-    sums = torch.empty(ids.shape, dtype=torch.int64)  # a pass per feature, without an addend per id
-    ends = lengths.cumsum(0).tolist()
-    for addend, start, end in zip(addends.tolist(), [0, *ends], ends, strict=False):
-        torch.add(ids[start:end], addend, out=sums[start:end])
+    sums = torch.empty(ids.shape, dtype=torch.int64)
+    loops.add_per_feature(ids.long().contiguous().numpy(), addends.numpy(), lengths.numpy(), sums.numpy())
     return sums

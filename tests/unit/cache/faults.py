@@ -54,7 +54,7 @@ def _states_stay_behind() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _write_back_skipped() -> Iterator[None]:
-    with mock.patch.object(transfer.PlainTransfer, "land", return_value=None):
+    with mock.patch.object(transfer.PlainTransfer, "write_back", return_value=None):
         yield
 
 
@@ -65,13 +65,10 @@ def _fill_before_write_back() -> Iterator[None]:
     def swapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         late: list[tuple[Tensor, Tensor]] = []
         move = self._copies.transfer
-        with (
-            mock.patch.object(move, "collect", lambda slots: slots),
-            mock.patch.object(move, "land", lambda *slots_and_keys: late.append(slots_and_keys)),
-        ):
+        with mock.patch.object(move, "write_back", lambda *slots_and_keys: late.append(slots_and_keys)):
             ticket = prepare(self, *args, **kwargs)
         for slots, keys in late:
-            move.land(move.collect(slots), keys)
+            move.write_back(slots, keys)
         return ticket
 
     with mock.patch.object(row_cache.RowCache, "prepare", swapped):
@@ -86,6 +83,20 @@ def _stale_entries_not_skipped() -> Iterator[None]:
         return torch.arange(ranked.slots.numel())
 
     with mock.patch.object(victims.VictimQueue, "_usable", trusting):
+        yield
+
+
+@contextlib.contextmanager
+def _stale_entries_not_skipped_by_the_loop() -> Iterator[None]:
+    """The same with look-ahead: nothing tells the compiled loop that a slot was used since, or is pinned."""
+    lowest = victims.VictimQueue._lowest_in_loop
+
+    def trusting(self: Any, count: int, oldest_pinned: int, ready: Any) -> Any:
+        stamps = self._map.use_stamp.index_select(0, self._queue.slots)
+        with mock.patch.object(self, "_queue", dataclasses.replace(self._queue, stamps=stamps)):
+            return lowest(self, count, 2**31 - 1, ready)
+
+    with mock.patch.object(victims.VictimQueue, "_lowest_in_loop", trusting):
         yield
 
 
@@ -106,26 +117,47 @@ def _slots_of_batches_in_flight_are_not_offered() -> Iterator[None]:
 @contextlib.contextmanager
 def _rows_that_become_known_are_skipped() -> Iterator[None]:
     """A row whose next use became known since it was ranked may still be the best victim."""
-    rank_again = victims.VictimQueue._rank_again
+    rank_again, lowest = victims.VictimQueue._rank_again, victims.VictimQueue._lowest_in_loop
 
     def without(self: Any, window: Any, usable: Tensor, ready: Any, oldest_pinned: int) -> Any:
         same = [part.select(self._usable(part, oldest_pinned)) for part in ready]
         return rank_again(self, window, torch.arange(window.slots.numel()), same, oldest_pinned)
 
-    with mock.patch.object(victims.VictimQueue, "_rank_again", without):
+    def without_in_loop(self: Any, count: int, oldest_pinned: int, ready: Any) -> Any:
+        same, queue = [part.select(self._usable(part, oldest_pinned)) for part in ready], self._queue
+        has_changed = self._next_use_index.next_use.index_select(0, queue.slots) != queue.next_uses
+        stamps = queue.stamps.masked_fill(has_changed, -1)  # as if used since
+        with mock.patch.object(self, "_queue", dataclasses.replace(queue, stamps=stamps)):
+            return lowest(self, count, oldest_pinned, same)
+
+    with (
+        mock.patch.object(victims.VictimQueue, "_rank_again", without),
+        mock.patch.object(victims.VictimQueue, "_lowest_in_loop", without_in_loop),
+    ):
         yield
 
 
 @contextlib.contextmanager
 def _known_uses_do_not_matter() -> Iterator[None]:
-    rank = victims.VictimQueue._rank
+    rank, state, better = (getattr(victims.VictimQueue, name) for name in ("_rank", "_state", "_better_in_loop"))
 
     def by_score(self: Any, slots: Tensor | None = None) -> Any:
         with mock.patch.object(self, "_next_use_index", None):
             ranked = rank(self, slots)
         return dataclasses.replace(ranked, next_uses=torch.zeros(ranked.slots.shape, dtype=torch.int32))
 
-    with mock.patch.object(victims.VictimQueue, "_rank", by_score):
+    def without_next_uses(self: Any) -> Any:
+        use_stamps, next_uses, score_bits = state(self)
+        return use_stamps, next_uses * 0, score_bits
+
+    def better_by_score(self: Any, slots: Tensor, next_uses: Tensor) -> Any:
+        return better(self, slots, next_uses * 0)
+
+    with (
+        mock.patch.object(victims.VictimQueue, "_rank", by_score),
+        mock.patch.object(victims.VictimQueue, "_state", without_next_uses),
+        mock.patch.object(victims.VictimQueue, "_better_in_loop", better_by_score),
+    ):
         yield
 
 
@@ -157,14 +189,13 @@ def _repeats_are_uses_of_their_own() -> Iterator[None]:
     """The chain of a row's uses is that of whichever repeat comes first, not of the one that others follow."""
     know = next_use_index.NextUseIndex.know
 
-    def careless(self: Any, keys: Tensor, positions: Tensor | None = None) -> Any:
-        batch = know(self, keys, positions)
-        order = keys.argsort(stable=True)
-        first = keys[order].diff(prepend=keys.new_full((1,), -1)) != 0
-        chosen = order[first].int()
-        places = chosen if positions is None else positions[chosen]
-        object.__setattr__(batch, "uses", chosen)
-        object.__setattr__(batch, "positions", places)
+    def careless(self: Any, keys: Tensor, feature_lengths: Tensor) -> Any:
+        batch = know(self, keys, feature_lengths)
+        places = self._tables.features.repeat_interleave(feature_lengths).nonzero().flatten()
+        order = keys[places].argsort(stable=True)
+        first = keys[places][order].diff(prepend=keys.new_full((1,), -1)) != 0
+        object.__setattr__(batch, "uses", order[first].int())
+        object.__setattr__(batch, "positions", places[order[first]].int())
         return batch
 
     with mock.patch.object(next_use_index.NextUseIndex, "know", careless):
@@ -210,13 +241,13 @@ def _counts_are_lost() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _every_lookup_counts_as_a_hit() -> Iterator[None]:
-    touch = slot_map.SlotMap.touch
+    find = slot_map.SlotMap.find
 
-    def repeated(self: Any, slots: Tensor, batch: int) -> Any:
-        touch(self, slots, batch)
-        return slots != 0
+    def repeated(self: Any, keys: Tensor, batch: int) -> Any:
+        slots, _, missed = find(self, keys, batch)
+        return slots, slots != 0, missed
 
-    with mock.patch.object(slot_map.SlotMap, "touch", repeated):
+    with mock.patch.object(slot_map.SlotMap, "find", repeated):
         yield
 
 

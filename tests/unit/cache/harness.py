@@ -571,7 +571,7 @@ def run(pool: Pool, operations: Iterable[Operation]) -> None:
         elif name == "prepare_known" and pool.known:
             pool.prepare_known(if_it_fits=arguments[0] % 2 == 0)
         elif name == "fail_known" and pool.known:
-            pool.fail_known(("collect", "land", "fill")[arguments[0] % 3])
+            pool.fail_known(("write_back", "fill")[arguments[0] % 2])
         elif name == "freeze_pins":
             pool.freeze_pins()
         elif name == "unfreeze_pins":

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from embershard.cache import NextUseIndex, SlotMap, SlotState, make_scores
+from embershard.cache import NextUseIndex, SlotMap, SlotState, loops, make_scores
 from embershard.cache import eviction as victims
 from embershard.cache.config import CachePolicy
 from embershard.cache.eviction import VictimQueue
@@ -314,6 +314,22 @@ class Work:
             ("_rank", count_rank),
         ):
             monkeypatch.setattr(VictimQueue, name, function)
+        self._count_loops(monkeypatch)
+
+    def _count_loops(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        candidates, offer = loops.candidates, loops.offer
+
+        def count_candidates(*arguments: Any) -> Any:
+            found, ready_slots = candidates(*arguments), arguments[4]
+            self.looked_at += found[-1] + ready_slots.size
+            return found
+
+        def count_offered(slots: Any, *arguments: Any) -> int:
+            self.looked_at += slots.size
+            return offer(slots, *arguments)
+
+        monkeypatch.setattr(loops, "candidates", count_candidates)
+        monkeypatch.setattr(loops, "offer", count_offered)
 
 
 def work_of(lookahead: int, monkeypatch: pytest.MonkeyPatch) -> Work:

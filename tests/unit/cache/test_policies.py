@@ -222,7 +222,7 @@ def test_the_profile_s_counts_are_not_written_to(policy):
     made = make_scores(CachePolicy(policy), 30, 4, CPU, counts)
     slots = torch.tensor([1, 2])
     made.admit(torch.tensor([3, 4]), slots)
-    made.used(slots)
+    made.used(slots, torch.tensor([True, True]), slots[:0])
     made.evict(torch.tensor([3, 4]), slots)
     assert torch.equal(counts, torch.ones(30))
 

@@ -161,6 +161,7 @@ def check_scenarios() -> None:
     run(Pool(num_slots=3, overflow="grow"), random_operations(seed=1, steps=60, batch_size=14, growing=True))
     run(Pool(num_slots=24, policy="lru"), random_operations(seed=2, steps=200, batch_size=3))
     run(Pool(num_slots=20, policy="lookahead"), windowed_operations(seed=3, steps=90))
+    run(Pool(num_slots=24, policy="lookahead"), windowed_operations(seed=2, steps=150, batch_size=3))
 
 
 def test_the_negative_controls_pass_without_a_fault():
@@ -516,7 +517,7 @@ def test_new_contents_under_rows_that_were_only_resident_lose_nothing(end):
 # -- interruptions ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("direction", ["collect", "land", "fill"])
+@pytest.mark.parametrize("direction", ["write_back", "fill"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
 def test_a_copy_that_fails_loses_no_row(direction, error, monkeypatch):
     """Ctrl-C, or no memory for a staging buffer: a checkpoint, or a smaller batch, must then be right."""

@@ -1,0 +1,30 @@
+"""Compiled loops over the ids of a batch: what the cache's maps do on a CPU, in one pass each.
+
+The same work as a chain of torch operations passes over the batch 5 to 20 times, and at small batches the calls cost
+more than the work. Each loop changes its arrays exactly as the torch operations beside its call do (those run on a
+GPU and with hashed maps), and releases Python's lock while it runs. Numba compiles them once per machine.
+
+Arrays are one-dimensional and contiguous: N keys and positions of a batch, S + 1 slots, R rows.
+"""
+
+from embershard.cache.loops.compiled import Counters as Counters
+from embershard.cache.loops.compiled import Int32s as Int32s
+from embershard.cache.loops.compiled import Int64s as Int64s
+from embershard.cache.loops.counts import count_plan as count_plan
+from embershard.cache.loops.counts import count_uses as count_uses
+from embershard.cache.loops.next_uses import admit as admit
+from embershard.cache.loops.next_uses import arrive as arrive
+from embershard.cache.loops.next_uses import know as know
+from embershard.cache.loops.rows import add_per_feature as add_per_feature
+from embershard.cache.loops.rows import copy_rows as copy_rows
+from embershard.cache.loops.slots import bind as bind
+from embershard.cache.loops.slots import distinct as distinct
+from embershard.cache.loops.slots import find as find
+from embershard.cache.loops.slots import out_of_range as out_of_range
+from embershard.cache.loops.victims import KNOWN_USE as KNOWN_USE
+from embershard.cache.loops.victims import LAST_BATCH as LAST_BATCH
+from embershard.cache.loops.victims import candidates as candidates
+from embershard.cache.loops.victims import choose as choose
+from embershard.cache.loops.victims import lowest_ranks as lowest_ranks
+from embershard.cache.loops.victims import offer as offer
+from embershard.cache.loops.victims import settle_ties as settle_ties
