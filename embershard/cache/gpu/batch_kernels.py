@@ -40,15 +40,16 @@ def _find(  # type: ignore[no-untyped-def]
 
 @kernel()
 def _mark_missed(  # type: ignore[no-untyped-def]
-    keys, slots, use_stamps, first_hits, missed_keys, first_stamp, count, BLOCK: tl.constexpr
+    keys, slots, use_stamps, first_hits, missed_keys, first_stamp, num_keys, count, BLOCK: tl.constexpr
 ):
     position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = position < count
     slot = tl.load(slots + position, mask=inside, other=0)
     stamp = tl.load(use_stamps + slot, mask=slot > 0, other=-1)
     tl.store(first_hits + position, stamp == first_stamp + position.to(tl.int64), mask=inside)
-    key = tl.load(keys + position, mask=inside, other=0).to(tl.int32)
-    tl.store(missed_keys + position, tl.where(slot == 0, key, _NO_KEY), mask=inside)
+    key = tl.load(keys + position, mask=inside, other=0)
+    is_missed = (slot == 0) & (key >= 0) & (key < num_keys)
+    tl.store(missed_keys + position, tl.where(is_missed, key, _NO_KEY).to(tl.int32), mask=inside)
 
 
 @kernel()
@@ -117,7 +118,7 @@ def find(
     first_hits = torch.empty_like(keys, dtype=torch.bool)
     count = keys.numel()
     launch(_find, count, keys, places, entries, use_stamps, numbers, slots, first_stamp, num_keys)
-    launch(_mark_missed, count, keys, slots, use_stamps, first_hits, missed_keys, first_stamp)
+    launch(_mark_missed, count, keys, slots, use_stamps, first_hits, missed_keys, first_stamp, num_keys)
     return slots, first_hits, missed_keys
 
 

@@ -99,7 +99,7 @@ def _claim(  # type: ignore[no-untyped-def]
     inside = place < count
     key = tl.load(keys + place, mask=inside, other=0)
     before = tl.load(keys + place - 1, mask=inside & (place > 0), other=-1)
-    wanted = inside & (key != before) & (key < no_key)
+    wanted = inside & (key != before) & (key >= 0) & (key < no_key)
     cell = _cell_of(key, held_keys, tallies, num_buckets, num_cells, wanted, FACTORS, BUCKET, SPILL)
     absent = wanted & (cell < 0)
     tl.atomic_add(tallies + LIVE, tl.sum(absent.to(tl.int64)))
@@ -161,7 +161,7 @@ def claim(
     """Return the cells of `keys` (int64 [N]), after giving one to each key that has none; arguments as for `look_up`.
 
     Args:
-        keys: repeats of a key follow it at once, and get no cell here; neither do numbers from `no_key` on.
+        keys: repeats of a key follow it at once, and get no cell here; neither do negative numbers, and those from `no_key` on.
     """
     cells = keys.new_empty(keys.shape)
     launch(_claim, keys.numel(), cells, keys, held_keys, tallies, no_key, *sizes, block=_BLOCK, SPILL=SPILL_CELLS, **constants)

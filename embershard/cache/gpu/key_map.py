@@ -81,7 +81,7 @@ class PlacedHashedMap(HashedKeyMap):
 
     def claim(self, keys: Tensor) -> Tensor:
         if self._has_spilled or self._most_live + keys.numel() > LOAD * self._num_cells:
-            is_new = (keys < self._num_keys) & (self.places(keys) < 0)
+            is_new = (keys >= 0) & (keys < self._num_keys) & (self.places(keys) < 0)
             is_new[1:] &= keys[1:] != keys[:-1]
             self._most_live, num_new = torch.stack([self.tallies[hash_kernels.LIVE.value], is_new.sum()]).tolist()
             while self._has_spilled or self._most_live + num_new > LOAD * self._num_cells:
