@@ -137,6 +137,7 @@ class Planner(ABC):
         self._next_use_index.forget()
         self._order.clear()
 
+
 class CachePlanner(Planner):
     """Plans batches with torch's operations; on a CPU, loops do most of it.
 

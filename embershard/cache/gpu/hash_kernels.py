@@ -42,7 +42,15 @@ def _cell_in(held_keys, start, key, inside, CELLS: tl.constexpr, FRESH: tl.const
 
 @triton.jit
 def _cell_of(  # type: ignore[no-untyped-def]
-    key, held_keys, tallies, num_buckets, num_cells, inside, FACTORS: tl.constexpr, BUCKET: tl.constexpr, SPILL: tl.constexpr
+    key,
+    held_keys,
+    tallies,
+    num_buckets,
+    num_cells,
+    inside,
+    FACTORS: tl.constexpr,
+    BUCKET: tl.constexpr,
+    SPILL: tl.constexpr,
 ):
     cell = tl.zeros_like(key) - 1
     for which in tl.static_range(len(FACTORS)):
@@ -161,10 +169,23 @@ def claim(
     """Return the cells of `keys` (int64 [N]), after giving one to each key that has none; arguments as for `look_up`.
 
     Args:
-        keys: repeats of a key follow it at once, and get no cell here; neither do negative numbers, and those from `no_key` on.
+        keys: repeats of a key follow it at once, and get no cell here.
+        no_key: numbers from this one on, and negative ones, get no cell.
     """
     cells = keys.new_empty(keys.shape)
-    launch(_claim, keys.numel(), cells, keys, held_keys, tallies, no_key, *sizes, block=_BLOCK, SPILL=SPILL_CELLS, **constants)
+    launch(
+        _claim,
+        keys.numel(),
+        cells,
+        keys,
+        held_keys,
+        tallies,
+        no_key,
+        *sizes,
+        block=_BLOCK,
+        SPILL=SPILL_CELLS,
+        **constants,
+    )
     return cells
 
 

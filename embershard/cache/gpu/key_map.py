@@ -12,7 +12,6 @@ from embershard.cache.key_map import BUCKET, HASHES, LOAD, ArrayKeyMap, HashedKe
 from embershard.cache.rows import memory
 from embershard.errors import CacheError
 
-
 _CONSTANTS: dict[str, Any] = {"FACTORS": HASHES, "BUCKET": BUCKET}
 
 

@@ -71,7 +71,7 @@ def _mark_last(  # type: ignore[no-untyped-def]
     keys, places, entries, last_uses, marks, num_keys, num_pinned, first, count, BLOCK: tl.constexpr
 ):
     position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    place, entry, takes_part = _entries_of(keys, places, entries, position, count, num_keys, num_pinned)
+    _, entry, takes_part = _entries_of(keys, places, entries, position, count, num_keys, num_pinned)
     last = tl.where(entry > 0, tl.load(last_uses + entry, mask=takes_part & (entry > 0), other=0), -entry)
     tl.store(marks + position, takes_part & (last == first + position), mask=position < count)
 

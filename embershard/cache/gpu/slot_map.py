@@ -37,9 +37,7 @@ class KernelSlotMap(SlotMap):
     def find_missed(self, keys: Tensor, batch: int, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Look up a batch's `keys` (int64 [N]) and stamp the slots found; see `batch_kernels.find`."""
         places, first = self._entries.places(keys), self.first_stamp(batch)
-        return batch_kernels.find(
-            keys, places, self._entries.cells, self.use_stamp, first, self.num_keys, numbers
-        )
+        return batch_kernels.find(keys, places, self._entries.cells, self.use_stamp, first, self.num_keys, numbers)
 
     def bind(self, keys: Tensor, slots: Tensor, batch: int) -> None:
         places = self._entries.claim(keys)

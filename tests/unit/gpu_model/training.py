@@ -50,7 +50,8 @@ class Setting:
     which in this model has done so "at once", before the step's kernels are queued, or only "at the end". The first and
     the last ``plain`` steps train without the pipeline, and each batch's rows are prefetched on a stream of their own,
     as TorchRec's pipeline does. ``elsewhere``: the module's cached tables are on other ranks. After step ``left_after``
-    the pipeline is detached, and nothing follows. ``buffer_bytes`` are those of staged copies. ``kernels``: Triton is installed; its interpreter takes a hundred times as long."""
+    the pipeline is detached, and nothing follows. ``buffer_bytes`` are those of staged copies.
+    ``kernels``: Triton is installed; its interpreter runs the planning kernels, slowly."""
 
     rows: tuple[int, ...] = (60, 5, 40)
     num_slots: int = 44

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from embershard.cache import eviction, next_use
-from embershard.cache.gpu import choose, known_kernels, victim_queue
+from embershard.cache.gpu import choose, key_map, known_kernels, victim_queue
 from embershard.cache.gpu.key_map import PlacedHashedMap
 from embershard.cache.gpu.planner import KernelPlanner
 from embershard.cache.gpu.victim_queue import KernelVictimQueue
@@ -28,9 +28,7 @@ class PlannedPool(Pool):
     """A pool that records its plans, and what they depend on after every operation; or compares them with `expected`
     ones."""
 
-    def __init__(
-        self, by_kernels: bool, expected: Sequence[dict[str, Any]] | None = None, **settings: Any
-    ) -> None:
+    def __init__(self, by_kernels: bool, expected: Sequence[dict[str, Any]] | None = None, **settings: Any) -> None:
         with mock.patch.object(choose, "uses_kernels", return_value=by_kernels):
             super().__init__(**settings)
         assert isinstance(self.cache._planner, KernelPlanner) == by_kernels
@@ -109,7 +107,7 @@ CASES: dict[str, tuple[Callable[[], list[Operation]], dict[str, Any]]] = {
 def test_plans_by_kernels_are_those_of_the_loops(case: str) -> None:
     operations, settings = CASES[case]
     pool = compare(operations(), **settings)
-    assert pool.expected["evictions"].sum() > 30
+    assert pool.expected["evictions"].sum() > 20
 
 
 def _later(*arguments: Any) -> Tensor:
@@ -142,9 +140,10 @@ def test_keys_whose_buckets_are_full_are_found_and_the_map_grows() -> None:
         num_spilled.append(tallies[1])
         _NOTE(self, tallies)
 
-    with mock.patch.multiple(PlacedHashedMap, _allocate=_crowded, note_tallies=note):
-        operations, settings = CASES["lru, hashed"]
-        pool = compare(operations()[:12], **settings)
+    crowded = mock.patch.multiple(PlacedHashedMap, _allocate=_crowded, note_tallies=note)
+    with crowded, mock.patch.object(key_map, "LOAD", 100):
+        operations = random_operations(seed=1, steps=8, batch_size=12)
+        pool = compare(operations, num_slots=26, policy="lru", kind="hashed")
     assert max(num_spilled) > 0
     assert pool.map._entries._num_cells > 16
 
