@@ -232,7 +232,7 @@ class Run:
         counts = None
         if scoring == "frequency":
             batches = ({"pool": batch} for batch in stream.batches)
-            counts = FrequencyProfile.count(batches, {"pool": stream.num_rows}).counts["pool"]
+            counts = FrequencyProfile.count(batches, {"pool": stream.num_rows}).sparse("pool")
         tables = range(len(stream.rows_per_table))
         self._cache = RowCache(
             [f"t{table}" for table in tables],

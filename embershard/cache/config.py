@@ -29,14 +29,12 @@ class CachePolicy:
         by_next_use: evict the rows without a known use first, then those whose next use is furthest.
         warmup: fill the cache with the profile's most frequent rows before the first batch.
         decay: factor of old uses per batch under `lfu`; None: 1.
-        has_profile: the cache gets the rows' counts in a profile.
     """
 
     scoring: Scoring = "lfu"
     by_next_use: bool = True
     warmup: bool = False
     decay: float | None = None
-    has_profile: bool = False
 
     @property
     def is_recency(self) -> bool:
@@ -44,14 +42,9 @@ class CachePolicy:
         return self.scoring == "lru"
 
     @property
-    def slot_score_bytes(self) -> int:
-        """Device bytes of a slot's score."""
+    def score_bytes(self) -> int:
+        """Bytes of a score: every slot has one on the device, and every row one in host memory."""
         return 0 if self.is_recency else SCORE_BYTES
-
-    @property
-    def row_score_bytes(self) -> int:
-        """Host bytes of a row's score. `lru` needs scores for its warm-up only."""
-        return SCORE_BYTES if self.has_profile or not self.is_recency else 0
 
 
 @dataclass(frozen=True)
@@ -158,7 +151,7 @@ class CacheConfig:
             ConfigError: a setting needs a profile and there is none, or contradicts the policy that follows.
 
         >>> CacheConfig().policy_for(has_profile=True)
-        CachePolicy(scoring='frequency', by_next_use=True, warmup=True, decay=None, has_profile=True)
+        CachePolicy(scoring='frequency', by_next_use=True, warmup=True, decay=None)
         """
         policy = self.policy or "lookahead"
         if not has_profile and policy == "frequency":
@@ -173,7 +166,6 @@ class CacheConfig:
             by_next_use=policy == "lookahead",
             warmup=has_profile if self.warmup is None else self.warmup,
             decay=self.decay,
-            has_profile=has_profile,
         )
 
 

@@ -14,6 +14,7 @@ from embershard.cache.config import CachePolicy, TransferKind
 from embershard.cache.rows import memory
 from embershard.cache.rows.choose_transfer import scores_transfer_maker
 from embershard.cache.rows.transfer import MakeTransfer
+from embershard.frequency.counts import RowCounts
 
 _RESCALE_AT = 2.0**64  # float32 reaches 2**127: room for a full count on top of this
 
@@ -35,10 +36,6 @@ class SlotScores:
         """Return the score of every slot, non-negative float32 [S + 1]; None if only recency counts."""
         return None
 
-    def of_rows(self) -> Tensor | None:
-        """Return the score of every row for the warm-up, float32 [R] in host memory; None without scores."""
-        return None
-
     def used(self, slots: Tensor, first_hits: Tensor, fill_slots: Tensor) -> None:
         """Count a batch that used `slots` (int64 [N], with repeats): see `CachePlan`."""
 
@@ -53,22 +50,7 @@ class SlotScores:
 
 
 class RecencyScores(SlotScores):
-    """`lru`: no score, so the tie-break (longest unused first) decides alone.
-
-    Args:
-        initial: score of every row for the warm-up; None without one.
-    """
-
-    def __init__(self, initial: Tensor | None = None) -> None:
-        self._initial = initial
-
-    @property
-    def host_bytes(self) -> int:
-        return 0 if self._initial is None else self._initial.nbytes
-
-    def of_rows(self) -> Tensor | None:
-        initial, self._initial = self._initial, None  # only the warm-up reads them
-        return initial
+    """`lru`: no score, so the tie-break (longest unused first) decides alone."""
 
 
 class FrequencyScores(SlotScores):
@@ -101,10 +83,6 @@ class FrequencyScores(SlotScores):
 
     def admit(self, keys: Tensor, slots: Tensor) -> None:
         self._transfer.fill(keys.to(self._transfer.key_device), slots)
-
-    def of_rows(self) -> Tensor | None:
-        self._transfer.finish()
-        return self._row_scores
 
     def grow(self, num_slots: int) -> None:
         extra = num_slots + 1 - self._slot_scores.numel()
@@ -151,13 +129,13 @@ def make_scores(
     num_rows: int,
     num_slots: int,
     device: torch.device,
-    row_counts: Tensor | None = None,
+    row_counts: RowCounts | None = None,
     transfer: TransferKind | MakeTransfer = "plain",
 ) -> SlotScores:
     """Make the scores of `policy` for `num_slots` empty slots.
 
     Args:
-        row_counts: the rows' counts in a profile, [R]; None without a profile.
+        row_counts: the rows' counts in a profile; None without a profile.
         transfer: the pool's transfer of rows.
 
     >>> scores = make_scores(CachePolicy("lfu"), num_rows=9, num_slots=3, device=torch.device("cpu"))
@@ -167,23 +145,13 @@ def make_scores(
     [0.0, 1.0, 1.0, 0.0]
     """
     if policy.scoring == "lru":
-        return RecencyScores(None if row_counts is None else row_counts.to(torch.float32, copy=True))
+        return RecencyScores()
     scores = memory.zeros(num_rows, torch.float32, whole_pages=device.type == "cuda")
     if row_counts is not None:
-        scores.copy_(row_counts)
+        scores[torch.from_numpy(row_counts.rows)] = torch.from_numpy(row_counts.hits).float()
     make_transfer = scores_transfer_maker(transfer, device, scores)
     if policy.scoring == "frequency":
         assert row_counts is not None, "the frequency policy needs a profile"
         return FrequencyScores(scores, num_slots, device, make_transfer)
     assert policy.scoring == "lfu", f"no scores for policy {policy.scoring!r}"
     return LfuScores(scores, num_slots, device, make_transfer, policy.decay)
-
-
-def best_rows(scores: Tensor, count: int) -> Tensor:
-    """Return the keys of the `count` highest scores above 0, ascending; of equal scores the lowest keys."""
-    if not count:
-        return torch.empty(0, dtype=torch.int64)
-    bound = torch.topk(scores, count, sorted=False).values.min().clamp_min(0.0)
-    above = (scores > bound).nonzero().flatten()
-    ties = (scores == bound).nonzero().flatten()[: count - above.numel() if bound > 0 else 0]
-    return torch.cat([above, ties]).sort().values

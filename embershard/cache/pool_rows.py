@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,7 +13,6 @@ from embershard.cache.config import Overflow
 from embershard.cache.growth import grown_slots
 from embershard.cache.next_use import KnownBatch
 from embershard.cache.planner import CachePlan, Planner, Shortage
-from embershard.cache.policies import best_rows
 from embershard.cache.rows.copies import RowCopies
 from embershard.cache.rows.host_store import HostStore
 from embershard.cache.rows.transfer import MakeTransfer
@@ -21,6 +21,7 @@ from embershard.cache.statistics import CacheCounters, Counter, TableStats, tabl
 from embershard.cache.tickets import InFlight, Ticket
 from embershard.cache.update_gate import UpdateGate
 from embershard.errors import CacheError
+from embershard.frequency.counts import RowCounts
 
 
 class PoolRows:
@@ -45,18 +46,18 @@ class PoolRows:
         counters: CacheCounters,
         in_flight: InFlight,
         pinned_keys: Tensor,
-        warmup: bool,
+        warmup: RowCounts | None,
     ) -> None:
         self._name, self._host, self._device_payload = name, host, device_payload
         self._state, self._map, self._scores = state, state.map, state.scores
         self._counters, self._in_flight = counters, in_flight
         self.guard = ChangeGuard(name)
-        self._pinned_keys, self._is_cold = pinned_keys, warmup
-        self.copies = RowCopies(self._map.device, make_transfer)
+        self._pinned_keys, self._warmup = pinned_keys, warmup
+        self.copies = RowCopies(self._map.device, host, make_transfer)
         self._attach(self._map.num_slots)
         self._updates = UpdateGate(name)
         self._has_updates = False  # since the last write-back
-        self._host_version = host.version
+        self._host_version, self._weights_version = host.version, host.weights_version
 
     @property
     def slot_bytes(self) -> int:
@@ -74,16 +75,13 @@ class PoolRows:
         return self._host.host_bytes + self._scores.host_bytes
 
     def warm_up(self) -> None:
-        """Before the first batch, fill the pinned rows and then the rows with the highest scores."""
+        """Before the first batch, fill the pinned rows and then the rows with the highest counts."""
         if self._pinned_keys.numel() and not self._map.num_used:
             self._preload(self._pinned_keys.to(self._map.device))
-        if not self._is_cold:
-            return
-        self._is_cold = False
-        row_scores = self._scores.of_rows()
-        assert row_scores is not None, "warm-up without a profile"
-        wanted = row_scores.index_fill(0, self._pinned_keys, 0.0)  # already cached
-        self._preload(best_rows(wanted, min(self._map.num_free, wanted.numel())).to(self._map.device))
+        counts, self._warmup = self._warmup, None
+        if counts is not None:
+            best = np.sort(counts.without(self._pinned_keys.numpy()).top(self._map.num_free))
+            self._preload(torch.from_numpy(best).to(self._map.device))
 
     def execute(
         self,
@@ -126,6 +124,7 @@ class PoolRows:
     def read(self, keys: Tensor) -> Tensor:
         """Return the current weights of `keys` (int64 [N]): [N, D] on the device. Changes nothing."""
         self.copies.finish()
+        self._host.make(keys)
         host_weights, slot_weights = self._host.weights, self.payload[0]
         rows = host_weights.index_select(0, keys.to(host_weights.device)).to(self._map.device)
         slots = self._map.lookup(keys)
@@ -148,6 +147,10 @@ class PoolRows:
         self._has_updates = True
         self._updates.end()
 
+    def make_all(self) -> None:
+        """Make the initial weights of all rows that have none yet."""
+        self._host.make_all()
+
     def write_back(self) -> None:
         """Write every trained row back to the host tier. Nothing moves if nothing was trained since the last time."""
         with self._updates.lock:
@@ -169,8 +172,15 @@ class PoolRows:
         Includes rows of batches that were prepared and not forwarded.
 
         Raises:
-            CacheError: some of these rows were trained and not written back, or wait for their backward.
+            CacheError: some of these rows were trained and not written back, or wait for their backward; or somebody
+                wrote to weights while some rows had no initial weights yet, which would be written later.
         """
+        if not self._host.is_made and (keys is not None or self._host.weights_version != self._weights_version):
+            raise CacheError(
+                f"{self._name}: host rows were written to before all rows had their initial weights, and nobody can "
+                "tell which rows were meant. Build the model again; call embershard.flush(model) before writing to "
+                "host rows (model.load_state_dict does so by itself)"
+            )
         if keys is None:
             slots = self._map.used_slots()
         else:
@@ -213,7 +223,7 @@ class PoolRows:
             if version is not None:
                 self._has_updates = False
                 self._state.clean_through = self._in_flight.trained_through
-                self._host_version = version
+                self._host_version, self._weights_version = version, self._host.weights_version
 
     def stats(self, tables: Sequence[str]) -> list[TableStats]:
         """Return the totals of each of the pool's `tables`."""
@@ -238,4 +248,4 @@ class PoolRows:
 
     def _attach(self, num_slots: int) -> None:
         self.payload = self._device_payload(num_slots)
-        self.copies.attach(self.payload, self._host.payload)
+        self.copies.attach(self.payload)

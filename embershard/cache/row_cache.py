@@ -26,6 +26,7 @@ from embershard.cache.rows.transfer import MakeTransfer, Transfer
 from embershard.cache.slot_state import SlotState
 from embershard.cache.statistics import CacheCounters, TableStats
 from embershard.cache.tickets import InFlight, Ticket
+from embershard.frequency.counts import RowCounts
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -56,7 +57,7 @@ class RowCache:
         overflow: `"grow"` or `"raise"`.
         pinned_keys: int64 [K], rows that are never evicted, in slots 1 to K in this order.
         owner: of the pool ("rank 3"), for messages.
-        row_counts: of a profile, [R]; None without one.
+        row_counts: of a profile; None without one.
         transfer: a kind, or a maker of transfers.
         kind: of the map from rows to slots.
 
@@ -87,7 +88,7 @@ class RowCache:
         table_of_feature: Sequence[int],
         policy: CachePolicy,
         device: torch.device,
-        row_counts: Tensor | None = None,
+        row_counts: RowCounts | None = None,
         overflow: Overflow = "grow",
         pinned_keys: Tensor | None = None,
         owner: str = "",
@@ -111,9 +112,11 @@ class RowCache:
         self._overflow = overflow
         self._in_flight = in_flight = InFlight()
         self._lock = threading.RLock()
-        make_transfer = transfer_maker(transfer, device, host.payload)
+        make_transfer = transfer_maker(transfer, device, host)
+        assert not policy.warmup or row_counts is not None, "warm-up without a profile"
+        warmup = row_counts if policy.warmup else None
         self._rows = PoolRows(
-            self.name, host, device_payload, make_transfer, state, counters, in_flight, pinned_keys, policy.warmup
+            self.name, host, device_payload, make_transfer, state, counters, in_flight, pinned_keys, warmup
         )
         self._copies, self._guard = self._rows.copies, self._rows.guard
         self._stream_order = StreamOrder(device)
@@ -260,6 +263,12 @@ class RowCache:
 
     @_alone
     def flush(self) -> None:
+        """Bring the whole host tier up to date: `write_back`, and initial weights for all rows that have none yet."""
+        self.write_back()
+        self._rows.make_all()
+
+    @_alone
+    def write_back(self) -> None:
         """Write every trained row back; the rows stay cached. Nothing moves if nothing was trained since the last time.
 
         May run in another thread than training: it waits for a running update, and a new update waits for it.

@@ -142,7 +142,7 @@ class SlotMap:
         return slots, first_hits.index_fill_(0, missed, False), missed
 
     def _find_in_loop(self, entries: loops.Int32s, keys: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
-        wanted, count = self.key_array(keys), keys.numel()
+        wanted, count = keys.contiguous().numpy(), keys.numel()
         slots, missed, first_hits = (
             keys.new_empty(count),
             keys.new_empty(count),
@@ -150,6 +150,7 @@ class SlotMap:
         )
         state = (entries, self.use_stamp.numpy(), first)
         num_missed = loops.find(wanted, *state, slots.numpy(), first_hits.numpy(), missed.numpy())
+        self._check(wanted, -1 - num_missed)
         return slots, first_hits, missed[count - num_missed :]
 
     def key_array(self, keys: Tensor) -> loops.Int64s:
@@ -159,10 +160,13 @@ class SlotMap:
             IndexError: a key is not in [0, R).
         """
         found = keys.contiguous().numpy()
-        position = loops.out_of_range(found, self.num_keys)
-        if position >= 0:
-            raise IndexError(f"key {found[position]} at position {position}, needed 0 to {self.num_keys - 1}")
+        self._check(found, loops.out_of_range(found, self.num_keys))
         return found
+
+    def _check(self, keys: loops.Int64s, wrong: int) -> None:
+        """Raise if position `wrong` is one of `keys`, because that key is out of range."""
+        if wrong >= 0:
+            raise IndexError(f"key {keys[wrong]} at position {wrong}, needed 0 to {self.num_keys - 1}")
 
     def last_batch(self, slots: Tensor) -> Tensor:
         """Return the last batch that used each of `slots`: int64, same shape; 0 for none."""

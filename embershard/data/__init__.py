@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-from embershard.data.batch import Batch, Schema, SparseFeature
-from embershard.data.config import CriteoConfig, DataConfig, ParquetConfig, SyntheticConfig
-from embershard.data.kinds import kind_of_files, open_source, schema_of
-from embershard.data.source import Source
-from embershard.data.stream import BatchStream, StreamState
+from typing import TYPE_CHECKING
+
+from embershard.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from embershard.data.batch import Batch, Schema, SparseFeature
+    from embershard.data.config import CriteoConfig, DataConfig, ParquetConfig, SyntheticConfig
+    from embershard.data.kinds import kind_of_files, open_source, schema_of
+    from embershard.data.source import Source
+    from embershard.data.stream import BatchStream, StreamState
+else:
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "batch": ["Batch", "Schema", "SparseFeature"],
+            "config": ["CriteoConfig", "DataConfig", "ParquetConfig", "SyntheticConfig"],
+            "kinds": ["kind_of_files", "open_source", "schema_of"],
+            "source": ["Source"],
+            "stream": ["BatchStream", "StreamState"],
+        },
+    )
 
 __all__ = [
     "Batch",

@@ -12,10 +12,9 @@ from functools import partial
 import torch
 
 from embershard.data.batch import Batch, Schema
-from embershard.data.block import Block, empty_block
 from embershard.data.config import DataConfig
-from embershard.data.order import EpochOrder
-from embershard.data.source import RecentlyUsed, Source, Split
+from embershard.data.reader import SampleReader
+from embershard.data.source import Source, Split
 from embershard.errors import ConfigError, DataError
 
 
@@ -100,7 +99,7 @@ class BatchStream:
         self._check(pin_memory)
         self._steps = self._plan(self._state)
         device = torch.cuda.current_device() if pin_memory else None
-        self._reader = _Reader(source, split, config, device)
+        self._reader = _BatchReader(SampleReader(source, split, config), source.schema, device)
         self._depth = config.prefetch_batches if config.num_workers else 1
         self._ahead: deque[tuple[_Step, Callable[[], Batch]]] = deque()
         self._pool = None
@@ -195,21 +194,12 @@ class BatchStream:
             epoch, start = epoch + 1, 0
 
 
-class _Reader:
+class _BatchReader:
     """Makes the batch of a step. Holds no stream, so that a forgotten stream is collected and threads end."""
 
-    def __init__(self, source: Source, split: Split, config: DataConfig, device: int | None) -> None:
-        self._source, self._split, self._config, self._device = source, split, config, device
-        self._orders = RecentlyUsed(self._make_order, capacity=2)
+    def __init__(self, samples: SampleReader, schema: Schema, device: int | None) -> None:
+        self._samples, self._schema, self._device = samples, schema, device
 
     def read(self, step: _Step) -> Batch:
-        parts = self._orders.get(step.epoch).locate(step.first, step.last)
-        blocks = [self._source.read(self._split, chunk, rows) for chunk, rows in parts]
-        block = Block.join(blocks) if blocks else empty_block(self._source.schema)
-        batch = block.to_batch(self._source.schema)
+        batch = self._samples.read(step.epoch, step.first, step.last).to_batch(self._schema)
         return batch if self._device is None else batch.pin_memory()
-
-    def _make_order(self, epoch: int) -> EpochOrder:
-        config, chunks = self._config, self._source.chunks(self._split)
-        shuffle = config.shuffle and self._split == "train"
-        return EpochOrder(chunks, seed=config.seed, epoch=epoch, shuffle=shuffle, window=config.shuffle_window)

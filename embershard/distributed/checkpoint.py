@@ -19,7 +19,6 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,34 +27,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from embershard.distributed.process_group import Ranks
-from embershard.errors import CheckpointError, ConfigError
+from embershard.errors import CheckpointError
 
 SCALARS = "scalars.json"
 _COMPLETE = re.compile(r"step_(\d+)")
-
-
-@dataclass(frozen=True)
-class CheckpointConfig:
-    """Settings of checkpoints: steps between them, and number kept.
-
-    >>> CheckpointConfig(every_steps=1000).keep_last
-    2
-    """
-
-    every_steps: int | None = None
-    """Steps between checkpoints; none in between when absent."""
-
-    at_end: bool = True
-    """Also save when training ends."""
-
-    keep_last: int = 2
-    """Complete checkpoints to keep; older ones are removed."""
-
-    def __post_init__(self) -> None:
-        for name in ("every_steps", "keep_last"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"checkpoint.{name}: got {value}, needed at least 1.")
 
 
 def save_checkpoint(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +34,22 @@ class RowCounts:
         """Count lookups [M] in any order."""
         return cls(*np.unique(rows, return_counts=True))
 
+    @classmethod
+    def of_dense(cls, counts: Tensor) -> RowCounts:
+        """Take the counts of all rows [R], in order."""
+        rows = counts.nonzero().view(-1)
+        return cls(rows.numpy(), counts[rows].long().numpy())
+
+    @classmethod
+    def of_shards(cls, shards: Iterable[tuple[RowCounts, int]]) -> RowCounts:
+        """Join shards, each with its number of rows: the rows of a shard follow those of the shards before it."""
+        rows, hits, first = [], [], 0
+        for shard, num_rows in shards:
+            rows.append(shard.rows + first)
+            hits.append(shard.hits)
+            first += num_rows
+        return cls(np.concatenate(rows), np.concatenate(hits)) if rows else cls.none()
+
     @property
     def num_lookups(self) -> int:
         return int(self.hits.sum())
@@ -50,9 +66,33 @@ class RowCounts:
         kept = self.hits >= hits
         return RowCounts(self.rows[kept], self.hits[kept])
 
+    def between(self, start: int, num_rows: int) -> RowCounts:
+        """Return the counts of the rows [start, start + num_rows), numbered from `start`."""
+        low, high = np.searchsorted(self.rows, (start, start + num_rows))
+        return RowCounts(self.rows[low:high] - start, self.hits[low:high])
+
+    def without(self, rows: Ints) -> RowCounts:
+        """Return the counts of all other rows than these [M], in any order."""
+        kept = np.ones(len(self.rows), bool)
+        if len(self.rows):
+            places = np.minimum(np.searchsorted(self.rows, rows), len(self.rows) - 1)
+            kept[places[self.rows[places] == rows]] = False
+        return RowCounts(self.rows[kept], self.hits[kept])
+
     def top(self, num_rows: int) -> Ints:
         """Return the most frequent rows, the most frequent first; of equally frequent rows the first."""
-        return self.rows[np.argsort(-self.hits, kind="stable")[:num_rows]]
+        if not 0 < num_rows < len(self.hits):
+            return self.rows[np.argsort(-self.hits, kind="stable")[:num_rows]]
+        least = np.partition(self.hits, -num_rows)[-num_rows]
+        above = np.flatnonzero(self.hits > least)
+        ties = np.flatnonzero(self.hits == least)[: num_rows - len(above)]
+        return self.rows[np.concatenate([above[np.argsort(-self.hits[above], kind="stable")], ties])]
+
+    def dense(self, num_rows: int) -> Tensor:
+        """Return the counts of the rows [0, num_rows): int64 [num_rows]."""
+        counts = torch.zeros(num_rows, dtype=torch.int64)
+        counts[torch.from_numpy(self.rows)] = torch.from_numpy(self.hits)
+        return counts
 
 
 def sum_counts(parts: Sequence[RowCounts]) -> RowCounts:
@@ -97,7 +137,7 @@ class SparseCounts(Mapping[str, Tensor]):
         self.sparse = sparse
 
     def __getitem__(self, table: str) -> Tensor:
-        return self.dense(table, 0, self.num_rows[table])
+        return self.sparse(table).dense(self.num_rows[table])
 
     def __contains__(self, table: object) -> bool:
         return table in self.num_rows
@@ -107,14 +147,6 @@ class SparseCounts(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.num_rows)
-
-    def dense(self, table: str, start: int, num_rows: int) -> Tensor:
-        """Return the counts of the rows [start, start + num_rows): int64 [num_rows]."""
-        found = self.sparse(table)
-        low, high = np.searchsorted(found.rows, (start, start + num_rows))
-        counts = torch.zeros(num_rows, dtype=torch.int64)
-        counts[torch.from_numpy(found.rows[low:high] - start)] = torch.from_numpy(found.hits[low:high])
-        return counts
 
 
 class RowCounter:

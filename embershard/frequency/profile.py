@@ -12,7 +12,7 @@ from torch import Tensor
 
 from embershard.errors import ConfigError, DataError, IdOutOfRangeError
 from embershard.frequency.compare import TableComparison, compare_table
-from embershard.frequency.counts import RowCounts, SparseCounts, sum_counts
+from embershard.frequency.counts import RowCounter, RowCounts, SparseCounts, sum_counts
 from embershard.frequency.curves import BatchMisses
 from embershard.frequency.merge import merge_statistics
 from embershard.frequency.profile_file import read, write
@@ -20,16 +20,18 @@ from embershard.frequency.statistics import DataStatistics
 
 #: Share of a table's rows that counts as its most frequent ones when profiles are compared.
 _TOP_SHARE = 0.015
+#: Ids, of all tables together, that are counted at a time; at least so many of a table.
+_COUNTED_IDS, _LEAST_COUNTED_IDS = 1 << 21, 1 << 12
 
 
 @dataclass(frozen=True)
 class FrequencyProfile:
     """Row counts per table, and the other statistics of a pass over the data.
 
-    `counts[table]` is an int64 tensor [rows]: the lookups of each row. A profile that was loaded or collected keeps
-    only the rows that occur (`sparse`), and makes the tensor anew at each access; do not write to it. `num_batches` is
-    the number of batches that were counted. `statistics` is small whatever the number of rows; None where only counts
-    were made.
+    `counts[table]` is an int64 tensor [rows]: the lookups of each row. A profile that was counted, loaded or collected
+    keeps only the rows that occur (`sparse`), 16 bytes each, and makes the tensor anew at each access; do not write to
+    it. `num_batches` is the number of batches that were counted. `statistics` is small whatever the number of rows;
+    None where only counts were made.
 
     >>> profile = FrequencyProfile.count([{"user": torch.tensor([3, 1, 3])}], {"user": 5})
     >>> profile.counts["user"].tolist()
@@ -48,14 +50,15 @@ class FrequencyProfile:
             DataError: a batch names a table that `num_rows` does not.
             IdOutOfRangeError: an id is negative or not smaller than its table's rows.
         """
-        counts = {table: torch.zeros(rows, dtype=torch.int64) for table, rows in num_rows.items()}
+        at_once = max(_LEAST_COUNTED_IDS, _COUNTED_IDS // max(1, len(num_rows)))
+        tables = {table: _TableCounter(table, rows, at_once) for table, rows in num_rows.items()}
         num_batches = 0
         for num_batches, batch in enumerate(batches, start=1):
             for table, ids in batch.items():
-                if table not in counts:
-                    raise DataError(f"batch {num_batches} has ids of table {table!r}; known are {sorted(counts)}")
-                _add_counts(counts[table], table, ids.reshape(-1))
-        return cls(counts, num_batches)
+                if table not in tables:
+                    raise DataError(f"batch {num_batches} has ids of table {table!r}; known are {sorted(tables)}")
+                tables[table].add(ids)
+        return cls.of_sparse(num_rows, {table: counter.total() for table, counter in tables.items()}, num_batches)
 
     @classmethod
     def of_sparse(
@@ -114,11 +117,10 @@ class FrequencyProfile:
         """Return the rows of `table` that occur, and their counts."""
         if isinstance(self.counts, SparseCounts):
             return self.counts.sparse(table)
-        rows = self.counts[table].nonzero().view(-1)
-        return RowCounts(rows.numpy(), self.counts[table][rows].numpy())
+        return RowCounts.of_dense(self.counts[table])
 
-    def shard(self, table: str, rows: int, row_offset: int, local_rows: int) -> Tensor:
-        """Return the counts of rows [row_offset, row_offset + local_rows) of `table`: int64 [local_rows].
+    def shard(self, table: str, rows: int, row_offset: int, local_rows: int) -> RowCounts:
+        """Return the counts of rows [row_offset, row_offset + local_rows) of `table`, numbered from `row_offset`.
 
         Raises:
             ConfigError: the profile does not know the table, or was made for another number of rows.
@@ -133,9 +135,7 @@ class FrequencyProfile:
                 f"the frequency profile counted {self.num_rows(table)} rows of table {table!r}, the model "
                 f"has {rows}; make it again with the model's row counts"
             )
-        if isinstance(self.counts, SparseCounts):
-            return self.counts.dense(table, row_offset, max(0, min(local_rows, rows - row_offset)))
-        return self.counts[table][row_offset : row_offset + local_rows]
+        return self.sparse(table).between(row_offset, local_rows)
 
     def hottest(self, num_rows: int) -> dict[str, Tensor]:
         """Return the rows most often looked up, `num_rows` of all tables together: ascending rows int64 by table.
@@ -201,18 +201,36 @@ class FrequencyProfile:
         )
 
 
-def _add_counts(counts: Tensor, table: str, ids: Tensor) -> None:
-    if ids.numel() == 0:
-        return
-    if ids.is_floating_point():
-        raise DataError(f"table {table!r}: ids are {ids.dtype}; needed are whole numbers")
-    ids = ids.to("cpu", torch.int64)
-    low, high = (int(bound) for bound in ids.aminmax())
-    if low < 0 or high >= counts.numel():
-        bad = low if low < 0 else high
-        raise IdOutOfRangeError(f"table {table!r}: id {bad} is not in [0, {counts.numel()}); check the id mapping")
-    if counts.numel() <= 4 * ids.numel():
-        counts += torch.bincount(ids, minlength=counts.numel())
-    else:  # a batch is small beside a large table: touch the batch's rows only
-        unique, occurrences = ids.unique(return_counts=True)
-        counts[unique] += occurrences
+class _TableCounter:
+    """Counts a table's ids, at least `at_once` of them at a time."""
+
+    def __init__(self, table: str, num_rows: int, at_once: int) -> None:
+        self._table, self._num_rows, self._at_once = table, num_rows, at_once
+        self._counter = RowCounter()
+        self._ids: list[Tensor] = []
+        self._num_ids = 0
+
+    def add(self, ids: Tensor) -> None:
+        if ids.numel() and ids.is_floating_point():
+            raise DataError(f"table {self._table!r}: ids are {ids.dtype}; needed are whole numbers")
+        self._ids.append(ids.detach().reshape(-1).to("cpu", torch.int64, copy=True))  # the caller may reuse its tensor
+        self._num_ids += ids.numel()
+        if self._num_ids >= self._at_once:
+            self._count()
+
+    def total(self) -> RowCounts:
+        self._count()
+        return self._counter.total()
+
+    def _count(self) -> None:
+        if not self._num_ids:
+            return
+        counts = RowCounts.of_rows(torch.cat(self._ids).numpy())
+        self._ids, self._num_ids = [], 0
+        low, high = int(counts.rows[0]), int(counts.rows[-1])
+        if low < 0 or high >= self._num_rows:
+            raise IdOutOfRangeError(
+                f"table {self._table!r}: id {low if low < 0 else high} is not in [0, {self._num_rows}); "
+                "check the id mapping"
+            )
+        self._counter.add(counts)

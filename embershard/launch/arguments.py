@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 from embershard.decoding import toml
@@ -52,3 +53,21 @@ def check_output(path: Path) -> None:
     if path.is_dir() or not path.absolute().parent.is_dir():
         problem = "is a folder" if path.is_dir() else "is in a folder that does not exist"
         raise ConfigError(f"{path} {problem}; give the name of a file in a folder that exists.")
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that `embershard train` and the program of each rank have in common."""
+    add_settings(parser, required=True)
+    parser.add_argument(
+        "--plan",
+        dest="overrides",
+        action="append",
+        type=partial(text_override, "sharding.plan"),
+        default=[],
+        metavar="FILE",
+        help="obey a plan of embershard plan; the same as --set sharding.plan=FILE",
+    )
+    parser.add_argument(
+        "--run-dir", type=Path, metavar="DIR", help="folder for the run's files (default: runs/NAME-TIME)"
+    )
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --run-dir")

@@ -3,51 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
 from embershard.decoding import to_toml
-from embershard.errors import ConfigError
 from embershard.launch.config import METRICS, RUN_CONFIG
+from embershard.launch.run_dir import check_run_dir
 from embershard.launch.versions import git_commit, versions
 from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
 from embershard.training.reports import EvalReport, Report, SaveReport, TrainReport
 from embershard.training.trainer import Trainer
 
-_held_locks: list[TextIO] = []  # open for as long as the process lives
 #: Steps at the start that do not count for the speed: caches fill, memory is allocated.
 _WARMUP_STEPS = 10
-
-
-def check_run_dir(folder: Path, *, resume: bool) -> None:
-    """Raise `ConfigError` when `folder` holds a run that the new one does not resume."""
-    if not resume and (folder / METRICS).exists():
-        raise ConfigError(f"{folder} holds a run already. Use another --run-dir, or --resume to continue it.")
-
-
-def lock_run_dir(folder: Path) -> None:
-    """Reserve `folder` for this process until it ends. (The ranks of a killed launcher run on for a while.)
-
-    Raises:
-        ConfigError: another process writes into the folder.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / ".lock").open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.close()
-        raise ConfigError(
-            f"{folder} is in use by another run. Wait for it or stop it (its ranks may outlive a killed launcher), "
-            "or use another --run-dir."
-        ) from error
-    _held_locks.append(file)
 
 
 class RunRecord:
@@ -129,7 +102,7 @@ def make_result(
     quality = {} if evaluation is None else dataclasses.asdict(evaluation.quality)
     config, ranks, plan = trainer.config, trainer.ranks, trainer.plan
     measured, is_steady = steady_steps(trainer.step_seconds, config.lookahead)
-    global_batch = config.train.batch_size * ranks.world_size
+    global_batch = config.train.rank_batch_size(ranks.world_size) * ranks.world_size
     p50, p95 = (float(v) * 1e3 for v in np.percentile(measured, [50, 95])) if measured else (None, None)
     return {
         "steps": trainer.steps,

@@ -184,6 +184,7 @@ class LookAheadPipeline:
         staged = self._begin(trains, plans=trains and worker is None)
         is_given = is_whole = False
         try:
+            self._window.take_first()
             if trains and worker is not None:
                 self._start(worker)
             self._num_begun += 1
@@ -241,14 +242,13 @@ class LookAheadPipeline:
         self._weigh()
 
     def _begin(self, trains: bool, plans: bool) -> StagedBatch:
-        """Take the step's batch out of the window and hand out its inputs. On an exception it stays in the window."""
+        """Hand out the inputs of the step's batch, the window's first."""
         staged = self._window.first
         staged.begin()
         if plans:
             self._look_ahead(self._window.coming(1, self._depth.depth))
         self._inputs.backward.is_done = False
         self._inputs.step.begin(staged.inputs, trains)
-        self._window.take_first()
         return staged
 
     def _start(self, worker: CacheWorker) -> None:

@@ -88,8 +88,9 @@ class Window:
             self._unknown.popleft()
 
     def put_back(self, staged: StagedBatch) -> None:
-        """Make a batch whose step did not begin the first one again."""
-        self._batches.appendleft(staged)
+        """Make a batch whose step did not begin the first one again, if it is not any more."""
+        if not self._batches or self._batches[0] is not staged:
+            self._batches.appendleft(staged)
         self._weigh(staged)
 
     def clear(self) -> None:

@@ -13,16 +13,13 @@ import torch
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner, SortBy
-from torchrec.distributed.planner.proposers import GreedyProposer, GridSearchProposer, UniformProposer
 from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import (
-    Enumerator,
     Partitioner,
     Perf,
     PlannerError,
     PlannerErrorType,
-    Proposer,
     Shard,
     ShardEstimator,
     ShardingOption,
@@ -36,12 +33,11 @@ from embershard.planning.request import column_block
 from embershard.sharding.shards import Sharding, TablePlacement
 from embershard.sharding.sizes import PlacedShard, TableSize
 from embershard.sharding.torchrec.partitioner import PoolRowsPartitioner
+from embershard.sharding.torchrec.proposals import OrderedEnumerator, proposers
 from embershard.sharding.torchrec.sharders import StockEmbeddingBagCollectionSharder
-from embershard.sharding.torchrec.torchrec_planner import OrderedEnumerator
 
-_MOST_GRID_PROPOSALS = 500
-_MOST_PLACED_SHARDS = 400_000  # by one proposer, over all its proposals: bounds the search without a clock
 _EVERYTHING = 2**62
+_MOST_PLACED_SHARDS = 400_000  # by one proposer: the search is not part of a run's start
 # TorchRec's errors when none of its proposals could be placed: for want of memory, or for another reason, such as the
 # rows of a cache. Its other errors are about its input, and so are mistakes of ours.
 _NOTHING_FITS = (PlannerErrorType.INSUFFICIENT_STORAGE, PlannerErrorType.STRICT_CONSTRAINTS)
@@ -148,36 +144,17 @@ def _torchrec_planner(
         )
         for name, types in allowed.items()
     }
-    limit = max(8, _MOST_PLACED_SHARDS // (len(tables) * topology.world_size))
-    greedy = [_AtMost(GreedyProposer(use_depth=depth), limit) for depth in (True, False)]
     return EmbeddingShardingPlanner(
         topology=topology,
         batch_size=1,
         enumerator=OrderedEnumerator(topology, batch_size=1, constraints=constraints, estimator=estimator),
         storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
-        proposer=[UniformProposer(), *greedy, GridSearchProposer(max_proposals=_MOST_GRID_PROPOSALS)],
+        proposer=proposers(len(tables), topology.world_size, _MOST_PLACED_SHARDS),
         partitioner=partitioner,
         constraints=constraints,
         stats=NoopEmbeddingStats(),
         debug=False,
     )
-
-
-class _AtMost(Proposer):
-    """Ends another proposer after `limit` proposals: the plan must not depend on the machine's speed."""
-
-    def __init__(self, proposer: Proposer, limit: int) -> None:
-        self._proposer, self._left = proposer, limit
-
-    def load(self, search_space: list[ShardingOption], enumerator: Enumerator | None = None) -> None:
-        self._proposer.load(search_space, enumerator)
-
-    def feedback(self, *args: Any, **kwargs: Any) -> None:
-        self._proposer.feedback(*args, **kwargs)
-
-    def propose(self) -> list[ShardingOption] | None:
-        self._left -= 1
-        return self._proposer.propose() if self._left >= 0 else None
 
 
 class _Estimator(ShardEstimator):

@@ -81,7 +81,7 @@ def pool_memory(shards: Sequence[PlacedShard], settings: MemorySettings) -> Pool
 
 def cache_memory(rows: int, row_bytes: int, policy: CachePolicy, slot_map: MapKind) -> PoolMemory:
     """Return the memory of a pool of so many rows with `row_bytes` of payload each."""
-    slot_bytes = row_bytes + _MAP_SLOT_BYTES + policy.slot_score_bytes
+    slot_bytes = row_bytes + _MAP_SLOT_BYTES + policy.score_bytes
     slot_bytes += _NEXT_USE_BYTES if policy.by_next_use else 0
     if slot_map == "hashed":
         return PoolMemory(rows, 0, slot_bytes + HASHED_SLOT_BYTES)
@@ -92,7 +92,7 @@ def host_bytes(shards: Sequence[PlacedShard], settings: MemorySettings) -> dict[
     """Return the host memory of a rank's cached shards: "rows" and "scores"."""
     cached = [shard for shard in shards if shard.kernel == "cached"]
     rows = sum(shard.rows for shard in cached)
-    return {"rows": sum(s.rows * s.row_bytes for s in cached), "scores": settings.policy.row_score_bytes * rows}
+    return {"rows": sum(s.rows * s.row_bytes for s in cached), "scores": settings.policy.score_bytes * rows}
 
 
 def resident_bytes(shards: Sequence[PlacedShard]) -> dict[str, int]:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 
-from embershard.data import BatchStream, DataConfig, Schema, Source
+from embershard.data import Schema, Source
+from embershard.data.reader import SampleReader
 from embershard.distributed import Ranks
 from embershard.errors import ConfigError, ShardingError
 from embershard.frequency import FrequencyProfile
-from embershard.frequency.config import COUNTED_BATCH
 from embershard.models import build_model, table_name
 from embershard.sharding.plan import Plan
 from embershard.sharding.torchrec import (
@@ -26,6 +25,9 @@ from embershard.sharding.torchrec.communication import comm_codecs
 from embershard.sharding.torchrec.placement import check_built, torchrec_plan
 from embershard.training.config import RunConfig
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig
+
+#: Samples that are read and counted at a time.
+_COUNTED_AT_ONCE = 8192
 
 
 def find_profile(config: RunConfig, source: Source) -> FrequencyProfile | None:
@@ -42,7 +44,9 @@ def find_profile(config: RunConfig, source: Source) -> FrequencyProfile | None:
         return None
     samples = config.profile.num_counted(source.chunks("train").num_samples)
     rows = {table_name(feature.name): feature.num_rows for feature in source.schema.sparse}
-    return FrequencyProfile.count(_ids_by_table(config.data, source, samples), rows)
+    blocks = SampleReader(source, "train", config.data).blocks(samples, _COUNTED_AT_ONCE)
+    ids = (dict(zip(rows, map(torch.from_numpy, block.values), strict=True)) for block in blocks)
+    return FrequencyProfile.count(ids, rows)
 
 
 def find_plan(config: RunConfig, ranks: Ranks) -> Plan | None:
@@ -78,7 +82,8 @@ def build_sharded_model(
     torch.manual_seed(config.train.seed)
     model = build_model(config.model, schema, ranks.device)
     config.embedding_optimizer.apply(model.model.sparse_arch, ranks.device)
-    sharders = [_sharder(config, plan, profile, ranks.device)]
+    sharder = _sharder(config, plan, profile, ranks.device)
+    sharders = [sharder]
 
     def placement() -> ShardingPlan:
         if plan is not None:
@@ -89,14 +94,16 @@ def build_sharded_model(
             world_size=ranks.world_size,
             local_world_size=ranks.local_world_size,
             device=ranks.device,
-            batch_size=config.train.batch_size,
+            batch_size=config.train.rank_batch_size(ranks.world_size),
         )
 
     placed = ranks.from_first(placement)  # once: ranks with different plans would wait for each other for ever
-    # The shards of a table must not start as copies of each other.
+    # TorchRec's own weights: the shards of a table must not start as copies of each other.
     torch.manual_seed(config.train.seed + 1 + ranks.rank)
     env = ShardingEnv.from_process_group(dist.group.WORLD)
     sharded = DistributedModelParallel(model, env=env, device=ranks.device, plan=placed, sharders=sharders)
+    if isinstance(sharder, CachedEmbeddingBagCollectionSharder):
+        sharder.drop_profile()
     if plan is not None:
         _check_obeyed(sharded, plan, ranks, cached=config.cache.enabled)
     return sharded
@@ -106,12 +113,15 @@ def _sharder(
     config: RunConfig, plan: Plan | None, profile: FrequencyProfile | None, device: torch.device
 ) -> ModuleSharder:
     codecs = comm_codecs(config.sharding, device)
+    init_seed = config.train.seed if config.train.init == "counter" else None
     if not config.cache.enabled:
-        return StockEmbeddingBagCollectionSharder(qcomm_codecs_registry=codecs)
+        return StockEmbeddingBagCollectionSharder(qcomm_codecs_registry=codecs, init_seed=init_seed)
     cache = config.cache
     if plan is not None:  # which was made for the size in the settings, or for a budget instead of it
         cache = dataclasses.replace(cache, ratio=None, device_bytes=None)
-    return CachedEmbeddingBagCollectionSharder(cache, profile, qcomm_codecs_registry=codecs, plan=plan)
+    return CachedEmbeddingBagCollectionSharder(
+        cache, profile, qcomm_codecs_registry=codecs, plan=plan, init_seed=init_seed
+    )
 
 
 def _check_replicated(plan: Plan, embedding: EmbeddingOptimizerConfig, dense: DenseOptimizerConfig) -> None:
@@ -138,15 +148,3 @@ def _check_obeyed(model: DistributedModelParallel, plan: Plan, ranks: Ranks, cac
     problems = [found for found in ranks.all_gather_objects(problem) if found]
     if problems:
         raise ShardingError(problems[0])
-
-
-def _ids_by_table(data: DataConfig, source: Source, num_samples: int) -> Iterator[Mapping[str, torch.Tensor]]:
-    left, batch_size = num_samples, max(1, min(COUNTED_BATCH, num_samples))
-    with BatchStream(
-        source, batch_size=batch_size, rank=0, world_size=1, split="train", epochs=1, config=data
-    ) as stream:
-        for batch in stream:
-            yield {table_name(key): ids.values() for key, ids in batch.sparse_features.to_dict().items()}
-            left -= batch.num_samples
-            if left <= 0:
-                return

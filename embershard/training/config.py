@@ -16,13 +16,19 @@ from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.config import ShardingConfig
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig, ScheduleConfig
 
+_BATCH_SIZE = 1024
+
 
 @dataclass(frozen=True)
 class TrainConfig:
     """Length, hardware and reports of the training."""
 
-    batch_size: int = 1024
-    """Samples per rank and step."""
+    batch_size: int | None = None
+    """Samples per rank and step. Default: 1024, unless `global_batch_size` is set."""
+
+    global_batch_size: int | None = None
+    """Samples per step of all ranks together, a multiple of their number; in place of `batch_size`. Step k then trains
+    on the same samples with any number of ranks."""
 
     epochs: int | None = None
     """Passes over the training data. 1 when neither this nor `max_steps` is given."""
@@ -39,6 +45,11 @@ class TrainConfig:
     seed: int = 0
     """Seed of the initial weights. data.seed is that of the data's order."""
 
+    init: Literal["counter", "torchrec"] = "counter"
+    """Initial weights of the tables. `counter`: functions of seed, table, row and column, the same with any number of
+    ranks and any plan; rows of cached tables are made when they are first touched. `torchrec`: TorchRec's own, which
+    depend on the plan and are made at once."""
+
     precision: Literal["fp32", "bf16"] = "fp32"
     """Number format of the dense layers' arithmetic: "bf16" is automatic mixed precision."""
 
@@ -46,14 +57,40 @@ class TrainConfig:
     """Where to train; "auto": on GPUs if there are any."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "epochs", "max_steps", "eval_every", "log_every"):
+        for name in ("batch_size", "global_batch_size", "epochs", "max_steps", "eval_every", "log_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"train.{name}: got {value}, needed at least 1.")
+        if self.batch_size is not None and self.global_batch_size is not None:
+            raise ConfigError(
+                f"train.batch_size={self.batch_size} and train.global_batch_size={self.global_batch_size} are both "
+                "set, and one of them decides. Remove the other (--set train.batch_size=none)."
+            )
+        if self.init not in ("counter", "torchrec"):
+            raise ConfigError(f"train.init: got {self.init!r}, needed 'counter' or 'torchrec'.")
         if self.precision not in ("fp32", "bf16"):
             raise ConfigError(f"train.precision: got {self.precision!r}, needed 'fp32' or 'bf16'.")
         if self.device not in ("auto", "cpu", "cuda"):
             raise ConfigError(f"train.device: got {self.device!r}, needed 'auto', 'cpu' or 'cuda'.")
+
+    def rank_batch_size(self, world_size: int) -> int:
+        """Return the samples per rank and step on so many ranks.
+
+        Raises:
+            ConfigError: the ranks cannot share the global batch evenly.
+
+        >>> TrainConfig(global_batch_size=4096).rank_batch_size(4), TrainConfig().rank_batch_size(4)
+        (1024, 1024)
+        """
+        if self.global_batch_size is None:
+            return self.batch_size or _BATCH_SIZE
+        each, rest = divmod(self.global_batch_size, world_size)
+        if rest:
+            raise ConfigError(
+                f"train.global_batch_size: got {self.global_batch_size}, needed a multiple of the {world_size} ranks, "
+                f"for instance {max(1, each) * world_size}."
+            )
+        return each
 
     @property
     def num_epochs(self) -> int | None:
@@ -111,8 +148,8 @@ class RunConfig:
         """Batches known ahead of the one in training; 0 without a cache."""
         return self.look_ahead.lookahead if self.cache.enabled else 0
 
-    def predicted_from(self, device: str | None) -> dict[str, Any]:
-        """Return the settings that a plan's prediction for `device` depends on besides the data, by name."""
+    def predicted_from(self, device: str | None, world_size: int) -> dict[str, Any]:
+        """Return the settings that a plan's prediction for these ranks depends on besides the data, by name."""
         depends: dict[str, tuple[str, ...]] = {
             "cache": ("warmup", "decay", "host", "slot_map"),
             "look_ahead": ("lookahead", "prefetch"),
@@ -120,10 +157,11 @@ class RunConfig:
             "model": tuple(field.name for field in dataclasses.fields(self.model)),
             "embedding_optimizer": ("kind",),
             "dense_optimizer": ("kind",),
-            "train": ("batch_size", "precision"),
+            "train": ("precision",),
             "sharding": ("forward_dtype", "backward_dtype"),
         }
         found = {
             f"{part}.{name}": getattr(getattr(self, part), name) for part, names in depends.items() for name in names
         }
+        found["train.batch_size"] = self.train.rank_batch_size(world_size)
         return {**found, "cache.policy": self.cache.policy or "lookahead", "train.device": device}

@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torchmetrics.functional.classification import binary_auroc
-from torchrec.metrics.ne import compute_cross_entropy, compute_ne
 
 from embershard.distributed import Ranks
 
@@ -71,6 +69,10 @@ def judge(logits: torch.Tensor, labels: torch.Tensor) -> Quality:
     num_samples = labels.numel()
     if not num_samples:
         return Quality(0, None, None, None, None, None)
+    # Imported here: these load torchmetrics, which takes half a second, and a run's first step need not wait for it.
+    from torchmetrics.functional.classification import binary_auroc
+    from torchrec.metrics.ne import compute_cross_entropy, compute_ne
+
     predictions = torch.sigmoid(logits.double())
     clicks = labels.double().sum()
     one_class = bool(clicks == 0) or bool(clicks == num_samples)

@@ -9,28 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.optim import (
-    _apply_optimizer_in_backward as apply_optimizer_in_backward,  # TorchRec deprecates its own for it
-)
-from torchrec.optim import optimizers as fused
-from torchrec.optim.keyed import KeyedOptimizerWrapper
-from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from embershard.errors import ConfigError
 
-_FUSED: dict[str, type[torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD,
-    "rowwise_adagrad": RowWiseAdagrad,
-    "adagrad": torch.optim.Adagrad,
-    "adam": fused.Adam,
-    "partial_rowwise_adam": fused.PartialRowWiseAdam,
-    "lamb": fused.LAMB,
-    "partial_rowwise_lamb": fused.PartialRowWiseLAMB,
-}
+if TYPE_CHECKING:
+    from torchrec.optim.keyed import KeyedOptimizerWrapper
+
 _DENSE: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adagrad": torch.optim.Adagrad,
@@ -75,7 +63,7 @@ class EmbeddingOptimizerConfig:
     """Decay of the first and second moment. Only for the Adam and LAMB kinds."""
 
     def __post_init__(self) -> None:
-        _check_optimizer("embedding_optimizer", self, tuple(_FUSED), _FUSED_WITHOUT_WEIGHT_DECAY)
+        _check_optimizer("embedding_optimizer", self, tuple(_STATE_BYTES), _FUSED_WITHOUT_WEIGHT_DECAY)
 
     @property
     def state_bytes(self) -> tuple[int, int]:
@@ -98,10 +86,12 @@ class EmbeddingOptimizerConfig:
                 f"embedding_optimizer.kind: got {self.kind!r}, which FBGEMM has on GPUs only; "
                 f"on the CPU it has {', '.join(_FUSED_ON_CPU)}."
             )
+        from torch.distributed.optim import _apply_optimizer_in_backward  # TorchRec deprecates its own for it
+
         arguments = _arguments(self)  # a new dict: TorchRec writes into it
         if self.betas is not None:
             arguments["beta1"], arguments["beta2"] = arguments.pop("betas")  # FBGEMM's names
-        apply_optimizer_in_backward(_FUSED[self.kind], module.parameters(), arguments)
+        _apply_optimizer_in_backward(_fused_class(self.kind), module.parameters(), arguments)
 
 
 @dataclass(frozen=True)
@@ -136,6 +126,8 @@ class DenseOptimizerConfig:
 
     def build(self, parameters: Mapping[str, nn.Parameter]) -> KeyedOptimizerWrapper:
         """Return an optimizer whose state dict is keyed by parameter name, as checkpoints need it."""
+        from torchrec.optim.keyed import KeyedOptimizerWrapper
+
         return KeyedOptimizerWrapper(dict(parameters), lambda params: _DENSE[self.kind](params, **_arguments(self)))
 
 
@@ -194,6 +186,22 @@ class ScheduleConfig:
         floor = self.floor or 0.0
         shapes = {"linear": left, "quadratic": left * left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}
         return floor + (1.0 - floor) * shapes[self.decay]
+
+
+def _fused_class(kind: str) -> type[torch.optim.Optimizer]:
+    from torchrec.optim import optimizers as fused  # takes seconds to import, and settings need it not
+    from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+    classes: dict[str, type[torch.optim.Optimizer]] = {
+        "sgd": torch.optim.SGD,
+        "rowwise_adagrad": RowWiseAdagrad,
+        "adagrad": torch.optim.Adagrad,
+        "adam": fused.Adam,
+        "partial_rowwise_adam": fused.PartialRowWiseAdam,
+        "lamb": fused.LAMB,
+        "partial_rowwise_lamb": fused.PartialRowWiseLAMB,
+    }
+    return classes[kind]
 
 
 def set_learning_rate(optimizer: Any, lr: float) -> None:

@@ -52,8 +52,8 @@ class Trainer:
         self.config, self.ranks, self.checkpoints = config, ranks, checkpoints
         self.plan = find_plan(config, ranks)
         self.source = open_source(config.data)
-        self.profile = find_profile(config, self.source)
-        self.model = build_sharded_model(config, self.plan, self.profile, self.source.schema, ranks)
+        profile = find_profile(config, self.source)
+        self.model = build_sharded_model(config, self.plan, profile, self.source.schema, ranks)
         self.dense_parameters = dict(in_backward_optimizer_filter(self.model.named_parameters()))
         self.dense_optimizer = config.dense_optimizer.build(self.dense_parameters)
         self.stream = self._open_stream(StreamState(seed=config.data.seed))
@@ -137,7 +137,7 @@ class Trainer:
     def report(self) -> TrainReport:
         """Return loss, AUC, speed and hit rate since the last report."""
         seconds = self.step_seconds[self._reported_steps - self.steps :]
-        global_batch = self.config.train.batch_size * self.ranks.world_size
+        global_batch = self.config.train.rank_batch_size(self.ranks.world_size) * self.ranks.world_size
         self._reported_steps = self.steps
         hits = self.cache_reader.since_last()
         return TrainReport(
@@ -248,7 +248,7 @@ class Trainer:
         train = self.config.train
         return BatchStream(
             self.source,
-            batch_size=train.batch_size,
+            batch_size=train.rank_batch_size(self.ranks.world_size),
             rank=self.ranks.rank,
             world_size=self.ranks.world_size,
             split="eval" if state is None else "train",

@@ -45,6 +45,7 @@ class Setting:
     pinned_table: int | None = None
     warmup: bool = False
     num_slots: int = 10
+    lazy: bool = False
 
     def pool(self) -> harness.Pool:
         """A new pool; only its cache and its plain tensors are used."""
@@ -58,6 +59,7 @@ class Setting:
             pinned_table=self.pinned_table,
             kind=self.kind,  # type: ignore[arg-type]
             transfer=functools.partial(StagedTransfer, buffer_bytes=100) if self.staged else "plain",
+            lazy=self.lazy,
         )
 
 
@@ -96,6 +98,14 @@ _CHANGED_UNDER_TRAINED: dict[int, list[Operation]] = {
     6: [("flush",)],
     8: [("changed_under_trained", (0, 1, 2, 5, 8, 11), 0.25)],
 }
+_LAZY: dict[int, list[Operation]] = {
+    3: [("read", (1, 5, 17, 29))],
+    4: [("prepare", (2, 2, 9, 17)), ("cancel",)],
+    6: [("hold",), ("prepare_known", True), ("let_go",)],
+    7: [("fail", "fill"), ("read", (0, 7))],
+    8: [("flush",), ("load", (3, 4, 17, 20), 0.5)],
+    9: [("host_changed", (0, 7, 14, 21), 0.25)],
+}
 
 SETTINGS = {
     setting.name: setting
@@ -110,6 +120,7 @@ SETTINGS = {
         Setting("lru, hashed", stream(10, 6, _MIXED), "lru", "hashed"),
         Setting("lru, staged", stream(10, 7, _STAGED), "lru", staged=True),
         Setting("look-ahead, written under trained rows", stream(10, 8, _CHANGED_UNDER_TRAINED)),
+        Setting("look-ahead, lazy rows", stream(10, 9, _LAZY), warmup=True, num_slots=14, lazy=True),
     )
 }  # fmt: skip
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import ShardingEnv
@@ -34,6 +34,7 @@ from embershard import (
 from embershard.sharding.config import ShardingConfig
 from embershard.sharding.torchrec import StockEmbeddingBagCollectionSharder
 from embershard.sharding.torchrec.communication import comm_codecs
+from embershard.sharding.torchrec.counter_init import CounterInit
 
 logging.getLogger("torchrec").setLevel(logging.ERROR)
 
@@ -79,6 +80,7 @@ class Case:
     rows: tuple[int, ...] = ROWS
     device: str = "cpu"
     comm: tuple[str, str] = ("fp32", "fp32")
+    init_seed: int | None = None
 
     @property
     def features(self) -> list[str]:
@@ -166,12 +168,12 @@ def build(case: Case, cached: bool, make_model: Callable[[Case], nn.Module] | No
     codecs = comm_codecs(ShardingConfig(None, *case.comm), torch.device(case.device))  # type: ignore[arg-type]
     if cached:
         sharders: list[Any] = [
-            CachedEmbeddingBagCollectionSharder(config, profile, dict(fused_params), codecs),
-            CachedEmbeddingCollectionSharder(config, profile, dict(fused_params), codecs),
+            CachedEmbeddingBagCollectionSharder(config, profile, dict(fused_params), codecs, init_seed=case.init_seed),
+            CachedEmbeddingCollectionSharder(config, profile, dict(fused_params), codecs, init_seed=case.init_seed),
         ]
     else:
         sharders = [
-            StockEmbeddingBagCollectionSharder(fused_params=dict(fused_params), qcomm_codecs_registry=codecs),
+            StockEmbeddingBagCollectionSharder(dict(fused_params), codecs, init_seed=case.init_seed),
             EmbeddingCollectionSharder(fused_params=dict(fused_params), qcomm_codecs_registry=codecs),
         ]
     world_size = dist.get_world_size()
@@ -183,13 +185,19 @@ def build(case: Case, cached: bool, make_model: Callable[[Case], nn.Module] | No
         device=case.device,
         constraints=_constraints(case, cached),
     )
-    return DistributedModelParallel(
+    counter_init = None
+    if case.init_seed is not None and case.sequence and not cached:  # no sharder of ours makes these
+        counter_init = CounterInit.of_module(model.embeddings, case.init_seed)
+    sharded = DistributedModelParallel(
         model,
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         device=torch.device(case.device),
         plan=plan,
         sharders=sharders,
     )
+    if counter_init is not None:
+        counter_init.write(next(m for m in sharded.modules() if isinstance(m, ShardedEmbeddingCollection)))
+    return sharded
 
 
 def _constraints(case: Case, cached: bool) -> dict[str, ParameterConstraints]:

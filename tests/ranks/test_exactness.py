@@ -12,7 +12,7 @@ from typing import get_args
 import pytest
 
 from embershard.cache.config import Scoring
-from tests.ranks import faults
+from tests.ranks import faults, initial_weights
 from tests.ranks.parity import ROWS, Case, Outcome, compare, compare_all, losses_of
 from tests.ranks.workers import RankPool
 
@@ -96,6 +96,20 @@ def test_four_ranks_on_two_nodes(four_ranks: RankPool) -> None:
     by_rank = four_ranks.run(compare_all, cases, ("frequency",))
     for number in range(len(cases)):
         _check([outcomes[number] for outcomes in by_rank], ("frequency",), states=True)
+
+
+def test_four_ranks_on_two_nodes_start_from_a_counters_weights(four_ranks: RankPool) -> None:
+    """As one and two ranks do in `test_initial_weights.py`."""
+    for sharding in ("row_wise", "table_row_wise", "grid_shard"):
+        found = four_ranks.run(initial_weights.wrong_shards, Case(sharding=sharding, local_world_size=2))
+        assert [wrong for wrong, _ in found] == [[], [], [], []], sharding
+
+
+def test_four_ranks_have_the_losses_of_one(one_rank: RankPool, four_ranks: RankPool) -> None:
+    """As two ranks have in `test_initial_weights.py`."""
+    ((losses, _),) = one_rank.run(initial_weights.run_of_global_batches)
+    for others, _ in four_ranks.run(initial_weights.run_of_global_batches):
+        assert others == pytest.approx(losses, abs=1e-5, rel=0)
 
 
 def test_rows_in_mapped_files(two_ranks: RankPool, tmp_path: object) -> None:

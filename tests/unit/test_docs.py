@@ -377,9 +377,10 @@ def test_the_example_of_a_policy_does_what_the_page_says():
     exec(compile(block, str(ARCHITECTURE), "exec"), names)
     scores = names["CappedScores"](torch.zeros(30), 4, torch.device("cpu"), ScoresTransfer, None)
     scores.admit(torch.tensor([7, 9]), torch.tensor([1, 2]))
+    none = torch.tensor([], dtype=torch.int64)
     for _ in range(20):
-        scores.used(torch.tensor([1, 1]))
-    scores.used(torch.tensor([2]))
+        scores.used(torch.tensor([1, 1]), torch.tensor([True, False]), none)
+    scores.used(torch.tensor([2]), torch.tensor([False]), torch.tensor([2]))
     assert scores.of_slots().tolist() == [0.0, 15.0, 1.0, 0.0, 0.0]
     profiled = names["CappedScores"](torch.arange(30.0), 4, torch.device("cpu"), ScoresTransfer, None)
     profiled.admit(torch.tensor([29, 9]), torch.tensor([1, 2]))

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+#: The process that starts the ranks: it checks the settings, and lives as long as they do.
+START = "embershard.launch.train.start"
 HEAVY = {"matplotlib", "tensorboard", "pyarrow", "torchrec", "fbgemm_gpu", "rich", "tyro"}
 CODE = "{statement}; import sys; print(*{{name.partition('.')[0] for name in sys.modules}}, sep='\\n')"
 
@@ -21,9 +23,16 @@ def modules_after(statement: str, folder: Path) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["embershard", "embershard.cache", "embershard.launch.doctor.command"])
+@pytest.mark.parametrize("module", ["embershard", "embershard.cache", "embershard.launch.doctor.command", START])
 def test_the_import_is_light(module: str, project_dir: Path):
     assert modules_after(f"import {module}", project_dir) & HEAVY == set()
+
+
+@pytest.mark.slow
+def test_a_rank_imports_no_metrics_before_its_first_step(project_dir: Path):
+    assert (
+        modules_after("import embershard.launch.train.command", project_dir) & {"torchmetrics", "matplotlib"} == set()
+    )
 
 
 @pytest.mark.slow

@@ -12,10 +12,10 @@ _BLOCK = 512  # ids whose state is fetched from memory together
 @compiled
 def out_of_range(keys: Int64s, end: int) -> int:
     """Return the position of the first of `keys` [N] that is not in [0, `end`); -1 if all are."""
-    found = 0
+    signs = 0
     for key in keys:  # without a branch, several keys at a time
-        found += (key < 0) | (key >= end)
-    if found:
+        signs |= key | (end - 1 - key)
+    if signs < 0:
         for position in range(keys.size):
             if keys[position] < 0 or keys[position] >= end:
                 return position
@@ -35,7 +35,6 @@ def find(
     """Look up `keys` [N] and stamp the slots found: position p with `first_stamp` + p, the last of a slot's.
 
     Args:
-        keys: each in [0, R).
         entries: [R] slot of every key; below 1: not cached.
         use_stamps: [S + 1].
         slots: [N], written: 0 where a key is not cached.
@@ -43,10 +42,13 @@ def find(
         missed: [N], written from its end: positions of keys that are not cached, ascending.
 
     Returns:
-        The number of positions in `missed`.
+        The number of positions in `missed`; if a key is not in [0, R), -1 - its position.
     """
     for position in range(keys.size):
-        slots[position] = max(entries[keys[position]], 0)
+        key = keys[position]
+        if key < 0 or key >= entries.size:
+            return -1 - position
+        slots[position] = max(entries[key], 0)
     missing = keys.size
     stamps = np.empty(_BLOCK, np.int64)
     for end in range(keys.size, 0, -_BLOCK):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from embershard.cache.config import CacheConfig, TransferKind
+from embershard.cache.rows.host_store import HostStore
 from embershard.cache.rows.page_lock import PageLock, lock_for
 from embershard.cache.rows.staged_transfer import StagedTransfer
 from embershard.cache.rows.transfer import MakeTransfer, PlainTransfer, ScoresTransfer, Transfer
@@ -39,9 +40,7 @@ def transfer_kind(config: CacheConfig, device: torch.device) -> TransferKind:
     return config.transfer
 
 
-def transfer_maker(
-    kind: TransferKind | MakeTransfer, device: torch.device, host_payload: Sequence[Tensor]
-) -> MakeTransfer:
+def transfer_maker(kind: TransferKind | MakeTransfer, device: torch.device, host: HostStore) -> MakeTransfer:
     """Return the maker of transfers of this kind; the pool calls it with its first slots and whenever it grows."""
     if not isinstance(kind, str):
         return kind
@@ -54,8 +53,9 @@ def transfer_maker(
 
     if device.type != "cuda":
         return UvaTransfer
-    lock = functools.cache(functools.partial(lock_for, device, host_payload))
-    return lambda slots, host: WhenLocked(slots, host, lock, StagedTransfer, UvaTransfer)
+    # A GPU cannot ask for rows to be made, so all are made by the time their memory is locked.
+    lock = functools.cache(functools.partial(lock_for, device, host.payload, before=host.make_memory))
+    return lambda slots, payload: WhenLocked(slots, payload, lock, StagedTransfer, UvaTransfer)
 
 
 def scores_transfer_maker(kind: TransferKind | MakeTransfer, device: torch.device, row_scores: Tensor) -> MakeTransfer:

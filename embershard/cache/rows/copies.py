@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from embershard.cache.planner import CachePlan
+from embershard.cache.rows.host_store import HostStore
 from embershard.cache.rows.transfer import MakeTransfer, Transfer
 from embershard.cache.tickets import Ticket
 
@@ -18,22 +19,23 @@ class RowCopies:
 
     Args:
         device: of the slots.
+        host: the rows; their initial weights are made before they are copied.
         make_transfer: makes the transfer of the rows.
 
     Attributes:
         transfer: moves rows between the attached tensors.
     """
 
-    def __init__(self, device: torch.device, make_transfer: MakeTransfer) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, host: HostStore, make_transfer: MakeTransfer) -> None:
+        self._device, self._host = device, host
         self._make_transfer = make_transfer
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._last_trained: torch.cuda.Event | None = None
         self._fill_keys: Tensor | None = None  # of the plan between its two calls
 
-    def attach(self, payload: list[Tensor], host_payload: list[Tensor]) -> None:
-        """Copy between these tensors from now on. All earlier copies must be done."""
-        self.transfer: Transfer = self._make_transfer(payload, host_payload)
+    def attach(self, payload: list[Tensor]) -> None:
+        """Copy between these slots and the host rows from now on. All earlier copies must be done."""
+        self.transfer: Transfer = self._make_transfer(payload, self._host.payload)
 
     def write_back_evicted(self, plan: CachePlan) -> None:
         """Write the plan's dirty victims back. Their slots keep the rows until `fill_missed`."""
@@ -55,6 +57,7 @@ class RowCopies:
         any."""
         fill_keys, self._fill_keys = self._fill_keys, None
         assert fill_keys is not None, "write_back_evicted() comes first"
+        self._host.make(fill_keys)
         if self._stream is None:
             self.transfer.fill(fill_keys, plan.fill_slots)
             return None
@@ -88,6 +91,7 @@ class RowCopies:
 
     def fill(self, keys: Tensor, slots: Tensor) -> None:
         """Copy host rows `keys` to `slots` at once, outside of any plan."""
+        self._host.make(keys)
         self.transfer.fill(keys.to(self.transfer.key_device), slots)
 
     def write_back(self, slots: Tensor, keys: Tensor) -> None:

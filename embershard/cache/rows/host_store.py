@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 
 from embershard.cache.rows import memory
+from embershard.cache.rows.initial_weights import ShardWeights
+from embershard.cache.rows.lazy_rows import LazyRows
 from embershard.errors import ConfigError
+
+#: With so small a part of the blocks unmade (one of 8), the system may use huge pages.
+_HUGE_PAGES_FROM = 8
 
 
 class HostStore:
@@ -31,6 +36,8 @@ class HostStore:
         host: plain memory, or a file in `host_dir` mapped into memory.
         host_dir: folder for mapped files.
         whole_pages: give every tensor pages of its own, so that they can be locked.
+        initial: initial weights of each table, made when a row of their block is first touched: call `make` before
+            reading rows, `make_all` before handing the whole memory out. None: zeros, which the caller overwrites.
 
     Attributes:
         flat_weights: [R * D], memory that TorchRec slices its parameters from.
@@ -52,13 +59,18 @@ class HostStore:
         host: Literal["memory", "mmap"] = "memory",
         host_dir: str | None = None,
         whole_pages: bool = False,
+        initial: Sequence[ShardWeights] | None = None,
     ) -> None:
         self.rows_per_table = list(rows_per_table)
         self.dim = dim
         self.num_rows = sum(self.rows_per_table)
         self.row_offsets = [sum(self.rows_per_table[:table]) for table in range(len(self.rows_per_table))]
         self.row_bytes = dim * dtype.itemsize + sum(math.prod(shape) * t.itemsize for _, shape, t in states)
-        allocate: Callable[[int, torch.dtype], Tensor] = functools.partial(memory.zeros, whole_pages=whole_pages)
+        # Locking touches every page anyway.
+        self._has_small_pages = initial is not None and host == "memory" and not whole_pages
+        allocate: Callable[[int, torch.dtype], Tensor] = functools.partial(
+            memory.zeros, whole_pages=whole_pages, small_pages=self._has_small_pages
+        )
         if host == "mmap" and host_dir is not None:
             allocate = _MappedFiles(host_dir, self.host_bytes)
         self.flat_weights = allocate(self.num_rows * dim, dtype)
@@ -67,6 +79,9 @@ class HostStore:
         for name, shape, state_dtype in states:
             numel = self.num_rows * math.prod(shape)
             self.states[name] = allocate(numel, state_dtype).view(self.num_rows, *shape)
+            if initial is None and host == "memory":
+                self.states[name].zero_()  # allocates its pages now: the first write-backs would wait for huge ones
+        self._lazy = None if initial is None else LazyRows(self.weights, self.rows_per_table, initial)
 
     @property
     def payload(self) -> list[Tensor]:
@@ -85,6 +100,44 @@ class HostStore:
         The cache writes through `.data`, so a change means that somebody else loaded new contents.
         """
         return sum(t._version for t in self.payload)
+
+    @property
+    def is_made(self) -> bool:
+        """True if all rows have their initial weights."""
+        return self._lazy is None or not self._lazy.num_unmade
+
+    @property
+    def flag_bytes(self) -> int:
+        """Memory of the flags of made blocks, in bytes; not part of `host_bytes`."""
+        return 0 if self._lazy is None else self._lazy.flag_bytes
+
+    def make(self, keys: Tensor) -> None:
+        """Make the initial weights of rows `keys` (int64 [M]) that have none yet."""
+        if self._lazy is not None and self._lazy.num_unmade:
+            self._lazy.make(keys.cpu())
+            if self._has_small_pages and self._lazy.num_unmade * _HUGE_PAGES_FROM <= self._lazy.num_blocks:
+                self._has_small_pages = False
+                for tensor in self.payload:
+                    memory.use_huge_pages(tensor)
+
+    def make_all(self) -> None:
+        """Make the initial weights of all rows that have none yet."""
+        if self._lazy is not None and self._lazy.num_unmade:
+            if self._has_small_pages:
+                self._has_small_pages = False
+                memory.use_huge_pages(self.weights)  # not the states: nothing is written to them now
+            self._lazy.make_all()
+
+    def make_memory(self, address: int, num_bytes: int) -> None:
+        """Make the rows in a part of the weights' memory; other memory is left alone."""
+        start = address - self.flat_weights.data_ptr()
+        if self._lazy is not None and 0 <= start < self.flat_weights.nbytes:
+            self._lazy.make_bytes(start, start + num_bytes)
+
+    @property
+    def weights_version(self) -> int:
+        """The part of `version` that counts writes to the weights."""
+        return self.weights._version
 
     def table_weights(self) -> list[Tensor]:
         """Return the weights of each table: views [rows, D]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import mmap
 
@@ -10,25 +11,38 @@ import torch
 from torch import Tensor
 
 _HUGE_PAGE_BYTES = 2 << 20
+#: Maps and scores of 134 million rows. In larger ones the rows of some steps touch few of the small pages, and nearly
+#: all of the huge ones, each of which takes the system milliseconds.
+_MOST_HUGE_BYTES = 512 << 20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def zeros(numel: int, dtype: torch.dtype, whole_pages: bool = False) -> Tensor:
+def zeros(numel: int, dtype: torch.dtype, whole_pages: bool = False, small_pages: bool | None = None) -> Tensor:
     """Return a zeroed tensor [numel] in host memory, on huge pages if it is large and the system has them; with
     `whole_pages`, on pages that it shares with nothing else, however small it is.
 
     Random rows of a table of gigabytes miss the TLB at nearly every access with pages of 4 KiB; with 2 MiB, row copies
-    take less time (docs/decisions/0003-row-copies.md). Pages are allocated as they are written.
+    take less time (docs/decisions/0003-row-copies.md). Pages are allocated as they are written, so memory that is
+    written here and there, and perhaps never whole, wants `small_pages` (docs/decisions/0024). None: from 512 MiB on.
     """
     num_bytes = numel * dtype.itemsize
     has_huge_pages = num_bytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE")
     if not numel or not (has_huge_pages or whole_pages):
         return torch.zeros(numel, dtype=dtype)
+    small_pages = num_bytes > _MOST_HUGE_BYTES if small_pages is None else small_pages
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if has_huge_pages:
         with contextlib.suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
+            memory.madvise(mmap.MADV_NOHUGEPAGE if small_pages else mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype)
+
+
+def use_huge_pages(tensor: Tensor) -> None:
+    """Let the system use huge pages for a tensor made by `zeros` with `small_pages`: at once for parts without a page,
+    in the background (khugepaged) for the others. Nothing happens where `zeros` would use none."""
+    if tensor.nbytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        address, size = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes)
+        ctypes.CDLL(None).madvise(address, size, mmap.MADV_HUGEPAGE)  # advice: a failure changes nothing
 
 
 def record_stream(*tensors: Tensor) -> None:

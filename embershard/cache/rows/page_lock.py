@@ -117,12 +117,22 @@ def _blocks(tensor: Tensor, block_bytes: int) -> list[tuple[int, int]]:
     return [(first + start, min(block_bytes, total - start)) for start in range(0, total, block_bytes)]
 
 
-def lock_for(device: torch.device, tensors: Sequence[Tensor]) -> PageLock:
-    """Start locking tensors for a GPU, in a thread on the cores next to it."""
+def lock_for(
+    device: torch.device, tensors: Sequence[Tensor], before: Callable[[int, int], None] | None = None
+) -> PageLock:
+    """Start locking tensors for a GPU, in a thread on the cores next to it.
+
+    The thread calls `before`, if given, with address and bytes of each block that it is about to lock.
+    """
     if device.index is None:  # resolved here: the locking thread would start with the first GPU
         device = torch.device(device.type, torch.cuda.current_device())
-    lock, unlock = functools.partial(lock_for_cuda, device), functools.partial(unlock_for_cuda, device)
-    return PageLock(tensors, lock, unlock, cpus_beside(device))
+
+    def lock(address: int, size: int) -> None:
+        if before is not None:
+            before(address, size)
+        lock_for_cuda(device, address, size)
+
+    return PageLock(tensors, lock, functools.partial(unlock_for_cuda, device), cpus_beside(device))
 
 
 def lock_for_cuda(device: torch.device, address: int, size: int) -> None:

@@ -84,7 +84,7 @@ class _Setup:
             types=arguments.types,
             replicate_rows=arguments.replicate_rows,
             most_ranks_per_node=arguments.ranks_per_node or most_ranks,
-            settings=config.predicted_from(topology.device),
+            settings=config.predicted_from(topology.device, num_ranks),
             made_from={
                 **{name: str(getattr(arguments, name)) for name in ("config", "profile", "topology")},
                 "command": self.command,

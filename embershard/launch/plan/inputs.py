@@ -27,7 +27,7 @@ def make_workload(
     batch_size: int | None = None,
 ) -> Workload:
     """Return the model, data and run of a config on `world_size` ranks."""
-    batch_size = batch_size or config.train.batch_size
+    batch_size = batch_size or config.train.rank_batch_size(world_size)
     shape = RunShape(
         world_size=world_size,
         ranks_per_node=ranks_per_node,

@@ -124,7 +124,8 @@ class _Timed:
         return {"planned_ids": sum(table.lookups for table in tables), **counters}
 
     def _work(self, steps: int, counted: Mapping[str, float]) -> StepWork:
-        batch_size, world_size = self._config.train.batch_size, self._ranks.world_size
+        world_size = self._ranks.world_size
+        batch_size = self._config.train.rank_batch_size(world_size)
         features = self._trainer.source.schema.sparse
         model = model_size(self._config, {table_name(feature.name): feature.num_rows for feature in features})
         sizes = {table.table: table for table in model.tables}
@@ -182,7 +183,7 @@ def simple_plan(config: RunConfig, sharding: str, world_size: int) -> Plan:
     return Plan(
         world_size=world_size,
         ranks_per_node=world_size,
-        batch_size=config.train.batch_size,
+        batch_size=config.train.rank_batch_size(world_size),
         device="cpu",
         device_memory_bytes=None,
         host_memory_bytes=None,
@@ -197,7 +198,7 @@ def _input_seconds(config: RunConfig) -> float:
     data = dataclasses.replace(config.data, num_workers=0)
     with BatchStream(
         open_source(data),
-        batch_size=config.train.batch_size,
+        batch_size=config.train.rank_batch_size(1),
         rank=0,
         world_size=1,
         split="train",

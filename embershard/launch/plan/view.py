@@ -14,6 +14,7 @@ from embershard.launch.units import size
 from embershard.planning.explain import alternatives, sentences
 from embershard.planning.request import PlanRequest
 from embershard.sharding.plan import Plan, Prediction, RankPrediction, TablePrediction
+from embershard.sharding.shards import shards_of
 
 _MOST_RANKS = 16
 
@@ -27,7 +28,7 @@ def show(plan: Plan, console: Console, top: int) -> None:
     shown = sorted(slowest, key=lambda rank: rank.rank)
     for table in (_ranks_table(plan, prediction, shown), _seconds_table(shown), _tables_table(plan, prediction, top)):
         console.print(table)
-    say(console, *(f"Note: {note}" for note in plan.notes))
+    say(console, *_state(plan, prediction), *(f"Note: {note}" for note in plan.notes))
 
 
 def show_explanations(request: PlanRequest, plan: Plan, tables: Sequence[str], console: Console) -> None:
@@ -96,6 +97,21 @@ def _ranks_table(plan: Plan, prediction: Prediction, shown: Sequence[RankPredict
     if len(shown) < plan.world_size:
         table.caption = f"the {len(shown)} slowest of {plan.world_size} ranks"
     return table
+
+
+def _state(plan: Plan, prediction: Prediction) -> list[str]:
+    """Return what a cached row takes beside its weights and optimizer states, as a sentence, if there is one."""
+    cached = [table for table in plan.tables if table.kernel == "cached"]
+    rows = sum(shard.rows for table in cached for shard in shards_of(table, plan.ranks_per_node))
+    if not rows:
+        return []
+    payload, scores = (sum(rank.host_bytes[name] for rank in prediction.ranks) / rows for name in ("rows", "scores"))
+    maps = sum(rank.device_bytes["maps"] for rank in prediction.ranks) / rows
+    return [
+        f"Host memory has {rows:,} cached rows of {payload:.1f} bytes (weights and optimizer states). A row's state "
+        f"beside them takes {maps + scores:.1f} bytes: {maps:.1f} in the map to slots (device), {scores:.1f} for its "
+        "score (host)."
+    ]
 
 
 def _seconds_table(shown: Sequence[RankPrediction]) -> Table:

@@ -65,7 +65,7 @@ def collect(argv: Sequence[str]) -> None:
     with progress_bar(console, "samples") as on_progress:
         profile = profile_data(config.data, options, on_progress, reader)
     seconds = time.monotonic() - began
-    profile = with_preferences(profile, config.train.batch_size)
+    profile = with_preferences(profile, config.train.rank_batch_size(1))
     _save(profile, arguments.output)
     statistics = profile.need_statistics()
     lookups = sum(table.num_lookups for table in statistics.tables.values())

@@ -83,7 +83,7 @@ class _Run:
         from embershard.training.config import RunConfig  # loads torch
 
         config = load_config(RunConfig, self.folder / RUN_CONFIG)
-        return plan.other_settings(config.predicted_from(self.result.get("device")))
+        return plan.other_settings(config.predicted_from(self.result.get("device"), self.result.get("world_size", 1)))
 
     def num_checkpoints(self, run: MeasuredRun) -> int:
         """Return the checkpoints written in the counted steps."""

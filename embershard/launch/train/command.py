@@ -9,8 +9,6 @@ import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from datetime import datetime
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,9 +18,10 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from embershard.distributed import Ranks, complete_checkpoints, process_group
 from embershard.errors import EmbershardError
-from embershard.launch.arguments import add_settings, text_override
+from embershard.launch.arguments import add_run_arguments
 from embershard.launch.config import load_config
-from embershard.launch.record import RunRecord, check_run_dir, lock_run_dir, make_result
+from embershard.launch.record import RunRecord, make_result
+from embershard.launch.run_dir import check_run_dir, default_run_dir, lock_run_dir
 from embershard.launch.screen import say, silence_libraries
 from embershard.launch.train.progress import ProgressDisplay, closing_table
 from embershard.sharding.plan import Plan
@@ -32,29 +31,6 @@ from embershard.training.reports import EvalReport, Report, TrainReport
 from embershard.training.trainer import Trainer
 
 CHECKPOINTS = "checkpoints"
-
-
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that `embershard train` and this module have in common."""
-    add_settings(parser, required=True)
-    parser.add_argument(
-        "--plan",
-        dest="overrides",
-        action="append",
-        type=partial(text_override, "sharding.plan"),
-        default=[],
-        metavar="FILE",
-        help="obey a plan of embershard plan; the same as --set sharding.plan=FILE",
-    )
-    parser.add_argument(
-        "--run-dir", type=Path, metavar="DIR", help="folder for the run's files (default: runs/NAME-TIME)"
-    )
-    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --run-dir")
-
-
-def default_run_dir(config: Path) -> Path:
-    """Return `runs/<name of the config>-<time>`."""
-    return Path("runs") / f"{config.stem}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def same_run_command(arguments: argparse.Namespace) -> str:
@@ -166,17 +142,17 @@ def _resume(trainer: Trainer, run_dir: Path, console: Console) -> int:
 def _announce(trainer: Trainer, console: Console, run_dir: Path) -> None:
     config, ranks, features = trainer.config, trainer.ranks, trainer.source.schema.sparse
     kind = "GPU" if ranks.device.type == "cuda" else "CPU"
-    notes = [] if trainer.plan is None else _plan_notes(trainer.plan, config, ranks.device.type)
+    notes = [] if trainer.plan is None else _plan_notes(trainer.plan, config, ranks)
     say(
         console,
         f"{config.model.arch}: {len(features)} tables with {sum(feature.num_rows for feature in features):,} rows of "
         f"dim {config.model.embedding_dim}; {ranks.world_size} ranks on {kind}; {trainer.total_steps:,} steps of "
-        f"{config.train.batch_size * ranks.world_size:,} samples; run folder {run_dir}",
+        f"{config.train.rank_batch_size(ranks.world_size) * ranks.world_size:,} samples; run folder {run_dir}",
         *notes,
     )
 
 
-def _plan_notes(plan: Plan, config: RunConfig, device: str) -> list[str]:
+def _plan_notes(plan: Plan, config: RunConfig, ranks: Ranks) -> list[str]:
     """Return what the reader should know of the plan that this run obeys."""
     notes = [f"Tables and caches are placed by {config.sharding.plan} ({plan.digest})."]
     if not config.cache.enabled:
@@ -186,7 +162,7 @@ def _plan_notes(plan: Plan, config: RunConfig, device: str) -> list[str]:
         notes.append(f"cache.{size[0]} was for planning: the plan's slots apply.")
     if plan.prediction is None:
         return [*notes, "The plan has no prediction to compare this run with."]
-    return [*notes, *plan.other_settings(config.predicted_from(device))]
+    return [*notes, *plan.other_settings(config.predicted_from(ranks.device.type, ranks.world_size))]
 
 
 def _show_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 
 from embershard.decoding import to_toml
 from embershard.errors import ConfigError
-from embershard.launch.arguments import make_parser, positive
+from embershard.launch.arguments import add_run_arguments, make_parser, positive
 from embershard.launch.config import describe, load_config
-from embershard.launch.record import check_run_dir
+from embershard.launch.run_dir import check_run_dir, default_run_dir
 from embershard.launch.train import local
-from embershard.launch.train.command import add_run_arguments, default_run_dir
 from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
 
@@ -43,6 +42,7 @@ def main(argv: Sequence[str]) -> int:
     if num_ranks is None:
         num_ranks = 2 if config.train.device == "cpu" else local.default_num_ranks()
         print(f"embershard: starting {num_ranks} ranks (--nproc N for another number).", flush=True)
+    config.train.rank_batch_size(num_ranks)  # raises before any rank starts
     passed = ["--config", str(arguments.config), "--run-dir", str(run_dir)]
     passed += ["--resume"] if arguments.resume else []
     passed += [word for override in arguments.overrides for word in ("--set", override)]

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embershard.frequency import SampledTrace
+from embershard.frequency.counts import RowCounts
 from embershard.planning.simulate.pool_report import RowRange
 
 _NONE = np.empty(0, np.int64)
@@ -59,7 +60,7 @@ class TraceBatches:
             self._samples.append(samples)
             self._bounds.append(np.searchsorted(samples, self._edges))
             self.rows_per_table.append(num_keys)
-        self.row_counts = torch.from_numpy(np.concatenate(counts)) if counts else None
+        self.row_counts = RowCounts.of_dense(torch.from_numpy(np.concatenate(counts))) if counts else None
 
     def get(self, step: int) -> tuple[Tensor, Tensor]:
         """Return the keys and lengths of a step. Steps must be asked for in order."""

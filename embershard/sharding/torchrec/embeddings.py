@@ -61,6 +61,7 @@ class CachedTableBatchedEmbeddings(HostTables):
             spec.config.host,
             spec.config.host_dir,
             whole_pages=self._device.type == "cuda",
+            initial=None if spec.counter_init is None else [spec.counter_init.of_shard(table) for table in tables],
         )
         self.cache = self._make_cache(spec, config)
         self.feature_keys = FeatureKeys([self.host.row_offsets[t] for t in self._table_of_feature], self._device)

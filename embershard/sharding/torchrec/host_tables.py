@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
@@ -18,6 +20,8 @@ class HostTables(nn.Module):
     """FBGEMM's `SplitTableBatchedEmbeddingBagsCodegen` as TorchRec sees it, for tables whose rows are in host memory.
 
     Weights and optimizer states are the host tier's, for the whole shard: call :meth:`flush` before reading them.
+    TorchRec does so, and while it builds a sharded module, too, although it takes references only:
+    :meth:`without_flushes`.
 
     Attributes:
         host: the rows.
@@ -30,6 +34,7 @@ class HostTables(nn.Module):
     cache: RowCache
 
     prefetch_pipeline = True
+    _is_flushed = True
 
     @property
     def embedding_specs(self) -> list[tuple[int, int, EmbeddingLocation, ComputeDevice]]:
@@ -89,8 +94,18 @@ class HostTables(nn.Module):
         self.slots.tbe.update_hyper_parameters(params_dict)
 
     def flush(self) -> None:
-        """Write trained rows back to the host tier."""
-        self.cache.flush()
+        """Write trained rows back to the host tier, and make the initial weights of rows that have none yet."""
+        if self._is_flushed:
+            self.cache.flush()
+
+    @contextmanager
+    def without_flushes(self) -> Iterator[None]:
+        """Return a context in which nobody reads weights: :meth:`flush` does nothing."""
+        self._is_flushed = False
+        try:
+            yield
+        finally:
+            self._is_flushed = True
 
     def reset_cache_states(self) -> None:
         """Write trained rows back, and fetch the cached ones again."""

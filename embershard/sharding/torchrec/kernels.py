@@ -23,14 +23,15 @@ from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 
 
 class CachedFusedOptimizer(EmbeddingFusedOptimizer):
-    """TorchRec's fused optimizer over the host tier. It flushes before its states are read or replaced."""
+    """TorchRec's fused optimizer over the host tier. It writes trained rows back before its states are read or
+    replaced."""
 
     @property
     def state(self) -> Any:
         """Optimizer states per parameter, up to date."""
         module = self.__dict__.get("_emb_module")
         if module is not None:
-            module.flush()
+            module.cache.write_back()  # states start as zeros: no row must be made for them
         return self.__dict__["_state"]
 
     @state.setter
@@ -57,7 +58,8 @@ class CachedEmbeddingBag(BatchedFusedEmbeddingBag):
         _check_dims(config)
         self._emb_module = CachedTableBatchedEmbeddings(config, self._pooling, device)
         self._optim = CachedFusedOptimizer(config, self._emb_module, pg)
-        self.init_parameters()
+        if self._emb_module.host.is_made:  # else the host tier makes its own
+            self.init_parameters()
 
     def forward(
         self,
@@ -93,7 +95,8 @@ class CachedEmbedding(BatchedFusedEmbedding):
         _check_dims(config)
         self._emb_module = CachedTableBatchedEmbeddings(config, PoolingMode.NONE, device)
         self._optim = CachedFusedOptimizer(config, self._emb_module, pg)
-        self.init_parameters()
+        if self._emb_module.host.is_made:  # else the host tier makes its own
+            self.init_parameters()
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         """Return rows [N, D], one per id."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torchrec.distributed.types import ShardingEnv
 
 from embershard.sharding.torchrec.bounds import check_bounds, rows_by_feature
 from embershard.sharding.torchrec.compat import as_keyed_jagged, supported
+from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.lookups import PERMUTED_SHARDINGS, POOLED_SHARDINGS, SEQUENCE_SHARDINGS
 from embershard.sharding.torchrec.spec import CACHED_KERNEL, SPEC_KEY, has_spec
 from embershard.sharding.torchrec.table_arguments import check_table_arguments
@@ -41,11 +42,29 @@ def _without_spec(fused_params: dict[str, Any] | None) -> tuple[dict[str, Any], 
     return rest, rest.pop(SPEC_KEY)
 
 
-def _flush_lookups(module: Any) -> None:
+def _lookups(module: Any) -> Iterator[Any]:
     for lookup in module._lookups:
         while isinstance(lookup, nn.parallel.DistributedDataParallel):
             lookup = lookup.module
-        lookup.flush()
+        yield lookup
+
+
+def _pools(module: Any) -> list[CachedTableBatchedEmbeddings]:
+    kernels = [kernel.emb_module for lookup in _lookups(module) for kernel in lookup._emb_modules]
+    return [pool for pool in kernels if isinstance(pool, CachedTableBatchedEmbeddings)]
+
+
+class _CachedTable(nn.Module):
+    """Holder of a cached table's parameter `weight`: code that asks for it by name gets rows with initial weights."""
+
+    pools: list[CachedTableBatchedEmbeddings]
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The rows of this rank. Trained rows are up to date after `embershard.flush`."""
+        for pool in self.pools:
+            pool.host.make_all()
+        return self._parameters["weight"]  # type: ignore[return-value]
 
 
 class _CachedModule:
@@ -53,6 +72,25 @@ class _CachedModule:
 
     _rows_by_feature: dict[str, tuple[str, int]]
     _ids_are_checked = False
+    _has_counter_init = False
+
+    def _initialize_torch_state(self, *args: Any, **kwargs: Any) -> None:
+        """Let TorchRec refer to the rows' memory. It gets the memory through state dicts, and no row is made."""
+        pools = _pools(self)
+        with ExitStack() as stack:
+            for pool in pools:
+                stack.enter_context(pool.without_flushes())
+            super()._initialize_torch_state(*args, **kwargs)  # type: ignore[misc]
+        if self._has_counter_init:
+            holders = getattr(self, "embedding_bags", None) or self.embeddings  # type: ignore[attr-defined]
+            for name in {name for pool in pools for name in pool.cache.tables}:
+                holders[name].__class__ = _CachedTable
+                holders[name].__dict__["pools"] = pools
+
+    def reset_parameters(self) -> None:
+        """Initialize as TorchRec does; do nothing where sharder and host tier make the weights, from a counter."""
+        if not self._has_counter_init:
+            super().reset_parameters()  # type: ignore[misc]
 
     def input_dist(self, ctx: Any, features: Any) -> Any:
         """Check the ids, then run TorchRec's input all-to-all."""
@@ -82,7 +120,8 @@ class _CachedModule:
     @staticmethod
     def _pre_load_state_dict_hook(module: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Flush first: tables that the state dict leaves out keep what they learned."""
-        _flush_lookups(module)
+        for lookup in _lookups(module):
+            lookup.flush()
         super()._pre_load_state_dict_hook(module, state_dict, prefix, *args)  # type: ignore[misc]
 
 
@@ -110,6 +149,7 @@ class CachedShardedEmbeddingBagCollection(_CachedModule, ShardedEmbeddingBagColl
     """A `ShardedEmbeddingBagCollection` whose cached tables are in host memory behind device caches."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._has_counter_init = kwargs["fused_params"][SPEC_KEY].counter_init is not None
         super().__init__(*args, **kwargs)
         self._rows_by_feature = rows_by_feature(self._embedding_bag_configs)
 
@@ -144,6 +184,7 @@ class CachedShardedEmbeddingCollection(_CachedModule, ShardedEmbeddingCollection
     """A `ShardedEmbeddingCollection` whose cached tables are in host memory behind device caches."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._has_counter_init = kwargs["fused_params"][SPEC_KEY].counter_init is not None
         super().__init__(*args, **kwargs)
         self._rows_by_feature = rows_by_feature(self._embedding_configs)
 

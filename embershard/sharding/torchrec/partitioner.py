@@ -67,6 +67,6 @@ class PoolRowsPartitioner(GreedyPerfPartitioner):
             for shard in option.shards:
                 assert shard.rank is not None, "a placed shard"
                 key = (shard.rank, option.sharding_type, shard.size[1], part)
-                pool = pools.setdefault(key, _Pool(shard.rank, option.sharding_type))
+                pool = pools.get(key) or pools.setdefault(key, _Pool(shard.rank, option.sharding_type))
                 pool.rows[option.name] = pool.rows.get(option.name, 0) + shard.size[0]
         return pools.values()

@@ -36,7 +36,7 @@ from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.kernels import CachedEmbedding, CachedEmbeddingBag
 from embershard.sharding.torchrec.sharders import has_cache
 from embershard.sharding.torchrec.spec import CACHED_KERNEL
-from embershard.sharding.torchrec.torchrec_planner import ShardableTable, shardable_tables
+from embershard.sharding.torchrec.torchrec_planner import shardable_tables
 
 #: Rows, columns and dtype of a table.
 TableShape = tuple[int, int, str]
@@ -59,7 +59,8 @@ def model_tables(model: nn.Module, sharders: Sequence[ModuleSharder]) -> dict[st
         ShardingError: two tables share a name, or one has a dtype that plans do not know.
     """
     shapes: dict[str, TableShape] = {}
-    for table, weight in _tables_with_weights(model, sharders):
+    for table in shardable_tables(model, sharders):
+        weight = table.weight
         if table.name in shapes:
             raise ShardingError(f"two tables are named {table.name!r}; a plan knows tables by name, so rename one")
         if weight.dtype not in _DTYPES:
@@ -88,7 +89,7 @@ def torchrec_plan(
     device_type = torch.device(device).type
     by_name = {table.table: table for table in plan.tables}
     modules: dict[str, Any] = {}
-    for table, _ in _tables_with_weights(model, sharders):
+    for table in shardable_tables(model, sharders):
         placement = by_name[table.name]
         _check_sharder(placement, table.sharder, device_type, cached)
         kernel = _KERNELS[placement.kernel] if cached or placement.kernel != "cached" else _FUSED
@@ -189,13 +190,6 @@ def _kernels(model: nn.Module) -> Iterator[tuple[Any, Any]]:
                     lookup = lookup.module
                 for kernel in lookup._emb_modules:
                     yield sharding, kernel
-
-
-def _tables_with_weights(
-    model: nn.Module, sharders: Sequence[ModuleSharder]
-) -> Iterator[tuple[ShardableTable, nn.Parameter]]:
-    for table in shardable_tables(model, sharders):
-        yield table, table.sharder.shardable_parameters(model.get_submodule(table.path))[table.name]
 
 
 def _check_sharder(placement: TablePlacement, sharder: ModuleSharder, device_type: str, cached: bool) -> None:

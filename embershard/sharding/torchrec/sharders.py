@@ -9,7 +9,7 @@ import torch
 from torch.distributed import _remote_device
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, ShardingType
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 from torchrec.distributed.types import ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
@@ -18,6 +18,7 @@ from embershard.errors import ConfigError
 from embershard.frequency.profile import FrequencyProfile
 from embershard.sharding.config import check_no_size
 from embershard.sharding.plan import Plan
+from embershard.sharding.torchrec.counter_init import CounterInit
 from embershard.sharding.torchrec.lookups import POOLED_SHARDINGS, SEQUENCE_SHARDINGS
 from embershard.sharding.torchrec.modules import (
     CachedShardedEmbeddingBagCollection,
@@ -37,7 +38,28 @@ class StockEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
 
     >>> "row_wise" in StockEmbeddingBagCollectionSharder().sharding_types("cpu")
     True
+
+    Args:
+        fused_params, qcomm_codecs_registry: as TorchRec takes them.
+        init_seed: as for :class:`CachedEmbeddingBagCollectionSharder`, to start from the same weights.
     """
+
+    def __init__(
+        self,
+        fused_params: dict[str, Any] | None = None,
+        qcomm_codecs_registry: Any = None,
+        init_seed: int | None = None,
+    ) -> None:
+        super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)
+        self._init_seed = init_seed
+
+    def shard(self, module: EmbeddingBagCollection, *args: Any, **kwargs: Any) -> ShardedEmbeddingBagCollection:
+        """Shard the module. `DistributedModelParallel` calls this."""
+        counter_init = None if self._init_seed is None else CounterInit.of_module(module, self._init_seed)
+        sharded = super().shard(module, *args, **kwargs)
+        if counter_init is not None:
+            counter_init.write(sharded)
+        return sharded
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Return all types, on every device."""
@@ -56,14 +78,17 @@ class _Cached:
     _cache: CacheConfig
     _profile: FrequencyProfile | None
     _plan: Plan | None
+    _init_seed: int | None
 
-    def _configure(self, cache: CacheConfig | None, profile: FrequencyProfile | None, plan: Plan | None) -> None:
+    def _configure(
+        self, cache: CacheConfig | None, profile: FrequencyProfile | None, plan: Plan | None, init_seed: int | None
+    ) -> None:
         if cache is not None and not isinstance(cache, CacheConfig):
             raise ConfigError(f"cache must be a CacheConfig, got {type(cache).__name__}; write CacheConfig(ratio=0.05)")
         self._cache = cache or CacheConfig()
         if not self._cache.enabled:
             raise ConfigError(f"cache.enabled=False has no effect on {type(self).__name__}; use {self._STOCK}")
-        self._profile, self._plan = profile, plan
+        self._profile, self._plan, self._init_seed = profile, plan, init_seed
         if plan is not None:
             check_no_size(self._cache)
         self._cache.policy_for(profile is not None)  # raises here rather than in the middle of sharding
@@ -72,6 +97,10 @@ class _Cached:
     def cache(self) -> CacheConfig:
         """The cache's settings."""
         return self._cache
+
+    def drop_profile(self) -> None:
+        """Free the profile once the modules are sharded: `DistributedModelParallel` keeps its sharders."""
+        self._profile = None
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         """Return the kernels: cached or fused for sharded tables, dense for replicated ones."""
@@ -88,12 +117,13 @@ class _Cached:
         device: Any,
         **rest: Any,
     ) -> Any:
+        init = None if self._init_seed is None else CounterInit.of_module(module, self._init_seed)
         spec = CacheSpec.make(
-            self._cache, self._profile, params, env.rank, self._plan, torch.device(device or "cpu").type
+            self._cache, self._profile, params, env.rank, self._plan, torch.device(device or "cpu").type, init
         )
         fused_params = {**(self.fused_params or {}), SPEC_KEY: spec}  # type: ignore[attr-defined]
         params = {name: _on_host(param) for name, param in params.items()}
-        return new_sharded_module(
+        sharded = new_sharded_module(
             cls,
             module,
             params,
@@ -103,6 +133,9 @@ class _Cached:
             qcomm_codecs_registry=self.qcomm_codecs_registry,  # type: ignore[attr-defined]
             **rest,
         )
+        if init is not None:
+            init.write(sharded)
+        return sharded
 
 
 class CachedEmbeddingBagCollectionSharder(_Cached, EmbeddingBagCollectionSharder):
@@ -114,6 +147,9 @@ class CachedEmbeddingBagCollectionSharder(_Cached, EmbeddingBagCollectionSharder
         fused_params, qcomm_codecs_registry: as TorchRec takes them.
         plan: gives every pool its slots, in place of the cache's ratio or byte budget. Give `DistributedModelParallel`
             the plan, too, through `torchrec_plan`.
+        init_seed: make every weight a function of this seed, its table, row and column, so that any plan on any number
+            of ranks starts from the same weights. Rows of cached tables are made when one of their page is first
+            touched, or all by `embershard.flush`, `state_dict` and `load_state_dict`. None: TorchRec's own weights.
 
     >>> sharder = CachedEmbeddingBagCollectionSharder(cache=CacheConfig(ratio=0.015))
     >>> sharder.cache.ratio
@@ -129,9 +165,10 @@ class CachedEmbeddingBagCollectionSharder(_Cached, EmbeddingBagCollectionSharder
         fused_params: dict[str, Any] | None = None,
         qcomm_codecs_registry: Any = None,
         plan: Plan | None = None,
+        init_seed: int | None = None,
     ) -> None:
         super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)
-        self._configure(cache, profile, plan)
+        self._configure(cache, profile, plan, init_seed)
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Return all types, on every device."""
@@ -174,13 +211,14 @@ class CachedEmbeddingCollectionSharder(_Cached, EmbeddingCollectionSharder):
         qcomm_codecs_registry: Any = None,
         use_index_dedup: bool = False,
         plan: Plan | None = None,
+        init_seed: int | None = None,
     ) -> None:
         super().__init__(
             fused_params=fused_params,
             qcomm_codecs_registry=qcomm_codecs_registry,
             use_index_dedup=use_index_dedup,
         )
-        self._configure(cache, profile, plan)
+        self._configure(cache, profile, plan, init_seed)
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Return TorchRec's types for sequences."""

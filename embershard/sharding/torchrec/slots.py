@@ -147,7 +147,7 @@ class SlotTable(nn.Module):
         if self._device.type != "cuda":
             self._place_pinned_slots(tbe)
             self._name_logical_tables(tbe, num_slots)
-            tbe.weights_host.data = memory.zeros(tbe.weights_host.numel(), tbe.weights_host.dtype)
+            tbe.weights_host.data = memory.zeros(tbe.weights_host.numel(), tbe.weights_host.dtype, small_pages=False)
         return tbe
 
     def _place_pinned_slots(self, tbe: SplitTableBatchedEmbeddingBagsCodegen) -> None:

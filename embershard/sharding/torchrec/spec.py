@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ParameterSharding
 
 from embershard.cache.config import CacheConfig, CachePolicy
 from embershard.cache.key_map import map_kind
 from embershard.errors import ConfigError, ShardingError
+from embershard.frequency.counts import RowCounts
 from embershard.frequency.profile import FrequencyProfile
 from embershard.sharding.memory_model import cache_memory, slots_for
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardedEmbeddingTable
 
     from embershard.sharding.plan import Plan
+    from embershard.sharding.torchrec.counter_init import CounterInit
 
 SPEC_KEY = "_embershard_cache"
 
@@ -36,20 +37,22 @@ class CacheSpec:
     Attributes:
         config: the user's settings.
         policy: rule by which the caches choose their rows.
-        profile: row counts per table, or None.
+        profile: row counts per table, or None. The sharder holds them: they are needed until its module is built.
         rank: the rank that the module is sharded for.
         rank_weights: elements of all cached tables' shards on this rank, to divide `device_bytes` by.
         device_type: of the slots.
         planned_slots: slots of each pool of this rank, by the names of its tables; None: `config` decides.
+        counter_init: initial weights of the tables, made when a row is first touched; None: TorchRec's own.
     """
 
     config: CacheConfig
     policy: CachePolicy
-    profile: FrequencyProfile | None
+    profile: weakref.ref[FrequencyProfile] | None
     rank: int
     rank_weights: int
     device_type: str = "cpu"
     planned_slots: dict[tuple[str, ...], int] | None = None
+    counter_init: CounterInit | None = None
 
     @classmethod
     def make(
@@ -60,6 +63,7 @@ class CacheSpec:
         rank: int,
         plan: Plan | None = None,
         device_type: str = "cpu",
+        counter_init: CounterInit | None = None,
     ) -> CacheSpec:
         """Return the spec of a module whose tables are placed by `params`, which obey `plan` if there is one."""
         cached = [p for p in params.values() if p.compute_kernel == CACHED_KERNEL]
@@ -68,20 +72,21 @@ class CacheSpec:
         return cls(
             config=config,
             policy=config.policy_for(profile is not None),
-            profile=profile,
+            profile=None if profile is None else weakref.ref(profile),
             rank=rank,
             rank_weights=sum(rows * cols for rows, cols in here),
             device_type=device_type,
             planned_slots=None if plan is None else {p.tables: p.slots for p in plan.pools if p.rank == rank},
+            counter_init=counter_init,
         )
 
-    def row_counts(self, tables: Sequence[ShardedEmbeddingTable]) -> Tensor | None:
-        """Return the profile's counts of the tables' rows on this rank, [R]; None without a profile."""
-        if self.profile is None:
+    def row_counts(self, tables: Sequence[ShardedEmbeddingTable]) -> RowCounts | None:
+        """Return the profile's counts of the tables' rows on this rank; None without a profile."""
+        profile = None if self.profile is None else self.profile()
+        if profile is None:
             return None
-        return torch.cat(
-            [self.profile.shard(t.name, t.num_embeddings, first_row(t), t.local_rows) for t in tables],
-        )
+        shards = (profile.shard(t.name, t.num_embeddings, first_row(t), t.local_rows) for t in tables)
+        return RowCounts.of_shards(zip(shards, (t.local_rows for t in tables), strict=True))
 
     def num_slots(self, tables: Sequence[ShardedEmbeddingTable], row_bytes: int) -> int:
         """Return the slots of the pool of `tables`, whose rows take `row_bytes` each.

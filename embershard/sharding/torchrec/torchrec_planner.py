@@ -5,27 +5,27 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, ShardingType
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.types import PlannerError, ShardingOption
 from torchrec.distributed.types import CacheParams, ModuleSharder, ShardingPlan
+from torchrec.modules.embedding_configs import PoolingType
 
 from embershard.errors import ShardingError
 from embershard.sharding.torchrec.partitioner import PoolRowsPartitioner
+from embershard.sharding.torchrec.proposals import OrderedEnumerator, distinct_types, proposers
 from embershard.sharding.torchrec.sharders import has_cache
 from embershard.sharding.torchrec.spec import CACHED_KERNEL
 
 _FUSED = EmbeddingComputeKernel.FUSED.value
 _DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
+_MOST_PLACED_SHARDS = 100_000  # by one proposer: a second of a run's start, for hundreds of tables
 _ONLY_ON_REQUEST = (_DATA_PARALLEL, ShardingType.GRID_SHARD.value)
-_PREFERENCE = [t.value for t in ShardingType]
 
 
 def plan_sharding(
@@ -72,8 +72,16 @@ def plan_sharding(
         world_size=world_size, local_world_size=local_world_size, compute_device=device_type, **_capacities(device_type)
     )
     ours = {(table.path, table.name) for table in cached if has_cache(table.sharder)}
-    pool_of = _pool_of(ours, _FUSED if as_fused else CACHED_KERNEL)
-    plan = _plan(model, sharders, topology, batch_size, planned_as, PoolRowsPartitioner(pool_of))
+    partitioner = PoolRowsPartitioner(_pool_of(ours, _FUSED if as_fused else CACHED_KERNEL))
+    columns = {table.name: table.weight.shape[1] for table in tables}
+    fewer = {name: distinct_types(constraint, columns[name], topology) for name, constraint in planned_as.items()}
+    try:
+        plan = _plan(model, sharders, topology, batch_size, fewer, partitioner)
+    except ShardingError:
+        if fewer == planned_as:
+            raise
+        # Tables that are sharded in different ways share no cache, and a cache numbers only so many rows.
+        plan = _plan(model, sharders, topology, batch_size, planned_as, partitioner)
     for table, constraint in as_fused.items():
         param = plan.plan[table.path][table.name]  # type: ignore[index]
         param.compute_kernel, param.cache_params = CACHED_KERNEL, constraint.cache_params
@@ -88,16 +96,18 @@ def _plan(
     constraints: dict[str, ParameterConstraints],
     partitioner: PoolRowsPartitioner,
 ) -> ShardingPlan:
+    num_tables = len(shardable_tables(model, sharders))
     planner = EmbeddingShardingPlanner(
         topology=topology,
         batch_size=batch_size,
         enumerator=OrderedEnumerator(topology, batch_size=batch_size, constraints=constraints),
+        proposer=proposers(num_tables, topology.world_size, _MOST_PLACED_SHARDS),
         partitioner=partitioner,
         constraints=constraints,
         stats=NoopEmbeddingStats(),
         debug=False,
     )
-    what = f"{len(shardable_tables(model, sharders))} tables on {topology.world_size} ranks"
+    what = f"{num_tables} tables on {topology.world_size} ranks"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # TorchRec's advice about its own storage estimate
@@ -126,13 +136,16 @@ def _pool_of(tables: Collection[tuple[str, str]], kernel: str) -> Callable[[Shar
     `tables`, by path and name, are cached where they are planned with this compute kernel.
     """
 
+    poolings: dict[str, dict[str, PoolingType]] = {}  # by path and name: found once, and asked for every proposal
+
     def pool_of(option: ShardingOption) -> Hashable | None:
         if (option.path, option.name) not in tables or option.compute_kernel != kernel:
             return None
         path, module = option.module
-        configs = module.embedding_bag_configs() if option.is_pooled else ()  # type: ignore[operator]
-        pooling = next((config.pooling for config in configs if config.name == option.name), None)
-        return path, option.tensor.dtype, pooling
+        if path not in poolings:
+            configs = module.embedding_bag_configs() if option.is_pooled else ()  # type: ignore[operator]
+            poolings[path] = {config.name: config.pooling for config in configs}
+        return path, option.tensor.dtype, poolings[path].get(option.name)
 
     return pool_of
 
@@ -151,30 +164,17 @@ class ShardableTable:
     path: str
     name: str
     sharder: ModuleSharder
-
-
-class OrderedEnumerator(EmbeddingEnumerator):
-    """TorchRec's enumerator with the options in one order.
-
-    TorchRec intersects options as sets, so the process's hash seed breaks ties, and ranks that plan for themselves
-    would build different models.
-    """
-
-    def _filter_sharding_types(self, *args: Any, **kwargs: Any) -> list[str]:
-        return sorted(super()._filter_sharding_types(*args, **kwargs), key=_PREFERENCE.index)
-
-    def _filter_compute_kernels(self, *args: Any, **kwargs: Any) -> list[str]:
-        return sorted(super()._filter_compute_kernels(*args, **kwargs))
+    weight: nn.Parameter = field(compare=False, repr=False)
 
 
 def shardable_tables(model: nn.Module, sharders: Sequence[ModuleSharder]) -> list[ShardableTable]:
     """Return every table that one of the sharders will shard, in the order of the modules."""
     by_type = {sharder.module_type: sharder for sharder in sharders}
     return [
-        ShardableTable(path, name, by_type[type(module)])
+        ShardableTable(path, name, by_type[type(module)], weight)
         for path, module in model.named_modules()
         if type(module) in by_type
-        for name in by_type[type(module)].shardable_parameters(module)
+        for name, weight in by_type[type(module)].shardable_parameters(module).items()
     ]
 
 

@@ -15,8 +15,11 @@ from torch import Tensor
 from embershard.cache import CacheGrowthWarning, HostStore, KnownBatch, RowCache, Ticket
 from embershard.cache.config import CachePolicy, Policy, TransferKind
 from embershard.cache.key_map import MapKind
+from embershard.cache.rows import lazy_rows
+from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.cache.rows.transfer import MakeTransfer
 from embershard.errors import CacheOverflowError
+from embershard.frequency.counts import RowCounts
 
 DIM = 4
 STATES = [("momentum", torch.Size([]), torch.float32), ("square", torch.Size([DIM]), torch.float32)]
@@ -47,13 +50,10 @@ class Pool:
         best_victims: bool = False,
         kind: MapKind = "array",
         transfer: TransferKind | MakeTransfer = "plain",
+        lazy: bool = False,
     ) -> None:
         place = ("mmap", str(mmap_dir)) if mmap_dir else ("memory", None)
-        self.host = HostStore(rows_per_table, DIM, torch.float32, STATES, *place)
-        generator = torch.Generator().manual_seed(3)
-        for tensor in self.host.payload:
-            tensor.copy_(torch.rand(tensor.shape, generator=generator))
-        self.rows = [tensor.clone() for tensor in self.host.payload]
+        self.host, self.rows = _lazy_host(rows_per_table, place) if lazy else _random_host(rows_per_table, place)
         self.num_rows = self.host.num_rows
         self.policy, self.overflow, self.decay, self.warmup = policy, overflow, decay, warmup
         # Two features look into the first table, one into each other: positions alternate between tables.
@@ -80,7 +80,7 @@ class Pool:
             self.table_of_feature,
             CachePolicy(self.scoring, policy == "lookahead", warmup, decay),
             torch.device("cpu"),
-            row_counts=initial,
+            row_counts=None if initial is None else RowCounts.of_dense(initial),
             overflow=overflow,
             pinned_keys=torch.tensor(sorted(self.pinned_rows)) if self.pinned_rows else None,
             transfer=transfer,
@@ -499,7 +499,9 @@ class Pool:
         """A cached row is right in its slot; any other, and any that is clean, in the host tier."""
         slots = self.map.slot_of_key.clamp_min(0).long()
         cached = slots > 0
-        in_host = torch.ones(self.num_rows, dtype=torch.bool)
+        made = made_rows(self.host)
+        assert not self.host.weights[~made].any(), "a row that nobody asked for was written"
+        in_host = made.clone()
         in_host[list(self.trained)] = False
         for held, host, truth in zip(self.slots, self.host.payload, self.rows, strict=True):
             assert torch.equal(held[slots[cached]], truth[cached]), "a cached row is wrong in its slot"
@@ -549,6 +551,33 @@ class Pool:
         assert not self.trained
         for host, truth in zip(self.host.payload, self.rows, strict=True):
             assert torch.equal(host, truth)
+
+
+def _random_host(rows_per_table: Sequence[int], place: tuple[str, str | None]) -> tuple[HostStore, list[Tensor]]:
+    """A host tier of random rows, and a copy of them."""
+    host = HostStore(rows_per_table, DIM, torch.float32, STATES, *place)
+    generator = torch.Generator().manual_seed(3)
+    for tensor in host.payload:
+        tensor.copy_(torch.rand(tensor.shape, generator=generator))
+    return host, [tensor.clone() for tensor in host.payload]
+
+
+def _lazy_host(rows_per_table: Sequence[int], place: tuple[str, str | None]) -> tuple[HostStore, list[Tensor]]:
+    """A host tier that makes rows two at a time, and all of its rows."""
+    tables = [ShardWeights(f"t{t}", 5, DIM, 0.5, 1.0) for t in range(len(rows_per_table))]
+    with mock.patch.object(lazy_rows, "BLOCK_BYTES", 2 * 4 * DIM):
+        host = HostStore(rows_per_table, DIM, torch.float32, STATES, *place, initial=tables)
+    rows = [torch.zeros(tensor.shape) for tensor in host.payload]
+    for table, weights in zip(tables, rows[0].split(list(rows_per_table)), strict=True):
+        table.write(weights)
+    return host, rows
+
+
+def made_rows(host: HostStore) -> Tensor:
+    """Which rows have their initial weights: bool [R]."""
+    if host._lazy is None:
+        return torch.ones(host.num_rows, dtype=torch.bool)
+    return torch.from_numpy(np.repeat(host._lazy._made, 1 << host._lazy._shift)[: host.num_rows])
 
 
 # -- scenarios ---------------------------------------------------------

@@ -16,8 +16,8 @@ def test_the_default_is_a_ratio():
     config = CacheConfig()
     assert (config.slot_ratio, config.device_bytes) == (0.05, None)
     assert [config.policy_for(profile) for profile in (False, True)] == [
-        CachePolicy("lfu", by_next_use=True, warmup=False, has_profile=False),
-        CachePolicy("frequency", by_next_use=True, warmup=True, has_profile=True),
+        CachePolicy("lfu", by_next_use=True, warmup=False),
+        CachePolicy("frequency", by_next_use=True, warmup=True),
     ]
 
 

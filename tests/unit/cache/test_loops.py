@@ -240,11 +240,12 @@ def test_a_key_out_of_range_raises_and_changes_nothing(key, position):
 
 
 def test_without_the_check_a_key_is_read_as_another():
-    slot_map = SlotMap(10, 4)
-    slot_map.claim(1)
-    slot_map.bind(torch.tensor([9]), torch.tensor([1]), batch=0)
+    index = NextUseIndex(SlotMap(10, 4))
     with mock.patch.object(loops, "out_of_range", return_value=-1):
-        assert slot_map.find(torch.tensor([-1]), 1)[0].tolist() == [1]
+        index.know(torch.tensor([-1]))
+    assert index.know(torch.tensor([9])).num_rows == 1
+    assert index._map.slot_of_key.tolist() == [0] * 9 + [-2]
+    assert index._next_batch[1] == 2, "the use of key -1 is followed by that of key 9"
 
 
 @pytest.mark.parametrize("lengths", [[2, 0, 0, 0], [4, 0, 0, 0], [0, 0, 0, 0], [3, 0, 0], [3, 0, 0, 0, 0]])

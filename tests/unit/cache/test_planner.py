@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from embershard.cache import CachePlan, CachePlanner, KnownBatch, NextUseIndex, SlotMap, SlotState, make_scores
 from embershard.cache.config import CachePolicy, Policy, Scoring
 from embershard.cache.eviction import VictimQueue
+from embershard.frequency.counts import RowCounts
 from tests.unit.cache.harness import Pool
 
 CPU = torch.device("cpu")
@@ -21,7 +22,7 @@ batches = st.lists(st.lists(st.integers(0, 39), min_size=0, max_size=10), max_si
 
 
 def make(policy: str = "lru", num_slots: int = 12, num_keys: int = 40) -> CachePlanner:
-    initial = torch.arange(num_keys, 0, -1) // 3 if policy == "frequency" else None
+    initial = RowCounts.of_dense(torch.arange(num_keys, 0, -1) // 3) if policy == "frequency" else None
     slot_map = SlotMap(num_keys, num_slots)
     scoring = "lfu" if policy == "lookahead" else policy
     scores = make_scores(CachePolicy(scoring), num_keys, num_slots, CPU, initial)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import OrderedDict
 from typing import get_args
 
@@ -11,9 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embershard.cache import make_scores
+from embershard.cache import HostStore, RowCache, make_scores
 from embershard.cache import policies as scores_module
 from embershard.cache.config import CachePolicy, Scoring
+from embershard.frequency.counts import RowCounts
 from tests.unit.cache.harness import Pool
 
 CPU = torch.device("cpu")
@@ -209,7 +212,7 @@ def test_warm_up_takes_the_most_frequent_rows_and_only_those_that_occur(policy):
 
 @pytest.mark.parametrize(("policy", "per_slot", "per_row"), [("lru", 0, 0), ("lfu", 4, 4), ("frequency", 4, 4)])
 def test_the_device_holds_a_score_per_slot_not_per_row(policy, per_slot, per_row):
-    initial = torch.ones(1000) if policy == "frequency" else None
+    initial = RowCounts.of_dense(torch.ones(1000)) if policy == "frequency" else None
     made = make_scores(CachePolicy(policy), 1000, 10, CPU, initial)
     assert (made.device_bytes, made.host_bytes) == (per_slot * 11, per_row * 1000)
     made.grow(20)
@@ -218,24 +221,37 @@ def test_the_device_holds_a_score_per_slot_not_per_row(policy, per_slot, per_row
 
 @pytest.mark.parametrize("policy", get_args(Scoring))
 def test_the_profile_s_counts_are_not_written_to(policy):
-    counts = torch.ones(30)
+    counts = RowCounts.of_dense(torch.ones(30))
     made = make_scores(CachePolicy(policy), 30, 4, CPU, counts)
     slots = torch.tensor([1, 2])
     made.admit(torch.tensor([3, 4]), slots)
     made.used(slots, torch.tensor([True, True]), slots[:0])
     made.evict(torch.tensor([3, 4]), slots)
-    assert torch.equal(counts, torch.ones(30))
+    assert counts.hits.tolist() == [1] * 30
 
 
 @pytest.mark.parametrize("policy", ["frequency", "lfu"])
 def test_scores_are_kept_when_the_pool_grows(policy):
-    made = make_scores(CachePolicy(policy), 30, 2, CPU, torch.arange(30.0))
+    made = make_scores(CachePolicy(policy), 30, 2, CPU, RowCounts.of_dense(torch.arange(30)))
     made.admit(torch.tensor([3, 4]), torch.tensor([1, 2]))
     made.grow(5)
     assert made.of_slots()[:3].tolist() == [0.0, 3.0, 4.0]
     assert made.of_slots().numel() == 6
 
 
-def test_a_host_copy_of_initial_counts_is_counted_as_host_memory():
-    made = make_scores(CachePolicy("lru"), 1000, 10, CPU, torch.ones(1000))
-    assert made.host_bytes == 4 * 1000
+@pytest.mark.parametrize("policy", get_args(Scoring))
+def test_counts_are_kept_until_the_warm_up_only(policy):
+    """They take 16 bytes for every row that occurs."""
+    counts = RowCounts.of_dense(torch.arange(30))
+    kept = weakref.ref(counts)
+    host, slots = HostStore([30], 2, torch.float32, []), [torch.zeros(5, 2)]
+    cache = RowCache(
+        ["t"], host, lambda _: slots, 4, [0], CachePolicy(policy, False, warmup=True), CPU, row_counts=counts
+    )
+    del counts
+    gc.collect()
+    assert kept() is not None
+    cache.prepare(torch.tensor([3]), torch.tensor([1]))
+    gc.collect()
+    assert kept() is None
+    assert cache.state.map.lookup(torch.tensor([27, 28, 29])).gt(0).all(), "warmed up, but for one slot at most"

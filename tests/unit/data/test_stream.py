@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embershard.data import BatchStream, DataConfig, StreamState
+from embershard.data.reader import SampleReader
 from embershard.errors import ConfigError, DataError
 
 WORLD_SIZES = (1, 2, 3, 5)
@@ -78,6 +79,19 @@ def test_every_sample_once_and_one_order_for_any_world_size(kit, shape):
             steps = kit.run(source, batch_size=shape["batch_size"], world_size=world_size, split="eval")
             assert list(itertools.chain(*steps)) == sorted(held_out)
             assert all(len(step) == size for step in steps[:-1])
+
+
+@given(shapes, st.integers(0, 3), st.integers(1, 50), st.integers(0, 250))
+@settings(max_examples=30)
+def test_blocks_are_the_stream_s_first_samples(kit, shape, num_workers, size, stop):
+    source = kit.source(shape["file_rows"], shape["chunk_rows"], shape["eval_fraction"])
+    stop = min(stop, source.chunks("train").num_samples)
+    options = {"shuffle": shape["shuffle"], "seed": shape["seed"], "shuffle_window": shape["window"]}
+    reader = SampleReader(source, "train", DataConfig(num_workers=num_workers, **options))
+    blocks = list(reader.blocks(stop, size))
+    assert [block.num_samples for block in blocks[:-1]] == [size] * (len(blocks) - 1)
+    order = [] if not stop else list(itertools.chain(*kit.run(source, batch_size=1, world_size=1, **options)))
+    assert [int(number) for block in blocks for number in block.dense[:, 0]] == order[:stop]
 
 
 @pytest.mark.slow

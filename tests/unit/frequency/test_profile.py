@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from embershard.errors import ConfigError, DataError, IdOutOfRangeError
 from embershard.frequency import FrequencyProfile
+from embershard.frequency import profile as profile_module
 from embershard.frequency.collect import Collector, count_part
 from embershard.frequency.counts import SparseCounts
 
@@ -34,6 +35,30 @@ def test_counts_are_those_of_a_slow_count(batches):
         assert profile.counts[table].tolist() == counts
         assert profile.counts[table].dtype == torch.int64
         assert profile.num_rows(table) == rows
+
+
+def test_counts_that_are_merged_often(monkeypatch):
+    """As of many ids; the tensor of a batch is used again for the next one."""
+    monkeypatch.setattr(profile_module, "_COUNTED_IDS", 1)
+    monkeypatch.setattr(profile_module, "_LEAST_COUNTED_IDS", 7)
+    random = np.random.default_rng(0)
+    ids, expected = torch.empty(5, dtype=torch.int64), np.zeros(20, np.int64)
+
+    def batches():
+        for _ in range(50):
+            ids.copy_(torch.from_numpy(random.integers(0, 20, 5)))
+            np.add.at(expected, ids.numpy(), 1)
+            yield {"t": ids}
+
+    profile = FrequencyProfile.count(batches(), {"t": 20})
+    assert profile.counts["t"].tolist() == expected.tolist()
+
+
+def test_a_count_keeps_only_the_rows_that_occur():
+    profile = FrequencyProfile.count([{"t": torch.tensor([5, 10**12 - 1, 5])}], {"t": 10**12})
+    counts = profile.sparse("t")
+    assert (counts.rows.tolist(), counts.hits.tolist()) == ([5, 10**12 - 1], [2, 1])
+    assert counts.rows.nbytes + counts.hits.nbytes == 2 * 16
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])
@@ -62,8 +87,8 @@ def test_an_unknown_table_is_named_with_its_batch():
 
 def test_shards_are_the_rows_of_a_rank():
     profile = FrequencyProfile({"t": torch.arange(10)}, 1)
-    assert profile.shard("t", 10, 4, 3).tolist() == [4, 5, 6]
-    assert profile.shard("t", 10, 10, 0).tolist() == []
+    assert profile.shard("t", 10, 4, 3).dense(3).tolist() == [4, 5, 6]
+    assert profile.shard("t", 10, 10, 0).rows.tolist() == []
     with pytest.raises(ConfigError, match=r"no table 'x', only .'t'.*same data and model"):
         profile.shard("x", 10, 0, 10)
     with pytest.raises(ConfigError, match="counted 10 rows of table 't', the model has 11"):
@@ -163,16 +188,17 @@ def collected(rows: list[np.ndarray], **options: int) -> FrequencyProfile:
 def test_loading_reads_no_counts(tmp_path, monkeypatch):
     collected(lookups(2000)).save(tmp_path / "p.npz")
     read = []
-    sparse = SparseCounts.dense
-    monkeypatch.setattr(SparseCounts, "dense", lambda self, *given: read.append(given) or sparse(self, *given))
     loaded = FrequencyProfile.load(tmp_path / "p.npz")
+    assert isinstance(loaded.counts, SparseCounts)
+    sparse = loaded.counts.sparse
+    monkeypatch.setattr(loaded.counts, "sparse", lambda table: read.append(table) or sparse(table))
     assert loaded.tables == ROWS
     assert "user" in loaded.counts
     assert "x" not in loaded.counts
     loaded.cache_statistics("user", 256)
     assert read == []
     loaded.shard("user", 300, 100, 50)
-    assert read == [("user", 100, 50)]
+    assert read == ["user"]
 
 
 def test_a_billion_rows_are_loaded_without_counting_to_a_billion(tmp_path):
@@ -182,7 +208,7 @@ def test_a_billion_rows_are_loaded_without_counting_to_a_billion(tmp_path):
     FrequencyProfile.of_sparse({"t": 10**9}, found.counts, 1, found.statistics).save(tmp_path / "p.npz")
     loaded = FrequencyProfile.load(tmp_path / "p.npz")
     assert loaded.num_rows("t") == 10**9
-    assert loaded.shard("t", 10**9, 999_999_990, 10).tolist() == [0] * 9 + [1]
+    assert loaded.shard("t", 10**9, 999_999_990, 10).dense(10).tolist() == [0] * 9 + [1]
     assert loaded.sparse("t").hits.tolist() == [2, 1]
     assert loaded.statistics is not None
     assert loaded.statistics.tables["t"].num_lookups == 3
@@ -196,7 +222,8 @@ def test_lazy_counts_are_the_dense_ones(tmp_path_factory, values, start, size):
     dense.save(path)
     lazy = FrequencyProfile.load(path)
     assert torch.equal(lazy.counts["t"], dense.counts["t"])
-    assert torch.equal(lazy.shard("t", 50, start, size), dense.shard("t", 50, start, size))
+    shard = lazy.shard("t", 50, start, size).dense(size)
+    assert shard[: 50 - start].tolist() == dense.counts["t"][start : start + size].tolist()
     assert lazy.sparse("t").rows.tolist() == dense.sparse("t").rows.tolist()
     assert lazy.sparse("t").hits.tolist() == dense.sparse("t").hits.tolist()
 

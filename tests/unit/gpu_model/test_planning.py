@@ -18,8 +18,8 @@ from tests.unit.gpu_model.training import Setting, modelled, train
 
 pytestmark = pytest.mark.slow
 
-HITS = {"rows": (40, 5, 20), "num_slots": 65, "steps": 20, "lookahead": 4}
-EVICTIONS = {"rows": (1500, 5, 900), "num_slots": 420, "steps": 34, "lookahead": 6}
+HITS = {"rows": (40, 5, 20), "num_slots": 65, "steps": 14, "lookahead": 3}
+EVICTIONS = {"rows": (1500, 5, 900), "num_slots": 300, "steps": 28, "lookahead": 5}
 
 
 @dataclass
@@ -98,11 +98,10 @@ def test_a_plan_with_evictions_waits_once(slot_map: str) -> None:
     assert any(cost.refills for cost in found)
 
 
-def test_a_plan_waits_once_with_other_policies() -> None:
-    for policy in ("lru", "lfu"):
-        found = costs(Setting(kernels=True, policy=policy, **EVICTIONS))  # type: ignore[arg-type]
-        check(found)
-        assert sum(cost.evicts and not cost.refills for cost in found) > 5
+def test_a_plan_waits_once_without_look_ahead() -> None:
+    found = costs(Setting(kernels=True, policy="lfu", **EVICTIONS))  # type: ignore[arg-type]
+    check(found)
+    assert sum(cost.evicts and not cost.refills for cost in found) > 5
 
 
 def _waits_in_find(self: KernelSlotMap, keys: Any, *rest: Any) -> Any:

@@ -25,7 +25,7 @@ from embershard.cache.rows.stream_order import StreamOrder
 from embershard.cache.rows.uva_transfer import UvaTransfer
 from embershard.pipeline.module_input import ModuleInput
 from embershard.pipeline.streams import Streams
-from tests.unit.gpu_model.training import Setting, expected, modelled, train
+from tests.unit.gpu_model.training import Setting, expected, initial_rows, modelled, train
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +64,7 @@ def problems_of(setting: Setting) -> list[str]:
         pytest.warns(CacheGrowthWarning) if setting.overflow == "grow" else contextlib.nullcontext(),
         modelled(setting) as (gpu, model, may_lock),
     ):
-        wanted = expected(setting, model.pool.host.payload)
+        wanted = expected(setting, initial_rows(setting, model))
         train(setting, model, may_lock)
         evictions = sum(stats.evictions for stats in model.pool.stats())
         model.pool.flush()
@@ -80,14 +80,21 @@ def test_nothing_goes_wrong(name: str) -> None:
     assert problems_of(dataclasses.replace(SETTINGS[name], between=EVENTS)) == []
 
 
-@pytest.mark.parametrize("name", ["default", "hashed map that grows", "pool that grows", "a thread plans at once"])
+@pytest.mark.parametrize("name", ["hashed map that grows", "pool that grows"])
 def test_nothing_goes_wrong_with_plans_by_kernels(name: str) -> None:
     """Elsewhere torch's operations plan: they take a tenth of the time of Triton's interpreter."""
     assert problems_of(dataclasses.replace(SETTINGS[name], between=EVENTS, kernels=True)) == []
 
 
-@pytest.mark.parametrize("name", ["default", "hashed map"])
-@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("locked_at", [0, 11, None])
+@pytest.mark.parametrize("transfer", ["triton_uva", "staged", "plain"])
+def test_nothing_goes_wrong_with_rows_made_when_touched(transfer: str, locked_at: int | None) -> None:
+    """The kernel starts when all rows are locked, which makes them; until then the CPU makes what it copies."""
+    between = {4: "evaluate", 8: "stats", 11: "flush"}
+    assert problems_of(Setting(transfer=transfer, locked_at=locked_at, between=between, lazy=True)) == []
+
+
+@pytest.mark.parametrize(("name", "kernels"), [("default", False), ("hashed map", False), ("default", True)])
 def test_the_host_never_waits_for_the_step_in_training(name: str, kernels: bool) -> None:
     setting = dataclasses.replace(SETTINGS[name], kernels=kernels)
     with modelled(setting) as (gpu, model, may_lock):

@@ -25,8 +25,9 @@ from torchrec.streamable import Multistreamable
 from embershard.cache.config import CacheConfig
 from embershard.cache.gpu import launch as kernel_launch
 from embershard.cache.rows import choose_transfer as transfers
-from embershard.cache.rows import memory, page_lock
+from embershard.cache.rows import lazy_rows, memory, page_lock
 from embershard.cache.rows.choose_transfer import WhenLocked
+from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.cache.rows.row_kernels import RowKernel
 from embershard.cache.rows.staged_transfer import StagedTransfer
 from embershard.cache.tickets import Ticket
@@ -34,6 +35,7 @@ from embershard.pipeline.look_ahead import LookAheadPipeline
 from embershard.pipeline.pipelined_forward import PipelinedForward
 from embershard.pipeline.worker import CacheWorker
 from embershard.sharding.torchrec import embeddings, modules
+from embershard.sharding.torchrec.counter_init import CounterInit
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.spec import SPEC_KEY, CacheSpec
 from tests.unit.gpu_model.device import CUDA, HOST, Gpu, GpuTensor, Stream, out_of_sight
@@ -50,7 +52,8 @@ class Setting:
     which in this model has done so "at once", before the step's kernels are queued, or only "at the end". The first and
     the last ``plain`` steps train without the pipeline, and each batch's rows are prefetched on a stream of their own,
     as TorchRec's pipeline does. ``elsewhere``: the module's cached tables are on other ranks. After step ``left_after``
-    the pipeline is detached, and nothing follows. ``buffer_bytes`` are those of staged copies.
+    the pipeline is detached, and nothing follows. ``buffer_bytes`` are those of staged copies. ``lazy``: host rows are
+    made when they are first touched, two at a time.
     ``kernels``: Triton is installed; its interpreter runs the planning kernels, slowly."""
 
     rows: tuple[int, ...] = (60, 5, 40)
@@ -72,6 +75,7 @@ class Setting:
     left_after: int | None = None
     buffer_bytes: int = 8 << 20
     kernels: bool = False
+    lazy: bool = False
 
 
 class _Slots(nn.Module):
@@ -264,12 +268,14 @@ def _pool(setting: Setting, gpu: Gpu) -> CachedTableBatchedEmbeddings:
         slot_map=setting.slot_map,  # type: ignore[arg-type]
         overflow=setting.overflow,  # type: ignore[arg-type]
     )
-    spec = CacheSpec(config, config.policy_for(False), None, 0, sum(setting.rows) * DIM)
+    init = CounterInit(5, {f"t{t}": (0.0, 1.0) for t in range(len(setting.rows))}) if setting.lazy else None
+    spec = CacheSpec(config, config.policy_for(False), None, 0, sum(setting.rows) * DIM, counter_init=init)
     tables = [
         SimpleNamespace(
             name=f"t{t}",
             local_rows=rows,
             local_cols=DIM,
+            embedding_dim=DIM,
             num_embeddings=rows,
             feature_names=[f"f{t}"],
             fused_params={},
@@ -278,15 +284,27 @@ def _pool(setting: Setting, gpu: Gpu) -> CachedTableBatchedEmbeddings:
         for t, rows in enumerate(setting.rows)
     ]
     grouped: Any = SimpleNamespace(embedding_tables=tables, data_type=DataType.FP32, fused_params={SPEC_KEY: spec})
-    pool = CachedTableBatchedEmbeddings(grouped, PoolingMode.SUM, CUDA)
+    with mock.patch.object(lazy_rows, "BLOCK_BYTES", 2 * 4 * DIM):
+        pool = CachedTableBatchedEmbeddings(grouped, PoolingMode.SUM, CUDA)
     row_scores = getattr(pool.cache.state.scores, "_row_scores", None)
     if row_scores is not None:
         gpu.watch_rows(row_scores)
     generator = torch.Generator().manual_seed(5)
     for rows in pool.host.payload:
-        rows.data.copy_(torch.rand(rows.shape, generator=generator))
+        if not setting.lazy:
+            rows.data.copy_(torch.rand(rows.shape, generator=generator))
         gpu.watch_rows(rows)
     return pool
+
+
+def initial_rows(setting: Setting, model: Module) -> list[Tensor]:
+    """Weights and states before training, without a touch of the pool's own."""
+    if not setting.lazy:
+        return [rows.clone() for rows in model.pool.host.payload]
+    weights, states = (torch.zeros_like(rows) for rows in model.pool.host.payload)
+    for t, part in enumerate(weights.split(list(setting.rows))):
+        ShardWeights(f"t{t}", 5, DIM, 0.0, 1.0).write(part)
+    return [weights, states]
 
 
 def _copy_rows(self: RowKernel, targets: Any, sources: Any, target_rows: Tensor, source_rows: Tensor) -> None:

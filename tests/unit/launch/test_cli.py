@@ -11,8 +11,9 @@ import pytest
 
 from embershard.decoding import tomllib
 from embershard.launch import cli
+from embershard.launch.arguments import add_run_arguments
 from embershard.launch.train import local
-from embershard.launch.train.command import add_run_arguments, same_run_command
+from embershard.launch.train.command import same_run_command
 
 QUICK = "examples/quickstart.toml"
 
@@ -53,6 +54,9 @@ def test_two_ranks_on_the_cpu_unless_told_and_it_says_so(started, capsys):
     assert "starting 2 ranks (--nproc N" in capsys.readouterr().out
 
 
+_GLOBAL_BATCH = ("--set", "train.batch_size=none", "--set", "train.global_batch_size=1000")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -62,6 +66,10 @@ def test_two_ranks_on_the_cpu_unless_told_and_it_says_so(started, capsys):
             "train.batchsize: unknown key. Did you mean train.batch_size?",
         ),
         (["--config", QUICK, "--set", "model.embedding_dim=6"], "The next one is 8"),
+        (
+            [*("--config", QUICK, "--nproc", "3"), *_GLOBAL_BATCH],
+            "train.global_batch_size: got 1000, needed a multiple of the 3 ranks, for instance 999.",
+        ),
         (["--config", QUICK, "--resume"], "--resume needs --run-dir"),
     ],
 )

@@ -180,6 +180,12 @@ def test_a_run_reads_back_with_every_section_changed(load):
         (["look_ahead.lookahead=-1"], "look_ahead.lookahead=-1, .*: needed 0 or more"),
         (["look_ahead.lookahead=1"], "look_ahead.prefetch=2 is more than look_ahead.lookahead=1"),
         (["train.batch_size=0"], "train.batch_size: got 0"),
+        (["train.global_batch_size=0"], "train.global_batch_size: got 0"),
+        (
+            ["train.batch_size=8", "train.global_batch_size=16"],
+            "both set.*Remove the other .--set train.batch_size=none",
+        ),
+        (["train.init=zeros"], "train.init"),
         (["checkpoint.keep_last=0"], "checkpoint.keep_last: got 0"),
     ],
 )

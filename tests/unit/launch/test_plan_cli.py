@@ -92,6 +92,7 @@ def test_a_plan_is_shown_and_written(files, tmp_path, capsys):
         "Ranks: memory, and what moves in a step",
         "Ranks: milliseconds of a step",
         "the 2 largest of 4 tables",
+        "state beside them takes 8.0 bytes: 4.0 in the map to slots (device), 4.0 for its score (host).",
         "The speed of h100x8 is an estimate",
         f"--plan {file} --nproc 2",
     ):

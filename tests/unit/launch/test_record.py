@@ -19,7 +19,8 @@ from rich.console import Console
 from embershard.cache import TableStats
 from embershard.distributed import Ranks
 from embershard.errors import ConfigError
-from embershard.launch.record import RunRecord, lock_run_dir, make_result, steady_steps
+from embershard.launch.record import RunRecord, make_result, steady_steps
+from embershard.launch.run_dir import lock_run_dir
 from embershard.launch.train.progress import ProgressDisplay, closing_table, eval_line, train_line
 from embershard.launch.versions import git_commit, versions
 from embershard.training.cache_report import summed
@@ -169,7 +170,7 @@ def test_a_run_folder_takes_one_writer_at_a_time(tmp_path):
     """Killing a launcher leaves its ranks running for a while: a second run must not write into their folder."""
     code = """
 import pathlib, sys
-from embershard.launch.record import lock_run_dir
+from embershard.launch.run_dir import lock_run_dir
 lock_run_dir(pathlib.Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()

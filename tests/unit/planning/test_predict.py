@@ -151,9 +151,7 @@ def test_too_few_batches_are_not_replayed():
 def test_a_replay_and_counts_alone_agree_about_a_long_run():
     """On independent lookups, where nothing is to be known but how frequent rows are."""
     data = counted({"t0": (1000, skewed(1000, 12_000, power=3)), "t1": (400, skewed(400, 12_000, seed=1, power=2))})
-    policy = ReplaySettings(
-        CachePolicy("frequency", by_next_use=False, warmup=True, has_profile=True), 0, profile_samples=None
-    )
+    policy = ReplaySettings(CachePolicy("frequency", by_next_use=False, warmup=True), 0, profile_samples=None)
     workload = make_workload((1000, 400), world_size=1, batch_size=40, cache=policy, data=data)
     tables = placements(workload, [("table_wise", "cached")] * 2)
     slots = slots_of(workload, tables, 0.4)

@@ -42,9 +42,7 @@ POLICIES = {
     "lookahead": ReplaySettings(lookahead=6),
     "lfu": ReplaySettings(CachePolicy("lfu", by_next_use=False), 0),
     "lru": ReplaySettings(CachePolicy("lru", by_next_use=False), 0),
-    "frequency": ReplaySettings(
-        CachePolicy("frequency", by_next_use=False, warmup=True, has_profile=True), 0, profile_samples=None
-    ),
+    "frequency": ReplaySettings(CachePolicy("frequency", by_next_use=False, warmup=True), 0, profile_samples=None),
 }
 
 
@@ -105,7 +103,7 @@ def test_a_replay_counts_what_training_counts(ranks, profile, name, monkeypatch)
     trainer.close()
     shards = [RowRange(table, 0, profile.num_rows(table)) for table in tables]
     pinned = [tables[number] for number in pinned_tables([shard.num_rows for shard in shards], slots)]
-    policy = replay_settings(config, trainer.profile is not None, trainer.stream.num_samples, "cpu")
+    policy = replay_settings(config, config.has_profile, trainer.stream.num_samples, "cpu")
     assert policy.prefetch == 1, "what a CPU holds while its steps do not wait"
     policy = dataclasses.replace(policy, prefetch=held)
     statistics = profile.need_statistics()

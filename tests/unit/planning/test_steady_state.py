@@ -18,9 +18,7 @@ from tests.unit.planning.traces import Ints, counted, skewed, trace_of
 
 LFU = ReplaySettings(CachePolicy("lfu", by_next_use=False), 0)
 LRU = ReplaySettings(CachePolicy("lru", by_next_use=False), 0)
-FREQUENCY = ReplaySettings(
-    CachePolicy("frequency", by_next_use=False, warmup=True, has_profile=True), 0, profile_samples=None
-)
+FREQUENCY = ReplaySettings(CachePolicy("frequency", by_next_use=False, warmup=True), 0, profile_samples=None)
 POLICIES = {"lfu": LFU, "lru": LRU, "frequency": FREQUENCY, "lookahead": ReplaySettings()}
 
 

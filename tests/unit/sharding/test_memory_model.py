@@ -105,12 +105,10 @@ def test_tables_without_a_cache_take_device_memory_only():
     assert sum(host_bytes([whole, copied], SETTINGS).values()) == 0
 
 
-def test_lru_keeps_counts_for_a_warm_up_only():
-    shard = shard_of(size_of(100))
-    lru = dataclasses.replace(SETTINGS, policy=CachePolicy("lru", by_next_use=False))
-    assert host_bytes([shard], lru)["scores"] == 0
-    warmed_up = dataclasses.replace(lru, policy=CachePolicy("lru", by_next_use=False, has_profile=True))
-    assert host_bytes([shard], warmed_up)["scores"] == 400
+@pytest.mark.parametrize(("scoring", "score_bytes"), [("lru", 0), ("lfu", 400), ("frequency", 400)])
+def test_rows_have_scores_unless_their_last_use_decides(scoring, score_bytes):
+    settings = dataclasses.replace(SETTINGS, policy=CachePolicy(scoring, by_next_use=False))
+    assert host_bytes([shard_of(size_of(100))], settings)["scores"] == score_bytes
 
 
 def step(kernel: str, world_size: int, **changes: Any) -> dict[str, int]:

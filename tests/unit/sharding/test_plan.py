@@ -204,16 +204,16 @@ def test_a_plan_is_for_one_number_of_ranks():
 
 def test_settings_that_the_prediction_did_not_assume_are_named():
     config = RunConfig(cache=CacheConfig(policy="lfu"))
-    plan = small_plan(settings=config.predicted_from("cpu"), batch_size=config.train.batch_size)
-    assert plan.other_settings(config.predicted_from("cpu")) == []
+    plan = small_plan(settings=config.predicted_from("cpu", 2), batch_size=config.train.rank_batch_size(2))
+    assert plan.other_settings(config.predicted_from("cpu", 2)) == []
     other = RunConfig(look_ahead=LookAheadConfig(8), train=dataclasses.replace(config.train, batch_size=7))
-    assert plan.other_settings(other.predicted_from("cpu")) == [
+    assert plan.other_settings(other.predicted_from("cpu", 2)) == [
         "cache.policy is 'lookahead'; the plan's prediction assumed 'lfu'",
         "look_ahead.lookahead is 8; the plan's prediction assumed 64",
         "train.batch_size is 7; the plan's prediction assumed 1024",
     ]
     read_back = dataclasses.replace(plan, settings=json.loads(json.dumps(plan.settings)))
-    assert read_back.other_settings(config.predicted_from("cpu")) == []
+    assert read_back.other_settings(config.predicted_from("cpu", 2)) == []
 
 
 def test_a_plan_of_an_earlier_version_is_compared_under_the_names_of_now(tmp_path):
@@ -224,7 +224,7 @@ def test_a_plan_of_an_earlier_version_is_compared_under_the_names_of_now(tmp_pat
     read = Plan.load(tmp_path / "plan.json")
     assert (read, read.digest) == (plan, plan.digest)
     run = RunConfig(look_ahead=LookAheadConfig(4), profile=ProfileConfig(samples=70))
-    assert read.other_settings(run.predicted_from("cpu")) == [
+    assert read.other_settings(run.predicted_from("cpu", 2)) == [
         "look_ahead.lookahead is 4; the plan's prediction assumed 8",
         "train.batch_size is 1024; the plan's prediction assumed 128",
     ]

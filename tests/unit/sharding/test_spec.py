@@ -122,7 +122,7 @@ def test_a_spec_resolves_the_defaults():
     profile = FrequencyProfile({"t0": torch.zeros(4, dtype=torch.int64)}, 1)
     without, with_profile = (CacheSpec.make(CacheConfig(), p, {}, 0) for p in (None, profile))
     assert without.policy == CachePolicy("lfu", by_next_use=True, warmup=False)
-    assert with_profile.policy == CachePolicy("frequency", by_next_use=True, warmup=True, has_profile=True)
+    assert with_profile.policy == CachePolicy("frequency", by_next_use=True, warmup=True)
     plain = CacheSpec.make(CacheConfig(policy="lru"), None, {}, 0)
     assert plain.policy == CachePolicy("lru", by_next_use=False)
     assert without != CacheSpec.make(CacheConfig(), None, {}, 0), "TorchRec groups by it: one spec per module"
@@ -139,3 +139,15 @@ def _sharding(kernel, shards):
         ]
     )
     return ParameterSharding("row_wise", kernel, [], spec)
+
+
+def test_a_spec_does_not_keep_the_profile_alive():
+    """TorchRec keeps the spec with the module; the counts are of use while the module is built."""
+    profile = FrequencyProfile({"t0": torch.tensor([0, 3, 0, 1])}, 1)
+    spec = CacheSpec.make(CacheConfig(), profile, {}, 0)
+    counts = spec.row_counts([make_table("t0", 4, 4, DataType.FP32, None)])
+    assert counts is not None
+    assert counts.dense(4).tolist() == [0, 3, 0, 1]
+    assert spec.profile is not None
+    del profile
+    assert spec.profile() is None

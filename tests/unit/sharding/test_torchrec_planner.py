@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from torch import nn
-from torchrec.distributed.planner import ParameterConstraints, enumerators
+from torchrec.distributed.planner import ParameterConstraints, Topology, enumerators
 from torchrec.distributed.types import CacheParams
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -22,6 +22,8 @@ from embershard import (
 from embershard.cache.slot_map import MOST_POOL_ROWS
 from embershard.errors import ConfigError, ShardingError
 from embershard.sharding.torchrec import StockEmbeddingBagCollectionSharder
+from embershard.sharding.torchrec.partitioner import PoolRowsPartitioner
+from embershard.sharding.torchrec.proposals import distinct_types
 from embershard.sharding.torchrec.spec import CACHED_KERNEL
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:torchrec")
@@ -273,3 +275,45 @@ def test_a_table_that_one_rank_cannot_number_is_cut_by_rows(device, large_memory
     assert params["t0"].sharding_type == "row_wise"
     with pytest.raises(ShardingError, match=r"would have 2500000000 rows, of 't0' \(2500000000\), and a cache can"):
         plan(model=of_rows(5 * 10**9), device=device)
+
+
+@devices
+def test_tables_share_a_cache_on_one_rank_unless_it_could_not_number_their_rows(device, large_memory):
+    """There, all types hold a table whole; different ones have caches of their own."""
+    kinds = {param.sharding_type for param in plan(world_size=1, device=device).values()}
+    assert kinds == {"table_wise"}
+    found = plan(model=of_rows(MOST_POOL_ROWS - 5, 6), world_size=1, device=device)
+    assert len({param.sharding_type for param in found.values()}) == 2
+
+
+def test_the_search_of_a_plan_is_bounded(monkeypatch):
+    """Neither the proposals nor the questions for a table's pooling grow with the square of the tables."""
+    proposals, asked = [], []
+    partition, configs = PoolRowsPartitioner.partition, EmbeddingBagCollection.embedding_bag_configs
+    monkeypatch.setattr(
+        PoolRowsPartitioner, "partition", lambda *given, **named: proposals.append(1) or partition(*given, **named)
+    )
+    monkeypatch.setattr(EmbeddingBagCollection, "embedding_bag_configs", lambda self: asked.append(1) or configs(self))
+    monkeypatch.setattr("embershard.sharding.torchrec.torchrec_planner._MOST_PLACED_SHARDS", 2000)
+    plan(model=of_rows(*range(100, 160)), world_size=2)
+    assert 16 <= len(proposals) <= 2 * (2000 // (60 * 2)) + 2, "two greedy proposers, and one plan per type"
+    assert len(asked) <= 2 * 60, "TorchRec's own questions, one or two per table"
+
+
+@pytest.mark.parametrize(
+    ("dim", "world_size", "ranks_per_node", "types"),
+    [
+        (16, 1, 1, ["table_wise"]),
+        (512, 1, 1, ["table_wise"]),
+        (16, 2, 2, ["table_wise", "row_wise"]),
+        (512, 2, 2, ["table_wise", "row_wise", "column_wise"]),
+        (16, 4, 2, ["table_wise", "row_wise", "table_row_wise"]),
+        (512, 4, 2, ["table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise"]),
+    ],
+)
+def test_types_that_place_a_table_in_the_same_way_are_tried_once(dim, world_size, ranks_per_node, types):
+    topology = Topology(world_size=world_size, local_world_size=ranks_per_node, compute_device="cpu")
+    every = ["table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise"]
+    assert distinct_types(ParameterConstraints(sharding_types=every), dim, topology).sharding_types == types
+    for only in (every[1:2], every[2:3], every[3:4], every[4:]):
+        assert distinct_types(ParameterConstraints(sharding_types=only), dim, topology).sharding_types == only

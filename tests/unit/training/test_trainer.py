@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -241,6 +243,23 @@ def test_a_profile_is_counted_where_the_policy_needs_one(tmp_path):
     assert all(torch.equal(read.counts[name], counts) for name, counts in counted.counts.items())
     assert found(ProfileConfig(), policy="lru") is None
     assert found(ProfileConfig(), policy="frequency", enabled=False) is None
+
+
+def test_a_counted_profile_is_gone_once_the_model_is_built(ranks, monkeypatch):
+    found = []
+
+    def find(*arguments: Any) -> FrequencyProfile | None:
+        profile = find_profile(*arguments)
+        assert profile is not None
+        found.append(weakref.ref(profile))
+        return profile
+
+    monkeypatch.setattr("embershard.training.trainer.find_profile", find)
+    cache = CacheConfig(ratio=0.3, policy="frequency")
+    trainer = Trainer(make_config(cache=cache, profile=ProfileConfig(samples=500)), ranks, None)
+    gc.collect()
+    assert [profile() for profile in found] == [None]
+    trainer.close()
 
 
 @pytest.mark.parametrize(

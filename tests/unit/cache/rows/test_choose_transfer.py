@@ -9,12 +9,15 @@ import torch
 
 from embershard.cache.config import CacheConfig
 from embershard.cache.rows import choose_transfer as transfers
+from embershard.cache.rows import page_lock
 from embershard.cache.rows.choose_transfer import (
     WhenLocked,
     scores_transfer_maker,
     transfer_kind,
     transfer_maker,
 )
+from embershard.cache.rows.host_store import HostStore
+from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.cache.rows.page_lock import PageLock
 from embershard.cache.rows.staged_transfer import StagedTransfer
 from embershard.cache.rows.transfer import PlainTransfer, ScoresTransfer
@@ -67,8 +70,8 @@ def test_the_kernel_needs_a_gpu_or_the_interpreter(monkeypatch):
     ("kind", "made"), [("plain", PlainTransfer), ("staged", StagedTransfer), ("triton_uva", UvaTransfer)]
 )
 def test_makers(kind, made):
-    rows = [torch.zeros(4, 4)]
-    assert isinstance(transfer_maker(kind, CPU, rows)([torch.zeros(3, 4)], rows), made)
+    host = HostStore([4], 4, torch.float32, [])
+    assert isinstance(transfer_maker(kind, CPU, host)([torch.zeros(3, 4)], host.payload), made)
 
 
 @pytest.mark.parametrize("kind", ["plain", "staged", "triton_uva"])
@@ -109,15 +112,20 @@ def test_buffers_until_the_memory_is_locked_and_the_kernel_afterwards():
 def test_nothing_is_locked_before_the_first_rows(monkeypatch):
     """TorchRec makes ShardedTensors of the host rows with the model, and refuses rows that are pinned."""
     locked = Locked()
-    monkeypatch.setattr(transfers, "lock_for", lambda _, tensors: PageLock(tensors, locked.lock, locked.unlock))
+    monkeypatch.setattr(page_lock, "lock_for_cuda", lambda _, address, size: locked.lock(address, size))
+    monkeypatch.setattr(page_lock, "unlock_for_cuda", lambda _, address: locked.unlock(address))
+    monkeypatch.setattr(page_lock, "cpus_beside", lambda _: ())
     monkeypatch.setattr(transfers, "WhenLocked", lambda slots, host, lock, *transfers: lock)
-    host = [torch.zeros(6, 4)]
+    host = HostStore([6], 4, torch.float32, [], initial=[ShardWeights("t", 0, 4, 0.5, 1.0)])
     make = transfer_maker("triton_uva", CUDA, host)
-    lock, of_more_slots = (make([torch.zeros(slots, 4)], host) for slots in (3, 5))
+    lock, of_more_slots = (make([torch.zeros(slots, 4)], host.payload) for slots in (3, 5))
     assert locked.blocks == {}
+    assert not host.is_made
     lock().wait()
-    assert list(locked.blocks) == [host[0].data_ptr()]
+    assert list(locked.blocks) == [host.weights.data_ptr()]
     assert of_more_slots() is lock()
+    assert host.is_made, "a GPU would read rows that nobody made"
+    assert (host.weights >= 0.5).all()
 
 
 def test_memory_that_cannot_be_locked_stops_the_training_with_the_remedy():

@@ -1,0 +1,136 @@
+"""Initial weights of a pool's rows, made when a row of their block is first touched."""
+
+# mypy: disable-error-code="no-untyped-call, untyped-decorator"
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from embershard.cache.rows.initial_weights import PoolWeights, ShardWeights, as_array, write_rows
+
+#: Weights of a block: about a page of memory, which is allocated when the block is made (docs/decisions/0024).
+BLOCK_BYTES = 4096
+_CHUNK_BYTES = 8 << 20  # made in one go by each thread of `make_all`
+
+
+class LazyRows:
+    """Makes the initial weights of a pool block by block. A block is a power of two of consecutive rows.
+
+    Blocks that are made are never made again, so rows in them may be trained. Threads may make rows at once.
+
+    Args:
+        weights: [R, D] in host memory, where the rows are made; D is a multiple of 4.
+        rows_per_table: rows of each table.
+        shards: initial weights of each table.
+
+    Attributes:
+        num_unmade: blocks that are left.
+
+    >>> weights = torch.zeros(1000, 16)
+    >>> rows = LazyRows(weights, [1000], [ShardWeights("clicks", 7, 16, -0.5, 0.5)])
+    >>> rows.make(torch.tensor([70]))  # and the other 63 rows of its page
+    >>> rows.num_unmade, int((weights != 0).any(1).sum())
+    (15, 64)
+    """
+
+    def __init__(self, weights: Tensor, rows_per_table: Sequence[int], shards: Sequence[ShardWeights]) -> None:
+        self._num_rows, columns = weights.shape
+        self._row_bytes = columns * weights.element_size()
+        self._shift = max(0, (BLOCK_BYTES // max(1, self._row_bytes)).bit_length() - 1)
+        self._made = np.zeros(-(-self._num_rows >> self._shift), np.bool_)
+        self._out, self._pool = as_array(weights), PoolWeights(rows_per_table, shards, columns)
+        self._lock = threading.Lock()
+        self.num_unmade = self._made.size
+
+    @property
+    def flag_bytes(self) -> int:
+        """Memory of the flags of made blocks, in bytes."""
+        return self._made.nbytes
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in all."""
+        return self._made.size
+
+    def make(self, keys: Tensor) -> None:
+        """Make the rows `keys` (int64 [M], in host memory) and those of their blocks, where they are missing."""
+        if self.num_unmade:
+            with self._lock:
+                self.num_unmade -= make_blocks_of(
+                    keys.numpy(),
+                    self._made,
+                    self._shift,
+                    self._out,
+                    self._num_rows,
+                    *self._pool.arrays,
+                    self._pool.groups,
+                )
+
+    def make_all(self) -> None:
+        """Make all rows that are missing, with as many threads as torch uses.
+
+        Other threads get their turn between two chunks per thread.
+        """
+        if not self.num_unmade:
+            return
+        step = max(1, _CHUNK_BYTES // (self._row_bytes << self._shift))
+        starts = iter(range(0, self._made.size, step))
+        with ThreadPoolExecutor(num_threads := torch.get_num_threads()) as threads:
+            while some := list(itertools.islice(starts, num_threads)):
+                with self._lock:
+                    self.num_unmade -= sum(threads.map(self._make_blocks, some, (start + step for start in some)))
+        with self._lock:
+            self.num_unmade = int(self._made.size - np.count_nonzero(self._made))  # exact after an interrupt, too
+
+    def make_bytes(self, start: int, stop: int) -> None:
+        """Make the rows in bytes [start, stop) of the weights."""
+        block_bytes = self._row_bytes << self._shift
+        with self._lock:
+            self.num_unmade -= self._make_blocks(start // block_bytes, -(-stop // block_bytes))
+
+    def _make_blocks(self, first: int, stop: int) -> int:
+        """Make blocks [first, stop) where they are missing; return how many were."""
+        return make_blocks(
+            first,
+            min(stop, self._made.size),
+            self._made,
+            self._shift,
+            self._out,
+            self._num_rows,
+            *self._pool.arrays,
+            self._pool.groups,
+        )
+
+
+@numba.njit(nogil=True, cache=True)
+def make_blocks_of(keys, made, shift, out, num_rows, ends, firsts, widths, hashes, lows, spans, groups):  # type: ignore[no-untyped-def]
+    """Make the blocks of rows `keys` that are not `made`, in `out`; return their number."""
+    count = 0
+    for key in keys:
+        block = key >> shift
+        if not made[block]:
+            count += make_blocks(
+                block, block + 1, made, shift, out, num_rows, ends, firsts, widths, hashes, lows, spans, groups
+            )
+    return count
+
+
+@numba.njit(nogil=True, cache=True)
+def make_blocks(first, stop, made, shift, out, num_rows, ends, firsts, widths, hashes, lows, spans, groups):  # type: ignore[no-untyped-def]
+    """Make blocks [first, stop) that are not `made`, in `out`; return their number."""
+    count = 0
+    for block in range(first, stop):
+        if not made[block]:
+            row = block << shift
+            end = min(row + (1 << shift), num_rows)
+            write_rows(out, 4 * groups * row, row, end, ends, firsts, widths, hashes, lows, spans, groups)
+            made[block] = True
+            count += 1
+    return count

@@ -1,0 +1,43 @@
+"""The folder of a run: its default name, whether a run may use it, and its lock."""
+
+from __future__ import annotations
+
+import fcntl
+from datetime import datetime
+from pathlib import Path
+from typing import TextIO
+
+from embershard.errors import ConfigError
+from embershard.launch.config import METRICS
+
+_held_locks: list[TextIO] = []  # open for as long as the process lives
+
+
+def default_run_dir(config: Path) -> Path:
+    """Return `runs/<name of the config>-<time>`."""
+    return Path("runs") / f"{config.stem}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def check_run_dir(folder: Path, *, resume: bool) -> None:
+    """Raise `ConfigError` when `folder` holds a run that the new one does not resume."""
+    if not resume and (folder / METRICS).exists():
+        raise ConfigError(f"{folder} holds a run already. Use another --run-dir, or --resume to continue it.")
+
+
+def lock_run_dir(folder: Path) -> None:
+    """Reserve `folder` for this process until it ends. (The ranks of a killed launcher run on for a while.)
+
+    Raises:
+        ConfigError: another process writes into the folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        raise ConfigError(
+            f"{folder} is in use by another run. Wait for it or stop it (its ranks may outlive a killed launcher), "
+            "or use another --run-dir."
+        ) from error
+    _held_locks.append(file)
