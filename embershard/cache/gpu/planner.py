@@ -52,7 +52,9 @@ class KernelPlanner(Planner):
             none = order[:0]
             return CachePlan(batch, slots, none, none, none, none, none, none, first_hits, none)
         evicted_slots, evicted_keys = victims[:2, :num_victims]
-        dirty_slots, dirty_keys = victims[2:, : found[kernels.DIRTY.value] if num_victims else 0]
+        dirty_slots, dirty_keys = evicted_slots, evicted_keys  # the same tensors are counted once
+        if found[kernels.DIRTY.value] < num_victims:
+            dirty_slots, dirty_keys = victims[2:, : found[kernels.DIRTY.value]]
         missed = order[: found[MISSED.value]].sort().values
         fill_slots = self._map.next_free(num_fills - num_victims)
         if num_victims:

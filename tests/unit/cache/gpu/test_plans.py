@@ -61,20 +61,23 @@ def _plain(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def small(wrap: int) -> Iterator[None]:
-    """Rings start with 4 cells, use numbers start again after `wrap`, and more than 8 slots are ranked by a sample."""
+def small(wrap: int, share: int) -> Iterator[None]:
+    """Rings start with 4 cells, use numbers start again after `wrap`, and more than 8 slots are ranked by a sample. A
+    refill ranks one of `share` slots."""
     with (
         mock.patch.multiple(next_use, _LEAST_CHAIN=4, _WRAP=wrap),
-        mock.patch.multiple(eviction, _QUEUE_SHARE=4, _SAMPLE=8),
+        mock.patch.multiple(eviction, _QUEUE_SHARE=share, _SAMPLE=8),
         mock.patch.object(victim_queue, "_LEAST_WIDTH", 4),
     ):
         yield
 
 
-def compare(operations: Sequence[Operation], kind: Any = "array", wrap: int = 256, **settings: Any) -> PlannedPool:
+def compare(
+    operations: Sequence[Operation], kind: Any = "array", wrap: int = 256, share: int = 4, **settings: Any
+) -> PlannedPool:
     """Run the operations with both; compare the plans and the state after each one. Return the pool of the kernels."""
     history = None
-    with small(wrap):
+    with small(wrap, share):
         for by_kernels in (False, True):
             chosen = {"kind": kind} if by_kernels else {}
             pool = PlannedPool(by_kernels, history, **chosen, **settings)
@@ -93,6 +96,10 @@ CASES: dict[str, tuple[Callable[[], list[Operation]], dict[str, Any]]] = {
         lambda: windowed_operations(seed=2, steps=22, lookahead=10, batch_size=9),
         {"num_slots": 9, "policy": "lookahead", "kind": "hashed", "overflow": "grow"},
     ),
+    "a long ranking": (
+        lambda: windowed_operations(seed=2, steps=34, num_rows=200, batch_size=16, lookahead=12),
+        {"rows_per_table": (100, 10, 90), "num_slots": 120, "policy": "lookahead", "share": 2, "wrap": 1024},
+    ),
     "batches of several blocks": (
         lambda: windowed_operations(seed=1, steps=9, num_rows=3910, batch_size=700, lookahead=3),
         {"rows_per_table": (1900, 10, 2000), "num_slots": 1600, "policy": "lookahead", "wrap": 8192},
@@ -106,7 +113,9 @@ CASES: dict[str, tuple[Callable[[], list[Operation]], dict[str, Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_plans_by_kernels_are_those_of_the_loops(case: str) -> None:
     operations, settings = CASES[case]
-    pool = compare(operations(), **settings)
+    with mock.patch.object(KernelVictimQueue, "_trim", autospec=True, side_effect=KernelVictimQueue._trim) as trims:
+        pool = compare(operations(), **settings)
+    assert ("long" in case) == trims.called
     assert pool.expected["evictions"].sum() > 20
 
 
