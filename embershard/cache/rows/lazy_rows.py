@@ -81,11 +81,10 @@ class LazyRows:
         if not self.num_unmade:
             return
         step = max(1, _CHUNK_BYTES // (self._row_bytes << self._shift))
-        starts = iter(range(0, self._made.size, step))
-        with ThreadPoolExecutor(num_threads := torch.get_num_threads()) as threads:
-            while some := list(itertools.islice(starts, num_threads)):
-                with self._lock:
-                    self.num_unmade -= sum(threads.map(self._make_blocks, some, (start + step for start in some)))
+        starts, num_threads = iter(range(0, self._made.size, step)), torch.get_num_threads()
+        while some := list(itertools.islice(starts, num_threads)):
+            with self._lock, ThreadPoolExecutor(num_threads) as threads:  # after an interrupt, too, all end first
+                self.num_unmade -= sum(threads.map(self._make_blocks, some, (start + step for start in some)))
         with self._lock:
             self.num_unmade = int(self._made.size - np.count_nonzero(self._made))  # exact after an interrupt, too
 
