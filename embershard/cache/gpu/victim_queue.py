@@ -69,7 +69,8 @@ class KernelVictimQueue:
     def clear(self) -> None:
         """Forget the ranking."""
         device = self._map.device
-        self._is_ranked, self._cursor, self._end = False, 0, 0  # type: bool, int, SupportsInt
+        self._is_ranked, self._cursor = False, 0
+        self._end: SupportsInt = 0
         self._none = torch.empty((3, 0), dtype=torch.int64, device=device)
         self._slots, self._stamps, self._ranks = self._none
         self._uses = torch.empty(0, dtype=torch.int32, device=device)
