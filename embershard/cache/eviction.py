@@ -21,6 +21,16 @@ _KNOWN_USE, _LAST_BATCH = loops.KNOWN_USE, loops.LAST_BATCH
 _NONE_KNOWN_USE = torch.iinfo(torch.int32).max
 
 
+def ranking_size(least: int, num_used: int) -> int:
+    """Return how many of `num_used` slots a refill ranks, if it must rank at least `least`."""
+    return max(least, num_used // _QUEUE_SHARE)
+
+
+def sample_stride(size: int, num_used: int) -> int:
+    """Return the stride of the sample of `num_used` ranks that bounds the `size` lowest; 0 if all are sorted."""
+    return num_used // _SAMPLE if num_used > _SAMPLE and 2 * size < num_used else 0
+
+
 @dataclass(frozen=True, eq=False)
 class _Ranked:
     """M slots with their state at the time of ranking: slots, use stamps and ranks int64, next uses int32 (or None)."""
@@ -250,7 +260,7 @@ class VictimQueue:
 
     def _refill(self, least: int, oldest_pinned: int) -> None:
         """Rank the lowest slots again, at least `least`, if so many may be evicted."""
-        about = max(least, self._map.num_used // _QUEUE_SHARE)
+        about = ranking_size(least, self._map.num_used)
         rank = self._lowest_ranks_in_loop if self._is_looped else self._lowest_ranks
         self._queue, pinned = rank(least, about, oldest_pinned)
         self._cursor, self._offered = 0, []
@@ -262,8 +272,8 @@ class VictimQueue:
         """Do what `_lowest_ranks` does."""
         num_used, bound = self._map.num_used, _NEVER - 1
         state = (*self._state(), num_used + 1, self._num_pinned_slots, oldest_pinned)
-        if num_used > _SAMPLE and 2 * about < num_used:
-            stride = num_used // _SAMPLE
+        stride = sample_stride(about, num_used)
+        if stride:
             sample = np.sort(loops.lowest_ranks(*state, bound, stride)[1])
             size = -(-num_used // stride)
             bound = min([bound, *sample[size * about // num_used + size // 64 :][:1].tolist()])
@@ -299,8 +309,9 @@ def _lowest(rank: Tensor, least: int, about: int) -> Tensor:
     only the values below it are sorted.
     """
     found = None
-    if rank.numel() > _SAMPLE and 2 * about < rank.numel():
-        sample = rank[:: rank.numel() // _SAMPLE].sort().values
+    stride = sample_stride(about, rank.numel())
+    if stride:
+        sample = rank[::stride].sort().values
         margin = sample.numel() // 64
         bound = min(int(sample[sample.numel() * about // rank.numel() + margin]), _NEVER - 1)
         found = (rank <= bound).nonzero().flatten()

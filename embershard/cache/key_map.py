@@ -7,7 +7,6 @@ on any device.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Literal, Protocol
 
 import torch
@@ -20,12 +19,11 @@ MapKind = Literal["array", "hashed"]
 ARRAY_ROW_BYTES = 4
 HASHED_SLOT_BYTES = 24
 _CELL_BYTES = 8
-_BUCKET = 8  # cells read together: 32 bytes of keys, one sector of device memory
-_LOAD = 0.75  # the table grows beyond this share of used cells
-_NOBODY = -1
-_HASHES = (-7046029254386353131, -4417276706812531889)  # odd; 2**64 / golden ratio, and another
+BUCKET = 8  # cells read together: 32 bytes of keys, one sector of device memory
+LOAD = 0.75  # the table grows beyond this share of used cells
+NOBODY = -1
+HASHES = (-7046029254386353131, -4417276706812531889)  # odd; 2**64 / golden ratio, and another
 _MOST_ARRAY_ROWS = 2**27  # 512 MiB
-_HAS_TRITON = find_spec("triton") is not None
 
 
 def map_kind(wanted: MapKind | None, num_rows: int, device_type: str) -> MapKind:
@@ -88,8 +86,7 @@ class HashedKeyMap:
     """Hash table of the entries that are not 0: 24 bytes for each slot, as long as there are no more traces than slots.
 
     Every key has two buckets of eight cells, and its entry is in one of them; a new entry goes to the emptier bucket.
-    So a freed cell needs no marker, and two reads find any key. On a GPU the cell of a key may differ from run to run;
-    the entries found do not.
+    So a freed cell needs no marker, and two reads find any key.
 
     Args:
         num_keys: R, below 2**31.
@@ -98,12 +95,12 @@ class HashedKeyMap:
 
     def __init__(self, num_keys: int, num_slots: int, device: torch.device) -> None:
         self._num_keys = num_keys
-        self._allocate(max(2 * _BUCKET, (num_slots + 1) * HASHED_SLOT_BYTES // _CELL_BYTES), device)
+        self._allocate(max(2 * BUCKET, (num_slots + 1) * HASHED_SLOT_BYTES // _CELL_BYTES), device)
         self._most_live = 0  # upper bound of the keys in the table
 
     def _allocate(self, num_cells: int, device: torch.device) -> None:
-        self._num_buckets = num_cells // _BUCKET
-        self._keys = torch.full((num_cells,), _NOBODY, dtype=torch.int32, device=device)
+        self._num_cells, self._num_buckets = num_cells, num_cells // BUCKET
+        self._keys = torch.full((num_cells,), NOBODY, dtype=torch.int32, device=device)
         self._entries = torch.zeros(num_cells, dtype=torch.int32, device=device)
 
     @property
@@ -128,7 +125,7 @@ class HashedKeyMap:
         present = (cells >= 0).nonzero().flatten()
         taken, values = cells.index_select(0, present), entries.index_select(0, present)
         self._entries.scatter_(0, taken, values)
-        self._keys.index_fill_(0, taken.index_select(0, (values == 0).nonzero().flatten()), _NOBODY)
+        self._keys.index_fill_(0, taken.index_select(0, (values == 0).nonzero().flatten()), NOBODY)
         absent = ((cells < 0) & (entries != 0)).nonzero().flatten()
         if absent.numel():
             self._insert(keys.index_select(0, absent), entries.index_select(0, absent))
@@ -136,35 +133,31 @@ class HashedKeyMap:
     def clear_negative(self) -> None:
         cells = (self._entries < 0).nonzero().flatten()
         self._entries.index_fill_(0, cells, 0)
-        self._keys.index_fill_(0, cells, _NOBODY)
+        self._keys.index_fill_(0, cells, NOBODY)
 
     def dense(self) -> Tensor:
-        live = (self._keys != _NOBODY).nonzero().flatten()
+        live = (self._keys != NOBODY).nonzero().flatten()
         entries = torch.zeros(self._num_keys, dtype=torch.int32, device=self._keys.device)
         return entries.scatter_(0, self._keys.index_select(0, live).long(), self._entries.index_select(0, live))
 
     def _look_up(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Return cells (int64 [N], -1 for absent keys) and entries (int32 [N], 0 for absent keys) of `keys`."""
-        if keys.is_cpu or not _HAS_TRITON:
-            cells = self._find(keys)
-            return cells, self._entries.gather(0, cells.clamp_min(0)).masked_fill_(cells < 0, 0)
-        from embershard.cache import hash_kernels  # triton is not installed everywhere
-
-        return hash_kernels.look_up(keys, self._keys, self._entries, self._num_buckets, _BUCKET, _HASHES)
+        cells = self._find(keys)
+        return cells, self._entries.gather(0, cells.clamp_min(0)).masked_fill_(cells < 0, 0)
 
     def _find(self, keys: Tensor) -> Tensor:
         """Return the cells of `keys`: int64 [N]; -1 for absent keys."""
-        wanted, cells = keys.int().unsqueeze(1), torch.full_like(keys, _NOBODY)
-        held = self._keys[: self._num_buckets * _BUCKET].view(-1, _BUCKET)
+        wanted, cells = keys.int().unsqueeze(1), torch.full_like(keys, NOBODY)
+        held = self._keys[: self._num_buckets * BUCKET].view(-1, BUCKET)
         for buckets in self._buckets(keys):
             is_it = held.index_select(0, buckets) == wanted
             lane = is_it.to(torch.uint8).argmax(1)
-            cells = torch.where(is_it.any(1), buckets * _BUCKET + lane, cells)
+            cells = torch.where(is_it.any(1), buckets * BUCKET + lane, cells)
         return cells
 
     def _buckets(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Return both buckets of `keys`: int64 [N] each."""
-        first, second = (((keys * factor) >> 32) & 0xFFFFFFFF for factor in _HASHES)
+        first, second = (((keys * factor) >> 32) & 0xFFFFFFFF for factor in HASHES)
         return (first * self._num_buckets) >> 32, (second * self._num_buckets) >> 32
 
     def _insert(self, keys: Tensor, entries: Tensor) -> None:
@@ -186,29 +179,29 @@ class HashedKeyMap:
     def _free_cells(self, keys: Tensor) -> Tensor | None:
         """Return the first free cell of each key's emptier bucket: int64 [M]; None if both buckets of a key are full.
         So a bucket takes one key per round, and the next round sees how full it is."""
-        held = self._keys[: self._num_buckets * _BUCKET].view(-1, _BUCKET)
+        held = self._keys[: self._num_buckets * BUCKET].view(-1, BUCKET)
         first, second = self._buckets(keys)
-        is_free = [held.index_select(0, buckets) == _NOBODY for buckets in (first, second)]
+        is_free = [held.index_select(0, buckets) == NOBODY for buckets in (first, second)]
         num_free = [free.sum(1) for free in is_free]
         takes_second = num_free[1] > num_free[0]
         if not bool(torch.maximum(*num_free).all()):
             return None
         free = torch.where(takes_second.unsqueeze(1), is_free[1], is_free[0])
         lane = free.to(torch.uint8).argmax(1)
-        return torch.where(takes_second, second, first) * _BUCKET + lane
+        return torch.where(takes_second, second, first) * BUCKET + lane
 
     def _make_room(self, count: int) -> None:
-        limit = _LOAD * self._keys.numel()
+        limit = LOAD * self._num_cells
         if self._most_live + count > limit:
-            self._most_live = int((self._keys != _NOBODY).sum())
-            while self._most_live + count > _LOAD * self._keys.numel():
+            self._most_live = int((self._keys != NOBODY).sum())
+            while self._most_live + count > LOAD * self._num_cells:
                 self._grow()
         self._most_live += count
 
     def _grow(self) -> None:
-        live = (self._keys != _NOBODY).nonzero().flatten()
+        live = (self._keys != NOBODY).nonzero().flatten()
         keys, entries = self._keys.index_select(0, live).long(), self._entries.index_select(0, live)
         memory.record_stream(self._keys, self._entries)
-        self._allocate(2 * self._keys.numel(), self._keys.device)
+        self._allocate(2 * self._num_cells, self._keys.device)
         self._most_live = 0
         self._insert(keys, entries)

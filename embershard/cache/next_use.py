@@ -181,6 +181,9 @@ class NextUseIndex:
         if not self._is_oldest(batch):
             return
         self._known.popleft()
+        self._take_back(batch, keys)
+
+    def _take_back(self, batch: KnownBatch, keys: Tensor) -> None:
         distinct = keys.index_select(0, batch.positions)
         entries = self._map.entries(distinct)
         following = self._following(batch)
@@ -236,6 +239,14 @@ class NextUseIndex:
         self.next_use.scatter_(0, slots, following)
         last = self._last_use.gather(0, slots)
         self._last_use.scatter_(0, slots, last.masked_fill_(following == 0, 0))
+
+    def _reserve_ascending(self, count: int) -> tuple[int, int]:
+        """Reserve `count` uses whose numbers do not start again among them; return what `_reserve` does, and the number
+        of the first use."""
+        if self._end % _WRAP + count > _WRAP:
+            self._end += -self._end % _WRAP
+        first_use = self._reserve(count)
+        return first_use, first_use % _WRAP + 1
 
     def _numbers(self, first_use: int, uses: Tensor) -> Tensor:
         return ((uses + first_use % _WRAP) & (_WRAP - 1)) + 1

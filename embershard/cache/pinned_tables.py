@@ -38,17 +38,18 @@ class OtherTables:
 
     Attributes:
         features: bool [F], True for those whose table is not pinned.
+        num_pinned: K.
     """
 
     def __init__(self, row_offsets: Sequence[int], table_of_feature: Sequence[int], pinned_keys: Tensor) -> None:
         are_pinned = torch.isin(torch.tensor(row_offsets, dtype=torch.int64), pinned_keys)
         self.features = ~are_pinned[torch.tensor(table_of_feature, dtype=torch.int64)]
-        self._num_pinned = pinned_keys.numel()
+        self.num_pinned = pinned_keys.numel()
 
     def select(self, keys: Tensor, slot_map: SlotMap) -> tuple[Tensor, Tensor | None]:
         """Return those of `keys` (int64 [N]) that are not pinned, and their positions (int32; None: all)."""
-        if not self._num_pinned:
+        if not self.num_pinned:
             return keys, None
         entries = slot_map.entries(keys)  # below 1: not cached, so not pinned
-        positions = ((entries < 1) | (entries > self._num_pinned)).nonzero().flatten().int()
+        positions = ((entries < 1) | (entries > self.num_pinned)).nonzero().flatten().int()
         return keys.index_select(0, positions), positions

@@ -11,7 +11,9 @@ slots.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -70,23 +72,26 @@ class Shortage:
     miss_keys: Tensor
 
 
-class CachePlanner:
-    """Plans batches against the slots of one pool.
+class VictimOrder(Protocol):
+    """Order in which slots are evicted."""
 
-    >>> from embershard.cache.policies import RecencyScores
-    >>> from embershard.cache.slot_map import SlotMap
-    >>> planner = CachePlanner(SlotState(SlotMap(num_keys=9, num_slots=1), RecencyScores()))
-    >>> planner.admit(planner.plan(torch.tensor([7]), batch=1, oldest_pinned=1))
-    >>> planner.plan(torch.tensor([5]), batch=2, oldest_pinned=2).evicted_keys.tolist()
-    [7]
-    """
+    def clear(self) -> None:
+        """Forget the order, which follows from the state."""
 
-    def __init__(self, state: SlotState) -> None:
+    def offer(self, slots: Tensor, next_uses: Tensor, batch: int) -> None:
+        """Consider `slots` (int64 [M]) that `batch` used, with their rows' next uses (int32 [M], 0: none)."""
+
+
+class Planner(ABC):
+    """Plans batches against the slots of one pool, and changes its state as plans are executed."""
+
+    def __init__(self, state: SlotState, order: VictimOrder) -> None:
         self.state = state
         self._map, self._scores, self._next_use_index = state.map, state.scores, state.next_use_index
-        self._queue = VictimQueue(state)
+        self._order = order
         self._is_open = False  # a plan was begun and not executed
 
+    @abstractmethod
     def plan(self, keys: Tensor, batch: int, oldest_pinned: int) -> CachePlan | Shortage:
         """Plan a batch. Only the use stamps of the rows it finds change, so that none of them becomes a victim.
 
@@ -95,30 +100,11 @@ class CachePlanner:
             batch: its number, which no other plan has.
             oldest_pinned: slots last used by this batch or a later one are not evicted.
         """
+
+    def _begin(self) -> None:
         if self._is_open:
-            self._queue.clear()  # the earlier plan's victims are still cached, but no longer in the queue
+            self._order.clear()  # the earlier plan's victims are still cached, but no longer in the order
         self._is_open = True
-        slots, first_hits, missed = self._map.find(keys, batch)
-        if not missed.numel():
-            return CachePlan(batch, slots, missed, missed, missed, missed, missed, missed, first_hits, missed)
-        fill_keys, inverse = _distinct(keys.index_select(0, missed))
-        victims = self._choose_victims(fill_keys.numel(), oldest_pinned)
-        num_missing = fill_keys.numel() - self._map.num_free - victims.numel()
-        if num_missing > 0:
-            return Shortage(num_missing, fill_keys)
-        evicted_keys = self._map.keys(victims)
-        dirty = self.state.is_dirty(victims)
-        write_back_slots, write_back_keys = victims, evicted_keys
-        if not bool(dirty.all()):
-            write_back_slots, write_back_keys = victims[dirty], evicted_keys[dirty]
-        fill_slots = torch.cat([self._map.next_free(fill_keys.numel() - victims.numel()), victims])
-        slots.scatter_(0, missed, fill_slots.index_select(0, inverse))
-        fills, evictions, write_backs = (
-            (fill_keys, fill_slots),
-            (evicted_keys, victims),
-            (write_back_keys, write_back_slots),
-        )
-        return CachePlan(batch, slots, *fills, *evictions, *write_backs, first_hits, missed)
 
     def evict(self, plan: CachePlan) -> None:
         """Unbind the plan's victims, whose rows are in the host tier."""
@@ -142,14 +128,54 @@ class CachePlanner:
             assert self._next_use_index is not None, "only an index of next uses knows batches"
             arrived = self._next_use_index.arrive(known, plan.slots)
             if arrived is not None:
-                self._queue.offer(*arrived, plan.batch)
+                self._order.offer(*arrived, plan.batch)
         self._is_open = False
 
     def forget_known(self) -> None:
         """Forget all known batches, and the ranking of victims that follows from them."""
         assert self._next_use_index is not None, "only an index of next uses knows batches"
         self._next_use_index.forget()
-        self._queue.clear()
+        self._order.clear()
+
+
+class CachePlanner(Planner):
+    """Plans batches with torch's operations; on a CPU, loops do most of it.
+
+    >>> from embershard.cache.policies import RecencyScores
+    >>> from embershard.cache.slot_map import SlotMap
+    >>> planner = CachePlanner(SlotState(SlotMap(num_keys=9, num_slots=1), RecencyScores()))
+    >>> planner.admit(planner.plan(torch.tensor([7]), batch=1, oldest_pinned=1))
+    >>> planner.plan(torch.tensor([5]), batch=2, oldest_pinned=2).evicted_keys.tolist()
+    [7]
+    """
+
+    def __init__(self, state: SlotState) -> None:
+        self._queue = VictimQueue(state)
+        super().__init__(state, self._queue)
+
+    def plan(self, keys: Tensor, batch: int, oldest_pinned: int) -> CachePlan | Shortage:
+        self._begin()
+        slots, first_hits, missed = self._map.find(keys, batch)
+        if not missed.numel():
+            return CachePlan(batch, slots, missed, missed, missed, missed, missed, missed, first_hits, missed)
+        fill_keys, inverse = _distinct(keys.index_select(0, missed))
+        victims = self._choose_victims(fill_keys.numel(), oldest_pinned)
+        num_missing = fill_keys.numel() - self._map.num_free - victims.numel()
+        if num_missing > 0:
+            return Shortage(num_missing, fill_keys)
+        evicted_keys = self._map.keys(victims)
+        dirty = self.state.is_dirty(victims)
+        write_back_slots, write_back_keys = victims, evicted_keys
+        if not bool(dirty.all()):
+            write_back_slots, write_back_keys = victims[dirty], evicted_keys[dirty]
+        fill_slots = torch.cat([self._map.next_free(fill_keys.numel() - victims.numel()), victims])
+        slots.scatter_(0, missed, fill_slots.index_select(0, inverse))
+        fills, evictions, write_backs = (
+            (fill_keys, fill_slots),
+            (evicted_keys, victims),
+            (write_back_keys, write_back_slots),
+        )
+        return CachePlan(batch, slots, *fills, *evictions, *write_backs, first_hits, missed)
 
     def _choose_victims(self, count: int, oldest_pinned: int) -> Tensor:
         """Slots to evict so that `count` rows fit: int64; fewer than needed when the others are pinned."""

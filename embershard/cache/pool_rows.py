@@ -12,7 +12,7 @@ from embershard.cache.change_guard import ChangeGuard
 from embershard.cache.config import Overflow
 from embershard.cache.growth import grown_slots
 from embershard.cache.next_use import KnownBatch
-from embershard.cache.planner import CachePlan, CachePlanner, Shortage
+from embershard.cache.planner import CachePlan, Planner, Shortage
 from embershard.cache.rows.copies import RowCopies
 from embershard.cache.rows.host_store import HostStore
 from embershard.cache.rows.transfer import MakeTransfer
@@ -86,7 +86,7 @@ class PoolRows:
     def execute(
         self,
         plan: CachePlan,
-        planner: CachePlanner,
+        planner: Planner,
         known: KnownBatch | None,
         feature_lengths: Tensor,
         critical_path: bool,

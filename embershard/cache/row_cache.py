@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from embershard.cache.config import CachePolicy, Overflow, TransferKind
+from embershard.cache.gpu.choose import planning_classes
 from embershard.cache.key_map import MapKind
-from embershard.cache.next_use import KnownBatch, NextUseIndex
+from embershard.cache.next_use import KnownBatch
 from embershard.cache.pinned_tables import OtherTables
-from embershard.cache.planner import CachePlan, CachePlanner, Shortage
+from embershard.cache.planner import CachePlan, Shortage
 from embershard.cache.policies import make_scores
 from embershard.cache.pool_rows import PoolRows
 from embershard.cache.rows.choose_transfer import transfer_maker
 from embershard.cache.rows.host_store import HostStore
 from embershard.cache.rows.stream_order import StreamOrder
 from embershard.cache.rows.transfer import MakeTransfer, Transfer
-from embershard.cache.slot_map import SlotMap
 from embershard.cache.slot_state import SlotState
 from embershard.cache.statistics import CacheCounters, TableStats
 from embershard.cache.tickets import InFlight, Ticket
@@ -101,12 +101,13 @@ class RowCache:
         self.host = host
         pinned_keys = torch.empty(0, dtype=torch.int64) if pinned_keys is None else pinned_keys
         self._num_pinned = pinned_keys.numel()
-        self._map = SlotMap(host.num_rows, num_slots, device, kind)
+        map_class, index_class, planner_class = planning_classes(device)
+        self._map = map_class(host.num_rows, num_slots, device, kind)
         others = OtherTables(host.row_offsets, table_of_feature, pinned_keys)
-        self.next_use_index = NextUseIndex(self._map, others) if policy.by_next_use else None
+        self.next_use_index = index_class(self._map, others) if policy.by_next_use else None
         scores = make_scores(policy, host.num_rows, num_slots, device, row_counts, transfer)
         self.state = state = SlotState(self._map, scores, self.next_use_index, self._num_pinned)
-        self._planner = CachePlanner(state)
+        self._planner = planner_class(state)
         self.counters = counters = CacheCounters(host.row_offsets, table_of_feature, device)
         self._overflow = overflow
         self._in_flight = in_flight = InFlight()

@@ -60,15 +60,23 @@ class SlotMap:
             )
         self.num_keys, self.num_slots = num_keys, num_slots
         self.device = torch.device(device)
-        self._entries: KeyMap = (
-            HashedKeyMap(num_keys, num_slots, self.device) if kind == "hashed" else ArrayKeyMap(num_keys, self.device)
-        )
-        is_looped = kind == "array" and self.device.type == "cpu"
+        self._entries = self._make_entries(kind)
+        is_looped = isinstance(self._entries, ArrayKeyMap) and self.device.type == "cpu"
         self.array: loops.Int32s | None = self._entries.dense().numpy() if is_looped else None
         self.key_of_slot = torch.full((num_slots + 1,), _FREE, dtype=torch.int32, device=device)
         self.use_stamp = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self.num_used = 0
         self._empty = torch.empty(0, dtype=torch.int64, device=device)  # among the used ones
+
+    def _make_entries(self, kind: MapKind) -> KeyMap:
+        if kind == "hashed":
+            return HashedKeyMap(self.num_keys, self.num_slots, self.device)
+        return ArrayKeyMap(self.num_keys, self.device)
+
+    @staticmethod
+    def first_stamp(batch: int) -> int:
+        """Return the use stamp of position 0 of `batch`."""
+        return batch << _BATCH_SHIFT
 
     @property
     def num_free(self) -> int:
@@ -123,7 +131,7 @@ class SlotMap:
         Raises:
             IndexError: on a CPU, a key is not in [0, R). Nothing is stamped.
         """
-        first = batch << _BATCH_SHIFT
+        first = self.first_stamp(batch)
         if self.array is not None:
             return self._find_in_loop(self.array, keys, first)
         slots = self.lookup(keys)
@@ -197,11 +205,11 @@ class SlotMap:
         """Bind `keys` to `slots` (both int64 [M], distinct), used by `batch`."""
         if self.array is not None:
             places = (self.array, self.key_of_slot.numpy(), self.use_stamp.numpy())
-            loops.bind(keys.numpy(), slots.numpy(), *places, batch << _BATCH_SHIFT)
+            loops.bind(keys.numpy(), slots.numpy(), *places, self.first_stamp(batch))
             return
         self._entries.put(keys, slots.int())
         self.key_of_slot.scatter_(0, slots, keys.int())
-        self.use_stamp.scatter_(0, slots, batch << _BATCH_SHIFT)
+        self.use_stamp.scatter_(0, slots, self.first_stamp(batch))
 
     def unbind(self, keys: Tensor, traces: Tensor | None = None) -> None:
         """Unbind `keys` and keep their traces (int32 [M], none above 0). The caller binds or frees their slots at

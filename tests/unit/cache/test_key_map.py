@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embershard.cache import SlotMap, hash_kernels
-from embershard.cache.key_map import _BUCKET, _HASHES, ArrayKeyMap, HashedKeyMap, map_kind
+from embershard.cache import SlotMap
+from embershard.cache.key_map import ArrayKeyMap, HashedKeyMap, map_kind
 
 CPU = torch.device("cpu")
 NUM_KEYS = 300
@@ -86,22 +86,6 @@ def test_room_that_was_given_up_is_used_again():
 def test_a_key_that_is_none_is_not_taken_for_another(key):
     with pytest.raises(IndexError, match="needed 0 to 299"):
         HashedKeyMap(NUM_KEYS, 20, CPU).get(ids([3, key]))
-
-
-@pytest.mark.parametrize("count", [0, 1, 127, 128, 129, 1000])
-@pytest.mark.parametrize("num_keys", [3000, 2**31 - 1])
-def test_the_kernel_finds_what_torch_s_operations_find(count, num_keys):
-    """In Triton's interpreter."""
-    generator = torch.Generator().manual_seed(count)
-    hashed = HashedKeyMap(num_keys, 200, CPU)
-    held = torch.randint(0, num_keys, (400,), generator=generator).unique()
-    hashed.put(held, torch.arange(1, held.numel() + 1, dtype=torch.int32) * (-1) ** torch.arange(held.numel()).int())
-    others = torch.randint(0, num_keys, (count,), generator=generator)
-    keys = torch.where(torch.rand(count, generator=generator) < 0.5, held[others % held.numel()], others)
-    cells, entries = hash_kernels.look_up(keys, hashed._keys, hashed._entries, hashed._num_buckets, _BUCKET, _HASHES)
-    assert torch.equal(cells, hashed._find(keys))
-    assert torch.equal(entries, hashed.get(keys))
-    assert count < 100 or 0 < int((cells >= 0).sum()) < count
 
 
 def test_large_pools_on_a_gpu_are_hashed_by_themselves():

@@ -44,6 +44,8 @@ _WAITED_FOR = {
     "aten::repeat_interleave",
     "aten::histc",
 }
+# They only take memory: no kernel runs.
+_ALLOCATIONS = {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "empty", "empty_like"}
 # Operations that touch rows by number: (table, dim, rows, ...).
 _READ_ROWS = {"aten::index_select", "aten::gather"}
 _WRITE_ROWS = {"aten::scatter_", "aten::index_fill_", "aten::index_add_", "aten::index_copy_"}
@@ -457,7 +459,9 @@ class _Functions(TorchFunctionMode):
         if _is_cuda(device) and not any(isinstance(each, GpuTensor) for each in _leaves(args)):
             kwargs["device"] = torch.device("cpu")
             made = func(*args, **kwargs)
-            self._gpu.launch(getattr(func, "__name__", str(func)), [], [on_gpu := self._gpu.wrap(made)])
+            on_gpu, name = self._gpu.wrap(made), getattr(func, "__name__", str(func))
+            if name not in _ALLOCATIONS:
+                self._gpu.launch(name, [], [on_gpu])
             if func is torch.tensor:  # made from numbers in host memory
                 self._gpu.wait_for_stream("copy to the device")
             return on_gpu
@@ -528,7 +532,7 @@ class _Operations(TorchDispatchMode):
         found = func(*_mapped(_inner, args), **_mapped(_inner, kwargs))
         # An operation that writes to one of its arguments returns that argument.
         made = _mapped(lambda each: gpu.wrap(each) if isinstance(each, Tensor) else each, found)
-        if not _is_view(func):
+        if not _is_view(func) and name not in _ALLOCATIONS:
             reads, writes = _accesses(func, name, args, kwargs)
             gpu.launch(name, reads, writes or [each for each in _leaves(made) if isinstance(each, GpuTensor)])
             if (name in _WAITED_FOR or _has_mask(name, args)) and kwargs.get("output_size") is None:

@@ -4,6 +4,8 @@ and transfers. Left out are FBGEMM, whose table is stood in for by rows that are
 from __future__ import annotations
 
 import contextlib
+import inspect
+import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,8 +22,8 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
-from embershard.cache import key_map as key_entries
 from embershard.cache.config import CacheConfig
+from embershard.cache.gpu import launch as kernel_launch
 from embershard.cache.rows import choose_transfer as transfers
 from embershard.cache.rows import lazy_rows, memory, page_lock
 from embershard.cache.rows.choose_transfer import WhenLocked
@@ -51,7 +53,8 @@ class Setting:
     the last ``plain`` steps train without the pipeline, and each batch's rows are prefetched on a stream of their own,
     as TorchRec's pipeline does. ``elsewhere``: the module's cached tables are on other ranks. After step ``left_after``
     the pipeline is detached, and nothing follows. ``buffer_bytes`` are those of staged copies. ``lazy``: host rows are
-    made when they are first touched, two at a time."""
+    made when they are first touched, two at a time.
+    ``kernels``: Triton is installed; its interpreter runs the planning kernels, slowly."""
 
     rows: tuple[int, ...] = (60, 5, 40)
     num_slots: int = 44
@@ -71,6 +74,7 @@ class Setting:
     elsewhere: bool = False
     left_after: int | None = None
     buffer_bytes: int = 8 << 20
+    kernels: bool = False
     lazy: bool = False
 
 
@@ -241,7 +245,8 @@ def modelled(setting: Setting) -> Iterator[tuple[Gpu, Module, threading.Event]]:
 
         for owner, name, stand_in in (
             (embeddings, "SlotTable", _Slots),
-            (key_entries, "_HAS_TRITON", False),
+            (kernel_launch, "HAS_TRITON", setting.kernels),
+            (kernel_launch, "_run", _interpret),
             (page_lock, "cpus_beside", lambda device: ()),
             (transfers, "StagedTransfer", partial(StagedTransfer, buffer_bytes=setting.buffer_bytes)),
             (page_lock, "lock_for_cuda", lock),
@@ -314,6 +319,20 @@ def _copy_rows(self: RowKernel, targets: Any, sources: Any, target_rows: Tensor,
         "copy rows",
         [*((source, source_rows) for source in sources), target_rows, source_rows],
         [(target, target_rows) for target in targets],
+    )
+
+
+def _interpret(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    """In place of a launch of a planning kernel."""
+    with out_of_sight():
+        kernel[grid](*map(_plain, arguments), **constants)
+    tensors = dict(zip(kernel.arg_names, arguments, strict=False))
+    tensors = {name: each for name, each in tensors.items() if isinstance(each, GpuTensor)}
+    written = set(re.findall(r"tl\.(?:store|atomic_\w+)\(\s*(\w+)", inspect.getsource(kernel.fn)))
+    Gpu.active().launch(
+        kernel.fn.__name__,
+        [each for name, each in tensors.items() if name not in written],
+        [each for name, each in tensors.items() if name in written],
     )
 
 

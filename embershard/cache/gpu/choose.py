@@ -1,0 +1,26 @@
+"""Choice of the classes that plan, by the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from embershard.cache.gpu.launch import uses_kernels
+from embershard.cache.next_use import NextUseIndex
+from embershard.cache.planner import CachePlanner, Planner
+from embershard.cache.slot_map import SlotMap
+from embershard.cache.slot_state import SlotState
+
+
+def planning_classes(
+    device: torch.device,
+) -> tuple[type[SlotMap], type[NextUseIndex], Callable[[SlotState], Planner]]:
+    """Return the classes of the map, of the index of next uses and of the planner of a cache on `device`."""
+    if not uses_kernels(device):
+        return SlotMap, NextUseIndex, CachePlanner
+    from embershard.cache.gpu.next_use import KernelNextUseIndex  # triton is not installed everywhere
+    from embershard.cache.gpu.planner import KernelPlanner
+    from embershard.cache.gpu.slot_map import KernelSlotMap
+
+    return KernelSlotMap, KernelNextUseIndex, KernelPlanner

@@ -1,0 +1,71 @@
+"""Plans of single batches by kernels: the host reads the sizes of the copies, once, and waits for nothing else."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from embershard.cache.gpu import batch_kernels
+from embershard.cache.gpu import victim_kernels as kernels
+from embershard.cache.gpu.batch_kernels import FILLS, MISSED, OUT_OF_RANGE
+from embershard.cache.gpu.next_use import KernelNextUseIndex
+from embershard.cache.gpu.readback import Readback
+from embershard.cache.gpu.slot_map import KernelSlotMap
+from embershard.cache.gpu.victim_queue import KernelVictimQueue
+from embershard.cache.planner import CachePlan, Planner, Shortage
+from embershard.cache.slot_state import SlotState
+
+
+class KernelPlanner(Planner):
+    """Plans batches as `CachePlanner` does, to the slot. The state's map and index are those of this room."""
+
+    def __init__(self, state: SlotState) -> None:
+        index = state.next_use_index
+        self._readback = index.readback if isinstance(index, KernelNextUseIndex) else Readback()
+        self._victims = KernelVictimQueue(state, self._readback)
+        super().__init__(state, self._victims)
+        assert isinstance(state.map, KernelSlotMap), "a map of another kind"
+        self._places = state.map
+
+    def plan(self, keys: Tensor, batch: int, oldest_pinned: int) -> CachePlan | Shortage:
+        self._begin()
+        numbers = keys.new_zeros(kernels.NUM_NUMBERS)
+        slots, first_hits, missed_keys = self._places.find_missed(keys, batch, numbers)
+        fill_keys, fill_of_id, order = batch_kernels.number_fills(missed_keys, numbers)
+
+        def read() -> list[int]:
+            return self._read(numbers)
+
+        if self._map.num_free < keys.numel():
+            victims, found = self._victims.pop(numbers, read, batch, oldest_pinned)
+        else:
+            victims, found = keys.new_empty((4, 0)), read()
+        if found[OUT_OF_RANGE.value]:
+            raise IndexError(f"{found[OUT_OF_RANGE.value]} keys are out of range, needed 0 to {self._map.num_keys - 1}")
+        num_fills, num_victims = found[FILLS.value], found[kernels.VICTIMS.value]
+        num_victims = 0 if num_fills <= self._map.num_free else num_victims
+        num_missing = num_fills - self._map.num_free - num_victims
+        fill_keys = fill_keys[:num_fills]
+        if num_missing > 0:
+            return Shortage(num_missing, fill_keys)
+        if not num_fills:
+            none = order[:0]
+            return CachePlan(batch, slots, none, none, none, none, none, none, first_hits, none)
+        evicted_slots, evicted_keys = victims[:2, :num_victims]
+        dirty_slots, dirty_keys = evicted_slots, evicted_keys  # the same tensors are counted once
+        if found[kernels.DIRTY.value] < num_victims:
+            dirty_slots, dirty_keys = victims[2:, : found[kernels.DIRTY.value]]
+        missed = order[: found[MISSED.value]].sort().values
+        fill_slots = self._map.next_free(num_fills - num_victims)
+        if num_victims:
+            fill_slots = torch.cat([fill_slots, evicted_slots])
+        batch_kernels.give_slots(slots, fill_of_id, fill_slots)
+        rows = (fill_keys, fill_slots, evicted_keys, evicted_slots, dirty_keys, dirty_slots)
+        return CachePlan(batch, slots, *rows, first_hits, missed)
+
+    def _read(self, numbers: Tensor) -> list[int]:
+        tallies = self._places.tallies
+        found, *others = self._readback.read([numbers] if tallies is None else [numbers, tallies])
+        for each in others:
+            self._places.note_tallies(each)
+        return found

@@ -1,0 +1,53 @@
+"""Numbers that the device finds and the host needs: all that are there are read together, once per plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+
+class Count:
+    """A number of the device; 0-dimensional or [1], any integer type."""
+
+    def __init__(self, tensor: Tensor, readback: Readback) -> None:
+        self._tensor, self._readback = tensor.view(1), readback
+        self.value: int | None = None  # None until it is read
+
+    def __int__(self) -> int:
+        if self.value is None:
+            self._readback.read([])
+            assert self.value is not None, "reading reads all counts"
+        return self.value
+
+
+class Readback:
+    """Reads numbers of the device with one copy to the host.
+
+    >>> readback = Readback()
+    >>> count = readback.count(torch.tensor(5))
+    >>> readback.read([torch.tensor([1, 2])]), count.value
+    ([[1, 2]], 5)
+    """
+
+    def __init__(self) -> None:
+        self._unread: list[Count] = []
+
+    def count(self, tensor: Tensor) -> Count:
+        """Return a count that the next `read` reads, too, so that the host does not wait for it."""
+        self._unread.append(Count(tensor, self))
+        return self._unread[-1]
+
+    def read(self, tensors: Sequence[Tensor]) -> list[list[int]]:
+        """Return the numbers of `tensors` (int64 [?] each), and read all counts. The host waits for the stream."""
+        counts = self._unread
+        parts = [*tensors, *(count._tensor for count in counts)]
+        found: list[int] = (parts[0] if len(parts) == 1 else torch.cat(parts)).tolist()
+        bounds = list(accumulate((part.numel() for part in parts), initial=0))
+        values = [found[start:stop] for start, stop in pairwise(bounds)]
+        for count, (value,) in zip(counts, values[len(tensors) :], strict=True):
+            count.value = value
+        self._unread = []  # last: after an interrupt they are read again
+        return values[: len(tensors)]

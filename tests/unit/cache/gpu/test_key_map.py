@@ -1,0 +1,62 @@
+"""The maps for kernels, in Triton's interpreter, against an array: the same entries, whatever is put."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from embershard.cache.gpu import key_map
+from embershard.cache.gpu.hash_kernels import SPILL_CELLS
+from embershard.cache.gpu.key_map import PlacedArrayMap, PlacedHashedMap
+from embershard.cache.key_map import ArrayKeyMap
+from embershard.errors import CacheError
+
+CPU = torch.device("cpu")
+NUM_KEYS = 600
+
+
+def some_keys(seed: int, count: int, num_keys: int = NUM_KEYS) -> torch.Tensor:
+    return torch.randint(0, num_keys, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("kind", [PlacedArrayMap, PlacedHashedMap])
+def test_it_holds_what_an_array_holds(kind) -> None:
+    array = ArrayKeyMap(NUM_KEYS, CPU)
+    placed = PlacedArrayMap(NUM_KEYS, CPU) if kind is PlacedArrayMap else PlacedHashedMap(NUM_KEYS, 60, CPU)
+    everywhere = torch.randperm(NUM_KEYS, generator=torch.Generator().manual_seed(9))
+    for step, value in enumerate((1, -1, 2, 0, -3, 0, 4, 5)):
+        keys = some_keys(step, 129).unique()[torch.randperm(some_keys(step, 129).unique().numel())]
+        for entries in (array, placed):
+            entries.put(keys, value)
+            if value == 2:
+                entries.clear_negative()
+        assert torch.equal(placed.get(everywhere), array.get(everywhere))
+        assert torch.equal(placed.dense(), array.dense())
+        assert placed.tallies is None or placed.tallies.tolist() == [int((array.dense() != 0).sum()), 0]
+
+
+def test_repeats_share_a_place_and_every_key_gets_one() -> None:
+    hashed = PlacedHashedMap(2**31 - 1, 200, CPU)
+    held = some_keys(0, 100, 2**31 - 1).unique()
+    hashed.put(held, torch.arange(1, held.numel() + 1, dtype=torch.int32))
+    keys = torch.cat([held[:30], some_keys(1, 90, 2**31 - 1), some_keys(1, 90, 2**31 - 1)])
+    places = hashed.claim_absent(keys)
+    assert int(places.min()) >= 0
+    assert places.unique().numel() == keys.unique().numel()
+    assert torch.equal(hashed.places(keys), places)
+    assert torch.equal(hashed.get(held), torch.arange(1, held.numel() + 1, dtype=torch.int32))
+    assert hashed.tallies.tolist() == [torch.cat([held, keys]).unique().numel(), 0]
+
+
+def test_a_map_without_room_grows_and_one_that_lost_keys_refuses(monkeypatch) -> None:
+    hashed = PlacedHashedMap(2**31 - 1, 10, CPU)
+    before, keys = hashed.num_bytes, some_keys(3, 200, 2**31 - 1).unique()
+    hashed.put(keys, 7)
+    assert hashed.num_bytes > 4 * before
+    assert bool((hashed.get(keys) == 7).all())
+    monkeypatch.setattr(key_map, "LOAD", 100)
+    lost = PlacedHashedMap(2**31 - 1, 10, CPU)
+    lost.put(keys, 7)
+    assert int((lost.get(keys) == 7).sum()) == lost._num_buckets * 8 + SPILL_CELLS
+    with pytest.raises(CacheError, match=rf"lost {keys.numel() - lost._num_buckets * 8 - SPILL_CELLS} of"):
+        lost.note_tallies(lost.tallies.tolist())
