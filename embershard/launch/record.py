@@ -17,7 +17,7 @@ from embershard.launch.config import METRICS, RUN_CONFIG
 from embershard.launch.versions import git_commit, versions
 from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
-from embershard.training.reports import EvalReport, Report, SaveReport, TrainReport
+from embershard.training.reports import EvalReport, FailedSaveReport, Report, SaveReport, TrainReport
 from embershard.training.trainer import Trainer
 
 _held_locks: list[TextIO] = []  # open for as long as the process lives
@@ -156,6 +156,8 @@ def _flat(report: Report) -> tuple[str, dict[str, Any]]:
         return "train", dataclasses.asdict(report)
     if isinstance(report, EvalReport):
         return "eval", {"step": report.step, **dataclasses.asdict(report.quality), "seconds": report.seconds}
+    if isinstance(report, FailedSaveReport):
+        return "failed_checkpoint", dataclasses.asdict(report)
     assert isinstance(report, SaveReport)
     return "checkpoint", {"step": report.step, "path": report.path.name, "seconds": report.seconds}
 

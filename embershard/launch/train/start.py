@@ -12,7 +12,7 @@ from embershard.launch.arguments import make_parser, positive
 from embershard.launch.config import describe, load_config
 from embershard.launch.record import check_run_dir
 from embershard.launch.train import local
-from embershard.launch.train.command import add_run_arguments, default_run_dir
+from embershard.launch.train.command import NEWEST, add_run_arguments, check_resume, default_run_dir
 from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
 
@@ -29,14 +29,13 @@ On several machines, start the ranks with torchrun instead:
 def main(argv: Sequence[str]) -> int:
     """Run `embershard train`; return 0 when all ranks ended well."""
     arguments = _parser().parse_args(argv)
-    if arguments.resume and arguments.run_dir is None:
-        raise ConfigError("--resume needs --run-dir, the folder of the run to continue.")
+    check_resume(arguments)
     config = load_config(RunConfig, arguments.config, arguments.overrides)
     num_ranks = arguments.nproc
     if config.sharding.plan is not None:
         num_ranks = _planned_ranks(Plan.load(config.sharding.plan), num_ranks, arguments.dry_run)
     run_dir = arguments.run_dir or default_run_dir(arguments.config)
-    check_run_dir(run_dir, resume=arguments.resume or arguments.dry_run)
+    check_run_dir(run_dir, resume=arguments.resume is not None or arguments.dry_run)
     if arguments.dry_run:
         print(to_toml(config))
         return 0
@@ -44,7 +43,9 @@ def main(argv: Sequence[str]) -> int:
         num_ranks = 2 if config.train.device == "cpu" else local.default_num_ranks()
         print(f"embershard: starting {num_ranks} ranks (--nproc N for another number).", flush=True)
     passed = ["--config", str(arguments.config), "--run-dir", str(run_dir)]
-    passed += ["--resume"] if arguments.resume else []
+    if arguments.resume is not None:
+        passed += ["--resume"] if arguments.resume == NEWEST else ["--resume", str(arguments.resume)]
+        passed += ["--unverified"] if arguments.unverified else []
     passed += [word for override in arguments.overrides for word in ("--set", override)]
     return local.start_ranks(num_ranks, "embershard.launch.train.command", passed)
 

@@ -1,0 +1,163 @@
+"""Verifies and loads checkpoints: nothing is parsed that is not what was written."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, Metadata
+from torch.distributed.checkpoint.metadata import StorageMeta
+
+from embershard.distributed.checkpoint.manifest import MANIFEST, Manifest
+from embershard.distributed.checkpoint.metadata import check_metadata, read_metadata
+from embershard.distributed.process_group import Ranks
+from embershard.errors import CheckpointError, InvalidCheckpointError
+
+SCALARS = "scalars.json"
+
+
+def verify_checkpoint(checkpoint: Path, ranks: Ranks, *, allow_unverified: bool = False) -> Manifest | None:
+    """Check that every file of a checkpoint is what was written. Every rank calls it, and reads its share of the bytes.
+
+    Args:
+        allow_unverified: also take a checkpoint without a manifest, of which nothing can be verified: those of earlier
+            versions.
+
+    Returns:
+        The manifest; None for a checkpoint without one.
+
+    Raises:
+        InvalidCheckpointError: on all ranks: with the file, and what is wrong with it.
+
+    >>> from embershard.distributed import process_group, save_checkpoint
+    >>> with process_group("cpu") as ranks:
+    ...     saved = save_checkpoint(Path("run"), 4, {"w": torch.ones(2)}, {}, ranks, keep_last=1, run_id="8c1f")
+    ...     verify_checkpoint(saved, ranks).step
+    4
+    """
+
+    def read() -> Manifest | None:
+        if allow_unverified and checkpoint.is_dir() and not (checkpoint / MANIFEST).exists():
+            return None
+        return Manifest.read(checkpoint)
+
+    manifest = ranks.from_first(read)
+    if manifest is not None:
+        share = (ranks.rank, ranks.world_size)
+        problem = next(filter(None, ranks.all_gather_objects(manifest.damage(checkpoint, share))), None)
+        if problem is not None:
+            raise InvalidCheckpointError(f"{checkpoint}: {problem}")
+    ranks.from_first(lambda: check_metadata(checkpoint))
+    return manifest
+
+
+def verify_alone(checkpoint: Path) -> Manifest:
+    """Verify a checkpoint in this process, without a process group.
+
+    Raises:
+        InvalidCheckpointError: as `verify_checkpoint`.
+    """
+    manifest = Manifest.read(checkpoint)
+    if problem := manifest.damage(checkpoint):
+        raise InvalidCheckpointError(f"{checkpoint}: {problem}")
+    check_metadata(checkpoint)
+    return manifest
+
+
+def read_scalars(checkpoint: Path) -> dict[str, Any]:
+    """Return a checkpoint's scalars; verify the checkpoint first.
+
+    Raises:
+        InvalidCheckpointError: they cannot be read.
+
+    >>> checkpoint = Path("step_7")
+    >>> checkpoint.mkdir()
+    >>> size = (checkpoint / "scalars.json").write_text('{"step": 7}')
+    >>> read_scalars(checkpoint)["step"]
+    7
+    """
+    try:
+        scalars = json.loads((checkpoint / SCALARS).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise damaged_scalars(checkpoint, f"cannot be read ({error})") from error
+    if not isinstance(scalars, dict):
+        raise damaged_scalars(checkpoint, f"it holds a {type(scalars).__name__}, needed an object")
+    return scalars
+
+
+def damaged_scalars(checkpoint: Path, problem: str) -> InvalidCheckpointError:
+    """Return the error for scalars that are wrong.
+
+    >>> str(damaged_scalars(Path("step_7"), "'step' is missing"))
+    "step_7: scalars.json: 'step' is missing"
+    """
+    return InvalidCheckpointError(f"{checkpoint}: {SCALARS}: {problem}")
+
+
+def load_tensors(checkpoint: Path, tensors: dict[str, Any]) -> None:
+    """Fill `tensors` in place from a checkpoint; any number of ranks may have written it. Verify it first.
+
+    Raises:
+        InvalidCheckpointError: its `.metadata` is damaged, or would run code.
+        CheckpointError: the checkpoint lacks one of the tensors, or has it in another shape.
+
+    >>> from embershard.distributed import process_group, save_checkpoint
+    >>> with process_group("cpu") as ranks:
+    ...     saved = save_checkpoint(Path("run"), 4, {"w": torch.ones(2)}, {}, ranks, keep_last=1, run_id="8c1f")
+    >>> tensors = {"w": torch.zeros(2)}
+    >>> load_tensors(saved, tensors)
+    >>> tensors["w"]
+    tensor([1., 1.])
+    """
+    try:
+        with without_known_warnings():
+            dcp.load(tensors, storage_reader=_Reader(checkpoint))
+    except (RuntimeError, ValueError, KeyError, OSError, dcp.CheckpointException) as error:
+        cause = first_cause(error)
+        if isinstance(cause, InvalidCheckpointError):
+            raise cause from error
+        raise CheckpointError(
+            f"{checkpoint} cannot be loaded: {_first_line(cause)}. It is of another model: resume with the config it was "
+            "written with."
+        ) from error
+
+
+class _Reader(FileSystemReader):
+    """Reads a checkpoint's tensors without unpickling; torch itself loads them with `weights_only=True`."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        super().__init__(checkpoint)
+        self._checkpoint = checkpoint
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        metadata = read_metadata(self._checkpoint)
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """Return the first rank's own error from one that torch raises for all ranks."""
+    causes = list((getattr(error, "failures", None) or {}).values())
+    if not causes:
+        return error
+    return causes[0][0] if isinstance(causes[0], tuple) else causes[0]
+
+
+def _first_line(error: BaseException) -> str:
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return "a file cannot be unpickled" if "weights_only" in text else text  # torch's advice there is dangerous
+
+
+@contextmanager
+def without_known_warnings() -> Iterator[None]:
+    """Hide the deprecation of ShardedTensors, which TorchRec's state dicts hold and torch announces on every use."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", UserWarning)
+        yield
