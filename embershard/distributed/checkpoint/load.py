@@ -115,30 +115,30 @@ def load_tensors(checkpoint: Path, tensors: dict[str, Any]) -> None:
     >>> tensors["w"]
     tensor([1., 1.])
     """
+    reader = _Reader(checkpoint, read_metadata(checkpoint))
     try:
         with without_known_warnings():
-            dcp.load(tensors, storage_reader=_Reader(checkpoint))
+            dcp.load(tensors, storage_reader=reader)
     except (RuntimeError, ValueError, KeyError, OSError, dcp.CheckpointException) as error:
-        cause = first_cause(error)
-        if isinstance(cause, InvalidCheckpointError):
-            raise cause from error
         raise CheckpointError(
-            f"{checkpoint} cannot be loaded: {_first_line(cause)}. It is of another model: resume with the config it was "
-            "written with."
+            f"{checkpoint} cannot be loaded: {_first_line(first_cause(error))}. It is damaged, or of another model: "
+            "resume with the config it was written with, or from another checkpoint."
         ) from error
 
 
 class _Reader(FileSystemReader):
-    """Reads a checkpoint's tensors without unpickling; torch itself loads them with `weights_only=True`."""
+    """Reads a checkpoint's tensors by metadata that were checked; torch itself loads tensors with `weights_only=True`.
 
-    def __init__(self, checkpoint: Path) -> None:
+    The metadata are read before: torch catches errors of `read_metadata`, and tries other files.
+    """
+
+    def __init__(self, checkpoint: Path, metadata: Metadata) -> None:
         super().__init__(checkpoint)
-        self._checkpoint = checkpoint
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        self._metadata = metadata
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        metadata = read_metadata(self._checkpoint)
-        metadata.storage_meta = StorageMeta(load_id=self.load_id)
-        return metadata
+        return self._metadata
 
 
 def first_cause(error: BaseException) -> BaseException:
