@@ -91,7 +91,6 @@ class SavedRun:
             changes = ", ".join(f"{n} was {self.settings.get(n)!r} and is {settings.get(n)!r} now" for n in names)
             raise CheckpointError(f"{checkpoint} was written with other settings: {changes}. Resume with its own.")
 
-
     def check_position(self, checkpoint: Path, num_samples: int) -> None:
         """Raise unless the position is within training data of `num_samples` per epoch.
 

@@ -81,7 +81,7 @@ def leftovers(folder: Path) -> list[Path]:
 
 
 def set_aside(folder: Path, step: int) -> list[str]:
-    """Rename the checkpoints after `step`, and return their new names. One rank calls it, when a run goes on from `step`.
+    """Rename the checkpoints after `step`, from which a run goes on; return their new names. One rank calls it.
 
     They are invalid, or of a future that the run will not have. It must be able to save under their names.
 

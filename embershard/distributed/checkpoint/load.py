@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, Metadata
 from torch.distributed.checkpoint.metadata import StorageMeta
@@ -35,6 +34,7 @@ def verify_checkpoint(checkpoint: Path, ranks: Ranks, *, allow_unverified: bool 
     Raises:
         InvalidCheckpointError: on all ranks: with the file, and what is wrong with it.
 
+    >>> import torch
     >>> from embershard.distributed import process_group, save_checkpoint
     >>> with process_group("cpu") as ranks:
     ...     saved = save_checkpoint(Path("run"), 4, {"w": torch.ones(2)}, {}, ranks, keep_last=1, run_id="8c1f")
@@ -107,6 +107,7 @@ def load_tensors(checkpoint: Path, tensors: dict[str, Any]) -> None:
         InvalidCheckpointError: its `.metadata` is damaged, or would run code.
         CheckpointError: the checkpoint lacks one of the tensors, or has it in another shape.
 
+    >>> import torch
     >>> from embershard.distributed import process_group, save_checkpoint
     >>> with process_group("cpu") as ranks:
     ...     saved = save_checkpoint(Path("run"), 4, {"w": torch.ones(2)}, {}, ranks, keep_last=1, run_id="8c1f")

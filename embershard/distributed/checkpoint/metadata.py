@@ -122,7 +122,9 @@ def _metadata(root: Any, sizes: Mapping[str, int]) -> Metadata:
         parts[new] = _part(_state(place, "_StorageInfo"), sizes)
     paths = _typed(found["planner_data"], dict)
     return Metadata(
-        state_dict_metadata={_typed(k, str): _tensor(k, v) for k, v in _typed(found["state_dict_metadata"], dict).items()},
+        state_dict_metadata={
+            _typed(k, str): _tensor(k, v) for k, v in _typed(found["state_dict_metadata"], dict).items()
+        },
         planner_data={_typed(k, str): tuple(_typed(step, str) for step in _typed(v, tuple)) for k, v in paths.items()},
         storage_data=parts,
     )
@@ -142,7 +144,9 @@ def _tensor(name: str, entry: Any) -> TensorStorageMetadata:
 
 
 def _part(state: dict[str, Any], sizes: Mapping[str, int]) -> StoredPart:
-    name, offset, length = (_typed(state[key], kind) for key, kind in (("relative_path", str), ("offset", int), ("length", int)))
+    name, offset, length = (
+        _typed(state[key], kind) for key, kind in (("relative_path", str), ("offset", int), ("length", int))
+    )
     if not is_plain_name(name) or name not in sizes:
         raise ValueError(f"it leads to {name!r:.200}, which is no file of this checkpoint")
     if offset < 0 or length < 0 or offset + length > sizes[name]:

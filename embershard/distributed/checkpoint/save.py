@@ -94,9 +94,9 @@ def _write_tensors(partial: Path, tensors: dict[str, Any], ranks: Ranks) -> dict
     except (dcp.CheckpointException, OSError, RuntimeError) as error:
         failure = first_cause(error)
     errors = ranks.all_gather_objects(files.error or (failure if isinstance(failure, OSError) else None))
-    for rank, error in enumerate(errors):
-        if error is not None:
-            raise OSError(error.errno, f"rank {rank}: {error.strerror or error}")
+    for rank, found in enumerate(errors):
+        if found is not None:
+            raise OSError(found.errno, f"rank {rank}: {found.strerror or found}")
     if failure is not None:
         raise failure
     written = {name: digests.finish() for name, digests in files.digests.items()}

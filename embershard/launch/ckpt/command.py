@@ -7,6 +7,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.markup import escape
+
 from embershard.errors import ConfigError, InvalidCheckpointError
 from embershard.launch.arguments import make_parser, positive
 from embershard.launch.screen import make_table, say, wide_console
@@ -38,9 +40,9 @@ def _ls(arguments: argparse.Namespace) -> int:
     from embershard.launch.ckpt import view  # loads torch, and --help must answer at once
 
     folder = _checkpoints(arguments.run_dir)
-    table = make_table(str(folder), ["name", "run", "state"], ["size", "files", "written"])
+    table = make_table(escape(str(folder)), ["name", "run", "state"], ["size", "files", "written"])
     for row in view.listing(folder):
-        table.add_row(*row)
+        table.add_row(*map(escape, row))
     wide_console().print(table)
     return 0
 
@@ -74,7 +76,8 @@ def _prune(arguments: argparse.Namespace) -> int:
     from embershard.launch.record import lock_run_dir
 
     folder, console = _checkpoints(arguments.run_dir), wide_console()
-    lock_run_dir(folder.parent)  # a run that trains is not disturbed
+    if not arguments.dry_run:
+        lock_run_dir(folder.parent)  # a run that trains is not disturbed
     kept, going = view.to_prune(folder, arguments.keep)
     for path in going:
         if not arguments.dry_run:
@@ -87,10 +90,10 @@ def _prune(arguments: argparse.Namespace) -> int:
 def _diff(arguments: argparse.Namespace) -> int:
     from embershard.launch.ckpt import view
 
-    table = make_table(f"{arguments.first} and {arguments.second}", ["what", "first", "second"], [])
+    table = make_table(escape(f"{arguments.first} and {arguments.second}"), ["what", "first", "second"], [])
     differences = list(view.differences(arguments.first, arguments.second))
     for row in differences:
-        table.add_row(*row)
+        table.add_row(*map(escape, row))
     if differences:
         wide_console().print(table)
     else:

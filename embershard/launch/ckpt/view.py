@@ -57,7 +57,7 @@ def to_prune(folder: Path, keep: int) -> tuple[list[Path], list[Path]]:
 
 
 def differences(first: Path, second: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield what differs between two valid checkpoints: (name, of the first, of the second). Reads a tensor at a time."""
+    """Yield how two valid checkpoints differ: name, in the first, in the second. Reads one tensor at a time."""
     manifests = [verify_alone(path) for path in (first, second)]
     if manifests[0].run_id != manifests[1].run_id:
         yield "run", manifests[0].run_id, manifests[1].run_id

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -83,7 +84,12 @@ def test_every_bit_of_the_manifest_counts(saved, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("../outside", "not the name of a file"), ("/etc/passwd", "not the name"), ("..", "not the name"), ("a\0b", "not")],
+    [
+        ("../outside", "not the name of a file"),
+        ("/etc/passwd", "not the name"),
+        ("..", "not the name"),
+        ("a\0b", "not"),
+    ],
 )
 def test_a_manifest_leads_nowhere_else(saved, tmp_path, ranks, name, said):
     folder = copy_of(saved, tmp_path)
@@ -155,7 +161,7 @@ def test_pieces_make_the_same_blocks(data: bytes, block_bytes: int, cuts: list[i
     whole, pieces = BlockDigests(block_bytes), BlockDigests(block_bytes)
     whole.update(data)
     edges = [0, *sorted(cut for cut in cuts if cut < len(data)), len(data)]
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         pieces.update(data[start:end])
     assert pieces.finish() == whole.finish()
     assert len(whole.finish().sha256) == -(-len(data) // block_bytes)

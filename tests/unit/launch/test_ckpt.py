@@ -23,7 +23,7 @@ def ranks() -> Iterator[Ranks]:
 
 @pytest.fixture
 def run_dir(tmp_path: Path, ranks: Ranks) -> Path:
-    """Three checkpoints, of which the third is another in one of twenty values; an unfinished one, and one set aside."""
+    """Three checkpoints, of which the third differs in one value; an unfinished one, and one set aside."""
     folder = tmp_path / "checkpoints"
     for step in (1, 2, 3):
         weights = torch.zeros(10, 2)
@@ -43,7 +43,7 @@ def names(run_dir: Path) -> list[str]:
 def test_ls(run_dir, capsys):
     (run_dir / "checkpoints" / "step_2" / "scalars.json").unlink()
     assert cli.main(["ckpt", "ls", str(run_dir)]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("step_")]
+    lines = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines() if "│step_" in line]
     assert [(line[0], line[1]) for line in lines[:3]] == [(f"step_{step}", "8c1fbeef") for step in (1, 2, 3)]
     assert [" ".join(line[2:5]) for line in lines[1:2]] == ["scalars.json: is missing"]
     assert [line[:3] for line in lines[3:]] == [["step_3.aside", "set", "aside"], ["step_4.tmp", "unfinished", "0"]]

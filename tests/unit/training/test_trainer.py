@@ -175,7 +175,10 @@ DAMAGE: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (_with("stream", {"epoch": 0, "seed": 0}), "stream.global_sample: got 'nothing', needed integer"),
     (_with("stream", {"epoch": None, "global_sample": 0, "seed": 0}), "stream.epoch: got None, needed integer"),
     (_with("stream", {"epoch": 0, "global_sample": -5, "seed": 0}), "stream.global_sample: got -5, needed at least 0"),
-    (_with("stream", {"epoch": 10**12, "global_sample": 0, "seed": 0}), "stream.epoch: got 1000000000000, needed at most"),
+    (
+        _with("stream", {"epoch": 10**12, "global_sample": 0, "seed": 0}),
+        "stream.epoch: got 10{12}, needed at",
+    ),
     (_with("tables", "all"), "tables: got 'all', needed section"),
     (_with("tables", {"cat_0": 7}), r"tables.cat_0: got 7, needed \[integer, integer\]"),
     (_with("tables", {"cat_0": [7]}), r"tables.cat_0: got \[7\], needed \[integer, integer\]"),
@@ -188,7 +191,7 @@ DAMAGE: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (_with("rng", [{"cuda": ""}]), r"rng\[0\]: got \['cuda'\], needed a state for 'cpu'"),
     (_with("rng", [{"cpu": 5}]), r"rng\[0\].cpu: got 5, needed text"),
     (_with("rng", [{"cpu": "AAAA"}]), r"rng\[0\].cpu: got 'AAAA', needed a generator's state in base64"),
-    (_with("rng", [{"cpu": "A" * len(CPU_STATE["cpu"])}]), r"rng\[0\].cpu: got 'A+', needed a generator's state"),
+    (_with("rng", [{"cpu": "A" * len(CPU_STATE["cpu"])}]), r"rng\[0\].cpu: got 'A+, needed a generator's state"),
     (_with("rng", [{**CPU_STATE, "cuda": "*"}]), r"rng\[0\].cuda: got '\*', needed a generator's state"),
 ]
 
@@ -216,7 +219,7 @@ def test_a_checkpoint_with_damaged_scalars_is_refused_by_name(ranks, tmp_path):
     for key, value in (("global_sample", 10**12), ("global_sample", 901), ("global_sample", 0)):
         path.write_text(json.dumps({**sound, "stream": {**sound["stream"], key: value}}))
         make_manifest_right(checkpoint)
-        with pytest.raises(CheckpointError, match=rf"at sample {value} of epoch 0, and the training data have 900 samp"):
+        with pytest.raises(CheckpointError, match=rf"at sample {value} of epoch 0, .* data have 900 samples"):
             trainer.resume(checkpoint)
     assert losses([*first, *reports]) == whole
     trainer.close()
