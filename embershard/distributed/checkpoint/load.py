@@ -122,7 +122,7 @@ def load_tensors(checkpoint: Path, tensors: dict[str, Any]) -> None:
             dcp.load(tensors, storage_reader=reader)
     except (RuntimeError, ValueError, KeyError, OSError, dcp.CheckpointException) as error:
         raise CheckpointError(
-            f"{checkpoint} cannot be loaded: {_first_line(first_cause(error))}. It is damaged, or of another model: "
+            f"{checkpoint} cannot be loaded: {_first_line(error)}. It is damaged, or of another model: "
             "resume with the config it was written with, or from another checkpoint."
         ) from error
 
@@ -142,15 +142,14 @@ class _Reader(FileSystemReader):
         return self._metadata
 
 
-def first_cause(error: BaseException) -> BaseException:
-    """Return the first rank's own error from one that torch raises for all ranks."""
-    causes = list((getattr(error, "failures", None) or {}).values())
-    if not causes:
-        return error
-    return causes[0][0] if isinstance(causes[0], tuple) else causes[0]
+def causes(error: dcp.CheckpointException) -> dict[int, BaseException]:
+    """Return the errors of the ranks, by rank, from the one that torch raises on all of them."""
+    return {rank: failure[0] for rank, failure in error.failures.items()}
 
 
 def _first_line(error: BaseException) -> str:
+    if isinstance(error, dcp.CheckpointException):
+        error = next(iter(causes(error).values()))
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
     return "a file cannot be unpickled" if "weights_only" in text else text  # torch's advice there is dangerous
 

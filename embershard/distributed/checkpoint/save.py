@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from embershard.distributed.checkpoint.digests import DigestingFileSystem, FileEntry, file_entry
 from embershard.distributed.checkpoint.folder import PARTIAL, leftovers, prune, sync_folder
-from embershard.distributed.checkpoint.load import SCALARS, first_cause, without_known_warnings
+from embershard.distributed.checkpoint.load import SCALARS, causes, without_known_warnings
 from embershard.distributed.checkpoint.manifest import MANIFEST, Manifest
 from embershard.distributed.process_group import Ranks
 from embershard.errors import CheckpointError, FailedSaveError
@@ -87,17 +87,17 @@ def _write_tensors(partial: Path, tensors: dict[str, Any], ranks: Ranks) -> dict
     """Write and sync the files of all ranks; return their checksums by name. Raises OSError on all ranks."""
     writer = FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
     writer.fs = files = DigestingFileSystem()
-    failure: BaseException | None = None
+    failures: Mapping[int, BaseException] = {}
     try:
         with without_known_warnings():
             dcp.save(tensors, storage_writer=writer)
-    except (dcp.CheckpointException, OSError, RuntimeError) as error:
-        failure = first_cause(error)
-    errors = ranks.all_gather_objects(files.error or (failure if isinstance(failure, OSError) else None))
-    for rank, found in enumerate(errors):
+    except dcp.CheckpointException as error:
+        failures = causes(error)
+    own = files.error or failures.get(ranks.rank)
+    for rank, found in enumerate(ranks.all_gather_objects(own if isinstance(own, OSError) else None)):
         if found is not None:
             raise OSError(found.errno, f"rank {rank}: {found.strerror or found}")
-    if failure is not None:
+    for failure in failures.values():
         raise failure
     written = {name: digests.finish() for name, digests in files.digests.items()}
     return {name: entry for part in ranks.all_gather_objects(written) for name, entry in part.items()}
