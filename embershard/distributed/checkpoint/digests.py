@@ -6,6 +6,7 @@ import hashlib
 import io
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,13 +114,24 @@ class _DigestedFile(io.FileIO):
         self._digests = files.digests[path.name] = BlockDigests()
 
     def write(self, data: Any, /) -> int:
+        view = memoryview(data).cast("B")[:BLOCK_BYTES]
+        if len(view) < _READ_BYTES:
+            self._write(view)
+            self._digests.update(view)
+        else:  # both release Python's lock
+            with ThreadPoolExecutor(1, "embershard-digest") as pool:
+                digesting = pool.submit(self._digests.update, view)
+                self._write(view)
+            digesting.result()
+        return len(view)
+
+    def _write(self, view: memoryview) -> None:
         try:
-            written = super().write(data)
+            while len(view):
+                view = view[super().write(view) :]
         except OSError as error:
             self._files.error = self._files.error or error
             raise
-        self._digests.update(memoryview(data)[:written])
-        return written
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         assert (offset, whence) in ((0, os.SEEK_CUR), (self._digests.num_bytes, os.SEEK_SET)), "written in order"

@@ -49,8 +49,8 @@ def prune(folder: Path, step: int, keep_last: int) -> list[str]:
     """Remove the oldest complete checkpoints up to `step`, but for `keep_last`; return their names. One rank calls it.
 
     >>> for step in (1, 2, 3, 9):
-    ...     Path(f"runs/step_{step}").mkdir(parents=True)
-    >>> prune(Path("runs"), step=3, keep_last=1)
+    ...     Path(f"long/step_{step}").mkdir(parents=True)
+    >>> prune(Path("long"), step=3, keep_last=1)
     ['step_1', 'step_2']
     """
     old = [path for path in complete_checkpoints(folder) if (step_of(path) or 0) <= step][:-keep_last]
@@ -73,8 +73,8 @@ def remove(checkpoint: Path) -> None:
 def leftovers(folder: Path) -> list[Path]:
     """Return what a run that died left: checkpoints that were being written or removed.
 
-    >>> Path("runs/step_2.tmp").mkdir(parents=True)
-    >>> [path.name for path in leftovers(Path("runs"))]
+    >>> Path("dead/step_2.tmp").mkdir(parents=True)
+    >>> [path.name for path in leftovers(Path("dead"))]
     ['step_2.tmp']
     """
     return sorted(path for path in folder.glob(f"step_*{PARTIAL}") if path.is_dir())
@@ -85,9 +85,9 @@ def set_aside(folder: Path, step: int) -> list[str]:
 
     They are invalid, or of a future that the run will not have. It must be able to save under their names.
 
-    >>> Path("runs/step_2").mkdir(parents=True), Path("runs/step_3").mkdir()
+    >>> Path("back/step_2").mkdir(parents=True), Path("back/step_3").mkdir()
     (None, None)
-    >>> set_aside(Path("runs"), 2)
+    >>> set_aside(Path("back"), 2)
     ['step_3.aside']
     """
     names = []

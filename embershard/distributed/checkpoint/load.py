@@ -37,7 +37,7 @@ def verify_checkpoint(checkpoint: Path, ranks: Ranks, *, allow_unverified: bool 
     >>> import torch
     >>> from embershard.distributed import process_group, save_checkpoint
     >>> with process_group("cpu") as ranks:
-    ...     saved = save_checkpoint(Path("run"), 4, {"w": torch.ones(2)}, {}, ranks, keep_last=1, run_id="8c1f")
+    ...     saved = save_checkpoint(Path("verified"), 4, {"w": torch.ones(2)}, {}, ranks, keep_last=1, run_id="8c1f")
     ...     verify_checkpoint(saved, ranks).step
     4
     """
