@@ -52,9 +52,14 @@ def _write_problem(probe: Path) -> str | None:
 
 
 def _check_space(folder: Path, save_bytes: int, num_saves: int, keep_last: int) -> None:
-    free = shutil.disk_usage(folder).free
     complete = complete_checkpoints(folder)
-    there = sum(folder_bytes(path) for path in [*complete, *leftovers(folder)])
+    try:
+        free = shutil.disk_usage(folder).free
+        there = sum(folder_bytes(path) for path in [*complete, *leftovers(folder)])
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename}: cannot be read ({error.strerror}). Change its permissions, or use another --run-dir."
+        ) from error
     at_once = min(num_saves + len(complete), keep_last + 1)
     needed = at_once * save_bytes - there
     if needed > free:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import FileSystemReader, Metadata
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from embershard.distributed.checkpoint.manifest import MANIFEST, Manifest
-from embershard.distributed.checkpoint.metadata import check_metadata, read_metadata
+from embershard.distributed.checkpoint.metadata import METADATA, read_metadata
 from embershard.distributed.process_group import Ranks
 from embershard.errors import CheckpointError, InvalidCheckpointError
 
@@ -53,7 +53,7 @@ def verify_checkpoint(checkpoint: Path, ranks: Ranks, *, allow_unverified: bool 
         problem = next(filter(None, ranks.all_gather_objects(manifest.damage(checkpoint, share))), None)
         if problem is not None:
             raise InvalidCheckpointError(f"{checkpoint}: {problem}")
-    ranks.from_first(lambda: check_metadata(checkpoint))
+    ranks.from_first(lambda: _check_listed(checkpoint, manifest))
     return manifest
 
 
@@ -66,8 +66,19 @@ def verify_alone(checkpoint: Path) -> Manifest:
     manifest = Manifest.read(checkpoint)
     if problem := manifest.damage(checkpoint):
         raise InvalidCheckpointError(f"{checkpoint}: {problem}")
-    check_metadata(checkpoint)
+    _check_listed(checkpoint, manifest)
     return manifest
+
+
+def _check_listed(checkpoint: Path, manifest: Manifest | None) -> None:
+    """Raise unless the manifest, where there is one, lists every file that is read; so all of them were verified."""
+    listed = None if manifest is None else manifest.files.keys()
+    for name in (METADATA, SCALARS):
+        if listed is not None and name not in listed:
+            raise InvalidCheckpointError(f"{checkpoint}: {MANIFEST} does not list {name}")
+    for part in read_metadata(checkpoint).storage_data.values():
+        if listed is not None and part.relative_path not in listed:
+            raise InvalidCheckpointError(f"{checkpoint}: {MANIFEST} does not list {part.relative_path}")
 
 
 def read_scalars(checkpoint: Path) -> dict[str, Any]:

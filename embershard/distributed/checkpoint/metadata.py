@@ -75,11 +75,6 @@ def read_metadata(checkpoint: Path) -> Metadata:
         raise InvalidCheckpointError(f"{checkpoint}: {METADATA} is refused: {cause}") from error
 
 
-def check_metadata(checkpoint: Path) -> None:
-    """Raise `InvalidCheckpointError` where `read_metadata` does."""
-    read_metadata(checkpoint)
-
-
 class _StandIn:
     """Takes the place of an instance: keeps its arguments and its state."""
 

@@ -22,7 +22,8 @@ __all__ = ["differences", "listing", "remove", "to_prune"]
 
 def listing(folder: Path) -> Iterator[tuple[str, ...]]:
     """Yield name, run, state, size, number of files and time of every checkpoint; files are not read."""
-    for path in sorted(folder.glob("step_*"), key=lambda path: (step_of(path) is None, step_of(path) or 0, path.name)):
+    found = [path for path in folder.glob("step_*") if path.is_dir()]
+    for path in sorted(found, key=lambda path: (step_of(path) is None, step_of(path) or 0, path.name)):
         run, state = "", "unfinished" if path.suffix == ".tmp" else "set aside"
         if step_of(path) is not None:
             state = "complete"

@@ -104,7 +104,7 @@ def test_a_manifest_leads_nowhere_else(saved, tmp_path, ranks, name, said):
     ("changes", "said"),
     [
         ({"block_bytes": 0}, "in blocks of 0"),
-        ({"files": {}}, r"\.metadata is refused"),  # another check finds it: nothing says where tensors are
+        ({"files": {}}, r"does not list \.metadata"),
         ({"format": 2}, "has format 2, needed 1"),
         ({"step": 1}, "is that of step 1"),
         ({"step": "2"}, "needed integer"),
@@ -119,10 +119,18 @@ def test_a_manifest_with_a_right_checksum_and_wrong_values(saved, tmp_path, rank
     del values["checksum"]
     checksum = manifests.hashlib.sha256(json.dumps(values, indent=1).encode()).hexdigest()
     path.write_text(json.dumps({**values, "checksum": checksum}, indent=1))
-    if changes == {"files": {}}:
-        (folder / "step_2" / ".metadata").unlink()
     with pytest.raises(InvalidCheckpointError, match=said):
         verify_checkpoint(folder / "step_2", ranks)
+
+
+@pytest.mark.parametrize("name", [".metadata", "scalars.json", "__0_0.distcp"])
+def test_a_manifest_that_leaves_a_file_out(saved, tmp_path, ranks, name):
+    """A file that is read and was not verified."""
+    checkpoint = copy_of(saved, tmp_path) / "step_2"
+    files = {key: entry for key, entry in Manifest.read(checkpoint).files.items() if key != name}
+    (checkpoint / "manifest.json").write_text(Manifest.of(2, "run", files).text())
+    with pytest.raises(InvalidCheckpointError, match=f"does not list {name}"):
+        verify_checkpoint(checkpoint, ranks)
 
 
 def test_another_folder_is_another_checkpoint(saved, tmp_path, ranks):

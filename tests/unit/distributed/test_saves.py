@@ -29,6 +29,7 @@ from embershard.distributed import (
 )
 from embershard.distributed.checkpoint import disk, folder, save
 from embershard.errors import CheckpointError, ConfigError, FailedSaveError
+from embershard.launch.record import lock_run_dir
 from tests.unit.distributed import checkpoints
 
 
@@ -173,6 +174,12 @@ def test_a_folder_that_cannot_be_written(tmp_path, ranks):
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointError, match=r"rank 0 cannot write checkpoints there \(Not a directory\)"):
         check_disk(tmp_path / "file" / "checkpoints", 1, 1, 1, ranks)
+
+
+def test_a_run_folder_on_a_read_only_disk(tiny_disk):
+    subprocess.run(["mount", "-o", "remount,ro", str(tiny_disk)], check=True)
+    with pytest.raises(ConfigError, match=r"run cannot be written \(Read-only file system\)"):
+        lock_run_dir(tiny_disk / "run")
 
 
 def test_a_read_only_disk(tiny_disk, ranks):
