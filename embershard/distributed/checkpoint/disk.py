@@ -64,9 +64,9 @@ def _check_space(folder: Path, save_bytes: int, num_saves: int, keep_last: int) 
     needed = at_once * save_bytes - there
     if needed > free:
         raise CheckpointError(
-            f"{folder}: checkpoints need {_gigabytes(needed)} more, and {_gigabytes(free)} are free ({at_once} "
-            f"checkpoints of {_gigabytes(save_bytes)} at one time, of which {_gigabytes(there)} are there). Free "
-            f"{_gigabytes(needed - free)}, lower checkpoint.keep_last, or use a --run-dir on a larger disk."
+            f"{folder}: checkpoints need {_size(needed)} more, and {_size(free)} are free ({at_once} "
+            f"checkpoints of {_size(save_bytes)} at one time, of which {_size(there)} are there). Free "
+            f"{_size(needed - free)}, lower checkpoint.keep_last, or use a --run-dir on a larger disk."
         )
 
 
@@ -75,5 +75,5 @@ def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
 
 
-def _gigabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:,.2f} GB"
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.2f} MB"

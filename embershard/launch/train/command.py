@@ -19,7 +19,7 @@ from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from embershard.distributed import Ranks, process_group
-from embershard.errors import ConfigError, EmbershardError
+from embershard.errors import ConfigError, EmbershardError, FailedSaveError
 from embershard.launch.arguments import add_settings, text_override
 from embershard.launch.config import load_config
 from embershard.launch.record import RunRecord, check_run_dir, lock_run_dir, make_result
@@ -233,6 +233,8 @@ def _plan_notes(plan: Plan, config: RunConfig, device: str) -> list[str]:
 
 def _show_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Show our own errors without a traceback, since they say what to do; show others with theirs."""
+    if isinstance(error, FailedSaveError) and os.environ.get("RANK", "0") != "0":
+        return  # all ranks raise the same one
     if isinstance(error, EmbershardError):  # torch puts the rank in front
         print(f"{kind.__name__}: {error}", file=sys.stderr)
     elif not isinstance(error, KeyboardInterrupt):
