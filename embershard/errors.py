@@ -10,7 +10,9 @@
     │   └── CacheOverflowError              one batch needs more rows than there are slots
     ├── ShardingError (ValueError)          a plan cannot be made, or does not fit the model
     ├── StepError (RuntimeError)            a rank left a training step that the others are in
-    ├── CheckpointError (RuntimeError)      a checkpoint is incomplete, or belongs to another model
+    ├── CheckpointError (RuntimeError)      a checkpoint is missing, or belongs to another model
+    │   ├── InvalidCheckpointError          it is damaged, incomplete, or cannot be verified
+    │   └── FailedSaveError                 it could not be written: a full disk, a folder that cannot be written
     └── SetupError (RuntimeError)           versions, devices or process groups do not fit together
 
 A message names what it got, what it needed, and how to fix it.
@@ -55,7 +57,15 @@ class StepError(EmbershardError, RuntimeError):
 
 
 class CheckpointError(EmbershardError, RuntimeError):
-    """A checkpoint is missing, incomplete, or was written by a model of another shape."""
+    """A checkpoint is missing, or was written by a model of another shape."""
+
+
+class InvalidCheckpointError(CheckpointError):
+    """A checkpoint is damaged, incomplete, or cannot be verified. An older one may be valid."""
+
+
+class FailedSaveError(CheckpointError):
+    """A checkpoint could not be written. Earlier ones are as they were."""
 
 
 class SetupError(EmbershardError, RuntimeError):

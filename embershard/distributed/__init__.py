@@ -10,13 +10,19 @@ from embershard.lazy_names import lazy_names
 if TYPE_CHECKING:
     from embershard.distributed.agreement import longest, shortest
     from embershard.distributed.checkpoint import (
+        Manifest,
+        check_disk,
         complete_checkpoints,
         damaged_scalars,
         load_tensors,
+        prune,
         read_scalars,
         rng_state,
         save_checkpoint,
+        set_aside,
         set_rng_state,
+        step_of,
+        verify_checkpoint,
         without_empty,
     )
     from embershard.distributed.config import CheckpointConfig
@@ -27,13 +33,19 @@ else:
         {
             "agreement": ["longest", "shortest"],
             "checkpoint": [
+                "Manifest",
+                "check_disk",
                 "complete_checkpoints",
                 "damaged_scalars",
                 "load_tensors",
+                "prune",
                 "read_scalars",
                 "rng_state",
                 "save_checkpoint",
+                "set_aside",
                 "set_rng_state",
+                "step_of",
+                "verify_checkpoint",
                 "without_empty",
             ],
             "config": ["CheckpointConfig"],
@@ -43,17 +55,23 @@ else:
 
 __all__ = [
     "CheckpointConfig",
+    "Manifest",
     "Ranks",
+    "check_disk",
     "complete_checkpoints",
     "damaged_scalars",
     "empty_like",
     "load_tensors",
     "longest",
     "process_group",
+    "prune",
     "read_scalars",
     "rng_state",
     "save_checkpoint",
+    "set_aside",
     "set_rng_state",
     "shortest",
+    "step_of",
+    "verify_checkpoint",
     "without_empty",
 ]

@@ -1,15 +1,16 @@
-"""Settings of a run's checkpoints."""
+"""Settings of checkpoints."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from embershard.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Settings of checkpoints: steps between them, and number kept.
+    """Settings of checkpoints: steps between them, number kept, and what a failed save means.
 
     >>> CheckpointConfig(every_steps=1000).keep_last
     2
@@ -24,8 +25,25 @@ class CheckpointConfig:
     keep_last: int = 2
     """Complete checkpoints to keep; older ones are removed."""
 
+    on_failed_save: Literal["stop", "continue"] = "stop"
+    """When a save fails, for instance on a full disk: stop, or train on and try again at the next one. The save at the
+    end of training always stops."""
+
     def __post_init__(self) -> None:
         for name in ("every_steps", "keep_last"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"checkpoint.{name}: got {value}, needed at least 1.")
+        if self.on_failed_save not in ("stop", "continue"):
+            raise ConfigError(f"checkpoint.on_failed_save: got {self.on_failed_save!r}, needed 'stop' or 'continue'.")
+        if self.on_failed_save == "continue" and self.every_steps is None:
+            raise ConfigError("checkpoint.on_failed_save has no effect without checkpoint.every_steps.")
+
+    def num_saves(self, steps: int) -> int:
+        """Return the number of checkpoints that a run of `steps` writes.
+
+        >>> CheckpointConfig(every_steps=10).num_saves(25), CheckpointConfig(every_steps=10).num_saves(20)
+        (3, 2)
+        """
+        every = self.every_steps or steps + 1
+        return steps // every + (self.at_end and steps % every > 0)

@@ -9,6 +9,8 @@ from pathlib import Path
 from embershard.decoding import toml
 from embershard.errors import ConfigError
 
+NEWEST = -1  # --resume without a step
+
 
 def make_parser(command: str, description: str) -> argparse.ArgumentParser:
     """Return the parser of `embershard COMMAND`; its help shows the description as it is written."""
@@ -70,4 +72,30 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="folder for the run's files (default: runs/NAME-TIME)"
     )
-    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --run-dir")
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        type=_step,
+        const=NEWEST,
+        metavar="STEP",
+        help="continue from the newest valid checkpoint in --run-dir, or from that of STEP",
+    )
+    parser.add_argument(
+        "--unverified",
+        action="store_true",
+        help="with --resume: also take a checkpoint without a manifest, of which nothing can be verified",
+    )
+
+
+def check_resume(arguments: argparse.Namespace) -> None:
+    """Raise `ConfigError` where an argument of the resume has no effect."""
+    if arguments.resume is not None and arguments.run_dir is None:
+        raise ConfigError("--resume needs --run-dir, the folder of the run to continue.")
+    if arguments.unverified and arguments.resume is None:
+        raise ConfigError("--unverified has no effect without --resume.")
+
+
+def _step(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"got {text!r}; needed the step of a checkpoint, or nothing for the newest")
+    return int(text)

@@ -16,7 +16,7 @@ from embershard.launch.run_dir import check_run_dir
 from embershard.launch.versions import git_commit, versions
 from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
-from embershard.training.reports import EvalReport, Report, SaveReport, TrainReport
+from embershard.training.reports import EvalReport, FailedSaveReport, Report, SaveReport, TrainReport
 from embershard.training.trainer import Trainer
 
 #: Steps at the start that do not count for the speed: caches fill, memory is allocated.
@@ -129,6 +129,8 @@ def _flat(report: Report) -> tuple[str, dict[str, Any]]:
         return "train", dataclasses.asdict(report)
     if isinstance(report, EvalReport):
         return "eval", {"step": report.step, **dataclasses.asdict(report.quality), "seconds": report.seconds}
+    if isinstance(report, FailedSaveReport):
+        return "failed_checkpoint", dataclasses.asdict(report)
     assert isinstance(report, SaveReport)
     return "checkpoint", {"step": report.step, "path": report.path.name, "seconds": report.seconds}
 

@@ -28,10 +28,13 @@ def lock_run_dir(folder: Path) -> None:
     """Reserve `folder` for this process until it ends. (The ranks of a killed launcher run on for a while.)
 
     Raises:
-        ConfigError: another process writes into the folder.
+        ConfigError: another process writes into the folder, or this one cannot.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / ".lock").open("w")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written ({error.strerror}). Use another --run-dir.") from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -41,4 +41,12 @@ class SaveReport:
     seconds: float
 
 
-Report = TrainReport | EvalReport | SaveReport
+@dataclass(frozen=True)
+class FailedSaveReport:
+    """A checkpoint that could not be written; the training goes on."""
+
+    step: int
+    reason: str
+
+
+Report = TrainReport | EvalReport | SaveReport | FailedSaveReport

@@ -12,7 +12,7 @@ import torch
 
 from embershard.data import StreamState
 from embershard.decoding import decode, field_types
-from embershard.distributed import damaged_scalars, read_scalars
+from embershard.distributed import damaged_scalars, read_scalars, step_of
 from embershard.errors import CheckpointError
 
 
@@ -29,7 +29,7 @@ class SavedRun:
         rng: the states of each rank's random number generators, in base64, by device.
 
     Raises:
-        CheckpointError: a number is too small, or a generator's state is missing or damaged.
+        CheckpointError: a number is out of its range, or a generator's state is missing or damaged.
     """
 
     step: int
@@ -46,6 +46,9 @@ class SavedRun:
         for name, value in numbers.items():
             least = 1 if name == "world_size" else 0
             _need(value >= least, name, value, f"at least {least}")
+        _need(self.samples < 2**63, "samples", self.samples, "less than 2^63")
+        for name in ("step", "stream.epoch"):  # each takes a sample at least
+            _need(numbers[name] <= self.samples, name, numbers[name], f"at most {self.samples} (samples)")
         _need(len(self.rng) == self.world_size, "rng", f"{len(self.rng)} ranks", f"{self.world_size} (world_size)")
         for rank, states in enumerate(self.rng):
             _need("cpu" in states, f"rng[{rank}]", list(states), "a state for 'cpu'")
@@ -57,7 +60,7 @@ class SavedRun:
         """Read the scalars of a checkpoint.
 
         Raises:
-            CheckpointError: the checkpoint is incomplete, or an entry of its scalars is missing or wrong.
+            InvalidCheckpointError: the scalars cannot be read, or an entry of them is missing or wrong.
         """
         scalars = read_scalars(checkpoint)
         values = {name: scalars[name] for name in field_types(SavedRun) if name in scalars}
@@ -65,7 +68,9 @@ class SavedRun:
             if isinstance(stream := values.get("stream"), dict):  # no part of a position has a default
                 for name in field_types(StreamState):
                     _need(name in stream, f"stream.{name}", "nothing", "integer")
-            return decode(SavedRun, values, CheckpointError)
+            saved = decode(SavedRun, values, CheckpointError)
+            _need(saved.step == step_of(checkpoint), "step", saved.step, f"that of {checkpoint.name}")
+            return saved
         except CheckpointError as error:
             raise damaged_scalars(checkpoint, str(error)) from error
 
@@ -86,6 +91,19 @@ class SavedRun:
             changes = ", ".join(f"{n} was {self.settings.get(n)!r} and is {settings.get(n)!r} now" for n in names)
             raise CheckpointError(f"{checkpoint} was written with other settings: {changes}. Resume with its own.")
 
+    def check_position(self, checkpoint: Path, num_samples: int) -> None:
+        """Raise unless the position is within training data of `num_samples` per epoch.
+
+        Raises:
+            CheckpointError: with both sides.
+        """
+        at, most = self.stream.global_sample, self.stream.epoch * num_samples + self.stream.global_sample
+        if at > num_samples or self.samples > most:
+            raise CheckpointError(
+                f"{checkpoint} does not fit: it was saved after {self.samples} samples, at sample {at} of epoch "
+                f"{self.stream.epoch}, and the training data have {num_samples} samples. Resume with its own data."
+            )
+
 
 def _different(saved: Mapping[str, Any], needed: Mapping[str, Any]) -> list[str]:
     return [key for key in sorted(saved.keys() | needed.keys()) if saved.get(key) != needed.get(key)]
@@ -101,4 +119,10 @@ def _is_state(device: str, text: str) -> bool:
         state = base64.b64decode(text, validate=True)
     except ValueError:
         return False
-    return len(state) == torch.get_rng_state().numel() if device == "cpu" else bool(state)
+    if device != "cpu":
+        return bool(state)
+    try:
+        torch.Generator().set_state(torch.tensor(list(state), dtype=torch.uint8))
+    except RuntimeError:
+        return False
+    return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+import uuid
 from array import array
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -19,21 +20,25 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from embershard.data import Batch, BatchStream, StreamState, open_source
 from embershard.distributed import (
     Ranks,
+    check_disk,
     load_tensors,
     rng_state,
     save_checkpoint,
     set_rng_state,
+    verify_checkpoint,
     without_empty,
 )
-from embershard.errors import CheckpointError
+from embershard.errors import CheckpointError, FailedSaveError
+from embershard.models.dense_size import DenseSize
 from embershard.pipeline import LookAheadPipeline
+from embershard.sharding.sizes import TableSize
 from embershard.training.build import build_sharded_model, find_plan, find_profile
 from embershard.training.cache_report import CacheReader
 from embershard.training.config import RunConfig
 from embershard.training.loss_monitor import LossMonitor
 from embershard.training.metrics import PredictionBuffer
 from embershard.training.optimizers import set_learning_rate
-from embershard.training.reports import EvalReport, Report, SaveReport, TrainReport
+from embershard.training.reports import EvalReport, FailedSaveReport, Report, SaveReport, TrainReport
 from embershard.training.saved_run import SavedRun
 from embershard.training.steps import Steps
 
@@ -52,11 +57,12 @@ class Trainer:
         self.config, self.ranks, self.checkpoints = config, ranks, checkpoints
         self.plan = find_plan(config, ranks)
         self.source = open_source(config.data)
+        self.stream = self._open_stream(StreamState(seed=config.data.seed))
+        self._check_disk()
         profile = find_profile(config, self.source)
         self.model = build_sharded_model(config, self.plan, profile, self.source.schema, ranks)
         self.dense_parameters = dict(in_backward_optimizer_filter(self.model.named_parameters()))
         self.dense_optimizer = config.dense_optimizer.build(self.dense_parameters)
-        self.stream = self._open_stream(StreamState(seed=config.data.seed))
         self._upcoming: Steps | None = None
         self.loss_monitor = LossMonitor(ranks)
         self.window = PredictionBuffer(WINDOW_SAMPLES)
@@ -65,6 +71,7 @@ class Trainer:
         self.step_seconds = array("d")
         self._reported_steps = 0
         self._learning_rate_factor: float | None = None
+        self.run_id = ranks.from_first(lambda: uuid.uuid4().hex)
 
     @property
     def total_steps(self) -> int:
@@ -97,8 +104,9 @@ class Trainer:
                 evaluated = self.steps
                 yield self.evaluate()
             if self.checkpoints and every(config.checkpoint.every_steps):
-                saved = self.steps
-                yield self.save()
+                report = self._try_to_save()
+                saved = self.steps if isinstance(report, SaveReport) else saved
+                yield report
         if self.steps > self._reported_steps:
             yield self.report()
         if config.holds_out and evaluated != self.steps:
@@ -173,6 +181,7 @@ class Trainer:
 
         Raises:
             CheckpointError: one of this step exists, or the run has no folder for checkpoints.
+            FailedSaveError: it could not be written.
         """
         started = time.perf_counter()
         if self.checkpoints is None:
@@ -186,18 +195,37 @@ class Trainer:
             "rng": self.ranks.all_gather_objects(rng_state(self.ranks.device)),
         }
         tensors, keep_last = without_empty(self._tensors()), self.config.checkpoint.keep_last
-        path = save_checkpoint(self.checkpoints, self.steps, tensors, scalars, self.ranks, keep_last=keep_last)
+        path = save_checkpoint(
+            self.checkpoints, self.steps, tensors, scalars, self.ranks, keep_last=keep_last, run_id=self.run_id
+        )
         return SaveReport(self.steps, path, time.perf_counter() - started)
 
-    def resume(self, checkpoint: Path) -> None:
+    def _try_to_save(self) -> SaveReport | FailedSaveReport:
+        try:
+            return self.save()
+        except FailedSaveError as error:
+            if self.config.checkpoint.on_failed_save == "stop":
+                raise
+            return FailedSaveReport(self.steps, str(error))
+
+    def resume(self, checkpoint: Path, *, allow_unverified: bool = False) -> bool:
         """Continue from `checkpoint`, with any number of ranks, as the run would have continued.
 
+        Args:
+            allow_unverified: also take a checkpoint without a manifest, of which nothing can be verified.
+
+        Returns:
+            True if the checkpoint was verified.
+
         Raises:
-            CheckpointError: the checkpoint is incomplete or damaged, or of a model with other tables.
+            InvalidCheckpointError: the checkpoint is incomplete or damaged; the run is as it was before.
+            CheckpointError: it is of a model with other tables, or with other settings.
             ConfigError: it was written with another `data.seed`.
         """
-        saved = SavedRun.read(checkpoint)
+        manifest = verify_checkpoint(checkpoint, self.ranks, allow_unverified=allow_unverified)
+        saved = self.ranks.from_first(lambda: SavedRun.read(checkpoint))
         saved.check_fits(checkpoint, self._tables(), self._settings())
+        saved.check_position(checkpoint, self.stream.num_samples)
         if self._upcoming is not None:
             self._upcoming.close()
             self._upcoming = None
@@ -217,6 +245,9 @@ class Trainer:
         self.stream = self._open_stream(saved.stream)
         if saved.world_size == self.ranks.world_size:
             set_rng_state(saved.rng[self.ranks.rank], self.ranks.device)
+        if manifest is not None:
+            self.run_id = manifest.run_id
+        return manifest is not None
 
     def close(self) -> None:
         """End the threads that parse ahead."""
@@ -230,6 +261,19 @@ class Trainer:
             "embedding_optimizer": self.model.fused_optimizer.state_dict()["state"],
             "dense_optimizer": self.dense_optimizer.state_dict()["state"],
         }
+
+    def _check_disk(self) -> None:
+        """Raise unless the checkpoints of the whole run can be written: before the model is built."""
+        config, schema = self.config, self.source.schema
+        num_saves = config.checkpoint.num_saves(self.total_steps)
+        if self.checkpoints is None or not num_saves:
+            return
+        dense = DenseSize.of(config.model, schema.num_dense, len(schema.sparse)).parameter_bytes
+        save_bytes = dense * config.dense_optimizer.num_states  # gradients are not saved, parameters are
+        for name, (rows, dim) in self._tables().items():
+            size = TableSize(name, rows, dim, config.model.table_dtype, *config.embedding_optimizer.state_bytes)
+            save_bytes += rows * size.row_bytes()
+        check_disk(self.checkpoints, save_bytes, num_saves, config.checkpoint.keep_last, self.ranks)
 
     def _tables(self) -> dict[str, tuple[int, int]]:
         dim = self.config.model.embedding_dim

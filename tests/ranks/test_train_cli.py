@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.unit.distributed.checkpoints import flip_bit
 
 pytestmark = pytest.mark.ranks
 
@@ -122,10 +125,14 @@ def test_a_resumed_run_has_the_losses_of_the_uninterrupted_one(
 ) -> None:
     run_dir = tmp_path / "r"
     shutil.copytree(cached, run_dir)
-    shutil.rmtree(run_dir / "checkpoints" / "step_105")
-    (run_dir / "checkpoints" / "step_99.tmp").mkdir()  # what a run leaves that died while saving
+    shard = run_dir / "checkpoints" / "step_105" / "__1_0.distcp"
+    flip_bit(shard, shard)
+    (run_dir / "checkpoints" / "step_999").mkdir()
+    (run_dir / "checkpoints" / "step_106.tmp").mkdir()  # what a run leaves that died while saving
     resumed = [*settings, "--run-dir", str(run_dir), "--resume"]
     done = run(project_dir, *EMBERSHARD, "train", *resumed, "--nproc", "2", hash_seed=1)
+    assert re.search(r"^Not used: .*step_999: manifest.json is missing", done.stdout, re.MULTILINE)
+    assert re.search(r"^Not used: .*step_105: __1_0.distcp: its bytes 0 to \d+ are not", done.stdout, re.MULTILINE)
     assert "step_70 at step 70" in done.stdout
     assert losses(run_dir) == losses(cached)
     assert result(run_dir)["auc"] == result(cached)["auc"]

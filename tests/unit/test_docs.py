@@ -30,6 +30,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 PAGES = [
     PROJECT / "README.md",
     PROJECT / "CONTRIBUTING.md",
+    PROJECT / "SECURITY.md",
     PROJECT / "benchmarks" / "README.md",
     *sorted((PROJECT / "docs").rglob("*.md")),
 ]
@@ -85,7 +86,7 @@ def check_embershard(words: list[str]) -> None:
         assert leaves.value.code == 0
     elif name == "train":
         assert cli.main([name, *_without_plan(arguments), "--dry-run"]) == 0
-    elif name in ("profile", "plan", "report"):
+    elif name in ("profile", "plan", "report", "ckpt"):
         check_arguments(name, arguments)
     else:
         assert name == "doctor", f"embershard has no command {name}"

@@ -16,9 +16,9 @@ from typing import Any
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from embershard.distributed import Ranks, complete_checkpoints, process_group
-from embershard.errors import EmbershardError
-from embershard.launch.arguments import add_run_arguments
+from embershard.distributed import Ranks, process_group
+from embershard.errors import EmbershardError, FailedSaveError
+from embershard.launch.arguments import NEWEST, add_run_arguments, check_resume
 from embershard.launch.config import load_config
 from embershard.launch.record import RunRecord, make_result
 from embershard.launch.run_dir import check_run_dir, default_run_dir, lock_run_dir
@@ -28,6 +28,7 @@ from embershard.sharding.plan import Plan
 from embershard.training.cache_report import look_ahead_totals
 from embershard.training.config import RunConfig
 from embershard.training.reports import EvalReport, Report, TrainReport
+from embershard.training.resume import resume_run
 from embershard.training.trainer import Trainer
 
 CHECKPOINTS = "checkpoints"
@@ -52,23 +53,33 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m embershard.launch.train.command", description=__doc__)
     add_run_arguments(parser)
     arguments = parser.parse_args(argv)
+    check_resume(arguments)
     silence_libraries()
     sys.excepthook = _show_error
     config = load_config(RunConfig, arguments.config, arguments.overrides)
     with process_group(config.train.device) as ranks:
         run_dir = ranks.from_first(lambda: arguments.run_dir or default_run_dir(arguments.config))
         restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        resume = NEWEST if restarted else arguments.resume
         same_run = same_run_command(arguments)
-        train_run(config, ranks, run_dir, resume=arguments.resume or restarted, same_run=same_run)
+        train_run(config, ranks, run_dir, resume=resume, unverified=arguments.unverified, same_run=same_run)
 
 
-def train_run(config: RunConfig, ranks: Ranks, run_dir: Path, *, resume: bool, same_run: str) -> None:
-    """Train a whole run on this rank; the first rank shows and records it. `same_run` is the command of this run."""
-    ranks.from_first(lambda: check_run_dir(run_dir, resume=resume))
+def train_run(
+    config: RunConfig, ranks: Ranks, run_dir: Path, *, resume: int | None, unverified: bool, same_run: str
+) -> None:
+    """Train a whole run on this rank; the first rank shows and records it.
+
+    Args:
+        resume: the step of a checkpoint, `NEWEST`, or None for a new run.
+        unverified: resume from a checkpoint without a manifest, too.
+        same_run: the command of this run.
+    """
+    ranks.from_first(lambda: check_run_dir(run_dir, resume=resume is not None))
     ranks.from_first(lambda: lock_run_dir(run_dir))
     console = Console(quiet=not ranks.is_first)
     trainer = Trainer(config, ranks, run_dir / CHECKPOINTS)
-    resumed_at = _resume(trainer, run_dir, console) if resume else None
+    resumed_at = None if resume is None else _resume(trainer, console, resume, unverified)
     if resumed_at is not None and trainer.steps >= trainer.total_steps:
         trainer.close()
         say(console, f"{run_dir} is finished: step {trainer.steps} was its last. Nothing was changed.")
@@ -129,13 +140,17 @@ class _Outputs:
         self._record.close()
 
 
-def _resume(trainer: Trainer, run_dir: Path, console: Console) -> int:
-    found = trainer.ranks.from_first(lambda: complete_checkpoints(run_dir / CHECKPOINTS))
-    if not found:
-        say(console, f"No complete checkpoint in {run_dir / CHECKPOINTS}; starting from the beginning.")
+def _resume(trainer: Trainer, console: Console, step: int, unverified: bool) -> int:
+    resumed = resume_run(trainer, step=None if step == NEWEST else step, allow_unverified=unverified)
+    say(console, *(f"Not used: {reason}." for reason in resumed.skipped))
+    if resumed.checkpoint is None:
+        say(console, f"No complete checkpoint in {trainer.checkpoints}; starting from the beginning.")
         return 0
-    trainer.resume(found[-1])
-    say(console, f"Continuing from {found[-1]} at step {trainer.steps}.")
+    if not resumed.is_verified:
+        say(console, f"{resumed.checkpoint} has no manifest: nothing of it was verified.")
+    if resumed.set_aside:
+        say(console, f"Set aside in {trainer.checkpoints}: {', '.join(resumed.set_aside)}.")
+    say(console, f"Continuing from {resumed.checkpoint} at step {trainer.steps}.")
     return trainer.steps
 
 
@@ -167,6 +182,8 @@ def _plan_notes(plan: Plan, config: RunConfig, ranks: Ranks) -> list[str]:
 
 def _show_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Show our own errors without a traceback, since they say what to do; show others with theirs."""
+    if isinstance(error, FailedSaveError) and os.environ.get("RANK", "0") != "0":
+        return  # all ranks raise the same one
     if isinstance(error, EmbershardError):  # torch puts the rank in front
         print(f"{kind.__name__}: {error}", file=sys.stderr)
     elif not isinstance(error, KeyboardInterrupt):

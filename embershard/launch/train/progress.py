@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 from embershard.launch.screen import number, say
-from embershard.training.reports import EvalReport, Report, SaveReport, TrainReport
+from embershard.training.reports import EvalReport, FailedSaveReport, Report, SaveReport, TrainReport
 
 
 class ProgressDisplay:
@@ -43,6 +43,8 @@ class ProgressDisplay:
                 say(self._console, f"step {report.step}/{self._total}  {train_line(report)}  {eta}")
         elif isinstance(report, EvalReport):
             say(self._console, f"step {report.step}: {eval_line(report)}")
+        elif isinstance(report, FailedSaveReport):
+            say(self._console, f"{report.reason} Training goes on (checkpoint.on_failed_save).")
         else:
             assert isinstance(report, SaveReport)
             say(self._console, f"step {report.step}: saved {report.path} ({report.seconds:.1f} s)")

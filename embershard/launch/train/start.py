@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from embershard.decoding import to_toml
 from embershard.errors import ConfigError
-from embershard.launch.arguments import add_run_arguments, make_parser, positive
+from embershard.launch.arguments import NEWEST, add_run_arguments, check_resume, make_parser, positive
 from embershard.launch.config import describe, load_config
 from embershard.launch.run_dir import check_run_dir, default_run_dir
 from embershard.launch.train import local
@@ -28,14 +28,13 @@ On several machines, start the ranks with torchrun instead:
 def main(argv: Sequence[str]) -> int:
     """Run `embershard train`; return 0 when all ranks ended well."""
     arguments = _parser().parse_args(argv)
-    if arguments.resume and arguments.run_dir is None:
-        raise ConfigError("--resume needs --run-dir, the folder of the run to continue.")
+    check_resume(arguments)
     config = load_config(RunConfig, arguments.config, arguments.overrides)
     num_ranks = arguments.nproc
     if config.sharding.plan is not None:
         num_ranks = _planned_ranks(Plan.load(config.sharding.plan), num_ranks, arguments.dry_run)
     run_dir = arguments.run_dir or default_run_dir(arguments.config)
-    check_run_dir(run_dir, resume=arguments.resume or arguments.dry_run)
+    check_run_dir(run_dir, resume=arguments.resume is not None or arguments.dry_run)
     if arguments.dry_run:
         print(to_toml(config))
         return 0
@@ -44,7 +43,9 @@ def main(argv: Sequence[str]) -> int:
         print(f"embershard: starting {num_ranks} ranks (--nproc N for another number).", flush=True)
     config.train.rank_batch_size(num_ranks)  # raises before any rank starts
     passed = ["--config", str(arguments.config), "--run-dir", str(run_dir)]
-    passed += ["--resume"] if arguments.resume else []
+    if arguments.resume is not None:
+        passed += ["--resume"] if arguments.resume == NEWEST else ["--resume", str(arguments.resume)]
+        passed += ["--unverified"] if arguments.unverified else []
     passed += [word for override in arguments.overrides for word in ("--set", override)]
     return local.start_ranks(num_ranks, "embershard.launch.train.command", passed)
 

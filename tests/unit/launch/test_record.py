@@ -26,7 +26,7 @@ from embershard.launch.versions import git_commit, versions
 from embershard.training.cache_report import summed
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.metrics import Quality
-from embershard.training.reports import EvalReport, SaveReport, TrainReport
+from embershard.training.reports import EvalReport, FailedSaveReport, SaveReport, TrainReport
 
 KEYS = {
     "steps", "samples", "samples_per_second", "step_ms", "loss", "auc", "ne", "logloss", "world_size",
@@ -95,9 +95,11 @@ def test_a_resumed_run_writes_on_from_its_checkpoint(tmp_path: Path):
         file.write('{"kind": "tra')
     record = RunRecord(tmp_path, RunConfig(), 5)
     record.add(train_report(10))
+    record.add(FailedSaveReport(10, "no space"))
     record.close()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["kind"], line["step"]) for line in lines] == [("train", 5), ("checkpoint", 5), ("train", 10)]
+    kinds = [(line["kind"], line["step"]) for line in lines]
+    assert kinds == [("train", 5), ("checkpoint", 5), ("train", 10), ("failed_checkpoint", 10)]
     assert list(tmp_path.glob("events.out.tfevents.*"))
 
 
@@ -110,13 +112,15 @@ def test_another_run_is_not_overwritten(tmp_path: Path):
 def test_plain_lines_when_not_a_terminal():
     screen = io.StringIO()
     display = ProgressDisplay(Console(file=screen, force_terminal=False), 20, 0)
-    for report in (train_report(10), eval_report(10), SaveReport(10, Path("r/step_10"), 0.2)):
+    saves = (SaveReport(10, Path("r/step_10"), 0.2), FailedSaveReport(20, "no space."))
+    for report in (train_report(10), eval_report(10), *saves):
         display.show(report)
     display.close()
-    first, second, third = screen.getvalue().splitlines()
+    first, second, third, fourth = screen.getvalue().splitlines()
     assert first.startswith("step 10/20  1,234 samples/s  loss 0.5000  AUC n/a  hit rate 75.0%  ETA ")
     assert second.startswith("step 10: held-out AUC 0.7000  NE 0.9000")
     assert third == "step 10: saved r/step_10 (0.2 s)"
+    assert fourth == "no space. Training goes on (checkpoint.on_failed_save)."
 
 
 def test_a_bar_on_a_terminal():

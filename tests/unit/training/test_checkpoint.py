@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,23 +14,17 @@ from embershard.distributed import (
     process_group,
     read_scalars,
     rng_state,
-    save_checkpoint,
     set_rng_state,
 )
 from embershard.errors import CheckpointError, ConfigError, EmbershardError, SetupError
 from embershard.training.loss_monitor import LossMonitor, NotFiniteError
+from tests.unit.distributed.checkpoints import save
 
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
     with process_group("cpu") as found:
         yield found
-
-
-def save(folder: Path, step: int, ranks: Ranks, keep_last: int = 2) -> torch.Tensor:
-    tensor = torch.arange(6.0).reshape(2, 3) + step
-    save_checkpoint(folder, step, {"a": {"b": tensor}}, {"note": "x"}, ranks, keep_last=keep_last)
-    return tensor
 
 
 def test_saved_is_loaded_and_old_ones_go(tmp_path, ranks):
@@ -59,20 +52,6 @@ def test_a_complete_one_is_never_overwritten(tmp_path, ranks):
     save(tmp_path, 3, ranks)
     with pytest.raises(CheckpointError, match="step_3 exists already"):
         save(tmp_path, 3, ranks)
-
-
-def test_damage_is_named(tmp_path, ranks):
-    save(tmp_path, 1, ranks)
-    shard = next((tmp_path / "step_1").glob("*.distcp"))
-    shard.write_bytes(shard.read_bytes()[:-10])
-    with pytest.raises(CheckpointError, match=rf"{shard.name} has \d+ bytes, needed \d+"):
-        read_scalars(tmp_path / "step_1")
-    shard.unlink()
-    with pytest.raises(CheckpointError, match=f"{shard.name} is missing"):
-        read_scalars(tmp_path / "step_1")
-    (tmp_path / "step_1" / "scalars.json").write_text("{")
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        read_scalars(tmp_path / "step_1")
 
 
 @pytest.mark.parametrize("wanted", [{"a": {"other": torch.zeros(2, 3)}}, {"a": {"b": torch.zeros(4, 3)}}])

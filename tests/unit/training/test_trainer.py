@@ -8,6 +8,7 @@ import json
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from embershard.cache import CacheConfig
 from embershard.data import DataConfig, open_source
 from embershard.data.config import SyntheticConfig
 from embershard.distributed import CheckpointConfig, Ranks, complete_checkpoints, process_group, rng_state
-from embershard.errors import CheckpointError
+from embershard.errors import CheckpointError, FailedSaveError, InvalidCheckpointError
 from embershard.frequency import FrequencyProfile
 from embershard.frequency.config import ProfileConfig
 from embershard.models import ModelConfig
@@ -25,8 +26,9 @@ from embershard.pipeline.config import LookAheadConfig
 from embershard.training.build import find_profile
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig, ScheduleConfig
-from embershard.training.reports import EvalReport, Report, SaveReport, TrainReport
+from embershard.training.reports import EvalReport, FailedSaveReport, Report, SaveReport, TrainReport
 from embershard.training.trainer import Trainer
+from tests.unit.distributed.checkpoints import make_manifest_right
 
 
 @pytest.fixture(scope="module")
@@ -161,19 +163,24 @@ DAMAGE: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
         (_without(key), f"{key}: is missing, needed")
         for key in ("step", "samples", "stream", "tables", "settings", "world_size", "rng")
     ),
-    (_without("files"), "'files' is missing"),
     (lambda scalars: [scalars], "it holds a list, needed an object"),
     (lambda scalars: None, "it holds a NoneType, needed an object"),
-    (_with("files", []), "'files' is missing, or is no object"),
     (_with("step", "12"), "step: got '12', needed integer"),
     (_with("step", True), "step: got True, needed integer"),
     (_with("step", -1), "step: got -1, needed at least 0"),
+    (_with("step", 5), "step: got 5, needed that of step_6"),
+    (_with("step", 10**12), r"step: got 1000000000000, needed at most 600 \(samples\)"),
     (_with("samples", -1), "samples: got -1, needed at least 0"),
+    (_with("samples", 10**30), r"samples: got 10{30}, needed less than 2\^63"),
     (_with("samples", 1200.0), "samples: got 1200.0, needed integer"),
     (_with("stream", [0, 0, 0]), r"stream: got \[0, 0, 0\], needed section"),
     (_with("stream", {"epoch": 0, "seed": 0}), "stream.global_sample: got 'nothing', needed integer"),
     (_with("stream", {"epoch": None, "global_sample": 0, "seed": 0}), "stream.epoch: got None, needed integer"),
     (_with("stream", {"epoch": 0, "global_sample": -5, "seed": 0}), "stream.global_sample: got -5, needed at least 0"),
+    (
+        _with("stream", {"epoch": 10**12, "global_sample": 0, "seed": 0}),
+        "stream.epoch: got 10{12}, needed at",
+    ),
     (_with("tables", "all"), "tables: got 'all', needed section"),
     (_with("tables", {"cat_0": 7}), r"tables.cat_0: got 7, needed \[integer, integer\]"),
     (_with("tables", {"cat_0": [7]}), r"tables.cat_0: got \[7\], needed \[integer, integer\]"),
@@ -186,6 +193,7 @@ DAMAGE: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (_with("rng", [{"cuda": ""}]), r"rng\[0\]: got \['cuda'\], needed a state for 'cpu'"),
     (_with("rng", [{"cpu": 5}]), r"rng\[0\].cpu: got 5, needed text"),
     (_with("rng", [{"cpu": "AAAA"}]), r"rng\[0\].cpu: got 'AAAA', needed a generator's state in base64"),
+    (_with("rng", [{"cpu": "A" * len(CPU_STATE["cpu"])}]), r"rng\[0\].cpu: got 'A+, needed a generator's state"),
     (_with("rng", [{**CPU_STATE, "cuda": "*"}]), r"rng\[0\].cuda: got '\*', needed a generator's state"),
 ]
 
@@ -202,11 +210,18 @@ def test_a_checkpoint_with_damaged_scalars_is_refused_by_name(ranks, tmp_path):
     first = [next(reports) for _ in range(2)]
     for damage, said in DAMAGE:
         path.write_text(json.dumps(damage(dict(sound))))
-        with pytest.raises(CheckpointError, match=rf"step_6/scalars\.json: {said}.*resume from another checkpoint"):
+        make_manifest_right(checkpoint)
+        with pytest.raises(InvalidCheckpointError, match=rf"step_6: scalars\.json: {said}"):
             trainer.resume(checkpoint)
-    for text in ("", "{", "[" * 100_000, "\x00"):
+    for text in ("", "{", "[" * 100_000, "\x00", "9" * 5000):
         path.write_text(text)
-        with pytest.raises(CheckpointError, match=r"scalars\.json cannot be read .*Remove this checkpoint"):
+        make_manifest_right(checkpoint)
+        with pytest.raises(InvalidCheckpointError, match=r"step_6: scalars\.json: cannot be read"):
+            trainer.resume(checkpoint)
+    for key, value in (("global_sample", 10**12), ("global_sample", 901), ("global_sample", 0)):
+        path.write_text(json.dumps({**sound, "stream": {**sound["stream"], key: value}}))
+        make_manifest_right(checkpoint)
+        with pytest.raises(CheckpointError, match=rf"at sample {value} of epoch 0, .* data have 900 samples"):
             trainer.resume(checkpoint)
     assert losses([*first, *reports]) == whole
     trainer.close()
@@ -226,6 +241,45 @@ def test_nothing_held_out_is_nothing_evaluated(ranks):
 def test_saving_needs_a_folder(ranks):
     with pytest.raises(CheckpointError, match="no folder"):
         Trainer(make_config(), ranks, None).save()
+
+
+def _without_space(*_: Any, **__: Any) -> None:
+    raise FailedSaveError("no space")
+
+
+def test_training_goes_on_after_a_failed_save_if_asked(ranks, tmp_path, monkeypatch):
+    saving = {"every_steps": 6, "on_failed_save": "continue", "at_end": False}
+    config = make_config(checkpoint=CheckpointConfig(**saving))
+    whole = run(config, ranks, tmp_path / "a")
+    monkeypatch.setattr("embershard.training.trainer.save_checkpoint", _without_space)
+    reports = run(config, ranks, tmp_path / "b")
+    assert losses(reports) == losses(whole)
+    failed = [report for report in reports if isinstance(report, FailedSaveReport)]
+    assert [(report.step, report.reason) for report in failed] == [(6, "no space"), (12, "no space"), (18, "no space")]
+    for changes in ({"on_failed_save": "stop"}, {"at_end": True}):  # at the end there is nothing to go on for
+        with pytest.raises(FailedSaveError, match="no space"):
+            run(make_config(checkpoint=CheckpointConfig(**{**saving, **changes})), ranks, tmp_path / "b")
+
+
+def test_a_disk_without_space_is_found_before_the_model_is_built(ranks, tmp_path, monkeypatch):
+    monkeypatch.setattr("embershard.training.trainer.build_sharded_model", None)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100_000))
+    with pytest.raises(CheckpointError, match=r"0\.10 MB are free \(3 checkpoints"):
+        Trainer(make_config(), ranks, tmp_path)
+
+
+def test_the_expected_size_is_that_of_a_checkpoint(ranks, tmp_path, monkeypatch):
+    asked: list[int] = []
+    monkeypatch.setattr("embershard.training.trainer.check_disk", lambda folder, size, *_: asked.append(size))
+    big = make_config(
+        data=DataConfig(synthetic=SyntheticConfig(num_samples=1000, scale=0.01), num_workers=0),
+        model=ModelConfig(embedding_dim=16, dense_arch_layer_sizes=(8, 16), over_arch_layer_sizes=(8, 1)),
+        embedding_optimizer=EmbeddingOptimizerConfig(kind="adagrad"),
+        train=TrainConfig(batch_size=100, max_steps=6, log_every=6),
+    )
+    run(big, ranks, tmp_path)
+    written = sum(path.stat().st_size for path in (tmp_path / "step_6").iterdir())
+    assert asked[0] < written < 1.02 * asked[0]
 
 
 def test_a_profile_is_counted_where_the_policy_needs_one(tmp_path):

@@ -1,0 +1,113 @@
+"""The folder of a run's checkpoints: which are complete, and their removal."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+_COMPLETE = re.compile(r"step_(\d+)")
+PARTIAL = ".tmp"
+ASIDE = ".aside"
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Return the complete checkpoints in `folder`, oldest first. Their names alone say so: no pointer can be wrong.
+
+    Complete is not valid: `verify_checkpoint` finds damage.
+
+    >>> Path("runs/step_2.tmp").mkdir(parents=True), Path("runs/step_1").mkdir()
+    (None, None)
+    >>> [checkpoint.name for checkpoint in complete_checkpoints(Path("runs"))]
+    ['step_1']
+    """
+    found = [(step, path) for path in folder.glob("step_*") if (step := step_of(path)) is not None and path.is_dir()]
+    return [path for _, path in sorted(found)]
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """Return the step in a checkpoint's name, or None for another name.
+
+    >>> step_of(Path("runs/step_20")), step_of(Path("runs/step_20.tmp"))
+    (20, None)
+    """
+    match = _COMPLETE.fullmatch(checkpoint.absolute().name)
+    return int(match[1]) if match else None
+
+
+def is_plain_name(name: str) -> bool:
+    """Return True for a name of a file directly in a folder: no path, and nothing that leads out of it.
+
+    >>> [is_plain_name(name) for name in ("__0_0.distcp", "../x", "/x", "..", "")]
+    [True, False, False, False, False]
+    """
+    return name not in ("", ".", "..") and not {"/", "\0"} & set(name)
+
+
+def prune(folder: Path, step: int, keep_last: int) -> list[str]:
+    """Remove the oldest complete checkpoints up to `step`, but for `keep_last`; return their names. One rank calls it.
+
+    >>> for step in (1, 2, 3, 9):
+    ...     Path(f"long/step_{step}").mkdir(parents=True)
+    >>> prune(Path("long"), step=3, keep_last=1)
+    ['step_1', 'step_2']
+    """
+    old = [path for path in complete_checkpoints(folder) if (step_of(path) or 0) <= step][:-keep_last]
+    for path in old:
+        remove(path)
+    return [path.name for path in old]
+
+
+def remove(checkpoint: Path) -> None:
+    """Remove a checkpoint. If this is interrupted, no part of it has the name of a complete one."""
+    if step_of(checkpoint) is None:
+        shutil.rmtree(checkpoint)
+        return
+    going = checkpoint.with_name(checkpoint.name + PARTIAL)
+    shutil.rmtree(going, ignore_errors=True)
+    os.rename(checkpoint, going)
+    shutil.rmtree(going)
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """Return what a run that died left: checkpoints that were being written or removed.
+
+    >>> Path("dead/step_2.tmp").mkdir(parents=True)
+    >>> [path.name for path in leftovers(Path("dead"))]
+    ['step_2.tmp']
+    """
+    return sorted(path for path in folder.glob(f"step_*{PARTIAL}") if path.is_dir())
+
+
+def set_aside(folder: Path, step: int) -> list[str]:
+    """Rename the checkpoints after `step`, from which a run goes on; return their new names. One rank calls it.
+
+    They are invalid, or of a future that the run will not have. It must be able to save under their names.
+
+    >>> Path("back/step_2").mkdir(parents=True), Path("back/step_3").mkdir()
+    (None, None)
+    >>> set_aside(Path("back"), 2)
+    ['step_3.aside']
+    """
+    names = []
+    for path in complete_checkpoints(folder):
+        if (step_of(path) or 0) > step:
+            new, number = path.with_name(path.name + ASIDE), 1
+            while new.exists():
+                number += 1
+                new = path.with_name(f"{path.name}{ASIDE}{number}")
+            os.rename(path, new)
+            names.append(new.name)
+    if names:
+        sync_folder(folder)
+    return names
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,174 @@
+"""Verifies and loads checkpoints: nothing is parsed that is not what was written."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, Metadata
+from torch.distributed.checkpoint.metadata import StorageMeta
+
+from embershard.distributed.checkpoint.manifest import MANIFEST, Manifest
+from embershard.distributed.checkpoint.metadata import METADATA, read_metadata
+from embershard.distributed.process_group import Ranks
+from embershard.errors import CheckpointError, InvalidCheckpointError
+
+SCALARS = "scalars.json"
+
+
+def verify_checkpoint(checkpoint: Path, ranks: Ranks, *, allow_unverified: bool = False) -> Manifest | None:
+    """Check that every file of a checkpoint is what was written. Every rank calls it, and reads its share of the bytes.
+
+    Args:
+        allow_unverified: also take a checkpoint without a manifest, of which nothing can be verified: those of earlier
+            versions.
+
+    Returns:
+        The manifest; None for a checkpoint without one.
+
+    Raises:
+        InvalidCheckpointError: on all ranks: with the file, and what is wrong with it.
+
+    >>> import torch
+    >>> from embershard.distributed import process_group, save_checkpoint
+    >>> with process_group("cpu") as ranks:
+    ...     saved = save_checkpoint(Path("verified"), 4, {"w": torch.ones(2)}, {}, ranks, keep_last=1, run_id="8c1f")
+    ...     verify_checkpoint(saved, ranks).step
+    4
+    """
+
+    def read() -> Manifest | None:
+        if allow_unverified and checkpoint.is_dir() and not (checkpoint / MANIFEST).exists():
+            return None
+        return Manifest.read(checkpoint)
+
+    manifest = ranks.from_first(read)
+    if manifest is not None:
+        share = (ranks.rank, ranks.world_size)
+        problem = next(filter(None, ranks.all_gather_objects(manifest.damage(checkpoint, share))), None)
+        if problem is not None:
+            raise InvalidCheckpointError(f"{checkpoint}: {problem}")
+    ranks.from_first(lambda: _check_listed(checkpoint, manifest))
+    return manifest
+
+
+def verify_alone(checkpoint: Path) -> Manifest:
+    """Verify a checkpoint in this process, without a process group.
+
+    Raises:
+        InvalidCheckpointError: as `verify_checkpoint`.
+    """
+    manifest = Manifest.read(checkpoint)
+    if problem := manifest.damage(checkpoint):
+        raise InvalidCheckpointError(f"{checkpoint}: {problem}")
+    _check_listed(checkpoint, manifest)
+    return manifest
+
+
+def _check_listed(checkpoint: Path, manifest: Manifest | None) -> None:
+    """Raise unless the manifest, where there is one, lists every file that is read; so all of them were verified."""
+    listed = None if manifest is None else manifest.files.keys()
+    for name in (METADATA, SCALARS):
+        if listed is not None and name not in listed:
+            raise InvalidCheckpointError(f"{checkpoint}: {MANIFEST} does not list {name}")
+    for part in read_metadata(checkpoint).storage_data.values():
+        if listed is not None and part.relative_path not in listed:
+            raise InvalidCheckpointError(f"{checkpoint}: {MANIFEST} does not list {part.relative_path}")
+
+
+def read_scalars(checkpoint: Path) -> dict[str, Any]:
+    """Return a checkpoint's scalars; verify the checkpoint first.
+
+    Raises:
+        InvalidCheckpointError: they cannot be read.
+
+    >>> checkpoint = Path("step_7")
+    >>> checkpoint.mkdir()
+    >>> size = (checkpoint / "scalars.json").write_text('{"step": 7}')
+    >>> read_scalars(checkpoint)["step"]
+    7
+    """
+    try:
+        scalars = json.loads((checkpoint / SCALARS).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise damaged_scalars(checkpoint, f"cannot be read ({error})") from error
+    if not isinstance(scalars, dict):
+        raise damaged_scalars(checkpoint, f"it holds a {type(scalars).__name__}, needed an object")
+    return scalars
+
+
+def damaged_scalars(checkpoint: Path, problem: str) -> InvalidCheckpointError:
+    """Return the error for scalars that are wrong.
+
+    >>> str(damaged_scalars(Path("step_7"), "'step' is missing"))
+    "step_7: scalars.json: 'step' is missing"
+    """
+    return InvalidCheckpointError(f"{checkpoint}: {SCALARS}: {problem}")
+
+
+def load_tensors(checkpoint: Path, tensors: dict[str, Any]) -> None:
+    """Fill `tensors` in place from a checkpoint; any number of ranks may have written it. Verify it first.
+
+    Raises:
+        InvalidCheckpointError: its `.metadata` is damaged, or would run code.
+        CheckpointError: the checkpoint lacks one of the tensors, or has it in another shape.
+
+    >>> import torch
+    >>> from embershard.distributed import process_group, save_checkpoint
+    >>> with process_group("cpu") as ranks:
+    ...     saved = save_checkpoint(Path("run"), 4, {"w": torch.ones(2)}, {}, ranks, keep_last=1, run_id="8c1f")
+    >>> tensors = {"w": torch.zeros(2)}
+    >>> load_tensors(saved, tensors)
+    >>> tensors["w"]
+    tensor([1., 1.])
+    """
+    reader = _Reader(checkpoint, read_metadata(checkpoint))
+    try:
+        with without_known_warnings():
+            dcp.load(tensors, storage_reader=reader)
+    except (RuntimeError, ValueError, KeyError, OSError, dcp.CheckpointException) as error:
+        raise CheckpointError(
+            f"{checkpoint} cannot be loaded: {_first_line(error)}. It is damaged, or of another model: "
+            "resume with the config it was written with, or from another checkpoint."
+        ) from error
+
+
+class _Reader(FileSystemReader):
+    """Reads a checkpoint's tensors by metadata that were checked; torch itself loads tensors with `weights_only=True`.
+
+    The metadata are read before: torch catches errors of `read_metadata`, and tries other files.
+    """
+
+    def __init__(self, checkpoint: Path, metadata: Metadata) -> None:
+        super().__init__(checkpoint)
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        self._metadata = metadata
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        return self._metadata
+
+
+def causes(error: dcp.CheckpointException) -> dict[int, BaseException]:
+    """Return the errors of the ranks, by rank, from the one that torch raises on all of them."""
+    return {rank: failure[0] for rank, failure in error.failures.items()}
+
+
+def _first_line(error: BaseException) -> str:
+    if isinstance(error, dcp.CheckpointException):
+        error = next(iter(causes(error).values()))
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return "a file cannot be unpickled" if "weights_only" in text else text  # torch's advice there is dangerous
+
+
+@contextmanager
+def without_known_warnings() -> Iterator[None]:
+    """Hide the deprecation of ShardedTensors, which TorchRec's state dicts hold and torch announces on every use."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", UserWarning)
+        yield

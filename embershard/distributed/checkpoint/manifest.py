@@ -1,0 +1,154 @@
+"""The manifest of a checkpoint: its step, its run, and size and checksums of every file. It has a checksum itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from embershard.decoding import decode
+from embershard.distributed.checkpoint.digests import BLOCK_BYTES, FileEntry, block_digest
+from embershard.distributed.checkpoint.folder import is_plain_name, step_of
+from embershard.errors import InvalidCheckpointError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint consists of.
+
+    >>> from embershard.distributed.checkpoint.digests import file_entry
+    >>> checkpoint = Path("step_7")
+    >>> checkpoint.mkdir()
+    >>> _ = (checkpoint / "a").write_text("abc")
+    >>> manifest = Manifest.of(7, "8c1f", {"a": file_entry(checkpoint / "a")})
+    >>> manifest.num_bytes, manifest.step, manifest.run_id
+    (3, 7, '8c1f')
+    >>> _ = (checkpoint / "manifest.json").write_text(manifest.text()), (checkpoint / "a").write_text("abd")
+    >>> Manifest.read(checkpoint).damage(checkpoint)
+    'a: its bytes 0 to 2 are not those that were written'
+
+    Attributes:
+        format: version of this layout.
+        step: steps trained when it was saved.
+        run_id: the same in all checkpoints of a run, those after a resume included.
+        block_bytes: bytes that one checksum covers.
+        files: by name, all but the manifest itself.
+        checksum: SHA-256 of all the above.
+    """
+
+    format: int
+    step: int
+    run_id: str
+    block_bytes: int
+    files: dict[str, FileEntry]
+    checksum: str
+
+    @staticmethod
+    def of(step: int, run_id: str, files: Mapping[str, FileEntry]) -> Manifest:
+        """Return the manifest of files that were written."""
+        return Manifest(FORMAT, step, run_id, BLOCK_BYTES, dict(sorted(files.items())), checksum="")
+
+    @staticmethod
+    def read(checkpoint: Path) -> Manifest:
+        """Read a checkpoint's manifest, and check that it is whole and is this checkpoint's.
+
+        Raises:
+            InvalidCheckpointError: it is missing, damaged, of another checkpoint, or of a newer embershard.
+        """
+        try:
+            text = (checkpoint / MANIFEST).read_bytes()
+            values = json.loads(text)
+        except FileNotFoundError as error:
+            raise InvalidCheckpointError(f"{checkpoint}: {MANIFEST} is missing, so nothing can be verified") from error
+        except (OSError, ValueError, RecursionError) as error:
+            raise InvalidCheckpointError(f"{checkpoint}: {MANIFEST} cannot be read ({_reason(error)})") from error
+        found = values.get("format") if isinstance(values, dict) else None
+        if isinstance(found, int) and found > FORMAT:
+            raise InvalidCheckpointError(f"{checkpoint}: {MANIFEST} has format {found}, needed {FORMAT} or lower")
+        try:
+            manifest = decode(Manifest, values, InvalidCheckpointError)
+        except InvalidCheckpointError as error:
+            raise InvalidCheckpointError(f"{checkpoint}: {MANIFEST} is damaged: {error}") from error
+        if manifest.text().encode() != text:
+            raise InvalidCheckpointError(f"{checkpoint}: {MANIFEST} is damaged: its checksum does not fit")
+        if manifest.step != step_of(checkpoint):
+            raise InvalidCheckpointError(f"{checkpoint}: {MANIFEST} is that of step {manifest.step}")
+        return manifest
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(entry.bytes for entry in self.files.values())
+
+    def text(self) -> str:
+        """Return the file's text, with its checksum."""
+        values = asdict(self)
+        del values["checksum"]
+        checksum = hashlib.sha256(json.dumps(values, indent=1).encode()).hexdigest()
+        return json.dumps({**values, "checksum": checksum}, indent=1)
+
+    def damage(self, checkpoint: Path, share: tuple[int, int] = (0, 1)) -> str | None:
+        """Return what is wrong with a checkpoint's files, or None.
+
+        Args:
+            share: (index, number): check the contents of this share of the blocks only. Names and sizes are always
+                checked in full.
+        """
+        if problem := self.wrong_size(checkpoint):
+            return problem
+        blocks = [(name, k) for name, entry in self.files.items() for k in range(len(entry.sha256))]
+        index, number = share
+        mine = blocks[index * len(blocks) // number : (index + 1) * len(blocks) // number]
+        return self._first_damaged(checkpoint, mine)
+
+    def wrong_size(self, checkpoint: Path) -> str | None:
+        """Return which file is missing or of another size, or None; contents are not read."""
+        for name, entry in self.files.items():
+            if problem := _size_problem(checkpoint, name, entry, self.block_bytes):
+                return f"{name}: {problem}"
+        return None
+
+    def _first_damaged(self, checkpoint: Path, blocks: Sequence[tuple[str, int]]) -> str | None:
+        def problem(block: tuple[str, int]) -> str | None:
+            name, k = block
+            entry, start = self.files[name], k * self.block_bytes
+            try:
+                if block_digest(checkpoint / name, start, self.block_bytes) == entry.sha256[k]:
+                    return None
+            except OSError as error:
+                return f"{name}: cannot be read ({_reason(error)})"
+            end = min(start + self.block_bytes, entry.bytes) - 1
+            return f"{name}: its bytes {start} to {end} are not those that were written"
+
+        with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0))), "embershard-verify") as pool:
+            return _first(pool.map(problem, blocks))
+
+
+def _first(problems: Iterable[str | None]) -> str | None:
+    return next((problem for problem in problems if problem), None)
+
+
+def _size_problem(checkpoint: Path, name: str, entry: FileEntry, block_bytes: int) -> str | None:
+    if not is_plain_name(name):
+        return "is not the name of a file in this folder"
+    if block_bytes < 1 or len(entry.sha256) != -(-entry.bytes // block_bytes):
+        return f"has {len(entry.sha256)} checksums for {entry.bytes} bytes in blocks of {block_bytes}"
+    path = checkpoint / name
+    try:
+        got = path.stat().st_size if path.is_file() else None
+    except OSError as error:
+        return f"cannot be read ({_reason(error)})"
+    if got is None:
+        return "is missing"
+    return None if got == entry.bytes else f"has {got} bytes, needed {entry.bytes}"
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

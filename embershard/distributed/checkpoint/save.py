@@ -1,0 +1,152 @@
+"""Saves a checkpoint: it is complete and durable, or not there, on all ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
+
+from embershard.distributed.checkpoint.digests import DigestingFileSystem, FileEntry, file_entry
+from embershard.distributed.checkpoint.folder import PARTIAL, leftovers, prune, sync_folder
+from embershard.distributed.checkpoint.load import SCALARS, causes, without_known_warnings
+from embershard.distributed.checkpoint.manifest import MANIFEST, Manifest
+from embershard.distributed.process_group import Ranks
+from embershard.errors import CheckpointError, FailedSaveError
+
+
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    tensors: dict[str, Any],
+    scalars: Mapping[str, Any],
+    ranks: Ranks,
+    *,
+    keep_last: int,
+    run_id: str,
+) -> Path:
+    """Write `folder/step_<step>`, then remove the oldest complete checkpoints. Every rank calls it.
+
+    Files and folders are synced before the checkpoint gets its name, and older ones go only after that.
+
+    Args:
+        folder: shared by all ranks.
+        step: steps trained so far.
+        tensors: a state dict of tensors and sharded tensors, `without_empty`.
+        scalars: JSON values, the same on every rank.
+        ranks: the calling process's place.
+        keep_last: complete checkpoints to keep, this one included; at least 1.
+        run_id: names the run in the manifest.
+
+    Returns:
+        The folder of this checkpoint.
+
+    Raises:
+        CheckpointError: a complete checkpoint of this step exists already, or `tensors` holds something else.
+        FailedSaveError: on all ranks: a rank could not write. Nothing of this checkpoint is left; earlier ones are as
+            they were.
+
+    >>> from embershard.distributed import process_group
+    >>> with process_group("cpu") as ranks:
+    ...     save_checkpoint(Path("run"), 3, {"w": torch.ones(2)}, {"epoch": 0}, ranks, keep_last=1, run_id="8c1f").name
+    'step_3'
+    """
+    final = folder / f"step_{step}"
+    partial = final.with_name(final.name + PARTIAL)
+    _check_tensors(tensors)
+    if any(ranks.all_gather_objects(final.exists())):
+        raise CheckpointError(f"{final} exists already and is not overwritten. Remove it, or use another --run-dir.")
+    try:
+        ranks.from_first(lambda: _make_empty(partial))
+        files = _write_tensors(partial, tensors, ranks)
+        ranks.from_first(lambda: _complete(partial, final, {**scalars, "step": step}, run_id, files))
+    except OSError as error:
+        ranks.from_first(lambda: shutil.rmtree(partial, ignore_errors=True))
+        reason = error.strerror or str(error)
+        raise FailedSaveError(
+            f"step {step} could not be saved to {final} ({reason}). Earlier checkpoints are as they were."
+        ) from error
+    ranks.from_first(lambda: _prune(folder, step, keep_last))
+    return final
+
+
+def _make_empty(partial: Path) -> None:
+    for path in leftovers(partial.parent):
+        shutil.rmtree(path, ignore_errors=True)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+
+
+def _write_tensors(partial: Path, tensors: dict[str, Any], ranks: Ranks) -> dict[str, FileEntry]:
+    """Write and sync the files of all ranks; return their checksums by name. Raises OSError on all ranks."""
+    writer = FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
+    writer.fs = files = DigestingFileSystem()
+    failures: Mapping[int, BaseException] = {}
+    try:
+        with without_known_warnings():
+            dcp.save(tensors, storage_writer=writer)
+    except dcp.CheckpointException as error:
+        failures = causes(error)
+    own = files.error or failures.get(ranks.rank)
+    for rank, found in enumerate(ranks.all_gather_objects(own if isinstance(own, OSError) else None)):
+        if found is not None:
+            raise OSError(found.errno, f"rank {rank}: {found.strerror or found}")
+    for failure in failures.values():
+        raise failure
+    written = {name: digests.finish() for name, digests in files.digests.items()}
+    return {name: entry for part in ranks.all_gather_objects(written) for name, entry in part.items()}
+
+
+def _complete(
+    partial: Path, final: Path, scalars: Mapping[str, Any], run_id: str, files: Mapping[str, FileEntry]
+) -> None:
+    _write_synced(partial / SCALARS, json.dumps(scalars, indent=1))
+    files = {**files, SCALARS: file_entry(partial / SCALARS)}
+    _write_synced(partial / MANIFEST, Manifest.of(scalars["step"], run_id, files).text())
+    sync_folder(partial)
+    os.rename(partial, final)
+    sync_folder(final.parent)
+
+
+def _prune(folder: Path, step: int, keep_last: int) -> None:
+    try:
+        prune(folder, step, keep_last)
+    except OSError as error:
+        raise CheckpointError(
+            f"step {step} was saved, but older checkpoints in {folder} could not be removed ({error.strerror}). Remove "
+            "them, or change the folder's permissions."
+        ) from error
+
+
+def _check_tensors(tensors: Any, at: str = "") -> None:
+    """Raise unless all values are tensors: torch would pickle others, and loading unpickles nothing."""
+    for key, value in tensors.items():
+        if isinstance(value, dict):
+            _check_tensors(value, f"{at}{key}.")
+        elif not isinstance(value, torch.Tensor):
+            raise CheckpointError(f"{at}{key} is of type {type(value).__name__}, needed a tensor. Save it as a scalar.")
+
+
+def without_empty(tensors: Any) -> Any:
+    """Return a state dict without its empty dicts, which torch.distributed.checkpoint cannot find again.
+
+    >>> without_empty({"state": {}, "step": 3})
+    {'step': 3}
+    """
+    if not isinstance(tensors, dict):
+        return tensors
+    kept = {key: without_empty(value) for key, value in tensors.items()}
+    return {key: value for key, value in kept.items() if not (isinstance(value, dict) and not value)}
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

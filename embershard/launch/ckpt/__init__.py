@@ -1,0 +1,1 @@
+"""`embershard ckpt`: the checkpoints of a run."""
