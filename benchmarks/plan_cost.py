@@ -51,17 +51,18 @@ def measure(options: argparse.Namespace, batch_size: int) -> dict[str, Any]:
     cache = make_cache(rows, options)
     warmup_steps = options.warmup_samples // batch_size
     seconds: dict[str, list[float]] = {"know": [], "prepare": [], "release": []}
+    num_batches = warmup_steps + options.steps + options.lookahead
     with BatchStream(
         source, batch_size=batch_size, rank=0, world_size=1, split="train", epochs=None, config=config
-    ) as stream:
-        calls = steps(cache, keys_of(stream, cache.host.row_offsets), options.lookahead)
-        before = totals(cache)
-        for number, call_seconds in enumerate(itertools.islice(calls, warmup_steps + options.steps)):
-            if number == warmup_steps - 1:
-                before = totals(cache)
-            if number >= warmup_steps:
-                for name, value in call_seconds.items():
-                    seconds[name].append(value)
+    ) as stream:  # read before: the threads that parse would take turns with what is timed
+        batches = list(itertools.islice(keys_of(stream, cache.host.row_offsets), num_batches))
+    before = totals(cache)
+    for number, call_seconds in enumerate(steps(cache, batches, options.lookahead)):
+        if number == warmup_steps - 1:
+            before = totals(cache)
+        if number >= warmup_steps:
+            for name, value in call_seconds.items():
+                seconds[name].append(value)
     counted = {name: round((total - before[name]) / options.steps) for name, total in totals(cache).items()}
     each = [sum(values) for values in zip(*seconds.values(), strict=True)]
     medians = {f"{name}_ms": median_ms(values) for name, values in seconds.items()}
