@@ -114,6 +114,7 @@ class LookAheadPipeline:
         self._num_begun = 0  # steps
         self._num_resident = 0
         self._is_full = False  # the known batches take all the memory that they may
+        self._is_in_debt = False  # to the other ranks, by a step that was interrupted
         self._token = object()  # by which the caches know who announces batches to them
         weakref.finalize(self, _end_ahead, self._pools, self._token).atexit = False
 
@@ -165,7 +166,7 @@ class LookAheadPipeline:
         self._window.clear()
         _end_ahead(self._pools, self._token)
         self._intake.forget()
-        self._is_full = False
+        self._is_full = self._is_in_debt = False
         self._inputs.remove()
 
     def stats(self) -> LookAheadStats:
@@ -221,6 +222,8 @@ class LookAheadPipeline:
     def _advance(self, batches: Iterator[Any]) -> None:
         """Before a step: fill the window. At the first step with L batches, later with as many as the last one took."""
         self._join()  # a step whose end was interrupted
+        if self._is_in_debt:
+            self._pay_debts(batches)
         if self._worker is not None:
             self._worker.check()  # what failed beside the last step: that step was complete
         self._weigh()
@@ -270,8 +273,10 @@ class LookAheadPipeline:
 
     def _pay_debts(self, batches: Iterator[Any]) -> None:
         """Do what this step owes the other ranks, even if its body failed after the backward."""
+        self._is_in_debt = True
         self._window.send()
         self._offer(batches)
+        self._is_in_debt = False
 
     def _join(self) -> float:
         """Wait for the work beside the step; return the seconds waited."""

@@ -103,14 +103,16 @@ def lines_of(training: Training) -> dict[str, list[str]]:
     return {thread: [operation for operation, _ in counter.events] for thread, counter in counters.items()}
 
 
-def points(training: Training, lines: Sequence[dict[str, list[str]]], count: int, seed: int) -> list[Point]:
-    """A sample of the lines of all ranks."""
+def points(
+    training: Training, lines: Sequence[dict[str, list[str]]], count: int, seed: int, only: str | None = None
+) -> list[Point]:
+    """A sample of the lines of all ranks, or of one operation."""
     found = [
         (thread, line, operation, rank)
         for rank, threads in enumerate(lines)
         for thread, operations in threads.items()
         for line, operation in enumerate(operations)
-        if len(lines) == 1 or operation not in _COLLECTIVE
+        if (len(lines) == 1 or operation not in _COLLECTIVE) and only in (None, operation)
     ]
     drawn = random.Random(seed).sample(found, min(count, len(found)))
     return [
@@ -134,9 +136,11 @@ def try_points(found: Sequence[Point], folder: str) -> list[Ended]:
     return ended
 
 
-def try_sample(pool: RankPool, training: Training, count: int, seed: int, folder: str) -> Tally:
-    """A sample of a training's points on these ranks. `folder` is for what new groups of ranks need."""
-    found = points(training, pool.run(lines_of, training), count, seed)
+def try_sample(
+    pool: RankPool, training: Training, count: int, seed: int, folder: str, only: str | None = None
+) -> Tally:
+    """A sample of a training's points on these ranks, or of one operation. `folder` is for what new groups need."""
+    found = points(training, pool.run(lines_of, training), count, seed, only)
     ended, tally = pool.run(try_points, found, folder), Tally()
     for number, point in enumerate(found):
         for rank, each in enumerate(result[number] for result in ended):

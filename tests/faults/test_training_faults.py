@@ -30,6 +30,13 @@ def test_a_fault_in_the_caches(name: str, pools: dict[int, RankPool], tmp_path: 
     assert tally.totals["equal"] > 0
 
 
+def test_a_step_that_is_interrupted_before_it_told_the_others(pools: dict[int, RankPool], tmp_path: Path) -> None:
+    """The rank does what it owes the others before anything else: collectives stay in one order on all ranks."""
+    tally = try_sample(pools[2], TRAININGS["two ranks, inline"], 6, 0, str(tmp_path), "Window.send")
+    assert tally.problems == []
+    assert tally.totals["equal"] + tally.totals["refused"] == 6, tally.totals
+
+
 def test_real_interrupts(pools: dict[int, RankPool]) -> None:
     (ended,) = pools[1].run(interrupted_runs, 2 * len(KINDS), 0)
     assert [each.problem for _, each in ended if each.problem] == []
