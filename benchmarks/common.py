@@ -23,6 +23,7 @@ from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import ModuleSharder, ShardingEnv
 
 from embershard import plan_sharding
+from embershard.data import BatchStream, DataConfig, SyntheticConfig, open_source
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
@@ -75,6 +76,20 @@ def interleaved(
             synchronize(device)
             seconds[name].append(time.perf_counter() - started)
     return seconds
+
+
+def generated_stream(scale: float, batch_size: int, rank: int = 0, world_size: int = 1) -> BatchStream:
+    """Return a rank's endless stream of generated batches like Criteo Kaggle's, whose row counts are multiplied."""
+    config = DataConfig(kind="synthetic", synthetic=SyntheticConfig(scale=scale))
+    return BatchStream(
+        open_source(config),
+        batch_size=batch_size,
+        rank=rank,
+        world_size=world_size,
+        split="train",
+        epochs=None,
+        config=config,
+    )
 
 
 def synchronize(device: torch.device) -> None:

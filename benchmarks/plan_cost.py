@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import machine, make_parser, median_ms, report, settings_of
+from benchmarks.common import generated_stream, machine, make_parser, median_ms, report, settings_of
 from embershard.cache import HostStore, RowCache
 from embershard.cache.config import CachePolicy
 from embershard.cache.pinned_tables import pinned_tables
-from embershard.data import BatchStream, DataConfig, SyntheticConfig, open_source
+from embershard.data import BatchStream
 
 
 def main() -> None:
@@ -45,16 +45,12 @@ def main() -> None:
 
 def measure(options: argparse.Namespace, batch_size: int) -> dict[str, Any]:
     """Time the calls for batches of one size."""
-    config = DataConfig(kind="synthetic", synthetic=SyntheticConfig(scale=options.scale))
-    source = open_source(config)
-    rows = [feature.num_rows for feature in source.schema.sparse]
-    cache = make_cache(rows, options)
     warmup_steps = options.warmup_samples // batch_size
     seconds: dict[str, list[float]] = {"know": [], "prepare": [], "release": []}
     num_batches = warmup_steps + options.steps + options.lookahead
-    with BatchStream(
-        source, batch_size=batch_size, rank=0, world_size=1, split="train", epochs=None, config=config
-    ) as stream:  # read before: the threads that parse would take turns with what is timed
+    with generated_stream(options.scale, batch_size) as stream:
+        cache = make_cache([feature.num_rows for feature in stream.schema.sparse], options)
+        # Read before: the threads that parse would take turns with what is timed.
         batches = list(itertools.islice(keys_of(stream, cache.host.row_offsets), num_batches))
     before = totals(cache)
     for number, call_seconds in enumerate(steps(cache, batches, options.lookahead)):

@@ -28,9 +28,9 @@ from typing import Any, get_args
 
 import numpy as np
 
-from benchmarks.common import machine, make_parser, median_ms, median_ratio, report, settings_of
+from benchmarks.common import generated_stream, machine, make_parser, median_ms, median_ratio, report, settings_of
 from benchmarks.step_overhead import count_profile
-from benchmarks.step_server import DENSE_PARTS, Settings, Variant, make_stream
+from benchmarks.step_server import DENSE_PARTS, Settings, Variant
 
 _PROFILE_SAMPLES = 200_000
 _FULL_DIM = 16  # the dim at which all of Criteo Kaggle's rows are there
@@ -103,7 +103,7 @@ def measure(options: argparse.Namespace, ranks: int, batch_size: int, dim: int, 
 
 def save_profile(settings: Settings) -> None:
     """Count the first samples of the data, and save the profile where the variants find it."""
-    with make_stream(settings) as stream:
+    with generated_stream(settings.scale, settings.batch_size, settings.rank, settings.world_size) as stream:
         rows = {feature.name: feature.num_rows for feature in stream.schema.sparse}
         num_batches = max(1, _PROFILE_SAMPLES // settings.batch_size)
         count_profile(itertools.islice(stream, num_batches), rows).save(settings.profile)

@@ -24,6 +24,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from benchmarks.common import (
+    generated_stream,
     interleaved,
     machine,
     make_parser,
@@ -42,7 +43,7 @@ from embershard import (
     cache_stats,
 )
 from embershard.cache.config import Scoring
-from embershard.data import Batch, BatchStream, DataConfig, SyntheticConfig, open_source
+from embershard.data import Batch, BatchStream
 from embershard.sharding.torchrec import StockEmbeddingBagCollectionSharder, cached_embeddings
 from embershard.sharding.torchrec.feature_keys import PoolIds
 
@@ -162,10 +163,8 @@ def _ratios(seconds: dict[str, list[float]]) -> dict[str, float]:
 
 
 def make_stream(options: argparse.Namespace) -> BatchStream:
-    """Return an endless stream of batches like Criteo Kaggle's."""
-    config = DataConfig(kind="synthetic", synthetic=SyntheticConfig(scale=options.scale))
-    source, size = open_source(config), options.batch_size
-    return BatchStream(source, batch_size=size, rank=0, world_size=1, split="train", epochs=None, config=config)
+    """Return the stream that the options ask for. `step_versions` calls it in older commits, too."""
+    return generated_stream(options.scale, options.batch_size)
 
 
 def count_profile(batches: Any, rows: dict[str, int]) -> FrequencyProfile:

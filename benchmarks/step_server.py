@@ -26,6 +26,7 @@ from torchrec.models.dlrm import DLRM, DLRMTrain
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from benchmarks.common import generated_stream
 from benchmarks.step_overhead import DENSE_ARCH, FUSED_PARAMS, OVER_ARCH, make_embedding_step, make_step
 from embershard import (
     CacheConfig,
@@ -34,7 +35,7 @@ from embershard import (
     LookAheadPipeline,
     plan_sharding,
 )
-from embershard.data import Batch, BatchStream, DataConfig, SyntheticConfig, open_source
+from embershard.data import Batch, BatchStream
 from embershard.sharding.torchrec import StockEmbeddingBagCollectionSharder
 
 Variant = Literal["resident", "cached", "inline", "look_ahead"]
@@ -83,27 +84,13 @@ def main() -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{settings.store}", rank=settings.rank, world_size=settings.world_size
     )
-    with make_stream(settings) as stream:
+    with generated_stream(settings.scale, settings.batch_size, settings.rank, settings.world_size) as stream:
         step = make_server_step(settings, stream)
         print("ready", flush=True)
         for _ in sys.stdin:
             started = time.perf_counter()
             step()
             print(time.perf_counter() - started, flush=True)
-
-
-def make_stream(settings: Settings) -> BatchStream:
-    """Return this rank's endless stream of generated batches."""
-    config = DataConfig(kind="synthetic", synthetic=SyntheticConfig(scale=settings.scale))
-    return BatchStream(
-        open_source(config),
-        batch_size=settings.batch_size,
-        rank=settings.rank,
-        world_size=settings.world_size,
-        split="train",
-        epochs=None,
-        config=config,
-    )
 
 
 def make_server_step(settings: Settings, stream: BatchStream) -> Callable[[], None]:
