@@ -37,7 +37,7 @@ class SlotMap:
         kind: of the map over the keys.
 
     Attributes:
-        array: int32 [R], the entries by key for compiled loops (`loops.py`); None on a GPU and if the map is hashed.
+        array: int32 [R], the entries by key for compiled loops (`loops/`); None on a GPU and if the map is hashed.
         key_of_slot: int32 [S + 1]; -1 when free.
         use_stamp: int64 [S + 1]; high half: the last batch that used the slot (0: none yet).
         num_used: slots 1..num_used hold rows, except those that a failed copy left empty.

@@ -9,22 +9,12 @@ from embershard.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from embershard.distributed.agreement import longest, shortest
-    from embershard.distributed.checkpoint import (
-        Manifest,
-        check_disk,
-        complete_checkpoints,
-        damaged_scalars,
-        load_tensors,
-        prune,
-        read_scalars,
-        rng_state,
-        save_checkpoint,
-        set_aside,
-        set_rng_state,
-        step_of,
-        verify_checkpoint,
-        without_empty,
-    )
+    from embershard.distributed.checkpoint.disk import check_disk
+    from embershard.distributed.checkpoint.folder import complete_checkpoints, prune, set_aside, step_of
+    from embershard.distributed.checkpoint.load import damaged_scalars, load_tensors, read_scalars, verify_checkpoint
+    from embershard.distributed.checkpoint.manifest import Manifest
+    from embershard.distributed.checkpoint.rng import rng_state, set_rng_state
+    from embershard.distributed.checkpoint.save import save_checkpoint, without_empty
     from embershard.distributed.config import CheckpointConfig
     from embershard.distributed.empty_batch import empty_like
 else:
@@ -32,22 +22,12 @@ else:
         __name__,
         {
             "agreement": ["longest", "shortest"],
-            "checkpoint": [
-                "Manifest",
-                "check_disk",
-                "complete_checkpoints",
-                "damaged_scalars",
-                "load_tensors",
-                "prune",
-                "read_scalars",
-                "rng_state",
-                "save_checkpoint",
-                "set_aside",
-                "set_rng_state",
-                "step_of",
-                "verify_checkpoint",
-                "without_empty",
-            ],
+            "checkpoint.disk": ["check_disk"],
+            "checkpoint.folder": ["complete_checkpoints", "prune", "set_aside", "step_of"],
+            "checkpoint.load": ["damaged_scalars", "load_tensors", "read_scalars", "verify_checkpoint"],
+            "checkpoint.manifest": ["Manifest"],
+            "checkpoint.rng": ["rng_state", "set_rng_state"],
+            "checkpoint.save": ["save_checkpoint", "without_empty"],
             "config": ["CheckpointConfig"],
             "empty_batch": ["empty_like"],
         },

@@ -1,7 +1,7 @@
 """Triton kernels of a plan: find a batch's keys, number the rows to fill, bind rows to slots.
 
 Sizes that a kernel finds stay on the device: buffers are as long as the batch, and a vector of numbers (`numbers`,
-int64 [NUM_NUMBERS]) tells how much of them counts. The loops of `loops.py` do the same work on a CPU.
+int64 [NUM_NUMBERS]) tells how much of them counts. The loops of `loops/slots.py` do the same work on a CPU.
 """
 
 from __future__ import annotations

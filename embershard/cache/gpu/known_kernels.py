@@ -1,4 +1,4 @@
-"""Triton kernels of the index of next uses: what the loops `know`, `arrive` and `admit` do (`loops.py`).
+"""Triton kernels of the index of next uses: what the loops `know`, `arrive` and `admit` do (`loops/next_uses.py`).
 
 A batch's uses are numbered by position, from `first`; of several uses of a row in the batch, the last one stands.
 """

@@ -63,7 +63,7 @@ def find(
                 first_hits[position] = False
                 continue
             is_first = stamps[position - start] < first_stamp
-            if is_first:  # or an earlier position of this block was
+            if is_first:  # or a later position of this block was
                 is_first = use_stamps[slot] < first_stamp
             is_first = is_first or use_stamps[slot] == stamp
             if is_first:

@@ -56,6 +56,25 @@ def offer(
 
 
 @compiled
+def _count_usable(
+    slots: Int64s,
+    stamps: Int64s,
+    known_next_uses: Int32s,
+    width: int,
+    oldest_pinned: int,
+    use_stamps: Int64s,
+    next_uses: Int32s,
+) -> int:
+    """Count those of the first `width` entries of a queue that may be evicted and whose rank still holds."""
+    usable = 0
+    for place in range(width):
+        slot, stamp = slots[place], stamps[place]
+        if use_stamps[slot] == stamp and stamp >> _BATCH_SHIFT < oldest_pinned:
+            usable += next_uses[slot] == known_next_uses[place]
+    return usable
+
+
+@compiled
 def candidates(
     queue_slots: Int64s,
     queue_stamps: Int64s,
@@ -82,17 +101,12 @@ def candidates(
         Candidates, [C] each: slots, stamps, ranks and places in the queue (-1: offered). First come those whose rank in
         the queue still holds. Then their number, and how many entries of the queue were looked at.
     """
-    width = min(2 * count, queue_slots.size)
-    usable = 0
-    for _ in range(2):  # most entries are usable, so a short window nearly always suffices
-        usable = 0
-        for place in range(width):
-            slot, stamp = queue_slots[place], queue_stamps[place]
-            if use_stamps[slot] == stamp and stamp >> _BATCH_SHIFT < oldest_pinned:
-                usable += next_uses[slot] == queue_next_uses[place]
-        if usable >= count:
-            break
+    queue = (queue_slots, queue_stamps, queue_next_uses)
+    width = min(2 * count, queue_slots.size)  # most entries are usable, so a short window nearly always suffices
+    usable = _count_usable(*queue, width, oldest_pinned, use_stamps, next_uses)
+    if usable < count:
         width = queue_slots.size
+        usable = _count_usable(*queue, width, oldest_pinned, use_stamps, next_uses)
     room = width + ready_slots.size
     slots, stamps = np.empty(room, np.int64), np.empty(room, np.int64)
     ranks, places = np.empty(room, np.int64), np.empty(room, np.int64)
