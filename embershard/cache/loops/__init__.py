@@ -16,7 +16,9 @@ from embershard.cache.loops.next_uses import admit as admit
 from embershard.cache.loops.next_uses import arrive as arrive
 from embershard.cache.loops.next_uses import know as know
 from embershard.cache.loops.rows import add_per_feature as add_per_feature
+from embershard.cache.loops.rows import are_rows as are_rows
 from embershard.cache.loops.rows import copy_rows as copy_rows
+from embershard.cache.loops.rows import keys_of_ids as keys_of_ids
 from embershard.cache.loops.slots import bind as bind
 from embershard.cache.loops.slots import distinct as distinct
 from embershard.cache.loops.slots import find as find
