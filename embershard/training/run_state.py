@@ -11,11 +11,14 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from embershard.data import Source, StreamState
-from embershard.distributed import Ranks, load_tensors, rng_state, save_checkpoint, set_rng_state, without_empty
+from embershard.distributed import Ranks, load_group, load_tensors, rng_state, save_checkpoint, set_rng_state, without_empty
+from embershard.sharding.torchrec.cache_contents import restore_contents, saved_contents
 from embershard.training.comparison import Comparison, compare
 from embershard.training.config import RunConfig
 from embershard.training.identity import Change, identity_of, tables_of
 from embershard.training.saved_run import SavedRun
+
+_CACHE = "cache"  # group of a checkpoint's tensors: the cached rows
 
 
 class RunState:
@@ -55,6 +58,8 @@ class RunState:
             "rng": self._ranks.all_gather_objects(rng_state(self._ranks.device)),
         }
         tensors, keep_last = without_empty(self._tensors()), self._config.checkpoint.keep_last
+        if contents := saved_contents(self.model, self._ranks.rank):
+            tensors[_CACHE] = contents
         return save_checkpoint(folder, steps, tensors, scalars, self._ranks, keep_last=keep_last, run_id=run_id)
 
     def read(self, checkpoint: Path, allowed: Collection[str]) -> tuple[SavedRun, Comparison]:
@@ -71,7 +76,7 @@ class RunState:
         return saved, compare(checkpoint, saved, *place, allowed)
 
     def load(self, checkpoint: Path, saved: SavedRun, comparison: Comparison) -> None:
-        """Load the tensors of model and optimizers, and the random number generators."""
+        """Load the tensors of model and optimizers and the random number generators, and warm the caches up."""
         self.dense_optimizer.init_state()  # its tensors must exist to be loaded into
         self.dense_optimizer.zero_grad()
         tensors = self._tensors()
@@ -83,6 +88,7 @@ class RunState:
             self.model.fused_optimizer.set_optimizer_step(saved.step)
         if saved.world_size == self._ranks.world_size:
             set_rng_state(saved.rng[self._ranks.rank], self._ranks.device)
+        restore_contents(self.model, load_group(checkpoint, _CACHE))
         self._config, self._identity = comparison.config, comparison.identity
         self.changes = (*saved.changes, *comparison.changes)
 
