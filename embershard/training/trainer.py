@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 import uuid
 from array import array
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +16,18 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.data import Batch, BatchStream, StreamState, open_source
-from embershard.distributed import (
-    Ranks,
-    check_disk,
-    load_tensors,
-    rng_state,
-    save_checkpoint,
-    set_rng_state,
-    verify_checkpoint,
-    without_empty,
-)
+from embershard.distributed import Ranks, verify_checkpoint
 from embershard.errors import CheckpointError, FailedSaveError
-from embershard.models.dense_size import DenseSize
 from embershard.pipeline import LookAheadPipeline
-from embershard.sharding.sizes import TableSize
 from embershard.training.build import build_sharded_model, find_plan, find_profile
 from embershard.training.cache_report import CacheReader
 from embershard.training.config import RunConfig
+from embershard.training.disk_needs import check_disk_for_run
 from embershard.training.loss_monitor import LossMonitor
 from embershard.training.metrics import PredictionBuffer
 from embershard.training.optimizers import set_learning_rate
 from embershard.training.reports import EvalReport, FailedSaveReport, Report, SaveReport, TrainReport
-from embershard.training.saved_run import SavedRun
+from embershard.training.run_state import RunState
 from embershard.training.steps import Steps
 
 #: Newest samples per rank that count for the AUC in the progress line.
@@ -58,11 +46,13 @@ class Trainer:
         self.plan = find_plan(config, ranks)
         self.source = open_source(config.data)
         self.stream = self._open_stream(StreamState(seed=config.data.seed))
-        self._check_disk()
+        if checkpoints is not None:  # before the model is built
+            check_disk_for_run(config, self.source.schema, checkpoints, self.total_steps, ranks)
         profile = find_profile(config, self.source)
         self.model = build_sharded_model(config, self.plan, profile, self.source.schema, ranks)
         self.dense_parameters = dict(in_backward_optimizer_filter(self.model.named_parameters()))
         self.dense_optimizer = config.dense_optimizer.build(self.dense_parameters)
+        self.state = RunState(config, self.source.schema, self.model, self.dense_optimizer, ranks)
         self._upcoming: Steps | None = None
         self.loss_monitor = LossMonitor(ranks)
         self.window = PredictionBuffer(WINDOW_SAMPLES)
@@ -186,18 +176,7 @@ class Trainer:
         started = time.perf_counter()
         if self.checkpoints is None:
             raise CheckpointError("This run has no folder for checkpoints; make the trainer with one.")
-        scalars = {
-            "samples": self.samples,
-            "stream": self.upcoming.state.to_dict(),
-            "tables": self._tables(),
-            "settings": self._settings(),
-            "world_size": self.ranks.world_size,
-            "rng": self.ranks.all_gather_objects(rng_state(self.ranks.device)),
-        }
-        tensors, keep_last = without_empty(self._tensors()), self.config.checkpoint.keep_last
-        path = save_checkpoint(
-            self.checkpoints, self.steps, tensors, scalars, self.ranks, keep_last=keep_last, run_id=self.run_id
-        )
+        path = self.state.save(self.checkpoints, self.run_id, self.steps, self.samples, self.upcoming.state)
         return SaveReport(self.steps, path, time.perf_counter() - started)
 
     def _try_to_save(self) -> SaveReport | FailedSaveReport:
@@ -223,28 +202,17 @@ class Trainer:
             ConfigError: it was written with another `data.seed`.
         """
         manifest = verify_checkpoint(checkpoint, self.ranks, allow_unverified=allow_unverified)
-        saved = self.ranks.from_first(lambda: SavedRun.read(checkpoint))
-        saved.check_fits(checkpoint, self._tables(), self._settings())
+        saved = self.state.read(checkpoint)
         saved.check_position(checkpoint, self.stream.num_samples)
         if self._upcoming is not None:
             self._upcoming.close()
             self._upcoming = None
-        self.dense_optimizer.init_state()  # its tensors must exist to be loaded into
-        self.dense_optimizer.zero_grad()
-        tensors = self._tensors()
-        load_tensors(checkpoint, without_empty(tensors))
-        self.model.load_state_dict(tensors["model"])
-        self.model.fused_optimizer.load_state_dict({"state": tensors["embedding_optimizer"]})
-        self.dense_optimizer.load_state_dict({"state": tensors["dense_optimizer"]})
+        self.state.load(checkpoint, saved)
         self.steps, self.samples = saved.step, saved.samples
-        if self.config.embedding_optimizer.counts_steps:
-            self.model.fused_optimizer.set_optimizer_step(self.steps)
         self._reported_steps = self.steps
         self.loss_monitor, self.window = LossMonitor(self.ranks), PredictionBuffer(WINDOW_SAMPLES)
         self.stream.close()
         self.stream = self._open_stream(saved.stream)
-        if saved.world_size == self.ranks.world_size:
-            set_rng_state(saved.rng[self.ranks.rank], self.ranks.device)
         if manifest is not None:
             self.run_id = manifest.run_id
         return manifest is not None
@@ -254,38 +222,6 @@ class Trainer:
         self.stream.close()
         if self._upcoming is not None:
             self._upcoming.close()
-
-    def _tensors(self) -> dict[str, Any]:
-        return {
-            "model": self.model.state_dict(),
-            "embedding_optimizer": self.model.fused_optimizer.state_dict()["state"],
-            "dense_optimizer": self.dense_optimizer.state_dict()["state"],
-        }
-
-    def _check_disk(self) -> None:
-        """Raise unless the checkpoints of the whole run can be written: before the model is built."""
-        config, schema = self.config, self.source.schema
-        num_saves = config.checkpoint.num_saves(self.total_steps)
-        if self.checkpoints is None or not num_saves:
-            return
-        dense = DenseSize.of(config.model, schema.num_dense, len(schema.sparse)).parameter_bytes
-        save_bytes = dense * config.dense_optimizer.num_states  # gradients are not saved, parameters are
-        for name, (rows, dim) in self._tables().items():
-            size = TableSize(name, rows, dim, config.model.table_dtype, *config.embedding_optimizer.state_bytes)
-            save_bytes += rows * size.row_bytes()
-        check_disk(self.checkpoints, save_bytes, num_saves, config.checkpoint.keep_last, self.ranks)
-
-    def _tables(self) -> dict[str, tuple[int, int]]:
-        dim = self.config.model.embedding_dim
-        return {feature.name: (feature.num_rows, dim) for feature in self.source.schema.sparse}
-
-    def _settings(self) -> dict[str, Any]:
-        """Settings under which other values of the tensors would load without an error."""
-        config = self.config
-        settings = {f"model.{key}": value for key, value in asdict(config.model).items()}
-        settings["embedding_optimizer.kind"] = config.embedding_optimizer.kind
-        settings["dense_optimizer.kind"] = config.dense_optimizer.kind
-        return json.loads(json.dumps(settings))  # as a checkpoint holds them
 
     def _open_stream(self, state: StreamState | None) -> BatchStream:
         """Open the training stream at `state`, or with None the held-out part."""

@@ -1,0 +1,80 @@
+"""`RunState`: what a checkpoint holds of a run, written and read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.keyed import KeyedOptimizerWrapper
+
+from embershard.data import Schema, StreamState
+from embershard.distributed import Ranks, load_tensors, rng_state, save_checkpoint, set_rng_state, without_empty
+from embershard.training.config import RunConfig
+from embershard.training.identity import settings_of, tables_of
+from embershard.training.saved_run import SavedRun
+
+
+class RunState:
+    """The state of a run on one rank. All ranks call its methods together."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        schema: Schema,
+        model: DistributedModelParallel,
+        dense_optimizer: KeyedOptimizerWrapper,
+        ranks: Ranks,
+    ) -> None:
+        self.model, self.dense_optimizer = model, dense_optimizer
+        self._config, self._ranks = config, ranks
+        self._tables, self._settings = tables_of(config, schema), settings_of(config)
+
+    def save(self, folder: Path, run_id: str, steps: int, samples: int, position: StreamState) -> Path:
+        """Write the checkpoint `folder/step_<steps>` of a run that has trained so far, and return it.
+
+        Raises:
+            CheckpointError: one of this step exists.
+            FailedSaveError: it could not be written.
+        """
+        scalars = {
+            "samples": samples,
+            "stream": position.to_dict(),
+            "tables": self._tables,
+            "settings": self._settings,
+            "world_size": self._ranks.world_size,
+            "rng": self._ranks.all_gather_objects(rng_state(self._ranks.device)),
+        }
+        tensors, keep_last = without_empty(self._tensors()), self._config.checkpoint.keep_last
+        return save_checkpoint(folder, steps, tensors, scalars, self._ranks, keep_last=keep_last, run_id=run_id)
+
+    def read(self, checkpoint: Path) -> SavedRun:
+        """Return the state in a verified checkpoint, without its tensors; nothing changes.
+
+        Raises:
+            CheckpointError: it is of a model with other tables, or with other settings.
+        """
+        saved = self._ranks.from_first(lambda: SavedRun.read(checkpoint))
+        saved.check_fits(checkpoint, self._tables, self._settings)
+        return saved
+
+    def load(self, checkpoint: Path, saved: SavedRun) -> None:
+        """Load the tensors of model and optimizers, and the random number generators."""
+        self.dense_optimizer.init_state()  # its tensors must exist to be loaded into
+        self.dense_optimizer.zero_grad()
+        tensors = self._tensors()
+        load_tensors(checkpoint, without_empty(tensors))
+        self.model.load_state_dict(tensors["model"])
+        self.model.fused_optimizer.load_state_dict({"state": tensors["embedding_optimizer"]})
+        self.dense_optimizer.load_state_dict({"state": tensors["dense_optimizer"]})
+        if self._config.embedding_optimizer.counts_steps:
+            self.model.fused_optimizer.set_optimizer_step(saved.step)
+        if saved.world_size == self._ranks.world_size:
+            set_rng_state(saved.rng[self._ranks.rank], self._ranks.device)
+
+    def _tensors(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "embedding_optimizer": self.model.fused_optimizer.state_dict()["state"],
+            "dense_optimizer": self.dense_optimizer.state_dict()["state"],
+        }
