@@ -143,7 +143,7 @@ def test_flipped_bits_are_found(read, tmp_path):
     place = data.index(bytes(pa.array(range(5)).buffers()[1])[:40])
     data[place] ^= 1
     path.write_bytes(data)
-    with pytest.raises(DataError, match=r"a.parquet: row group 0 cannot be read .*checksum"):
+    with pytest.raises(DataError, match=r"a.parquet: row group 0, at byte 4, cannot be read .*checksum"):
         read(path)
 
 
