@@ -1,4 +1,4 @@
-"""All exceptions that embershard raises on purpose.
+"""All exceptions that embershard raises on purpose, and one line about those of the operating system.
 
 ::
 
@@ -25,6 +25,8 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -106,3 +108,20 @@ def os_problem(error: OSError, path: Path | str | None = None) -> str:
     what = error.strerror or str(error) or type(error).__name__
     remedy = _REMEDIES.get(error.errno or 0)
     return " ".join(f"{where}{': ' if where else ''}{what}.{f' {remedy}.' if remedy else ''}".split())
+
+
+@contextmanager
+def naming_file(path: Path | str) -> Iterator[None]:
+    """Give an `OSError` the name of the file, which it lacks where a write fails: on a full disk, for instance.
+
+    >>> with naming_file("out.json"):
+    ...     raise OSError(28, "No space left on device")
+    Traceback (most recent call last):
+    OSError: [Errno 28] No space left on device: 'out.json'
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise

@@ -72,8 +72,8 @@ class CriteoConfig:
     def __post_init__(self) -> None:
         _freeze_lists(self)
         rows = self.rows_per_table
-        needed = f"one number or {NUM_CRITEO_SPARSE} numbers, each at least 2 (row 0 is reserved for missing)"
-        is_rows = len(rows) == NUM_CRITEO_SPARSE and all(n >= 2 for n in rows)
+        needed = f"one number or {NUM_CRITEO_SPARSE} numbers, each at least 1"
+        is_rows = len(rows) == NUM_CRITEO_SPARSE and all(n >= 1 for n in rows)
         _check(self, "criteo.", num_rows=(is_rows, needed), files=(len(self.files) > 0, _ONE_PATTERN))
 
     @property
@@ -109,8 +109,8 @@ class ParquetConfig:
 
     def __post_init__(self) -> None:
         _freeze_lists(self)
-        needed = f"{len(self.sparse)} numbers, one for each of data.parquet.sparse, each at least 2"
-        is_rows = len(self.num_rows) == len(self.sparse) and all(n >= 2 for n in self.num_rows)
+        needed = f"{len(self.sparse)} numbers, one for each of data.parquet.sparse, each at least 1"
+        is_rows = len(self.num_rows) == len(self.sparse) and all(n >= 1 for n in self.num_rows)
         _check(
             self,
             "parquet.",

@@ -23,7 +23,7 @@ SPARSE = tuple(f"C{i + 1}" for i in range(NUM_CRITEO_SPARSE))
 COLUMNS = ("label", *DENSE, *SPARSE)
 MAX_DIGITS = 8
 _NEWLINE = 10
-_MOST = np.finfo(np.float32).max
+_MOST = float(np.finfo(np.float32).max)
 _NO_SAMPLES = Block(
     np.empty((0, NUM_CRITEO_DENSE), np.float32),
     np.empty(0, np.float32),
@@ -170,4 +170,4 @@ def _cell_problem(name: str, cell: str) -> str | None:
         number = float("nan")
     if name == "label":
         return None if number in (0, 1) else "a label must be 0 or 1"
-    return None if abs(number) < _MOST else "needed a number below 3.4e38, or nothing where it is missing"
+    return None if abs(number) <= _MOST else "needed a number below 3.4e38, or nothing where it is missing"

@@ -15,6 +15,7 @@ import numpy as np
 
 from embershard.data.bad_rows import BadRow
 from embershard.decoding import to_toml
+from embershard.errors import naming_file
 from embershard.launch.config import METRICS, RUN_CONFIG
 from embershard.launch.run_dir import check_run_dir
 from embershard.launch.versions import git_commit, versions
@@ -54,16 +55,20 @@ class RunRecord:
         check_run_dir(folder, resume=resumed_at is not None)
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / RUN_CONFIG).write_text(to_toml(config), encoding="utf-8")
+        with naming_file(folder / RUN_CONFIG):
+            (folder / RUN_CONFIG).write_text(to_toml(config), encoding="utf-8")
         (folder / "plan.json").unlink(missing_ok=True)  # an earlier part of the run may have had one
         if plan is not None:
             plan.save(folder / "plan.json")
         metrics = folder / METRICS
         kept, damaged = _lines_up_to(metrics, resumed_at) if resumed_at is not None and metrics.exists() else ([], [])
         if damaged:
-            with (folder / _DAMAGED).open("ab") as aside:
+            with naming_file(folder / _DAMAGED), (folder / _DAMAGED).open("ab") as aside:
                 aside.writelines(damaged)
-        metrics.write_bytes(b"".join(kept))
+        new = folder / f"{METRICS}.new"
+        with naming_file(new):
+            new.write_bytes(b"".join(kept))
+        new.replace(metrics)  # a full disk leaves the earlier lines as they are
         self._bad_rows = BadRowFile(folder / _BAD_ROWS)
         self._metrics = metrics.open("a", encoding="utf-8")
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
@@ -75,8 +80,9 @@ class RunRecord:
         if isinstance(report, BadRowsReport):
             self._bad_rows.add(report.rows)
         kind, values = _flat(report)
-        self._metrics.write(json.dumps({"kind": kind, **values}) + "\n")
-        self._metrics.flush()
+        with naming_file(self._metrics.name):
+            self._metrics.write(json.dumps({"kind": kind, **values}) + "\n")
+            self._metrics.flush()
         for name, value in values.items():
             if name != "step" and isinstance(value, (int, float)):
                 self._board.add_scalar(f"{kind}/{name}", value, report.step)
@@ -84,7 +90,8 @@ class RunRecord:
     def finish(self, result: dict[str, Any]) -> None:
         """Write result.json."""
         text = json.dumps(result, indent=2, allow_nan=False)
-        (self._folder / "result.json").write_text(text + "\n", encoding="utf-8")
+        with naming_file(self._folder / "result.json"):
+            (self._folder / "result.json").write_text(text + "\n", encoding="utf-8")
 
     def close(self) -> None:
         """Close the files."""
@@ -112,7 +119,7 @@ class BadRowFile:
         )
         new = [line for line in lines if line not in self._listed][: max(0, _MOST_BAD_ROWS - len(self._listed))]
         if new:
-            with self._path.open("a", encoding="utf-8") as file:
+            with naming_file(self._path), self._path.open("a", encoding="utf-8") as file:
                 file.writelines(f"{line}\n" for line in new)
             self._listed.update(new)
 
@@ -142,8 +149,8 @@ def make_result(
 
     `samples_per_second` (of all ranks) and `step_ms` are of the steps that `steady_steps` chooses, and None without a
     step; `is_steady` is False when the run was too short for them. A quality that is undefined or was not measured is
-    None. `measured_steps` counts the steps of this process, as `cache` and `bad_rows` do; `steps` includes those before a
-    resume. `bad_rows` is None where none is tolerated.
+    None. `measured_steps` counts the steps of this process, as `cache` and `bad_rows` do; `steps` includes those before
+    a resume. `bad_rows` is None where none is tolerated.
     """
     quality = {} if evaluation is None else dataclasses.asdict(evaluation.quality)
     config, ranks, plan = trainer.config, trainer.ranks, trainer.plan
