@@ -51,5 +51,5 @@ def identify_files(config: DataConfig) -> dict[str, list[FileIdentity]]:
     for name, path in (("files", config.path), ("eval_files", config.eval_path)):
         if config.kind != "synthetic" and path is not None:
             patterns = getattr(config, config.kind).files
-            found[name] = [FileIdentity.of(file) for file in files_at(path, patterns, config.kind)]
+            found[name] = [FileIdentity.of(file.path) for file in files_at(path, patterns, config.kind)]
     return found

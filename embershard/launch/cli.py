@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 from embershard import __version__
-from embershard.errors import EmbershardError
+from embershard.errors import EmbershardError, os_problem
 
 #: Name, module below `embershard.launch` with the function `main(argv) -> int`, and help of each command.
 _COMMANDS = (
@@ -32,6 +33,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return command.main(arguments[1:])
             except EmbershardError as error:
                 print(f"embershard: {error}", file=sys.stderr)
+                return 2
+            except BrokenPipeError:  # the reader of the output has seen enough
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                return 1
+            except OSError as error:
+                print(f"embershard: {os_problem(error)}", file=sys.stderr)
                 return 2
     parser = argparse.ArgumentParser(
         prog="embershard",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from embershard.data.bad_rows import BadRow
 from embershard.training.metrics import Quality
 
 
@@ -49,4 +50,18 @@ class FailedSaveReport:
     reason: str
 
 
-Report = TrainReport | EvalReport | SaveReport | FailedSaveReport
+@dataclass(frozen=True)
+class BadRowsReport:
+    """Bad rows that were met since the last such report.
+
+    Attributes:
+        num_bad: so far, over all ranks.
+        rows: the new ones; of very many, some.
+    """
+
+    step: int
+    num_bad: int
+    rows: tuple[BadRow, ...]
+
+
+Report = TrainReport | EvalReport | SaveReport | FailedSaveReport | BadRowsReport

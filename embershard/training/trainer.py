@@ -17,9 +17,10 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.data import Batch, BatchStream, StreamState, open_source
-from embershard.distributed import Ranks, verify_checkpoint
+from embershard.distributed import Ranks, shortest, verify_checkpoint
 from embershard.errors import CheckpointError, FailedSaveError
 from embershard.pipeline import LookAheadPipeline
+from embershard.training.bad_rows import BadRowCount
 from embershard.training.build import build_sharded_model, find_plan, find_profile
 from embershard.training.cache_report import CacheReader
 from embershard.training.comparison import Comparison
@@ -30,7 +31,7 @@ from embershard.training.metrics import PredictionBuffer
 from embershard.training.optimizers import set_learning_rate
 from embershard.training.reports import EvalReport, FailedSaveReport, Report, SaveReport, TrainReport
 from embershard.training.run_state import RunState
-from embershard.training.steps import Steps
+from embershard.training.steps import InputFailure, Steps
 
 #: Newest samples per rank that count for the AUC in the progress line.
 WINDOW_SAMPLES = 16_384
@@ -57,6 +58,8 @@ class Trainer:
         self.dense_optimizer = config.dense_optimizer.build(self.dense_parameters)
         self.state = RunState(config, self.source, self.model, self.dense_optimizer, ranks)
         self._upcoming: Steps | None = None
+        self._input_failure = InputFailure()
+        self.bad_rows = BadRowCount(config.data.bad_rows, self.stream.num_samples, ranks)
         self.loss_monitor = LossMonitor(ranks)
         self.window = PredictionBuffer(WINDOW_SAMPLES)
         self.cache_reader = CacheReader(self.model, ranks)
@@ -74,7 +77,16 @@ class Trainer:
         return min(limit for limit in limits if limit is not None)
 
     def train(self) -> Iterator[Report]:
-        """Train to the end of the run, and yield reports on the way."""
+        """Train to the end of the run, and yield reports on the way. Where the input fails, save, then raise."""
+        first = self.steps
+        try:
+            yield from self._train()
+        except Exception as error:
+            if error is self._input_failure.error and self.checkpoints and self.steps > first:
+                yield from self._save_at_failure()
+            raise
+
+    def _train(self) -> Iterator[Report]:
         evaluated = saved = -1
         config = self.config
 
@@ -92,6 +104,7 @@ class Trainer:
             self.step_seconds.append(time.perf_counter() - started)
             if every(config.train.log_every) or self.steps == self.total_steps:
                 yield self.report()
+                yield from self._count_bad_rows()
             if every(config.train.eval_every):
                 evaluated = self.steps
                 yield self.evaluate()
@@ -103,6 +116,7 @@ class Trainer:
             yield self.report()
         if config.holds_out and evaluated != self.steps:
             yield self.evaluate()
+        yield from self._count_bad_rows()
         if self.checkpoints and config.checkpoint.at_end and saved != self.steps and len(self.step_seconds):
             yield self.save()
 
@@ -116,7 +130,7 @@ class Trainer:
                 pipeline = LookAheadPipeline(
                     self.model, self.dense_optimizer, device, depths.lookahead, depths.prefetch
                 )
-            self._upcoming = Steps(self.stream, self.total_steps - self.steps, device, pipeline)
+            self._upcoming = Steps(self.stream, self.total_steps - self.steps, device, pipeline, self._input_failure)
         return self._upcoming
 
     def step(self, batch: Batch) -> None:
@@ -159,12 +173,13 @@ class Trainer:
         predictions = PredictionBuffer()
         self.model.eval()
         with self._open_stream(None) as stream:
-            for batch in stream:
+            for batch in self._input_failure.watch(shortest(stream, self.ranks.device)):
                 count = batch.num_samples
                 batch = _never_empty(batch).to(self.ranks.device, non_blocking=True)
                 with self._autocast():
                     _, (_, logits, labels) = self.model(batch)
                 predictions.add(logits[:count], labels[:count])
+            self.bad_rows.add(stream)
         self.model.train()
         return EvalReport(self.steps, predictions.quality(self.ranks), time.perf_counter() - started)
 
@@ -180,6 +195,21 @@ class Trainer:
             raise CheckpointError("This run has no folder for checkpoints; make the trainer with one.")
         path = self.state.save(self.checkpoints, self.run_id, self.steps, self.samples, self.upcoming.state)
         return SaveReport(self.steps, path, time.perf_counter() - started)
+
+    def _count_bad_rows(self) -> Iterator[Report]:
+        self.bad_rows.add(self.stream)
+        report = self.bad_rows.report(self.steps)
+        if report is not None:
+            yield report
+        self.bad_rows.check()
+
+    def _save_at_failure(self) -> Iterator[Report]:
+        try:
+            yield self.save()
+        except FailedSaveError as error:
+            yield FailedSaveReport(self.steps, str(error))
+        except CheckpointError:  # this step is saved already
+            pass
 
     def _try_to_save(self) -> SaveReport | FailedSaveReport:
         try:

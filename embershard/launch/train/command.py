@@ -17,12 +17,12 @@ from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from embershard.distributed import Ranks, process_group
-from embershard.errors import EmbershardError, FailedSaveError
+from embershard.errors import EmbershardError, FailedSaveError, os_problem
 from embershard.launch.arguments import NEWEST, add_run_arguments, check_resume
 from embershard.launch.config import load_config
 from embershard.launch.record import RunRecord, make_result
 from embershard.launch.run_dir import check_run_dir, default_run_dir, lock_run_dir
-from embershard.launch.screen import say, silence_libraries
+from embershard.launch.screen import plain_console, say, silence_libraries
 from embershard.launch.train.progress import ProgressDisplay, closing_table
 from embershard.sharding.plan import Plan
 from embershard.training.cache_report import look_ahead_totals
@@ -92,7 +92,7 @@ def train_run(
     """
     ranks.from_first(lambda: check_run_dir(run_dir, resume=resume is not None))
     ranks.from_first(lambda: lock_run_dir(run_dir))
-    console = Console(quiet=not ranks.is_first)
+    console = plain_console(quiet=not ranks.is_first)
     trainer = Trainer(config, ranks, run_dir / CHECKPOINTS)
     resumed_at = None if resume is None else _resume(trainer, console, resume, unverified, changes)
     if resumed_at is not None and trainer.steps >= trainer.total_steps:
@@ -204,6 +204,8 @@ def _show_error(kind: type[BaseException], error: BaseException, trace: Tracebac
         return  # all ranks raise the same one
     if isinstance(error, EmbershardError):  # torch puts the rank in front
         print(f"{kind.__name__}: {error}", file=sys.stderr)
+    elif isinstance(error, OSError):
+        print(f"{kind.__name__}: {os_problem(error)}", file=sys.stderr)
     elif not isinstance(error, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
 

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 from embershard.launch.screen import number, say
-from embershard.training.reports import EvalReport, FailedSaveReport, Report, SaveReport, TrainReport
+from embershard.training.reports import BadRowsReport, EvalReport, FailedSaveReport, Report, SaveReport, TrainReport
 
 
 class ProgressDisplay:
@@ -45,6 +45,9 @@ class ProgressDisplay:
             say(self._console, f"step {report.step}: {eval_line(report)}")
         elif isinstance(report, FailedSaveReport):
             say(self._console, f"{report.reason} Training goes on (checkpoint.on_failed_save).")
+        elif isinstance(report, BadRowsReport):
+            first = f", for instance {report.rows[0]}" if report.rows else ""
+            say(self._console, f"step {report.step}: {report.num_bad:,} bad rows so far{first}")
         else:
             assert isinstance(report, SaveReport)
             say(self._console, f"step {report.step}: saved {report.path} ({report.seconds:.1f} s)")
