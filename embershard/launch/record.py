@@ -132,7 +132,7 @@ def _flat(report: Report) -> tuple[str, dict[str, Any]]:
     if isinstance(report, FailedSaveReport):
         return "failed_checkpoint", dataclasses.asdict(report)
     assert isinstance(report, SaveReport)
-    return "checkpoint", {"step": report.step, "path": report.path.name, "seconds": report.seconds}
+    return "checkpoint", {**dataclasses.asdict(report), "path": report.path.name}
 
 
 def _lines_up_to(metrics: Path, step: int) -> list[str]:

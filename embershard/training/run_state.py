@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,51 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from embershard.data import Schema, StreamState
-from embershard.distributed import Ranks, load_tensors, rng_state, save_checkpoint, set_rng_state, without_empty
+from embershard.distributed import (
+    Ranks,
+    TensorBlocks,
+    load_tensors,
+    rng_state,
+    save_checkpoint,
+    set_rng_state,
+    without_empty,
+)
+from embershard.sharding.torchrec import FrozenRows, freeze, without_flushes
 from embershard.training.config import RunConfig
 from embershard.training.identity import settings_of, tables_of
 from embershard.training.saved_run import SavedRun
+
+
+@dataclass
+class PreparedSave:
+    """A checkpoint that was not written yet. The rows of cached tables are frozen until it is written or closed."""
+
+    folder: Path
+    step: int
+    tensors: TensorBlocks
+    frozen: Sequence[FrozenRows]
+    scalars: dict[str, Any]
+    keep_last: int
+    run_id: str
+
+    def write(self, ranks: Ranks) -> Path:
+        """Write the checkpoint and return it. All ranks call it together.
+
+        Raises:
+            CheckpointError: one of this step exists.
+            FailedSaveError: it could not be written.
+        """
+        try:
+            return save_checkpoint(
+                self.folder, self.step, self.tensors, self.scalars, ranks, keep_last=self.keep_last, run_id=self.run_id
+            )
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Let the rows go."""
+        for rows in self.frozen:
+            rows.close()
 
 
 class RunState:
@@ -30,12 +73,13 @@ class RunState:
         self._config, self._ranks = config, ranks
         self._tables, self._settings = tables_of(config, schema), settings_of(config)
 
-    def save(self, folder: Path, run_id: str, steps: int, samples: int, position: StreamState) -> Path:
-        """Write the checkpoint `folder/step_<steps>` of a run that has trained so far, and return it.
+    def prepare_save(
+        self, folder: Path, run_id: str, steps: int, samples: int, position: StreamState, copy_bytes: int
+    ) -> PreparedSave:
+        """Return the state of a run that has trained so far, to be written to `folder/step_<steps>`.
 
-        Raises:
-            CheckpointError: one of this step exists.
-            FailedSaveError: it could not be written.
+        Args:
+            copy_bytes: most bytes to copy of what changes in place.
         """
         scalars = {
             "samples": samples,
@@ -45,8 +89,10 @@ class RunState:
             "world_size": self._ranks.world_size,
             "rng": self._ranks.all_gather_objects(rng_state(self._ranks.device)),
         }
-        tensors, keep_last = without_empty(self._tensors()), self._config.checkpoint.keep_last
-        return save_checkpoint(folder, steps, tensors, scalars, self._ranks, keep_last=keep_last, run_id=run_id)
+        frozen = freeze(self.model)
+        with without_flushes(self.model):  # all rows are written back, and those without weights are made as they go
+            tensors = TensorBlocks(without_empty(self._tensors()), frozen, copy_bytes)
+        return PreparedSave(folder, steps, tensors, frozen, scalars, self._config.checkpoint.keep_last, run_id)
 
     def read(self, checkpoint: Path) -> SavedRun:
         """Return the state in a verified checkpoint, without its tensors; nothing changes.

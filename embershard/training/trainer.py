@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.data import Batch, BatchStream, StreamState, open_source
 from embershard.distributed import Ranks, verify_checkpoint
-from embershard.errors import CheckpointError, FailedSaveError
+from embershard.errors import CheckpointError
 from embershard.pipeline import LookAheadPipeline
 from embershard.training.build import build_sharded_model, find_plan, find_profile
 from embershard.training.cache_report import CacheReader
@@ -26,8 +26,9 @@ from embershard.training.disk_needs import check_disk_for_run
 from embershard.training.loss_monitor import LossMonitor
 from embershard.training.metrics import PredictionBuffer
 from embershard.training.optimizers import set_learning_rate
-from embershard.training.reports import EvalReport, FailedSaveReport, Report, SaveReport, TrainReport
-from embershard.training.run_state import RunState
+from embershard.training.reports import EvalReport, Report, SaveReport, TrainReport
+from embershard.training.run_state import PreparedSave, RunState
+from embershard.training.saves import Saves
 from embershard.training.steps import Steps
 
 #: Newest samples per rank that count for the AUC in the progress line.
@@ -61,6 +62,7 @@ class Trainer:
         self.step_seconds = array("d")
         self._reported_steps = 0
         self._learning_rate_factor: float | None = None
+        self._saves = Saves(config.checkpoint, ranks)
         self.run_id = ranks.from_first(lambda: uuid.uuid4().hex)
 
     @property
@@ -73,7 +75,11 @@ class Trainer:
 
     def train(self) -> Iterator[Report]:
         """Train to the end of the run, and yield reports on the way."""
-        evaluated = saved = -1
+        with self._saves:
+            yield from self._train()
+
+    def _train(self) -> Iterator[Report]:
+        evaluated = -1
         config = self.config
 
         def every(steps: int | None) -> bool:
@@ -94,14 +100,15 @@ class Trainer:
                 evaluated = self.steps
                 yield self.evaluate()
             if self.checkpoints and every(config.checkpoint.every_steps):
-                report = self._try_to_save()
-                saved = self.steps if isinstance(report, SaveReport) else saved
-                yield report
+                yield from self._saves.start(self.steps, self._prepare_save)
+            yield from self._saves.finished()
+        yield from self._saves.last()
         if self.steps > self._reported_steps:
             yield self.report()
         if config.holds_out and evaluated != self.steps:
             yield self.evaluate()
-        if self.checkpoints and config.checkpoint.at_end and saved != self.steps and len(self.step_seconds):
+        is_saved = self._saves.saved_step == self.steps
+        if self.checkpoints and config.checkpoint.at_end and not is_saved and len(self.step_seconds):
             yield self.save()
 
     @property
@@ -167,25 +174,20 @@ class Trainer:
         return EvalReport(self.steps, predictions.quality(self.ranks), time.perf_counter() - started)
 
     def save(self) -> SaveReport:
-        """Write a checkpoint of all state that the rest of the run depends on.
+        """Write a checkpoint of all state that the rest of the run depends on, and wait until it is complete.
 
         Raises:
             CheckpointError: one of this step exists, or the run has no folder for checkpoints.
             FailedSaveError: it could not be written.
         """
-        started = time.perf_counter()
+        return self._saves.write(self.steps, self._prepare_save)
+
+    def _prepare_save(self, copy_bytes: int) -> PreparedSave:
         if self.checkpoints is None:
             raise CheckpointError("This run has no folder for checkpoints; make the trainer with one.")
-        path = self.state.save(self.checkpoints, self.run_id, self.steps, self.samples, self.upcoming.state)
-        return SaveReport(self.steps, path, time.perf_counter() - started)
-
-    def _try_to_save(self) -> SaveReport | FailedSaveReport:
-        try:
-            return self.save()
-        except FailedSaveError as error:
-            if self.config.checkpoint.on_failed_save == "stop":
-                raise
-            return FailedSaveReport(self.steps, str(error))
+        return self.state.prepare_save(
+            self.checkpoints, self.run_id, self.steps, self.samples, self.upcoming.state, copy_bytes
+        )
 
     def resume(self, checkpoint: Path, *, allow_unverified: bool = False) -> bool:
         """Continue from `checkpoint`, with any number of ranks, as the run would have continued.
@@ -201,6 +203,7 @@ class Trainer:
             CheckpointError: it is of a model with other tables, or with other settings.
             ConfigError: it was written with another `data.seed`.
         """
+        self._saves.forget()
         manifest = verify_checkpoint(checkpoint, self.ranks, allow_unverified=allow_unverified)
         saved = self.state.read(checkpoint)
         saved.check_position(checkpoint, self.stream.num_samples)
@@ -218,7 +221,8 @@ class Trainer:
         return manifest is not None
 
     def close(self) -> None:
-        """End the threads that parse ahead."""
+        """Wait for a save, and end the threads that parse ahead."""
+        self._saves.forget()
         self.stream.close()
         if self._upcoming is not None:
             self._upcoming.close()

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from embershard.distributed.checkpoint.load import without_known_warnings
 from embershard.errors import CheckpointError
 
 #: Rows of tensors whose blocks no `FrozenTensors` decides: their bytes.
@@ -61,9 +62,11 @@ class TensorBlocks(DefaultSavePlanner):
     def __init__(self, tensors: dict[str, Any], frozen: Sequence[FrozenTensors] = (), copy_bytes: int = 0) -> None:
         super().__init__()
         _check_tensors(tensors)
-        super().set_up_planner(tensors)
         self._parts: dict[MetadataIndex, _Part] = {}
-        self._items = [block for item in super().create_local_plan().items for block in self._blocks(item, frozen)]
+        with without_known_warnings():
+            super().set_up_planner(tensors)
+            items = super().create_local_plan().items
+        self._items = [block for item in items for block in self._blocks(item, frozen)]
         self.is_copied = self._copy(copy_bytes)
         self.when_copied: Callable[[], None] = lambda: None
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from embershard.distributed.checkpoint.blocks import TensorBlocks
 from embershard.distributed.checkpoint.digests import DigestingFileSystem, FileEntry, file_entry
 from embershard.distributed.checkpoint.folder import PARTIAL, leftovers, prune, sync_folder
-from embershard.distributed.checkpoint.load import SCALARS, causes, without_known_warnings
+from embershard.distributed.checkpoint.load import SCALARS, causes
 from embershard.distributed.checkpoint.manifest import MANIFEST, Manifest
 from embershard.distributed.process_group import Ranks
 from embershard.errors import CheckpointError, FailedSaveError
@@ -92,8 +92,7 @@ def _write_tensors(partial: Path, tensors: TensorBlocks, ranks: Ranks) -> dict[s
     writer.fs = files = DigestingFileSystem()
     failures: Mapping[int, BaseException] = {}
     try:
-        with without_known_warnings():
-            dcp.save({}, storage_writer=writer, planner=tensors, process_group=ranks.group)
+        dcp.save({}, storage_writer=writer, planner=tensors, process_group=ranks.group)
     except dcp.CheckpointException as error:
         failures = causes(error)
     own = files.error or failures.get(ranks.rank)
