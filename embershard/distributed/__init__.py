@@ -9,6 +9,7 @@ from embershard.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from embershard.distributed.agreement import longest, shortest
+    from embershard.distributed.checkpoint.blocks import TensorBlocks
     from embershard.distributed.checkpoint.disk import check_disk
     from embershard.distributed.checkpoint.folder import complete_checkpoints, prune, set_aside, step_of
     from embershard.distributed.checkpoint.load import (
@@ -28,6 +29,7 @@ else:
         __name__,
         {
             "agreement": ["longest", "shortest"],
+            "checkpoint.blocks": ["TensorBlocks"],
             "checkpoint.disk": ["check_disk"],
             "checkpoint.folder": ["complete_checkpoints", "prune", "set_aside", "step_of"],
             "checkpoint.load": ["damaged_scalars", "load_group", "load_tensors", "read_scalars", "verify_checkpoint"],
@@ -43,6 +45,7 @@ __all__ = [
     "CheckpointConfig",
     "Manifest",
     "Ranks",
+    "TensorBlocks",
     "check_disk",
     "complete_checkpoints",
     "damaged_scalars",

@@ -189,7 +189,7 @@ def _flat(report: Report) -> tuple[str, dict[str, Any]]:
     if isinstance(report, BadRowsReport):
         return "bad_rows", {"step": report.step, "num_bad": report.num_bad}
     assert isinstance(report, SaveReport)
-    return "checkpoint", {"step": report.step, "path": report.path.name, "seconds": report.seconds}
+    return "checkpoint", {**dataclasses.asdict(report), "path": report.path.name}
 
 
 def _lines_up_to(metrics: Path, step: int) -> tuple[list[bytes], list[bytes]]:

@@ -35,11 +35,12 @@ class EvalReport:
 
 @dataclass(frozen=True)
 class SaveReport:
-    """A completed checkpoint."""
+    """A completed checkpoint of `step`; `stall_seconds` of its `seconds` no step was trained."""
 
     step: int
     path: Path
     seconds: float
+    stall_seconds: float
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import asdict
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,17 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from embershard.data import Source, StreamState
-from embershard.distributed import Ranks, load_group, load_tensors, rng_state, save_checkpoint, set_rng_state, without_empty
+from embershard.distributed import (
+    Ranks,
+    TensorBlocks,
+    load_group,
+    load_tensors,
+    rng_state,
+    save_checkpoint,
+    set_rng_state,
+    without_empty,
+)
+from embershard.sharding.torchrec import FrozenRows, freeze, without_flushes
 from embershard.sharding.torchrec.cache_contents import restore_contents, saved_contents
 from embershard.training.comparison import Comparison, compare
 from embershard.training.config import RunConfig
@@ -19,6 +29,38 @@ from embershard.training.identity import Change, identity_of, tables_of
 from embershard.training.saved_run import SavedRun
 
 _CACHE = "cache"  # group of a checkpoint's tensors: the cached rows
+
+
+@dataclass
+class PreparedSave:
+    """A checkpoint that was not written yet. The rows of cached tables are frozen until it is written or closed."""
+
+    folder: Path
+    step: int
+    tensors: TensorBlocks
+    frozen: Sequence[FrozenRows]
+    scalars: dict[str, Any]
+    keep_last: int
+    run_id: str
+
+    def write(self, ranks: Ranks) -> Path:
+        """Write the checkpoint and return it. All ranks call it together.
+
+        Raises:
+            CheckpointError: one of this step exists.
+            FailedSaveError: it could not be written.
+        """
+        try:
+            return save_checkpoint(
+                self.folder, self.step, self.tensors, self.scalars, ranks, keep_last=self.keep_last, run_id=self.run_id
+            )
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Let the rows go."""
+        for rows in self.frozen:
+            rows.close()
 
 
 class RunState:
@@ -41,12 +83,13 @@ class RunState:
         self._identity = ranks.from_first(lambda: identity_of(config, ranks.world_size))
         self.changes: tuple[Change, ...] = ()
 
-    def save(self, folder: Path, run_id: str, steps: int, samples: int, position: StreamState) -> Path:
-        """Write the checkpoint `folder/step_<steps>` of a run that has trained so far, and return it.
+    def prepare_save(
+        self, folder: Path, run_id: str, steps: int, samples: int, position: StreamState, copy_bytes: int
+    ) -> PreparedSave:
+        """Return the state of a run that has trained so far, to be written to `folder/step_<steps>`.
 
-        Raises:
-            CheckpointError: one of this step exists.
-            FailedSaveError: it could not be written.
+        Args:
+            copy_bytes: most bytes to copy of what changes in place.
         """
         scalars = {
             "samples": samples,
@@ -57,10 +100,13 @@ class RunState:
             "world_size": self._ranks.world_size,
             "rng": self._ranks.all_gather_objects(rng_state(self._ranks.device)),
         }
-        tensors, keep_last = without_empty(self._tensors()), self._config.checkpoint.keep_last
-        if contents := saved_contents(self.model, self._ranks.rank):
-            tensors[_CACHE] = contents
-        return save_checkpoint(folder, steps, tensors, scalars, self._ranks, keep_last=keep_last, run_id=run_id)
+        frozen = freeze(self.model)
+        with without_flushes(self.model):  # all rows are written back, and those without weights are made as they go
+            tensors = without_empty(self._tensors())
+            if contents := saved_contents(self.model, self._ranks.rank):
+                tensors[_CACHE] = contents
+            blocks = TensorBlocks(tensors, frozen, copy_bytes)
+        return PreparedSave(folder, steps, blocks, frozen, scalars, self._config.checkpoint.keep_last, run_id)
 
     def read(self, checkpoint: Path, allowed: Collection[str]) -> tuple[SavedRun, Comparison]:
         """Return the state in a verified checkpoint, without its tensors, and its comparison; nothing changes.

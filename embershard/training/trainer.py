@@ -30,7 +30,8 @@ from embershard.training.loss_monitor import LossMonitor
 from embershard.training.metrics import PredictionBuffer
 from embershard.training.optimizers import set_learning_rate
 from embershard.training.reports import EvalReport, FailedSaveReport, Report, SaveReport, TrainReport
-from embershard.training.run_state import RunState
+from embershard.training.run_state import PreparedSave, RunState
+from embershard.training.saves import Saves
 from embershard.training.steps import InputFailure, Steps
 
 #: Newest samples per rank that count for the AUC in the progress line.
@@ -67,6 +68,7 @@ class Trainer:
         self.step_seconds = array("d")
         self._reported_steps = 0
         self._learning_rate_factor: float | None = None
+        self._saves = Saves(config.checkpoint, ranks)
         self.run_id = ranks.from_first(lambda: uuid.uuid4().hex)
 
     @property
@@ -79,15 +81,16 @@ class Trainer:
     def train(self) -> Iterator[Report]:
         """Train to the end of the run, and yield reports on the way. Where the input fails, save, then raise."""
         first = self.steps
-        try:
-            yield from self._train()
-        except Exception as error:
-            if error is self._input_failure.error and self.checkpoints and self.steps > first:
-                yield from self._save_at_failure()
-            raise
+        with self._saves:
+            try:
+                yield from self._train()
+            except Exception as error:
+                if error is self._input_failure.error and self.checkpoints and self.steps > first:
+                    yield from self._save_at_failure()
+                raise
 
     def _train(self) -> Iterator[Report]:
-        evaluated = saved = -1
+        evaluated = -1
         config = self.config
 
         def every(steps: int | None) -> bool:
@@ -109,15 +112,16 @@ class Trainer:
                 evaluated = self.steps
                 yield self.evaluate()
             if self.checkpoints and every(config.checkpoint.every_steps):
-                report = self._try_to_save()
-                saved = self.steps if isinstance(report, SaveReport) else saved
-                yield report
+                yield from self._saves.start(self.steps, self._prepare_save)
+            yield from self._saves.finished()
+        yield from self._saves.last()
         if self.steps > self._reported_steps:
             yield self.report()
         if config.holds_out and evaluated != self.steps:
             yield self.evaluate()
         yield from self._count_bad_rows()
-        if self.checkpoints and config.checkpoint.at_end and saved != self.steps and len(self.step_seconds):
+        is_saved = self._saves.saved_step == self.steps
+        if self.checkpoints and config.checkpoint.at_end and not is_saved and len(self.step_seconds):
             yield self.save()
 
     @property
@@ -184,17 +188,20 @@ class Trainer:
         return EvalReport(self.steps, predictions.quality(self.ranks), time.perf_counter() - started)
 
     def save(self) -> SaveReport:
-        """Write a checkpoint of all state that the rest of the run depends on.
+        """Write a checkpoint of all state that the rest of the run depends on, and wait until it is complete.
 
         Raises:
             CheckpointError: one of this step exists, or the run has no folder for checkpoints.
             FailedSaveError: it could not be written.
         """
-        started = time.perf_counter()
+        return self._saves.write(self.steps, self._prepare_save)
+
+    def _prepare_save(self, copy_bytes: int) -> PreparedSave:
         if self.checkpoints is None:
             raise CheckpointError("This run has no folder for checkpoints; make the trainer with one.")
-        path = self.state.save(self.checkpoints, self.run_id, self.steps, self.samples, self.upcoming.state)
-        return SaveReport(self.steps, path, time.perf_counter() - started)
+        return self.state.prepare_save(
+            self.checkpoints, self.run_id, self.steps, self.samples, self.upcoming.state, copy_bytes
+        )
 
     def _count_bad_rows(self) -> Iterator[Report]:
         self.bad_rows.add(self.stream)
@@ -210,14 +217,6 @@ class Trainer:
             yield FailedSaveReport(self.steps, str(error))
         except CheckpointError:  # this step is saved already
             pass
-
-    def _try_to_save(self) -> SaveReport | FailedSaveReport:
-        try:
-            return self.save()
-        except FailedSaveError as error:
-            if self.config.checkpoint.on_failed_save == "stop":
-                raise
-            return FailedSaveReport(self.steps, str(error))
 
     def resume(
         self, checkpoint: Path, *, allow_unverified: bool = False, allow_changes: Collection[str] = ()
@@ -236,6 +235,7 @@ class Trainer:
             CheckpointError: it is of a model with other tables, or of a run with other settings or data; the run is as
                 it was before.
         """
+        self._saves.forget()
         manifest = verify_checkpoint(checkpoint, self.ranks, allow_unverified=allow_unverified)
         saved, comparison = self.state.read(checkpoint, allow_changes)
         if self._upcoming is not None:
@@ -253,7 +253,8 @@ class Trainer:
         return manifest is not None, comparison
 
     def close(self) -> None:
-        """End the threads that parse ahead."""
+        """Wait for a save, and end the threads that parse ahead."""
+        self._saves.forget()
         self.stream.close()
         if self._upcoming is not None:
             self._upcoming.close()

@@ -50,7 +50,8 @@ class ProgressDisplay:
             say(self._console, f"step {report.step}: {report.num_bad:,} bad rows so far{first}")
         else:
             assert isinstance(report, SaveReport)
-            say(self._console, f"step {report.step}: saved {report.path} ({report.seconds:.1f} s)")
+            waited = f"; training waited {report.stall_seconds:.1f} s" if report.stall_seconds < report.seconds else ""
+            say(self._console, f"step {report.step}: saved {report.path} ({report.seconds:.1f} s{waited})")
 
     def close(self) -> None:
         """End the bar, so that other output can follow. May be called twice."""

@@ -64,7 +64,8 @@ def losses(reports: list[Report]) -> dict[int, float]:
 
 def test_reports_come_when_they_are_due(ranks, tmp_path):
     train = TrainConfig(batch_size=100, epochs=2, log_every=4, eval_every=9)
-    reports = run(make_config(train=train), ranks, tmp_path)
+    checkpoint = CheckpointConfig(every_steps=6, at_end=False, asynchronous=False)
+    reports = run(make_config(train=train, checkpoint=checkpoint), ranks, tmp_path)
     said = [(type(report), report.step) for report in reports]
     assert said == [
         (TrainReport, 4), (SaveReport, 6), (TrainReport, 8), (EvalReport, 9), (TrainReport, 12),
