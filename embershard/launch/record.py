@@ -16,11 +16,12 @@ from embershard.launch.run_dir import check_run_dir
 from embershard.launch.versions import git_commit, versions
 from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
-from embershard.training.reports import EvalReport, FailedSaveReport, Report, SaveReport, TrainReport
+from embershard.training.reports import EvalReport, FailedSaveReport, Report, SaveReport, StopReport, TrainReport
 from embershard.training.trainer import Trainer
 
 #: Steps at the start that do not count for the speed: caches fill, memory is allocated.
 _WARMUP_STEPS = 10
+_RESULT = "result.json"
 
 
 class RunRecord:
@@ -64,12 +65,20 @@ class RunRecord:
     def finish(self, result: dict[str, Any]) -> None:
         """Write result.json."""
         text = json.dumps(result, indent=2, allow_nan=False)
-        (self._folder / "result.json").write_text(text + "\n", encoding="utf-8")
+        (self._folder / _RESULT).write_text(text + "\n", encoding="utf-8")
 
     def close(self) -> None:
         """Close the files."""
         self._metrics.close()
         self._board.close()
+
+
+def has_result(folder: Path, step: int) -> bool:
+    """Return whether the run in `folder` finished at `step`: its last evaluation and result.json are there."""
+    try:
+        return json.loads((folder / _RESULT).read_text(encoding="utf-8"))["steps"] == step
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
 
 
 def steady_steps(step_seconds: Sequence[float], lookahead: int) -> tuple[Sequence[float], bool]:
@@ -131,6 +140,8 @@ def _flat(report: Report) -> tuple[str, dict[str, Any]]:
         return "eval", {"step": report.step, **dataclasses.asdict(report.quality), "seconds": report.seconds}
     if isinstance(report, FailedSaveReport):
         return "failed_checkpoint", dataclasses.asdict(report)
+    if isinstance(report, StopReport):
+        return "stop", {"step": report.step, "path": report.path and report.path.name}
     assert isinstance(report, SaveReport)
     return "checkpoint", {"step": report.step, "path": report.path.name, "seconds": report.seconds}
 

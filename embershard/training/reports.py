@@ -49,4 +49,12 @@ class FailedSaveReport:
     reason: str
 
 
-Report = TrainReport | EvalReport | SaveReport | FailedSaveReport
+@dataclass(frozen=True)
+class StopReport:
+    """The training ended early, because a signal asked for it; `path` is the checkpoint of its last step, if any."""
+
+    step: int
+    path: Path | None
+
+
+Report = TrainReport | EvalReport | SaveReport | FailedSaveReport | StopReport
