@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from embershard.distributed.process_group import Ranks, process_group  # the function has its module's name
+from embershard.distributed.process_group import Ranks, is_lost_connection, process_group  # the function has its module's name
 from embershard.lazy_names import lazy_names
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from embershard.distributed.checkpoint.save import save_checkpoint, without_empty
     from embershard.distributed.config import CheckpointConfig
     from embershard.distributed.empty_batch import empty_like
+    from embershard.distributed.supervision import Supervision
 else:
     __getattr__ = lazy_names(
         __name__,
@@ -38,6 +39,7 @@ else:
             "checkpoint.save": ["save_checkpoint", "without_empty"],
             "config": ["CheckpointConfig"],
             "empty_batch": ["empty_like"],
+            "supervision": ["Supervision"],
         },
     )
 
@@ -45,11 +47,13 @@ __all__ = [
     "CheckpointConfig",
     "Manifest",
     "Ranks",
+    "Supervision",
     "TensorBlocks",
     "check_disk",
     "complete_checkpoints",
     "damaged_scalars",
     "empty_like",
+    "is_lost_connection",
     "load_group",
     "load_tensors",
     "longest",

@@ -20,7 +20,7 @@ class CheckpointConfig:
     """Steps between checkpoints; none in between when absent."""
 
     at_end: bool = True
-    """Also save when training ends."""
+    """Also save when training ends. A run that a signal ends saves then, too, if it saves at all."""
 
     keep_last: int = 2
     """Complete checkpoints to keep; older ones are removed."""
@@ -46,6 +46,14 @@ class CheckpointConfig:
         ):
             if is_set and self.every_steps is None:
                 raise ConfigError(f"checkpoint.{name} has no effect without checkpoint.every_steps.")
+
+    def saves_last(self, is_stopped: bool) -> bool:
+        """Return whether a run saves after its last step; `is_stopped`: a signal ended it.
+
+        >>> CheckpointConfig(every_steps=10, at_end=False).saves_last(is_stopped=True)
+        True
+        """
+        return self.at_end or (is_stopped and self.every_steps is not None)
 
     def num_saves(self, steps: int) -> int:
         """Return the number of checkpoints that a run of `steps` writes.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import gc
+import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-from embershard.errors import ConfigError, SetupError
+from embershard.errors import ConfigError, EmbershardError, SetupError
 
 T = TypeVar("T")
 
@@ -124,10 +125,10 @@ def process_group(device: Literal["auto", "cpu", "cuda"] = "auto") -> Iterator[R
     if place.type == "cuda":
         torch.cuda.set_device(place)
     store, rank, world_size = _rendezvous()
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo",
-        store=dist.PrefixStore(f"attempt_{attempt}", store),
+        store=store,
         rank=rank,
         world_size=world_size,
         timeout=TIMEOUT,
@@ -135,7 +136,9 @@ def process_group(device: Literal["auto", "cpu", "cuda"] = "auto") -> Iterator[R
     )
     try:
         yield Ranks(rank, world_size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), place)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, EmbershardError):
+            error.is_shown_elsewhere = _was_raised_before(error, store)
         if place.type == "cpu":  # NCCL would wait for ranks that wait for this one; the exit ends its group
             _end()
         raise
@@ -147,6 +150,25 @@ def _end() -> None:
     gloo's threads would outlive it and abort the process (pytorch issue 190489)."""
     dist.destroy_process_group()
     gc.collect()
+
+
+def _was_raised_before(error: EmbershardError, store: dist.Store) -> bool:
+    """Return whether another rank came first with this message."""
+    text = f"{type(error).__name__}: {error}"
+    try:
+        return store.add(f"embershard/raised/{hashlib.sha256(text.encode()).hexdigest()}", 1) > 1
+    except (RuntimeError, dist.DistError):  # the process with the store has ended
+        return False
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Return whether a collective failed because another rank ended, or did not come.
+
+    >>> is_lost_connection(RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer"))
+    True
+    """
+    # gloo's errors have no class of their own.
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport/" in str(error))
 
 
 def _rendezvous() -> tuple[dist.Store, int, int]:

@@ -51,6 +51,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def whole(text: str) -> int:
+    """Read a whole number of at least 0; a type for argparse."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"got {text!r}; needed a whole number, 0 or more")
+    return int(text)
+
+
 def check_output(path: Path) -> None:
     """Raise `ConfigError` unless a file can be written at `path`: before hours of work, not after."""
     if path.is_dir() or not path.absolute().parent.is_dir():

@@ -27,13 +27,14 @@ from embershard.training.reports import (
     FailedSaveReport,
     Report,
     SaveReport,
+    StopReport,
     TrainReport,
 )
 from embershard.training.trainer import Trainer
 
 #: Steps at the start that do not count for the speed: caches fill, memory is allocated.
 _WARMUP_STEPS = 10
-_DAMAGED, _BAD_ROWS = "metrics.damaged.jsonl", "bad_rows.jsonl"
+_DAMAGED, _BAD_ROWS, _RESULT = "metrics.damaged.jsonl", "bad_rows.jsonl", "result.json"
 #: Lines of bad_rows.jsonl.
 _MOST_BAD_ROWS = 10_000
 
@@ -90,8 +91,8 @@ class RunRecord:
     def finish(self, result: dict[str, Any]) -> None:
         """Write result.json."""
         text = json.dumps(result, indent=2, allow_nan=False)
-        with naming_file(self._folder / "result.json"):
-            (self._folder / "result.json").write_text(text + "\n", encoding="utf-8")
+        with naming_file(self._folder / _RESULT):
+            (self._folder / _RESULT).write_text(text + "\n", encoding="utf-8")
 
     def close(self) -> None:
         """Close the files."""
@@ -122,6 +123,14 @@ class BadRowFile:
             with naming_file(self._path), self._path.open("a", encoding="utf-8") as file:
                 file.writelines(f"{line}\n" for line in new)
             self._listed.update(new)
+
+
+def has_result(folder: Path, step: int) -> bool:
+    """Return whether the run in `folder` finished at `step`: its last evaluation and result.json are there."""
+    try:
+        return json.loads((folder / _RESULT).read_text(encoding="utf-8"))["steps"] == step
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
 
 
 def steady_steps(step_seconds: Sequence[float], lookahead: int) -> tuple[Sequence[float], bool]:
@@ -188,6 +197,8 @@ def _flat(report: Report) -> tuple[str, dict[str, Any]]:
         return "failed_checkpoint", dataclasses.asdict(report)
     if isinstance(report, BadRowsReport):
         return "bad_rows", {"step": report.step, "num_bad": report.num_bad}
+    if isinstance(report, StopReport):
+        return "stop", {"step": report.step, "path": report.path and report.path.name}
     assert isinstance(report, SaveReport)
     return "checkpoint", {**dataclasses.asdict(report), "path": report.path.name}
 

@@ -65,4 +65,12 @@ class BadRowsReport:
     rows: tuple[BadRow, ...]
 
 
-Report = TrainReport | EvalReport | SaveReport | FailedSaveReport | BadRowsReport
+@dataclass(frozen=True)
+class StopReport:
+    """The training ended early, because a signal asked for it; `path` is the checkpoint of its last step, if any."""
+
+    step: int
+    path: Path | None
+
+
+Report = TrainReport | EvalReport | SaveReport | FailedSaveReport | BadRowsReport | StopReport

@@ -17,7 +17,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.data import Batch, BatchStream, StreamState, open_source
-from embershard.distributed import Ranks, shortest, verify_checkpoint
+from embershard.distributed import Ranks, Supervision, shortest, verify_checkpoint
 from embershard.errors import CheckpointError, FailedSaveError
 from embershard.pipeline import LookAheadPipeline
 from embershard.training.bad_rows import BadRowCount
@@ -29,13 +29,15 @@ from embershard.training.disk_needs import check_disk_for_run
 from embershard.training.loss_monitor import LossMonitor
 from embershard.training.metrics import PredictionBuffer
 from embershard.training.optimizers import set_learning_rate
-from embershard.training.reports import EvalReport, FailedSaveReport, Report, SaveReport, TrainReport
+from embershard.training.reports import EvalReport, FailedSaveReport, Report, SaveReport, StopReport, TrainReport
 from embershard.training.run_state import PreparedSave, RunState
 from embershard.training.saves import Saves
 from embershard.training.steps import InputFailure, Steps
 
 #: Newest samples per rank that count for the AUC in the progress line.
 WINDOW_SAMPLES = 16_384
+#: An evaluation asks so often whether a rank must stop.
+_BATCHES_BETWEEN_STOPS = 16
 
 
 class Trainer:
@@ -43,10 +45,14 @@ class Trainer:
 
     Args:
         checkpoints: folder for the checkpoints, shared by all ranks; None: save none.
+        supervision: asks for the end of the training, and is told of each step.
     """
 
-    def __init__(self, config: RunConfig, ranks: Ranks, checkpoints: Path | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, ranks: Ranks, checkpoints: Path | None = None, supervision: Supervision | None = None
+    ) -> None:
         self.config, self.ranks, self.checkpoints = config, ranks, checkpoints
+        self.supervision = supervision or Supervision()
         self.plan = find_plan(config, ranks)
         self.source = open_source(config.data)
         self._first_step = 0  # of this process: it may go on from a checkpoint
@@ -79,7 +85,10 @@ class Trainer:
         return min(limit for limit in limits if limit is not None)
 
     def train(self) -> Iterator[Report]:
-        """Train to the end of the run, and yield reports on the way. Where the input fails, save, then raise."""
+        """Train to the end of the run, or until a rank is asked to stop, and yield reports on the way.
+
+        Where the input fails, save, then raise.
+        """
         first = self.steps
         with self._saves:
             try:
@@ -96,7 +105,7 @@ class Trainer:
         def every(steps: int | None) -> bool:
             return steps is not None and self.steps % steps == 0
 
-        while self.steps < self.total_steps:
+        while self.steps < self.total_steps and not self.supervision.must_stop:
             started = time.perf_counter()
             try:
                 upcoming = self.upcoming.next()
@@ -105,24 +114,30 @@ class Trainer:
             with upcoming as batch:
                 self.step(batch)
             self.step_seconds.append(time.perf_counter() - started)
+            self.supervision.beat()
             if every(config.train.log_every) or self.steps == self.total_steps:
                 yield self.report()
                 yield from self._count_bad_rows()
             if every(config.train.eval_every):
                 evaluated = self.steps
-                yield self.evaluate()
+                yield from self._evaluation()
             if self.checkpoints and every(config.checkpoint.every_steps):
                 yield from self._saves.start(self.steps, self._prepare_save)
+                self.supervision.agree(self.ranks)  # a step more would need another save
             yield from self._saves.finished()
         yield from self._saves.last()
         if self.steps > self._reported_steps:
             yield self.report()
         if config.holds_out and evaluated != self.steps:
-            yield self.evaluate()
+            yield from self._evaluation()
         yield from self._count_bad_rows()
         is_saved = self._saves.saved_step == self.steps
-        if self.checkpoints and config.checkpoint.at_end and not is_saved and len(self.step_seconds):
+        is_stopped = self.supervision.must_stop
+        if self.checkpoints and config.checkpoint.saves_last(is_stopped) and not is_saved and self.step_seconds:
             yield self.save()
+        if is_stopped:
+            path = self.checkpoints / f"step_{self.steps}" if self.checkpoints else None
+            yield StopReport(self.steps, path if path and path.exists() else None)
 
     @property
     def upcoming(self) -> Steps:
@@ -143,7 +158,7 @@ class Trainer:
         self.dense_optimizer.zero_grad()
         with self._autocast():
             loss, (_, logits, labels) = self.model(batch)
-        self.loss_monitor.add(self.steps + 1, loss)
+        self.supervision.hear(self.loss_monitor.add(self.steps + 1, loss, self.supervision.signal))
         loss.backward()  # trains the embedding rows too
         if self.config.dense_optimizer.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.dense_parameters.values(), self.config.dense_optimizer.clip_norm)
@@ -170,21 +185,35 @@ class Trainer:
             learning_rate_factor=self._learning_rate_factor or 1.0,
         )
 
+    def _evaluation(self) -> Iterator[EvalReport]:
+        report = self.evaluate()
+        if report is not None:
+            yield report
+
     @torch.no_grad()
-    def evaluate(self) -> EvalReport:
-        """Return the quality on the held-out part: each sample counts once, with any number of ranks."""
+    def evaluate(self) -> EvalReport | None:
+        """Return the quality on the held-out part: each sample counts once, with any number of ranks.
+
+        None: a rank was asked to stop meanwhile.
+        """
         started = time.perf_counter()
         predictions = PredictionBuffer()
         self.model.eval()
         with self._open_stream(None) as stream:
-            for batch in self._input_failure.watch(shortest(stream, self.ranks.device)):
+            batches = self._input_failure.watch(shortest(stream, self.ranks.device))
+            for number, batch in enumerate(batches, start=1):
+                if number % _BATCHES_BETWEEN_STOPS == 0 and self.supervision.agree(self.ranks):
+                    break
                 count = batch.num_samples
                 batch = _never_empty(batch).to(self.ranks.device, non_blocking=True)
                 with self._autocast():
                     _, (_, logits, labels) = self.model(batch)
                 predictions.add(logits[:count], labels[:count])
+                self.supervision.beat()
             self.bad_rows.add(stream)
         self.model.train()
+        if self.supervision.agree(self.ranks):
+            return None
         return EvalReport(self.steps, predictions.quality(self.ranks), time.perf_counter() - started)
 
     def save(self) -> SaveReport:
