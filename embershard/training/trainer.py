@@ -24,6 +24,7 @@ from embershard.training.cache_report import CacheReader
 from embershard.training.config import RunConfig
 from embershard.training.disk_needs import check_disk_for_run
 from embershard.training.loss_monitor import LossMonitor
+from embershard.training.memory_check import check_memory_for_run
 from embershard.training.metrics import PredictionBuffer
 from embershard.training.optimizers import set_learning_rate
 from embershard.training.reports import EvalReport, FailedSaveReport, Report, SaveReport, TrainReport
@@ -39,6 +40,9 @@ class Trainer:
 
     Args:
         checkpoints: folder for the checkpoints, shared by all ranks; None: save none.
+
+    Raises:
+        ConfigError: the run does not fit the memory of a machine; `memory_warning` has what may not fit later.
     """
 
     def __init__(self, config: RunConfig, ranks: Ranks, checkpoints: Path | None = None) -> None:
@@ -46,8 +50,9 @@ class Trainer:
         self.plan = find_plan(config, ranks)
         self.source = open_source(config.data)
         self.stream = self._open_stream(StreamState(seed=config.data.seed))
-        if checkpoints is not None:  # before the model is built
-            check_disk_for_run(config, self.source.schema, checkpoints, self.total_steps, ranks)
+        self.memory_warning = check_memory_for_run(config, self.plan, ranks)  # before the model is built
+        if checkpoints is not None:
+            check_disk_for_run(config, checkpoints, self.total_steps, ranks)
         profile = find_profile(config, self.source)
         self.model = build_sharded_model(config, self.plan, profile, self.source.schema, ranks)
         self.dense_parameters = dict(in_backward_optimizer_filter(self.model.named_parameters()))
