@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
-from embershard.data import Schema, StreamState
+from embershard.data import Source, StreamState
 from embershard.distributed import Ranks, load_tensors, rng_state, save_checkpoint, set_rng_state, without_empty
+from embershard.training.comparison import Comparison, compare
 from embershard.training.config import RunConfig
-from embershard.training.identity import settings_of, tables_of
+from embershard.training.identity import Change, identity_of, tables_of
 from embershard.training.saved_run import SavedRun
 
 
 class RunState:
-    """The state of a run on one rank. All ranks call its methods together."""
+    """The state of a run on one rank. All ranks call its methods together.
+
+    Attributes:
+        changes: settings that were changed on request by resumes so far.
+    """
 
     def __init__(
         self,
         config: RunConfig,
-        schema: Schema,
+        source: Source,
         model: DistributedModelParallel,
         dense_optimizer: KeyedOptimizerWrapper,
         ranks: Ranks,
     ) -> None:
         self.model, self.dense_optimizer = model, dense_optimizer
-        self._config, self._ranks = config, ranks
-        self._tables, self._settings = tables_of(config, schema), settings_of(config)
+        self._config, self._source, self._ranks = config, source, ranks
+        self._identity = ranks.from_first(lambda: identity_of(config, ranks.world_size))
+        self.changes: tuple[Change, ...] = ()
 
     def save(self, folder: Path, run_id: str, steps: int, samples: int, position: StreamState) -> Path:
         """Write the checkpoint `folder/step_<steps>` of a run that has trained so far, and return it.
@@ -40,25 +48,29 @@ class RunState:
         scalars = {
             "samples": samples,
             "stream": position.to_dict(),
-            "tables": self._tables,
-            "settings": self._settings,
+            "tables": tables_of(self._config, self._source.schema),
+            "settings": self._identity,
+            "changes": [asdict(change) for change in self.changes],
             "world_size": self._ranks.world_size,
             "rng": self._ranks.all_gather_objects(rng_state(self._ranks.device)),
         }
         tensors, keep_last = without_empty(self._tensors()), self._config.checkpoint.keep_last
         return save_checkpoint(folder, steps, tensors, scalars, self._ranks, keep_last=keep_last, run_id=run_id)
 
-    def read(self, checkpoint: Path) -> SavedRun:
-        """Return the state in a verified checkpoint, without its tensors; nothing changes.
+    def read(self, checkpoint: Path, allowed: Collection[str]) -> tuple[SavedRun, Comparison]:
+        """Return the state in a verified checkpoint, without its tensors, and its comparison; nothing changes.
+
+        Args:
+            allowed: settings that may have changed.
 
         Raises:
-            CheckpointError: it is of a model with other tables, or with other settings.
+            CheckpointError: the run may not go on from it; see `compare`.
         """
         saved = self._ranks.from_first(lambda: SavedRun.read(checkpoint))
-        saved.check_fits(checkpoint, self._tables, self._settings)
-        return saved
+        place = (self._config, self._identity, self._source, self._ranks.world_size)
+        return saved, compare(checkpoint, saved, *place, allowed)
 
-    def load(self, checkpoint: Path, saved: SavedRun) -> None:
+    def load(self, checkpoint: Path, saved: SavedRun, comparison: Comparison) -> None:
         """Load the tensors of model and optimizers, and the random number generators."""
         self.dense_optimizer.init_state()  # its tensors must exist to be loaded into
         self.dense_optimizer.zero_grad()
@@ -71,6 +83,8 @@ class RunState:
             self.model.fused_optimizer.set_optimizer_step(saved.step)
         if saved.world_size == self._ranks.world_size:
             set_rng_state(saved.rng[self._ranks.rank], self._ranks.device)
+        self._config, self._identity = comparison.config, comparison.identity
+        self.changes = (*saved.changes, *comparison.changes)
 
     def _tensors(self) -> dict[str, Any]:
         return {
