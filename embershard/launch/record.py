@@ -16,7 +16,14 @@ from embershard.launch.run_dir import check_run_dir
 from embershard.launch.versions import git_commit, versions
 from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
-from embershard.training.reports import EvalReport, FailedSaveReport, Report, SaveReport, TrainReport
+from embershard.training.reports import (
+    EvalReport,
+    FailedSaveReport,
+    Report,
+    SaveReport,
+    SkippedBatchReport,
+    TrainReport,
+)
 from embershard.training.trainer import Trainer
 
 #: Steps at the start that do not count for the speed: caches fill, memory is allocated.
@@ -97,8 +104,8 @@ def make_result(
 
     `samples_per_second` (of all ranks) and `step_ms` are of the steps that `steady_steps` chooses, and None without a
     step; `is_steady` is False when the run was too short for them. A quality that is undefined or was not measured is
-    None. `measured_steps` counts the steps of this process, as `cache` does; `steps` includes those before a resume.
-    `changes` are the settings that resumes changed on request.
+    None. `measured_steps` and `skipped_batches` are of this process, as `cache` is; `steps` includes those before a
+    resume. `changes` are the settings that resumes changed on request.
     """
     quality = {} if evaluation is None else dataclasses.asdict(evaluation.quality)
     config, ranks, plan = trainer.config, trainer.ranks, trainer.plan
@@ -109,6 +116,7 @@ def make_result(
         "steps": trainer.steps,
         "measured_steps": len(trainer.step_seconds),
         "samples": trainer.samples,
+        "skipped_batches": trainer.loss_monitor.num_skipped,
         "samples_per_second": len(measured) * global_batch / sum(measured) if measured else None,
         "step_ms": {"p50": p50, "p95": p95},
         "is_steady": is_steady,
@@ -133,6 +141,8 @@ def _flat(report: Report) -> tuple[str, dict[str, Any]]:
         return "eval", {"step": report.step, **dataclasses.asdict(report.quality), "seconds": report.seconds}
     if isinstance(report, FailedSaveReport):
         return "failed_checkpoint", dataclasses.asdict(report)
+    if isinstance(report, SkippedBatchReport):
+        return "skipped_batch", dataclasses.asdict(report)
     assert isinstance(report, SaveReport)
     return "checkpoint", {"step": report.step, "path": report.path.name, "seconds": report.seconds}
 

@@ -49,4 +49,12 @@ class FailedSaveReport:
     reason: str
 
 
-Report = TrainReport | EvalReport | SaveReport | FailedSaveReport
+@dataclass(frozen=True)
+class SkippedBatchReport:
+    """A batch that trained nothing, since its loss is not finite; `step` steps were trained before it."""
+
+    step: int
+    reason: str
+
+
+Report = TrainReport | EvalReport | SaveReport | FailedSaveReport | SkippedBatchReport

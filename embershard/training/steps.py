@@ -32,6 +32,7 @@ class Steps:
         self._batches = itertools.islice(self._read(), max(0, limit))
         self._states: deque[StreamState] = deque()  # behind each batch that was read and not trained
         self.state = stream.state
+        self._num_to_replace = 0
 
     def next(self) -> AbstractContextManager[Batch]:
         """Return a context with the next batch on the device, to train on inside. Collective.
@@ -39,9 +40,18 @@ class Steps:
         Raises:
             StopIteration: there is none.
         """
-        inner: AbstractContextManager[Any]
-        inner = self._plain() if self._pipeline is None else self._pipeline.step(self._batches)
-        return self._counted(inner)
+        try:
+            return self._counted(self._begin())
+        except StopIteration:
+            if not self._num_to_replace:
+                raise
+        self._batches = itertools.islice(self._read(), self._num_to_replace)
+        self._num_to_replace = 0
+        return self._counted(self._begin())
+
+    def replace_one(self) -> None:
+        """Read one more batch than the limit: a batch was skipped, and was no step."""
+        self._num_to_replace += 1
 
     def stats(self) -> LookAheadStats | None:
         """Return the counters of the look-ahead; None without a pipeline."""
@@ -57,6 +67,9 @@ class Steps:
         for batch in self._stream:
             self._states.append(self._stream.state)
             yield batch
+
+    def _begin(self) -> AbstractContextManager[Any]:
+        return self._plain() if self._pipeline is None else self._pipeline.step(self._batches)
 
     def _plain(self) -> AbstractContextManager[Batch]:
         batch = next(self._batches)

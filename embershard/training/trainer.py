@@ -25,11 +25,19 @@ from embershard.training.cache_report import CacheReader
 from embershard.training.comparison import Comparison
 from embershard.training.config import RunConfig
 from embershard.training.disk_needs import check_disk_for_run
+from embershard.training.kept_batches import KeptBatches
 from embershard.training.loss_monitor import LossMonitor
 from embershard.training.memory_check import check_memory_for_run
 from embershard.training.metrics import PredictionBuffer
 from embershard.training.optimizers import set_learning_rate
-from embershard.training.reports import EvalReport, FailedSaveReport, Report, SaveReport, TrainReport
+from embershard.training.reports import (
+    EvalReport,
+    FailedSaveReport,
+    Report,
+    SaveReport,
+    SkippedBatchReport,
+    TrainReport,
+)
 from embershard.training.run_state import RunState
 from embershard.training.steps import Steps
 
@@ -62,7 +70,7 @@ class Trainer:
         self.dense_optimizer = config.dense_optimizer.build(self.dense_parameters)
         self.state = RunState(config, self.source, self.model, self.dense_optimizer, ranks)
         self._upcoming: Steps | None = None
-        self.loss_monitor = LossMonitor(ranks)
+        self.loss_monitor = self._make_loss_monitor()
         self.window = PredictionBuffer(WINDOW_SAMPLES)
         self.cache_reader = CacheReader(self.model, ranks)
         self.steps = self.samples = 0
@@ -93,7 +101,11 @@ class Trainer:
             except StopIteration:
                 break
             with upcoming as batch:
-                self.step(batch)
+                skipped = self.step(batch)
+            if skipped is not None:
+                self.upcoming.replace_one()
+                yield skipped
+                continue
             self.step_seconds.append(time.perf_counter() - started)
             if every(config.train.log_every) or self.steps == self.total_steps:
                 yield self.report()
@@ -124,13 +136,19 @@ class Trainer:
             self._upcoming = Steps(self.stream, self.total_steps - self.steps, device, pipeline)
         return self._upcoming
 
-    def step(self, batch: Batch) -> None:
-        """Train one step, on the rank's batch on its device. Nothing in it waits for a GPU."""
+    def step(self, batch: Batch) -> SkippedBatchReport | None:
+        """Train one step, on the rank's batch on its device; or skip the batch, as `train.on_non_finite` says.
+
+        Nothing in it waits for a GPU, unless batches may be skipped.
+        """
         self._set_learning_rates()
         self.dense_optimizer.zero_grad()
         with self._autocast():
             loss, (_, logits, labels) = self.model(batch)
-        self.loss_monitor.add(self.steps + 1, loss)
+        if problem := self.loss_monitor.add(self.steps + 1, loss, batch):
+            if self.config.embedding_optimizer.counts_steps:  # the forward counted one
+                self.model.fused_optimizer.set_optimizer_step(self.steps)
+            return SkippedBatchReport(self.steps, problem)
         loss.backward()  # trains the embedding rows too
         if self.config.dense_optimizer.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.dense_parameters.values(), self.config.dense_optimizer.clip_norm)
@@ -138,6 +156,7 @@ class Trainer:
         self.window.add(logits, labels)
         self.steps += 1
         self.samples += batch.num_samples * self.ranks.world_size
+        return None
 
     def report(self) -> TrainReport:
         """Return loss, AUC, speed and hit rate since the last report."""
@@ -179,10 +198,12 @@ class Trainer:
         Raises:
             CheckpointError: one of this step exists, or the run has no folder for checkpoints.
             FailedSaveError: it could not be written.
+            NotFiniteError: a step since the last checkpoint had a loss that is not finite, or left such a parameter.
         """
         started = time.perf_counter()
         if self.checkpoints is None:
             raise CheckpointError("This run has no folder for checkpoints; make the trainer with one.")
+        self.loss_monitor.check_before_save(self.steps, self.dense_parameters)
         path = self.state.save(self.checkpoints, self.run_id, self.steps, self.samples, self.upcoming.state)
         return SaveReport(self.steps, path, time.perf_counter() - started)
 
@@ -220,7 +241,7 @@ class Trainer:
         self.config = comparison.config
         self.steps, self.samples = saved.step, saved.samples
         self._first_step = self._reported_steps = saved.step
-        self.loss_monitor, self.window = LossMonitor(self.ranks), PredictionBuffer(WINDOW_SAMPLES)
+        self.loss_monitor, self.window = self._make_loss_monitor(), PredictionBuffer(WINDOW_SAMPLES)
         self.stream.close()
         self.stream = self._open_stream(replace(saved.stream, seed=self.config.data.seed))
         if manifest is not None:
@@ -247,6 +268,10 @@ class Trainer:
             state=state,
             pin_memory=self.ranks.device.type == "cuda",
         )
+
+    def _make_loss_monitor(self) -> LossMonitor:
+        kept = None if self.checkpoints is None else KeptBatches(self.checkpoints, self.ranks)
+        return LossMonitor(self.ranks, skips=self.config.train.on_non_finite == "skip", kept=kept)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         enabled = self.config.train.precision == "bf16"

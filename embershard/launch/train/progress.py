@@ -10,7 +10,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 from embershard.launch.screen import number, say
-from embershard.training.reports import EvalReport, FailedSaveReport, Report, SaveReport, TrainReport
+from embershard.training.reports import (
+    EvalReport,
+    FailedSaveReport,
+    Report,
+    SaveReport,
+    SkippedBatchReport,
+    TrainReport,
+)
 
 
 class ProgressDisplay:
@@ -45,6 +52,8 @@ class ProgressDisplay:
             say(self._console, f"step {report.step}: {eval_line(report)}")
         elif isinstance(report, FailedSaveReport):
             say(self._console, f"{report.reason} Training goes on (checkpoint.on_failed_save).")
+        elif isinstance(report, SkippedBatchReport):
+            say(self._console, f"{report.reason} It trains nothing (train.on_non_finite).")
         else:
             assert isinstance(report, SaveReport)
             say(self._console, f"step {report.step}: saved {report.path} ({report.seconds:.1f} s)")

@@ -105,9 +105,14 @@ def test_the_message_has_figures_and_the_largest_table():
             RanksHere(2, 2, "cuda"),
             {"cache.ratio", "model.table_dtype", "data.synthetic.scale"},
         ),
-        ((*EAGER, "cache.ratio=0.9"), limits(9, device=0.9), RanksHere(2, 2, "cuda"), {"cache.ratio", "data.synthetic.scale"}),
+        (
+            (*EAGER, "cache.ratio=0.9"),
+            limits(9, device=0.9),
+            RanksHere(2, 2, "cuda"),
+            {"cache.ratio", "data.synthetic.scale"},
+        ),
     ],
-)  # fmt: skip
+)
 def test_proposed_changes_fit(settings, machine, ranks, expected):
     proposed = changes_in(refusal(*settings, machine=machine, ranks=ranks))
     assert {change[0].partition("=")[0] for change in proposed} == expected
@@ -125,7 +130,8 @@ def test_machines_and_rows_of_files_are_proposed():
     files = ("data.kind=criteo", "data.path=logs", "data.criteo.num_rows=2000000", "train.init=torchrec")
     message = refusal(*files, machine=limits(2.4))
     most, machines = re.search(r"no table with more than ([\d,]+) rows", message), re.search(r"(\d+) machines", message)
-    assert most is not None and machines is not None
+    assert most is not None
+    assert machines is not None
     rows, count = int(most[1].replace(",", "")), int(machines[1])
     assert check(*files, f"data.criteo.num_rows={rows}", machine=limits(2.4)) == ""
     for number, fits in ((count, True), (count - 1, False)):
@@ -154,7 +160,8 @@ def test_a_plan_says_what_each_rank_holds():
     assert [needs.host["weights"] for needs in here] == [(sum(rows.values()) - rows["t_C3"]) * 64, rows["t_C3"] * 64]
     assert all(needs.host["slots"] == 1001 * (68 + 12 + 4 + 8) for needs in here)
     message = refusal(*EAGER, machine=limits(0.5), ranks=RanksHere(2, 1, "cpu"), plan=plan)
-    assert "another plan" in message and "cache.ratio" not in message  # the plan's slots apply
+    assert "another plan" in message
+    assert "cache.ratio" not in message  # the plan's slots apply
 
 
 SMALL = ("data.synthetic.scale=0.001", "data.num_workers=0", "train.batch_size=100", "train.max_steps=1")
