@@ -20,6 +20,7 @@ from embershard.data import Batch, BatchStream, StreamState, open_source
 from embershard.distributed import Ranks, verify_checkpoint
 from embershard.errors import CheckpointError, FailedSaveError
 from embershard.pipeline import LookAheadPipeline
+from embershard.sharding.torchrec import cached_embeddings
 from embershard.training.build import build_sharded_model, find_plan, find_profile
 from embershard.training.cache_report import CacheReader
 from embershard.training.comparison import Comparison
@@ -146,6 +147,8 @@ class Trainer:
         with self._autocast():
             loss, (_, logits, labels) = self.model(batch)
         if problem := self.loss_monitor.add(self.steps + 1, loss, batch):
+            for pool in cached_embeddings(self.model):  # between ranks, autograd may keep the forward, and its pins
+                pool.cache.cancel(forwarded=True)
             if self.config.embedding_optimizer.counts_steps:  # the forward counted one
                 self.model.fused_optimizer.set_optimizer_step(self.steps)
             return SkippedBatchReport(self.steps, problem)
