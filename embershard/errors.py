@@ -10,6 +10,7 @@
     │   └── CacheOverflowError              one batch needs more rows than there are slots
     ├── ShardingError (ValueError)          a plan cannot be made, or does not fit the model
     ├── StepError (RuntimeError)            a rank left a training step that the others are in
+    ├── NotFiniteError (ArithmeticError)    a loss or a parameter is NaN or infinite
     ├── CheckpointError (RuntimeError)      a checkpoint is missing, or belongs to another model
     │   ├── InvalidCheckpointError          it is damaged, incomplete, or cannot be verified
     │   └── FailedSaveError                 it could not be written: a full disk, a folder that cannot be written
@@ -66,6 +67,10 @@ class ShardingError(EmbershardError, ValueError):
 
 class StepError(EmbershardError, RuntimeError):
     """A rank left a training step that the other ranks are in."""
+
+
+class NotFiniteError(EmbershardError, ArithmeticError):
+    """A rank's loss, or a dense parameter, is NaN or infinite."""
 
 
 class CheckpointError(EmbershardError, RuntimeError):

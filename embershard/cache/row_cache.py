@@ -213,10 +213,10 @@ class RowCache:
             self._rows.end_update()
             ticket.cancel()
 
-    def cancel_prepared(self) -> None:
-        """Cancel all batches that were prepared and not forwarded."""
+    def cancel(self, forwarded: bool) -> None:
+        """Cancel all batches that were prepared and not forwarded; or those forwarded, whose backward will not run."""
         for ticket in self._in_flight.tickets:
-            if not ticket.forwarded:
+            if ticket.forwarded == forwarded:
                 ticket.cancel()
 
     @_alone

@@ -27,6 +27,7 @@ from embershard.training.reports import (
     FailedSaveReport,
     Report,
     SaveReport,
+    SkippedBatchReport,
     StopReport,
     TrainReport,
 )
@@ -158,8 +159,9 @@ def make_result(
 
     `samples_per_second` (of all ranks) and `step_ms` are of the steps that `steady_steps` chooses, and None without a
     step; `is_steady` is False when the run was too short for them. A quality that is undefined or was not measured is
-    None. `measured_steps` counts the steps of this process, as `cache` and `bad_rows` do; `steps` includes those before
-    a resume. `bad_rows` is None where none is tolerated. `changes` are the settings that resumes changed on request.
+    None. `measured_steps` counts the steps of this process, as `cache`, `bad_rows` and `skipped_batches` do; `steps`
+    includes those before a resume. `bad_rows` is None where none is tolerated. `changes` are the settings that resumes
+    changed on request.
     """
     quality = {} if evaluation is None else dataclasses.asdict(evaluation.quality)
     config, ranks, plan = trainer.config, trainer.ranks, trainer.plan
@@ -170,6 +172,7 @@ def make_result(
         "steps": trainer.steps,
         "measured_steps": len(trainer.step_seconds),
         "samples": trainer.samples,
+        "skipped_batches": trainer.loss_monitor.num_skipped,
         "samples_per_second": len(measured) * global_batch / sum(measured) if measured else None,
         "step_ms": {"p50": p50, "p95": p95},
         "is_steady": is_steady,
@@ -199,6 +202,8 @@ def _flat(report: Report) -> tuple[str, dict[str, Any]]:
         return "bad_rows", {"step": report.step, "num_bad": report.num_bad}
     if isinstance(report, StopReport):
         return "stop", {"step": report.step, "path": report.path and report.path.name}
+    if isinstance(report, SkippedBatchReport):
+        return "skipped_batch", dataclasses.asdict(report)
     assert isinstance(report, SaveReport)
     return "checkpoint", {**dataclasses.asdict(report), "path": report.path.name}
 

@@ -14,10 +14,10 @@ from embershard.planning.request import Budget, PlanRequest
 from embershard.planning.search import cached, place
 from embershard.planning.shard_costs import ShardCosts
 from embershard.planning.slot_split import fixed_bytes, least_slots
-from embershard.planning.workload import Workload, by_pool, by_rank, place_shards
+from embershard.planning.workload import Workload, by_pool, by_rank
 from embershard.sharding import memory_model
 from embershard.sharding.shards import TablePlacement, largest_pool_problem
-from embershard.sharding.sizes import PlacedShard
+from embershard.sharding.sizes import PlacedShard, place_shards
 
 _MOST_RANKS = 1024
 _MOST_SHARDS = 200_000  # of a number of ranks that is only tried for a message

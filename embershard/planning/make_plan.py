@@ -19,8 +19,9 @@ from embershard.planning.request import PlanRequest
 from embershard.planning.search import cached, place
 from embershard.planning.shard_costs import ShardCosts
 from embershard.planning.slot_split import split_slots
-from embershard.planning.workload import by_pool, place_shards
+from embershard.planning.workload import by_pool
 from embershard.sharding.plan import Plan, PoolPlacement, Prediction, TablePlacement
+from embershard.sharding.sizes import place_shards
 
 _ORDERS: tuple[Literal["seconds", "device_bytes"], ...] = ("seconds", "device_bytes")
 _MANY_TABLES = 200  # with more, one order must do: each costs seconds

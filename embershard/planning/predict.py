@@ -12,10 +12,10 @@ from embershard.planning.cost.rates import Rates, StepWork, step_time
 from embershard.planning.simulate.pool_report import RowRange, ShardReport
 from embershard.planning.simulate.replay import replay_pool
 from embershard.planning.simulate.steady_state import steady_state
-from embershard.planning.workload import COMPLETE, Workload, by_pool, by_rank, place_shards
+from embershard.planning.workload import COMPLETE, Workload, by_pool, by_rank
 from embershard.sharding import memory_model
 from embershard.sharding.plan import PoolPlacement, Prediction, RankPrediction, TablePlacement, TablePrediction
-from embershard.sharding.sizes import PlacedShard
+from embershard.sharding.sizes import PlacedShard, place_shards
 
 
 def pool_reports(

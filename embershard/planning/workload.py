@@ -17,7 +17,6 @@ from embershard.planning.simulate.pool_report import RowRange
 from embershard.planning.simulate.replay import ReplaySettings
 from embershard.sharding import memory_model
 from embershard.sharding.memory_model import MemorySettings
-from embershard.sharding.shards import TablePlacement, shards_of
 from embershard.sharding.sizes import ModelSize, PlacedShard
 
 #: A replay of fewer batches than this says too little; then counts alone must do.
@@ -182,22 +181,6 @@ class Workload:
         wanted = self.shape.num_steps or available
         possible = wanted if is_whole_epoch else min(wanted, available)
         return min(possible, max(LEAST_REPLAYED_STEPS, _MOST_REPLAYED_STEPS // max(1, num_pools)))
-
-
-def place_shards(model: ModelSize, tables: Sequence[TablePlacement], shape: RunShape) -> list[PlacedShard]:
-    """Return all shards of all ranks, in the order of the model's tables; a replicated table has one on every rank."""
-    placements = {placement.table: placement for placement in tables}
-    found = []
-    for size in model.tables:
-        placement = placements[size.table]
-        kind = (placement.sharding, placement.kernel)
-        if placement.kernel == "replicated":
-            found += [PlacedShard(size, rank, 0, size.rows, size.dim, *kind) for rank in range(shape.world_size)]
-        found += [
-            PlacedShard(size, shard.rank, shard.first_row, shard.first_row + shard.rows, shard.columns, *kind)
-            for shard in shards_of(placement, shape.ranks_per_node)
-        ]
-    return found
 
 
 def by_rank(shards: Sequence[PlacedShard], world_size: int) -> list[list[PlacedShard]]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
+
+from embershard.sharding.shards import TablePlacement, shards_of
 
 _ITEM_BYTES = {"fp32": 4, "fp16": 2}
 
@@ -96,3 +99,29 @@ class PlacedShard:
     def row_bytes(self) -> int:
         """Row payload of the shard's columns, in bytes."""
         return self.table.row_bytes(self.columns)
+
+
+class RankLayout(Protocol):
+    """Ranks in all, and per node."""
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def ranks_per_node(self) -> int: ...
+
+
+def place_shards(model: ModelSize, tables: Sequence[TablePlacement], ranks: RankLayout) -> list[PlacedShard]:
+    """Return all shards of all ranks, in the order of the model's tables; a replicated table has one on every rank."""
+    placements = {placement.table: placement for placement in tables}
+    found = []
+    for size in model.tables:
+        placement = placements[size.table]
+        kind = (placement.sharding, placement.kernel)
+        if placement.kernel == "replicated":
+            found += [PlacedShard(size, rank, 0, size.rows, size.dim, *kind) for rank in range(ranks.world_size)]
+        found += [
+            PlacedShard(size, shard.rank, shard.first_row, shard.first_row + shard.rows, shard.columns, *kind)
+            for shard in shards_of(placement, ranks.ranks_per_node)
+        ]
+    return found

@@ -53,6 +53,11 @@ class TrainConfig:
     precision: Literal["fp32", "bf16"] = "fp32"
     """Number format of the dense layers' arithmetic: "bf16" is automatic mixed precision."""
 
+    on_non_finite: Literal["stop", "skip"] = "stop"
+    """Reaction of all ranks to a loss that is NaN or infinite on one of them. `stop`: the run ends, and no checkpoint
+    has what such a loss trained. `skip`: the batch trains nothing, as if it had not been there; the run ends when ten
+    in a row were skipped and the next one must be, too. On a GPU `skip` waits for every forward."""
+
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; "auto": on GPUs if there are any."""
 
@@ -70,6 +75,8 @@ class TrainConfig:
             raise ConfigError(f"train.init: got {self.init!r}, needed 'counter' or 'torchrec'.")
         if self.precision not in ("fp32", "bf16"):
             raise ConfigError(f"train.precision: got {self.precision!r}, needed 'fp32' or 'bf16'.")
+        if self.on_non_finite not in ("stop", "skip"):
+            raise ConfigError(f"train.on_non_finite: got {self.on_non_finite!r}, needed 'stop' or 'skip'.")
         if self.device not in ("auto", "cpu", "cuda"):
             raise ConfigError(f"train.device: got {self.device!r}, needed 'auto', 'cpu' or 'cuda'.")
 

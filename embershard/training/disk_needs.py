@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from embershard.data import Schema
 from embershard.distributed import Ranks, check_disk
-from embershard.models.dense_size import DenseSize
-from embershard.sharding.sizes import TableSize
 from embershard.training.config import RunConfig
-from embershard.training.identity import tables_of
+from embershard.training.model_size import model_size, table_rows
 
 
-def check_disk_for_run(config: RunConfig, schema: Schema, folder: Path, total_steps: int, ranks: Ranks) -> None:
+def check_disk_for_run(config: RunConfig, folder: Path, total_steps: int, ranks: Ranks) -> None:
     """Raise unless all checkpoints of a run of so many steps can be written to `folder`. Collective.
 
     Raises:
@@ -21,9 +18,6 @@ def check_disk_for_run(config: RunConfig, schema: Schema, folder: Path, total_st
     num_saves = config.checkpoint.num_saves(total_steps)
     if not num_saves:
         return
-    dense = DenseSize.of(config.model, schema.num_dense, len(schema.sparse)).parameter_bytes
-    save_bytes = dense * config.dense_optimizer.num_states  # gradients are not saved, parameters are
-    for name, (rows, dim) in tables_of(config, schema).items():
-        size = TableSize(name, rows, dim, config.model.table_dtype, *config.embedding_optimizer.state_bytes)
-        save_bytes += rows * size.row_bytes()
+    size = model_size(config, table_rows(config))
+    save_bytes = size.table_bytes + size.dense_state_bytes  # gradients are not saved, parameters are
     check_disk(folder, save_bytes, num_saves, config.checkpoint.keep_last, ranks)

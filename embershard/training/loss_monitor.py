@@ -1,54 +1,92 @@
-"""Losses of all ranks, read without stalling a GPU."""
+"""Losses of all ranks, read without stalling a GPU, and what happens when one is not finite."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
+from embershard.data import Batch
 from embershard.distributed import Ranks
-from embershard.errors import EmbershardError
+from embershard.errors import NotFiniteError
+from embershard.training.kept_batches import KeptBatches
+
+#: After so many batches in a row without a finite loss, rows or parameters are the cause, not the data.
+MOST_SKIPPED_IN_A_ROW = 10
 
 
-class NotFiniteError(EmbershardError, ArithmeticError):
-    """A rank's loss is NaN or infinite."""
+@dataclass(frozen=True)
+class _Step:
+    """A step whose losses and signals [world_size, 2] are on their way to the host: there after `event`."""
+
+    number: int
+    batch: Batch | None
+    losses: torch.Tensor
+    event: torch.cuda.Event | None
 
 
 class LossMonitor:
-    """Collects every step's losses, and stops the run on all ranks when one is not finite.
+    """Collects every step's losses. When a rank's loss is not finite, all ranks stop, or all skip the batch.
 
-    On a GPU a loss is read when the next one is added, so the host never waits for the step in flight. The run then
-    stops one step late, but names the right step.
+    Stopping costs no wait: on a GPU a loss is read when the next one is added, so the host never waits for the step in
+    flight. The run then stops one step late, but names the right step. Skipping must be decided before the backward,
+    which trains the rows: on a GPU the host then waits for every forward.
+
+    Args:
+        skips: skip batches whose loss is not finite, `MOST_SKIPPED_IN_A_ROW` at most.
+        kept: writes such batches to files; None: they are dropped.
+
+    Attributes:
+        num_skipped: batches.
+        signal: the largest number that a rank gave with a loss that was read; the same on all ranks.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._pending: tuple[int, torch.Tensor, torch.cuda.Event | None] | None = None
+    def __init__(self, ranks: Ranks, *, skips: bool = False, kept: KeptBatches | None = None) -> None:
+        self._ranks, self._skips, self._kept = ranks, skips, kept
+        self._pending: _Step | None = None
         self._losses: list[float] = []
-        self._signal = 0
+        self._in_a_row = self.num_skipped = self.signal = 0
 
-    def add(self, step: int, loss: torch.Tensor, signal: int = 0) -> int:
-        """Add this rank's mean loss, a tensor [], and the number of the signal that asked it to stop. Collective.
+    def add(self, step: int, loss: torch.Tensor, batch: Batch | None = None, *, signal: int = 0) -> str:
+        """Add this rank's mean loss, a tensor [], before its backward, and the number of the signal that asked it to
+        stop. Collective.
 
         Returns:
-            The largest number of all ranks that came with a loss that was read, 0 at first.
+            Why the batch must be skipped; empty where it trains. The same on every rank.
 
         Raises:
-            NotFiniteError: a rank's loss is not finite; the same on every rank.
+            NotFiniteError: a rank's loss is not finite, and batches are not skipped, or too many were; on every rank.
         """
         self._read()
         loss = loss.detach().float()
-        gathered = self._ranks.all_gather(torch.stack([loss, torch.full_like(loss, signal)]))
-        if gathered.device.type == "cpu":
-            self._pending = (step, gathered, None)
-            self._read()
-            return self._signal
-        host = torch.empty(gathered.shape, pin_memory=True)
-        host.copy_(gathered, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._pending = (step, host, event)
-        return self._signal
+        gathered, event = self._ranks.all_gather(torch.stack([loss, torch.full_like(loss, signal)])), None
+        if gathered.device.type != "cpu" and not self._skips:
+            host = torch.empty(gathered.shape, pin_memory=True)
+            host.copy_(gathered, non_blocking=True)
+            gathered, event = host, torch.cuda.Event()
+            event.record()
+        self._pending = _Step(step, batch, gathered, event)
+        return "" if event is not None else self._read()
+
+    def check_before_save(self, step: int, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Wait for the losses of all steps so far, and read the dense parameters that they left.
+
+        Args:
+            step: steps trained.
+            parameters: the same on all ranks.
+
+        Raises:
+            NotFiniteError: one is not finite, so no checkpoint may have what was trained.
+        """
+        self._read()
+        wrong = [name for name, values in parameters.items() if not bool(torch.isfinite(values).all())]
+        if wrong:
+            raise NotFiniteError(
+                f"Step {step}: {len(wrong)} of {len(parameters)} dense parameters are not finite, {wrong[0]!r} among "
+                f"them: no checkpoint is written. {self._advice()}"
+            )
 
     def mean(self) -> float:
         """Wait for the losses since the last call and return their mean over steps and ranks; NaN without any."""
@@ -56,19 +94,36 @@ class LossMonitor:
         losses, self._losses = self._losses, []
         return math.fsum(losses) / len(losses) if losses else math.nan
 
-    def _read(self) -> None:
-        if self._pending is None:
-            return
-        step, gathered, event = self._pending
-        self._pending = None
-        if event is not None:
-            event.synchronize()
-        losses, signals = gathered.T.tolist()
-        self._signal = max(self._signal, *map(int, signals))
-        for rank, loss in enumerate(losses):
-            if not math.isfinite(loss):
-                raise NotFiniteError(
-                    f"Step {step}: the loss of rank {rank} is {loss}. Lower the learning rates, clip "
-                    "(dense_optimizer.clip_norm), warm up (schedule.warmup_steps), or look for bad data."
-                )
-        self._losses.append(math.fsum(losses) / len(losses))
+    def _read(self) -> str:
+        step, self._pending = self._pending, None
+        if step is None:
+            return ""
+        if step.event is not None:
+            step.event.synchronize()
+        losses, signals = step.losses.T.tolist()
+        self.signal = max(self.signal, *map(int, signals))
+        if all(map(math.isfinite, losses)):
+            self._losses.append(math.fsum(losses) / len(losses))
+            self._in_a_row = 0
+            return ""
+        return self._not_finite(step, losses)
+
+    def _not_finite(self, step: _Step, losses: list[float]) -> str:
+        self._in_a_row += 1
+        rank = next(rank for rank, loss in enumerate(losses) if not math.isfinite(loss))
+        problem = f"Step {step.number}: the loss of rank {rank} is {losses[rank]}."
+        if self._kept is not None and step.batch is not None:
+            own_is_finite = math.isfinite(losses[self._ranks.rank])
+            problem += self._kept.keep(step.number, rank, None if own_is_finite else step.batch, losses)
+        if self._skips and self._in_a_row <= MOST_SKIPPED_IN_A_ROW:
+            self.num_skipped += 1
+            return problem
+        if self._skips:
+            problem += f" So were those of the {MOST_SKIPPED_IN_A_ROW} batches before, which were skipped."
+        raise NotFiniteError(f"{problem} {self._advice()}")
+
+    def _advice(self) -> str:
+        return (
+            "Lower the learning rates, clip (dense_optimizer.clip_norm), warm up (schedule.warmup_steps), or look for "
+            f"bad data.{'' if self._kept is None else self._kept.newest_checkpoint()}"
+        )

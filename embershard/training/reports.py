@@ -66,6 +66,14 @@ class BadRowsReport:
 
 
 @dataclass(frozen=True)
+class SkippedBatchReport:
+    """A batch that trained nothing, since its loss is not finite; `step` steps were trained before it."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class StopReport:
     """The training ended early, because a signal asked for it; `path` is the checkpoint of its last step, if any."""
 
@@ -73,4 +81,4 @@ class StopReport:
     path: Path | None
 
 
-Report = TrainReport | EvalReport | SaveReport | FailedSaveReport | BadRowsReport | StopReport
+Report = TrainReport | EvalReport | SaveReport | FailedSaveReport | BadRowsReport | SkippedBatchReport | StopReport

@@ -53,10 +53,10 @@ class Steps:
         failure: InputFailure,
     ) -> None:
         self._stream, self._device, self._pipeline, self._failure = stream, device, pipeline, failure
-        batches = itertools.islice(self._read(), max(0, limit))
-        self._batches = failure.watch(batches if pipeline is not None else shortest(batches, device))
+        self._batches = self._limited(max(0, limit))
         self._states: deque[StreamState] = deque()  # behind each batch that was read and not trained
         self.state = stream.state
+        self._num_to_replace = 0
 
     def next(self) -> AbstractContextManager[Batch]:
         """Return a context with the next batch on the device, to train on inside. Collective.
@@ -65,13 +65,18 @@ class Steps:
             StopIteration: there is none.
             DataError: the input of another rank failed; that rank raises its own exception.
         """
-        inner: AbstractContextManager[Any]
         try:
-            inner = self._plain() if self._pipeline is None else self._pipeline.step(self._batches)
-        except DataError as error:
-            self._failure.error = error
-            raise
-        return self._counted(inner)
+            return self._counted(self._begin())
+        except StopIteration:
+            if not self._num_to_replace:
+                raise
+        self._batches = self._limited(self._num_to_replace)
+        self._num_to_replace = 0
+        return self._counted(self._begin())
+
+    def replace_one(self) -> None:
+        """Read one more batch than the limit: a batch was skipped, and was no step."""
+        self._num_to_replace += 1
 
     def stats(self) -> LookAheadStats | None:
         """Return the counters of the look-ahead; None without a pipeline."""
@@ -87,6 +92,17 @@ class Steps:
         for batch in self._stream:
             self._states.append(self._stream.state)
             yield batch
+
+    def _limited(self, count: int) -> Iterator[Batch]:
+        batches = itertools.islice(self._read(), count)
+        return self._failure.watch(batches if self._pipeline is not None else shortest(batches, self._device))
+
+    def _begin(self) -> AbstractContextManager[Any]:
+        try:
+            return self._plain() if self._pipeline is None else self._pipeline.step(self._batches)
+        except DataError as error:
+            self._failure.error = error
+            raise
 
     def _plain(self) -> AbstractContextManager[Batch]:
         batch = next(self._batches)

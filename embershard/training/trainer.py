@@ -20,16 +20,27 @@ from embershard.data import Batch, BatchStream, StreamState, open_source
 from embershard.distributed import Ranks, Supervision, shortest, verify_checkpoint
 from embershard.errors import CheckpointError, FailedSaveError
 from embershard.pipeline import LookAheadPipeline
+from embershard.sharding.torchrec import cached_embeddings
 from embershard.training.bad_rows import BadRowCount
 from embershard.training.build import build_sharded_model, find_plan, find_profile
 from embershard.training.cache_report import CacheReader
 from embershard.training.comparison import Comparison
 from embershard.training.config import RunConfig
 from embershard.training.disk_needs import check_disk_for_run
+from embershard.training.kept_batches import KeptBatches
 from embershard.training.loss_monitor import LossMonitor
+from embershard.training.memory_check import check_memory_for_run
 from embershard.training.metrics import PredictionBuffer
 from embershard.training.optimizers import set_learning_rate
-from embershard.training.reports import EvalReport, FailedSaveReport, Report, SaveReport, StopReport, TrainReport
+from embershard.training.reports import (
+    EvalReport,
+    FailedSaveReport,
+    Report,
+    SaveReport,
+    SkippedBatchReport,
+    StopReport,
+    TrainReport,
+)
 from embershard.training.run_state import PreparedSave, RunState
 from embershard.training.saves import Saves
 from embershard.training.steps import InputFailure, Steps
@@ -46,6 +57,9 @@ class Trainer:
     Args:
         checkpoints: folder for the checkpoints, shared by all ranks; None: save none.
         supervision: asks for the end of the training, and is told of each step.
+
+    Raises:
+        ConfigError: the run does not fit the memory of a machine; `memory_warning` has what may not fit later.
     """
 
     def __init__(
@@ -57,8 +71,9 @@ class Trainer:
         self.source = open_source(config.data)
         self._first_step = 0  # of this process: it may go on from a checkpoint
         self.stream = self._open_stream(StreamState(seed=config.data.seed))
-        if checkpoints is not None:  # before the model is built
-            check_disk_for_run(config, self.source.schema, checkpoints, self.total_steps, ranks)
+        self.memory_warning = check_memory_for_run(config, self.plan, ranks)  # before the model is built
+        if checkpoints is not None:
+            check_disk_for_run(config, checkpoints, self.total_steps, ranks)
         profile = find_profile(config, self.source)
         self.model = build_sharded_model(config, self.plan, profile, self.source.schema, ranks)
         self.dense_parameters = dict(in_backward_optimizer_filter(self.model.named_parameters()))
@@ -67,7 +82,7 @@ class Trainer:
         self._upcoming: Steps | None = None
         self._input_failure = InputFailure()
         self.bad_rows = BadRowCount(config.data.bad_rows, self.stream.num_samples, ranks)
-        self.loss_monitor = LossMonitor(ranks)
+        self.loss_monitor = self._make_loss_monitor()
         self.window = PredictionBuffer(WINDOW_SAMPLES)
         self.cache_reader = CacheReader(self.model, ranks)
         self.steps = self.samples = 0
@@ -112,7 +127,11 @@ class Trainer:
             except StopIteration:
                 break
             with upcoming as batch:
-                self.step(batch)
+                skipped = self.step(batch)
+            if skipped is not None:
+                self.upcoming.replace_one()
+                yield skipped
+                continue
             self.step_seconds.append(time.perf_counter() - started)
             self.supervision.beat()
             if every(config.train.log_every) or self.steps == self.total_steps:
@@ -152,13 +171,23 @@ class Trainer:
             self._upcoming = Steps(self.stream, self.total_steps - self.steps, device, pipeline, self._input_failure)
         return self._upcoming
 
-    def step(self, batch: Batch) -> None:
-        """Train one step, on the rank's batch on its device. Nothing in it waits for a GPU."""
+    def step(self, batch: Batch) -> SkippedBatchReport | None:
+        """Train one step, on the rank's batch on its device; or skip the batch, as `train.on_non_finite` says.
+
+        Nothing in it waits for a GPU, unless batches may be skipped.
+        """
         self._set_learning_rates()
         self.dense_optimizer.zero_grad()
         with self._autocast():
             loss, (_, logits, labels) = self.model(batch)
-        self.supervision.hear(self.loss_monitor.add(self.steps + 1, loss, self.supervision.signal))
+        problem = self.loss_monitor.add(self.steps + 1, loss, batch, signal=self.supervision.signal)
+        self.supervision.hear(self.loss_monitor.signal)
+        if problem:
+            for pool in cached_embeddings(self.model):  # between ranks, autograd may keep the forward, and its pins
+                pool.cache.cancel(forwarded=True)
+            if self.config.embedding_optimizer.counts_steps:  # the forward counted one
+                self.model.fused_optimizer.set_optimizer_step(self.steps)
+            return SkippedBatchReport(self.steps, problem)
         loss.backward()  # trains the embedding rows too
         if self.config.dense_optimizer.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.dense_parameters.values(), self.config.dense_optimizer.clip_norm)
@@ -166,6 +195,7 @@ class Trainer:
         self.window.add(logits, labels)
         self.steps += 1
         self.samples += batch.num_samples * self.ranks.world_size
+        return None
 
     def report(self) -> TrainReport:
         """Return loss, AUC, speed and hit rate since the last report."""
@@ -222,12 +252,14 @@ class Trainer:
         Raises:
             CheckpointError: one of this step exists, or the run has no folder for checkpoints.
             FailedSaveError: it could not be written.
+            NotFiniteError: a step since the last checkpoint had a loss that is not finite, or left such a parameter.
         """
         return self._saves.write(self.steps, self._prepare_save)
 
     def _prepare_save(self, copy_bytes: int) -> PreparedSave:
         if self.checkpoints is None:
             raise CheckpointError("This run has no folder for checkpoints; make the trainer with one.")
+        self.loss_monitor.check_before_save(self.steps, self.dense_parameters)
         return self.state.prepare_save(
             self.checkpoints, self.run_id, self.steps, self.samples, self.upcoming.state, copy_bytes
         )
@@ -274,7 +306,7 @@ class Trainer:
         self.config = comparison.config
         self.steps, self.samples = saved.step, saved.samples
         self._first_step = self._reported_steps = saved.step
-        self.loss_monitor, self.window = LossMonitor(self.ranks), PredictionBuffer(WINDOW_SAMPLES)
+        self.loss_monitor, self.window = self._make_loss_monitor(), PredictionBuffer(WINDOW_SAMPLES)
         self.stream.close()
         self.stream = self._open_stream(replace(saved.stream, seed=self.config.data.seed))
         if manifest is not None:
@@ -302,6 +334,10 @@ class Trainer:
             state=state,
             pin_memory=self.ranks.device.type == "cuda",
         )
+
+    def _make_loss_monitor(self) -> LossMonitor:
+        kept = None if self.checkpoints is None else KeptBatches(self.checkpoints, self.ranks)
+        return LossMonitor(self.ranks, skips=self.config.train.on_non_finite == "skip", kept=kept)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         enabled = self.config.train.precision == "bf16"

@@ -360,7 +360,7 @@ class Player:
                 return f"{name} of a broken cache is not refused"
         for ticket, _ in self.flying:
             cache.release(ticket)
-        cache.cancel_prepared()
+        cache.cancel(forwarded=False)
         if self.known and self.known[0][0] is not None:
             cache.skip(self._split(self.known[0][1])[0], self.known[0][0])
         cache.forget()

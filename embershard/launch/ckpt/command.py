@@ -10,7 +10,7 @@ from pathlib import Path
 from embershard.errors import ConfigError, InvalidCheckpointError
 from embershard.launch.arguments import make_parser, positive
 from embershard.launch.screen import make_table, say, wide_console
-from embershard.launch.units import size
+from embershard.units import size
 
 _HELP = """The checkpoints of a run, without training. Exit codes: 0; 1 for damage or a difference; 2 for wrong usage.
 

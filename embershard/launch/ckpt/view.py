@@ -15,7 +15,7 @@ from embershard.distributed.checkpoint.folder import ASIDE, leftovers, remove
 from embershard.distributed.checkpoint.load import verify_alone
 from embershard.distributed.checkpoint.metadata import read_metadata
 from embershard.errors import InvalidCheckpointError
-from embershard.launch.units import size
+from embershard.units import size
 
 __all__ = ["differences", "listing", "remove", "to_prune"]
 

@@ -9,6 +9,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from embershard.machine import HostMemory
+
 PASS, WARN, FAIL, SKIP = "PASS", "WARN", "FAIL", "SKIP"
 GIB = 1 << 30
 
@@ -105,10 +107,13 @@ def check_import(module: str, error: str, seconds: float) -> CheckResult:
     return CheckResult(name, FAIL, detail[:500], remedy)
 
 
-def check_cpu(cores: int, memory_bytes: int) -> CheckResult:
-    """Check the cores that this process may use, and the machine's memory."""
-    detail = f"{cores} cores, {memory_bytes / GIB:.0f} GiB of memory"
-    if memory_bytes < 4 * GIB:
+def check_cpu(cores: int, memory: HostMemory) -> CheckResult:
+    """Check the cores that this process may use, and its memory: the machine's, or its control group's."""
+    detail = (
+        f"{cores} cores, {memory.total_bytes / GIB:.1f} GiB of memory ({memory.limit}), "
+        f"{memory.available_bytes / GIB:.1f} GiB of it available"
+    )
+    if memory.total_bytes < 4 * GIB:
         return CheckResult("cpu", WARN, detail, "tables live in host memory: keep them under half of it")
     return CheckResult("cpu", PASS, detail)
 

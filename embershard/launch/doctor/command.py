@@ -23,6 +23,7 @@ from dataclasses import asdict
 from embershard.launch.doctor import checks
 from embershard.launch.doctor.checks import CheckResult
 from embershard.launch.versions import installed_version
+from embershard.machine import host_memory
 
 COLOURS = {checks.PASS: "32", checks.WARN: "33", checks.FAIL: "31", checks.SKIP: "2"}
 IMPORT_TIMEOUT_SECONDS = 120.0
@@ -127,7 +128,6 @@ def examine(timeout_seconds: float) -> Iterator[CheckResult]:
     driver = has_driver()
     found = {name: installed_version(name) for name in (checks.CUDA_FBGEMM, checks.CPU_FBGEMM)}
     dists = {name: version for name, version in found.items() if version is not None}
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     shared_bytes = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None
     yield checks.check_python((sys.version_info[0], sys.version_info[1]))
     fbgemm = next(iter(dists.values()), None)
@@ -135,7 +135,7 @@ def examine(timeout_seconds: float) -> Iterator[CheckResult]:
     yield checks.check_fbgemm_build(dists, torch_cuda, driver)
     for module in ("torch", "torchrec"):
         yield checks.check_import(module, *import_error(module, IMPORT_TIMEOUT_SECONDS))
-    yield checks.check_cpu(len(os.sched_getaffinity(0)), memory_bytes)
+    yield checks.check_cpu(len(os.sched_getaffinity(0)), host_memory())
     yield checks.check_gpus(gpus, torch_cuda, driver)
     yield from collectives(len(gpus), timeout_seconds)
     yield checks.check_shared_memory(shared_bytes, len(gpus))

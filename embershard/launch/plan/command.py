@@ -14,7 +14,7 @@ from rich.console import Console
 from embershard.errors import ConfigError
 from embershard.launch.arguments import add_settings, check_output, make_parser
 from embershard.launch.screen import progress_bar, say, wide_console
-from embershard.launch.units import parse_bytes
+from embershard.units import parse_bytes
 
 if TYPE_CHECKING:  # they load torch and TorchRec, and --help must answer at once: functions import what they need
     from embershard.frequency import DataStatistics

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal
 
-from embershard.data import schema_of
 from embershard.errors import ConfigError
 from embershard.frequency import DataStatistics
-from embershard.models import table_name
-from embershard.models.dense_size import DenseSize
 from embershard.planning.request import Budget
 from embershard.planning.simulate.replay import ReplaySettings
 from embershard.planning.workload import RunShape, Workload
-from embershard.sharding.sizes import ModelSize, TableSize
 from embershard.training.config import RunConfig
+from embershard.training.model_size import model_size, table_rows
 
 
 def make_workload(
@@ -57,21 +53,6 @@ def replay_settings(
     )
 
 
-def model_size(config: RunConfig, rows: Mapping[str, int]) -> ModelSize:
-    """Return the size of the config's model over tables with these rows."""
-    model, state_bytes = config.model, config.embedding_optimizer.state_bytes
-    dense = DenseSize.of(model, schema_of(config.data).num_dense, len(rows))
-    return ModelSize(
-        tables=tuple(
-            TableSize(name, count, model.embedding_dim, model.table_dtype, *state_bytes) for name, count in rows.items()
-        ),
-        dense_flops_per_sample=dense.flops_per_sample,
-        dense_parameter_bytes=dense.parameter_bytes,
-        dense_state_bytes=dense.parameter_bytes * config.dense_optimizer.num_states,
-        activation_bytes_per_sample=dense.activation_bytes_per_sample,
-    )
-
-
 def budget(config: RunConfig, device_bytes: int | None, host_bytes: int | None, ratio: float | None = None) -> Budget:
     """Return the memory budget: the command line's, else the config's. A limit on the device leaves its rest to the
     caches, unless a ratio was asked for."""
@@ -88,7 +69,7 @@ def check_tables(config: RunConfig, data: DataStatistics) -> None:
     Raises:
         ConfigError: naming the first difference.
     """
-    expected = {table_name(feature.name): feature.num_rows for feature in schema_of(config.data).sparse}
+    expected = table_rows(config)
     for name in [*expected, *data.tables]:
         known = data.tables[name].num_rows if name in data.tables else None
         if known != expected.get(name):

@@ -21,7 +21,6 @@ from embershard.cache import CacheGrowthWarning
 from embershard.data import BatchStream, open_source, schema_of
 from embershard.decoding import decode
 from embershard.distributed import Ranks, process_group
-from embershard.launch.plan.inputs import model_size
 from embershard.launch.screen import silence_libraries
 from embershard.models import table_name
 from embershard.planning.cost import work as formulas
@@ -31,6 +30,7 @@ from embershard.sharding.memory_model import slots_for
 from embershard.sharding.plan import Plan, TablePlacement, pools_of
 from embershard.sharding.torchrec import cache_stats
 from embershard.training.config import RunConfig
+from embershard.training.model_size import model_size, table_rows
 from embershard.training.trainer import Trainer
 
 #: A segment counts as quiet while other programs take no more than this share of the machine's processor time.
@@ -126,8 +126,7 @@ class _Timed:
     def _work(self, steps: int, counted: Mapping[str, float]) -> StepWork:
         world_size = self._ranks.world_size
         batch_size = self._config.train.rank_batch_size(world_size)
-        features = self._trainer.source.schema.sparse
-        model = model_size(self._config, {table_name(feature.name): feature.num_rows for feature in features})
+        model = model_size(self._config, table_rows(self._config))
         sizes = {table.table: table for table in model.tables}
         params = {name: param for plan in self._trainer.model.plan.plan.values() for name, param in plan.items()}
         ids = {table_name(key): count / steps / batch_size for key, count in self._lookups.items()}

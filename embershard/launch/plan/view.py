@@ -10,11 +10,11 @@ from rich.table import Table
 from embershard.errors import ShardingError
 from embershard.launch.plan.what_if import Outcome, efficiency
 from embershard.launch.screen import make_table, say
-from embershard.launch.units import size
 from embershard.planning.explain import alternatives, sentences
 from embershard.planning.request import PlanRequest
 from embershard.sharding.plan import Plan, Prediction, RankPrediction, TablePrediction
 from embershard.sharding.shards import shards_of
+from embershard.units import size
 
 _MOST_RANKS = 16
 

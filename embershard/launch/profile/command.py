@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from embershard.errors import ConfigError
 from embershard.launch.arguments import add_settings, check_output, make_parser, text_override
 from embershard.launch.screen import plain_console, progress_bar, say, wide_console
-from embershard.launch.units import parse_bytes
+from embershard.units import parse_bytes
 
 if TYPE_CHECKING:  # they load torch and TorchRec, and --help must answer at once: functions import what they need
     from embershard.frequency import FrequencyProfile

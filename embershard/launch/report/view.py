@@ -15,9 +15,9 @@ from rich.table import Table
 from embershard.errors import ConfigError
 from embershard.launch.screen import make_table, number, say
 from embershard.launch.train.progress import closing_table
-from embershard.launch.units import size
 from embershard.planning.cost.recalibrate import Recalibration
 from embershard.planning.verify.compare import Comparison, Pair, Traffic, Verdict
+from embershard.units import size
 
 _MOST_RANKS = 16
 

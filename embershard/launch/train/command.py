@@ -221,6 +221,8 @@ def _announce(trainer: Trainer, console: Console, run_dir: Path) -> None:
     config, ranks, features = trainer.config, trainer.ranks, trainer.source.schema.sparse
     kind = "GPU" if ranks.device.type == "cuda" else "CPU"
     notes = [] if trainer.plan is None else _plan_notes(trainer.plan, config, ranks)
+    if trainer.memory_warning:
+        notes.append(trainer.memory_warning)
     say(
         console,
         f"{config.model.arch}: {len(features)} tables with {sum(feature.num_rows for feature in features):,} rows of "

@@ -16,6 +16,7 @@ from embershard.training.reports import (
     FailedSaveReport,
     Report,
     SaveReport,
+    SkippedBatchReport,
     StopReport,
     TrainReport,
 )
@@ -59,6 +60,8 @@ class ProgressDisplay:
         elif isinstance(report, StopReport):
             saved = "without a checkpoint, by checkpoint.at_end" if report.path is None else f"saved in {report.path}"
             say(self._console, f"step {report.step}: stopped by a signal; {saved}")
+        elif isinstance(report, SkippedBatchReport):
+            say(self._console, f"{report.reason} It trains nothing (train.on_non_finite).")
         else:
             assert isinstance(report, SaveReport)
             waited = f"; training waited {report.stall_seconds:.1f} s" if report.stall_seconds < report.seconds else ""

@@ -155,7 +155,7 @@ class CachedTableBatchedEmbeddings(HostTables):
     def forget_ahead(self) -> None:
         """Drop all batches that are known or prefetched."""
         self._prefetched.clear()
-        self.cache.cancel_prepared()
+        self.cache.cancel(forwarded=False)
         self.cache.forget()
 
     def _prepare(

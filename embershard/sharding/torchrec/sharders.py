@@ -98,6 +98,11 @@ class _Cached:
         """The cache's settings."""
         return self._cache
 
+    @property
+    def fills_host_memory(self) -> bool:
+        """True if all rows are written to host memory while the model is built."""
+        return self._cache.host == "memory" and self._init_seed is None
+
     def drop_profile(self) -> None:
         """Free the profile once the modules are sharded: `DistributedModelParallel` keeps its sharders."""
         self._profile = None

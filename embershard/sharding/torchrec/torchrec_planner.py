@@ -17,14 +17,18 @@ from torchrec.distributed.types import CacheParams, ModuleSharder, ShardingPlan
 from torchrec.modules.embedding_configs import PoolingType
 
 from embershard.errors import ShardingError
+from embershard.machine import host_memory
 from embershard.sharding.torchrec.partitioner import PoolRowsPartitioner
 from embershard.sharding.torchrec.proposals import OrderedEnumerator, distinct_types, proposers
 from embershard.sharding.torchrec.sharders import has_cache
 from embershard.sharding.torchrec.spec import CACHED_KERNEL
+from embershard.units import size
 
 _FUSED = EmbeddingComputeKernel.FUSED.value
 _DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
 _MOST_PLACED_SHARDS = 100_000  # by one proposer: a second of a run's start, for hundreds of tables
+#: In place of TorchRec's 128 GB per rank: rows may be in files, or made when they are used.
+_HOST_BYTES = 2**50
 _ONLY_ON_REQUEST = (_DATA_PARALLEL, ShardingType.GRID_SHARD.value)
 
 
@@ -64,6 +68,7 @@ def plan_sharding(
         raise ShardingError(f"world_size={world_size} and local_world_size={local_world_size} do not fit together")
     device_type = torch.device(device).type
     tables = shardable_tables(model, sharders)
+    _warn_of_memory(tables, device_type, local_world_size / world_size)
     wanted = _constraints(constraints or {}, tables, device_type)
     cached = {t: c for t, c in wanted.items() if CACHED_KERNEL in (c.compute_kernels or ())}
     as_fused = cached if device_type == "cpu" else {}  # TorchRec has no bandwidth of cached tables on a CPU
@@ -151,10 +156,30 @@ def _pool_of(tables: Collection[tuple[str, str]], kernel: str) -> Callable[[Shar
 
 
 def _capacities(device_type: str) -> dict[str, int]:
-    """Return the memory of this GPU, in bytes: TorchRec assumes 32 GB, and finds no plan for tables that would fit."""
-    if device_type != "cuda" or not torch.cuda.is_available():
-        return {}
-    return {"hbm_cap": torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory}
+    """Return the memory of this GPU, in bytes: TorchRec assumes 32 GB, and finds no plan for tables that would fit; and
+    host memory that limits nothing."""
+    found = {"ddr_cap": _HOST_BYTES}
+    if device_type == "cuda" and torch.cuda.is_available():
+        found["hbm_cap"] = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return found
+
+
+def _warn_of_memory(tables: Sequence[ShardableTable], device_type: str, share: float) -> None:
+    """Warn if this machine's share of the tables that are written to host memory at once does not fit there."""
+    num_bytes = dict.fromkeys((table.name for table in tables), 0)
+    for table in tables:
+        if table.sharder.fills_host_memory if has_cache(table.sharder) else device_type == "cpu":
+            num_bytes[table.name] += table.weight.numel() * table.weight.element_size()
+    needed, memory = round(sum(num_bytes.values()) * share), host_memory()
+    if needed > memory.available_bytes:
+        largest = max(num_bytes, key=num_bytes.__getitem__)
+        warnings.warn(
+            f"the tables' weights alone take {size(needed)} on this machine, and {size(memory.available_bytes)} are "
+            f"available ({memory.limit}); the largest is {largest!r} with {size(num_bytes[largest])} in all. The "
+            'system ends processes that take more. Use CacheConfig(host="mmap"), more machines, tables of '
+            "fewer rows, or init_seed=..., with which rows take memory when they are first used",
+            stacklevel=3,
+        )
 
 
 @dataclass(frozen=True)

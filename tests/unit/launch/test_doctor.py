@@ -15,6 +15,7 @@ import pytest
 from embershard.launch.doctor import checks
 from embershard.launch.doctor import command as doctor
 from embershard.launch.doctor.checks import FAIL, GIB, PASS, SKIP, WARN, CheckResult
+from embershard.machine import HostMemory
 
 CPU, CUDA = checks.CPU_FBGEMM, checks.CUDA_FBGEMM
 
@@ -45,8 +46,8 @@ CASES = [
     (checks.check_import("torchrec", "", 2.5), PASS),
     (checks.check_import("torchrec", "ModuleNotFoundError: No module named 'tensordict'", 0.1), FAIL),
     # devices
-    (checks.check_cpu(2, 16 * GIB), PASS),
-    (checks.check_cpu(2, 2 * GIB), WARN),
+    (checks.check_cpu(2, HostMemory(16 * GIB, 15 * GIB)), PASS),
+    (checks.check_cpu(2, HostMemory(2 * GIB, GIB)), WARN),
     (checks.check_gpus(("H200 (139 GiB)",), "13.0", True), PASS),
     (checks.check_gpus((), None, False), SKIP),
     (checks.check_gpus((), None, True), WARN),
@@ -80,7 +81,7 @@ def test_every_check_passes_and_fails_as_it_should(result: CheckResult, status: 
 
 def test_a_result_is_a_value():
     with pytest.raises(FrozenInstanceError):
-        checks.check_cpu(1, GIB).status = PASS  # type: ignore[misc]
+        checks.check_cpu(1, HostMemory(GIB, GIB)).status = PASS  # type: ignore[misc]
 
 
 def test_the_remedy_names_the_build_that_is_right_here():

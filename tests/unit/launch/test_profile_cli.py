@@ -20,10 +20,10 @@ from embershard.launch.config import load_config
 from embershard.launch.profile import data_pass as profile_pass
 from embershard.launch.profile.command import main, run_config
 from embershard.launch.profile.data_pass import PassOptions, part_ranges, profile_data
-from embershard.launch.units import parse_bytes
 from embershard.models import table_name
 from embershard.training.build import find_profile
 from embershard.training.config import RunConfig
+from embershard.units import parse_bytes
 
 SMALL = SyntheticConfig(num_samples=12_000, scale=0.0005, bag_sizes=(2,))
 SMALL_SET = ["data.synthetic.num_samples=12000", "data.synthetic.scale=0.0005", "data.synthetic.bag_sizes=[2]"]

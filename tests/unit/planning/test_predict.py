@@ -15,9 +15,10 @@ from embershard.planning.cost.rates import Rates
 from embershard.planning.predict import predict
 from embershard.planning.simulate.pool_report import RowRange
 from embershard.planning.simulate.replay import ReplaySettings, replay_pool
-from embershard.planning.workload import LEAST_REPLAYED_STEPS, Workload, place_shards
+from embershard.planning.workload import LEAST_REPLAYED_STEPS, Workload
 from embershard.sharding.memory_model import pool_memory
 from embershard.sharding.plan import PoolPlacement, Prediction, TablePlacement, pools_of
+from embershard.sharding.sizes import place_shards
 from tests.unit.planning.requests import data_of, make_workload, rates
 from tests.unit.planning.traces import counted, skewed
 from tests.unit.sharding.plans import ranks_for

@@ -13,11 +13,11 @@ from embershard.cache.config import LEAST_SLOTS, CachePolicy
 from embershard.planning.request import Budget
 from embershard.planning.simulate.replay import ReplaySettings
 from embershard.planning.slot_split import fixed_bytes, least_slots, split_slots
-from embershard.planning.workload import Workload, by_pool, place_shards
+from embershard.planning.workload import Workload, by_pool
 from embershard.sharding.memory_model import pool_memory
 from embershard.sharding.plan import TablePlacement
 from embershard.sharding.shards import PoolPlacement
-from embershard.sharding.sizes import PlacedShard
+from embershard.sharding.sizes import PlacedShard, place_shards
 from tests.unit.planning.requests import LFU, data_of, make_workload
 from tests.unit.sharding.plans import ranks_for
 

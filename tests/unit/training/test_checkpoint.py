@@ -16,8 +16,8 @@ from embershard.distributed import (
     rng_state,
     set_rng_state,
 )
-from embershard.errors import CheckpointError, ConfigError, EmbershardError, SetupError
-from embershard.training.loss_monitor import LossMonitor, NotFiniteError
+from embershard.errors import CheckpointError, ConfigError, EmbershardError, NotFiniteError, SetupError
+from embershard.training.loss_monitor import LossMonitor
 from tests.unit.distributed.checkpoints import save
 
 

@@ -1,0 +1,90 @@
+"""Memory that the system lets this process and its children take: the machine's, or less in a container.
+
+Nothing here imports torch: the doctor must run when it is broken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Memory of this machine, or of the control group (cgroup) that limits this process more than the machine does.
+
+    Attributes:
+        total_bytes: the limit.
+        available_bytes: of it, what is free or can be freed at once (file cache); swap does not count.
+        limit: "this machine", or the folder of the control group.
+
+    >>> HostMemory(total_bytes=24 << 30, available_bytes=20 << 30).limit
+    'this machine'
+    """
+
+    total_bytes: int
+    available_bytes: int
+    limit: str = "this machine"
+
+
+def host_memory(root: Path = Path("/")) -> HostMemory:
+    """Return the memory of this process, from `/proc/meminfo` and the control groups, of version 1 or 2.
+
+    A group is limited by the groups above it, too: the one with the least memory left counts.
+
+    Args:
+        root: folder with `proc` and `sys`; for tests.
+
+    >>> 0 < host_memory().available_bytes <= host_memory().total_bytes
+    True
+    """
+    meminfo = _numbers(root / "proc/meminfo")
+    machine = HostMemory(meminfo["MemTotal"] * 1024, meminfo["MemAvailable"] * 1024)
+    groups = [group for group in _limited_groups(root) if group.total_bytes < machine.total_bytes]
+    least = min((machine, *groups), key=lambda memory: memory.available_bytes)
+    return HostMemory(least.total_bytes, max(0, least.available_bytes), least.limit)
+
+
+def _limited_groups(root: Path) -> Iterator[HostMemory]:
+    top = root / "sys/fs/cgroup"
+    for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            yield from _groups_up(top, path, _V2)
+            yield from _groups_up(top / "unified", path, _V2)
+        elif "memory" in controllers.split(","):
+            yield from _groups_up(top / "memory", path, _V1)
+
+
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+_V2 = ("memory.max", "memory.current", "")
+
+
+def _groups_up(mount: Path, path: str, names: tuple[str, str, str]) -> Iterator[HostMemory]:
+    """Yield the group at `path` and those above it. In a container the path may be the host's, and this process's own
+    group is mounted at the top."""
+    folder = mount / path.lstrip("/")
+    while folder != mount.parent:
+        memory = _group(folder, *names)
+        if memory is not None:
+            yield memory
+        folder = folder.parent
+
+
+def _group(folder: Path, limit_file: str, usage_file: str, prefix: str) -> HostMemory | None:
+    """Return the memory of a control group; None where it has no limit or its files cannot be read."""
+    try:
+        limit = int((folder / limit_file).read_text())
+        used = int((folder / usage_file).read_text())
+        stat = _numbers(folder / "memory.stat")
+    except (OSError, ValueError):  # "max"; or the group is not mounted here
+        return None
+    file_cache = stat.get(f"{prefix}inactive_file", 0) + stat.get(f"{prefix}active_file", 0)
+    return HostMemory(limit, limit - used + file_cache, str(folder))
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    """Return the numbers of a file of lines `name number` or `name: number unit`."""
+    rows = (line.replace(":", " ").split() for line in file.read_text(encoding="utf-8").splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1}

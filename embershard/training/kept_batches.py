@@ -1,0 +1,74 @@
+"""`KeptBatches`: batches whose loss was not finite, in files, to look at them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from embershard.data import Batch
+from embershard.distributed import Ranks, complete_checkpoints
+
+FOLDER = "non_finite"  # in the run's folder
+MOST_FILES = 20  # per rank
+
+
+class KeptBatches:
+    """Writes batches to the run's folder.
+
+    A file has a dict for `torch.load(path, weights_only=True)`: "step", "rank", "losses" (of all ranks), "features"
+    (names, F), "dense_features" [B, D], "lengths" [F * B], "values" [N] and "labels" [B].
+
+    Args:
+        checkpoints: the run's folder of checkpoints; files go to the folder `FOLDER` beside it.
+    """
+
+    def __init__(self, checkpoints: Path, ranks: Ranks) -> None:
+        self._checkpoints, self._rank = checkpoints, ranks.rank
+        self._last_step = self._repeats = self._num_files = 0
+
+    def keep(self, step: int, named_rank: int, batch: Batch | None, losses: list[float]) -> str:
+        """Write this rank's batch of a step; None: its loss is finite. All ranks call it for the same steps.
+
+        A step is repeated with the next batch where one was skipped: its files are numbered.
+
+        Returns:
+            A sentence with the file of `named_rank`. It begins with a space.
+        """
+        self._repeats = self._repeats + 1 if step == self._last_step else 1
+        self._last_step = step
+        if batch is not None and self._num_files < MOST_FILES:
+            try:
+                self._write(self._path(step, self._rank), step, batch, losses)
+                self._num_files += 1
+            except OSError as error:
+                return f" Its batch could not be written to {self._path(step, self._rank)} ({error.strerror})."
+        path = self._path(step, named_rank)
+        return f" Its batch is in {path}." if batch is None or path.exists() else " Its batch was not kept."
+
+    def newest_checkpoint(self) -> str:
+        """Return a sentence with the newest complete checkpoint. It begins with a space."""
+        complete = complete_checkpoints(self._checkpoints)
+        return f" The newest checkpoint is {complete[-1]}." if complete else " There is no checkpoint."
+
+    def _path(self, step: int, rank: int) -> Path:
+        again = f"_batch_{self._repeats}" if self._repeats > 1 else ""
+        return self._checkpoints.parent / FOLDER / f"step_{step}{again}_rank_{rank}.pt"
+
+    def _write(self, path: Path, step: int, batch: Batch, losses: list[float]) -> None:
+        ids = batch.sparse_features.to(torch.device("cpu"))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:  # torch's own errors of files are RuntimeErrors
+            torch.save(
+                {
+                    "step": step,
+                    "rank": self._rank,
+                    "losses": losses,
+                    "features": ids.keys(),
+                    "dense_features": batch.dense_features.cpu(),
+                    "lengths": ids.lengths(),
+                    "values": ids.values(),
+                    "labels": batch.labels.cpu(),
+                },
+                file,
+            )
