@@ -29,7 +29,7 @@ COMPARED = frozenset(
     _names("data", "kind eval_fraction seed shuffle chunk_rows shuffle_window")
     | _names("data.synthetic", "num_samples scale num_dense bag_sizes drift signal click_rate")
     | _names("data.criteo", "num_rows id_mapping dense_transform")
-    | _names("data.parquet", "dense sparse num_rows label id_mapping dense_transform")
+    | _names("data.parquet", "dense sparse num_rows label id_mapping dense_transform max_bag_size")
     | _names("model", "arch embedding_dim dense_arch_layer_sizes over_arch_layer_sizes table_dtype")
     | _names("model", "dcn_num_layers dcn_low_rank_dim")
     | _names("sharding", "forward_dtype backward_dtype")
@@ -51,13 +51,13 @@ COMPARED_AS = {
 #: Settings that may change on a resume: where and how fast it trains, for how long, what it reports and saves. Caches,
 #: plans and placements train the same rows by the same arithmetic; an epoch's order does not depend on the others.
 FREE = frozenset(
-    _names("data", "num_workers prefetch_batches")
+    _names("data", "num_workers prefetch_batches bad_rows")
     | _names("cache", "ratio device_bytes policy warmup host host_dir transfer slot_map overflow decay enabled")
     | _names("look_ahead", "lookahead prefetch")
     | _names("profile", "path samples")
     | _names("sharding", "plan")
     | _names("train", "epochs max_steps eval_every log_every on_non_finite device")
-    | _names("checkpoint", "every_steps at_end keep_last on_failed_save")
+    | _names("checkpoint", "every_steps at_end keep_last on_failed_save asynchronous")
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -37,14 +37,22 @@ class LossMonitor:
     Args:
         skips: skip batches whose loss is not finite, `MOST_SKIPPED_IN_A_ROW` at most.
         kept: writes such batches to files; None: they are dropped.
+        before_stop: called on every rank before an error is raised.
 
     Attributes:
         num_skipped: batches.
         signal: the largest number that a rank gave with a loss that was read; the same on all ranks.
     """
 
-    def __init__(self, ranks: Ranks, *, skips: bool = False, kept: KeptBatches | None = None) -> None:
-        self._ranks, self._skips, self._kept = ranks, skips, kept
+    def __init__(
+        self,
+        ranks: Ranks,
+        *,
+        skips: bool = False,
+        kept: KeptBatches | None = None,
+        before_stop: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._ranks, self._skips, self._kept, self._before_stop = ranks, skips, kept, before_stop
         self._pending: _Step | None = None
         self._losses: list[float] = []
         self._in_a_row = self.num_skipped = self.signal = 0
@@ -120,6 +128,7 @@ class LossMonitor:
             return problem
         if self._skips:
             problem += f" So were those of the {MOST_SKIPPED_IN_A_ROW} batches before, which were skipped."
+        self._before_stop()
         raise NotFiniteError(f"{problem} {self._advice()}")
 
     def _advice(self) -> str:

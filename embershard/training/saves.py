@@ -105,10 +105,14 @@ class Saves:
         if (report := self._end()) is not None:
             yield report
 
-    def forget(self) -> None:
-        """Wait for the save beside training, whatever becomes of it, and forget which step was saved last."""
+    def wait(self) -> None:
+        """Wait for the save beside training, whatever becomes of it."""
         with contextlib.suppress(FailedSaveError):
             self._end()
+
+    def forget(self) -> None:
+        """Do what `wait` does, and forget which step was saved last."""
+        self.wait()
         self.saved_step = None
 
     def __enter__(self) -> Saves:

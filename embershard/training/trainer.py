@@ -6,7 +6,7 @@ import contextlib
 import time
 import uuid
 from array import array
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 from torchrec.optim.optimizers import in_backward_optimizer_filter
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.data import Batch, BatchStream, StreamState, open_source
 from embershard.distributed import Ranks, Supervision, shortest, verify_checkpoint
@@ -32,6 +31,7 @@ from embershard.training.loss_monitor import LossMonitor
 from embershard.training.memory_check import check_memory_for_run
 from embershard.training.metrics import PredictionBuffer
 from embershard.training.optimizers import set_learning_rate
+from embershard.training.prediction import predict
 from embershard.training.reports import (
     EvalReport,
     FailedSaveReport,
@@ -82,6 +82,7 @@ class Trainer:
         self._upcoming: Steps | None = None
         self._input_failure = InputFailure()
         self.bad_rows = BadRowCount(config.data.bad_rows, self.stream.num_samples, ranks)
+        self._saves = Saves(config.checkpoint, ranks)
         self.loss_monitor = self._make_loss_monitor()
         self.window = PredictionBuffer(WINDOW_SAMPLES)
         self.cache_reader = CacheReader(self.model, ranks)
@@ -89,7 +90,6 @@ class Trainer:
         self.step_seconds = array("d")
         self._reported_steps = 0
         self._learning_rate_factor: float | None = None
-        self._saves = Saves(config.checkpoint, ranks)
         self.run_id = ranks.from_first(lambda: uuid.uuid4().hex)
 
     @property
@@ -220,31 +220,26 @@ class Trainer:
         if report is not None:
             yield report
 
-    @torch.no_grad()
     def evaluate(self) -> EvalReport | None:
         """Return the quality on the held-out part: each sample counts once, with any number of ranks.
 
         None: a rank was asked to stop meanwhile.
         """
         started = time.perf_counter()
-        predictions = PredictionBuffer()
-        self.model.eval()
         with self._open_stream(None) as stream:
-            batches = self._input_failure.watch(shortest(stream, self.ranks.device))
-            for number, batch in enumerate(batches, start=1):
-                if number % _BATCHES_BETWEEN_STOPS == 0 and self.supervision.agree(self.ranks):
-                    break
-                count = batch.num_samples
-                batch = _never_empty(batch).to(self.ranks.device, non_blocking=True)
-                with self._autocast():
-                    _, (_, logits, labels) = self.model(batch)
-                predictions.add(logits[:count], labels[:count])
-                self.supervision.beat()
+            batches = self._supervised(self._input_failure.watch(shortest(stream, self.ranks.device)))
+            predictions = predict(self.model, batches, self.ranks.device, self._autocast)
             self.bad_rows.add(stream)
-        self.model.train()
         if self.supervision.agree(self.ranks):
             return None
         return EvalReport(self.steps, predictions.quality(self.ranks), time.perf_counter() - started)
+
+    def _supervised(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        for number, batch in enumerate(batches, start=1):
+            if number % _BATCHES_BETWEEN_STOPS == 0 and self.supervision.agree(self.ranks):
+                return
+            yield batch
+            self.supervision.beat()
 
     def save(self) -> SaveReport:
         """Write a checkpoint of all state that the rest of the run depends on, and wait until it is complete.
@@ -337,7 +332,8 @@ class Trainer:
 
     def _make_loss_monitor(self) -> LossMonitor:
         kept = None if self.checkpoints is None else KeptBatches(self.checkpoints, self.ranks)
-        return LossMonitor(self.ranks, skips=self.config.train.on_non_finite == "skip", kept=kept)
+        skips = self.config.train.on_non_finite == "skip"
+        return LossMonitor(self.ranks, skips=skips, kept=kept, before_stop=self._saves.wait)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         enabled = self.config.train.precision == "bf16"
@@ -351,17 +347,3 @@ class Trainer:
         set_learning_rate(self.dense_optimizer, self.config.dense_optimizer.lr * factor)
         set_learning_rate(self.model.fused_optimizer, self.config.embedding_optimizer.lr * factor)
         self.model.fused_optimizer.step()  # only hands the rate to the kernels
-
-
-def _never_empty(batch: Batch) -> Batch:
-    """Return the batch, or one placeholder for an empty one: some layers cannot run without a sample."""
-    if batch.num_samples:
-        return batch
-    sparse = batch.sparse_features
-    return Batch(
-        batch.dense_features.new_zeros(1, batch.dense_features.shape[1]),
-        KeyedJaggedTensor(
-            sparse.keys(), sparse.values().new_empty(0), lengths=sparse.lengths().new_zeros(len(sparse.keys()))
-        ),
-        batch.labels.new_zeros(1),
-    )

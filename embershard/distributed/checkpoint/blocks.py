@@ -99,7 +99,9 @@ class TensorBlocks(DefaultSavePlanner):
             block = tensor if num_rows <= block_rows else tensor[start : start + block_rows]
             new = item if block is tensor else _item_of_block(item.index.fqn, data, data.chunk, start, block)
             position = 0 if memory is None else memory.position(block)
-            self._parts[new.index] = _Part(block, memory, (_LIVE if memory is None else _FROZEN + number, position or 0))
+            self._parts[new.index] = _Part(
+                block, memory, (_LIVE if memory is None else _FROZEN + number, position or 0)
+            )
             items.append(new)
         return items
 

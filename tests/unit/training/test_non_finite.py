@@ -134,7 +134,7 @@ def test_a_loss_that_is_read_late_is_read_before_a_save(ranks):
 
 
 @pytest.mark.parametrize("skips", [False, True])
-def test_a_good_step_exchanges_one_number(ranks, skips):
+def test_a_good_step_is_one_exchange(ranks, skips):
     calls: list[torch.Size] = []
 
     class Counting(Ranks):
@@ -145,7 +145,7 @@ def test_a_good_step_exchanges_one_number(ranks, skips):
     monitor = LossMonitor(Counting(**dataclasses.asdict(ranks)), skips=skips)
     for step in range(1, 6):
         assert monitor.add(step, torch.tensor(0.5)) == ""
-    assert calls == [torch.Size([])] * 5
+    assert calls == [torch.Size([2])] * 5, "loss and signal"
 
 
 def test_a_skipped_batch_is_recorded(ranks, tmp_path):

@@ -1,0 +1,53 @@
+"""Predictions of a model for batches that it does not train on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from embershard.data import Batch
+from embershard.training.metrics import PredictionBuffer
+
+
+@torch.no_grad()
+def predict(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    device: torch.device,
+    autocast: Callable[[], AbstractContextManager[Any]],
+) -> PredictionBuffer:
+    """Return the predictions and labels of all batches; the model trains again afterwards. Collective.
+
+    Args:
+        batches: as many on every rank; some may be empty.
+        autocast: returns the context of each forward.
+    """
+    predictions = PredictionBuffer()
+    model.eval()
+    for batch in batches:
+        count = batch.num_samples
+        batch = _never_empty(batch).to(device, non_blocking=True)
+        with autocast():
+            _, (_, logits, labels) = model(batch)
+        predictions.add(logits[:count], labels[:count])
+    model.train()
+    return predictions
+
+
+def _never_empty(batch: Batch) -> Batch:
+    """Return the batch, or one placeholder for an empty one: some layers cannot run without a sample."""
+    if batch.num_samples:
+        return batch
+    sparse = batch.sparse_features
+    return Batch(
+        batch.dense_features.new_zeros(1, batch.dense_features.shape[1]),
+        KeyedJaggedTensor(
+            sparse.keys(), sparse.values().new_empty(0), lengths=sparse.lengths().new_zeros(len(sparse.keys()))
+        ),
+        batch.labels.new_zeros(1),
+    )
