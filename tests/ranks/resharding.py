@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch.distributed.checkpoint as dcp
 
 from embershard.cache import CacheConfig
 from embershard.data import DataConfig, ParquetConfig
@@ -20,6 +22,7 @@ from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig
 from embershard.training.reports import TrainReport
 from embershard.training.trainer import Trainer
+from tests.ranks.parity import differences, snapshot
 from tests.ranks.planned import here
 from tests.unit.sharding.plans import make_plan, ranks_for
 
@@ -111,6 +114,34 @@ def go_on(layout: Layout, folder: Path, checkpoint: Path, copy: Path, forget: st
     trainer.save()
     trainer.checkpoints = None
     return _train(trainer)
+
+
+def through_stock(folder: Path, checkpoint: Path, copy: Path) -> tuple[int, list[str]]:
+    """A checkpoint read by torch.distributed.checkpoint into stock TorchRec modules, saved by it, and read so into
+    cached ones: number of tensors compared, and those of the cached modules that are not as a resume loads them."""
+
+    def tensors(trainer: Trainer) -> dict[str, Any]:
+        states = trainer.model.fused_optimizer.state_dict()["state"]
+        return {"model": trainer.model.state_dict(), "embedding_optimizer": states}
+
+    def read(trainer: Trainer, place: Path) -> dict[str, Any]:
+        found = tensors(trainer)
+        dcp.load(found, checkpoint_id=place)
+        trainer.model.load_state_dict(found["model"])
+        trainer.model.fused_optimizer.load_state_dict({"state": found["embedding_optimizer"]})
+        return tensors(trainer)
+
+    stock, cached, resumed = (
+        Trainer(_config(layout, folder), here())
+        for layout in (Layout("table_wise", "device"), Layout("table_wise"), Layout("table_wise"))
+    )
+    dcp.save(read(stock, checkpoint), checkpoint_id=copy)
+    read(cached, copy)
+    resumed.resume(checkpoint)
+    found, expected = snapshot(cached.model), snapshot(resumed.model)
+    for trainer in (stock, cached, resumed):
+        trainer.close()
+    return len(expected), differences(expected, found)
 
 
 def _config(layout: Layout, folder: Path) -> RunConfig:

@@ -76,6 +76,15 @@ def test_on_one_rank_and_back(
     assert two_ranks.run(resharding.go_on, Layout(), folder, copy, tmp_path / "b")[0] == whole[SAVED_AT:]
 
 
+def test_stock_torchrec_reads_ours_and_we_read_its(
+    two_ranks: RankPool, folder: Path, whole: list[float], tmp_path: Path
+) -> None:
+    assert whole
+    checkpoint = folder / "whole" / f"step_{SAVED_AT}"
+    for num_compared, different in two_ranks.run(resharding.through_stock, folder, checkpoint, tmp_path / "stock"):
+        assert (num_compared > 8, different) == (True, [])
+
+
 @pytest.mark.slow
 def test_on_four_ranks(four_ranks: RankPool, folder: Path, whole: list[float], tmp_path: Path) -> None:
     layout = Layout("table_row_wise", policy="lookahead", lookahead=3)
