@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from embershard.distributed import Ranks, check_disk
+from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
 from embershard.training.model_size import model_size, table_rows
 
+#: Row, age and score of a cached row.
+_CACHED_ROW_BYTES = 16
 
-def check_disk_for_run(config: RunConfig, folder: Path, total_steps: int, ranks: Ranks) -> None:
+
+def check_disk_for_run(config: RunConfig, plan: Plan | None, folder: Path, total_steps: int, ranks: Ranks) -> None:
     """Raise unless all checkpoints of a run of so many steps can be written to `folder`. Collective.
 
     Raises:
@@ -20,4 +24,8 @@ def check_disk_for_run(config: RunConfig, folder: Path, total_steps: int, ranks:
         return
     size = model_size(config, table_rows(config))
     save_bytes = size.table_bytes + size.dense_state_bytes  # gradients are not saved, parameters are
+    if config.cache.enabled:
+        ratio = config.cache.slot_ratio or 1
+        slots = round(size.num_rows * ratio) if plan is None else sum(pool.slots for pool in plan.pools)
+        save_bytes += slots * _CACHED_ROW_BYTES
     check_disk(folder, save_bytes, num_saves, config.checkpoint.keep_last, ranks)

@@ -73,7 +73,7 @@ class Trainer:
         self.stream = self._open_stream(StreamState(seed=config.data.seed))
         self.memory_warning = check_memory_for_run(config, self.plan, ranks)  # before the model is built
         if checkpoints is not None:
-            check_disk_for_run(config, checkpoints, self.total_steps, ranks)
+            check_disk_for_run(config, self.plan, checkpoints, self.total_steps, ranks)
         profile = find_profile(config, self.source)
         self.model = build_sharded_model(config, self.plan, profile, self.source.schema, ranks)
         self.dense_parameters = dict(in_backward_optimizer_filter(self.model.named_parameters()))
