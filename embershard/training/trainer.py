@@ -102,7 +102,7 @@ class Trainer:
             self.step_seconds.append(time.perf_counter() - started)
             if every(config.train.log_every) or self.steps == self.total_steps:
                 yield self.report()
-                yield from self._count_bad_rows()
+                yield from self._input_failure.watch(self._count_bad_rows())
             if every(config.train.eval_every):
                 evaluated = self.steps
                 yield self.evaluate()
@@ -114,7 +114,7 @@ class Trainer:
             yield self.report()
         if config.holds_out and evaluated != self.steps:
             yield self.evaluate()
-        yield from self._count_bad_rows()
+        yield from self._input_failure.watch(self._count_bad_rows())
         if self.checkpoints and config.checkpoint.at_end and saved != self.steps and len(self.step_seconds):
             yield self.save()
 
