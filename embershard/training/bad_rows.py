@@ -57,5 +57,5 @@ class BadRowCount:
             raise DataError(
                 f"{self.num_bad:,} bad rows in {of:,} samples ({self.num_bad / of:.2%}); data.bad_rows = "
                 f"{self._allowed:g} allows {self._allowed:.2%}. They are listed in the run's bad_rows.jsonl; "
-                "`embershard data validate` finds all"
+                "`embershard data validate` counts all"
             )
