@@ -19,6 +19,8 @@ log_every = 1
 device = "cpu"
 [checkpoint]
 at_end = false
+[cache]
+enabled = false
 """
 
 
