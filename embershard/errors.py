@@ -31,7 +31,13 @@ from pathlib import Path
 
 
 class EmbershardError(Exception):
-    """Base of all errors that embershard raises on purpose."""
+    """Base of all errors that embershard raises on purpose.
+
+    Attributes:
+        is_shown_elsewhere: another rank raised it with the same message, and shows it.
+    """
+
+    is_shown_elsewhere = False
 
 
 class ConfigError(EmbershardError, ValueError):

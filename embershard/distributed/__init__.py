@@ -4,32 +4,46 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from embershard.distributed.process_group import Ranks, process_group  # the function has its module's name
+from embershard.distributed.process_group import (
+    Ranks,
+    is_lost_connection,
+    process_group,
+)  # the function has its module's name
 from embershard.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from embershard.distributed.agreement import longest, shortest
+    from embershard.distributed.checkpoint.blocks import TensorBlocks
     from embershard.distributed.checkpoint.disk import check_disk
     from embershard.distributed.checkpoint.folder import complete_checkpoints, prune, set_aside, step_of
-    from embershard.distributed.checkpoint.load import damaged_scalars, load_tensors, read_scalars, verify_checkpoint
+    from embershard.distributed.checkpoint.load import (
+        damaged_scalars,
+        load_group,
+        load_tensors,
+        read_scalars,
+        verify_checkpoint,
+    )
     from embershard.distributed.checkpoint.manifest import Manifest
     from embershard.distributed.checkpoint.rng import rng_state, set_rng_state
     from embershard.distributed.checkpoint.save import save_checkpoint, without_empty
     from embershard.distributed.config import CheckpointConfig
     from embershard.distributed.empty_batch import empty_like
+    from embershard.distributed.supervision import Supervision
 else:
     __getattr__ = lazy_names(
         __name__,
         {
             "agreement": ["longest", "shortest"],
+            "checkpoint.blocks": ["TensorBlocks"],
             "checkpoint.disk": ["check_disk"],
             "checkpoint.folder": ["complete_checkpoints", "prune", "set_aside", "step_of"],
-            "checkpoint.load": ["damaged_scalars", "load_tensors", "read_scalars", "verify_checkpoint"],
+            "checkpoint.load": ["damaged_scalars", "load_group", "load_tensors", "read_scalars", "verify_checkpoint"],
             "checkpoint.manifest": ["Manifest"],
             "checkpoint.rng": ["rng_state", "set_rng_state"],
             "checkpoint.save": ["save_checkpoint", "without_empty"],
             "config": ["CheckpointConfig"],
             "empty_batch": ["empty_like"],
+            "supervision": ["Supervision"],
         },
     )
 
@@ -37,10 +51,14 @@ __all__ = [
     "CheckpointConfig",
     "Manifest",
     "Ranks",
+    "Supervision",
+    "TensorBlocks",
     "check_disk",
     "complete_checkpoints",
     "damaged_scalars",
     "empty_like",
+    "is_lost_connection",
+    "load_group",
     "load_tensors",
     "longest",
     "process_group",

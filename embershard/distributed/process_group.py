@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import gc
+import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +15,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-from embershard.errors import ConfigError, SetupError
+from embershard.errors import ConfigError, EmbershardError, SetupError
 
 T = TypeVar("T")
 
@@ -25,6 +27,9 @@ TIMEOUT = datetime.timedelta(minutes=10)
 class Ranks:
     """The calling process's place among the ranks of a run. Its methods are collectives, at world size 1 the identity.
 
+    Attributes:
+        group: of the collectives; None is the default group.
+
     >>> Ranks(rank=1, world_size=2, local_rank=1, local_world_size=2, device=torch.device("cpu")).is_first
     False
     """
@@ -34,20 +39,25 @@ class Ranks:
     local_rank: int
     local_world_size: int
     device: torch.device
+    group: dist.ProcessGroup | None = None
 
     @property
     def is_first(self) -> bool:
         """True on the rank that prints and writes the run's record."""
         return self.rank == 0
 
+    def with_own_group(self) -> Ranks:
+        """Return the ranks with a new group in host memory, for another thread's collectives. Collective."""
+        return dataclasses.replace(self, group=dist.new_group(backend="gloo", timeout=TIMEOUT))
+
     def barrier(self) -> None:
         """Wait until every rank has called it."""
-        dist.barrier()
+        dist.barrier(self.group)
 
     def all_gather(self, value: torch.Tensor) -> torch.Tensor:
         """Return the tensors [...] of all ranks as one, [world_size, ...]; their shapes must be equal."""
         out = value.new_empty((self.world_size, *value.shape))
-        dist.all_gather(list(out.unbind(0)), value.contiguous())
+        dist.all_gather(list(out.unbind(0)), value.contiguous(), self.group)
         return out
 
     def all_gather_rows(self, value: torch.Tensor) -> torch.Tensor:
@@ -66,7 +76,7 @@ class Ranks:
                 made[0] = make()
             except Exception as error:
                 made[1] = error
-        dist.broadcast_object_list(made, src=0)
+        dist.broadcast_object_list(made, src=0, group=self.group)
         if made[1] is not None:
             raise made[1]
         return made[0]
@@ -74,7 +84,7 @@ class Ranks:
     def all_gather_objects(self, value: Any) -> list[Any]:
         """Return the picklable values of all ranks, in rank order. Not for the hot path."""
         out: list[Any] = [None] * self.world_size
-        dist.all_gather_object(out, value)
+        dist.all_gather_object(out, value, self.group)
         return out
 
 
@@ -115,10 +125,10 @@ def process_group(device: Literal["auto", "cpu", "cuda"] = "auto") -> Iterator[R
     if place.type == "cuda":
         torch.cuda.set_device(place)
     store, rank, world_size = _rendezvous()
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo",
-        store=dist.PrefixStore(f"attempt_{attempt}", store),
+        store=store,
         rank=rank,
         world_size=world_size,
         timeout=TIMEOUT,
@@ -126,7 +136,9 @@ def process_group(device: Literal["auto", "cpu", "cuda"] = "auto") -> Iterator[R
     )
     try:
         yield Ranks(rank, world_size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), place)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, EmbershardError):
+            error.is_shown_elsewhere = _was_raised_before(error, store)
         if place.type == "cpu":  # NCCL would wait for ranks that wait for this one; the exit ends its group
             _end()
         raise
@@ -138,6 +150,25 @@ def _end() -> None:
     gloo's threads would outlive it and abort the process (pytorch issue 190489)."""
     dist.destroy_process_group()
     gc.collect()
+
+
+def _was_raised_before(error: EmbershardError, store: dist.Store) -> bool:
+    """Return whether another rank came first with this message."""
+    text = f"{type(error).__name__}: {error}"
+    try:
+        return store.add(f"embershard/raised/{hashlib.sha256(text.encode()).hexdigest()}", 1) > 1
+    except (RuntimeError, dist.DistError):  # the process with the store has ended
+        return False
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Return whether a collective failed because another rank ended, or did not come.
+
+    >>> is_lost_connection(RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer"))
+    True
+    """
+    # gloo's errors have no class of their own.
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport/" in str(error))
 
 
 def _rendezvous() -> tuple[dist.Store, int, int]:

@@ -24,14 +24,13 @@ _COMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return the exit code: 0 done, 1 failed, 2 wrong usage, settings or data."""
+    """Run a command; return the exit code: 0 done, 1 failed, 2 wrong usage, settings or data, 130 Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     for name, module, _ in _COMMANDS:
         if arguments[:1] == [name]:
             # Imported here: most commands load torch and TorchRec, the others answer at once.
-            command = import_module(f"embershard.launch.{module}")
             try:
-                return command.main(arguments[1:])
+                return import_module(f"embershard.launch.{module}").main(arguments[1:])
             except EmbershardError as error:
                 print(f"embershard: {error}", file=sys.stderr)
                 return 2
@@ -41,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             except OSError as error:
                 print(f"embershard: {os_problem(error)}", file=sys.stderr)
                 return 2
+            except KeyboardInterrupt:
+                print("embershard: stopped.", file=sys.stderr)
+                return 130
     parser = argparse.ArgumentParser(
         prog="embershard",
         description="Train recommendation models whose embedding tables are larger than device memory.",

@@ -27,13 +27,14 @@ from embershard.training.reports import (
     FailedSaveReport,
     Report,
     SaveReport,
+    StopReport,
     TrainReport,
 )
 from embershard.training.trainer import Trainer
 
 #: Steps at the start that do not count for the speed: caches fill, memory is allocated.
 _WARMUP_STEPS = 10
-_DAMAGED, _BAD_ROWS = "metrics.damaged.jsonl", "bad_rows.jsonl"
+_DAMAGED, _BAD_ROWS, _RESULT = "metrics.damaged.jsonl", "bad_rows.jsonl", "result.json"
 #: Lines of bad_rows.jsonl.
 _MOST_BAD_ROWS = 10_000
 
@@ -90,8 +91,8 @@ class RunRecord:
     def finish(self, result: dict[str, Any]) -> None:
         """Write result.json."""
         text = json.dumps(result, indent=2, allow_nan=False)
-        with naming_file(self._folder / "result.json"):
-            (self._folder / "result.json").write_text(text + "\n", encoding="utf-8")
+        with naming_file(self._folder / _RESULT):
+            (self._folder / _RESULT).write_text(text + "\n", encoding="utf-8")
 
     def close(self) -> None:
         """Close the files."""
@@ -124,6 +125,14 @@ class BadRowFile:
             self._listed.update(new)
 
 
+def has_result(folder: Path, step: int) -> bool:
+    """Return whether the run in `folder` finished at `step`: its last evaluation and result.json are there."""
+    try:
+        return json.loads((folder / _RESULT).read_text(encoding="utf-8"))["steps"] == step
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+
+
 def steady_steps(step_seconds: Sequence[float], lookahead: int) -> tuple[Sequence[float], bool]:
     """Return the steps that run at the speed of a long run, and whether all other steps are left out.
 
@@ -150,7 +159,7 @@ def make_result(
     `samples_per_second` (of all ranks) and `step_ms` are of the steps that `steady_steps` chooses, and None without a
     step; `is_steady` is False when the run was too short for them. A quality that is undefined or was not measured is
     None. `measured_steps` counts the steps of this process, as `cache` and `bad_rows` do; `steps` includes those before
-    a resume. `bad_rows` is None where none is tolerated.
+    a resume. `bad_rows` is None where none is tolerated. `changes` are the settings that resumes changed on request.
     """
     quality = {} if evaluation is None else dataclasses.asdict(evaluation.quality)
     config, ranks, plan = trainer.config, trainer.ranks, trainer.plan
@@ -172,6 +181,7 @@ def make_result(
         "device": ranks.device.type,
         "cache": cache,
         "look_ahead": look_ahead,
+        "changes": [dataclasses.asdict(change) for change in trainer.state.changes],
         "plan": None if plan is None else {"path": config.sharding.plan, "digest": plan.digest},
         "versions": versions(),
         "git_commit": git_commit(),
@@ -187,8 +197,10 @@ def _flat(report: Report) -> tuple[str, dict[str, Any]]:
         return "failed_checkpoint", dataclasses.asdict(report)
     if isinstance(report, BadRowsReport):
         return "bad_rows", {"step": report.step, "num_bad": report.num_bad}
+    if isinstance(report, StopReport):
+        return "stop", {"step": report.step, "path": report.path and report.path.name}
     assert isinstance(report, SaveReport)
-    return "checkpoint", {"step": report.step, "path": report.path.name, "seconds": report.seconds}
+    return "checkpoint", {**dataclasses.asdict(report), "path": report.path.name}
 
 
 def _lines_up_to(metrics: Path, step: int) -> tuple[list[bytes], list[bytes]]:

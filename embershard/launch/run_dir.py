@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import re
 from datetime import datetime
 from pathlib import Path
 from typing import TextIO
@@ -16,6 +17,15 @@ _held_locks: list[TextIO] = []  # open for as long as the process lives
 def default_run_dir(config: Path) -> Path:
     """Return `runs/<name of the config>-<time>`."""
     return Path("runs") / f"{config.stem}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def run_dir_of_id(config: Path, run_id: str) -> Path:
+    """Return `runs/<name of the config>-<run_id>`, with `_` for characters that a file name should not have.
+
+    >>> print(run_dir_of_id(Path("examples/criteo.toml"), "job 7/a"))
+    runs/criteo-job_7_a
+    """
+    return Path("runs") / f"{config.stem}-{re.sub(r'[^A-Za-z0-9_-]', '_', run_id)}"
 
 
 def check_run_dir(folder: Path, *, resume: bool) -> None:

@@ -54,8 +54,10 @@ class BadRowCount:
             return
         of = max(self._epoch_samples, self._num_samples)
         if self.num_bad > self._allowed * of:
-            raise DataError(
+            error = DataError(
                 f"{self.num_bad:,} bad rows in {of:,} samples ({self.num_bad / of:.2%}); data.bad_rows = "
                 f"{self._allowed:g} allows {self._allowed:.2%}. They are listed in the run's bad_rows.jsonl; "
                 "`embershard data validate` counts all"
             )
+            error.is_shown_elsewhere = not self._ranks.is_first
+            raise error

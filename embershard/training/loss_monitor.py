@@ -25,24 +25,30 @@ class LossMonitor:
         self._ranks = ranks
         self._pending: tuple[int, torch.Tensor, torch.cuda.Event | None] | None = None
         self._losses: list[float] = []
+        self._signal = 0
 
-    def add(self, step: int, loss: torch.Tensor) -> None:
-        """Add this rank's mean loss, a tensor []. Collective.
+    def add(self, step: int, loss: torch.Tensor, signal: int = 0) -> int:
+        """Add this rank's mean loss, a tensor [], and the number of the signal that asked it to stop. Collective.
+
+        Returns:
+            The largest number of all ranks that came with a loss that was read, 0 at first.
 
         Raises:
             NotFiniteError: a rank's loss is not finite; the same on every rank.
         """
         self._read()
-        gathered = self._ranks.all_gather(loss.detach().float())
+        loss = loss.detach().float()
+        gathered = self._ranks.all_gather(torch.stack([loss, torch.full_like(loss, signal)]))
         if gathered.device.type == "cpu":
             self._pending = (step, gathered, None)
             self._read()
-            return
+            return self._signal
         host = torch.empty(gathered.shape, pin_memory=True)
         host.copy_(gathered, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
         self._pending = (step, host, event)
+        return self._signal
 
     def mean(self) -> float:
         """Wait for the losses since the last call and return their mean over steps and ranks; NaN without any."""
@@ -57,7 +63,8 @@ class LossMonitor:
         self._pending = None
         if event is not None:
             event.synchronize()
-        losses = gathered.tolist()
+        losses, signals = gathered.T.tolist()
+        self._signal = max(self._signal, *map(int, signals))
         for rank, loss in enumerate(losses):
             if not math.isfinite(loss):
                 raise NotFiniteError(

@@ -35,11 +35,12 @@ class EvalReport:
 
 @dataclass(frozen=True)
 class SaveReport:
-    """A completed checkpoint."""
+    """A completed checkpoint of `step`; `stall_seconds` of its `seconds` no step was trained."""
 
     step: int
     path: Path
     seconds: float
+    stall_seconds: float
 
 
 @dataclass(frozen=True)
@@ -64,4 +65,12 @@ class BadRowsReport:
     rows: tuple[BadRow, ...]
 
 
-Report = TrainReport | EvalReport | SaveReport | FailedSaveReport | BadRowsReport
+@dataclass(frozen=True)
+class StopReport:
+    """The training ended early, because a signal asked for it; `path` is the checkpoint of its last step, if any."""
+
+    step: int
+    path: Path | None
+
+
+Report = TrainReport | EvalReport | SaveReport | FailedSaveReport | BadRowsReport | StopReport

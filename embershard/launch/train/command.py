@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,12 +17,13 @@ from typing import Any
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from embershard.distributed import Ranks, process_group
-from embershard.errors import EmbershardError, FailedSaveError, os_problem
+from embershard.distributed import Ranks, Supervision, is_lost_connection, process_group
+from embershard.errors import ConfigError, EmbershardError, StepError, os_problem
 from embershard.launch.arguments import NEWEST, add_run_arguments, check_resume
 from embershard.launch.config import load_config
-from embershard.launch.record import RunRecord, make_result
-from embershard.launch.run_dir import check_run_dir, default_run_dir, lock_run_dir
+from embershard.launch.ranks.stop_signals import stop_code, stop_training_on_signals
+from embershard.launch.record import RunRecord, has_result, make_result
+from embershard.launch.run_dir import check_run_dir, default_run_dir, lock_run_dir, run_dir_of_id
 from embershard.launch.screen import plain_console, say, silence_libraries
 from embershard.launch.train.progress import ProgressDisplay, closing_table
 from embershard.sharding.plan import Plan
@@ -47,40 +49,94 @@ def _program(name: str, module: str) -> str:
     return name if shutil.which(name) else f"{os.path.relpath(sys.executable)} -m {module}"
 
 
+def resume_command(arguments: argparse.Namespace, run_dir: Path, num_ranks: int | None) -> str:
+    """Return the command that continues the run; `num_ranks` is None where torchrun on several nodes started it."""
+    if num_ranks is None:
+        return f"torchrun as before, with --run-dir {shlex.quote(str(run_dir))} --resume"
+    words = ["train", "--config", str(arguments.config)]
+    words += [word for text in arguments.overrides for word in ("--set", text)]
+    words += ["--nproc", str(num_ranks), "--run-dir", str(run_dir), "--resume"]
+    return f"{_program('embershard', 'embershard.launch.cli')} {shlex.join(words)}"
+
+
 @record
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train as one rank of a group that torchrun started, or alone."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train as one rank of a group that `embershard train` or torchrun started, or alone; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m embershard.launch.train.command", description=__doc__)
     add_run_arguments(parser)
     arguments = parser.parse_args(argv)
     check_resume(arguments)
     silence_libraries()
-    sys.excepthook = _show_error
-    config = load_config(RunConfig, arguments.config, arguments.overrides)
-    with process_group(config.train.device) as ranks:
-        run_dir = ranks.from_first(lambda: arguments.run_dir or default_run_dir(arguments.config))
-        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-        resume = NEWEST if restarted else arguments.resume
-        same_run = same_run_command(arguments)
-        train_run(config, ranks, run_dir, resume=resume, unverified=arguments.unverified, same_run=same_run)
+    supervision = Supervision.of_this_process()
+    sys.excepthook = partial(_show_error, supervision)
+    with stop_training_on_signals(supervision):
+        config = load_config(RunConfig, arguments.config, arguments.overrides)
+        with process_group(config.train.device) as ranks:
+            run_dir = ranks.from_first(lambda: arguments.run_dir or _default_run_dir(arguments.config))
+            restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+            resume = NEWEST if restarted else arguments.resume
+            train_run(
+                config,
+                ranks,
+                run_dir,
+                resume=resume,
+                unverified=arguments.unverified,
+                changes=arguments.allow_change,
+                same_run=same_run_command(arguments),
+                go_on=resume_command(
+                    arguments, run_dir, ranks.world_size if ranks.world_size == ranks.local_world_size else None
+                ),
+                supervision=supervision,
+            )
+    return stop_code(supervision.agreed)
+
+
+def _default_run_dir(config: Path) -> Path:
+    """Return the folder of a run that was given none. Under torchrun it must be the same after a restart.
+
+    Raises:
+        ConfigError: torchrun may restart the run, and has no identifier for it.
+    """
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")  # torchrun's default
+    if run_id != "none":
+        return run_dir_of_id(config, run_id)
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        raise ConfigError(
+            "torchrun may restart this run, which would then begin anew in another folder. Give --run-dir, or give "
+            "torchrun --rdzv-id."
+        )
+    return default_run_dir(config)
 
 
 def train_run(
-    config: RunConfig, ranks: Ranks, run_dir: Path, *, resume: int | None, unverified: bool, same_run: str
+    config: RunConfig,
+    ranks: Ranks,
+    run_dir: Path,
+    *,
+    resume: int | None,
+    unverified: bool,
+    changes: Sequence[str],
+    same_run: str,
+    go_on: str,
+    supervision: Supervision,
 ) -> None:
     """Train a whole run on this rank; the first rank shows and records it.
 
     Args:
         resume: the step of a checkpoint, `NEWEST`, or None for a new run.
         unverified: resume from a checkpoint without a manifest, too.
+        changes: settings that may have other values than in the checkpoint.
         same_run: the command of this run.
+        go_on: the command that resumes it.
+        supervision: by which the training may be asked to stop.
     """
     ranks.from_first(lambda: check_run_dir(run_dir, resume=resume is not None))
     ranks.from_first(lambda: lock_run_dir(run_dir))
     console = plain_console(quiet=not ranks.is_first)
-    trainer = Trainer(config, ranks, run_dir / CHECKPOINTS)
-    resumed_at = None if resume is None else _resume(trainer, console, resume, unverified)
-    if resumed_at is not None and trainer.steps >= trainer.total_steps:
+    trainer = Trainer(config, ranks, run_dir / CHECKPOINTS, supervision)
+    resumed_at = None if resume is None else _resume(trainer, console, resume, unverified, changes)
+    is_over = resumed_at is not None and trainer.steps >= trainer.total_steps
+    if is_over and ranks.from_first(lambda: has_result(run_dir, trainer.steps)):
         trainer.close()
         say(console, f"{run_dir} is finished: step {trainer.steps} was its last. Nothing was changed.")
         return
@@ -89,10 +145,14 @@ def train_run(
     if ranks.is_first:
         outputs_of_first = _Outputs(trainer, run_dir, resumed_at, console)
     with outputs_of_first as outputs:
+        supervision.is_training = True
         for report in trainer.train():
             if outputs is not None:
                 outputs.add(report)
         trainer.close()
+        if supervision.must_stop:
+            say(console, f"Go on with:    {go_on}")
+            return
         cache = trainer.cache_reader.totals(None if trainer.plan else config.cache.slot_ratio)
         look_ahead = look_ahead_totals(trainer.upcoming.stats(), ranks)
         if outputs is not None:
@@ -140,14 +200,17 @@ class _Outputs:
         self._record.close()
 
 
-def _resume(trainer: Trainer, console: Console, step: int, unverified: bool) -> int:
-    resumed = resume_run(trainer, step=None if step == NEWEST else step, allow_unverified=unverified)
+def _resume(trainer: Trainer, console: Console, step: int, unverified: bool, changes: Sequence[str]) -> int:
+    wanted = None if step == NEWEST else step
+    resumed = resume_run(trainer, step=wanted, allow_unverified=unverified, allow_changes=changes)
     say(console, *(f"Not used: {reason}." for reason in resumed.skipped))
     if resumed.checkpoint is None:
         say(console, f"No complete checkpoint in {trainer.checkpoints}; starting from the beginning.")
         return 0
     if not resumed.is_verified:
         say(console, f"{resumed.checkpoint} has no manifest: nothing of it was verified.")
+    if resumed.comparison is not None:
+        say(console, *resumed.comparison.notes)
     if resumed.set_aside:
         say(console, f"Set aside in {trainer.checkpoints}: {', '.join(resumed.set_aside)}.")
     say(console, f"Continuing from {resumed.checkpoint} at step {trainer.steps}.")
@@ -181,10 +244,17 @@ def _plan_notes(plan: Plan, config: RunConfig, ranks: Ranks) -> list[str]:
     return [*notes, *plan.other_settings(config.predicted_from(ranks.device.type, ranks.world_size))]
 
 
-def _show_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Show our own errors without a traceback, since they say what to do; show others with theirs."""
-    if isinstance(error, FailedSaveError) and os.environ.get("RANK", "0") != "0":
-        return  # all ranks raise the same one
+def _show_error(
+    supervision: Supervision, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Show our own errors without a traceback, since they say what to do, and once; show others with theirs."""
+    if isinstance(error, EmbershardError) and error.is_shown_elsewhere:
+        return
+    if is_lost_connection(error):
+        if not supervision.has_launcher:  # which names the rank that failed
+            print("This rank lost the connection to another one, which has ended or hangs.", file=sys.stderr)
+        return
+    supervision.has_failed(is_final=isinstance(error, EmbershardError) and not isinstance(error, StepError))
     if isinstance(error, EmbershardError):  # torch puts the rank in front
         print(f"{kind.__name__}: {error}", file=sys.stderr)
     elif isinstance(error, OSError):
@@ -194,4 +264,4 @@ def _show_error(kind: type[BaseException], error: BaseException, trace: Tracebac
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

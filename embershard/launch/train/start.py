@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from embershard.decoding import to_toml
 from embershard.errors import ConfigError
-from embershard.launch.arguments import NEWEST, add_run_arguments, check_resume, make_parser, positive
+from embershard.launch.arguments import NEWEST, add_run_arguments, check_resume, make_parser, positive, whole
 from embershard.launch.config import describe, load_config
+from embershard.launch.ranks import launcher
 from embershard.launch.run_dir import check_run_dir, default_run_dir
-from embershard.launch.train import local
 from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
 
@@ -39,15 +39,31 @@ def main(argv: Sequence[str]) -> int:
         print(to_toml(config))
         return 0
     if num_ranks is None:
-        num_ranks = 2 if config.train.device == "cpu" else local.default_num_ranks()
+        num_ranks = 2 if config.train.device == "cpu" else launcher.default_num_ranks()
         print(f"embershard: starting {num_ranks} ranks (--nproc N for another number).", flush=True)
     config.train.rank_batch_size(num_ranks)  # raises before any rank starts
-    passed = ["--config", str(arguments.config), "--run-dir", str(run_dir)]
-    if arguments.resume is not None:
-        passed += ["--resume"] if arguments.resume == NEWEST else ["--resume", str(arguments.resume)]
-        passed += ["--unverified"] if arguments.unverified else []
-    passed += [word for override in arguments.overrides for word in ("--set", override)]
-    return local.start_ranks(num_ranks, "embershard.launch.train.command", passed)
+    given = ["--config", str(arguments.config), "--run-dir", str(run_dir)]
+    given += [word for override in arguments.overrides for word in ("--set", override)]
+    allowed = ["--unverified"] if arguments.unverified else []
+    allowed += [word for key in arguments.allow_change for word in ("--allow-change", key)]
+    resume = [] if arguments.resume is None else _resume_words(arguments.resume, allowed)
+
+    def restarted(has_trained: bool) -> list[str]:
+        """A run that was to resume from a chosen step does so until it has trained: then there are newer ones."""
+        return given + (_resume_words(NEWEST, allowed if resume else []) if has_trained or not resume else resume)
+
+    return launcher.start_ranks(
+        num_ranks,
+        "embershard.launch.train.command",
+        given + resume,
+        restarts=launcher.Restarts(arguments.max_restarts, restarted),
+        hang_seconds=arguments.hang_seconds or None,
+        stacks=run_dir / "stacks.txt",
+    )
+
+
+def _resume_words(step: int, allowed: Sequence[str]) -> list[str]:
+    return ["--resume", *([] if step == NEWEST else [str(step)]), *allowed]
 
 
 def _planned_ranks(plan: Plan, nproc: int | None, dry_run: bool) -> int:
@@ -71,6 +87,20 @@ def _parser() -> argparse.ArgumentParser:
     parser = make_parser("train", _HELP)
     add_run_arguments(parser)
     parser.add_argument("--nproc", type=positive, metavar="N", help="number of ranks (default: GPUs, or 2)")
+    parser.add_argument(
+        "--max-restarts",
+        type=whole,
+        default=0,
+        metavar="N",
+        help="start ranks that failed again, at most N times, from the newest valid checkpoint (default: 0)",
+    )
+    parser.add_argument(
+        "--hang-seconds",
+        type=whole,
+        default=int(launcher.HANG_SECONDS),
+        metavar="S",
+        help="end ranks that do nothing for so long, and name the one that hangs (default: %(default)s; 0: never)",
+    )
     parser.add_argument("--dry-run", action="store_true", help="check the settings, print all of them, and stop")
     parser.epilog = "settings, for the TOML file and --set:\n\n" + _settings_reference()
     return parser

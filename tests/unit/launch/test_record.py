@@ -50,6 +50,7 @@ def result(step_seconds=(*[9.0] * 10, *[0.1] * 30), **changes):
         ranks=Ranks(0, 2, 0, 2, torch.device("cpu")),
         plan=None,
         steps=40,
+        state=SimpleNamespace(changes=()),
         samples=800,
         bad_rows=SimpleNamespace(num_bad=0, are_tolerated=False),
         step_seconds=array("d", step_seconds),
@@ -90,7 +91,7 @@ def test_result_of_a_run_that_had_nothing_to_do():
 
 def test_a_resumed_run_writes_on_from_its_checkpoint(tmp_path: Path):
     record = RunRecord(tmp_path, RunConfig(), None)
-    for report in (train_report(5), SaveReport(5, tmp_path / "step_5", 0.1), train_report(10), eval_report(10)):
+    for report in (train_report(5), SaveReport(5, tmp_path / "step_5", 0.1, 0.1), train_report(10), eval_report(10)):
         record.add(report)
     record.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -142,15 +143,17 @@ def test_another_run_is_not_overwritten(tmp_path: Path):
 def test_plain_lines_when_not_a_terminal():
     screen = io.StringIO()
     display = ProgressDisplay(Console(file=screen, force_terminal=False), 20, 0)
-    saves = (SaveReport(10, Path("r/step_10"), 0.2), FailedSaveReport(20, "no space."))
+    saved = SaveReport(10, Path("r/step_10"), 12.34, 0.2)
+    saves = (saved, dataclasses.replace(saved, stall_seconds=12.34), FailedSaveReport(20, "no space."))
     for report in (train_report(10), eval_report(10), *saves):
         display.show(report)
     display.close()
-    first, second, third, fourth = screen.getvalue().splitlines()
+    first, second, third, fourth, fifth = screen.getvalue().splitlines()
     assert first.startswith("step 10/20  1,234 samples/s  loss 0.5000  AUC n/a  hit rate 75.0%  ETA ")
     assert second.startswith("step 10: held-out AUC 0.7000  NE 0.9000")
-    assert third == "step 10: saved r/step_10 (0.2 s)"
-    assert fourth == "no space. Training goes on (checkpoint.on_failed_save)."
+    assert third == "step 10: saved r/step_10 (12.3 s; training waited 0.2 s)"
+    assert fourth == "step 10: saved r/step_10 (12.3 s)"
+    assert fifth == "no space. Training goes on (checkpoint.on_failed_save)."
 
 
 def test_a_bar_on_a_terminal():

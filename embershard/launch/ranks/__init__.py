@@ -1,0 +1,1 @@
+"""Starts ranks on this machine, watches them, and starts them again."""

@@ -1,0 +1,95 @@
+"""Starts ranks on this machine, lets no other machine connect, and starts them again when they fail."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed import TCPStore
+
+from embershard.launch.ranks.rank_group import RankGroup
+from embershard.launch.ranks.stop_signals import stop_asked
+
+LOOPBACK = "127.0.0.1"
+#: Ranks that do nothing for so long are stopped; with what follows, within a minute.
+HANG_SECONDS = 50.0
+
+
+@dataclass(frozen=True)
+class Restarts:
+    """How ranks that fail are started again.
+
+    Attributes:
+        most: number of restarts.
+        arguments: of the restarted program; called with whether a rank has trained a step.
+    """
+
+    most: int
+    arguments: Callable[[bool], Sequence[str]]
+
+
+def default_num_ranks() -> int:
+    """Return one rank per GPU, or 2 on a machine without one."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 2
+
+
+def start_ranks(
+    num_ranks: int,
+    module: str,
+    arguments: Sequence[str],
+    *,
+    restarts: Restarts | None = None,
+    hang_seconds: float | None = HANG_SECONDS,
+    stacks: Path | None = None,
+) -> int:
+    """Run `python -m module arguments...` as `num_ranks` ranks; return the exit code.
+
+    It is 0 when all ended well, also after a SIGTERM that ended them in order; 130 after a Ctrl-C that did; 128 and the
+    signal's number after a second signal, which ends them at once; 1 when a rank failed.
+
+    Each rank gets cores / `num_ranks` OpenMP threads and uses the loopback interface only, unless OMP_NUM_THREADS,
+    GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME say otherwise. The ranks end when this process dies.
+
+    Args:
+        restarts: starts ranks that failed again, unless the same error would end them again.
+        hang_seconds: ranks that hang so long (`HangWatch`) are stopped, and the one that hangs is named. None: never.
+        stacks: file for the stacks of ranks that hang.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
+    if os.path.exists("/sys/class/net/lo"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    has_trained, num_restarts = False, 0
+    with stop_asked() as asked:
+        while True:
+            store = loopback_store()
+            command = [sys.executable, "-m", module, *arguments]
+            group = RankGroup(num_ranks, command, (LOOPBACK, store.port), asked, hang_seconds, stacks)
+            ended = group.run()
+            has_trained = has_trained or group.has_trained
+            again = restarts if ended.may_restart and not asked.number else None
+            if again is None or num_restarts == again.most:
+                _tell(ended.message)
+                return ended.code
+            num_restarts += 1
+            _tell(f"{ended.message} Restart {num_restarts} of {again.most}.")
+            arguments = again.arguments(has_trained)
+
+
+def loopback_store() -> TCPStore:
+    """Return the server of a store that only this machine can reach. torchrun's listens on every network interface,
+    unprotected."""
+    listener = socket.create_server((LOOPBACK, 0))
+    port = listener.getsockname()[1]
+    # The store owns the socket's descriptor from here on.
+    return TCPStore(LOOPBACK, port, is_master=True, master_listen_fd=listener.detach(), wait_for_workers=False)
+
+
+def _tell(message: str) -> None:
+    if message:
+        print(f"embershard: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,87 @@
+"""SIGTERM and Ctrl-C, in a rank and in its launcher: the first ends the run in order, a second one at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from embershard.distributed import Supervision
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+#: A second signal that comes sooner is the same request: many send it to the launcher and to the ranks.
+_SAME_REQUEST_SECONDS = 1.0
+
+
+class StopAsked:
+    """The requests to stop that this process received.
+
+    Attributes:
+        number: of the first signal; 0 for none.
+        is_at_once: there was a second one.
+
+    >>> asked = StopAsked()
+    >>> for at_seconds in (7.0, 7.1, 9.0):
+    ...     asked.receive(signal.SIGINT, at_seconds)
+    ...     print(asked.is_at_once)
+    False
+    False
+    True
+    """
+
+    def __init__(self) -> None:
+        self.number, self.is_at_once, self._at_seconds = 0, False, 0.0
+
+    def receive(self, number: int, at_seconds: float) -> None:
+        """Note a signal."""
+        if not self.number:
+            self.number, self._at_seconds = number, at_seconds
+        elif at_seconds - self._at_seconds > _SAME_REQUEST_SECONDS:
+            self.is_at_once = True
+
+
+def stop_code(number: int) -> int:
+    """Return the exit code of a run that ended in order after this signal: 0, and 130 after Ctrl-C.
+
+    >>> stop_code(signal.SIGTERM), stop_code(signal.SIGINT)
+    (0, 130)
+    """
+    return 130 if number == signal.SIGINT else 0
+
+
+@contextmanager
+def stop_asked(then: Callable[[StopAsked], None] | None = None) -> Iterator[StopAsked]:
+    """Note SIGTERM and SIGINT, and call `then` after each."""
+    asked = StopAsked()
+
+    def receive(number: int, _: FrameType | None) -> None:
+        asked.receive(number, time.monotonic())
+        if then is not None:
+            then(asked)
+
+    before = {number: signal.signal(number, receive) for number in _SIGNALS}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def stop_training_on_signals(supervision: Supervision) -> Iterator[None]:
+    """Have signals end the training after its step; before the training, and when they repeat, they end the process."""
+
+    def then(asked: StopAsked) -> None:
+        if asked.is_at_once:
+            os._exit(128 + asked.number)
+        if not supervision.is_training:
+            if os.environ.get("RANK", "0") == "0" and not supervision.has_launcher:
+                os.write(2, b"embershard: stopped before the first step. Nothing was trained.\n")
+            os._exit(stop_code(asked.number))
+        supervision.signal = asked.number
+
+    with stop_asked(then):
+        yield
