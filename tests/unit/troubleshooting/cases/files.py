@@ -104,8 +104,7 @@ CASES = [
     _case(
         "A profile cannot be read",
         ("profile", "show", "profile.npz"),
-        "profile.npz is not a frequency profile: [Errno 13] Permission denied: 'profile.npz'. Make one with "
-        "`embershard profile`",
+        f"profile.npz: {_FORBIDDEN}",
         _CHANGE,
         files={"profile.npz": ""},
         prepare=_forbid("profile.npz"),
@@ -127,8 +126,7 @@ CASES = [
     _case(
         "The folder of a run cannot be read",
         ("report", "mine"),
-        "mine/result.json: cannot be read ([Errno 13] Permission denied: 'mine/result.json'). Needed is what "
-        "embershard train wrote.",
+        f"mine/result.json: {_FORBIDDEN}",
         _CHANGE,
         files={"mine/result.json": "{}"},
         prepare=_forbid("mine"),
