@@ -66,7 +66,7 @@ class Trainer:
         self.state = RunState(config, self.source, self.model, self.dense_optimizer, ranks)
         self._upcoming: Steps | None = None
         self._input_failure = InputFailure()
-        self.bad_rows = BadRowCount(config.data.bad_rows, self.stream.num_samples, ranks)
+        self.bad_rows = BadRowCount(config.data.bad_rows, ranks)
         self.loss_monitor = LossMonitor(ranks)
         self.window = PredictionBuffer(WINDOW_SAMPLES)
         self.cache_reader = CacheReader(self.model, ranks)
@@ -210,7 +210,7 @@ class Trainer:
                     _, (_, logits, labels) = self.model(batch)
                 predictions.add(logits[:count], labels[:count])
                 self.supervision.beat()
-            self.bad_rows.add(stream)
+            self.bad_rows.add(stream, "eval")
         self.model.train()
         if self.supervision.agree(self.ranks):
             return None
@@ -233,7 +233,7 @@ class Trainer:
         )
 
     def _count_bad_rows(self) -> Iterator[Report]:
-        self.bad_rows.add(self.stream)
+        self.bad_rows.add(self.stream, "train")
         report = self.bad_rows.report(self.steps)
         if report is not None:
             yield report

@@ -67,6 +67,6 @@ def test_too_many_bad_rows_end_all_ranks_at_the_same_step(two_ranks: RankPool, t
     run = inputs.config(tmp_path / "day_0", lookahead=0, bad_rows=0.01)
     first, second = two_ranks.run(inputs.train, run, tmp_path / "saved")
     assert first["error"] == second["error"]
-    assert "4 bad rows in 360 samples (1.11%); data.bad_rows = 0.01 allows 1.00%" in first["error"]
+    assert "4 bad rows in 360 samples (1.11%) of the training data; data.bad_rows = 0.01 allows 1.00%" in first["error"]
     assert first["steps"] == second["steps"] == 9
     assert first["saved"] == second["saved"] == ["step_9"]

@@ -78,7 +78,7 @@ class DataScan:
             reason = bad.column, bad.problem.rpartition(": ")[2] if bad.column else "the whole row"
             self.reasons[reason] += 1
             self.first.setdefault(reason, bad)
-        if parsed.bad and bad_train == train_rows:
+        if train_rows and bad_train == train_rows:
             self.damage.append(f"{parsed.bad[0]}; and none of the {bad_train:,} rows to train on near it is good")
         samples = parsed.samples
         names = (schema.label, *schema.dense, *schema.keys)
@@ -115,14 +115,18 @@ def verdict(found: DataScan, allowed: str | float) -> tuple[bool, str]:
         return False, f"train would stop: {found.damage[0]}."
     if not found.num_bad:
         return True, "train would read every row."
-    share = found.bad_train / max(found.num_train, 1)
+    others = found.num_bad - found.bad_train
+    share, held_out = found.bad_train / max(found.num_train, 1), others / max(found.num_held_out, 1)
     if isinstance(allowed, str):
         first = min(found.first.values(), key=lambda bad: (str(bad.path), bad.row))
-        enough = np.ceil(found.num_bad / (found.num_train + found.num_held_out) * 1e4 + 1) / 1e4
+        enough = np.ceil(max(share, held_out) * 1e4 + 1) / 1e4
         return False, f"train would stop at {first}. To go on without such rows: --set data.bad_rows={enough:g}"
-    if share > allowed:
-        return False, f"train would stop: {share:.3%} of the training rows are bad, data.bad_rows allows {allowed:.3%}."
-    others = found.num_bad - found.bad_train
+    for part, of_part in (("training", share), ("held-out", held_out)):
+        if of_part > allowed:
+            return (
+                False,
+                f"train would stop: {of_part:.3%} of the {part} rows are bad, data.bad_rows allows {allowed:.3%}.",
+            )
     return True, (
         f"train would go on: {found.bad_train:,} rows would be replaced ({share:.3%} of the training rows; "
         f"data.bad_rows allows {allowed:.3%}), and {others:,} held-out rows left out."

@@ -56,6 +56,7 @@ def test_bad_rows_are_counted_by_reason(validate, tmp_path):
     assert code == 0
     assert "3 rows would be replaced (0.333% of the training rows" in out
     assert "1 held-out rows left out" in out
+    assert validate("data.chunk_rows=64", "data.bad_rows=0.005")[0] == 1  # 1 % of the held-out rows
     code, out, _ = validate("data.chunk_rows=64", "data.bad_rows=0.002")
     assert code == 1
     assert "train would stop: 0.333% of the training rows are bad, data.bad_rows allows 0.200%" in out
