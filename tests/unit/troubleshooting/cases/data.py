@@ -65,7 +65,8 @@ CASES = [
         "More bad rows than `data.bad_rows` allows",
         _train(*[_LINE, _LINE, _LINE, "1\n"] * 2, settings="data.bad_rows=0.1"),
         "[rank<number>]: DataError: <number> bad rows in 8 samples (<share>) of the training data; "
-        "data.bad_rows = 0.1 allows 10.00%. They are listed in the run's bad_rows.jsonl; `embershard data validate` counts all",
+        "data.bad_rows = 0.1 allows 10.00%. They are listed in the run's bad_rows.jsonl; "
+        "`embershard data validate` counts all",
         "Look at `bad_rows.jsonl` in the folder of the run; correct the data, or allow more. Training was saved.",
         code=1,
     ),
