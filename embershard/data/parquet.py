@@ -37,10 +37,21 @@ class ParquetSource(FileSource):
         inputs, held_out = list_files(config, self._settings.files)
         files = [_File.open(file, self._settings) for file in inputs]
         self._has_bags = any(file.has_bags for file in files)
+        self._num_unverifiable = sum(not file.has_page_checksums() for file in files)
+        self._num_files = len(files)
         self._groups = [(file, group) for file in files for group in range(len(file.group_rows))]
         owners = np.repeat(np.arange(len(files)), [len(file.group_rows) for file in files])
         split = SplitChunks(owners, np.concatenate([file.group_rows for file in files]), held_out)
         super().__init__(schema, split, num_kept=2 + config.num_workers, tolerates_bad_rows=config.bad_rows != "stop")
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        if not self._num_unverifiable:
+            return ()
+        return (
+            f"{self._num_unverifiable} of {self._num_files} Parquet files have no page checksums: a flipped bit in "
+            "their values cannot be found. Write them with checksums (pyarrow: write_page_checksum=True).",
+        )
 
     @staticmethod
     def schema_of(config: DataConfig) -> Schema:
@@ -86,6 +97,21 @@ class _File:
         rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         has_bags = any(_is_list(schema.field(name).type) for name in settings.sparse)
         return _File(file, metadata, np.array(rows, np.int64), has_bags)
+
+    def has_page_checksums(self) -> bool:
+        """Return True if the file's first page has one; writers give one to every page, or to none.
+
+        The header is a struct of Thrift's compact protocol: three required i32 (page type, two sizes), then the
+        optional checksum. 0x15 begins an i32 that is the next field; its value is a varint.
+        """
+        start, at = max(0, self.place(0)), 0
+        header = bytes(self.input.read(start, min(start + 32, self.input.num_bytes)))
+        for _ in range(3):
+            at += 1
+            while at < len(header) and header[at] & 0x80:
+                at += 1
+            at += 1
+        return header[at : at + 1] == b"\x15"
 
     def place(self, group: int) -> int:
         """Return the first byte of a row group."""
@@ -152,8 +178,8 @@ class _Group:
         column = column.cast(pa.list_(column.type.value_type))
         lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False).astype(np.int32)
         most = self._settings.max_bag_size
-        too_many = f"ids; needed at most {most:,} (data.parquet.max_bag_size)"
-        self._note(lengths > most, name, lengths, too_many, joint=" has ")
+        needed = f"needed at most {most:,} (data.parquet.max_bag_size)"
+        self._note(lengths > most, name, lengths, needed, unit=" ids")
         rows = self._rows(column.flatten(), name, num_rows, lengths)
         if column.null_count:
             missing = np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))
@@ -177,13 +203,10 @@ class _Group:
         rows[ids.is_null().to_numpy(zero_copy_only=False)] = 0
         return rows
 
-    def _note(
-        self, is_wrong: NDArray[np.bool_], name: str, values: NDArray[Any], needed: str, joint: str = "="
-    ) -> None:
+    def _note(self, is_wrong: NDArray[np.bool_], name: str, values: NDArray[Any], needed: str, unit: str = "") -> None:
         """Note the rows for which `is_wrong` [n] is true as bad."""
-        colon = ":" if joint == "=" else ""
         for row in np.flatnonzero(is_wrong).tolist():
-            self._note_row(row, name, f"{name}{joint}{values[row]}{colon} {needed}")
+            self._note_row(row, name, f"{name}={values[row]}{unit}: {needed}")
 
     def _note_row(self, row: int, name: str, problem: str, error: type[DataError] = DataError) -> None:
         self._bad.setdefault(row, BadRow(self._path, self._first_row + row + 1, name, problem, error))

@@ -43,6 +43,10 @@ class Source(Protocol):
     def schema(self) -> Schema:
         """The columns of a sample."""
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know of these data, as sentences."""
+
     def chunks(self, split: Split) -> ChunkTable:
         """Return the chunks of the split; none when nothing is held out and `split` is "eval"."""
 
@@ -63,10 +67,11 @@ class FileSource(ABC):
 
     Attributes:
         num_physical: number of the physical chunks.
+        train_rows: int64 [num_physical], the first rows of each, which are to train on; the others are held out.
     """
 
     def __init__(self, schema: Schema, split: SplitChunks, num_kept: int, *, tolerates_bad_rows: bool) -> None:
-        self.schema, self.num_physical = schema, split.num_physical
+        self.schema, self.num_physical, self.train_rows = schema, len(split.train_rows), split.train_rows
         self._split, self._most_bad = split, None if tolerates_bad_rows else 1
         self._parsed = RecentlyUsed(self._parse_checked, num_kept)
 
@@ -80,6 +85,10 @@ class FileSource(ABC):
 
     def chunks(self, split: Split) -> ChunkTable:
         return self._split.table(split)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return ()
 
     def read(self, split: Split, chunk: int, rows: Ids) -> Block:
         physical, first = self._split.place(split, chunk)
@@ -145,10 +154,10 @@ class SplitChunks:
         share = np.asarray(eval_fraction, np.float64)
         total = np.bincount(owner, weights=size, minlength=len(share)).astype(np.int64)
         num_train = total - np.rint(total * share).astype(np.int64)
-        self.num_physical = len(size)
         before_file = np.cumsum(total) - total
         first = np.cumsum(size) - size - before_file[owner]
         cut = np.clip(num_train[owner] - first, 0, size)
+        self.train_rows = cut
         self._parts = {"train": _part(owner, np.zeros_like(cut), cut), "eval": _part(owner, cut, size)}
 
     def table(self, split: Split) -> ChunkTable:

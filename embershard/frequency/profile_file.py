@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embershard.errors import DataError, naming_file
+from embershard.errors import DataError, naming_file, os_problem
 from embershard.frequency.counts import RowCounts, SparseCounts
 from embershard.frequency.encoding import decode, encode, smallest
 from embershard.frequency.statistics import DataStatistics
@@ -125,6 +125,8 @@ def _write_array(file: zipfile.ZipFile, name: str, values: NDArray[Any]) -> None
 
 
 def _no_profile(path: Path, error: BaseException) -> DataError:
+    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError) and error.errno is not None:
+        return DataError(os_problem(error, path))
     reason: object = "it is no .npz file" if "allow_pickle" in str(error) else error
     if isinstance(error, FileNotFoundError):
         reason = "there is no such file"

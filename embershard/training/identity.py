@@ -49,7 +49,8 @@ COMPARED_AS = {
 }
 
 #: Settings that may change on a resume: where and how fast it trains, for how long, what it reports and saves. Caches,
-#: plans and placements train the same rows by the same arithmetic; an epoch's order does not depend on the others.
+#: plans and placements train the same rows by the same arithmetic; an epoch's order does not depend on the others. So
+#: with `data.bad_rows`: rows that were trained on are as good as before, and a run that a bad row stopped can go on.
 FREE = frozenset(
     _names("data", "num_workers prefetch_batches bad_rows")
     | _names("cache", "ratio device_bytes policy warmup host host_dir transfer slot_map overflow decay enabled")

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,6 +16,8 @@ from embershard.distributed import shortest
 from embershard.errors import DataError
 from embershard.pipeline import LookAheadPipeline, LookAheadStats
 
+T = TypeVar("T")
+
 
 @dataclass
 class InputFailure:
@@ -23,10 +25,10 @@ class InputFailure:
 
     error: Exception | None = None
 
-    def watch(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield the batches, and note an exception of their iterator."""
+    def watch(self, iterator: Iterator[T]) -> Iterator[T]:
+        """Yield what the iterator yields, and note its exception."""
         try:
-            yield from batches
+            yield from iterator
         except Exception as error:
             self.error = error
             raise

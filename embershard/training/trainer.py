@@ -81,7 +81,7 @@ class Trainer:
         self.state = RunState(config, self.source, self.model, self.dense_optimizer, ranks)
         self._upcoming: Steps | None = None
         self._input_failure = InputFailure()
-        self.bad_rows = BadRowCount(config.data.bad_rows, self.stream.num_samples, ranks)
+        self.bad_rows = BadRowCount(config.data.bad_rows, ranks)
         self._saves = Saves(config.checkpoint, ranks)
         self.loss_monitor = self._make_loss_monitor()
         self.window = PredictionBuffer(WINDOW_SAMPLES)
@@ -136,7 +136,7 @@ class Trainer:
             self.supervision.beat()
             if every(config.train.log_every) or self.steps == self.total_steps:
                 yield self.report()
-                yield from self._count_bad_rows()
+                yield from self._input_failure.watch(self._count_bad_rows())
             if every(config.train.eval_every):
                 evaluated = self.steps
                 yield from self._evaluation()
@@ -149,7 +149,7 @@ class Trainer:
             yield self.report()
         if config.holds_out and evaluated != self.steps:
             yield from self._evaluation()
-        yield from self._count_bad_rows()
+        yield from self._input_failure.watch(self._count_bad_rows())
         is_saved = self._saves.saved_step == self.steps
         is_stopped = self.supervision.must_stop
         if self.checkpoints and config.checkpoint.saves_last(is_stopped) and not is_saved and self.step_seconds:
@@ -229,7 +229,7 @@ class Trainer:
         with self._open_stream(None) as stream:
             batches = self._supervised(self._input_failure.watch(shortest(stream, self.ranks.device)))
             predictions = predict(self.model, batches, self.ranks.device, self._autocast)
-            self.bad_rows.add(stream)
+            self.bad_rows.add(stream, "eval")
         if self.supervision.agree(self.ranks):
             return None
         return EvalReport(self.steps, predictions.quality(self.ranks), time.perf_counter() - started)
@@ -260,7 +260,7 @@ class Trainer:
         )
 
     def _count_bad_rows(self) -> Iterator[Report]:
-        self.bad_rows.add(self.stream)
+        self.bad_rows.add(self.stream, "train")
         report = self.bad_rows.report(self.steps)
         if report is not None:
             yield report

@@ -142,26 +142,25 @@ def run_config(data: str | None, path: Path | None, overrides: Sequence[str]) ->
     files, the kind of data follows from the files' names.
     """
     from embershard.data import kind_of_files
-    from embershard.decoding import decode
+    from embershard.decoding import decode, read_toml
     from embershard.launch.config import apply_override, load_config
     from embershard.training.config import RunConfig
 
-    def load(*more: str) -> RunConfig:
+    def load(before: Sequence[str], after: Sequence[str]) -> RunConfig:
         if path is not None:
-            return load_config(RunConfig, path, [*overrides, *more])
+            return load_config(RunConfig, path, [*before, *overrides, *after])
         values: dict[str, Any] = {}
-        for override in [*overrides, *more]:
+        for override in [*before, *overrides, *after]:
             apply_override(RunConfig, values, override)
         return decode(RunConfig, values)
 
     if data is None:
-        return load()
+        return load([], [])
     if data == "synthetic":
-        return load("data.kind=synthetic", "data.path=none", "data.eval_path=none")
-    kind = load().data.kind
-    if kind == "synthetic":
-        kind = kind_of_files(Path(data))
-    return load(f"data.kind={kind}", text_override("data.path", data))
+        return load([], ["data.kind=synthetic", "data.path=none", "data.eval_path=none"])
+    section = {} if path is None else read_toml(path).get("data", {})
+    is_open = not isinstance(section, dict) or section.get("kind", "synthetic") == "synthetic"
+    return load([f"data.kind={kind_of_files(Path(data))}"] if is_open else [], [text_override("data.path", data)])
 
 
 def with_preferences(profile: FrequencyProfile, batch_size: int) -> FrequencyProfile:

@@ -57,7 +57,7 @@ class _Run:
         except FileNotFoundError as error:
             what = "the run has not ended, or it failed" if folder.is_dir() else "there is no such folder"
             raise ConfigError(f"{file}: not found; {what}. Give the --run-dir of a run that ended.") from error
-        except (OSError, ValueError) as error:
+        except ValueError as error:
             raise ConfigError(f"{file}: cannot be read ({error}). Needed is what embershard train wrote.") from error
         if not isinstance(result, dict):
             raise ConfigError(f"{file}: got a JSON {type(result).__name__}, needed what embershard train wrote.")

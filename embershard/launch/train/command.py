@@ -228,6 +228,7 @@ def _announce(trainer: Trainer, console: Console, run_dir: Path) -> None:
         f"{config.model.arch}: {len(features)} tables with {sum(feature.num_rows for feature in features):,} rows of "
         f"dim {config.model.embedding_dim}; {ranks.world_size} ranks on {kind}; {trainer.total_steps:,} steps of "
         f"{config.train.rank_batch_size(ranks.world_size) * ranks.world_size:,} samples; run folder {run_dir}",
+        *trainer.source.notes,
         *notes,
     )
 

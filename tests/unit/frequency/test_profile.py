@@ -128,7 +128,7 @@ def test_what_is_no_profile_is_refused(tmp_path, saved):
     path = tmp_path / "missing.npz"
     refused()
     path = tmp_path
-    refused()
+    refused("Is a directory. Give a file, not a folder")
     path = tmp_path / "x.npz"
     for content in (b"", b"text", saved.read_bytes()[:10], saved.read_bytes()[:300]):
         path.write_bytes(content)

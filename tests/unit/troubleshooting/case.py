@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from embershard.launch import cli
+from tests.unit.troubleshooting.privileges import modes_hold
 
 #: The files that a case needs, relative to the folder that it runs in, with their contents.
 Files = Mapping[str, str | bytes]
@@ -102,6 +103,6 @@ def _make(files: Files | None, prepare: Prepare | None) -> None:
 
 def _outcome(main: Callable[[], int]) -> Outcome:
     stderr = io.StringIO()
-    with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(io.StringIO()), modes_hold():
         code = main()
     return Outcome(code, stderr.getvalue())
