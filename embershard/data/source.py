@@ -79,14 +79,14 @@ def list_files(config: DataConfig, patterns: tuple[str, ...]) -> tuple[list[Path
         DataError: there is nothing at a path, no file of a folder matches, or a file is empty.
     """
     assert config.path is not None
-    paths = _files_at(config.path, patterns, config.kind)
+    paths = files_at(config.path, patterns, config.kind)
     if config.eval_path is None:
         return paths, [config.eval_fraction] * len(paths)
-    held_out = _files_at(config.eval_path, patterns, config.kind)
+    held_out = files_at(config.eval_path, patterns, config.kind)
     return paths + held_out, [0.0] * len(paths) + [1.0] * len(held_out)
 
 
-def _files_at(path: str, patterns: tuple[str, ...], kind: str) -> list[Path]:
+def files_at(path: str, patterns: tuple[str, ...], kind: str) -> list[Path]:
     """Return the file at `path`, or the folder's files that match a pattern, by name."""
     root = Path(path).expanduser()
     if not root.exists():

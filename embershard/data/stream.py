@@ -95,7 +95,7 @@ class BatchStream:
         self._batch_size, self._rank, self._world_size = batch_size, rank, world_size
         self._global_size = batch_size * world_size
         self._split, self._epochs, self._seed = split, epochs, config.seed
-        self._state = state or StreamState(seed=config.seed)
+        self._start = self._state = state or StreamState(seed=config.seed)
         self._check(pin_memory)
         self._steps = self._plan(self._state)
         device = torch.cuda.current_device() if pin_memory else None
@@ -115,9 +115,18 @@ class BatchStream:
         return self._state
 
     @property
-    def steps_per_epoch(self) -> int:
-        """Global batches of a whole epoch."""
-        whole, rest = divmod(self.num_samples, self._global_size)
+    def num_steps(self) -> int | None:
+        """Global batches from the position at which this stream was opened to its end; None without end."""
+        if self._epochs is None:
+            return None
+        epochs_left = self._epochs - self._start.epoch
+        if epochs_left <= 0:
+            return 0
+        in_first = self._steps_in(self.num_samples - self._start.global_sample)
+        return in_first + (epochs_left - 1) * self._steps_in(self.num_samples)
+
+    def _steps_in(self, num_samples: int) -> int:
+        whole, rest = divmod(num_samples, self._global_size)
         return whole + (self._split == "eval" and rest > 0)
 
     def close(self) -> None:

@@ -12,7 +12,13 @@ if TYPE_CHECKING:
     from embershard.distributed.checkpoint.blocks import TensorBlocks
     from embershard.distributed.checkpoint.disk import check_disk
     from embershard.distributed.checkpoint.folder import complete_checkpoints, prune, set_aside, step_of
-    from embershard.distributed.checkpoint.load import damaged_scalars, load_tensors, read_scalars, verify_checkpoint
+    from embershard.distributed.checkpoint.load import (
+        damaged_scalars,
+        load_group,
+        load_tensors,
+        read_scalars,
+        verify_checkpoint,
+    )
     from embershard.distributed.checkpoint.manifest import Manifest
     from embershard.distributed.checkpoint.rng import rng_state, set_rng_state
     from embershard.distributed.checkpoint.save import save_checkpoint, without_empty
@@ -26,7 +32,7 @@ else:
             "checkpoint.blocks": ["TensorBlocks"],
             "checkpoint.disk": ["check_disk"],
             "checkpoint.folder": ["complete_checkpoints", "prune", "set_aside", "step_of"],
-            "checkpoint.load": ["damaged_scalars", "load_tensors", "read_scalars", "verify_checkpoint"],
+            "checkpoint.load": ["damaged_scalars", "load_group", "load_tensors", "read_scalars", "verify_checkpoint"],
             "checkpoint.manifest": ["Manifest"],
             "checkpoint.rng": ["rng_state", "set_rng_state"],
             "checkpoint.save": ["save_checkpoint", "without_empty"],
@@ -44,6 +50,7 @@ __all__ = [
     "complete_checkpoints",
     "damaged_scalars",
     "empty_like",
+    "load_group",
     "load_tensors",
     "longest",
     "process_group",

@@ -98,6 +98,7 @@ def make_result(
     `samples_per_second` (of all ranks) and `step_ms` are of the steps that `steady_steps` chooses, and None without a
     step; `is_steady` is False when the run was too short for them. A quality that is undefined or was not measured is
     None. `measured_steps` counts the steps of this process, as `cache` does; `steps` includes those before a resume.
+    `changes` are the settings that resumes changed on request.
     """
     quality = {} if evaluation is None else dataclasses.asdict(evaluation.quality)
     config, ranks, plan = trainer.config, trainer.ranks, trainer.plan
@@ -118,6 +119,7 @@ def make_result(
         "device": ranks.device.type,
         "cache": cache,
         "look_ahead": look_ahead,
+        "changes": [dataclasses.asdict(change) for change in trainer.state.changes],
         "plan": None if plan is None else {"path": config.sharding.plan, "digest": plan.digest},
         "versions": versions(),
         "git_commit": git_commit(),

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
-from embershard.data import Schema, StreamState
+from embershard.data import Source, StreamState
 from embershard.distributed import (
     Ranks,
     TensorBlocks,
+    load_group,
     load_tensors,
     rng_state,
     save_checkpoint,
@@ -21,9 +23,13 @@ from embershard.distributed import (
     without_empty,
 )
 from embershard.sharding.torchrec import FrozenRows, freeze, without_flushes
+from embershard.sharding.torchrec.cache_contents import restore_contents, saved_contents
+from embershard.training.comparison import Comparison, compare
 from embershard.training.config import RunConfig
-from embershard.training.identity import settings_of, tables_of
+from embershard.training.identity import Change, identity_of, tables_of
 from embershard.training.saved_run import SavedRun
+
+_CACHE = "cache"  # group of a checkpoint's tensors: the cached rows
 
 
 @dataclass
@@ -59,19 +65,24 @@ class PreparedSave:
 
 
 class RunState:
-    """The state of a run on one rank. All ranks call its methods together."""
+    """The state of a run on one rank. All ranks call its methods together.
+
+    Attributes:
+        changes: settings that were changed on request by resumes so far.
+    """
 
     def __init__(
         self,
         config: RunConfig,
-        schema: Schema,
+        source: Source,
         model: DistributedModelParallel,
         dense_optimizer: KeyedOptimizerWrapper,
         ranks: Ranks,
     ) -> None:
         self.model, self.dense_optimizer = model, dense_optimizer
-        self._config, self._ranks = config, ranks
-        self._tables, self._settings = tables_of(config, schema), settings_of(config)
+        self._config, self._source, self._ranks = config, source, ranks
+        self._identity = ranks.from_first(lambda: identity_of(config, ranks.world_size))
+        self.changes: tuple[Change, ...] = ()
 
     def prepare_save(
         self, folder: Path, run_id: str, steps: int, samples: int, position: StreamState, copy_bytes: int
@@ -84,28 +95,39 @@ class RunState:
         scalars = {
             "samples": samples,
             "stream": position.to_dict(),
-            "tables": self._tables,
-            "settings": self._settings,
+            "tables": tables_of(self._config, self._source.schema),
+            "settings": self._identity,
+            "changes": [asdict(change) for change in self.changes],
             "world_size": self._ranks.world_size,
             "rng": self._ranks.all_gather_objects(rng_state(self._ranks.device)),
         }
         frozen = freeze(self.model)
-        with without_flushes(self.model):  # all rows are written back, and those without weights are made as they go
-            tensors = TensorBlocks(without_empty(self._tensors()), frozen, copy_bytes)
-        return PreparedSave(folder, steps, tensors, frozen, scalars, self._config.checkpoint.keep_last, run_id)
+        with ExitStack() as on_error:
+            for rows in frozen:
+                on_error.callback(rows.close)
+            with without_flushes(self.model):  # rows are written back already, and made while they are written
+                tensors = without_empty(self._tensors())
+            if contents := saved_contents(self.model, self._ranks.rank):
+                tensors[_CACHE] = contents
+            blocks = TensorBlocks(tensors, frozen, copy_bytes)
+            on_error.pop_all()
+        return PreparedSave(folder, steps, blocks, frozen, scalars, self._config.checkpoint.keep_last, run_id)
 
-    def read(self, checkpoint: Path) -> SavedRun:
-        """Return the state in a verified checkpoint, without its tensors; nothing changes.
+    def read(self, checkpoint: Path, allowed: Collection[str]) -> tuple[SavedRun, Comparison]:
+        """Return the state in a verified checkpoint, without its tensors, and its comparison; nothing changes.
+
+        Args:
+            allowed: settings that may have changed.
 
         Raises:
-            CheckpointError: it is of a model with other tables, or with other settings.
+            CheckpointError: the run may not go on from it; see `compare`.
         """
         saved = self._ranks.from_first(lambda: SavedRun.read(checkpoint))
-        saved.check_fits(checkpoint, self._tables, self._settings)
-        return saved
+        place = (self._config, self._identity, self._source, self._ranks.world_size)
+        return saved, compare(checkpoint, saved, *place, allowed)
 
-    def load(self, checkpoint: Path, saved: SavedRun) -> None:
-        """Load the tensors of model and optimizers, and the random number generators."""
+    def load(self, checkpoint: Path, saved: SavedRun, comparison: Comparison) -> None:
+        """Load the tensors of model and optimizers and the random number generators, and warm the caches up."""
         self.dense_optimizer.init_state()  # its tensors must exist to be loaded into
         self.dense_optimizer.zero_grad()
         tensors = self._tensors()
@@ -117,6 +139,9 @@ class RunState:
             self.model.fused_optimizer.set_optimizer_step(saved.step)
         if saved.world_size == self._ranks.world_size:
             set_rng_state(saved.rng[self._ranks.rank], self._ranks.device)
+        restore_contents(self.model, load_group(checkpoint, _CACHE))
+        self._config, self._identity = comparison.config, comparison.identity
+        self.changes = (*saved.changes, *comparison.changes)
 
     def _tensors(self) -> dict[str, Any]:
         return {

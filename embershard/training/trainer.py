@@ -6,7 +6,8 @@ import contextlib
 import time
 import uuid
 from array import array
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from embershard.errors import CheckpointError
 from embershard.pipeline import LookAheadPipeline
 from embershard.training.build import build_sharded_model, find_plan, find_profile
 from embershard.training.cache_report import CacheReader
+from embershard.training.comparison import Comparison
 from embershard.training.config import RunConfig
 from embershard.training.disk_needs import check_disk_for_run
 from embershard.training.loss_monitor import LossMonitor
@@ -46,6 +48,7 @@ class Trainer:
         self.config, self.ranks, self.checkpoints = config, ranks, checkpoints
         self.plan = find_plan(config, ranks)
         self.source = open_source(config.data)
+        self._first_step = 0  # of this process: it may go on from a checkpoint
         self.stream = self._open_stream(StreamState(seed=config.data.seed))
         if checkpoints is not None:  # before the model is built
             check_disk_for_run(config, self.source.schema, checkpoints, self.total_steps, ranks)
@@ -53,7 +56,7 @@ class Trainer:
         self.model = build_sharded_model(config, self.plan, profile, self.source.schema, ranks)
         self.dense_parameters = dict(in_backward_optimizer_filter(self.model.named_parameters()))
         self.dense_optimizer = config.dense_optimizer.build(self.dense_parameters)
-        self.state = RunState(config, self.source.schema, self.model, self.dense_optimizer, ranks)
+        self.state = RunState(config, self.source, self.model, self.dense_optimizer, ranks)
         self._upcoming: Steps | None = None
         self.loss_monitor = LossMonitor(ranks)
         self.window = PredictionBuffer(WINDOW_SAMPLES)
@@ -68,9 +71,8 @@ class Trainer:
     @property
     def total_steps(self) -> int:
         """Steps of the whole run, those before a resume included."""
-        limits = [self.config.train.max_steps]
-        if self.config.train.num_epochs is not None:
-            limits.append(self.config.train.num_epochs * self.stream.steps_per_epoch)
+        left = self.stream.num_steps
+        limits = [self.config.train.max_steps, None if left is None else self._first_step + left]
         return min(limit for limit in limits if limit is not None)
 
     def train(self) -> Iterator[Report]:
@@ -89,7 +91,7 @@ class Trainer:
             started = time.perf_counter()
             try:
                 upcoming = self.upcoming.next()
-            except StopIteration:  # a resumed run with another batch size has fewer steps left than planned
+            except StopIteration:
                 break
             with upcoming as batch:
                 self.step(batch)
@@ -189,36 +191,39 @@ class Trainer:
             self.checkpoints, self.run_id, self.steps, self.samples, self.upcoming.state, copy_bytes
         )
 
-    def resume(self, checkpoint: Path, *, allow_unverified: bool = False) -> bool:
-        """Continue from `checkpoint`, with any number of ranks, as the run would have continued.
+    def resume(
+        self, checkpoint: Path, *, allow_unverified: bool = False, allow_changes: Collection[str] = ()
+    ) -> tuple[bool, Comparison]:
+        """Continue from `checkpoint` as the run would have continued, with any number of ranks, any plan and any cache.
 
         Args:
             allow_unverified: also take a checkpoint without a manifest, of which nothing can be verified.
+            allow_changes: settings that may have other values than in the checkpoint.
 
         Returns:
-            True if the checkpoint was verified.
+            True if the checkpoint was verified; its settings beside those of this run.
 
         Raises:
             InvalidCheckpointError: the checkpoint is incomplete or damaged; the run is as it was before.
-            CheckpointError: it is of a model with other tables, or with other settings.
-            ConfigError: it was written with another `data.seed`.
+            CheckpointError: it is of a model with other tables, or of a run with other settings or data; the run is as
+                it was before.
         """
         self._saves.forget()
         manifest = verify_checkpoint(checkpoint, self.ranks, allow_unverified=allow_unverified)
-        saved = self.state.read(checkpoint)
-        saved.check_position(checkpoint, self.stream.num_samples)
+        saved, comparison = self.state.read(checkpoint, allow_changes)
         if self._upcoming is not None:
             self._upcoming.close()
             self._upcoming = None
-        self.state.load(checkpoint, saved)
+        self.state.load(checkpoint, saved, comparison)
+        self.config = comparison.config
         self.steps, self.samples = saved.step, saved.samples
-        self._reported_steps = self.steps
+        self._first_step = self._reported_steps = saved.step
         self.loss_monitor, self.window = LossMonitor(self.ranks), PredictionBuffer(WINDOW_SAMPLES)
         self.stream.close()
-        self.stream = self._open_stream(saved.stream)
+        self.stream = self._open_stream(replace(saved.stream, seed=self.config.data.seed))
         if manifest is not None:
             self.run_id = manifest.run_id
-        return manifest is not None
+        return manifest is not None, comparison
 
     def close(self) -> None:
         """Wait for a save, and end the threads that parse ahead."""

@@ -61,25 +61,40 @@ def main(argv: Sequence[str] | None = None) -> None:
         run_dir = ranks.from_first(lambda: arguments.run_dir or default_run_dir(arguments.config))
         restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         resume = NEWEST if restarted else arguments.resume
-        same_run = same_run_command(arguments)
-        train_run(config, ranks, run_dir, resume=resume, unverified=arguments.unverified, same_run=same_run)
+        train_run(
+            config,
+            ranks,
+            run_dir,
+            resume=resume,
+            unverified=arguments.unverified,
+            changes=arguments.allow_change,
+            same_run=same_run_command(arguments),
+        )
 
 
 def train_run(
-    config: RunConfig, ranks: Ranks, run_dir: Path, *, resume: int | None, unverified: bool, same_run: str
+    config: RunConfig,
+    ranks: Ranks,
+    run_dir: Path,
+    *,
+    resume: int | None,
+    unverified: bool,
+    changes: Sequence[str],
+    same_run: str,
 ) -> None:
     """Train a whole run on this rank; the first rank shows and records it.
 
     Args:
         resume: the step of a checkpoint, `NEWEST`, or None for a new run.
         unverified: resume from a checkpoint without a manifest, too.
+        changes: settings that may have other values than in the checkpoint.
         same_run: the command of this run.
     """
     ranks.from_first(lambda: check_run_dir(run_dir, resume=resume is not None))
     ranks.from_first(lambda: lock_run_dir(run_dir))
     console = Console(quiet=not ranks.is_first)
     trainer = Trainer(config, ranks, run_dir / CHECKPOINTS)
-    resumed_at = None if resume is None else _resume(trainer, console, resume, unverified)
+    resumed_at = None if resume is None else _resume(trainer, console, resume, unverified, changes)
     if resumed_at is not None and trainer.steps >= trainer.total_steps:
         trainer.close()
         say(console, f"{run_dir} is finished: step {trainer.steps} was its last. Nothing was changed.")
@@ -140,14 +155,17 @@ class _Outputs:
         self._record.close()
 
 
-def _resume(trainer: Trainer, console: Console, step: int, unverified: bool) -> int:
-    resumed = resume_run(trainer, step=None if step == NEWEST else step, allow_unverified=unverified)
+def _resume(trainer: Trainer, console: Console, step: int, unverified: bool, changes: Sequence[str]) -> int:
+    wanted = None if step == NEWEST else step
+    resumed = resume_run(trainer, step=wanted, allow_unverified=unverified, allow_changes=changes)
     say(console, *(f"Not used: {reason}." for reason in resumed.skipped))
     if resumed.checkpoint is None:
         say(console, f"No complete checkpoint in {trainer.checkpoints}; starting from the beginning.")
         return 0
     if not resumed.is_verified:
         say(console, f"{resumed.checkpoint} has no manifest: nothing of it was verified.")
+    if resumed.comparison is not None:
+        say(console, *resumed.comparison.notes)
     if resumed.set_aside:
         say(console, f"Set aside in {trainer.checkpoints}: {', '.join(resumed.set_aside)}.")
     say(console, f"Continuing from {resumed.checkpoint} at step {trainer.steps}.")

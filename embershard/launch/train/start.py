@@ -46,6 +46,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.resume is not None:
         passed += ["--resume"] if arguments.resume == NEWEST else ["--resume", str(arguments.resume)]
         passed += ["--unverified"] if arguments.unverified else []
+        passed += [word for key in arguments.allow_change for word in ("--allow-change", key)]
     passed += [word for override in arguments.overrides for word in ("--set", override)]
     return local.start_ranks(num_ranks, "embershard.launch.train.command", passed)
 

@@ -49,6 +49,7 @@ def result(step_seconds=(*[9.0] * 10, *[0.1] * 30), **changes):
         ranks=Ranks(0, 2, 0, 2, torch.device("cpu")),
         plan=None,
         steps=40,
+        state=SimpleNamespace(changes=()),
         samples=800,
         step_seconds=array("d", step_seconds),
     )
