@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
 from unittest import mock
 
@@ -70,13 +69,3 @@ def fail(folder: Path, failing: int, on_failed_save: str) -> tuple[list[tuple[in
             said = f"{trainer.steps}: {error}"
         trainer.close()
     return failed, said, [path.name for path in complete_checkpoints(folder)]
-
-
-def die_while_saving(folder: Path) -> None:
-    """Rank 1 dies after a save began; rank 0 must notice, and not wait for it."""
-    ranks = here()
-    trainer = Trainer(_config(0, None), ranks, folder)
-    for report in trainer.train():
-        if report.step > EVERY and ranks.rank == 1:
-            os._exit(9)
-    raise AssertionError("trained on without a rank")

@@ -130,7 +130,7 @@ def test_failures_are_reported_and_training_goes_on_if_asked(ranks, tmp_path):
 def test_saving_again_waits_and_an_error_gives_up(ranks, tmp_path):
     trainer, late = Trainer(config_of(tmp_path), ranks, tmp_path), Late()
     with late.applied():
-        for report in trainer.train():
+        for _ in trainer.train():
             if trainer.steps == EVERY + 1:
                 break
         assert complete_checkpoints(tmp_path) == []
@@ -139,9 +139,9 @@ def test_saving_again_waits_and_an_error_gives_up(ranks, tmp_path):
         assert [path.name for path in complete_checkpoints(tmp_path)] == ["step_6", "step_7"]
         late.go.clear()
         trainer.steps += 1
-        with pytest.raises(ZeroDivisionError), trainer._saves as running:
-            list(running.start(8, trainer._prepare_save))
-            threading.Timer(0.1, late.go.set).start()
+        list(trainer._saves.start(8, trainer._prepare_save))
+        threading.Timer(0.1, late.go.set).start()
+        with pytest.raises(ZeroDivisionError), trainer._saves:
             raise ZeroDivisionError
         assert len(complete_checkpoints(tmp_path)) == 2
         with pytest.raises(CacheError, match="given up"):
