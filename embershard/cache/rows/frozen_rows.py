@@ -46,7 +46,7 @@ class FrozenRows:
     >>> weights = torch.arange(8.0).reshape(4, 2)
     >>> frozen = FrozenRows([weights], None)
     >>> frozen.put_aside(torch.tensor([2]))
-    >>> weights[2] = 0.0
+    >>> weights.data[2] = 0.0  # as the cache writes; writes that torch counts are refused
     >>> frozen.read(weights).tolist()
     [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]
     """
