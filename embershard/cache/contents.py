@@ -34,9 +34,7 @@ class CacheContents:
         found = list(parts)
         if not found:
             return cls(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32), torch.empty(0))
-        rows, ages, scores = (
-            torch.cat([getattr(part, name) for part in found]) for name in ("rows", "ages", "scores")
-        )
+        rows, ages, scores = (torch.cat([getattr(part, name) for part in found]) for name in ("rows", "ages", "scores"))
         order = rows.sort(stable=True).indices
         is_first = torch.ones(len(order), dtype=torch.bool)
         is_first[1:] = rows[order[1:]] != rows[order[:-1]]

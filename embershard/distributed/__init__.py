@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         load_group,
         load_tensors,
         read_scalars,
+        saved_sizes,
         verify_checkpoint,
     )
     from embershard.distributed.checkpoint.manifest import Manifest
@@ -32,7 +33,14 @@ else:
             "checkpoint.blocks": ["TensorBlocks"],
             "checkpoint.disk": ["check_disk"],
             "checkpoint.folder": ["complete_checkpoints", "prune", "set_aside", "step_of"],
-            "checkpoint.load": ["damaged_scalars", "load_group", "load_tensors", "read_scalars", "verify_checkpoint"],
+            "checkpoint.load": [
+                "damaged_scalars",
+                "load_group",
+                "load_tensors",
+                "read_scalars",
+                "saved_sizes",
+                "verify_checkpoint",
+            ],
             "checkpoint.manifest": ["Manifest"],
             "checkpoint.rng": ["rng_state", "set_rng_state"],
             "checkpoint.save": ["save_checkpoint", "without_empty"],
@@ -58,6 +66,7 @@ __all__ = [
     "read_scalars",
     "rng_state",
     "save_checkpoint",
+    "saved_sizes",
     "set_aside",
     "set_rng_state",
     "shortest",

@@ -19,17 +19,20 @@ from embershard.distributed import (
     load_tensors,
     rng_state,
     save_checkpoint,
+    saved_sizes,
     set_rng_state,
     without_empty,
 )
 from embershard.sharding.torchrec import FrozenRows, freeze, without_flushes
 from embershard.sharding.torchrec.cache_contents import restore_contents, saved_contents
+from embershard.sharding.torchrec.row_states import RowStates
 from embershard.training.comparison import Comparison, compare
 from embershard.training.config import RunConfig
 from embershard.training.identity import Change, identity_of, tables_of
 from embershard.training.saved_run import SavedRun
 
-_CACHE = "cache"  # group of a checkpoint's tensors: the cached rows
+#: Groups of a checkpoint's tensors: states of the embedding rows, and the cached rows.
+_STATES, _CACHE = "embedding_optimizer", "cache"
 
 
 @dataclass
@@ -131,9 +134,12 @@ class RunState:
         self.dense_optimizer.init_state()  # its tensors must exist to be loaded into
         self.dense_optimizer.zero_grad()
         tensors = self._tensors()
-        load_tensors(checkpoint, without_empty(tensors))
+        num_rows = {name: value.size(0) for name, value in tensors["model"].items() if value.dim()}
+        states = RowStates(tensors[_STATES], saved_sizes(checkpoint, _STATES), num_rows)
+        load_tensors(checkpoint, without_empty({**tensors, _STATES: states.to_load}))
+        states.spread()
         self.model.load_state_dict(tensors["model"])
-        self.model.fused_optimizer.load_state_dict({"state": tensors["embedding_optimizer"]})
+        self.model.fused_optimizer.load_state_dict({"state": tensors[_STATES]})
         self.dense_optimizer.load_state_dict({"state": tensors["dense_optimizer"]})
         if self._config.embedding_optimizer.counts_steps:
             self.model.fused_optimizer.set_optimizer_step(saved.step)
@@ -146,6 +152,6 @@ class RunState:
     def _tensors(self) -> dict[str, Any]:
         return {
             "model": self.model.state_dict(),
-            "embedding_optimizer": self.model.fused_optimizer.state_dict()["state"],
+            _STATES: self.model.fused_optimizer.state_dict()["state"],
             "dense_optimizer": self.dense_optimizer.state_dict()["state"],
         }

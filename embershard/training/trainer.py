@@ -51,7 +51,7 @@ class Trainer:
         self._first_step = 0  # of this process: it may go on from a checkpoint
         self.stream = self._open_stream(StreamState(seed=config.data.seed))
         if checkpoints is not None:  # before the model is built
-            check_disk_for_run(config, self.source.schema, checkpoints, self.total_steps, ranks)
+            check_disk_for_run(config, self.source.schema, self.plan, checkpoints, self.total_steps, ranks)
         profile = find_profile(config, self.source)
         self.model = build_sharded_model(config, self.plan, profile, self.source.schema, ranks)
         self.dense_parameters = dict(in_backward_optimizer_filter(self.model.named_parameters()))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, Metadata
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 
 from embershard.distributed.checkpoint.manifest import MANIFEST, Manifest
 from embershard.distributed.checkpoint.metadata import METADATA, read_metadata
@@ -153,14 +153,37 @@ def load_group(checkpoint: Path, group: str) -> dict[str, torch.Tensor]:
     >>> sorted(load_group(saved, "a"))
     ['x', 'y']
     """
-    prefix = f"{group}."
-    entries = {
-        name: entry for name, entry in read_metadata(checkpoint).state_dict_metadata.items() if name.startswith(prefix)
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in _entries(checkpoint, group)
     }
-    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
     if tensors:
-        load_tensors(checkpoint, tensors)
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        load_tensors(checkpoint, {f"{group}.{name}": tensor for name, tensor in tensors.items()})
+    return tensors
+
+
+def saved_sizes(checkpoint: Path, group: str) -> dict[str, torch.Size]:
+    """Return the sizes of all tensors whose names begin with `group.`, by their names without it.
+
+    Raises:
+        InvalidCheckpointError: the checkpoint's `.metadata` is damaged, or would run code.
+
+    >>> from embershard.distributed import process_group, save_checkpoint
+    >>> with process_group("cpu") as ranks:
+    ...     saved = save_checkpoint(Path("sizes"), 4, {"a": {"x": torch.ones(2)}}, {}, ranks, keep_last=1, run_id="8c")
+    >>> saved_sizes(saved, "a")
+    {'x': torch.Size([2])}
+    """
+    return {name: entry.size for name, entry in _entries(checkpoint, group)}
+
+
+def _entries(checkpoint: Path, group: str) -> list[tuple[str, TensorStorageMetadata]]:
+    prefix = f"{group}."
+    found = read_metadata(checkpoint).state_dict_metadata.items()
+    return [
+        (name.removeprefix(prefix), entry)
+        for name, entry in found
+        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+    ]
 
 
 class _Reader(FileSystemReader):

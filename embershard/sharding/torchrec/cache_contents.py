@@ -15,8 +15,8 @@ _FIELDS = ("rows", "ages", "scores")
 def saved_contents(model: nn.Module, rank: int) -> dict[str, Tensor]:
     """Return the cached rows of this rank's pools as tensors, named by module, table, rank and field.
 
-    >>> saved_contents(model, rank=0)  # a sharded model, before its first batch
-    {}
+    >>> sorted(saved_contents(model, rank=0))  # a sharded model
+    ['tables.clicks.0.ages', 'tables.clicks.0.rows', 'tables.clicks.0.scores']
     """
     parts: dict[str, list[CacheContents]] = {}
     for path, pool in pools_by_module(model):

@@ -71,6 +71,8 @@ _GLOBAL_BATCH = ("--set", "train.batch_size=none", "--set", "train.global_batch_
             "train.global_batch_size: got 1000, needed a multiple of the 3 ranks, for instance 999.",
         ),
         (["--config", QUICK, "--resume"], "--resume needs --run-dir"),
+        (["--config", QUICK, "--allow-change", "data.seed"], "--allow-change has no effect without --resume"),
+        (["--config", QUICK, "--run-dir", "x", "--resume", "--allow-change", "data.sed"], "Did you mean data.seed?"),
     ],
 )
 def test_wrong_settings_stop_before_ranks_start(arguments, said, started, capsys):
