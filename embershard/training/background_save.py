@@ -52,9 +52,12 @@ class BackgroundSave:
         """True if the checkpoint was written, or could not be."""
         return not self._thread.is_alive()
 
-    def result(self) -> Path:
-        """Wait for the end; return the checkpoint, or raise what prevented it."""
+    def wait(self) -> None:
+        """Wait for the end."""
         self._thread.join()
+
+    def result(self) -> Path:
+        """Return the checkpoint, or raise what prevented it. The save is done."""
         if self._failure is not None:
             raise self._failure
         assert self._path is not None

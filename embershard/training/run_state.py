@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -104,11 +105,15 @@ class RunState:
             "rng": self._ranks.all_gather_objects(rng_state(self._ranks.device)),
         }
         frozen = freeze(self.model)
-        with without_flushes(self.model):  # all rows are written back, and those without weights are made as they go
-            tensors = without_empty(self._tensors())
+        with ExitStack() as on_error:
+            for rows in frozen:
+                on_error.callback(rows.close)
+            with without_flushes(self.model):  # rows are written back already, and made while they are written
+                tensors = without_empty(self._tensors())
             if contents := saved_contents(self.model, self._ranks.rank):
                 tensors[_CACHE] = contents
             blocks = TensorBlocks(tensors, frozen, copy_bytes)
+            on_error.pop_all()
         return PreparedSave(folder, steps, blocks, frozen, scalars, self._config.checkpoint.keep_last, run_id)
 
     def read(self, checkpoint: Path, allowed: Collection[str]) -> tuple[SavedRun, Comparison]:

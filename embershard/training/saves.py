@@ -123,14 +123,17 @@ class Saves:
             self._running.give_up()
 
     def _end(self) -> SaveReport | FailedSaveReport | None:
-        running, self._running = self._running, None
-        return None if running is None else self._reported(running.step, lambda: self._result(running))
+        running, started = self._running, time.perf_counter()
+        if running is None:
+            return None
+        running.wait()  # an interrupt here leaves a save that can be given up
+        self._running = None
+        self._stall_seconds += time.perf_counter() - started
+        return self._reported(running.step, lambda: self._result(running))
 
     def _result(self, running: BackgroundSave) -> SaveReport:
-        started = time.perf_counter()
-        path = running.result()
-        self.saved_step, stall_seconds = running.step, self._stall_seconds + time.perf_counter() - started
-        return SaveReport(running.step, path, running.seconds, stall_seconds)
+        path, self.saved_step = running.result(), running.step
+        return SaveReport(running.step, path, running.seconds, self._stall_seconds)
 
     def _reported(self, step: int, save: Callable[[], SaveReport]) -> SaveReport | FailedSaveReport:
         try:

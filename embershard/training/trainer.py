@@ -309,11 +309,11 @@ class Trainer:
         return manifest is not None, comparison
 
     def close(self) -> None:
-        """Wait for a save, and end the threads that parse ahead."""
-        self._saves.forget()
+        """End the threads that parse ahead, and wait for a save."""
         self.stream.close()
         if self._upcoming is not None:
             self._upcoming.close()
+        self._saves.forget()
 
     def _open_stream(self, state: StreamState | None) -> BatchStream:
         """Open the training stream at `state`, or with None the held-out part."""

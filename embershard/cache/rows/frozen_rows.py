@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from embershard.cache import loops
@@ -45,7 +46,7 @@ class FrozenRows:
     >>> weights = torch.arange(8.0).reshape(4, 2)
     >>> frozen = FrozenRows([weights], None)
     >>> frozen.put_aside(torch.tensor([2]))
-    >>> weights[2] = 0.0
+    >>> weights.data[2] = 0.0  # as the cache writes; writes that torch counts are refused
     >>> frozen.read(weights).tolist()
     [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]
     """
@@ -126,7 +127,7 @@ class FrozenRows:
             self._read_block(first, stop)
         # A tensor whose memory ends with it: torch would copy a view of more.
         data = self._blocks[number][: stop - first]
-        return torch.frombuffer(memoryview(_bytes_of(data)), dtype=data.dtype).view(part.shape)
+        return torch.frombuffer(_bytes_of(data), dtype=data.dtype).view(part.shape)
 
     def close(self) -> None:
         """End: nothing is put aside any more, and who waits goes on."""
@@ -149,7 +150,7 @@ class FrozenRows:
         self._give_back(places)
         self._in_block = (first, stop)
 
-    def _declare_read(self, stop: int) -> tuple[np.ndarray, np.ndarray]:
+    def _declare_read(self, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Put no row below `stop` aside from now on; return places and keys of those that were."""
         size = stop - self._lowest + (1 << _GROUP_SHIFT)
         places, placed = np.empty(size, np.int64), np.empty(size, np.int64)
@@ -161,7 +162,7 @@ class FrozenRows:
             )
         return places[:count], placed[:count]
 
-    def _give_back(self, places: np.ndarray) -> None:
+    def _give_back(self, places: NDArray[np.int64]) -> None:
         with self._changed:
             loops.free_places(places, self._following, self._free)
             self._changed.notify_all()
@@ -189,11 +190,12 @@ class FrozenRows:
         for number, rows in enumerate(self._payload):
             start, row_bytes = tensor.data_ptr() - rows.data_ptr(), rows[:1].nbytes
             if 0 <= start < rows.nbytes:
-                assert tensor.is_contiguous() and start % row_bytes == 0 == tensor.nbytes % row_bytes, "no whole rows"
+                assert tensor.is_contiguous(), "no whole rows"
+                assert start % row_bytes == tensor.nbytes % row_bytes == 0, "no whole rows"
                 first = start // row_bytes
                 return number, first, first + tensor.nbytes // row_bytes
         return None
 
 
-def _bytes_of(tensor: Tensor) -> np.ndarray:
+def _bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()

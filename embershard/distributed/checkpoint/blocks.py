@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from embershard.distributed.checkpoint.load import without_known_warnings
 from embershard.errors import CheckpointError
 
-#: Rows of tensors whose blocks no `FrozenTensors` decides: their bytes.
+#: Bytes of a block of a tensor that is in no frozen memory.
 _BLOCK_BYTES = 16 << 20
 
 
@@ -33,6 +33,18 @@ class FrozenTensors(Protocol):
 
     def read(self, part: Tensor) -> Tensor:
         """Return the contents of a view of up to `block_rows` rows; blocks come in the order of their positions."""
+
+
+#: The order of writing: read where they are, copied, frozen (one number for each memory).
+_LIVE, _COPIED, _FROZEN = range(3)
+
+
+class _Part(NamedTuple):
+    """A block: a view of its tensor or a copy, the frozen memory that it is in, and its place in the order."""
+
+    tensor: Tensor
+    frozen: FrozenTensors | None
+    order: tuple[int, int]
 
 
 class TensorBlocks(DefaultSavePlanner):
@@ -86,22 +98,17 @@ class TensorBlocks(DefaultSavePlanner):
         return part.tensor if part.frozen is None else part.frozen.read(part.tensor)
 
     def _blocks(self, item: WriteItem, frozen: Sequence[FrozenTensors]) -> list[WriteItem]:
-        tensor, data = self.lookup_object(item.index), item.tensor_data
-        assert data is not None and data.chunk is not None, f"{item.index.fqn} is no tensor"
-        number, memory = next(
-            ((number, each) for number, each in enumerate(frozen) if each.position(tensor) is not None), (0, None)
-        )
+        tensor = self.lookup_object(item.index)
+        number = next((n for n, memory in enumerate(frozen) if memory.position(tensor) is not None), None)
+        memory = None if number is None else frozen[number]
         num_rows = tensor.shape[0] if tensor.dim() else 1
-        row_bytes = tensor.nbytes // max(1, num_rows)
-        block_rows = max(1, _BLOCK_BYTES // max(1, row_bytes)) if memory is None else memory.block_rows
+        block_rows = max(1, _BLOCK_BYTES * num_rows // max(1, tensor.nbytes)) if memory is None else memory.block_rows
         items = []
         for start in range(0, max(1, num_rows), block_rows):
             block = tensor if num_rows <= block_rows else tensor[start : start + block_rows]
-            new = item if block is tensor else _item_of_block(item.index.fqn, data, data.chunk, start, block)
-            position = 0 if memory is None else memory.position(block)
-            self._parts[new.index] = _Part(
-                block, memory, (_LIVE if memory is None else _FROZEN + number, position or 0)
-            )
+            new = item if block is tensor else _item_of_block(item, start, block)
+            order = (_LIVE, 0) if number is None else (_FROZEN + number, frozen[number].position(block) or 0)
+            self._parts[new.index] = _Part(block, memory, order)
             items.append(new)
         return items
 
@@ -120,23 +127,15 @@ class TensorBlocks(DefaultSavePlanner):
         return self._parts[index].tensor.nbytes
 
 
-#: The order of writing.
-_LIVE, _COPIED, _FROZEN = range(3)
-
-
-class _Part:
-    """A block: a view of its tensor or a copy, the frozen memory that it is in, and its place in the order."""
-
-    def __init__(self, tensor: Tensor, frozen: FrozenTensors | None, order: tuple[int, int]) -> None:
-        self.tensor, self.frozen, self.order = tensor, frozen, order
-
-
-def _item_of_block(
-    name: str, data: TensorWriteData, chunk: ChunkStorageMetadata, start: int, block: Tensor
-) -> WriteItem:
+def _item_of_block(item: WriteItem, start: int, block: Tensor) -> WriteItem:
+    """Return the item of the rows `block` of an item's tensor, from row `start` on."""
+    data = item.tensor_data
+    assert data is not None, "no tensor"
+    chunk = data.chunk
     offsets = torch.Size((chunk.offsets[0] + start, *chunk.offsets[1:]))
     part = ChunkStorageMetadata(offsets, torch.Size((block.shape[0], *chunk.sizes[1:])))
-    return WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=replace(data, chunk=part))
+    index = MetadataIndex(item.index.fqn, offsets)
+    return WriteItem(index, WriteItemType.SHARD, tensor_data=replace(data, chunk=part))
 
 
 def _check_tensors(tensors: Any, at: str = "") -> None:

@@ -1,0 +1,166 @@
+"""Cost of checkpoints: steps beside a save, its memory, and its seconds beside torch.distributed.checkpoint's.
+
+    python -m benchmarks.save_cost
+
+One rank of `embershard train` (its trainer, without the launcher) on generated clicks of Criteo's shape, with the
+quickstart's model, and a cache with look-ahead over rows that all have their initial weights. Two parts:
+
+    beside    training with a checkpoint every few steps, written while training goes on. Steps while a save runs, and
+              the others, by turns in one run; `over_tier_mb` is the largest resident memory above that before training
+    alone     without training, by turns: `ours` (with checksums), and `dcp.save` with synced files
+
+Files are synced, so the seconds are those of the disk. `wait_ms` is the time per save in which training stood still.
+`cpu_seconds` are of the whole process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import machine, make_parser, report, settings_of
+
+_CRITEO_ROWS = 33_762_577
+_WARMUP_STEPS = 20
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--rows", type=int, default=10_000_000)
+    parser.add_argument("--dim", type=int, default=16)
+    parser.add_argument("--batch-size", type=int, default=1024)
+    parser.add_argument("--ratio", type=float, default=0.015)
+    parser.add_argument("--saves", type=int, default=4)
+    parser.add_argument("--every", type=int, default=300, help="steps from save to save")
+    parser.add_argument("--rounds", type=int, default=3, help="of the saves without training")
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk to measure")
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="save_cost_", dir=options.folder))
+    try:
+        found = run(options, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    settings = {name: value for name, value in settings_of(options).items() if name != "folder"}
+    report({"benchmark": "save_cost", "settings": settings, **found, "machine": machine()}, options.output)
+
+
+def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Measure both parts in this process."""
+    from embershard import flush
+    from embershard.distributed import process_group
+    from embershard.launch.screen import silence_libraries
+    from embershard.training.trainer import Trainer
+
+    silence_libraries()
+    with process_group("cpu") as ranks:
+        trainer = Trainer(_config(options), ranks, folder / "beside")
+        flush(trainer.model)
+        found = {"beside": beside(trainer), "alone": alone(trainer, folder / "alone", options.rounds)}
+        trainer.close()
+    return found
+
+
+def beside(trainer: Any) -> dict[str, Any]:
+    """Train with saves; return the steps beside them and the others, and what a save took."""
+    from embershard.training.reports import SaveReport
+
+    before = _resident_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    reports, busy = [], set()
+    for each in trainer.train():
+        if isinstance(each, SaveReport):
+            reports.append(each)
+            busy |= set(range(each.step + 1, trainer.steps + 1))
+    steps: dict[str, list[float]] = {"beside": [], "outside": []}
+    for step, seconds in enumerate(trainer.step_seconds, start=1):
+        if step > _WARMUP_STEPS:
+            steps["beside" if step in busy else "outside"].append(seconds * 1e3)
+    median = {name: statistics.median(values) for name, values in steps.items()}
+    return {
+        "step_ms": {name: _quantiles(values) for name, values in steps.items()},
+        "num_steps": {name: len(values) for name, values in steps.items()},
+        "median_ratio": round(median["beside"] / median["outside"], 3),
+        "save_seconds": [round(each.seconds, 2) for each in reports],
+        "wait_ms": [round(each.stall_seconds * 1e3, 1) for each in reports],
+        "over_tier_mb": round((_resident_bytes("VmHWM") - before) / 1e6),
+    }
+
+
+def alone(trainer: Any, folder: Path, rounds: int) -> dict[str, Any]:
+    """Save by turns with both; return seconds, seconds of CPU, and GB per second."""
+    import torch.distributed.checkpoint as dcp
+
+    state, ranks = trainer.state, trainer.ranks
+
+    def ours(path: Path) -> None:
+        state.prepare_save(path, trainer.run_id, trainer.steps, 0, trainer.upcoming.state, 0).write(ranks)
+
+    def theirs(path: Path) -> None:
+        tensors = {
+            "model": trainer.model.state_dict(),
+            "embedding_optimizer": trainer.model.fused_optimizer.state_dict()["state"],
+            "dense_optimizer": trainer.dense_optimizer.state_dict()["state"],
+        }
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(path, sync_files=True))
+
+    variants: dict[str, Callable[[Path], None]] = {"ours": ours, "dcp.save": theirs}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
+    num_bytes = 0
+    for turn in range(rounds):
+        for name in list(variants) if turn % 2 == 0 else list(variants)[::-1]:
+            path = folder / f"{name}_{turn}"
+            started, cpu_started = time.perf_counter(), time.process_time()
+            variants[name](path)
+            times[name].append((time.perf_counter() - started, time.process_time() - cpu_started))
+            num_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+            shutil.rmtree(path)
+    seconds = {name: statistics.median(wall for wall, _ in found) for name, found in times.items()}
+    return {
+        "gigabytes": round(num_bytes / 1e9, 3),
+        "seconds": {name: [round(wall, 2) for wall, _ in found] for name, found in times.items()},
+        "cpu_seconds": {name: [round(cpu, 2) for _, cpu in found] for name, found in times.items()},
+        "gb_per_second": {name: round(num_bytes / 1e9 / median, 3) for name, median in seconds.items()},
+        "ratio": round(seconds["ours"] / seconds["dcp.save"], 2),
+    }
+
+
+def _quantiles(values: list[float]) -> dict[str, float]:
+    values = sorted(values)
+    return {f"p{q}": round(values[min(len(values) - 1, len(values) * q // 100)], 1) for q in (50, 95, 99)}
+
+
+def _config(options: argparse.Namespace) -> Any:
+    from embershard.decoding import decode
+    from embershard.training.config import RunConfig
+
+    scale, steps = options.rows / _CRITEO_ROWS, options.every * (options.saves + 1)
+    values = {
+        "data": {"kind": "synthetic", "synthetic": {"num_samples": 10_000_000, "scale": scale}, "eval_fraction": 0.0},
+        "model": {
+            "embedding_dim": options.dim,
+            "dense_arch_layer_sizes": [64, 32, options.dim],
+            "over_arch_layer_sizes": [128, 64, 1],
+        },
+        "cache": {"ratio": options.ratio},
+        "look_ahead": {"lookahead": 64},
+        "embedding_optimizer": {"kind": "rowwise_adagrad", "lr": 0.05},
+        "checkpoint": {"every_steps": options.every, "keep_last": 1, "at_end": False},
+        "train": {"batch_size": options.batch_size, "max_steps": steps, "log_every": steps, "device": "cpu"},
+    }
+    return decode(RunConfig, values)
+
+
+def _resident_bytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+if __name__ == "__main__":
+    main()
