@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from embershard.distributed.process_group import Ranks, is_lost_connection, process_group  # the function has its module's name
+from embershard.distributed.process_group import (  # the function has its module's name
+    Ranks,
+    is_lost_connection,
+    process_group,
+)
 from embershard.lazy_names import lazy_names
 
 if TYPE_CHECKING:

@@ -19,19 +19,19 @@ class LossMonitor:
 
     On a GPU a loss is read when the next one is added, so the host never waits for the step in flight. The run then
     stops one step late, but names the right step.
+
+    Attributes:
+        signal: the largest number that a rank gave with a loss that was read; the same on all ranks.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._pending: tuple[int, torch.Tensor, torch.cuda.Event | None] | None = None
         self._losses: list[float] = []
-        self._signal = 0
+        self.signal = 0
 
-    def add(self, step: int, loss: torch.Tensor, signal: int = 0) -> int:
+    def add(self, step: int, loss: torch.Tensor, *, signal: int = 0) -> None:
         """Add this rank's mean loss, a tensor [], and the number of the signal that asked it to stop. Collective.
-
-        Returns:
-            The largest number of all ranks that came with a loss that was read, 0 at first.
 
         Raises:
             NotFiniteError: a rank's loss is not finite; the same on every rank.
@@ -42,13 +42,12 @@ class LossMonitor:
         if gathered.device.type == "cpu":
             self._pending = (step, gathered, None)
             self._read()
-            return self._signal
+            return
         host = torch.empty(gathered.shape, pin_memory=True)
         host.copy_(gathered, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
         self._pending = (step, host, event)
-        return self._signal
 
     def mean(self) -> float:
         """Wait for the losses since the last call and return their mean over steps and ranks; NaN without any."""
@@ -64,7 +63,7 @@ class LossMonitor:
         if event is not None:
             event.synchronize()
         losses, signals = gathered.T.tolist()
-        self._signal = max(self._signal, *map(int, signals))
+        self.signal = max(self.signal, *map(int, signals))
         for rank, loss in enumerate(losses):
             if not math.isfinite(loss):
                 raise NotFiniteError(

@@ -135,7 +135,8 @@ class Trainer:
         self.dense_optimizer.zero_grad()
         with self._autocast():
             loss, (_, logits, labels) = self.model(batch)
-        self.supervision.hear(self.loss_monitor.add(self.steps + 1, loss, self.supervision.signal))
+        self.loss_monitor.add(self.steps + 1, loss, signal=self.supervision.signal)
+        self.supervision.hear(self.loss_monitor.signal)
         loss.backward()  # trains the embedding rows too
         if self.config.dense_optimizer.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.dense_parameters.values(), self.config.dense_optimizer.clip_norm)

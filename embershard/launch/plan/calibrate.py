@@ -21,8 +21,8 @@ from rich.table import Table
 from embershard.decoding import decode
 from embershard.errors import ConfigError, SetupError
 from embershard.launch.plan.reference_steps import QUIET, Segment, Segments
-from embershard.launch.screen import make_table, say
 from embershard.launch.ranks.launcher import start_ranks
+from embershard.launch.screen import make_table, say
 from embershard.launch.versions import versions
 from embershard.planning.cost.least_squares import fit_rates
 from embershard.planning.cost.rates import Rates, StepWork

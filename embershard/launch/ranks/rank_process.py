@@ -31,9 +31,7 @@ class RankProcess:
         pulse: this rank's row of them.
     """
 
-    def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], descriptor: int, pulse: Any
-    ) -> None:
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], descriptor: int, pulse: Any) -> None:
         self._pulse = pulse
         self._stacks = os.memfd_create("stacks")
         variables = {**environment, LAUNCHER_VARIABLE: f"{os.getpid()} {descriptor} {self._stacks}"}

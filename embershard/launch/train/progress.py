@@ -46,7 +46,9 @@ class ProgressDisplay:
         elif isinstance(report, FailedSaveReport):
             say(self._console, f"{report.reason} Training goes on (checkpoint.on_failed_save).")
         elif isinstance(report, StopReport):
-            saved = "no checkpoint of it, by checkpoint.at_end" if report.path is None else f"its state is in {report.path}"
+            saved = (
+                "no checkpoint of it, by checkpoint.at_end" if report.path is None else f"its state is in {report.path}"
+            )
             say(self._console, f"step {report.step}: stopped by a signal; {saved}")
         else:
             assert isinstance(report, SaveReport)
