@@ -135,8 +135,10 @@ class RankGroup:
         return Ended(1, f"rank {number} failed first ({how}).", may_restart)
 
     def _hang(self, seconds: float) -> bool:
+        if self._watch is None:
+            return False
         looks = {number: look for number, rank in enumerate(self._ranks) if (look := rank.look()) is not None}
-        return self._watch is not None and bool(looks) and self._watch.add(seconds, looks)
+        return bool(looks) and self._watch.add(seconds, looks)
 
     def _explain_hang(self) -> str:
         """Return which ranks hang, and write all stacks to the file."""
