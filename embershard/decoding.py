@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import re
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -42,6 +43,8 @@ def decode(cls: type[T], values: object, error: type[EmbershardError] = ConfigEr
             passes unchanged.
     """
     try:
+        if (place := _not_finite(values)) is not None:
+            raise error(f"{place[0]}: got {place[1]}, needed a finite number.")
         text = json.dumps(values, default=lambda date: {"date": str(date)})  # TOML's only type that JSON lacks
         return TypeAdapter(cls).validate_json(text, strict=True, extra="forbid")
     except RecursionError as found:
@@ -152,6 +155,18 @@ def toml(value: Any) -> str:
     if isinstance(value, (str, bool)):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f")  # the one that TOML escapes, too
     return repr(value)
+
+
+def _not_finite(values: object, at: str = "") -> tuple[str, float] | None:
+    """Return the path and the value of the first number that is infinite (1e999, too) or not a number."""
+    if isinstance(values, float) and not math.isfinite(values):
+        return at, values
+    inner: Iterable[tuple[str | int, object]] = ()
+    if isinstance(values, Mapping):
+        inner = values.items()
+    elif isinstance(values, (list, tuple)):
+        inner = enumerate(values)
+    return next((found for key, value in inner if (found := _not_finite(value, _joined(at, key)))), None)
 
 
 def _message(cls: type, values: Any, problem: ErrorDetails) -> str:

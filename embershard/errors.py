@@ -1,4 +1,4 @@
-"""All exceptions that embershard raises on purpose.
+"""All exceptions that embershard raises on purpose, and one line about those of the operating system.
 
 ::
 
@@ -22,6 +22,12 @@ True
 """
 
 from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 
 class EmbershardError(Exception):
@@ -76,3 +82,52 @@ class FailedSaveError(CheckpointError):
 
 class SetupError(EmbershardError, RuntimeError):
     """Versions, devices or process groups do not fit together."""
+
+
+_REMEDIES = {
+    errno.ENOENT: "Check the path; a relative one starts from the current folder",
+    errno.EACCES: "Change its permissions, or choose another path",
+    errno.EPERM: "Change its permissions, or choose another path",
+    errno.EROFS: "Choose a path on a disk that can be written",
+    errno.EISDIR: "Give a file, not a folder",
+    errno.ENOTDIR: "A part of the path is a file; check the path",
+    errno.EEXIST: "Choose a path where nothing is",
+    errno.ENOSPC: "The disk is full: free some space, or choose another disk",
+    errno.EDQUOT: "The quota is used up: free some space, or choose another disk",
+    errno.EMFILE: "Raise the limit of open files: ulimit -n",
+    errno.ENAMETOOLONG: "Choose a shorter path",
+    errno.EIO: "The disk or its connection fails: look at the system's log",
+}
+
+
+def os_problem(error: OSError, path: Path | str | None = None) -> str:
+    """Return one line about an error of the operating system: the path, what happened, and what to do.
+
+    >>> os_problem(FileNotFoundError(2, "No such file or directory", "run.toml"))
+    'run.toml: No such file or directory. Check the path; a relative one starts from the current folder.'
+
+    Args:
+        path: where the error does not name one.
+    """
+    names = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, (str, bytes))]
+    where = " -> ".join(names) or (str(path) if path is not None else "")
+    what = error.strerror or str(error) or type(error).__name__
+    remedy = _REMEDIES.get(error.errno or 0)
+    return " ".join(f"{where}{': ' if where else ''}{what}.{f' {remedy}.' if remedy else ''}".split())
+
+
+@contextmanager
+def naming_file(path: Path | str) -> Iterator[None]:
+    """Give an `OSError` the name of the file, which it lacks where a write fails: on a full disk, for instance.
+
+    >>> with naming_file("out.json"):
+    ...     raise OSError(28, "No space left on device")
+    Traceback (most recent call last):
+    OSError: [Errno 28] No space left on device: 'out.json'
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise

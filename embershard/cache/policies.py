@@ -36,6 +36,13 @@ class SlotScores:
         """Return the score of every slot, non-negative float32 [S + 1]; None if only recency counts."""
         return None
 
+    def counted(self, slots: Tensor) -> Tensor:
+        """Return the scores of `slots`, for a checkpoint: float32 [M], with the newest use as 1; 0 without scores."""
+        return torch.zeros(len(slots))
+
+    def restore(self, keys: Tensor, counted: Tensor) -> None:
+        """Set the scores of rows that are not cached to those of a checkpoint (float32 [M])."""
+
     def used(self, slots: Tensor, first_hits: Tensor, fill_slots: Tensor) -> None:
         """Count a batch that used `slots` (int64 [N], with repeats): see `CachePlan`."""
 
@@ -81,6 +88,9 @@ class FrequencyScores(SlotScores):
     def of_slots(self) -> Tensor | None:
         return self._slot_scores
 
+    def counted(self, slots: Tensor) -> Tensor:
+        return self._slot_scores[slots].cpu()
+
     def admit(self, keys: Tensor, slots: Tensor) -> None:
         self._transfer.fill(keys.to(self._transfer.key_device), slots)
 
@@ -104,6 +114,13 @@ class LfuScores(FrequencyScores):
         super().__init__(row_scores, num_slots, device, make_transfer)
         self._decay = decay
         self._weight = 1.0
+
+    def counted(self, slots: Tensor) -> Tensor:
+        return super().counted(slots) / self._weight
+
+    def restore(self, keys: Tensor, counted: Tensor) -> None:
+        self._transfer.finish()
+        self._row_scores[keys] = counted * self._weight
 
     def used(self, slots: Tensor, first_hits: Tensor, fill_slots: Tensor) -> None:
         scores = self._slot_scores

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from embershard.cache.change_guard import ChangeGuard
 from embershard.cache.config import Overflow
+from embershard.cache.contents import CacheContents
 from embershard.cache.growth import grown_slots
 from embershard.cache.next_use import KnownBatch
 from embershard.cache.planner import CachePlan, Planner, Shortage
@@ -52,7 +54,8 @@ class PoolRows:
         self._state, self._map, self._scores = state, state.map, state.scores
         self._counters, self._in_flight = counters, in_flight
         self.guard = ChangeGuard(name)
-        self._pinned_keys, self._warmup = pinned_keys, warmup
+        self._pinned_keys = pinned_keys
+        self._warmup = None if warmup is None else partial(_most_frequent, warmup.without(pinned_keys.numpy()))
         self.copies = RowCopies(self._map.device, host, make_transfer)
         self._attach(self._map.num_slots)
         self._updates = UpdateGate(name)
@@ -75,13 +78,26 @@ class PoolRows:
         return self._host.host_bytes + self._scores.host_bytes
 
     def warm_up(self) -> None:
-        """Before the first batch, fill the pinned rows and then the rows with the highest counts."""
+        """Before the first batch, fill the pinned rows, and then those with the highest counts or of a checkpoint."""
         if self._pinned_keys.numel() and not self._map.num_used:
             self._preload(self._pinned_keys.to(self._map.device))
-        counts, self._warmup = self._warmup, None
-        if counts is not None:
-            best = np.sort(counts.without(self._pinned_keys.numpy()).top(self._map.num_free))
-            self._preload(torch.from_numpy(best).to(self._map.device))
+        choose, self._warmup = self._warmup, None
+        if choose is not None:
+            self._preload(choose(self._map.num_free).to(self._map.device))
+
+    def contents(self) -> CacheContents:
+        """Return the cached rows that are not pinned, by key, in the order of their slots."""
+        slots = self._map.used_slots()
+        slots = slots[slots > self._state.num_pinned]
+        ages = self._in_flight.newest - self._map.last_batch(slots)
+        return CacheContents(self._map.keys(slots).cpu(), ages.int().cpu(), self._scores.counted(slots))
+
+    def restore(self, contents: CacheContents) -> None:
+        """Fill the cache with rows of a checkpoint (by key) before the next batch, as many as there are free slots."""
+        keys = contents.rows.to(self._map.device)
+        absent = contents.select((self._map.lookup(keys) == 0).cpu() & ~torch.isin(contents.rows, self._pinned_keys))
+        self._scores.restore(absent.rows, absent.scores)
+        self._warmup = partial(absent.best, by_age=self._scores.of_slots() is None)
 
     def execute(
         self,
@@ -249,3 +265,7 @@ class PoolRows:
     def _attach(self, num_slots: int) -> None:
         self.payload = self._device_payload(num_slots)
         self.copies.attach(self.payload)
+
+
+def _most_frequent(counts: RowCounts, num_rows: int) -> Tensor:
+    return torch.from_numpy(np.sort(counts.top(num_rows)))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from embershard.cache.config import CachePolicy, Overflow, TransferKind
+from embershard.cache.contents import CacheContents
 from embershard.cache.gpu.choose import planning_classes
 from embershard.cache.key_map import MapKind
 from embershard.cache.next_use import KnownBatch
@@ -277,6 +278,16 @@ class RowCache:
         self._check()
         self._rows.write_back()
         self.counters.seconds += time.perf_counter() - started
+
+    @_alone
+    def contents(self) -> CacheContents:
+        """Return the cached rows, by key, without the pinned ones."""
+        return self._rows.contents()
+
+    @_alone
+    def restore(self, contents: CacheContents) -> None:
+        """Fill the cache with rows of a checkpoint (by key) before the next batch, in place of a profile's."""
+        self._rows.restore(contents)
 
     @_alone
     def host_rows_changed(self, keys: Tensor | None = None) -> None:

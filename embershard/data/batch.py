@@ -18,6 +18,8 @@ from embershard.errors import ConfigError
 class SparseFeature:
     """One categorical column and the rows of its embedding table, of which row 0 stands for a missing value.
 
+    A table of one row has no other: all its ids are row 0.
+
     >>> SparseFeature("user", num_rows=1000).name
     'user'
     """
@@ -26,11 +28,13 @@ class SparseFeature:
     num_rows: int
 
     def __post_init__(self) -> None:
-        if self.num_rows < 2:
+        if not self.name or any(c in "./\\" or not c.isprintable() for c in self.name):
             raise ConfigError(
-                f"sparse feature {self.name!r} has num_rows={self.num_rows}; needed at least 2: "
-                "the reserved row 0 for missing values, and one for real ids"
+                f"sparse feature {self.name!r}: needed a name without dot, slash, backslash and control characters, "
+                "since modules, tensors and files are named after it; rename the column"
             )
+        if self.num_rows < 1:
+            raise ConfigError(f"sparse feature {self.name!r} has num_rows={self.num_rows}; needed at least 1")
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,6 +14,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.data.batch import Batch, Schema
 from embershard.data.hashing import Ids
+
+if TYPE_CHECKING:
+    from embershard.data.bad_rows import BadRow
 
 Lengths = NDArray[np.int32] | tuple[int, ...]
 
@@ -26,12 +30,14 @@ class Block:
         labels: float32 [n].
         values: int64 ids of each sparse feature's bags, sample after sample.
         lengths: int32 [F, n], ids per bag; or one number per feature, where all its bags have the same size.
+        bad: rows that are not among the samples, because they are none.
     """
 
     dense: NDArray[np.float32]
     labels: NDArray[np.float32]
     values: tuple[Ids, ...]
     lengths: Lengths
+    bad: tuple[BadRow, ...] = ()
 
     @property
     def num_samples(self) -> int:
@@ -58,7 +64,8 @@ class Block:
         if not isinstance(lengths, tuple):
             lengths = np.concatenate([np.asarray(b.lengths) for b in blocks], axis=1)
         dense = np.concatenate([b.dense for b in blocks])
-        return Block(dense, np.concatenate([b.labels for b in blocks]), values, lengths)
+        bad = tuple(row for b in blocks for row in b.bad)
+        return Block(dense, np.concatenate([b.labels for b in blocks]), values, lengths, bad)
 
     def to_batch(self, schema: Schema) -> Batch:
         """Return the same samples as tensors, which share the memory of `dense` and `labels`."""

@@ -72,8 +72,8 @@ class CriteoConfig:
     def __post_init__(self) -> None:
         _freeze_lists(self)
         rows = self.rows_per_table
-        needed = f"one number or {NUM_CRITEO_SPARSE} numbers, each at least 2 (row 0 is reserved for missing)"
-        is_rows = len(rows) == NUM_CRITEO_SPARSE and all(n >= 2 for n in rows)
+        needed = f"one number or {NUM_CRITEO_SPARSE} numbers, each at least 1"
+        is_rows = len(rows) == NUM_CRITEO_SPARSE and all(n >= 1 for n in rows)
         _check(self, "criteo.", num_rows=(is_rows, needed), files=(len(self.files) > 0, _ONE_PATTERN))
 
     @property
@@ -100,6 +100,8 @@ class ParquetConfig:
     """Name of the column of clicks: 0 or 1."""
     id_mapping: Literal["modulo", "hash", "none"] = "modulo"
     """An id's row in 1..num_rows-1, as for Criteo. "none": ids are rows, and are checked."""
+    max_bag_size: int = 10_000
+    """Most ids of a bag. A row with a larger one is not a sample."""
     dense_transform: Literal["log1p", "none"] = "none"
     """Change of the dense columns: log(1 + max(x, 0)), or none."""
     files: tuple[str, ...] = ("*.parquet",)
@@ -107,9 +109,15 @@ class ParquetConfig:
 
     def __post_init__(self) -> None:
         _freeze_lists(self)
-        needed = f"{len(self.sparse)} numbers, one for each of data.parquet.sparse, each at least 2"
-        is_rows = len(self.num_rows) == len(self.sparse) and all(n >= 2 for n in self.num_rows)
-        _check(self, "parquet.", num_rows=(is_rows, needed), files=(len(self.files) > 0, _ONE_PATTERN))
+        needed = f"{len(self.sparse)} numbers, one for each of data.parquet.sparse, each at least 1"
+        is_rows = len(self.num_rows) == len(self.sparse) and all(n >= 1 for n in self.num_rows)
+        _check(
+            self,
+            "parquet.",
+            num_rows=(is_rows, needed),
+            max_bag_size=(self.max_bag_size >= 1, "at least 1"),
+            files=(len(self.files) > 0, _ONE_PATTERN),
+        )
 
 
 @dataclass(frozen=True)
@@ -137,6 +145,9 @@ class DataConfig:
     Parquet files are their row groups."""
     shuffle_window: int = 64
     """Chunks of a window. Chunks are mixed with others of their window."""
+    bad_rows: Literal["stop"] | float = "stop"
+    """What happens when a row is not a sample: the run stops, or, up to this share of the rows, another sample takes
+    its place (held-out rows are left out). Such rows are listed in the run's bad_rows.jsonl."""
     num_workers: int = 2
     """Threads of this rank that parse ahead of training. 0: parse when a batch is asked for."""
     prefetch_batches: int = 8
@@ -150,6 +161,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         reads_files = self.kind != "synthetic"
+        is_share = not isinstance(self.bad_rows, str) and 0 < self.bad_rows < 1
         no_effect = 'nothing: kind "synthetic" reads no file (set data.kind to use it)'
         _check(
             self,
@@ -159,6 +171,10 @@ class DataConfig:
             eval_fraction=(0 <= self.eval_fraction < 1, "a number in [0, 1)"),
             seed=(0 <= self.seed < 2**63, "an integer in [0, 2**63)"),
             chunk_rows=(self.chunk_rows >= 1, "at least 1"),
+            bad_rows=(
+                self.bad_rows == "stop" or (is_share and reads_files),
+                '"stop", or a share in (0, 1), for instance 0.001' if reads_files else f'"stop", or {no_effect}',
+            ),
             shuffle_window=(self.shuffle_window >= 1, "at least 1"),
             num_workers=(self.num_workers >= 0, "0 or more"),
             prefetch_batches=(self.prefetch_batches >= 1, "at least 1"),

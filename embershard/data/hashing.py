@@ -61,12 +61,13 @@ def permutation(key: int, size: int) -> Ids:
 def map_ids(ids: NDArray[np.integer], num_rows: int | Ids, mapping: str) -> Ids:
     """Return rows of raw ids: 1 + id mod (num_rows - 1), after `mix64` when `mapping` is "hash".
 
-    `num_rows` is one number, or an array that broadcasts against `ids`. Row 0 is left to missing values. Negative ids
-    wrap around as 64-bit words do.
+    `num_rows` is one number, or an array that broadcasts against `ids`. Row 0 is left to missing values; it is the row
+    of all ids where there is no other. Negative ids wrap around as 64-bit words do.
     """
     words = ids.astype(np.uint64)
     if mapping == "hash":
         words = mix64(words)
-    rows = (words % np.asarray(num_rows - 1, np.uint64)).astype(np.int64)
+    real_rows = np.asarray(num_rows - 1)
+    rows = (words % np.maximum(real_rows, 1).astype(np.uint64)).astype(np.int64)
     rows += 1
-    return rows
+    return np.where(real_rows > 0, rows, 0) if (real_rows == 0).any() else rows

@@ -14,9 +14,11 @@ from typing import Generic, Literal, Protocol, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
+from embershard.data.bad_rows import ParsedChunk
 from embershard.data.batch import Schema
 from embershard.data.block import Block, Ids
 from embershard.data.config import DataConfig
+from embershard.data.input_file import InputFile
 from embershard.data.order import ChunkTable
 from embershard.errors import DataError
 
@@ -41,52 +43,81 @@ class Source(Protocol):
     def schema(self) -> Schema:
         """The columns of a sample."""
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know of these data, as sentences."""
+
     def chunks(self, split: Split) -> ChunkTable:
         """Return the chunks of the split; none when nothing is held out and `split` is "eval"."""
 
     def read(self, split: Split, chunk: int, rows: Ids) -> Block:
         """Return the samples number `rows` of a chunk, in that order.
 
+        Where bad rows are tolerated, another sample of the same split takes a bad row's place in training; in
+        evaluation bad rows are left out. `Block.bad` names them.
+
         Raises:
-            DataError: the chunk holds something that is not a sample; file, row and column are named.
+            DataError: a file is damaged, or has changed; or a row is no sample, and none is tolerated. File, row and
+                column are named.
         """
 
 
 class FileSource(ABC):
-    """Base of sources that parse physical chunks of files as a whole, and keep the last few of them."""
+    """Base of sources that parse physical chunks of files as a whole, and keep the last few of them.
 
-    def __init__(self, schema: Schema, split: SplitChunks, num_kept: int) -> None:
-        self.schema = schema
-        self._split = split
-        self._parsed = RecentlyUsed(self.parse, num_kept)
+    Attributes:
+        num_physical: number of the physical chunks.
+        train_rows: int64 [num_physical], the first rows of each, which are to train on; the others are held out.
+    """
+
+    def __init__(self, schema: Schema, split: SplitChunks, num_kept: int, *, tolerates_bad_rows: bool) -> None:
+        self.schema, self.num_physical, self.train_rows = schema, len(split.train_rows), split.train_rows
+        self._split, self._most_bad = split, None if tolerates_bad_rows else 1
+        self._parsed = RecentlyUsed(self._parse_checked, num_kept)
 
     @abstractmethod
-    def parse(self, number: int) -> Block:
-        """Return all samples of a physical chunk."""
+    def parse(self, number: int, most_bad: int | None = None) -> ParsedChunk:
+        """Return samples and bad rows of a physical chunk; it may stop once it has found the first `most_bad`.
+
+        Raises:
+            DataError: the chunk cannot be read at all.
+        """
 
     def chunks(self, split: Split) -> ChunkTable:
         return self._split.table(split)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return ()
+
     def read(self, split: Split, chunk: int, rows: Ids) -> Block:
         physical, first = self._split.place(split, chunk)
-        return self._parsed.get(physical).take(first + rows)
+        stop = first + int(self._split.table(split).rows[chunk])
+        return self._parsed.get(physical).take(first + rows, first, stop, replaces=split == "train")
+
+    def _parse_checked(self, number: int) -> ParsedChunk:
+        parsed = self.parse(number, self._most_bad)
+        if parsed.bad and self._most_bad is not None:
+            bad = parsed.bad[min(parsed.bad)]
+            raise bad.error(str(bad))
+        return parsed
 
 
-def list_files(config: DataConfig, patterns: tuple[str, ...]) -> tuple[list[Path], list[float]]:
+def list_files(config: DataConfig, patterns: tuple[str, ...]) -> tuple[list[InputFile], list[float]]:
     """Return the data files of a config, and the share of each that is held out, at its end.
 
     Raises:
-        DataError: there is nothing at a path, no file of a folder matches, or a file is empty.
+        DataError: there is nothing at a path, no file of a folder matches, or a file is empty or cannot be read.
     """
     assert config.path is not None
-    paths = _files_at(config.path, patterns, config.kind)
+    paths = files_at(config.path, patterns, config.kind)
     if config.eval_path is None:
         return paths, [config.eval_fraction] * len(paths)
-    held_out = _files_at(config.eval_path, patterns, config.kind)
+    held_out = files_at(config.eval_path, patterns, config.kind)
     return paths + held_out, [0.0] * len(paths) + [1.0] * len(held_out)
 
 
-def _files_at(path: str, patterns: tuple[str, ...], kind: str) -> list[Path]:
+def files_at(path: str, patterns: tuple[str, ...], kind: str) -> list[InputFile]:
     """Return the file at `path`, or the folder's files that match a pattern, by name."""
     root = Path(path).expanduser()
     if not root.exists():
@@ -103,10 +134,7 @@ def _files_at(path: str, patterns: tuple[str, ...], kind: str) -> list[Path]:
             )
         if skipped:
             _log.info("%s: not read, as no pattern of data.%s.files matches: %s", root, kind, ", ".join(skipped))
-    for file in files:
-        if file.stat().st_size == 0:
-            raise DataError(f"{file}: the file is empty (0 bytes); remove it, or fetch it again")
-    return files
+    return [InputFile.at(file) for file in files]
 
 
 class SplitChunks:
@@ -129,6 +157,7 @@ class SplitChunks:
         before_file = np.cumsum(total) - total
         first = np.cumsum(size) - size - before_file[owner]
         cut = np.clip(num_train[owner] - first, 0, size)
+        self.train_rows = cut
         self._parts = {"train": _part(owner, np.zeros_like(cut), cut), "eval": _part(owner, cut, size)}
 
     def table(self, split: Split) -> ChunkTable:

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from embershard.data.bad_rows import BadRow, BadRowTally
 from embershard.data.batch import Batch, Schema
 from embershard.data.config import DataConfig
 from embershard.data.reader import SampleReader
@@ -36,6 +37,9 @@ class StreamState:
         return asdict(self)
 
 
+_Read = tuple[Batch, tuple[BadRow, ...]]
+
+
 @dataclass(frozen=True)
 class _Step:
     """One global batch: it ends before position `stop` of an epoch, and this rank takes positions [first, last)."""
@@ -51,8 +55,9 @@ class BatchStream:
 
     The samples of an epoch have one order, a function of (seed, epoch). Global batch k is the samples [k*G, (k+1)*G) of
     it, G = batch_size * world_size, and rank r takes its r-th slice. So every sample goes to exactly one rank, and all
-    ranks see the same number of batches. Training leaves out an end of an epoch that is smaller than G; evaluation
-    gives every sample once, with smaller or empty (B = 0) last slices.
+    ranks see the same number of batches. A bad row that is tolerated (`DataConfig.bad_rows`) has a place in that order
+    like any other: in training another sample stands there, in evaluation none. Training leaves out an end of an epoch
+    that is smaller than G; evaluation gives every sample once, with smaller or empty (B = 0) last slices.
 
     >>> from embershard.data import open_source
     >>> config = DataConfig(num_workers=0)
@@ -70,6 +75,9 @@ class BatchStream:
         config: seed, shuffling, and the number of threads that parse ahead.
         state: the position to go on from; of any world size and batch size.
         pin_memory: put batches into page-locked memory.
+
+    Attributes:
+        bad_rows: counts the bad rows of the batches that this stream gave.
 
     Raises:
         ConfigError: nothing is held out and `split` is "eval"; the state is of another seed; there is no GPU to pin
@@ -95,13 +103,14 @@ class BatchStream:
         self._batch_size, self._rank, self._world_size = batch_size, rank, world_size
         self._global_size = batch_size * world_size
         self._split, self._epochs, self._seed = split, epochs, config.seed
-        self._state = state or StreamState(seed=config.seed)
+        self._start = self._state = state or StreamState(seed=config.seed)
+        self.bad_rows = BadRowTally()
         self._check(pin_memory)
         self._steps = self._plan(self._state)
         device = torch.cuda.current_device() if pin_memory else None
         self._reader = _BatchReader(SampleReader(source, split, config), source.schema, device)
         self._depth = config.prefetch_batches if config.num_workers else 1
-        self._ahead: deque[tuple[_Step, Callable[[], Batch]]] = deque()
+        self._ahead: deque[tuple[_Step, Callable[[], _Read]]] = deque()
         self._pool = None
         if config.num_workers:
             # Without it, pinning in a thread would make a context on GPU 0 for every rank.
@@ -115,9 +124,18 @@ class BatchStream:
         return self._state
 
     @property
-    def steps_per_epoch(self) -> int:
-        """Global batches of a whole epoch."""
-        whole, rest = divmod(self.num_samples, self._global_size)
+    def num_steps(self) -> int | None:
+        """Global batches from the position at which this stream was opened to its end; None without end."""
+        if self._epochs is None:
+            return None
+        epochs_left = self._epochs - self._start.epoch
+        if epochs_left <= 0:
+            return 0
+        in_first = self._steps_in(self.num_samples - self._start.global_sample)
+        return in_first + (epochs_left - 1) * self._steps_in(self.num_samples)
+
+    def _steps_in(self, num_samples: int) -> int:
+        whole, rest = divmod(num_samples, self._global_size)
         return whole + (self._split == "eval" and rest > 0)
 
     def close(self) -> None:
@@ -144,14 +162,15 @@ class BatchStream:
             raise StopIteration
         step, finish = self._ahead.popleft()
         try:
-            batch = finish()
+            batch, bad = finish()
         except BaseException:
             self.close()
             raise
         self._state = StreamState(step.epoch, step.stop, self._seed)
+        self.bad_rows.add(step.last - step.first, bad)
         return batch
 
-    def _begin(self, step: _Step) -> Callable[[], Batch]:
+    def _begin(self, step: _Step) -> Callable[[], _Read]:
         """Read a batch in a thread, or, without threads, when it is asked for."""
         if self._pool is None:
             return partial(self._reader.read, step)
@@ -200,6 +219,7 @@ class _BatchReader:
     def __init__(self, samples: SampleReader, schema: Schema, device: int | None) -> None:
         self._samples, self._schema, self._device = samples, schema, device
 
-    def read(self, step: _Step) -> Batch:
-        batch = self._samples.read(step.epoch, step.first, step.last).to_batch(self._schema)
-        return batch if self._device is None else batch.pin_memory()
+    def read(self, step: _Step) -> _Read:
+        block = self._samples.read(step.epoch, step.first, step.last)
+        batch = block.to_batch(self._schema)
+        return batch if self._device is None else batch.pin_memory(), block.bad

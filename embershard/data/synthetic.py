@@ -54,6 +54,10 @@ class SyntheticSource:
         sparse = tuple(SparseFeature(f"C{i + 1}", num_rows) for i, num_rows in enumerate(rows))
         return Schema(tuple(f"I{i + 1}" for i in range(config.synthetic.num_dense)), sparse)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return ()
+
     def chunks(self, split: Split) -> ChunkTable:
         return self._split.table(split)
 

@@ -1,7 +1,7 @@
 """Files of lines, plain or gzip, cut into chunks of lines that can be read in any order.
 
-One pass over a file finds where its chunks start. Plain files are memory-mapped. A gzip file can only be read
-forward, so that pass keeps copies of the decompressor's state every 16 MiB, and a read starts at the copy before it.
+One pass over a file finds where its chunks start. A gzip file can only be read forward, so that pass keeps copies of
+the decompressor's state every 16 MiB, and a read starts at the copy before it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embershard.data.block import Ids
+from embershard.data.input_file import InputFile
 from embershard.data.source import RecentlyUsed
 from embershard.errors import DataError
 
@@ -53,18 +54,18 @@ def scan_lines(blocks: Iterable[NDArray[np.uint8]], chunk_rows: int) -> tuple[Id
 
 
 class PlainFile:
-    """The bytes of a file, memory-mapped."""
+    """The bytes of a file."""
 
-    def __init__(self, path: Path) -> None:
-        self._bytes = np.memmap(path, np.uint8, mode="r")
+    def __init__(self, file: InputFile) -> None:
+        self._file = file
 
     def blocks(self) -> Iterator[NDArray[np.uint8]]:
-        for start in range(0, len(self._bytes), _SCAN_BYTES):
-            yield self._bytes[start : start + _SCAN_BYTES]
+        for data in self._file.blocks(0, _SCAN_BYTES):
+            yield np.frombuffer(data, np.uint8)
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes [start, stop), without a copy."""
-        return self._bytes[start:stop].data
+        """Return bytes [start, stop)."""
+        return self._file.read(start, stop)
 
 
 class _State(NamedTuple):
@@ -76,13 +77,13 @@ class _State(NamedTuple):
 
 
 class GzipFile:
-    """The decompressed bytes of a .gz file (of one or several members), from any place on.
+    """The decompressed bytes of a gzip file (of one or several members), from any place on.
 
     `blocks` must have been read to its end before `read`.
     """
 
-    def __init__(self, path: Path, kept: RecentlyUsed[tuple[GzipFile, int], bytes]) -> None:
-        self._path, self._kept = path, kept
+    def __init__(self, file: InputFile, kept: RecentlyUsed[tuple[GzipFile, int], bytes]) -> None:
+        self._file, self._kept = file, kept
         self._states: list[_State] = []
         self._size = 0
 
@@ -118,31 +119,32 @@ class GzipFile:
 
     def _inflate(self, place: int, inflater: _Decompress) -> Iterator[tuple[int, _Decompress, bytes]]:
         """Decompress from a state on: yield (place, state at it, bytes decompressed from there)."""
-        between_members = False
-        with self._path.open("rb") as file:
-            file.seek(place)
-            while data := file.read(_INFLATE_BYTES):
+        between_members, path = False, self._file.path
+        while place < self._file.num_bytes:
+            for data in self._file.blocks(place, _INFLATE_BYTES):
                 before = inflater.copy()
                 try:
                     out = inflater.decompress(data)
                 except zlib.error as error:
-                    raise DataError(f"{self._path}: not a sound gzip file ({error}); fetch it again") from None
+                    raise DataError(
+                        f"{path}: not a sound gzip file ({error}, after byte {place:,}); fetch it again"
+                    ) from None
                 yield place, before, out
                 place += len(data)
                 between_members = inflater.eof
-                if between_members:
+                if between_members:  # the next member begins in these data
                     place -= len(inflater.unused_data)
-                    file.seek(place)
                     inflater = _new_inflater()
-            if not between_members:
-                raise DataError(f"{self._path}: the gzip file is truncated; fetch it again")
+                    break
+        if not between_members:
+            raise DataError(f"{path}: the gzip file is truncated after byte {place:,}; fetch it again")
 
 
 class TextFiles:
     """Chunks of lines of several files.
 
     Args:
-        paths: files; a name that ends in .gz means gzip.
+        files: plain ones, or gzip.
         chunk_rows: lines per chunk; a file's last chunk may have fewer.
         num_workers: threads that scan files at the same time.
 
@@ -155,19 +157,19 @@ class TextFiles:
         DataError: a file has no line, or is damaged.
     """
 
-    def __init__(self, paths: list[Path], chunk_rows: int, num_workers: int) -> None:
+    def __init__(self, files: list[InputFile], chunk_rows: int, num_workers: int) -> None:
         kept: RecentlyUsed[tuple[GzipFile, int], bytes]
         kept = RecentlyUsed(lambda place: place[0].segment(place[1]), _KEPT_SEGMENTS)
-        self._paths = paths
-        self._files = [GzipFile(path, kept) if path.suffix == ".gz" else PlainFile(path) for path in paths]
+        self._paths = [file.path for file in files]
+        self._files = [GzipFile(file, kept) if file.is_gzip() else PlainFile(file) for file in files]
         with ThreadPoolExecutor(max(1, num_workers), "embershard-scan") as pool:
             scanned = list(pool.map(lambda file: scan_lines(file.blocks(), chunk_rows), self._files))
-        for path, (_, rows) in zip(paths, scanned, strict=True):
+        for path, (_, rows) in zip(self._paths, scanned, strict=True):
             if not len(rows):
                 raise DataError(f"{path}: no line in it; remove it, or fetch it again")
         self._borders = np.concatenate([np.stack([b[:-1], b[1:]], axis=1) for b, _ in scanned])
         self.rows = np.concatenate([rows for _, rows in scanned])
-        self.file = np.repeat(np.arange(len(paths)), [len(rows) for _, rows in scanned])
+        self.file = np.repeat(np.arange(len(files)), [len(rows) for _, rows in scanned])
         self.first_row = np.concatenate([np.arange(len(rows)) * chunk_rows for _, rows in scanned])
 
     def read(self, chunk: int) -> memoryview:

@@ -13,9 +13,16 @@ from embershard.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from embershard.distributed.agreement import longest, shortest
+    from embershard.distributed.checkpoint.blocks import TensorBlocks
     from embershard.distributed.checkpoint.disk import check_disk
     from embershard.distributed.checkpoint.folder import complete_checkpoints, prune, set_aside, step_of
-    from embershard.distributed.checkpoint.load import damaged_scalars, load_tensors, read_scalars, verify_checkpoint
+    from embershard.distributed.checkpoint.load import (
+        damaged_scalars,
+        load_group,
+        load_tensors,
+        read_scalars,
+        verify_checkpoint,
+    )
     from embershard.distributed.checkpoint.manifest import Manifest
     from embershard.distributed.checkpoint.rng import rng_state, set_rng_state
     from embershard.distributed.checkpoint.save import save_checkpoint, without_empty
@@ -27,9 +34,10 @@ else:
         __name__,
         {
             "agreement": ["longest", "shortest"],
+            "checkpoint.blocks": ["TensorBlocks"],
             "checkpoint.disk": ["check_disk"],
             "checkpoint.folder": ["complete_checkpoints", "prune", "set_aside", "step_of"],
-            "checkpoint.load": ["damaged_scalars", "load_tensors", "read_scalars", "verify_checkpoint"],
+            "checkpoint.load": ["damaged_scalars", "load_group", "load_tensors", "read_scalars", "verify_checkpoint"],
             "checkpoint.manifest": ["Manifest"],
             "checkpoint.rng": ["rng_state", "set_rng_state"],
             "checkpoint.save": ["save_checkpoint", "without_empty"],
@@ -44,11 +52,13 @@ __all__ = [
     "Manifest",
     "Ranks",
     "Supervision",
+    "TensorBlocks",
     "check_disk",
     "complete_checkpoints",
     "damaged_scalars",
     "empty_like",
     "is_lost_connection",
+    "load_group",
     "load_tensors",
     "longest",
     "process_group",

@@ -25,6 +25,10 @@ class CheckpointConfig:
     keep_last: int = 2
     """Complete checkpoints to keep; older ones are removed."""
 
+    asynchronous: bool | None = None
+    """Write checkpoints between steps while training goes on. When absent: on a CPU yes, on a GPU no. The save at the
+    end of training is waited for."""
+
     on_failed_save: Literal["stop", "continue"] = "stop"
     """When a save fails, for instance on a full disk: stop, or train on and try again at the next one. The save at the
     end of training always stops."""
@@ -36,8 +40,12 @@ class CheckpointConfig:
                 raise ConfigError(f"checkpoint.{name}: got {value}, needed at least 1.")
         if self.on_failed_save not in ("stop", "continue"):
             raise ConfigError(f"checkpoint.on_failed_save: got {self.on_failed_save!r}, needed 'stop' or 'continue'.")
-        if self.on_failed_save == "continue" and self.every_steps is None:
-            raise ConfigError("checkpoint.on_failed_save has no effect without checkpoint.every_steps.")
+        for name, is_set in (
+            ("on_failed_save", self.on_failed_save == "continue"),
+            ("asynchronous", self.asynchronous is not None),
+        ):
+            if is_set and self.every_steps is None:
+                raise ConfigError(f"checkpoint.{name} has no effect without checkpoint.every_steps.")
 
     def saves_last(self, is_stopped: bool) -> bool:
         """Return whether a run saves after its last step; `is_stopped`: a signal ended it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import gc
 import hashlib
@@ -26,6 +27,9 @@ TIMEOUT = datetime.timedelta(minutes=10)
 class Ranks:
     """The calling process's place among the ranks of a run. Its methods are collectives, at world size 1 the identity.
 
+    Attributes:
+        group: of the collectives; None is the default group.
+
     >>> Ranks(rank=1, world_size=2, local_rank=1, local_world_size=2, device=torch.device("cpu")).is_first
     False
     """
@@ -35,20 +39,25 @@ class Ranks:
     local_rank: int
     local_world_size: int
     device: torch.device
+    group: dist.ProcessGroup | None = None
 
     @property
     def is_first(self) -> bool:
         """True on the rank that prints and writes the run's record."""
         return self.rank == 0
 
+    def with_own_group(self) -> Ranks:
+        """Return the ranks with a new group in host memory, for another thread's collectives. Collective."""
+        return dataclasses.replace(self, group=dist.new_group(backend="gloo", timeout=TIMEOUT))
+
     def barrier(self) -> None:
         """Wait until every rank has called it."""
-        dist.barrier()
+        dist.barrier(self.group)
 
     def all_gather(self, value: torch.Tensor) -> torch.Tensor:
         """Return the tensors [...] of all ranks as one, [world_size, ...]; their shapes must be equal."""
         out = value.new_empty((self.world_size, *value.shape))
-        dist.all_gather(list(out.unbind(0)), value.contiguous())
+        dist.all_gather(list(out.unbind(0)), value.contiguous(), self.group)
         return out
 
     def all_gather_rows(self, value: torch.Tensor) -> torch.Tensor:
@@ -67,7 +76,7 @@ class Ranks:
                 made[0] = make()
             except Exception as error:
                 made[1] = error
-        dist.broadcast_object_list(made, src=0)
+        dist.broadcast_object_list(made, src=0, group=self.group)
         if made[1] is not None:
             raise made[1]
         return made[0]
@@ -75,7 +84,7 @@ class Ranks:
     def all_gather_objects(self, value: Any) -> list[Any]:
         """Return the picklable values of all ranks, in rank order. Not for the hot path."""
         out: list[Any] = [None] * self.world_size
-        dist.all_gather_object(out, value)
+        dist.all_gather_object(out, value, self.group)
         return out
 
 

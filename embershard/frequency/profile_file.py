@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embershard.errors import DataError
+from embershard.errors import DataError, naming_file
 from embershard.frequency.counts import RowCounts, SparseCounts
 from embershard.frequency.encoding import decode, encode, smallest
 from embershard.frequency.statistics import DataStatistics
@@ -40,7 +40,7 @@ def write(
     if statistics is not None:
         header["statistics"], arrays = encode(statistics)
     text = np.frombuffer(json.dumps(header).encode(), np.uint8)
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
+    with naming_file(path), zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
         _write_array(file, "format", np.array([FORMAT, num_batches], dtype=np.int64))
         _write_array(file, "header", text)
         for name, values in arrays.items():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from embershard.decoding import toml
 from embershard.errors import ConfigError
+from embershard.training.identity import check_keys
 
 NEWEST = -1  # --resume without a step
 
@@ -92,6 +93,13 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with --resume: also take a checkpoint without a manifest, of which nothing can be verified",
     )
+    parser.add_argument(
+        "--allow-change",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="with --resume: go on though this setting is another one than in the checkpoint; may be repeated",
+    )
 
 
 def check_resume(arguments: argparse.Namespace) -> None:
@@ -100,6 +108,9 @@ def check_resume(arguments: argparse.Namespace) -> None:
         raise ConfigError("--resume needs --run-dir, the folder of the run to continue.")
     if arguments.unverified and arguments.resume is None:
         raise ConfigError("--unverified has no effect without --resume.")
+    if arguments.allow_change and arguments.resume is None:
+        raise ConfigError("--allow-change has no effect without --resume.")
+    check_keys(arguments.allow_change)
 
 
 def _step(text: str) -> int:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 from embershard import __version__
-from embershard.errors import EmbershardError
+from embershard.errors import EmbershardError, os_problem
 
 #: Name, module below `embershard.launch` with the function `main(argv) -> int`, and help of each command.
 _COMMANDS = (
     ("train", "train.start", "train a model (embershard train --help lists all settings)"),
     ("profile", "profile.command", "count how often every row of a data set is looked up, or show such a profile"),
     ("plan", "plan.command", "place tables and size caches, without a GPU at hand; predict memory and speed"),
+    ("data", "data.command", "read a whole data set and say what training would do with it"),
     ("report", "report.command", "set what a plan predicted beside what a run measured"),
     ("ckpt", "ckpt.command", "list, verify, prune or compare the checkpoints of a run"),
     ("doctor", "doctor.command", "check whether this machine can train, and say what to do if not"),
@@ -31,6 +33,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return import_module(f"embershard.launch.{module}").main(arguments[1:])
             except EmbershardError as error:
                 print(f"embershard: {error}", file=sys.stderr)
+                return 2
+            except BrokenPipeError:  # the reader of the output has seen enough
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                return 1
+            except OSError as error:
+                print(f"embershard: {os_problem(error)}", file=sys.stderr)
                 return 2
             except KeyboardInterrupt:
                 print("embershard: stopped.", file=sys.stderr)

@@ -117,7 +117,7 @@ def _from_text(hint: Any, text: str) -> Any:
     options = alternatives(hint)
     if type(None) in options and text.lower() in ("none", "null"):
         return None
-    words = any(option is str or get_origin(option) is Literal for option in options)
+    words = any(option is str or get_origin(option) is Literal for option in options) and float not in options
     lists = any(get_origin(option) is tuple for option in options)
     if lists and "," in text and not text.startswith("["):
         text = f"[{text}]"

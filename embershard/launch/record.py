@@ -1,4 +1,7 @@
-"""The files of a run: config.toml, plan.json, metrics.jsonl, TensorBoard events, result.json. The first rank writes."""
+"""The files of a run: config.toml, plan.json, metrics.jsonl, bad_rows.jsonl, TensorBoard events, result.json.
+
+The first rank writes them.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,30 @@ from typing import Any
 
 import numpy as np
 
+from embershard.data.bad_rows import BadRow
 from embershard.decoding import to_toml
+from embershard.errors import naming_file
 from embershard.launch.config import METRICS, RUN_CONFIG
 from embershard.launch.run_dir import check_run_dir
 from embershard.launch.versions import git_commit, versions
 from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
-from embershard.training.reports import EvalReport, FailedSaveReport, Report, SaveReport, StopReport, TrainReport
+from embershard.training.reports import (
+    BadRowsReport,
+    EvalReport,
+    FailedSaveReport,
+    Report,
+    SaveReport,
+    StopReport,
+    TrainReport,
+)
 from embershard.training.trainer import Trainer
 
 #: Steps at the start that do not count for the speed: caches fill, memory is allocated.
 _WARMUP_STEPS = 10
-_RESULT = "result.json"
+_DAMAGED, _BAD_ROWS, _RESULT = "metrics.damaged.jsonl", "bad_rows.jsonl", "result.json"
+#: Lines of bad_rows.jsonl.
+_MOST_BAD_ROWS = 10_000
 
 
 class RunRecord:
@@ -41,23 +56,34 @@ class RunRecord:
         check_run_dir(folder, resume=resumed_at is not None)
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / RUN_CONFIG).write_text(to_toml(config), encoding="utf-8")
+        with naming_file(folder / RUN_CONFIG):
+            (folder / RUN_CONFIG).write_text(to_toml(config), encoding="utf-8")
         (folder / "plan.json").unlink(missing_ok=True)  # an earlier part of the run may have had one
         if plan is not None:
             plan.save(folder / "plan.json")
         metrics = folder / METRICS
-        kept = _lines_up_to(metrics, resumed_at) if resumed_at is not None and metrics.exists() else []
-        metrics.write_text("".join(kept), encoding="utf-8")
+        kept, damaged = _lines_up_to(metrics, resumed_at) if resumed_at is not None and metrics.exists() else ([], [])
+        if damaged:
+            with naming_file(folder / _DAMAGED), (folder / _DAMAGED).open("ab") as aside:
+                aside.writelines(damaged)
+        new = folder / f"{METRICS}.new"
+        with naming_file(new):
+            new.write_bytes(b"".join(kept))
+        new.replace(metrics)  # a full disk leaves the earlier lines as they are
+        self._bad_rows = BadRowFile(folder / _BAD_ROWS)
         self._metrics = metrics.open("a", encoding="utf-8")
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
         self._board = SummaryWriter(str(folder), purge_step=None if resumed_at is None else resumed_at + 1)
 
     def add(self, report: Report) -> None:
-        """Append a line to metrics.jsonl, and the report's numbers to TensorBoard."""
+        """Append a line to metrics.jsonl, bad rows to their file, and the report's numbers to TensorBoard."""
+        if isinstance(report, BadRowsReport):
+            self._bad_rows.add(report.rows)
         kind, values = _flat(report)
-        self._metrics.write(json.dumps({"kind": kind, **values}) + "\n")
-        self._metrics.flush()
+        with naming_file(self._metrics.name):
+            self._metrics.write(json.dumps({"kind": kind, **values}) + "\n")
+            self._metrics.flush()
         for name, value in values.items():
             if name != "step" and isinstance(value, (int, float)):
                 self._board.add_scalar(f"{kind}/{name}", value, report.step)
@@ -65,12 +91,38 @@ class RunRecord:
     def finish(self, result: dict[str, Any]) -> None:
         """Write result.json."""
         text = json.dumps(result, indent=2, allow_nan=False)
-        (self._folder / _RESULT).write_text(text + "\n", encoding="utf-8")
+        with naming_file(self._folder / _RESULT):
+            (self._folder / _RESULT).write_text(text + "\n", encoding="utf-8")
 
     def close(self) -> None:
         """Close the files."""
         self._metrics.close()
         self._board.close()
+
+
+class BadRowFile:
+    """A file of bad rows, one JSON object to a line with the keys file, row, column and problem.
+
+    Each row is listed once, and at most 10,000 of them; the file of a resumed run goes on.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._listed: set[str] = set()
+        if path.exists():
+            self._listed.update(path.read_text(encoding="utf-8", errors="replace").splitlines())
+
+    def add(self, rows: Sequence[BadRow]) -> None:
+        """List rows; the file is made when the first one comes."""
+        lines = dict.fromkeys(
+            json.dumps({"file": str(row.path), "row": row.row, "column": row.column, "problem": row.problem})
+            for row in rows
+        )
+        new = [line for line in lines if line not in self._listed][: max(0, _MOST_BAD_ROWS - len(self._listed))]
+        if new:
+            with naming_file(self._path), self._path.open("a", encoding="utf-8") as file:
+                file.writelines(f"{line}\n" for line in new)
+            self._listed.update(new)
 
 
 def has_result(folder: Path, step: int) -> bool:
@@ -106,7 +158,8 @@ def make_result(
 
     `samples_per_second` (of all ranks) and `step_ms` are of the steps that `steady_steps` chooses, and None without a
     step; `is_steady` is False when the run was too short for them. A quality that is undefined or was not measured is
-    None. `measured_steps` counts the steps of this process, as `cache` does; `steps` includes those before a resume.
+    None. `measured_steps` counts the steps of this process, as `cache` and `bad_rows` do; `steps` includes those before
+    a resume. `bad_rows` is None where none is tolerated. `changes` are the settings that resumes changed on request.
     """
     quality = {} if evaluation is None else dataclasses.asdict(evaluation.quality)
     config, ranks, plan = trainer.config, trainer.ranks, trainer.plan
@@ -123,10 +176,12 @@ def make_result(
         "loss": loss,
         **{name: quality.get(name) for name in ("auc", "ne", "logloss", "accuracy", "calibration")},
         "eval_samples": quality.get("samples", 0),
+        "bad_rows": trainer.bad_rows.num_bad if trainer.bad_rows.are_tolerated else None,
         "world_size": ranks.world_size,
         "device": ranks.device.type,
         "cache": cache,
         "look_ahead": look_ahead,
+        "changes": [dataclasses.asdict(change) for change in trainer.state.changes],
         "plan": None if plan is None else {"path": config.sharding.plan, "digest": plan.digest},
         "versions": versions(),
         "git_commit": git_commit(),
@@ -140,20 +195,25 @@ def _flat(report: Report) -> tuple[str, dict[str, Any]]:
         return "eval", {"step": report.step, **dataclasses.asdict(report.quality), "seconds": report.seconds}
     if isinstance(report, FailedSaveReport):
         return "failed_checkpoint", dataclasses.asdict(report)
+    if isinstance(report, BadRowsReport):
+        return "bad_rows", {"step": report.step, "num_bad": report.num_bad}
     if isinstance(report, StopReport):
         return "stop", {"step": report.step, "path": report.path and report.path.name}
     assert isinstance(report, SaveReport)
-    return "checkpoint", {"step": report.step, "path": report.path.name, "seconds": report.seconds}
+    return "checkpoint", {**dataclasses.asdict(report), "path": report.path.name}
 
 
-def _lines_up_to(metrics: Path, step: int) -> list[str]:
-    """Return the lines of an earlier run that the resumed one will not write again, without a torn last line."""
-    kept = []
-    for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True):
+def _lines_up_to(metrics: Path, step: int) -> tuple[list[bytes], list[bytes]]:
+    """Return the lines of an earlier run that the resumed one will not write again, and those that cannot be read."""
+    kept, damaged = [], []
+    for line in metrics.read_bytes().splitlines(keepends=True):
+        whole = line if line.endswith(b"\n") else line + b"\n"
         try:
             values = json.loads(line)
-        except ValueError:
-            break
-        if values["step"] < step or (values["step"] == step and values["kind"] != "eval"):
-            kept.append(line)
-    return kept
+            is_kept = values["step"] < step or (values["step"] == step and values["kind"] != "eval")
+        except (ValueError, KeyError, TypeError):
+            damaged.append(whole)
+            continue
+        if is_kept:
+            kept.append(whole)
+    return kept, damaged

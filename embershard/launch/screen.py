@@ -15,16 +15,21 @@ from rich.table import Table
 _WIDTH = 150  # of tables that go to a file or a pipe
 
 
+def plain_console(**options: Any) -> Console:
+    """Return a console that shows texts as they are: `[/x]` or `:smile:` in a path is no markup."""
+    return Console(markup=False, emoji=False, **options)
+
+
 def wide_console() -> Console:
     """Return a console that is wide enough for our tables where no terminal sets its width."""
-    console = Console()
-    return console if console.is_terminal else Console(width=_WIDTH)
+    console = plain_console()
+    return console if console.is_terminal else plain_console(width=_WIDTH)
 
 
 def say(console: Console, *lines: str) -> None:
-    """Print lines as they are: not wrapped, so that commands can be copied, and without markup."""
+    """Print lines as they are: not wrapped, so that commands can be copied, and without colours."""
     for line in lines:
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
+        console.print(line, soft_wrap=True, highlight=False)
 
 
 def make_table(title: str, left: Sequence[str], right: Sequence[str], **style: Any) -> Table:

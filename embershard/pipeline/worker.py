@@ -32,7 +32,7 @@ class CacheWorker:
         self.failure: Exception | None = None
         self.is_awaited = False
         threads = torch.get_num_threads()
-        self._thread.submit(_keep_to_one_core).result()
+        self._thread.submit(keep_to_one_core).result()
         torch.set_num_threads(threads)  # the call above also told MKL, which has one number for all threads
 
     def start(self, job: Callable[[], None]) -> None:
@@ -62,7 +62,7 @@ class CacheWorker:
             raise failure
 
 
-def _keep_to_one_core() -> None:
+def keep_to_one_core() -> None:
     """Let the calling thread's operations run in one thread.
 
     A thread takes the process's number when it first asks for its own; after that, `set_num_threads` of another thread

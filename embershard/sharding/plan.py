@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from embershard.decoding import decode
 from embershard.earlier_settings import with_current_names
-from embershard.errors import ShardingError
+from embershard.errors import ShardingError, naming_file
 from embershard.sharding.plan_checks import FORMAT, check_plan
 from embershard.sharding.plan_text import from_text, to_text
 from embershard.sharding.shards import Pool, PoolPlacement, Shard, TablePlacement, pools_of, shards_of
@@ -170,7 +170,8 @@ class Plan:
             ShardingError: the plan contradicts itself.
         """
         check_plan(self)
-        Path(path).write_text(self.to_text(), encoding="utf-8")
+        with naming_file(path):
+            Path(path).write_text(self.to_text(), encoding="utf-8")
 
     def to_text(self) -> str:
         """Return the contents of the file."""

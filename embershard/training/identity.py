@@ -1,13 +1,81 @@
-"""What must be the same when a run goes on from a checkpoint."""
+"""What must be the same when a run goes on from a checkpoint, and what may change."""
 
 from __future__ import annotations
 
+import difflib
 import json
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from embershard.data import Schema
+from embershard.data.fingerprint import FileIdentity, identify_files
+from embershard.decoding import toml
+from embershard.errors import ConfigError
 from embershard.training.config import RunConfig
+
+BATCH, SEED = "train.global_batch_size", "data.seed"
+_FILES = ("data.files", "data.eval_files")
+_MOST_FILES_SHOWN = 5
+
+
+def _names(section: str, names: str) -> set[str]:
+    return {f"{section}.{name}" for name in names.split()}
+
+
+#: Settings that change the meaning or the order of the data, or the arithmetic of training. Checkpoints have their
+#: values, and a resume compares them.
+COMPARED = frozenset(
+    _names("data", "kind eval_fraction seed shuffle chunk_rows shuffle_window")
+    | _names("data.synthetic", "num_samples scale num_dense bag_sizes drift signal click_rate")
+    | _names("data.criteo", "num_rows id_mapping dense_transform")
+    | _names("data.parquet", "dense sparse num_rows label id_mapping dense_transform max_bag_size")
+    | _names("model", "arch embedding_dim dense_arch_layer_sizes over_arch_layer_sizes table_dtype")
+    | _names("model", "dcn_num_layers dcn_low_rank_dim")
+    | _names("sharding", "forward_dtype backward_dtype")
+    | _names("embedding_optimizer", "kind lr eps weight_decay betas")
+    | _names("dense_optimizer", "kind lr eps weight_decay betas clip_norm")
+    | _names("schedule", "warmup_steps decay decay_start decay_steps floor")
+    | _names("train", "global_batch_size seed init precision")
+)
+
+#: Settings that are compared by what they lead to: files by name, size and content; the samples of all ranks' step.
+COMPARED_AS = {
+    "data.path": "data.files",
+    "data.criteo.files": "data.files",
+    "data.parquet.files": "data.files",
+    "data.eval_path": "data.eval_files",
+    "train.batch_size": BATCH,
+}
+
+#: Settings that may change on a resume: where and how fast it trains, for how long, what it reports and saves. Caches,
+#: plans and placements train the same rows by the same arithmetic; an epoch's order does not depend on the others. So
+#: with `data.bad_rows`: rows that were trained on are as good as before, and a run that a bad row stopped can go on.
+FREE = frozenset(
+    _names("data", "num_workers prefetch_batches bad_rows")
+    | _names("cache", "ratio device_bytes policy warmup host host_dir transfer slot_map overflow decay enabled")
+    | _names("look_ahead", "lookahead prefetch")
+    | _names("profile", "path samples")
+    | _names("sharding", "plan")
+    | _names("train", "epochs max_steps eval_every log_every device")
+    | _names("checkpoint", "every_steps at_end keep_last on_failed_save")
+)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A difference between a saved run and the one that goes on from it.
+
+    Attributes:
+        key: the setting.
+        saved, now: its values, as text.
+        step: of the checkpoint after which it applies, once it was allowed.
+    """
+
+    key: str
+    saved: str
+    now: str
+    step: int | None = None
 
 
 def tables_of(config: RunConfig, schema: Schema) -> dict[str, tuple[int, int]]:
@@ -15,10 +83,95 @@ def tables_of(config: RunConfig, schema: Schema) -> dict[str, tuple[int, int]]:
     return {feature.name: (feature.num_rows, config.model.embedding_dim) for feature in schema.sparse}
 
 
-def settings_of(config: RunConfig) -> dict[str, Any]:
-    """Return the settings under which other values of the tensors would load without an error."""
-    settings = {f"model.{key}": value for key, value in asdict(config.model).items()}
-    settings["embedding_optimizer.kind"] = config.embedding_optimizer.kind
-    settings["dense_optimizer.kind"] = config.dense_optimizer.kind
-    settings_as_saved: dict[str, Any] = json.loads(json.dumps(settings))
-    return settings_as_saved
+def identity_of(config: RunConfig, world_size: int) -> dict[str, Any]:
+    """Return the values of all settings that are compared, as JSON values by name. Reads some bytes of every file.
+
+    The settings of other kinds of data than `data.kind` are left out: they have no effect.
+    """
+    other_kinds = tuple(f"data.{kind}." for kind in ("synthetic", "criteo", "parquet") if kind != config.data.kind)
+    values = {key: _value(config, key) for key in sorted(COMPARED) if not key.startswith(other_kinds)}
+    values |= {f"data.{name}": files for name, files in identify_files(config.data).items()}
+    values[BATCH] = global_batch(config, world_size)
+    as_saved: dict[str, Any] = json.loads(json.dumps(values))
+    return as_saved
+
+
+def global_batch(config: RunConfig, world_size: int) -> int:
+    """Return the samples per step of all ranks."""
+    return config.train.rank_batch_size(world_size) * world_size
+
+
+def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """Return the differences between two identities; what only one of them has is not compared.
+
+    >>> changes({"data.seed": 1}, {"data.seed": 2, "data.shuffle": True})
+    [Change(key='data.seed', saved='1', now='2', step=None)]
+    """
+    found: list[Change] = []
+    for key in sorted(saved.keys() & now.keys()):
+        if key in _FILES:
+            found += _changed_files(key, saved[key], now[key])
+        elif saved[key] != now[key]:
+            found.append(Change(key, _text(saved[key]), _text(now[key])))
+    return found
+
+
+def check_keys(keys: Sequence[str]) -> None:
+    """Raise unless all `keys` are settings whose change can be allowed.
+
+    >>> check_keys(["data.shufle"])
+    Traceback (most recent call last):
+    embershard.errors.ConfigError: --allow-change data.shufle: no such setting is compared. Did you mean data.shuffle?
+    """
+    known = sorted({*COMPARED, *COMPARED_AS.values()})
+    for key in keys:
+        if key in COMPARED_AS:
+            raise ConfigError(f"--allow-change {key}: it is compared as {COMPARED_AS[key]}. Allow that.")
+        if key in FREE:
+            raise ConfigError(f"--allow-change {key}: it may change without being allowed. Leave it out.")
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"Did you mean {close[0]}?" if close else f"These are: {', '.join(known)}."
+            raise ConfigError(f"--allow-change {key}: no such setting is compared. {hint}")
+
+
+def refusal(found: Sequence[Change]) -> str:
+    """Return a table of changes, and what to do about them.
+
+    >>> print(refusal([Change("data.shuffle", "true", "false")]))
+      setting       saved  now
+      data.shuffle  true   false
+    Set back what should not change (--set data.shuffle=true), or allow it: --allow-change data.shuffle
+    """
+    rows = [("setting", "saved", "now"), *((change.key, change.saved, change.now) for change in found)]
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    table = [f"  {key:{widths[0]}}  {saved:{widths[1]}}  {now}" for key, saved, now in rows]
+    back = [f"--set {change.key}={change.saved}" for change in found if change.key not in _FILES]
+    back += ["the files that it trained on"] if any(change.key in _FILES for change in found) else []
+    allowed = [f"--allow-change {key}" for key in dict.fromkeys(change.key for change in found)]
+    advice = f"Set back what should not change ({', '.join(back)}), or allow it: {' '.join(allowed)}"
+    return "\n".join([*table, advice])
+
+
+def _value(config: RunConfig, key: str) -> Any:
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _text(value: Any) -> str:
+    return "none" if value is None else toml(value)
+
+
+def _changed_files(key: str, saved: Sequence[Sequence[Any]], now: Sequence[Sequence[Any]]) -> list[Change]:
+    """Return a change per file that differs, the first few of them."""
+    was, new = ({file.name: file for file in (FileIdentity(*each) for each in files)} for files in (saved, now))
+    names = [name for name in sorted(was.keys() | new.keys()) if was.get(name) != new.get(name)]
+    found = [Change(key, _file_text(was.get(name)), _file_text(new.get(name))) for name in names[:_MOST_FILES_SHOWN]]
+    more = len(names) - len(found)
+    return [*found, Change(key, f"{more} more files", "")] if more else found
+
+
+def _file_text(file: FileIdentity | None) -> str:
+    return "no file" if file is None else f"{file.name}: {file.num_bytes:,} bytes, sha256 {file.sha256[:8]}"

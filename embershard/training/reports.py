@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from embershard.data.bad_rows import BadRow
 from embershard.training.metrics import Quality
 
 
@@ -34,11 +35,12 @@ class EvalReport:
 
 @dataclass(frozen=True)
 class SaveReport:
-    """A completed checkpoint."""
+    """A completed checkpoint of `step`; `stall_seconds` of its `seconds` no step was trained."""
 
     step: int
     path: Path
     seconds: float
+    stall_seconds: float
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,20 @@ class FailedSaveReport:
 
 
 @dataclass(frozen=True)
+class BadRowsReport:
+    """Bad rows that were met since the last such report.
+
+    Attributes:
+        num_bad: so far, over all ranks.
+        rows: the new ones; of very many, some.
+    """
+
+    step: int
+    num_bad: int
+    rows: tuple[BadRow, ...]
+
+
+@dataclass(frozen=True)
 class StopReport:
     """The training ended early, because a signal asked for it; `path` is the checkpoint of its last step, if any."""
 
@@ -57,4 +73,4 @@ class StopReport:
     path: Path | None
 
 
-Report = TrainReport | EvalReport | SaveReport | FailedSaveReport | StopReport
+Report = TrainReport | EvalReport | SaveReport | FailedSaveReport | BadRowsReport | StopReport

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from embershard.distributed import complete_checkpoints, set_aside
 from embershard.errors import CheckpointError, InvalidCheckpointError
+from embershard.training.comparison import Comparison
 from embershard.training.trainer import Trainer
 
 
@@ -19,15 +21,23 @@ class Resumed:
         is_verified: False for a checkpoint without a manifest.
         skipped: why newer checkpoints were not used, as sentences without a full stop.
         set_aside: new names of the checkpoints after it.
+        comparison: of its settings with those of the run that goes on; None without a checkpoint.
     """
 
     checkpoint: Path | None = None
     is_verified: bool = True
     skipped: tuple[str, ...] = ()
     set_aside: tuple[str, ...] = ()
+    comparison: Comparison | None = None
 
 
-def resume_run(trainer: Trainer, *, step: int | None = None, allow_unverified: bool = False) -> Resumed:
+def resume_run(
+    trainer: Trainer,
+    *,
+    step: int | None = None,
+    allow_unverified: bool = False,
+    allow_changes: Collection[str] = (),
+) -> Resumed:
     """Resume from the newest valid checkpoint, or from that of `step`. All ranks call it, and agree.
 
     Checkpoints after that one are renamed: the run saves under their names again.
@@ -35,10 +45,11 @@ def resume_run(trainer: Trainer, *, step: int | None = None, allow_unverified: b
     Args:
         step: only this one; an invalid one is an error then.
         allow_unverified: also take checkpoints without a manifest.
+        allow_changes: settings that may have other values than in the checkpoint.
 
     Raises:
         InvalidCheckpointError: no checkpoint is valid, or that of `step` is not.
-        CheckpointError: there is none of `step`, or the one to use is of another model.
+        CheckpointError: there is none of `step`, or the one to use is of another model or run.
     """
     folder, ranks = trainer.checkpoints, trainer.ranks
     if folder is None:
@@ -51,12 +62,14 @@ def resume_run(trainer: Trainer, *, step: int | None = None, allow_unverified: b
     skipped: list[str] = []
     for checkpoint in reversed(candidates):
         try:
-            is_verified = trainer.resume(checkpoint, allow_unverified=allow_unverified)
+            is_verified, comparison = trainer.resume(
+                checkpoint, allow_unverified=allow_unverified, allow_changes=allow_changes
+            )
         except InvalidCheckpointError as error:
             skipped.append(str(error))
             continue
         after = ranks.from_first(lambda: set_aside(folder, trainer.steps))
-        return Resumed(checkpoint, is_verified, tuple(skipped), tuple(after))
+        return Resumed(checkpoint, is_verified, tuple(skipped), tuple(after), comparison)
     if skipped:
         which = "the only one" if len(skipped) == 1 else f"none of {len(skipped)}"
         asked = "" if step is None else ", and only it was asked for (--resume alone takes the newest valid one)"

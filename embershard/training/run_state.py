@@ -2,64 +2,127 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
-from embershard.data import Schema, StreamState
-from embershard.distributed import Ranks, load_tensors, rng_state, save_checkpoint, set_rng_state, without_empty
+from embershard.data import Source, StreamState
+from embershard.distributed import (
+    Ranks,
+    TensorBlocks,
+    load_group,
+    load_tensors,
+    rng_state,
+    save_checkpoint,
+    set_rng_state,
+    without_empty,
+)
+from embershard.sharding.torchrec import FrozenRows, freeze, without_flushes
+from embershard.sharding.torchrec.cache_contents import restore_contents, saved_contents
+from embershard.training.comparison import Comparison, compare
 from embershard.training.config import RunConfig
-from embershard.training.identity import settings_of, tables_of
+from embershard.training.identity import Change, identity_of, tables_of
 from embershard.training.saved_run import SavedRun
 
+_CACHE = "cache"  # group of a checkpoint's tensors: the cached rows
 
-class RunState:
-    """The state of a run on one rank. All ranks call its methods together."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        schema: Schema,
-        model: DistributedModelParallel,
-        dense_optimizer: KeyedOptimizerWrapper,
-        ranks: Ranks,
-    ) -> None:
-        self.model, self.dense_optimizer = model, dense_optimizer
-        self._config, self._ranks = config, ranks
-        self._tables, self._settings = tables_of(config, schema), settings_of(config)
+@dataclass
+class PreparedSave:
+    """A checkpoint that was not written yet. The rows of cached tables are frozen until it is written or closed."""
 
-    def save(self, folder: Path, run_id: str, steps: int, samples: int, position: StreamState) -> Path:
-        """Write the checkpoint `folder/step_<steps>` of a run that has trained so far, and return it.
+    folder: Path
+    step: int
+    tensors: TensorBlocks
+    frozen: Sequence[FrozenRows]
+    scalars: dict[str, Any]
+    keep_last: int
+    run_id: str
+
+    def write(self, ranks: Ranks) -> Path:
+        """Write the checkpoint and return it. All ranks call it together.
 
         Raises:
             CheckpointError: one of this step exists.
             FailedSaveError: it could not be written.
         """
+        try:
+            return save_checkpoint(
+                self.folder, self.step, self.tensors, self.scalars, ranks, keep_last=self.keep_last, run_id=self.run_id
+            )
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Let the rows go."""
+        for rows in self.frozen:
+            rows.close()
+
+
+class RunState:
+    """The state of a run on one rank. All ranks call its methods together.
+
+    Attributes:
+        changes: settings that were changed on request by resumes so far.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        source: Source,
+        model: DistributedModelParallel,
+        dense_optimizer: KeyedOptimizerWrapper,
+        ranks: Ranks,
+    ) -> None:
+        self.model, self.dense_optimizer = model, dense_optimizer
+        self._config, self._source, self._ranks = config, source, ranks
+        self._identity = ranks.from_first(lambda: identity_of(config, ranks.world_size))
+        self.changes: tuple[Change, ...] = ()
+
+    def prepare_save(
+        self, folder: Path, run_id: str, steps: int, samples: int, position: StreamState, copy_bytes: int
+    ) -> PreparedSave:
+        """Return the state of a run that has trained so far, to be written to `folder/step_<steps>`.
+
+        Args:
+            copy_bytes: most bytes to copy of what changes in place.
+        """
         scalars = {
             "samples": samples,
             "stream": position.to_dict(),
-            "tables": self._tables,
-            "settings": self._settings,
+            "tables": tables_of(self._config, self._source.schema),
+            "settings": self._identity,
+            "changes": [asdict(change) for change in self.changes],
             "world_size": self._ranks.world_size,
             "rng": self._ranks.all_gather_objects(rng_state(self._ranks.device)),
         }
-        tensors, keep_last = without_empty(self._tensors()), self._config.checkpoint.keep_last
-        return save_checkpoint(folder, steps, tensors, scalars, self._ranks, keep_last=keep_last, run_id=run_id)
+        frozen = freeze(self.model)
+        with without_flushes(self.model):  # all rows are written back, and those without weights are made as they go
+            tensors = without_empty(self._tensors())
+            if contents := saved_contents(self.model, self._ranks.rank):
+                tensors[_CACHE] = contents
+            blocks = TensorBlocks(tensors, frozen, copy_bytes)
+        return PreparedSave(folder, steps, blocks, frozen, scalars, self._config.checkpoint.keep_last, run_id)
 
-    def read(self, checkpoint: Path) -> SavedRun:
-        """Return the state in a verified checkpoint, without its tensors; nothing changes.
+    def read(self, checkpoint: Path, allowed: Collection[str]) -> tuple[SavedRun, Comparison]:
+        """Return the state in a verified checkpoint, without its tensors, and its comparison; nothing changes.
+
+        Args:
+            allowed: settings that may have changed.
 
         Raises:
-            CheckpointError: it is of a model with other tables, or with other settings.
+            CheckpointError: the run may not go on from it; see `compare`.
         """
         saved = self._ranks.from_first(lambda: SavedRun.read(checkpoint))
-        saved.check_fits(checkpoint, self._tables, self._settings)
-        return saved
+        place = (self._config, self._identity, self._source, self._ranks.world_size)
+        return saved, compare(checkpoint, saved, *place, allowed)
 
-    def load(self, checkpoint: Path, saved: SavedRun) -> None:
-        """Load the tensors of model and optimizers, and the random number generators."""
+    def load(self, checkpoint: Path, saved: SavedRun, comparison: Comparison) -> None:
+        """Load the tensors of model and optimizers and the random number generators, and warm the caches up."""
         self.dense_optimizer.init_state()  # its tensors must exist to be loaded into
         self.dense_optimizer.zero_grad()
         tensors = self._tensors()
@@ -71,6 +134,9 @@ class RunState:
             self.model.fused_optimizer.set_optimizer_step(saved.step)
         if saved.world_size == self._ranks.world_size:
             set_rng_state(saved.rng[self._ranks.rank], self._ranks.device)
+        restore_contents(self.model, load_group(checkpoint, _CACHE))
+        self._config, self._identity = comparison.config, comparison.identity
+        self.changes = (*saved.changes, *comparison.changes)
 
     def _tensors(self) -> dict[str, Any]:
         return {

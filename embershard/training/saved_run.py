@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from embershard.data import StreamState
 from embershard.decoding import decode, field_types
 from embershard.distributed import damaged_scalars, read_scalars, step_of
 from embershard.errors import CheckpointError
+from embershard.training.identity import SEED, Change
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,10 @@ class SavedRun:
         step, samples: trained by then.
         stream: the position in the data.
         tables: rows and dim of every sparse feature's table.
-        settings: those that its tensors were made with.
+        settings: those that are compared on a resume; of earlier versions, some of them.
         world_size: number of ranks.
         rng: the states of each rank's random number generators, in base64, by device.
+        changes: settings that were changed on request by earlier resumes.
 
     Raises:
         CheckpointError: a number is out of its range, or a generator's state is missing or damaged.
@@ -39,6 +40,7 @@ class SavedRun:
     settings: dict[str, Any]
     world_size: int
     rng: tuple[dict[str, str], ...]
+    changes: tuple[Change, ...] = ()
 
     def __post_init__(self) -> None:
         numbers = {"step": self.step, "samples": self.samples, "world_size": self.world_size}
@@ -74,39 +76,41 @@ class SavedRun:
         except CheckpointError as error:
             raise damaged_scalars(checkpoint, str(error)) from error
 
-    def check_fits(self, checkpoint: Path, tables: dict[str, tuple[int, int]], settings: dict[str, Any]) -> None:
-        """Raise unless the tensors of the checkpoint fit a run with these tables and settings.
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The settings that are compared, by name."""
+        return {SEED: self.stream.seed, **self.settings}
+
+    def check_tables(self, checkpoint: Path, tables: dict[str, tuple[int, int]]) -> None:
+        """Raise unless the tensors of the checkpoint fit these tables.
 
         Raises:
             CheckpointError: with both sides.
         """
-        if names := _different(self.tables, tables):
-            sizes = (found.get(names[0]) for found in (self.tables, tables))
+        different = (name for name in sorted(self.tables.keys() | tables) if self.tables.get(name) != tables.get(name))
+        if (name := next(different, None)) is not None:
+            sizes = (found.get(name) for found in (self.tables, tables))
             was, now = (f"{size[0]} rows x {size[1]}" if size else "no table" for size in sizes)
             raise CheckpointError(
-                f"{checkpoint} does not fit: feature {names[0]!r} has {was} in it, {now} in this run. "
+                f"{checkpoint} does not fit: feature {name!r} has {was} in it, {now} in this run. "
                 "Resume with the config and data it was written with."
             )
-        if names := _different(self.settings, settings):
-            changes = ", ".join(f"{n} was {self.settings.get(n)!r} and is {settings.get(n)!r} now" for n in names)
-            raise CheckpointError(f"{checkpoint} was written with other settings: {changes}. Resume with its own.")
 
-    def check_position(self, checkpoint: Path, num_samples: int) -> None:
+    def check_position(self, checkpoint: Path, num_samples: int, *, same_data: bool = True) -> None:
         """Raise unless the position is within training data of `num_samples` per epoch.
+
+        Args:
+            same_data: False if the epochs before had other data.
 
         Raises:
             CheckpointError: with both sides.
         """
         at, most = self.stream.global_sample, self.stream.epoch * num_samples + self.stream.global_sample
-        if at > num_samples or self.samples > most:
+        if at > num_samples or (same_data and self.samples > most):
             raise CheckpointError(
                 f"{checkpoint} does not fit: it was saved after {self.samples} samples, at sample {at} of epoch "
                 f"{self.stream.epoch}, and the training data have {num_samples} samples. Resume with its own data."
             )
-
-
-def _different(saved: Mapping[str, Any], needed: Mapping[str, Any]) -> list[str]:
-    return [key for key in sorted(saved.keys() | needed.keys()) if saved.get(key) != needed.get(key)]
 
 
 def _need(holds: bool, key: str, got: object, needed: str) -> None:

@@ -6,12 +6,32 @@ import itertools
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
 from embershard.data import Batch, BatchStream, StreamState
+from embershard.distributed import shortest
+from embershard.errors import DataError
 from embershard.pipeline import LookAheadPipeline, LookAheadStats
+
+T = TypeVar("T")
+
+
+@dataclass
+class InputFailure:
+    """The exception by which the input of a rank ended, on all ranks after the same number of steps; None so far."""
+
+    error: Exception | None = None
+
+    def watch(self, iterator: Iterator[T]) -> Iterator[T]:
+        """Yield what the iterator yields, and note its exception."""
+        try:
+            yield from iterator
+        except Exception as error:
+            self.error = error
+            raise
 
 
 class Steps:
@@ -23,13 +43,20 @@ class Steps:
         limit: steps of the run.
         device: on which the model trains.
         pipeline: knows batches ahead of their step; None: no batch is known ahead.
+        failure: gets the exception of a rank's input.
     """
 
     def __init__(
-        self, stream: BatchStream, limit: int, device: torch.device, pipeline: LookAheadPipeline | None
+        self,
+        stream: BatchStream,
+        limit: int,
+        device: torch.device,
+        pipeline: LookAheadPipeline | None,
+        failure: InputFailure,
     ) -> None:
-        self._stream, self._device, self._pipeline = stream, device, pipeline
-        self._batches = itertools.islice(self._read(), max(0, limit))
+        self._stream, self._device, self._pipeline, self._failure = stream, device, pipeline, failure
+        batches = itertools.islice(self._read(), max(0, limit))
+        self._batches = failure.watch(batches if pipeline is not None else shortest(batches, device))
         self._states: deque[StreamState] = deque()  # behind each batch that was read and not trained
         self.state = stream.state
 
@@ -38,9 +65,14 @@ class Steps:
 
         Raises:
             StopIteration: there is none.
+            DataError: the input of another rank failed; that rank raises its own exception.
         """
         inner: AbstractContextManager[Any]
-        inner = self._plain() if self._pipeline is None else self._pipeline.step(self._batches)
+        try:
+            inner = self._plain() if self._pipeline is None else self._pipeline.step(self._batches)
+        except DataError as error:
+            self._failure.error = error
+            raise
         return self._counted(inner)
 
     def stats(self) -> LookAheadStats | None:

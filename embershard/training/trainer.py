@@ -6,7 +6,8 @@ import contextlib
 import time
 import uuid
 from array import array
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,22 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.data import Batch, BatchStream, StreamState, open_source
-from embershard.distributed import Ranks, Supervision, verify_checkpoint
+from embershard.distributed import Ranks, Supervision, shortest, verify_checkpoint
 from embershard.errors import CheckpointError, FailedSaveError
 from embershard.pipeline import LookAheadPipeline
+from embershard.training.bad_rows import BadRowCount
 from embershard.training.build import build_sharded_model, find_plan, find_profile
 from embershard.training.cache_report import CacheReader
+from embershard.training.comparison import Comparison
 from embershard.training.config import RunConfig
 from embershard.training.disk_needs import check_disk_for_run
 from embershard.training.loss_monitor import LossMonitor
 from embershard.training.metrics import PredictionBuffer
 from embershard.training.optimizers import set_learning_rate
 from embershard.training.reports import EvalReport, FailedSaveReport, Report, SaveReport, StopReport, TrainReport
-from embershard.training.run_state import RunState
-from embershard.training.steps import Steps
+from embershard.training.run_state import PreparedSave, RunState
+from embershard.training.saves import Saves
+from embershard.training.steps import InputFailure, Steps
 
 #: Newest samples per rank that count for the AUC in the progress line.
 WINDOW_SAMPLES = 16_384
@@ -51,6 +55,7 @@ class Trainer:
         self.supervision = supervision or Supervision()
         self.plan = find_plan(config, ranks)
         self.source = open_source(config.data)
+        self._first_step = 0  # of this process: it may go on from a checkpoint
         self.stream = self._open_stream(StreamState(seed=config.data.seed))
         if checkpoints is not None:  # before the model is built
             check_disk_for_run(config, self.source.schema, checkpoints, self.total_steps, ranks)
@@ -58,8 +63,10 @@ class Trainer:
         self.model = build_sharded_model(config, self.plan, profile, self.source.schema, ranks)
         self.dense_parameters = dict(in_backward_optimizer_filter(self.model.named_parameters()))
         self.dense_optimizer = config.dense_optimizer.build(self.dense_parameters)
-        self.state = RunState(config, self.source.schema, self.model, self.dense_optimizer, ranks)
+        self.state = RunState(config, self.source, self.model, self.dense_optimizer, ranks)
         self._upcoming: Steps | None = None
+        self._input_failure = InputFailure()
+        self.bad_rows = BadRowCount(config.data.bad_rows, self.stream.num_samples, ranks)
         self.loss_monitor = LossMonitor(ranks)
         self.window = PredictionBuffer(WINDOW_SAMPLES)
         self.cache_reader = CacheReader(self.model, ranks)
@@ -67,19 +74,32 @@ class Trainer:
         self.step_seconds = array("d")
         self._reported_steps = 0
         self._learning_rate_factor: float | None = None
+        self._saves = Saves(config.checkpoint, ranks)
         self.run_id = ranks.from_first(lambda: uuid.uuid4().hex)
 
     @property
     def total_steps(self) -> int:
         """Steps of the whole run, those before a resume included."""
-        limits = [self.config.train.max_steps]
-        if self.config.train.num_epochs is not None:
-            limits.append(self.config.train.num_epochs * self.stream.steps_per_epoch)
+        left = self.stream.num_steps
+        limits = [self.config.train.max_steps, None if left is None else self._first_step + left]
         return min(limit for limit in limits if limit is not None)
 
     def train(self) -> Iterator[Report]:
-        """Train to the end of the run, or until a rank is asked to stop, and yield reports on the way."""
-        evaluated = saved = -1
+        """Train to the end of the run, or until a rank is asked to stop, and yield reports on the way.
+
+        Where the input fails, save, then raise.
+        """
+        first = self.steps
+        with self._saves:
+            try:
+                yield from self._train()
+            except Exception as error:
+                if error is self._input_failure.error and self.checkpoints and self.steps > first:
+                    yield from self._save_at_failure()
+                raise
+
+    def _train(self) -> Iterator[Report]:
+        evaluated = -1
         config = self.config
 
         def every(steps: int | None) -> bool:
@@ -89,7 +109,7 @@ class Trainer:
             started = time.perf_counter()
             try:
                 upcoming = self.upcoming.next()
-            except StopIteration:  # a resumed run with another batch size has fewer steps left than planned
+            except StopIteration:
                 break
             with upcoming as batch:
                 self.step(batch)
@@ -97,20 +117,23 @@ class Trainer:
             self.supervision.beat()
             if every(config.train.log_every) or self.steps == self.total_steps:
                 yield self.report()
+                yield from self._input_failure.watch(self._count_bad_rows())
             if every(config.train.eval_every):
                 evaluated = self.steps
                 yield from self._evaluation()
             if self.checkpoints and every(config.checkpoint.every_steps):
-                report = self._try_to_save()
-                saved = self.steps if isinstance(report, SaveReport) else saved
-                yield report
+                yield from self._saves.start(self.steps, self._prepare_save)
                 self.supervision.agree(self.ranks)  # a step more would need another save
+            yield from self._saves.finished()
+        yield from self._saves.last()
         if self.steps > self._reported_steps:
             yield self.report()
         if config.holds_out and evaluated != self.steps:
             yield from self._evaluation()
+        yield from self._input_failure.watch(self._count_bad_rows())
+        is_saved = self._saves.saved_step == self.steps
         is_stopped = self.supervision.must_stop
-        if self.checkpoints and config.checkpoint.saves_last(is_stopped) and saved != self.steps and self.step_seconds:
+        if self.checkpoints and config.checkpoint.saves_last(is_stopped) and not is_saved and self.step_seconds:
             yield self.save()
         if is_stopped:
             path = self.checkpoints / f"step_{self.steps}" if self.checkpoints else None
@@ -126,7 +149,7 @@ class Trainer:
                 pipeline = LookAheadPipeline(
                     self.model, self.dense_optimizer, device, depths.lookahead, depths.prefetch
                 )
-            self._upcoming = Steps(self.stream, self.total_steps - self.steps, device, pipeline)
+            self._upcoming = Steps(self.stream, self.total_steps - self.steps, device, pipeline, self._input_failure)
         return self._upcoming
 
     def step(self, batch: Batch) -> None:
@@ -178,7 +201,8 @@ class Trainer:
         predictions = PredictionBuffer()
         self.model.eval()
         with self._open_stream(None) as stream:
-            for number, batch in enumerate(stream, start=1):
+            batches = self._input_failure.watch(shortest(stream, self.ranks.device))
+            for number, batch in enumerate(batches, start=1):
                 if number % _BATCHES_BETWEEN_STOPS == 0 and self.supervision.agree(self.ranks):
                     break
                 count = batch.num_samples
@@ -187,64 +211,80 @@ class Trainer:
                     _, (_, logits, labels) = self.model(batch)
                 predictions.add(logits[:count], labels[:count])
                 self.supervision.beat()
+            self.bad_rows.add(stream)
         self.model.train()
         if self.supervision.agree(self.ranks):
             return None
         return EvalReport(self.steps, predictions.quality(self.ranks), time.perf_counter() - started)
 
     def save(self) -> SaveReport:
-        """Write a checkpoint of all state that the rest of the run depends on.
+        """Write a checkpoint of all state that the rest of the run depends on, and wait until it is complete.
 
         Raises:
             CheckpointError: one of this step exists, or the run has no folder for checkpoints.
             FailedSaveError: it could not be written.
         """
-        started = time.perf_counter()
+        return self._saves.write(self.steps, self._prepare_save)
+
+    def _prepare_save(self, copy_bytes: int) -> PreparedSave:
         if self.checkpoints is None:
             raise CheckpointError("This run has no folder for checkpoints; make the trainer with one.")
-        path = self.state.save(self.checkpoints, self.run_id, self.steps, self.samples, self.upcoming.state)
-        return SaveReport(self.steps, path, time.perf_counter() - started)
+        return self.state.prepare_save(
+            self.checkpoints, self.run_id, self.steps, self.samples, self.upcoming.state, copy_bytes
+        )
 
-    def _try_to_save(self) -> SaveReport | FailedSaveReport:
+    def _count_bad_rows(self) -> Iterator[Report]:
+        self.bad_rows.add(self.stream)
+        report = self.bad_rows.report(self.steps)
+        if report is not None:
+            yield report
+        self.bad_rows.check()
+
+    def _save_at_failure(self) -> Iterator[Report]:
         try:
-            return self.save()
+            yield self.save()
         except FailedSaveError as error:
-            if self.config.checkpoint.on_failed_save == "stop":
-                raise
-            return FailedSaveReport(self.steps, str(error))
+            yield FailedSaveReport(self.steps, str(error))
+        except CheckpointError:  # this step is saved already
+            pass
 
-    def resume(self, checkpoint: Path, *, allow_unverified: bool = False) -> bool:
-        """Continue from `checkpoint`, with any number of ranks, as the run would have continued.
+    def resume(
+        self, checkpoint: Path, *, allow_unverified: bool = False, allow_changes: Collection[str] = ()
+    ) -> tuple[bool, Comparison]:
+        """Continue from `checkpoint` as the run would have continued, with any number of ranks, any plan and any cache.
 
         Args:
             allow_unverified: also take a checkpoint without a manifest, of which nothing can be verified.
+            allow_changes: settings that may have other values than in the checkpoint.
 
         Returns:
-            True if the checkpoint was verified.
+            True if the checkpoint was verified; its settings beside those of this run.
 
         Raises:
             InvalidCheckpointError: the checkpoint is incomplete or damaged; the run is as it was before.
-            CheckpointError: it is of a model with other tables, or with other settings.
-            ConfigError: it was written with another `data.seed`.
+            CheckpointError: it is of a model with other tables, or of a run with other settings or data; the run is as
+                it was before.
         """
+        self._saves.forget()
         manifest = verify_checkpoint(checkpoint, self.ranks, allow_unverified=allow_unverified)
-        saved = self.state.read(checkpoint)
-        saved.check_position(checkpoint, self.stream.num_samples)
+        saved, comparison = self.state.read(checkpoint, allow_changes)
         if self._upcoming is not None:
             self._upcoming.close()
             self._upcoming = None
-        self.state.load(checkpoint, saved)
+        self.state.load(checkpoint, saved, comparison)
+        self.config = comparison.config
         self.steps, self.samples = saved.step, saved.samples
-        self._reported_steps = self.steps
+        self._first_step = self._reported_steps = saved.step
         self.loss_monitor, self.window = LossMonitor(self.ranks), PredictionBuffer(WINDOW_SAMPLES)
         self.stream.close()
-        self.stream = self._open_stream(saved.stream)
+        self.stream = self._open_stream(replace(saved.stream, seed=self.config.data.seed))
         if manifest is not None:
             self.run_id = manifest.run_id
-        return manifest is not None
+        return manifest is not None, comparison
 
     def close(self) -> None:
-        """End the threads that parse ahead."""
+        """Wait for a save, and end the threads that parse ahead."""
+        self._saves.forget()
         self.stream.close()
         if self._upcoming is not None:
             self._upcoming.close()

@@ -65,6 +65,8 @@ VARIANTS = {
     "tables_that_stay_adagrad": Case(rows=(20, 900, 12, 2000), ratio=0.27, optimizer="adagrad"),
     "tables_that_stay_weighted": Case(rows=(20, 900, 12, 2000), ratio=0.27, evaluate_every=4, weighted=True),
     "tables_that_stay_sequence": Case(rows=(30, 1500, 12, 2000), ratio=0.2, sequence=True, sharding="row_wise"),
+    "tables_of_one_row": Case(rows=(1, 900, 1, 2000), ratio=0.27, evaluate_every=4),
+    "tables_of_one_row_row_wise": Case(rows=(1, 900, 1, 2000), ratio=0.27, optimizer="adagrad", sharding="row_wise"),
     "long_run": Case(steps=80, sharding="row_wise"),
     "evaluation_in_between": Case(evaluate_every=3),
     "evaluation_in_between_row_wise": Case(evaluate_every=3, sharding="row_wise", optimizer="adagrad"),

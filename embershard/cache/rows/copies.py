@@ -41,6 +41,7 @@ class RowCopies:
         """Write the plan's dirty victims back. Their slots keep the rows until `fill_missed`."""
         key_device = self.transfer.key_device  # first: on a GPU the CPU may wait for the keys
         write_back_keys, self._fill_keys = plan.write_back_keys.to(key_device), plan.fill_keys.to(key_device)
+        self._host.before_write(write_back_keys)
         if self._stream is None:
             self.transfer.write_back(plan.write_back_slots, write_back_keys)
             return
@@ -96,5 +97,7 @@ class RowCopies:
 
     def write_back(self, slots: Tensor, keys: Tensor) -> None:
         """Copy `slots` to host rows `keys`; the CPU sees them afterwards."""
-        self.transfer.write_back(slots, keys.to(self.transfer.key_device))
+        keys = keys.to(self.transfer.key_device)
+        self._host.before_write(keys)
+        self.transfer.write_back(slots, keys)
         self.transfer.finish()

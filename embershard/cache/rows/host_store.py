@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from embershard.cache.rows import memory
+from embershard.cache.rows.frozen_rows import FrozenRows
 from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.cache.rows.lazy_rows import LazyRows
 from embershard.errors import ConfigError
@@ -82,6 +83,7 @@ class HostStore:
             if initial is None and host == "memory":
                 self.states[name].zero_()  # allocates its pages now: the first write-backs would wait for huge ones
         self._lazy = None if initial is None else LazyRows(self.weights, self.rows_per_table, initial)
+        self._frozen: FrozenRows | None = None
 
     @property
     def payload(self) -> list[Tensor]:
@@ -133,6 +135,22 @@ class HostStore:
         start = address - self.flat_weights.data_ptr()
         if self._lazy is not None and 0 <= start < self.flat_weights.nbytes:
             self._lazy.make_bytes(start, start + num_bytes)
+
+    def freeze(self) -> FrozenRows:
+        """Return all rows as they are now, to be read while training goes on; until they are closed, call
+        `before_write` before rows change. Trained rows must have been written back."""
+        assert self._frozen is None or self._frozen.is_closed, "the rows are being read already"
+        lazy = None if self._lazy is None else self._lazy.freeze()
+        self._frozen = FrozenRows(self.payload, lazy)
+        return self._frozen
+
+    def before_write(self, keys: Tensor) -> None:
+        """Let a reader of frozen rows keep the contents of rows `keys` (int64 [M]), which are about to change."""
+        if self._frozen is not None:
+            if self._frozen.is_closed:
+                self._frozen = None
+            else:
+                self._frozen.put_aside(keys)
 
     @property
     def weights_version(self) -> int:

@@ -7,10 +7,13 @@ import itertools
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
 
 import numba
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from embershard.cache.rows.initial_weights import PoolWeights, ShardWeights, as_array, write_rows
@@ -94,6 +97,13 @@ class LazyRows:
         with self._lock:
             self.num_unmade -= self._make_blocks(start // block_bytes, -(-stop // block_bytes))
 
+    def freeze(self) -> FrozenLazyRows | None:
+        """Return the weights as they are now, for rows that nobody changes; None if all of them are made."""
+        if not self.num_unmade:
+            return None
+        with self._lock:
+            return FrozenLazyRows(self._out, self._made.copy(), self._shift, self._pool)
+
     def _make_blocks(self, first: int, stop: int) -> int:
         """Make blocks [first, stop) where they are missing; return how many were."""
         return make_blocks(
@@ -105,6 +115,29 @@ class LazyRows:
             self._num_rows,
             *self._pool.arrays,
             self._pool.groups,
+        )
+
+
+@dataclass(frozen=True)
+class FrozenLazyRows:
+    """The weights of `LazyRows` at one moment. Rows that had no initial weights get them in the reader's memory only.
+
+    Attributes:
+        weights: [R * D], the pool's.
+        made: flags of the blocks, at that moment.
+        shift: logarithm of a block's rows.
+        pool: initial weights of the tables.
+    """
+
+    weights: NDArray[Any]
+    made: NDArray[np.bool_]
+    shift: int
+    pool: PoolWeights
+
+    def read(self, first: int, stop: int, out: Tensor) -> None:
+        """Write the weights of rows [first, stop) to `out` [stop - first, D]."""
+        read_blocks(
+            first, stop, self.made, self.shift, self.weights, as_array(out), *self.pool.arrays, self.pool.groups
         )
 
 
@@ -133,3 +166,17 @@ def make_blocks(first, stop, made, shift, out, num_rows, ends, firsts, widths, h
             made[block] = True
             count += 1
     return count
+
+
+@numba.njit(nogil=True, cache=True)
+def read_blocks(first, stop, made, shift, weights, out, ends, firsts, widths, hashes, lows, spans, groups):  # type: ignore[no-untyped-def]
+    """Copy rows [first, stop) of `weights` to `out`, and write those of blocks that are not `made` there."""
+    row, columns = first, 4 * groups
+    while row < stop:
+        block = row >> shift
+        end, at = min(stop, (block + 1) << shift), columns * (row - first)
+        if made[block]:
+            out[at : at + columns * (end - row)] = weights[columns * row : columns * end]
+        else:
+            write_rows(out, at, row, end, ends, firsts, widths, hashes, lows, spans, groups)
+        row = end

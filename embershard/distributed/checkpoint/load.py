@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, Metadata
 from torch.distributed.checkpoint.metadata import StorageMeta
@@ -136,6 +137,30 @@ def load_tensors(checkpoint: Path, tensors: dict[str, Any]) -> None:
             f"{checkpoint} cannot be loaded: {_first_line(error)}. It is damaged, or of another model: "
             "resume with the config it was written with, or from another checkpoint."
         ) from error
+
+
+def load_group(checkpoint: Path, group: str) -> dict[str, torch.Tensor]:
+    """Return all tensors whose names begin with `group.`, without it; none for a checkpoint without the group. Verify
+    it first.
+
+    Raises:
+        InvalidCheckpointError: its `.metadata` is damaged, or would run code.
+
+    >>> from embershard.distributed import process_group, save_checkpoint
+    >>> with process_group("cpu") as ranks:
+    ...     tensors = {"a": {"x": torch.ones(2), "y": torch.ones(3)}, "b": torch.ones(1)}
+    ...     saved = save_checkpoint(Path("group"), 4, tensors, {}, ranks, keep_last=1, run_id="8c1f")
+    >>> sorted(load_group(saved, "a"))
+    ['x', 'y']
+    """
+    prefix = f"{group}."
+    entries = {
+        name: entry for name, entry in read_metadata(checkpoint).state_dict_metadata.items() if name.startswith(prefix)
+    }
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    if tensors:
+        load_tensors(checkpoint, tensors)
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
 class _Reader(FileSystemReader):

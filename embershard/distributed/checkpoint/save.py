@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 
+from embershard.distributed.checkpoint.blocks import TensorBlocks
 from embershard.distributed.checkpoint.digests import DigestingFileSystem, FileEntry, file_entry
 from embershard.distributed.checkpoint.folder import PARTIAL, leftovers, prune, sync_folder
-from embershard.distributed.checkpoint.load import SCALARS, causes, without_known_warnings
+from embershard.distributed.checkpoint.load import SCALARS, causes
 from embershard.distributed.checkpoint.manifest import MANIFEST, Manifest
 from embershard.distributed.process_group import Ranks
 from embershard.errors import CheckpointError, FailedSaveError
@@ -24,7 +24,7 @@ from embershard.errors import CheckpointError, FailedSaveError
 def save_checkpoint(
     folder: Path,
     step: int,
-    tensors: dict[str, Any],
+    tensors: dict[str, Any] | TensorBlocks,
     scalars: Mapping[str, Any],
     ranks: Ranks,
     *,
@@ -38,7 +38,7 @@ def save_checkpoint(
     Args:
         folder: shared by all ranks.
         step: steps trained so far.
-        tensors: a state dict of tensors and sharded tensors, `without_empty`.
+        tensors: a state dict of tensors and sharded tensors, `without_empty`; or what was made of one.
         scalars: JSON values, the same on every rank.
         ranks: the calling process's place.
         keep_last: complete checkpoints to keep, this one included; at least 1.
@@ -52,6 +52,7 @@ def save_checkpoint(
         FailedSaveError: on all ranks: a rank could not write. Nothing of this checkpoint is left; earlier ones are as
             they were.
 
+    >>> import torch
     >>> from embershard.distributed import process_group
     >>> with process_group("cpu") as ranks:
     ...     save_checkpoint(Path("run"), 3, {"w": torch.ones(2)}, {"epoch": 0}, ranks, keep_last=1, run_id="8c1f").name
@@ -59,7 +60,8 @@ def save_checkpoint(
     """
     final = folder / f"step_{step}"
     partial = final.with_name(final.name + PARTIAL)
-    _check_tensors(tensors)
+    if not isinstance(tensors, TensorBlocks):
+        tensors = TensorBlocks(tensors)
     if any(ranks.all_gather_objects(final.exists())):
         raise CheckpointError(f"{final} exists already and is not overwritten. Remove it, or use another --run-dir.")
     try:
@@ -83,14 +85,14 @@ def _make_empty(partial: Path) -> None:
     partial.mkdir(parents=True)
 
 
-def _write_tensors(partial: Path, tensors: dict[str, Any], ranks: Ranks) -> dict[str, FileEntry]:
+def _write_tensors(partial: Path, tensors: TensorBlocks, ranks: Ranks) -> dict[str, FileEntry]:
     """Write and sync the files of all ranks; return their checksums by name. Raises OSError on all ranks."""
-    writer = FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
+    # Without a copy ahead, blocks are read one by one and in order, also where there is a GPU.
+    writer = FileSystemWriter(partial, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0)
     writer.fs = files = DigestingFileSystem()
     failures: Mapping[int, BaseException] = {}
     try:
-        with without_known_warnings():
-            dcp.save(tensors, storage_writer=writer)
+        dcp.save({}, storage_writer=writer, planner=tensors, process_group=ranks.group)
     except dcp.CheckpointException as error:
         failures = causes(error)
     own = files.error or failures.get(ranks.rank)
@@ -122,15 +124,6 @@ def _prune(folder: Path, step: int, keep_last: int) -> None:
             f"step {step} was saved, but older checkpoints in {folder} could not be removed ({error.strerror}). Remove "
             "them, or change the folder's permissions."
         ) from error
-
-
-def _check_tensors(tensors: Any, at: str = "") -> None:
-    """Raise unless all values are tensors: torch would pickle others, and loading unpickles nothing."""
-    for key, value in tensors.items():
-        if isinstance(value, dict):
-            _check_tensors(value, f"{at}{key}.")
-        elif not isinstance(value, torch.Tensor):
-            raise CheckpointError(f"{at}{key} is of type {type(value).__name__}, needed a tensor. Save it as a scalar.")
 
 
 def without_empty(tensors: Any) -> Any:

@@ -7,8 +7,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.markup import escape
-
 from embershard.errors import ConfigError, InvalidCheckpointError
 from embershard.launch.arguments import make_parser, positive
 from embershard.launch.screen import make_table, say, wide_console
@@ -30,19 +28,16 @@ def main(argv: Sequence[str]) -> int:
         EmbershardError: a folder holds no checkpoints, or cannot be read or changed.
     """
     arguments = _parser().parse_args(argv)
-    try:
-        return {"ls": _ls, "verify": _verify, "prune": _prune, "diff": _diff}[arguments.action](arguments)
-    except OSError as error:
-        raise ConfigError(f"{error.filename}: {error.strerror}.") from error
+    return {"ls": _ls, "verify": _verify, "prune": _prune, "diff": _diff}[arguments.action](arguments)
 
 
 def _ls(arguments: argparse.Namespace) -> int:
     from embershard.launch.ckpt import view  # loads torch, and --help must answer at once
 
     folder = _checkpoints(arguments.run_dir)
-    table = make_table(escape(str(folder)), ["name", "run", "state"], ["size", "files", "written"])
+    table = make_table(str(folder), ["name", "run", "state"], ["size", "files", "written"])
     for row in view.listing(folder):
-        table.add_row(*map(escape, row))
+        table.add_row(*row)
     wide_console().print(table)
     return 0
 
@@ -90,10 +85,10 @@ def _prune(arguments: argparse.Namespace) -> int:
 def _diff(arguments: argparse.Namespace) -> int:
     from embershard.launch.ckpt import view
 
-    table = make_table(escape(f"{arguments.first} and {arguments.second}"), ["what", "first", "second"], [])
+    table = make_table(f"{arguments.first} and {arguments.second}", ["what", "first", "second"], [])
     differences = list(view.differences(arguments.first, arguments.second))
     for row in differences:
-        table.add_row(*map(escape, row))
+        table.add_row(*row)
     if differences:
         wide_console().print(table)
     else:

@@ -22,7 +22,7 @@ from embershard.decoding import decode
 from embershard.errors import ConfigError, SetupError
 from embershard.launch.plan.reference_steps import QUIET, Segment, Segments
 from embershard.launch.ranks.launcher import start_ranks
-from embershard.launch.screen import make_table, say
+from embershard.launch.screen import make_table, plain_console, say
 from embershard.launch.versions import versions
 from embershard.planning.cost.least_squares import fit_rates
 from embershard.planning.cost.rates import Rates, StepWork
@@ -100,7 +100,7 @@ def run_calibration(
     """
     if not num_ranks or min(num_ranks) < 1:
         raise ConfigError(f"--ranks: got {list(num_ranks)}, needed numbers of ranks to calibrate for, each at least 1.")
-    console = console or Console()
+    console = console or plain_console()
     rates: dict[int, Rates] = {}
     busy = 0.0
     for ranks in sorted(set(num_ranks)):

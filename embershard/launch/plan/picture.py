@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from embershard.errors import naming_file
 from embershard.launch.plan.what_if import Outcome
 from embershard.sharding.plan import Prediction
 
@@ -20,7 +21,8 @@ def draw_what_if(outcomes: Sequence[Outcome], path: Path) -> None:
     drawn = [(outcome, outcome.prediction) for outcome in outcomes if outcome.prediction is not None]
     _draw_speed(speed, drawn)
     _draw_memory(memory, drawn)
-    figure.savefig(path, dpi=150)
+    with naming_file(path):
+        figure.savefig(path, dpi=150)
 
 
 _Drawn = Sequence[tuple[Outcome, Prediction]]

@@ -10,11 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
-from embershard.errors import ConfigError, DataError
+from embershard.errors import ConfigError
 from embershard.launch.arguments import add_settings, check_output, make_parser, text_override
-from embershard.launch.screen import progress_bar, say, wide_console
+from embershard.launch.screen import plain_console, progress_bar, say, wide_console
 from embershard.launch.units import parse_bytes
 
 if TYPE_CHECKING:  # they load torch and TorchRec, and --help must answer at once: functions import what they need
@@ -54,7 +52,7 @@ def collect(argv: Sequence[str]) -> None:
     from embershard.launch.profile.data_pass import PART_SAMPLES, PartReader, PassOptions, profile_data
 
     config = run_config(arguments.data, arguments.config, arguments.overrides)
-    console = Console()
+    console = plain_console()
     began = time.monotonic()
     reader = PartReader(config.data)
     workers = arguments.workers
@@ -66,7 +64,7 @@ def collect(argv: Sequence[str]) -> None:
         profile = profile_data(config.data, options, on_progress, reader)
     seconds = time.monotonic() - began
     profile = with_preferences(profile, config.train.rank_batch_size(1))
-    _save(profile, arguments.output)
+    profile.save(arguments.output)
     statistics = profile.need_statistics()
     lookups = sum(table.num_lookups for table in statistics.tables.values())
     say(
@@ -117,7 +115,7 @@ def merge(argv: Sequence[str]) -> None:
     merged = FrequencyProfile.merge([FrequencyProfile.load(path) for path in arguments.profiles], arguments.max_lookups)
     if merged.statistics is not None:
         merged = with_preferences(merged, arguments.batch_size)
-    _save(merged, arguments.output)
+    merged.save(arguments.output)
     print(f"{arguments.output}: {len(arguments.profiles)} profiles in one.")
 
 
@@ -144,26 +142,25 @@ def run_config(data: str | None, path: Path | None, overrides: Sequence[str]) ->
     files, the kind of data follows from the files' names.
     """
     from embershard.data import kind_of_files
-    from embershard.decoding import decode
+    from embershard.decoding import decode, read_toml
     from embershard.launch.config import apply_override, load_config
     from embershard.training.config import RunConfig
 
-    def load(*more: str) -> RunConfig:
+    def load(before: Sequence[str], after: Sequence[str]) -> RunConfig:
         if path is not None:
-            return load_config(RunConfig, path, [*overrides, *more])
+            return load_config(RunConfig, path, [*before, *overrides, *after])
         values: dict[str, Any] = {}
-        for override in [*overrides, *more]:
+        for override in [*before, *overrides, *after]:
             apply_override(RunConfig, values, override)
         return decode(RunConfig, values)
 
     if data is None:
-        return load()
+        return load([], [])
     if data == "synthetic":
-        return load("data.kind=synthetic", "data.path=none", "data.eval_path=none")
-    kind = load().data.kind
-    if kind == "synthetic":
-        kind = kind_of_files(Path(data))
-    return load(f"data.kind={kind}", text_override("data.path", data))
+        return load([], ["data.kind=synthetic", "data.path=none", "data.eval_path=none"])
+    section = {} if path is None else read_toml(path).get("data", {})
+    is_open = not isinstance(section, dict) or section.get("kind", "synthetic") == "synthetic"
+    return load([f"data.kind={kind_of_files(Path(data))}"] if is_open else [], [text_override("data.path", data)])
 
 
 def with_preferences(profile: FrequencyProfile, batch_size: int) -> FrequencyProfile:
@@ -215,10 +212,3 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="most lookups to keep in their order, for replays (4000000); of more, a share of the rows is followed",
     )
-
-
-def _save(profile: FrequencyProfile, path: Path) -> None:
-    try:
-        profile.save(path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written ({error.strerror}).") from error

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from embershard.errors import DataError
+from embershard.errors import DataError, naming_file
 from embershard.frequency import DataStatistics, StackDistances
 from embershard.frequency.curves import pooled, static_curve
 
@@ -45,6 +45,7 @@ def draw(statistics: DataStatistics, together: StackDistances | None, path: Path
     axes.grid(True, which="both", alpha=0.25)
     axes.legend(fontsize="small", loc="lower right")
     try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
+        with naming_file(path):
+            figure.savefig(path, dpi=120)
+    except ValueError as error:
         raise DataError(f"{path}: cannot be drawn ({error}); give a file that ends in .png") from error

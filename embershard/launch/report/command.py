@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -88,12 +89,15 @@ class _Run:
     def num_checkpoints(self, run: MeasuredRun) -> int:
         """Return the checkpoints written in the counted steps."""
         try:
-            lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-            reports = [json.loads(line) for line in lines]
-            steps = [report["step"] for report in reports if report["kind"] == "checkpoint"]
-        except (OSError, ValueError, KeyError, TypeError):
+            lines = (self.folder / "metrics.jsonl").read_bytes().splitlines()
+        except OSError:
             return 0
-        return sum(step > run.all_steps - run.steps for step in steps)
+        num_checkpoints = 0
+        for line in lines:
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged line
+                report = json.loads(line)
+                num_checkpoints += report["kind"] == "checkpoint" and report["step"] > run.all_steps - run.steps
+        return num_checkpoints
 
 
 def _report(arguments: argparse.Namespace) -> None:
@@ -143,10 +147,7 @@ def _recalibrate(arguments: argparse.Namespace, run: _Run) -> Recalibration:
     changed = recalibrated(
         _topology(arguments.topology, plan), plan, run.result, name=output.stem, run_name=run.folder.resolve().name
     )
-    try:
-        save_topology(changed.topology, output)
-    except OSError as error:
-        raise ConfigError(f"--recalibrate {output}: cannot be written ({error.strerror}).") from error
+    save_topology(changed.topology, output)
     return changed
 
 

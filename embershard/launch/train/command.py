@@ -18,13 +18,13 @@ from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from embershard.distributed import Ranks, Supervision, is_lost_connection, process_group
-from embershard.errors import EmbershardError, StepError
+from embershard.errors import EmbershardError, StepError, os_problem
 from embershard.launch.arguments import NEWEST, add_run_arguments, check_resume
 from embershard.launch.config import load_config
 from embershard.launch.ranks.stop_signals import stop_code, stop_training_on_signals
 from embershard.launch.record import RunRecord, has_result, make_result
 from embershard.launch.run_dir import check_run_dir, default_run_dir, lock_run_dir
-from embershard.launch.screen import say, silence_libraries
+from embershard.launch.screen import plain_console, say, silence_libraries
 from embershard.launch.train.progress import ProgressDisplay, closing_table
 from embershard.sharding.plan import Plan
 from embershard.training.cache_report import look_ahead_totals
@@ -81,6 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 run_dir,
                 resume=resume,
                 unverified=arguments.unverified,
+                changes=arguments.allow_change,
                 same_run=same_run_command(arguments),
                 go_on=resume_command(
                     arguments, run_dir, ranks.world_size if ranks.world_size == ranks.local_world_size else None
@@ -97,6 +98,7 @@ def train_run(
     *,
     resume: int | None,
     unverified: bool,
+    changes: Sequence[str],
     same_run: str,
     go_on: str,
     supervision: Supervision,
@@ -106,15 +108,16 @@ def train_run(
     Args:
         resume: the step of a checkpoint, `NEWEST`, or None for a new run.
         unverified: resume from a checkpoint without a manifest, too.
+        changes: settings that may have other values than in the checkpoint.
         same_run: the command of this run.
         go_on: the command that resumes it.
         supervision: by which the training may be asked to stop.
     """
     ranks.from_first(lambda: check_run_dir(run_dir, resume=resume is not None))
     ranks.from_first(lambda: lock_run_dir(run_dir))
-    console = Console(quiet=not ranks.is_first)
+    console = plain_console(quiet=not ranks.is_first)
     trainer = Trainer(config, ranks, run_dir / CHECKPOINTS, supervision)
-    resumed_at = None if resume is None else _resume(trainer, console, resume, unverified)
+    resumed_at = None if resume is None else _resume(trainer, console, resume, unverified, changes)
     is_over = resumed_at is not None and trainer.steps >= trainer.total_steps
     if is_over and ranks.from_first(lambda: has_result(run_dir, trainer.steps)):
         trainer.close()
@@ -180,14 +183,17 @@ class _Outputs:
         self._record.close()
 
 
-def _resume(trainer: Trainer, console: Console, step: int, unverified: bool) -> int:
-    resumed = resume_run(trainer, step=None if step == NEWEST else step, allow_unverified=unverified)
+def _resume(trainer: Trainer, console: Console, step: int, unverified: bool, changes: Sequence[str]) -> int:
+    wanted = None if step == NEWEST else step
+    resumed = resume_run(trainer, step=wanted, allow_unverified=unverified, allow_changes=changes)
     say(console, *(f"Not used: {reason}." for reason in resumed.skipped))
     if resumed.checkpoint is None:
         say(console, f"No complete checkpoint in {trainer.checkpoints}; starting from the beginning.")
         return 0
     if not resumed.is_verified:
         say(console, f"{resumed.checkpoint} has no manifest: nothing of it was verified.")
+    if resumed.comparison is not None:
+        say(console, *resumed.comparison.notes)
     if resumed.set_aside:
         say(console, f"Set aside in {trainer.checkpoints}: {', '.join(resumed.set_aside)}.")
     say(console, f"Continuing from {resumed.checkpoint} at step {trainer.steps}.")
@@ -203,6 +209,7 @@ def _announce(trainer: Trainer, console: Console, run_dir: Path) -> None:
         f"{config.model.arch}: {len(features)} tables with {sum(feature.num_rows for feature in features):,} rows of "
         f"dim {config.model.embedding_dim}; {ranks.world_size} ranks on {kind}; {trainer.total_steps:,} steps of "
         f"{config.train.rank_batch_size(ranks.world_size) * ranks.world_size:,} samples; run folder {run_dir}",
+        *trainer.source.notes,
         *notes,
     )
 
@@ -233,6 +240,8 @@ def _show_error(
     supervision.has_failed(is_final=isinstance(error, EmbershardError) and not isinstance(error, StepError))
     if isinstance(error, EmbershardError):  # torch puts the rank in front
         print(f"{kind.__name__}: {error}", file=sys.stderr)
+    elif isinstance(error, OSError):
+        print(f"{kind.__name__}: {os_problem(error)}", file=sys.stderr)
     elif not isinstance(error, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
 

@@ -10,7 +10,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 from embershard.launch.screen import number, say
-from embershard.training.reports import EvalReport, FailedSaveReport, Report, SaveReport, StopReport, TrainReport
+from embershard.training.reports import (
+    BadRowsReport,
+    EvalReport,
+    FailedSaveReport,
+    Report,
+    SaveReport,
+    StopReport,
+    TrainReport,
+)
 
 
 class ProgressDisplay:
@@ -45,6 +53,9 @@ class ProgressDisplay:
             say(self._console, f"step {report.step}: {eval_line(report)}")
         elif isinstance(report, FailedSaveReport):
             say(self._console, f"{report.reason} Training goes on (checkpoint.on_failed_save).")
+        elif isinstance(report, BadRowsReport):
+            first = f", for instance {report.rows[0]}" if report.rows else ""
+            say(self._console, f"step {report.step}: {report.num_bad:,} bad rows so far{first}")
         elif isinstance(report, StopReport):
             saved = (
                 "no checkpoint of it, by checkpoint.at_end" if report.path is None else f"its state is in {report.path}"
@@ -52,7 +63,8 @@ class ProgressDisplay:
             say(self._console, f"step {report.step}: stopped by a signal; {saved}")
         else:
             assert isinstance(report, SaveReport)
-            say(self._console, f"step {report.step}: saved {report.path} ({report.seconds:.1f} s)")
+            waited = f"; training waited {report.stall_seconds:.1f} s" if report.stall_seconds < report.seconds else ""
+            say(self._console, f"step {report.step}: saved {report.path} ({report.seconds:.1f} s{waited})")
 
     def close(self) -> None:
         """End the bar, so that other output can follow. May be called twice."""

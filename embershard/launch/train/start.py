@@ -44,11 +44,13 @@ def main(argv: Sequence[str]) -> int:
     config.train.rank_batch_size(num_ranks)  # raises before any rank starts
     given = ["--config", str(arguments.config), "--run-dir", str(run_dir)]
     given += [word for override in arguments.overrides for word in ("--set", override)]
-    resume = [] if arguments.resume is None else _resume_words(arguments.resume, arguments.unverified)
+    allowed = ["--unverified"] if arguments.unverified else []
+    allowed += [word for key in arguments.allow_change for word in ("--allow-change", key)]
+    resume = [] if arguments.resume is None else _resume_words(arguments.resume, allowed)
 
     def restarted(has_trained: bool) -> list[str]:
         """A run that was to resume from a chosen step does so until it has trained: then there are newer ones."""
-        return given + (_resume_words(NEWEST, arguments.unverified) if has_trained or not resume else resume)
+        return given + (_resume_words(NEWEST, allowed if resume else []) if has_trained or not resume else resume)
 
     return launcher.start_ranks(
         num_ranks,
@@ -60,8 +62,8 @@ def main(argv: Sequence[str]) -> int:
     )
 
 
-def _resume_words(step: int, unverified: bool) -> list[str]:
-    return ["--resume", *([] if step == NEWEST else [str(step)]), *(["--unverified"] if unverified else [])]
+def _resume_words(step: int, allowed: Sequence[str]) -> list[str]:
+    return ["--resume", *([] if step == NEWEST else [str(step)]), *allowed]
 
 
 def _planned_ranks(plan: Plan, nproc: int | None, dry_run: bool) -> int:

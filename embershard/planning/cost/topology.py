@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from embershard.decoding import decode, read_toml, to_toml
-from embershard.errors import ConfigError
+from embershard.errors import ConfigError, naming_file
 from embershard.planning.cost.rates import Numbers, Rates
 
 #: The dense optimizer reads gradient, state and weight, and writes state and weight.
@@ -199,7 +199,8 @@ def save_topology(topology: Topology, path: str | Path) -> None:
     name = values.pop("name")
     if topology.bandwidths is None:  # nothing is assumed of calibrated rates
         del values["assumptions"]
-    Path(path).write_text(to_toml({name: values}), encoding="utf-8")
+    with naming_file(path):
+        Path(path).write_text(to_toml({name: values}), encoding="utf-8")
 
 
 def _estimate(topology: Topology, num_ranks: int) -> Rates:

@@ -1,12 +1,15 @@
 """The cache inside TorchRec: kernels, lookups, shardings, sharded modules, sharders. A new TorchRec version touches
 this folder."""
 
+from embershard.cache.rows.frozen_rows import FrozenRows
 from embershard.sharding.torchrec.inspection import (
     cache_stats,
     cached_embeddings,
     flush,
+    freeze,
     host_rows_changed,
     pools_by_module,
+    without_flushes,
 )
 from embershard.sharding.torchrec.sharders import (
     CachedEmbeddingBagCollectionSharder,
@@ -18,11 +21,14 @@ from embershard.sharding.torchrec.torchrec_planner import plan_sharding
 __all__ = [
     "CachedEmbeddingBagCollectionSharder",
     "CachedEmbeddingCollectionSharder",
+    "FrozenRows",
     "StockEmbeddingBagCollectionSharder",
     "cache_stats",
     "cached_embeddings",
     "flush",
+    "freeze",
     "host_rows_changed",
     "plan_sharding",
     "pools_by_module",
+    "without_flushes",
 ]

@@ -6,14 +6,15 @@ sharding sends such an id to some rank as some row.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from embershard.cache import loops
 from embershard.errors import IdOutOfRangeError
 
 _UNCHECKED = 2**62
@@ -51,28 +52,15 @@ def check_bounds(features: KeyedJaggedTensor, rows: Mapping[str, tuple[str, int]
         return
     limits = [rows[key][1] if key in rows else _UNCHECKED for key in features.keys()]  # noqa: SIM118
     lengths = features.length_per_key()
-    if max(lengths) * len(lengths) == values.numel():  # every feature has as many ids
-        low, high = values.view(len(lengths), -1).aminmax(dim=1)
-        if values.is_cpu:
-            inside = min(low.tolist()) >= 0 and all(map(operator.lt, high.tolist(), limits))
-        else:
-            inside = bool(((low >= 0) & (high < torch.tensor(limits, device=values.device))).all())
-    elif values.is_cpu:  # a pass per feature needs no limit per id
-        parts = values.split(lengths)
-        inside = all(_is_inside(part, limit) for part, limit in zip(parts, limits, strict=True))
+    if values.is_cpu:
+        counts, ends = np.array(lengths, np.int64), np.array(limits, np.int64)
+        inside = loops.are_rows(values.long().contiguous().numpy(), counts, ends)
     else:
         lengths = torch.tensor(lengths, device=values.device)
         limit_of_id = torch.tensor(limits, device=values.device).repeat_interleave(lengths, output_size=values.numel())
         inside = not bool(((values < 0) | (values >= limit_of_id)).any())
     if not inside:
         _raise_first(features, rows)
-
-
-def _is_inside(ids: torch.Tensor, limit: int) -> bool:
-    if not ids.numel():
-        return True
-    low, high = ids.aminmax()
-    return low.item() >= 0 and high.item() < limit
 
 
 def _raise_first(features: KeyedJaggedTensor, rows: Mapping[str, tuple[str, int]]) -> None:

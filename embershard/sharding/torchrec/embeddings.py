@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.modules.embedding_configs import data_type_to_dtype, data_type_to_sparse_type
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from embershard.cache.contents import CacheContents
 from embershard.cache.key_map import map_kind
 from embershard.cache.next_use import KnownBatch
 from embershard.cache.pinned_tables import pinned_tables
@@ -236,6 +238,24 @@ class CachedTableBatchedEmbeddings(HostTables):
                 shard = torch.arange(num_rows) if rows is None else rows.flatten().long().cpu() - start
                 keys.append(shard[(shard >= 0) & (shard < num_rows)] + first_key)
         self.cache.host_rows_changed(torch.cat(keys).to(self._device))
+
+    def contents(self) -> Iterator[tuple[str, CacheContents]]:
+        """Yield the name of every table shard, and its cached rows, numbered in the whole table."""
+        found = self.cache.contents()
+        shards = zip(self._shards, self.host.rows_per_table, self.host.row_offsets, strict=True)
+        for (name, start), num_rows, first_key in shards:
+            yield name, found.between(first_key, num_rows, start)
+
+    def restore(self, contents: Mapping[str, CacheContents]) -> None:
+        """Fill the cache before the next batch with cached rows of tables, numbered in the whole table."""
+        shards = zip(self._shards, self.host.rows_per_table, self.host.row_offsets, strict=True)
+        parts = [
+            contents[name].between(start, num_rows, first_key)
+            for (name, start), num_rows, first_key in shards
+            if name in contents
+        ]
+        if any(len(part.rows) for part in parts):  # otherwise a profile's rows are better than none
+            self.cache.restore(CacheContents.join(parts))
 
     def stats(self) -> list[TableStats]:
         """Return what the cache did, per table."""

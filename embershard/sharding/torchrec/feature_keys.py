@@ -52,6 +52,8 @@ class FeatureKeys:
     def of(self, ids: PoolIds) -> tuple[Tensor, Tensor]:
         """Return the keys int64 [N] and the number of ids per feature int64 [F]."""
         num_features = self._first_keys.numel()
+        if ids.batch_sizes is None and ids.indices.is_cpu:
+            return self._of_in_loop(ids.indices.long().contiguous(), ids.offsets.long().contiguous())
         if ids.batch_sizes is None:
             bounds = ids.offsets[:: max(1, (ids.offsets.numel() - 1) // num_features)]
         else:
@@ -59,6 +61,12 @@ class FeatureKeys:
             bounds = ids.offsets[sizes.cumsum(0)]
         lengths = (bounds.diff() if bounds.numel() > 1 else ids.offsets.new_zeros(num_features)).long()
         return add_per_feature(ids.indices, self._first_keys, lengths), lengths
+
+    def _of_in_loop(self, ids: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        keys, lengths = torch.empty_like(ids), torch.empty_like(self._first_keys)
+        places = (ids.numpy(), offsets.numpy(), self._first_keys.numpy())
+        loops.keys_of_ids(*places, keys.numpy(), lengths.numpy())
+        return keys, lengths
 
 
 def add_per_feature(ids: Tensor, addends: Tensor, lengths: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
 from torch import Tensor, nn
 
 from embershard.cache.row_cache import RowCache
+from embershard.cache.rows.frozen_rows import FrozenRows
 from embershard.cache.rows.host_store import HostStore
 from embershard.sharding.torchrec.slots import SlotTable
 
@@ -97,6 +98,14 @@ class HostTables(nn.Module):
         """Write trained rows back to the host tier, and make the initial weights of rows that have none yet."""
         if self._is_flushed:
             self.cache.flush()
+
+    def freeze(self) -> FrozenRows:
+        """Write trained rows back; return the host tier as it is then, to be read while training goes on.
+
+        Call it between steps: then no write-back runs until the next step, also if another thread fills rows.
+        """
+        self.cache.write_back()
+        return self.host.freeze()
 
     @contextmanager
     def without_flushes(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -11,6 +12,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from embershard.cache.rows.frozen_rows import FrozenRows
 from embershard.cache.statistics import TableStats
 from embershard.errors import ConfigError
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
@@ -81,6 +83,36 @@ def flush(model: nn.Module) -> None:
     """
     for pool in cached_embeddings(model):
         pool.flush()
+
+
+def freeze(model: nn.Module) -> list[FrozenRows]:
+    """Return the rows of this rank's host tiers as they are now, to be read while training goes on; close each.
+
+    >>> [frozen.close() for frozen in freeze(model)]  # a sharded model
+    [None]
+    """
+    frozen: list[FrozenRows] = []
+    try:
+        for pool in cached_embeddings(model):
+            frozen.append(pool.freeze())
+    except BaseException:
+        for rows in frozen:
+            rows.close()
+        raise
+    return frozen
+
+
+@contextmanager
+def without_flushes(model: nn.Module) -> Iterator[None]:
+    """Return a context in which `state_dict` takes references to rows and reads none: no row is written back or made.
+
+    >>> with without_flushes(model):  # a sharded model
+    ...     tensors = model.state_dict()
+    """
+    with ExitStack() as stack:
+        for pool in cached_embeddings(model):
+            stack.enter_context(pool.without_flushes())
+        yield
 
 
 def cache_stats(model: nn.Module) -> list[TableStats]:

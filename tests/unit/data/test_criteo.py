@@ -182,7 +182,8 @@ BAD_CELLS = [
     ({"C26": "068fd1e64"}, r"day_0:12 C26='068fd1e64': needed 1 to 8 hexadecimal digits"),
     ({"C26": "é"}, r"day_0:12 C26='é': needed 1 to 8 hexadecimal digits"),
     ({"C26": "1\t2"}, r"day_0:12 has 41 tab-separated columns; needed 40: label, 13 integers"),
-    ({"C26": "1\r2"}, r"day_0:13 has 1 tab-separated columns; needed 40"),
+    ({"C26": "1\r2"}, r"day_0:12 C26='1\\r2': needed 1 to 8 hexadecimal digits"),
+    ({"I3": "1e39"}, r"day_0:12 I3='1e39': needed a number below 3.4e38"),
 ]
 
 

@@ -143,7 +143,7 @@ def test_flipped_bits_are_found(read, tmp_path):
     place = data.index(bytes(pa.array(range(5)).buffers()[1])[:40])
     data[place] ^= 1
     path.write_bytes(data)
-    with pytest.raises(DataError, match=r"a.parquet: row group 0 cannot be read .*checksum"):
+    with pytest.raises(DataError, match=r"a.parquet: row group 0, at byte 4, cannot be read .*checksum"):
         read(path)
 
 
@@ -156,8 +156,11 @@ def test_wrong_settings_are_named(tmp_path):
         Schema(("a",), (SparseFeature("a", 5),))
     with pytest.raises(ConfigError, match=r"no sparse column"):
         Schema(("a",), ())
-    with pytest.raises(ConfigError, match=r"num_rows=1; needed at least 2"):
-        SparseFeature("a", 1)
+    with pytest.raises(ConfigError, match=r"num_rows=0; needed at least 1"):
+        SparseFeature("a", 0)
+    for name in ("../../x", "a.b", "", "a\n"):
+        with pytest.raises(ConfigError, match=r"needed a name without dot, slash"):
+            SparseFeature(name, 5)
 
 
 @given(st.lists(st.lists(st.integers(0, 99), max_size=4), min_size=1, max_size=9), st.data())

@@ -164,11 +164,14 @@ def test_eval_gives_empty_batches_to_ranks_without_samples(kit, open_stream):
     assert last.sparse_features.values().dtype == torch.int64
 
 
-def test_steps_per_epoch(kit, open_stream):
-    source = kit.source([100], 10, 0.3)
-    for split, steps in (("train", 8), ("eval", 4)):
-        stream = open_stream(source, DataConfig(), batch_size=4, world_size=2, split=split)
-        assert stream.steps_per_epoch == steps == len(list(stream))
+@pytest.mark.parametrize("split", ["train", "eval"])
+@pytest.mark.parametrize(("epoch", "at"), [(0, 0), (1, 13), (2, 16), (2, 70), (3, 0), (5, 8)])
+def test_steps_that_are_left(kit, open_stream, split, epoch, at):
+    """From any position, also one that another batch size led to."""
+    place = {"batch_size": 4, "world_size": 2, "split": split, "state": StreamState(epoch, min(at, 30))}
+    stream = open_stream(kit.source([100], 10, 0.3), DataConfig(), epochs=3, **place)
+    assert stream.num_steps == len(list(stream))
+    assert open_stream(kit.source([100], 10, 0.3), DataConfig(), epochs=None, **place).num_steps is None
 
 
 def test_threads_give_the_same_batches_as_none(kit, open_stream, numbers):

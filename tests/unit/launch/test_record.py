@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 
 from embershard.cache import TableStats
+from embershard.data.bad_rows import BadRow
 from embershard.distributed import Ranks
 from embershard.errors import ConfigError
 from embershard.launch.record import RunRecord, make_result, steady_steps
@@ -26,7 +27,7 @@ from embershard.launch.versions import git_commit, versions
 from embershard.training.cache_report import summed
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.metrics import Quality
-from embershard.training.reports import EvalReport, FailedSaveReport, SaveReport, TrainReport
+from embershard.training.reports import BadRowsReport, EvalReport, FailedSaveReport, SaveReport, TrainReport
 
 KEYS = {
     "steps", "samples", "samples_per_second", "step_ms", "loss", "auc", "ne", "logloss", "world_size",
@@ -49,7 +50,9 @@ def result(step_seconds=(*[9.0] * 10, *[0.1] * 30), **changes):
         ranks=Ranks(0, 2, 0, 2, torch.device("cpu")),
         plan=None,
         steps=40,
+        state=SimpleNamespace(changes=()),
         samples=800,
+        bad_rows=SimpleNamespace(num_bad=0, are_tolerated=False),
         step_seconds=array("d", step_seconds),
     )
     given = {"loss": 0.5, "evaluation": eval_report(40), "cache": None, "look_ahead": None}
@@ -88,7 +91,7 @@ def test_result_of_a_run_that_had_nothing_to_do():
 
 def test_a_resumed_run_writes_on_from_its_checkpoint(tmp_path: Path):
     record = RunRecord(tmp_path, RunConfig(), None)
-    for report in (train_report(5), SaveReport(5, tmp_path / "step_5", 0.1), train_report(10), eval_report(10)):
+    for report in (train_report(5), SaveReport(5, tmp_path / "step_5", 0.1, 0.1), train_report(10), eval_report(10)):
         record.add(report)
     record.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -103,6 +106,34 @@ def test_a_resumed_run_writes_on_from_its_checkpoint(tmp_path: Path):
     assert list(tmp_path.glob("events.out.tfevents.*"))
 
 
+def test_damaged_lines_are_kept_aside_and_the_rest_stays(tmp_path: Path):
+    record = RunRecord(tmp_path, RunConfig(), None)
+    for step in (1, 2, 3):
+        record.add(train_report(step))
+    record.close()
+    metrics = tmp_path / "metrics.jsonl"
+    lines = metrics.read_bytes().splitlines(keepends=True)
+    damaged = [b"\xff\x00 half a line\n", b'{"kind": "train"}\n', b"[1]\n", b'{"step": 3, "ki']
+    metrics.write_bytes(b"".join([lines[0], *damaged[:3], lines[1], lines[2], damaged[3]]))
+    RunRecord(tmp_path, RunConfig(), 2).close()
+    assert metrics.read_bytes() == lines[0] + lines[1]
+    assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == b"".join(damaged) + b"\n"
+
+
+def test_bad_rows_are_listed_once_and_not_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("embershard.launch.record._MOST_BAD_ROWS", 3)
+    rows = [BadRow(Path("a[/x]"), number, "C1", f"C1='\n{number}': needed") for number in range(5)]
+    record = RunRecord(tmp_path, RunConfig(), None)
+    record.add(BadRowsReport(1, 2, tuple(rows[:2])))
+    record.add(BadRowsReport(2, 4, tuple(rows[1:3])))
+    record.close()
+    record = RunRecord(tmp_path, RunConfig(), 1)
+    record.add(BadRowsReport(2, 5, tuple(rows)))
+    record.close()
+    lines = [json.loads(line) for line in (tmp_path / "bad_rows.jsonl").read_text().splitlines()]
+    assert [(line["file"], line["row"], line["column"]) for line in lines] == [("a[/x]", n, "C1") for n in range(3)]
+
+
 def test_another_run_is_not_overwritten(tmp_path: Path):
     RunRecord(tmp_path, RunConfig(), None).close()
     with pytest.raises(ConfigError, match=r"holds a run already.*--resume"):
@@ -112,15 +143,17 @@ def test_another_run_is_not_overwritten(tmp_path: Path):
 def test_plain_lines_when_not_a_terminal():
     screen = io.StringIO()
     display = ProgressDisplay(Console(file=screen, force_terminal=False), 20, 0)
-    saves = (SaveReport(10, Path("r/step_10"), 0.2), FailedSaveReport(20, "no space."))
+    saved = SaveReport(10, Path("r/step_10"), 12.34, 0.2)
+    saves = (saved, dataclasses.replace(saved, stall_seconds=12.34), FailedSaveReport(20, "no space."))
     for report in (train_report(10), eval_report(10), *saves):
         display.show(report)
     display.close()
-    first, second, third, fourth = screen.getvalue().splitlines()
+    first, second, third, fourth, fifth = screen.getvalue().splitlines()
     assert first.startswith("step 10/20  1,234 samples/s  loss 0.5000  AUC n/a  hit rate 75.0%  ETA ")
     assert second.startswith("step 10: held-out AUC 0.7000  NE 0.9000")
-    assert third == "step 10: saved r/step_10 (0.2 s)"
-    assert fourth == "no space. Training goes on (checkpoint.on_failed_save)."
+    assert third == "step 10: saved r/step_10 (12.3 s; training waited 0.2 s)"
+    assert fourth == "step 10: saved r/step_10 (12.3 s)"
+    assert fifth == "no space. Training goes on (checkpoint.on_failed_save)."
 
 
 def test_a_bar_on_a_terminal():

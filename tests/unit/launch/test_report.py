@@ -150,7 +150,7 @@ def test_a_dropped_prediction_is_an_error_that_names_the_way_out(run_dir, report
         (["--predicted", "--topology", "cpu"], "--topology has no effect without --recalibrate"),
         (["--json", "--top", "3"], "--top has no effect with --json"),
         (["--recalibrate", "machine.json"], "needed a file name that ends in .toml"),
-        (["--recalibrate", "nowhere/machine.toml"], "cannot be written"),
+        (["--recalibrate", "nowhere/machine.toml"], "nowhere/machine.toml: No such file or directory"),
     ],
 )
 def test_options_without_an_effect_are_errors(run_dir, report, arguments, says):

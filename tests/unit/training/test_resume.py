@@ -80,7 +80,9 @@ def test_the_run_after_a_fallback_is_the_run(trainer, whole):
 def test_a_step_can_be_chosen(trainer, whole):
     folder = folder_of(trainer)
     resumed = resume_run(trainer, step=6)
-    assert resumed == Resumed(folder / "step_6", True, (), ("step_12.aside", "step_18.aside"))
+    assert dataclasses.replace(resumed, comparison=None) == Resumed(
+        folder / "step_6", True, (), ("step_12.aside", "step_18.aside")
+    )
     assert losses(list(trainer.train())) == {step: loss for step, loss in whole[1].items() if step > 6}
 
 
@@ -107,7 +109,7 @@ def test_nothing_valid_is_no_start_from_the_beginning(trainer):
 def test_another_model_is_no_reason_for_an_older_one(trainer, ranks):
     config = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, table_dtype="fp16"))
     other = Trainer(config, ranks, folder_of(trainer))
-    with pytest.raises(CheckpointError, match=r"step_18 was written with other settings"):
+    with pytest.raises(CheckpointError, match=r"step_18 was saved by a run with other settings"):
         resume_run(other)
     other.close()
 

@@ -16,6 +16,7 @@ from embershard.launch.ranks.stop_signals import stop_training_on_signals
 from embershard.models import ModelConfig
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.reports import EvalReport, Report, SaveReport, StopReport, TrainReport
+from embershard.training.run_state import PreparedSave
 from embershard.training.trainer import Trainer
 
 
@@ -83,13 +84,13 @@ def test_it_saves_if_the_run_saves_at_all(ranks, tmp_path, checkpoint, is_saved)
 
 def test_a_signal_in_a_save_needs_no_other_step_and_no_other_save(ranks, tmp_path):
     trainer = Trainer(config(checkpoint=CheckpointConfig(every_steps=2)), ranks, tmp_path)
-    save = trainer.save
+    prepare = trainer._prepare_save
 
-    def interrupted() -> SaveReport:
+    def interrupted(copy_bytes: int) -> PreparedSave:
         trainer.supervision.signal = signal.SIGTERM
-        return save()
+        return prepare(copy_bytes)
 
-    trainer.save = interrupted  # type: ignore[method-assign]
+    trainer._prepare_save = interrupted  # type: ignore[method-assign]
     assert kinds(list(trainer.train()))[-3:] == [(TrainReport, 2), (SaveReport, 2), (StopReport, 2)]
     trainer.close()
 

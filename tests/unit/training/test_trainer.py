@@ -64,7 +64,8 @@ def losses(reports: list[Report]) -> dict[int, float]:
 
 def test_reports_come_when_they_are_due(ranks, tmp_path):
     train = TrainConfig(batch_size=100, epochs=2, log_every=4, eval_every=9)
-    reports = run(make_config(train=train), ranks, tmp_path)
+    checkpoint = CheckpointConfig(every_steps=6, at_end=False, asynchronous=False)
+    reports = run(make_config(train=train, checkpoint=checkpoint), ranks, tmp_path)
     said = [(type(report), report.step) for report in reports]
     assert said == [
         (TrainReport, 4), (SaveReport, 6), (TrainReport, 8), (EvalReport, 9), (TrainReport, 12),
@@ -319,8 +320,8 @@ def test_a_counted_profile_is_gone_once_the_model_is_built(ranks, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"model": {"table_dtype": "fp16"}}, "model.table_dtype was 'fp32' and is 'fp16' now"),
-        ({"dense_optimizer": {"kind": "sgd"}}, "dense_optimizer.kind was 'adam' and is 'sgd' now"),
+        ({"model": {"table_dtype": "fp16"}}, r'model\.table_dtype +"fp32" +"fp16"'),
+        ({"dense_optimizer": {"kind": "sgd"}}, r'dense_optimizer\.kind +"adam" +"sgd"'),
     ],
 )
 def test_a_checkpoint_of_other_settings_is_refused(ranks, tmp_path, changes, named):

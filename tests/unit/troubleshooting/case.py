@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from embershard.launch import cli
+from tests.unit.troubleshooting.privileges import modes_hold
 
 #: The files that a case needs, relative to the folder that it runs in, with their contents.
 Files = Mapping[str, str | bytes]
@@ -103,6 +104,6 @@ def _make(files: Files | None, prepare: Prepare | None) -> None:
 def outcome_of(main: Callable[[], int]) -> Outcome:
     """Return the exit code of `main`, and what it wrote to stderr."""
     stderr = io.StringIO()
-    with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(io.StringIO()), modes_hold():
         code = main()
     return Outcome(code, stderr.getvalue())

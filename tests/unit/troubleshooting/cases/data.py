@@ -1,20 +1,128 @@
 """Data that cannot be read, or are not what the settings say."""
 
-from tests.unit.troubleshooting.case import Case, rank
+import gzip
+
+from tests.unit.troubleshooting.case import Case, Files, Provoke, command, rank
 
 TITLE = "Data"
-_CRITEO = '[data]\nkind = "criteo"\npath = "logs"\ncriteo.num_rows = 10\n[train]\nbatch_size = 1\n'
 _LINE = "\t".join(["1", *["3"] * 13, *["a"] * 26]) + "\n"
+_SETTINGS = """
+[data]
+kind = "criteo"
+path = "logs"
+chunk_rows = 4
+eval_fraction = 0.0
+criteo.num_rows = 10
+[train]
+batch_size = 4
+log_every = 1
+device = "cpu"
+[checkpoint]
+at_end = false
+[cache]
+enabled = false
+"""
+
+
+def _files(*lines: str) -> Files:
+    return {"run.toml": _SETTINGS, "logs/day_0": "".join(lines)}
+
+
+def _train(*lines: str, settings: str = "") -> Provoke:
+    words = ["--config", "run.toml", "--run-dir", "mine", *(["--set", settings] if settings else [])]
+    return rank(*words, files=_files(*lines))
+
+
+_BAD = "Correct or remove the row, or let up to a share of such rows be replaced: `data.bad_rows`. " + (
+    "`embershard data validate` finds all of them before training."
+)
 
 CASES = [
     Case(
         "A cell is not what its column needs",
-        rank(
-            *("--config", "run.toml"),
-            files={"run.toml": _CRITEO, "logs/day_0": _LINE + _LINE[:-2] + "zebra\n"},
-        ),
+        _train(_LINE, _LINE[:-2] + "zebra\n", _LINE, _LINE),
         "[rank<number>]: DataError: logs/day_0:2 C26='zebra': needed 1 to 8 hexadecimal digits, or nothing",
-        "Correct or remove the row.",
+        _BAD,
+        code=1,
+    ),
+    Case(
+        "A number is too large",
+        _train(_LINE, _LINE.replace("3", "1e39", 1), _LINE, _LINE),
+        "[rank<number>]: DataError: logs/day_0:2 I1='1e39': needed a number below 3.4e38, or nothing where it is "
+        "missing",
+        _BAD,
+        code=1,
+    ),
+    Case(
+        "A row has not the right columns",
+        _train(_LINE, "1\t2\n", _LINE, _LINE),
+        "[rank<number>]: DataError: logs/day_0:2 has 2 tab-separated columns; needed 40: label, 13 integers, 26 "
+        "categoricals",
+        _BAD,
+        code=1,
+    ),
+    Case(
+        "More bad rows than `data.bad_rows` allows",
+        _train(*[_LINE, _LINE, _LINE, "1\n"] * 2, settings="data.bad_rows=0.1"),
+        "[rank<number>]: DataError: <number> bad rows in 8 samples (<share>); data.bad_rows = 0.1 allows 10.00%. They "
+        "are listed in the run's bad_rows.jsonl; `embershard data validate` counts all",
+        "Look at `bad_rows.jsonl` in the folder of the run; correct the data, or allow more. Training was saved.",
+        code=1,
+    ),
+    Case(
+        "A stretch of bad rows that nothing can replace",
+        _train(*[_LINE] * 4, *["1\n"] * 4, settings="data.bad_rows=0.9"),
+        "[rank<number>]: DataError: logs/day_0:<row> has 1 tab-separated columns; needed 40: label, 13 integers, 26 "
+        "categoricals; and no row near it is good: 4 bad rows one after another",
+        "Correct or remove the rows. A chunk (`data.chunk_rows`, or a Parquet row group) needs a good row.",
+        code=1,
+    ),
+    Case(
+        "There is nothing at `data.path`",
+        command("data", "validate", "nowhere"),
+        "embershard: nowhere: no such file or folder; check data.path and data.eval_path",
+        "Check the path; a relative one starts from the current folder.",
+    ),
+    Case(
+        "No file of the folder has the expected name",
+        command("data", "validate", "logs", files={"logs/notes.md": "x"}),
+        "embershard: logs: none of its 1 files matches day_*, train*, part-*, *.tsv, *.tsv.gz (there are: notes.md); "
+        "set data.criteo.files to the names of your files",
+        "Set `data.criteo.files` or `data.parquet.files`.",
+    ),
+    Case(
+        "A file is empty",
+        command("data", "validate", "logs", files={"logs/day_0": ""}),
+        "embershard: logs/day_0: the file is empty (0 bytes); remove it, or fetch it again",
+        "Fetch the file again; a transfer has probably failed.",
+    ),
+    Case(
+        "A gzip file is truncated",
+        command("data", "validate", "logs", files={"logs/day_0": gzip.compress(_LINE.encode() * 99, mtime=0)[:-9]}),
+        "embershard: logs/day_0: the gzip file is truncated after byte <number>; fetch it again",
+        "Fetch the file again.",
+    ),
+    Case(
+        "A Parquet file is damaged",
+        command(
+            "data",
+            "validate",
+            "a.parquet",
+            "--set",
+            'data.parquet.sparse=["user"]',
+            "--set",
+            "data.parquet.num_rows=[9]",
+            files={"a.parquet": "PAR1 and then text"},
+        ),
+        "embershard: a.parquet: not a sound Parquet file (<reason>); fetch it again",
+        "Fetch the file again.",
+    ),
+    Case(
+        "The training data are smaller than a global batch",
+        _train(_LINE),
+        "[rank<number>]: DataError: the training data have 1 samples, less than one global batch: 4 samples x 1 ranks "
+        "= 4; use a smaller batch size or more data",
+        "Use a smaller `train.batch_size`, or more data.",
         code=1,
     ),
 ]

@@ -31,4 +31,35 @@ CASES = [
         "embershard: mine holds a run already. Use another --run-dir, or --resume to continue it.",
         "Choose another folder, or continue the run.",
     ),
+    Case(
+        "A number is infinite",
+        command(*_TRAIN, "--set", "dense_optimizer.lr=inf", files=_EMPTY),
+        "embershard: dense_optimizer.lr: got inf, needed a finite number.",
+        "Give a finite number.",
+    ),
+    Case(
+        "A number in a plan is too large (1e999)",
+        command(
+            "train", "--config", "run.toml", "--plan", "plan.json", files=_EMPTY | {"plan.json": '{"format": 1e999}'}
+        ),
+        "embershard: plan.json: format: got inf, needed a finite number.",
+        "Correct the plan, or plan again.",
+    ),
+    Case(
+        "A column cannot name a table",
+        command(
+            *("data", "validate", "a.parquet", "--set", 'data.parquet.sparse=["../../x"]'),
+            *("--set", "data.parquet.num_rows=[9]"),
+            files={"a.parquet": "x"},
+        ),
+        "embershard: sparse feature '../../x': needed a name without dot, slash, backslash and control characters, "
+        "since modules, tensors and files are named after it; rename the column",
+        "Rename the column in the files and in `data.parquet.sparse`.",
+    ),
+    Case(
+        "A path looks like the markup of a terminal",
+        command("ckpt", "ls", "a[/x]b", files={"a[/x]b/y": ""}),
+        "embershard: a[/x]b: no checkpoints there; give the --run-dir of a run that saved some.",
+        "Such names are allowed; give the right folder.",
+    ),
 ]

@@ -1,0 +1,199 @@
+"""All rows of a pool as they were at one moment, read block by block while training goes on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embershard.cache import loops
+from embershard.cache.rows.lazy_rows import FrozenLazyRows
+from embershard.cache.rows.memory import widest_views
+from embershard.cache.rows.transfer import RowTable
+from embershard.errors import CacheError
+
+#: Bytes of a block, in the widest payload tensor.
+BLOCK_BYTES = 16 << 20
+_GROUP_SHIFT = 5  # 32 rows to a chain of places
+#: Most bytes put aside: a share of the rows, at least as much as the first number and at most as much as the second.
+_ASIDE_SHARE, _LEAST_ASIDE, _MOST_ASIDE = 0.1, 16 << 20, 2 << 30
+
+
+class FrozenRows:
+    """Rows of a host tier at the moment of the call, while training goes on. Another thread reads each block once, in
+    the order of the rows. A row that changes before its block was read is put aside first, weights and states.
+
+    The reader copies a block, declares it read, and then puts the rows that were put aside in their places. Nobody
+    waits for the copy: a row that changes meanwhile was put aside before. Rows without initial weights get them in the
+    reader's block only, so a save makes no row in the host tier.
+
+    Args:
+        payload: weights [R, D] and states [R, ...], in host memory.
+        lazy: the weights, if some of the rows have no initial weights.
+        most_aside_bytes: rows put aside at one time; with more, `put_aside` waits for the reader. None: 10 % of the
+            rows' bytes, but 16 MiB to 2 GiB.
+
+    Attributes:
+        block_rows: rows of a block.
+        is_closed: nobody reads the rows any more.
+        wait_seconds: time that `put_aside` waited for the reader.
+
+    >>> weights = torch.arange(8.0).reshape(4, 2)
+    >>> frozen = FrozenRows([weights], None)
+    >>> frozen.put_aside(torch.tensor([2]))
+    >>> weights[2] = 0.0
+    >>> frozen.read(weights).tolist()
+    [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]
+    """
+
+    def __init__(
+        self, payload: Sequence[Tensor], lazy: FrozenLazyRows | None, most_aside_bytes: int | None = None
+    ) -> None:
+        self._payload, self._lazy = [tensor.data for tensor in payload], lazy
+        self._watched, self._version = list(payload), sum(tensor._version for tensor in payload)
+        self._num_rows = payload[0].shape[0]
+        row_bytes = [tensor[:1].nbytes for tensor in self._payload]
+        self._row_bytes = sum(row_bytes)
+        self.block_rows = max(1, BLOCK_BYTES // max(1, *row_bytes))
+        if most_aside_bytes is None:
+            share = int(_ASIDE_SHARE * self._row_bytes * self._num_rows)
+            most_aside_bytes = min(max(share, _LEAST_ASIDE), _MOST_ASIDE)
+        places = 1 + min(self._num_rows, max(1, most_aside_bytes // max(1, self._row_bytes)))
+        self._heads = np.zeros((self._num_rows >> _GROUP_SHIFT) + 1, np.int32)
+        self._following, self._kept = np.zeros(places, np.int32), np.zeros(places, np.int64)
+        self._free = np.zeros(2, np.int64)
+        blocks = [torch.empty(min(self.block_rows, self._num_rows), *t.shape[1:], dtype=t.dtype) for t in payload]
+        asides = [torch.empty(places, *tensor.shape[1:], dtype=tensor.dtype) for tensor in payload]  # no page yet
+        self._tables = [
+            [RowTable(view) for view in widest_views(*tensors)]
+            for tensors in zip(self._payload, asides, blocks, strict=True)
+        ]
+        self._blocks, self._in_block = blocks, (0, 0)
+        self._lowest = 0  # rows from here on were not read
+        self._changed = threading.Condition()
+        self._is_whole = True
+        self.is_closed = False
+        self.wait_seconds = 0.0
+
+    @property
+    def aside_bytes(self) -> int:
+        """Most bytes of rows that were put aside at one time."""
+        return int(self._free[1]) * self._row_bytes
+
+    def put_aside(self, keys: Tensor) -> None:
+        """Keep the contents of rows `keys` (int64 [M]), which are about to change, where they are still needed."""
+        numbers = keys.cpu().contiguous().numpy()
+        places, placed = np.empty_like(numbers), np.empty_like(numbers)
+        position = 0
+        while position < numbers.size:
+            with self._changed:
+                if self.is_closed:
+                    return
+                self._is_whole = False  # until the copies are there: an interrupt must not leave places without rows
+                position, count = loops.give_places(
+                    numbers, position, self._lowest, _GROUP_SHIFT, self._heads, self._following, self._kept,
+                    self._free, places, placed,
+                )  # fmt: skip
+                for rows, aside, _ in self._tables:
+                    aside.copy(torch.from_numpy(places[:count]), rows, torch.from_numpy(placed[:count]))
+                self._is_whole = True
+                if position < numbers.size:
+                    self._wait()
+
+    def position(self, tensor: Tensor) -> int | None:
+        """Return the number of the row that a view of the payload begins with; None for other memory."""
+        found = self._find(tensor)
+        return None if found is None else found[1]
+
+    def read(self, part: Tensor) -> Tensor:
+        """Return the contents that a view of the payload had, valid until the next call for other rows.
+
+        Args:
+            part: whole rows of one payload tensor, up to `block_rows`. Rows come in ascending order; the same rows may
+                be read of every payload tensor in turn.
+
+        Raises:
+            CacheError: somebody else wrote to the rows, or putting rows aside was interrupted.
+        """
+        found = self._find(part)
+        assert found is not None, "not a part of these rows"
+        number, first, stop = found
+        if self._in_block != (first, stop):
+            self._read_block(first, stop)
+        # A tensor whose memory ends with it: torch would copy a view of more.
+        data = self._blocks[number][: stop - first]
+        return torch.frombuffer(memoryview(_bytes_of(data)), dtype=data.dtype).view(part.shape)
+
+    def close(self) -> None:
+        """End: nothing is put aside any more, and who waits goes on."""
+        with self._changed:
+            self.is_closed = True
+            self._changed.notify_all()
+
+    def _read_block(self, first: int, stop: int) -> None:
+        assert self._lowest <= first < stop <= first + self.block_rows, "rows are read once, in ascending order"
+        while self._lowest < first:  # rows that nobody reads
+            self._give_back(self._declare_read(min(first, self._lowest + self.block_rows))[0])
+        for number, (tensor, block) in enumerate(zip(self._payload, self._blocks, strict=True)):
+            if number == 0 and self._lazy is not None:
+                self._lazy.read(first, stop, block)
+            else:
+                np.copyto(_bytes_of(block[: stop - first]), _bytes_of(tensor[first:stop]))
+        places, placed = self._declare_read(stop)
+        for _, aside, block_rows in self._tables:
+            block_rows.copy(torch.from_numpy(placed - first), aside, torch.from_numpy(places))
+        self._give_back(places)
+        self._in_block = (first, stop)
+
+    def _declare_read(self, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Put no row below `stop` aside from now on; return places and keys of those that were."""
+        size = stop - self._lowest + (1 << _GROUP_SHIFT)
+        places, placed = np.empty(size, np.int64), np.empty(size, np.int64)
+        with self._changed:
+            self._check()
+            first, self._lowest = self._lowest, stop
+            count = loops.take_places(
+                first, stop, _GROUP_SHIFT, self._heads, self._following, self._kept, places, placed
+            )
+        return places[:count], placed[:count]
+
+    def _give_back(self, places: np.ndarray) -> None:
+        with self._changed:
+            loops.free_places(places, self._following, self._free)
+            self._changed.notify_all()
+
+    def _wait(self) -> None:
+        started = time.perf_counter()
+        self._changed.wait()
+        self.wait_seconds += time.perf_counter() - started
+
+    def _check(self) -> None:
+        if self.is_closed:
+            raise CacheError("the rows are not kept any more: the save was given up")
+        if not self._is_whole:
+            raise CacheError("putting rows aside for a save was interrupted; save again")
+        if sum(tensor._version for tensor in self._watched) != self._version:
+            raise CacheError(
+                "host rows were written to while a checkpoint was being saved, so it would mix two states. Wait for "
+                "the save before loading a state dict or writing to rows"
+            )
+
+    def _find(self, tensor: Tensor) -> tuple[int, int, int] | None:
+        """Return the number of the payload tensor, the first row and the one after the last; None for other memory."""
+        if not tensor.is_cpu or not tensor.numel():
+            return None
+        for number, rows in enumerate(self._payload):
+            start, row_bytes = tensor.data_ptr() - rows.data_ptr(), rows[:1].nbytes
+            if 0 <= start < rows.nbytes:
+                assert tensor.is_contiguous() and start % row_bytes == 0 == tensor.nbytes % row_bytes, "no whole rows"
+                first = start // row_bytes
+                return number, first, first + tensor.nbytes // row_bytes
+        return None
+
+
+def _bytes_of(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()

@@ -1,0 +1,1 @@
+"""`embershard data`: checks a data set before it is trained on."""

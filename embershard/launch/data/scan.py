@@ -1,0 +1,134 @@
+"""One pass over all rows of a data set: which are samples, and what their columns hold."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embershard.data import Schema
+from embershard.data.bad_rows import BadRow, ParsedChunk
+from embershard.data.source import FileSource
+from embershard.errors import DataError
+
+
+@dataclass
+class ColumnScan:
+    """What one column holds, as the model gets it: transformed numbers, or rows of its table.
+
+    Attributes:
+        count: values.
+        zeros: zeros among them; of ids the row 0, which stands for a missing one.
+        most: values of a sample at most; more than 1 in bags only.
+    """
+
+    count: int = 0
+    zeros: int = 0
+    least: float = np.inf
+    largest: float = -np.inf
+    most: int = 0
+
+    def add(self, values: NDArray[np.generic], most: int) -> None:
+        """Add the values of a chunk, of which a sample has at most `most`."""
+        self.count += len(values)
+        self.most = max(self.most, most)
+        if len(values):
+            self.zeros += int(np.count_nonzero(values == 0))
+            self.least = min(self.least, float(values.min()))
+            self.largest = max(self.largest, float(values.max()))
+
+
+@dataclass
+class DataScan:
+    """What the pass found.
+
+    Attributes:
+        num_train, num_held_out: rows of both parts, bad ones included.
+        bad_train: bad rows of the training part.
+        reasons: rows by column and problem, without their values.
+        first: the first bad row of each reason.
+        damage: chunks that cannot be read, or of which no row is good.
+        columns: by name; the label's first.
+    """
+
+    num_train: int = 0
+    num_held_out: int = 0
+    bad_train: int = 0
+    reasons: Counter[tuple[str, str]] = field(default_factory=Counter)
+    first: dict[tuple[str, str], BadRow] = field(default_factory=dict)
+    damage: list[str] = field(default_factory=list)
+    columns: dict[str, ColumnScan] = field(default_factory=dict)
+
+    @property
+    def num_bad(self) -> int:
+        return self.reasons.total()
+
+    def add(self, parsed: ParsedChunk, train_rows: int, schema: Schema) -> None:
+        """Add a chunk, of which the first `train_rows` rows are to train on."""
+        num_rows = parsed.samples.num_samples + len(parsed.bad)
+        self.num_train += train_rows
+        self.num_held_out += num_rows - train_rows
+        bad_train = sum(row < train_rows for row in parsed.bad)
+        self.bad_train += bad_train
+        for bad in parsed.bad.values():
+            reason = bad.column, bad.problem.rpartition(": ")[2] if bad.column else "the whole row"
+            self.reasons[reason] += 1
+            self.first.setdefault(reason, bad)
+        if parsed.bad and bad_train == train_rows:
+            self.damage.append(f"{parsed.bad[0]}; and none of the {bad_train:,} rows to train on near it is good")
+        samples = parsed.samples
+        names = (schema.label, *schema.dense, *schema.keys)
+        for name, values in zip(names, (samples.labels, *samples.dense.T, *samples.values), strict=True):
+            self.columns.setdefault(name, ColumnScan()).add(values, 1)
+        for name, lengths in zip(schema.keys, samples.lengths, strict=True):
+            column = self.columns[name]
+            column.most = max(column.most, int(np.max(lengths, initial=0)))
+
+
+def scan_data(
+    source: FileSource, num_threads: int, on_progress: Callable[[int, int], None] = lambda done, total: None
+) -> DataScan:
+    """Parse all chunks in threads; `on_progress` gets the number of chunks done and of all."""
+    found = DataScan()
+    numbers = iter(range(source.num_physical))
+    ahead: deque[tuple[int, Future[ParsedChunk]]] = deque()
+    with ThreadPoolExecutor(num_threads, "embershard-data") as pool:
+        for done in range(source.num_physical):
+            while len(ahead) < 2 * num_threads and (number := next(numbers, None)) is not None:
+                ahead.append((number, pool.submit(source.parse, number)))
+            number, future = ahead.popleft()
+            try:
+                found.add(future.result(), int(source.train_rows[number]), source.schema)
+            except DataError as error:
+                found.damage.append(str(error))
+            on_progress(done + 1, source.num_physical)
+    return found
+
+
+def verdict(found: DataScan, allowed: str | float) -> tuple[bool, str]:
+    """Return whether `embershard train` would go on to its end, and a sentence that says so."""
+    if found.damage:
+        return False, f"train would stop: {found.damage[0]}."
+    if not found.num_bad:
+        return True, "train would read every row."
+    share = found.bad_train / max(found.num_train, 1)
+    if isinstance(allowed, str):
+        first = min(found.first.values(), key=lambda bad: (str(bad.path), bad.row))
+        enough = np.ceil(found.num_bad / (found.num_train + found.num_held_out) * 1e4 + 1) / 1e4
+        return False, f"train would stop at {first}. To go on without such rows: --set data.bad_rows={enough:g}"
+    if share > allowed:
+        return False, f"train would stop: {share:.3%} of the training rows are bad, data.bad_rows allows {allowed:.3%}."
+    others = found.num_bad - found.bad_train
+    return True, (
+        f"train would go on: {found.bad_train:,} rows would be replaced ({share:.3%} of the training rows; "
+        f"data.bad_rows allows {allowed:.3%}), and {others:,} held-out rows left out."
+    )
+
+
+def reasons_of(found: DataScan) -> Sequence[tuple[str, str, int, str]]:
+    """Return column, reason, rows and the first row of every reason, the most frequent first."""
+    return [(*reason, rows, str(found.first[reason])) for reason, rows in found.reasons.most_common()]

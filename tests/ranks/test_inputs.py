@@ -1,0 +1,72 @@
+"""Input that is damaged on one rank, or changes under all: the run saves, and every rank ends."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import inputs
+from tests.ranks.workers import RankPool
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.mark.parametrize("lookahead", [0, 4])
+def test_a_bad_row_of_one_rank_ends_all_after_a_checkpoint(two_ranks: RankPool, tmp_path: Path, lookahead: int):
+    inputs.write_clicks(tmp_path / "day_0", bad=(251,))  # the second half of global batch 12
+    run = inputs.config(tmp_path / "day_0", lookahead)
+    first, second = two_ranks.run(inputs.train, run, tmp_path / "saved")
+    assert first["steps"] == second["steps"]
+    assert first["steps"] in range(12 - lookahead - 2, 13)
+    assert first["saved"] == [f"step_{first['steps']}"]
+    assert "day_0:252 C26='zebra'" in second["error"]
+    assert first["error"].startswith("DataError: the input of rank 1 failed, so all ranks stop")
+
+
+@pytest.mark.parametrize("lookahead", [0, 4])
+def test_a_truncated_file_ends_the_run_and_a_repaired_one_lets_it_go_on(
+    two_ranks: RankPool, tmp_path: Path, lookahead: int
+):
+    path = tmp_path / "day_0"
+    inputs.write_clicks(path)
+    run, whole, status = inputs.config(path, lookahead), path.read_bytes(), path.stat()
+    wanted = two_ranks.run(inputs.train, run, tmp_path / "whole")[0]
+    assert (len(wanted["losses"]), wanted["error"]) == (18, "")
+    stopped = two_ranks.run(inputs.train, run, tmp_path / "saved", False, 3)
+    steps = stopped[0]["steps"]
+    for found in stopped:
+        assert (found["steps"], found["saved"]) == (steps, [f"step_{steps}"])
+        assert 3 <= steps < 18
+        assert "day_0: changed while it was read, at byte" in found["error"] or "input of rank" in found["error"]
+    path.write_bytes(whole)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    resumed = two_ranks.run(inputs.train, run, tmp_path / "saved", True)[0]
+    assert stopped[0]["losses"] + resumed["losses"] == wanted["losses"]
+
+
+def test_bad_rows_are_dropped_alike_on_one_rank_and_on_two(one_rank: RankPool, two_ranks: RankPool, tmp_path: Path):
+    path, bad = tmp_path / "day_0", (3, 100, 101, 250, 350, 399)
+    inputs.write_clicks(path, bad)
+    run = inputs.config(path, lookahead=4, bad_rows=0.1, shuffle=True)
+    alone = one_rank.run(inputs.train, run, tmp_path / "alone")[0]
+    together = two_ranks.run(inputs.train, run, tmp_path / "together")[0]
+    assert alone["error"] == together["error"] == ""
+    assert together["losses"] == pytest.approx(alone["losses"], abs=1e-5)
+    for found in (alone, together):
+        assert (found["bad"], found["rows"], found["held_out"]) == (6, {row + 1 for row in bad}, 39)
+    other = tmp_path / "other"
+    inputs.write_clicks(other)
+    clean = two_ranks.run(inputs.train, inputs.config(other, lookahead=4, shuffle=True), tmp_path / "clean")[0]
+    assert clean["losses"] != together["losses"]
+
+
+def test_too_many_bad_rows_end_all_ranks_at_the_same_step(two_ranks: RankPool, tmp_path: Path):
+    inputs.write_clicks(tmp_path / "day_0", bad=tuple(range(100, 300, 20)))
+    run = inputs.config(tmp_path / "day_0", lookahead=0, bad_rows=0.01)
+    first, second = two_ranks.run(inputs.train, run, tmp_path / "saved")
+    assert first["error"] == second["error"]
+    assert "4 bad rows in 360 samples (1.11%); data.bad_rows = 0.01 allows 1.00%" in first["error"]
+    assert first["steps"] == second["steps"] == 9
+    assert first["saved"] == second["saved"] == ["step_9"]
