@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import re
 from datetime import datetime
 from pathlib import Path
@@ -11,21 +12,26 @@ from typing import TextIO
 from embershard.errors import ConfigError
 from embershard.launch.config import METRICS
 
+_NO_ID = "none"  # torchrun's default
 _held_locks: list[TextIO] = []  # open for as long as the process lives
 
 
 def default_run_dir(config: Path) -> Path:
-    """Return `runs/<name of the config>-<time>`."""
-    return Path("runs") / f"{config.stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    """Return `runs/<name of the config>-<time>`; under torchrun, its run id in place of the time: a restart must find
+    the folder again.
 
-
-def run_dir_of_id(config: Path, run_id: str) -> Path:
-    """Return `runs/<name of the config>-<run_id>`, with `_` for characters that a file name should not have.
-
-    >>> print(run_dir_of_id(Path("examples/criteo.toml"), "job 7/a"))
-    runs/criteo-job_7_a
+    Raises:
+        ConfigError: torchrun may restart the run, and gave it no identifier.
     """
-    return Path("runs") / f"{config.stem}-{re.sub(r'[^A-Za-z0-9_-]', '_', run_id)}"
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", _NO_ID)
+    if run_id != _NO_ID:
+        return Path("runs") / f"{config.stem}-{re.sub(r'[^A-Za-z0-9_-]', '_', run_id)}"
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        raise ConfigError(
+            "torchrun may restart this run, which would then begin anew in another folder. Give --run-dir, or give "
+            "torchrun --rdzv-id."
+        )
+    return Path("runs") / f"{config.stem}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def check_run_dir(folder: Path, *, resume: bool) -> None:

@@ -1,4 +1,5 @@
-"""Every fault, or a sample of them: `python -m tests.faults [--points N] [--seed S] [--training N] [--sigint N]`."""
+"""Every fault, or a sample of them: `python -m tests.faults [--points N] [--seed S] [--training N] [--sigint N]
+[--kills N]`."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from tests.faults import model_level
 from tests.faults.cache_level import SETTINGS, Tally, chosen, try_points
 from tests.faults.interrupts import interrupted_runs
+from tests.faults.processes import Fault, Training, try_fault
 from tests.ranks.workers import RankPool
 
 
@@ -25,6 +27,7 @@ def main() -> int:
     parser.add_argument("--points", type=int, help="of the cache by itself; all by default")
     parser.add_argument("--training", type=int, default=300, help="points in the training of a model")
     parser.add_argument("--sigint", type=int, default=0, help="real interrupts of a training")
+    parser.add_argument("--kills", type=int, default=0, help="processes of a training that are killed or stopped")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--settings", nargs="*", help="only these of the cache by itself, by number")
     arguments = parser.parse_args()
@@ -39,6 +42,8 @@ def main() -> int:
         problems += _training(arguments.training, arguments.seed)
     if arguments.sigint:
         problems += _interrupts(arguments.sigint, arguments.seed)
+    if arguments.kills:
+        problems += _kills(arguments.kills, arguments.seed)
     print(f"{len(problems)} wrong")
     return 1 if problems else 0
 
@@ -76,6 +81,20 @@ def _interrupts(count: int, seed: int) -> list[str]:
             tally.add(kind, ended.kind, f"{ended.where}: {ended.problem}" if ended.problem else "")
         dist.destroy_process_group()
     _show("SIGINT", tally, time.perf_counter() - started)
+    return tally.problems
+
+
+def _kills(count: int, seed: int) -> list[str]:
+    tally, started = Tally(), time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        whole = Training(Path(folder, "whole"))
+        if code := whole.end():
+            return [f"a training without a fault ended with exit code {code}: {whole.text[-1000:]}"]
+        for number in range(seed, seed + count):
+            fault = Fault.of(number)
+            problem = try_fault(fault, whole, Path(folder, str(number)))
+            tally.add(fault.kind, "wrong" if problem else "equal", f"{fault}: {problem}" if problem else "")
+    _show("processes of a training", tally, time.perf_counter() - started)
     return tally.problems
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -53,7 +52,7 @@ class HangWatch:
         self._hang_seconds = hang_seconds
         self._before: Mapping[int, Look] = {}
         self._seconds_idle = self._seconds_without_step = 0.0
-        self._seconds_stopped: Counter[int] = Counter()
+        self._seconds_stopped: dict[int, float] = {}
 
     def add(self, seconds: float, looks: Mapping[int, Look]) -> bool:
         """Add a look at every rank that lives, `seconds` after the one before; return True if they hang."""
@@ -64,9 +63,11 @@ class HangWatch:
         self._seconds_idle = 0.0 if works else self._seconds_idle + seconds
         has_begun = any(look.beats for look in looks.values())
         self._seconds_without_step = 0.0 if moved or not has_begun else self._seconds_without_step + seconds
-        for rank in list(self._seconds_stopped.keys() | looks.keys()):
-            is_stopped = rank in looks and looks[rank].state == "stopped"
-            self._seconds_stopped[rank] = self._seconds_stopped[rank] + seconds if is_stopped else 0.0
+        self._seconds_stopped = {
+            rank: self._seconds_stopped.get(rank, 0.0) + seconds
+            for rank, look in looks.items()
+            if look.state == "stopped"
+        }
         return (
             max([self._seconds_idle, *self._seconds_stopped.values()]) > self._hang_seconds
             or self._seconds_without_step > _WORKING_FACTOR * self._hang_seconds

@@ -16,7 +16,7 @@ from embershard.launch.ranks.stop_signals import StopAsked, stop_code
 
 _POLL_SECONDS = 0.1
 _LOOK_SECONDS = 1.0
-_STACKS_SECONDS = 1.0  # to write them
+_STACKS_SECONDS = 2.0  # for ranks to write them
 _GRACE_SECONDS = 5.0  # after a rank failed, the others end by themselves: their collectives fail
 
 
@@ -135,16 +135,18 @@ class RankGroup:
         return Ended(1, f"rank {number} failed first ({how}).", may_restart)
 
     def _hang(self, seconds: float) -> bool:
+        if self._watch is None:
+            return False
         looks = {number: look for number, rank in enumerate(self._ranks) if (look := rank.look()) is not None}
-        return self._watch is not None and bool(looks) and self._watch.add(seconds, looks)
+        return bool(looks) and self._watch.add(seconds, looks)
 
     def _explain_hang(self) -> str:
         """Return which ranks hang, and write all stacks to the file."""
         living = {number: rank for number, rank in enumerate(self._ranks) if rank.code is None}
         looks = {number: look for number, rank in living.items() if (look := rank.look()) is not None}
-        for rank in living.values():
-            rank.ask_for_stacks()
-        time.sleep(_STACKS_SECONDS)
+        stopped = {number for number, look in looks.items() if look.state == "stopped"}
+        for numbers in (living.keys() - stopped, stopped):  # a stopped rank goes on for a moment to write its own
+            _collect_stacks([living[number] for number in numbers])
         stacks = {number: rank.stacks() for number, rank in living.items()}
         where = self._write_stacks(stacks)
         hanging = hanging_ranks(looks, stacks) if looks else []
@@ -153,7 +155,7 @@ class RankGroup:
         else:
             names = " and ".join(map(str, hanging))
             what = f"rank {names} hangs" if len(hanging) == 1 else f"ranks {names} hang"
-            if any(looks[rank].state == "stopped" for rank in hanging):
+            if stopped:
                 what += " (stopped by a signal)"
         return f"{what}: for {self._hang_seconds:g} s no rank made progress (--hang-seconds), so all were ended.{where}"
 
@@ -166,6 +168,15 @@ class RankGroup:
         except OSError as error:
             return f" Their stacks could not be written to {self._stacks_file} ({error.strerror})."
         return f" Their stacks are in {self._stacks_file}."
+
+
+def _collect_stacks(ranks: Sequence[RankProcess]) -> None:
+    """Have ranks write their stacks, and wait for that."""
+    for rank in ranks:
+        rank.ask_for_stacks()
+    ends_at = time.monotonic() + _STACKS_SECONDS
+    while time.monotonic() < ends_at and not all(rank.stacks() for rank in ranks):
+        time.sleep(_POLL_SECONDS)
 
 
 def _environment(rank: int, num_ranks: int, address: tuple[str, int]) -> dict[str, str]:

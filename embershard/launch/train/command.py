@@ -18,12 +18,12 @@ from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from embershard.distributed import Ranks, Supervision, is_lost_connection, process_group
-from embershard.errors import ConfigError, EmbershardError, StepError, os_problem
+from embershard.errors import EmbershardError, StepError, os_problem
 from embershard.launch.arguments import NEWEST, add_run_arguments, check_resume
 from embershard.launch.config import load_config
 from embershard.launch.ranks.stop_signals import stop_code, stop_training_on_signals
 from embershard.launch.record import RunRecord, has_result, make_result
-from embershard.launch.run_dir import check_run_dir, default_run_dir, lock_run_dir, run_dir_of_id
+from embershard.launch.run_dir import check_run_dir, default_run_dir, lock_run_dir
 from embershard.launch.screen import plain_console, say, silence_libraries
 from embershard.launch.train.progress import ProgressDisplay, closing_table
 from embershard.sharding.plan import Plan
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with stop_training_on_signals(supervision):
         config = load_config(RunConfig, arguments.config, arguments.overrides)
         with process_group(config.train.device) as ranks:
-            run_dir = ranks.from_first(lambda: arguments.run_dir or _default_run_dir(arguments.config))
+            run_dir = ranks.from_first(lambda: arguments.run_dir or default_run_dir(arguments.config))
             restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
             resume = NEWEST if restarted else arguments.resume
             train_run(
@@ -89,23 +89,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 supervision=supervision,
             )
     return stop_code(supervision.agreed)
-
-
-def _default_run_dir(config: Path) -> Path:
-    """Return the folder of a run that was given none. Under torchrun it must be the same after a restart.
-
-    Raises:
-        ConfigError: torchrun may restart the run, and has no identifier for it.
-    """
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")  # torchrun's default
-    if run_id != "none":
-        return run_dir_of_id(config, run_id)
-    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-        raise ConfigError(
-            "torchrun may restart this run, which would then begin anew in another folder. Give --run-dir, or give "
-            "torchrun --rdzv-id."
-        )
-    return default_run_dir(config)
 
 
 def train_run(

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import os
-import socket
 import sys
 from pathlib import Path
 
 import pytest
 
 from embershard.decoding import tomllib
+from embershard.errors import ConfigError
 from embershard.launch import cli
 from embershard.launch.arguments import add_run_arguments
-from embershard.launch.train import local
-from embershard.launch.train.command import same_run_command
+from embershard.launch.ranks import launcher
+from embershard.launch.run_dir import default_run_dir
+from embershard.launch.train.command import resume_command, same_run_command
 
 QUICK = "examples/quickstart.toml"
 
@@ -26,7 +28,7 @@ def _in_the_project(project_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     calls: list[tuple] = []
-    monkeypatch.setattr(local, "start_ranks", lambda *given: calls.append(given) or 0)
+    monkeypatch.setattr(launcher, "start_ranks", lambda *given, **more: calls.append((*given, more)) or 0)
     return calls
 
 
@@ -42,9 +44,67 @@ def test_dry_run_prints_all_settings_and_starts_nothing(example, started, capsys
 def test_ranks_get_what_was_asked_for(started, tmp_path, capsys):
     overrides = ["--set", "train.max_steps=3", "--set", "data.seed=4"]
     assert cli.main(["train", "--config", QUICK, "--run-dir", str(tmp_path), "--nproc", "3", *overrides]) == 0
-    ranks, module, arguments = started[0]
+    ranks, module, arguments, _ = started[0]
     assert (ranks, module) == (3, "embershard.launch.train.command")
     assert arguments == ["--config", QUICK, "--run-dir", str(tmp_path), *overrides]
+
+
+@pytest.mark.parametrize(
+    ("given", "has_trained", "resume"),
+    [
+        ([], False, ["--resume"]),
+        ([], True, ["--resume"]),
+        (["--resume", "400"], False, ["--resume", "400"]),  # nothing newer is of this run
+        (["--resume", "400"], True, ["--resume"]),
+        (["--resume", "400", "--unverified"], True, ["--resume", "--unverified"]),
+    ],
+)
+def test_restarts_resume(given, has_trained, resume, started, tmp_path):
+    arguments = ["--config", QUICK, "--run-dir", str(tmp_path), "--nproc", "2", "--max-restarts", "3", *given]
+    assert cli.main(["train", *arguments]) == 0
+    more = started[0][3]
+    assert more["restarts"].most == 3
+    assert more["restarts"].arguments(has_trained) == ["--config", QUICK, "--run-dir", str(tmp_path), *resume]
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"), [([], 50), (["--hang-seconds", "7"], 7), (["--hang-seconds", "0"], None)]
+)
+def test_how_long_ranks_may_hang(given, seconds, started, tmp_path):
+    assert cli.main(["train", "--config", QUICK, "--run-dir", str(tmp_path), "--nproc", "2", *given]) == 0
+    assert started[0][3]["hang_seconds"] == seconds
+
+
+def test_ctrl_c_while_a_command_loads_its_libraries(monkeypatch, capsys):
+    def load(_: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "import_module", load)
+    assert cli.main(["train"]) == 130
+    assert capsys.readouterr().err == "embershard: stopped.\n"
+
+
+def test_under_torchrun_the_folder_outlives_a_restart(monkeypatch):
+    config = Path("examples/criteo.toml")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job/7")
+    assert default_run_dir(config) == Path("runs/criteo-job_7")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert default_run_dir(config).name.startswith("criteo-2")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    with pytest.raises(ConfigError, match="Give --run-dir, or give torchrun --rdzv-id"):
+        default_run_dir(config)
+
+
+def test_the_command_that_goes_on_can_be_pasted(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    parser = argparse.ArgumentParser()
+    add_run_arguments(parser)
+    arguments = parser.parse_args(["--config", "a b.toml", "--set", "cache.enabled=false"])
+    command = resume_command(arguments, Path("runs/x y"), 2)
+    assert command == (
+        "embershard train --config 'a b.toml' --set cache.enabled=false --nproc 2 --run-dir 'runs/x y' --resume"
+    )
+    assert resume_command(arguments, Path("r"), None) == "torchrun as before, with --run-dir r --resume"
 
 
 def test_two_ranks_on_the_cpu_unless_told_and_it_says_so(started, capsys):
@@ -110,23 +170,8 @@ def test_version_and_unknown_command(capsys):
     assert stopped.value.code == 2
 
 
-def test_only_this_machine_can_reach_the_rendezvous():
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-
-    handler = local.LoopbackRendezvous(RendezvousParameters("loopback", "127.0.0.1", "run", 1, 1))
-    info = handler.next_rendezvous()
-    port = info.bootstrap_store_info.master_port
-    info.store.set("key", "value")
-    assert info.store.get("key") == b"value"
-    listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines() if line.split()[3] == "0A"]
-    address = socket.inet_aton("127.0.0.1")[::-1].hex().upper()
-    assert [entry for entry in listening if entry.endswith(f":{port:04X}")] == [f"{address}:{port:04X}"]
-
-
 @pytest.mark.parametrize("on_path", [True, False])
 def test_the_hint_at_the_end_is_a_command_that_can_be_pasted(on_path, monkeypatch):
-    import argparse
-
     monkeypatch.setattr("shutil.which", lambda name: name if on_path else None)
     parser = argparse.ArgumentParser()
     add_run_arguments(parser)

@@ -62,7 +62,7 @@ def command(*words: str, files: Files | None = None, prepare: Prepare | None = N
 
     def run() -> Outcome:
         _make(files, prepare)
-        return _outcome(lambda: cli.main(words))
+        return outcome_of(lambda: cli.main(words))
 
     return run
 
@@ -88,7 +88,7 @@ def rank(*words: str, files: Files | None = None, prepare: Prepare | None = None
 
     def run() -> Outcome:
         _make(files, prepare)
-        return _outcome(train)
+        return outcome_of(train)
 
     return run
 
@@ -101,7 +101,8 @@ def _make(files: Files | None, prepare: Prepare | None) -> None:
         prepare()
 
 
-def _outcome(main: Callable[[], int]) -> Outcome:
+def outcome_of(main: Callable[[], int]) -> Outcome:
+    """Return the exit code of `main`, and what it wrote to stderr."""
     stderr = io.StringIO()
     with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(io.StringIO()), modes_hold():
         code = main()

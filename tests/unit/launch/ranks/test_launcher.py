@@ -1,0 +1,191 @@
+"""The launcher with real processes, small ones: how they end, who is named, and that none is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from embershard.launch.ranks import rank_group
+from embershard.launch.ranks.launcher import Restarts, loopback_store, start_ranks
+from embershard.launch.ranks.rank_group import Ended, RankGroup
+from embershard.launch.ranks.stop_signals import StopAsked
+
+#: A rank that starts at once: without torch, it uses the launcher's memory itself.
+_BEGIN = """
+import faulthandler, mmap, os, signal, struct, sys, time
+rank = int(os.environ["RANK"])
+_, pulses, stacks = map(int, os.environ["EMBERSHARD_LAUNCHER"].split())
+board = mmap.mmap(pulses, 0)
+def tell(column, value):
+    struct.pack_into("q", board, rank * 32 + column * 8, value)
+def wait():
+    time.sleep(60)
+def end_on_sigterm():
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+BEATS, STACKS, FAILED_AT, IS_FINAL = range(4)
+"""
+
+
+def rank_command(code: str) -> list[str]:
+    return [sys.executable, "-c", _BEGIN + textwrap.dedent(code)]
+
+
+def run(
+    code: str, *, asked: StopAsked | None = None, hang_seconds: float | None = None, stacks: Path | None = None
+) -> Ended:
+    """Run two ranks; none may be left."""
+    group = RankGroup(2, rank_command(code), ("127.0.0.1", 1), asked or StopAsked(), hang_seconds, stacks)
+    ended = group.run()
+    assert psutil.Process().children() == []
+    return ended
+
+
+@pytest.fixture(autouse=True)
+def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_group, "_GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(rank_group, "_LOOK_SECONDS", 0.2)
+
+
+def test_all_end_well():
+    assert run("tell(BEATS, 3)") == Ended(0)
+
+
+def test_a_rank_that_fails_ends_the_others():
+    ended = run("sys.exit(3) if rank == 1 else wait()")
+    assert ended == Ended(1, "rank 1 failed first (exit code 3).", may_restart=True)
+
+
+def test_a_rank_that_was_killed_is_named_not_one_that_failed_for_it(monkeypatch):
+    monkeypatch.setattr(rank_group, "_POLL_SECONDS", 1.0)  # it finds both at once
+    ended = run("(tell(FAILED_AT, 1), sys.exit(1)) if rank == 0 else os.kill(os.getpid(), signal.SIGKILL)")
+    assert ended.message == "rank 1 failed first (killed by SIGKILL, as the system does when memory runs out)."
+    ended = run("tell(FAILED_AT, 9 - rank); sys.exit(1)")
+    assert ended.message == "rank 1 failed first (exit code 1)."
+
+
+def test_an_error_that_would_come_again_is_not_tried_again():
+    assert not run("tell(FAILED_AT, 1); tell(IS_FINAL, 1); sys.exit(1)").may_restart
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_ends_all_in_order(number, code):
+    asked = StopAsked()
+    threading.Timer(0.7, asked.receive, (number, 0.0)).start()
+    assert run("end_on_sigterm(); tell(BEATS, 1); wait()", asked=asked) == Ended(code)
+
+
+def test_a_signal_before_the_first_step():
+    asked = StopAsked()
+    asked.receive(signal.SIGTERM, 0.0)
+    assert run("wait()", asked=asked) == Ended(0, "stopped before the first step. Nothing was trained.")
+
+
+def test_a_second_signal_ends_all_at_once():
+    asked = StopAsked()
+    for at_seconds in (0.0, 0.1, 2.0):
+        threading.Timer(0.5 + at_seconds / 10, asked.receive, (signal.SIGINT, at_seconds)).start()
+    ended = run("signal.signal(signal.SIGTERM, signal.SIG_IGN); tell(BEATS, 1); wait()", asked=asked)
+    assert ended == Ended(130, "stopped at once. Steps since the newest checkpoint are lost.")
+
+
+_WAITS = """
+faulthandler.register(signal.SIGUSR1, file=stacks); tell(STACKS, 1); tell(BEATS, 5)
+path = "/env/torch/distributed/x.py" if rank == 0 else "/app/reader.py"
+exec(compile("def read():\\n    time.sleep(60)\\nread()", path, "exec"))
+"""
+
+
+def test_a_rank_that_hangs_is_named_and_its_stack_kept(tmp_path):
+    ended = run(_WAITS, hang_seconds=0.5, stacks=tmp_path / "stacks.txt")
+    assert ended.message.startswith("rank 1 hangs: for 0.5 s no rank made progress (--hang-seconds)")
+    assert ended.message.endswith(f"Their stacks are in {tmp_path / 'stacks.txt'}.")
+    assert ended.may_restart
+    first, second = (tmp_path / "stacks.txt").read_text().split("rank 1\n")
+    assert '"/env/torch/distributed/x.py", line 2 in read' in first
+    assert '"/app/reader.py", line 2 in read' in second
+
+
+def test_a_rank_that_is_stopped_is_named(tmp_path):
+    works = "[tell(BEATS, n) or time.sleep(0.01) for n in range(999)]"
+    code = f"os.kill(os.getpid(), signal.SIGSTOP) if rank == 0 else {works}"
+    ended = run(code, hang_seconds=0.5, stacks=tmp_path / "no folder" / "stacks.txt")
+    assert ended.message.startswith("rank 0 hangs (stopped by a signal): ")
+    assert "could not be written" in ended.message
+
+
+def test_ranks_that_may_hang():
+    assert run("time.sleep(1.5)", hang_seconds=None) == Ended(0)
+    assert run("time.sleep(1.5)", hang_seconds=0.5).code == 1
+
+
+def test_restarts(tmp_path, monkeypatch, capfd):
+    """The second attempt gets other arguments, and is the last."""
+    code = "wait() if rank else (print(*sys.argv[1:]), sys.exit(7))"
+    (tmp_path / "program.py").write_text(_BEGIN + code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    trained: list[bool] = []
+
+    def again(has_trained: bool) -> list[str]:
+        trained.append(has_trained)
+        return ["again"]
+
+    assert start_ranks(2, "program", ["first"], restarts=Restarts(1, again)) == 1
+    said = capfd.readouterr()
+    assert (said.out.split(), trained) == (["first", "again"], [False])
+    assert said.err.splitlines() == [
+        "embershard: rank 0 failed first (exit code 7). Restart 1 of 1.",
+        "embershard: rank 0 failed first (exit code 7).",
+    ]
+
+
+_PROGRAM = """
+from embershard.distributed import Supervision
+supervision = Supervision.of_this_process()
+print("ready", flush=True)
+import time; time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_end_with_their_launcher(tmp_path, project_dir):
+    (tmp_path / "program.py").write_text(_PROGRAM)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(project_dir), str(tmp_path)])}
+    start = "from embershard.launch.ranks.launcher import start_ranks; start_ranks(2, 'program', [])"
+    with subprocess.Popen([sys.executable, "-c", start], env=environment, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == [b"ready\n"] * 2
+        ranks = psutil.Process(process.pid).children()
+        process.kill()
+    assert len(ranks) == 2
+    assert psutil.wait_procs(ranks, timeout=20)[1] == []
+
+
+def test_only_this_machine_can_reach_the_store():
+    store = loopback_store()
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+    listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines() if line.split()[3] == "0A"]
+    address = socket.inet_aton("127.0.0.1")[::-1].hex().upper()
+    found = [entry for entry in listening if entry.endswith(f":{store.port:04X}")]
+    assert found == [f"{address}:{store.port:04X}"]
+
+
+def test_a_pause_of_the_launcher_is_not_one_of_the_ranks(monkeypatch):
+    """A laptop that slept, a launcher that was stopped."""
+    seen: list[float] = []
+    monkeypatch.setattr(rank_group.HangWatch, "add", lambda self, seconds, looks: seen.append(seconds))
+    real = time.monotonic
+    monkeypatch.setattr(rank_group.time, "monotonic", lambda: real() * 100)
+    run("time.sleep(1)", hang_seconds=60.0)
+    assert seen
+    assert max(seen) <= 2 * rank_group._LOOK_SECONDS
