@@ -93,7 +93,11 @@ def check_memory_for_run(config: RunConfig, plan: Plan | None, ranks: Ranks) -> 
 
     Raises:
         ConfigError: on every rank, if a machine does not suffice.
+        ShardingError: the plan is for another model.
     """
+    if plan is not None:
+        tables = model_size(config, table_rows(config)).tables
+        plan.check_model({table.table: (table.rows, table.dim, table.dtype) for table in tables})
     device: Literal["cpu", "cuda"] = "cuda" if ranks.device.type == "cuda" else "cpu"
     first = ranks.rank - ranks.local_rank
     here = RanksHere(ranks.world_size, ranks.local_world_size, device, first)
