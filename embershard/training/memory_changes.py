@@ -29,9 +29,12 @@ class MemoryChanges:
     def text(self) -> str:
         """Return all of them in a sentence, those first that change no result."""
         found = list(self._all())
-        if not found:
-            return "No single change of the settings makes it fit; use a machine with more memory."
-        return f"Each of these fits: {'; '.join(found)}."
+        fitting = (
+            f"Each of these fits: {'; '.join(found)}." if found else "No single change of the settings makes it fit."
+        )
+        if self._plan is not None:  # it decides the rest
+            fitting += " Or plan for this machine: embershard plan --host-memory, --device-memory."
+        return fitting
 
     def _all(self) -> Iterator[str]:
         config, cache = self._config, self._config.cache
@@ -43,7 +46,6 @@ class MemoryChanges:
                     f"--set cache.host=mmap --set cache.host_dir=FOLDER, on a disk with {size(needs.disk_bytes)} free"
                 )
         if self._plan is not None:
-            yield "another plan, made with embershard plan --host-memory and --device-memory"
             return
         if cache.device_bytes is None and (ratio := self._most(self._with_ratio, cache.slot_ratio or 1.0)):
             yield f"--set cache.ratio={ratio:g}" + ("" if cache.enabled else " --set cache.enabled=true")
@@ -64,7 +66,7 @@ class MemoryChanges:
             yield f"no table with more than {int(most):,} rows (data.{data.kind}.num_rows)"
 
     def _machines(self) -> int | None:
-        """Return the least number of machines that fits; None where a number of ranks cannot share the batch."""
+        """Return the least number of machines that fits, of those whose ranks can share the batch; else None."""
         ranks = self._ranks
         for count in range(ranks.world_size // ranks.ranks_per_node + 1, _MOST_MACHINES + 1):
             more = replace(ranks, world_size=count * ranks.ranks_per_node, first=0)

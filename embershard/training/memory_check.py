@@ -55,14 +55,15 @@ def check_memory(
     ''
     """
     needs = memory_needs(config, rows, ranks, plan)
-    who = f"{ranks.ranks_per_node} ranks" if ranks.ranks_per_node > 1 else "1 rank"
+    count = ranks.ranks_per_node
+    who, need = (f"{count} ranks on this machine", "need") if count > 1 else ("one rank on this machine", "needs")
     fitting = MemoryChanges(config, rows, ranks, machine, plan)
     has = machine.host
     left = f"{size(has.available_bytes)} of {size(has.total_bytes)} are available ({has.limit})"
     if needs.start_bytes > has.available_bytes:
         at_start = " before any row is used" if needs.lazy_bytes else ""
         raise ConfigError(
-            f"This run does not fit: its {who} on this machine need {size(needs.start_bytes)} of host memory{at_start}"
+            f"This run does not fit: its {who} {need} {size(needs.start_bytes)} of host memory{at_start}"
             f", and {left}. {_figures(needs.host, config, rows)}. {fitting.text()}"
         )
     if machine.device_bytes is not None and needs.device_bytes > machine.device_bytes:
@@ -72,12 +73,12 @@ def check_memory(
         )
     if machine.disk_bytes is not None and needs.disk_bytes > machine.disk_bytes:
         raise ConfigError(
-            f"This run does not fit: the rows of its {who} on this machine need {size(needs.disk_bytes)} of disk in "
+            f"This run does not fit: the rows of its {who} need {size(needs.disk_bytes)} of disk in "
             f"cache.host_dir={config.cache.host_dir!r}, and {size(machine.disk_bytes)} are free. {fitting.text()}"
         )
     if needs.host_bytes > has.available_bytes:
         return (
-            f"Rows take memory when they are first used. If all are, the {who} on this machine need "
+            f"Rows take memory when they are first used. If all are, the {who} {need} "
             f"{size(needs.host_bytes)}, and {left}: the system would end the run. "
             f"{_figures(needs.host, config, rows)}. {fitting.text()}"
         )
@@ -92,7 +93,11 @@ def check_memory_for_run(config: RunConfig, plan: Plan | None, ranks: Ranks) -> 
 
     Raises:
         ConfigError: on every rank, if a machine does not suffice.
+        ShardingError: the plan is for another model.
     """
+    if plan is not None:
+        tables = model_size(config, table_rows(config)).tables
+        plan.check_model({table.table: (table.rows, table.dim, table.dtype) for table in tables})
     device: Literal["cpu", "cuda"] = "cuda" if ranks.device.type == "cuda" else "cpu"
     first = ranks.rank - ranks.local_rank
     here = RanksHere(ranks.world_size, ranks.local_world_size, device, first)

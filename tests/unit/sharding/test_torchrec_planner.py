@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ from embershard import (
 )
 from embershard.cache.slot_map import MOST_POOL_ROWS
 from embershard.errors import ConfigError, ShardingError
-from embershard.sharding.torchrec import StockEmbeddingBagCollectionSharder
+from embershard.machine import HostMemory
+from embershard.sharding.torchrec import StockEmbeddingBagCollectionSharder, torchrec_planner
 from embershard.sharding.torchrec.partitioner import PoolRowsPartitioner
 from embershard.sharding.torchrec.proposals import distinct_types
 from embershard.sharding.torchrec.spec import CACHED_KERNEL
@@ -317,3 +319,33 @@ def test_types_that_place_a_table_in_the_same_way_are_tried_once(dim, world_size
     assert distinct_types(ParameterConstraints(sharding_types=every), dim, topology).sharding_types == types
     for only in (every[1:2], every[2:3], every[3:4], every[4:]):
         assert distinct_types(ParameterConstraints(sharding_types=only), dim, topology).sharding_types == only
+
+
+def large(rows: int = 10**9) -> nn.ModuleDict:
+    table = EmbeddingBagConfig(name="t", embedding_dim=256, num_embeddings=rows, feature_names=["f"])
+    return nn.ModuleDict({"bags": EmbeddingBagCollection([table], device=META)})
+
+
+def test_rows_in_files_may_take_more_than_128_gb_per_rank():
+    sharder = CachedEmbeddingBagCollectionSharder(CacheConfig(ratio=0.1, host="mmap", host_dir="rows"))
+    assert plan([sharder], large(), world_size=1)["t"].compute_kernel == CACHED_KERNEL
+
+
+@pytest.mark.parametrize(
+    ("sharder", "num_nodes", "warns"),
+    [
+        (CachedEmbeddingBagCollectionSharder(CacheConfig(ratio=0.1)), 1, True),
+        (CachedEmbeddingBagCollectionSharder(CacheConfig(ratio=0.1)), 2, False),
+        (CachedEmbeddingBagCollectionSharder(CacheConfig(ratio=0.1), init_seed=7), 1, False),
+        (CachedEmbeddingBagCollectionSharder(CacheConfig(ratio=0.1, host="mmap", host_dir="rows")), 1, False),
+        (StockEmbeddingBagCollectionSharder(), 1, True),
+    ],
+)
+def test_weights_beyond_the_machine_are_a_warning(sharder, num_nodes, warns, monkeypatch):
+    monkeypatch.setattr(torchrec_planner, "host_memory", lambda: HostMemory(10**9, 6 * 10**8))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plan([sharder], large(10**6), world_size=2, local_world_size=2 // num_nodes)
+    said = [str(warning.message) for warning in caught if "weights alone" in str(warning.message)]
+    assert len(said) == warns
+    assert all("take 1.02 GB on this machine, and 600.00 MB are available (this machine); the" in text for text in said)

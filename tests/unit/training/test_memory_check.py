@@ -10,7 +10,7 @@ import pytest
 
 from embershard.decoding import decode
 from embershard.distributed import process_group
-from embershard.errors import ConfigError
+from embershard.errors import ConfigError, ShardingError
 from embershard.launch.config import apply_override
 from embershard.machine import HostMemory
 from embershard.sharding.plan import Plan
@@ -19,7 +19,7 @@ from embershard.sharding.torchrec import cache_stats
 from embershard.training import machine_limits, trainer
 from embershard.training.config import RunConfig
 from embershard.training.machine_limits import MachineLimits
-from embershard.training.memory_check import check_memory
+from embershard.training.memory_check import check_memory, check_memory_for_run
 from embershard.training.memory_needs import MemoryNeeds, RanksHere, memory_needs
 from embershard.training.model_size import table_rows
 from embershard.training.trainer import Trainer
@@ -160,8 +160,19 @@ def test_a_plan_says_what_each_rank_holds():
     assert [needs.host["weights"] for needs in here] == [(sum(rows.values()) - rows["t_C3"]) * 64, rows["t_C3"] * 64]
     assert all(needs.host["slots"] == 1001 * (68 + 12 + 4 + 8) for needs in here)
     message = refusal(*EAGER, machine=limits(0.5), ranks=RanksHere(2, 1, "cpu"), plan=plan)
-    assert "another plan" in message
+    assert message.endswith("Or plan for this machine: embershard plan --host-memory, --device-memory.")
     assert "cache.ratio" not in message  # the plan's slots apply
+
+
+def test_a_plan_for_another_model_is_refused_as_such():
+    tables = (TablePlacement("t_other", 100, 16, "fp32", "table_wise", "cached", (0,)),)
+    pools = tuple(pool.with_slots(10) for pool in pools_of(tables, ranks_per_node=1))
+    plan = Plan(1, 1, 100, "cpu", None, None, {}, tables, pools)
+    with (
+        process_group("cpu") as ranks,
+        pytest.raises(ShardingError, match="places tables that the model does not have"),
+    ):
+        check_memory_for_run(config_of(*SMALL), plan, ranks)
 
 
 SMALL = ("data.synthetic.scale=0.001", "data.num_workers=0", "train.batch_size=100", "train.max_steps=1")

@@ -1,0 +1,41 @@
+"""Runs that do not fit the machine, or that go wrong while they train."""
+
+from tests.unit.troubleshooting.case import Case, rank
+
+TITLE = "Training"
+_SMALL = """
+data.synthetic = { num_samples = 2000, scale = 0.0001 }
+data.num_workers = 0
+train.batch_size = 100
+train.max_steps = 9
+cache.ratio = 0.5
+"""
+_LARGE = """
+data.synthetic = { num_samples = 2000, scale = 100.0 }
+model = { embedding_dim = 512, dense_arch_layer_sizes = [512] }
+train.batch_size = 100
+train.init = "torchrec"
+"""
+_RUN = ("--config", "run.toml", "--run-dir", "mine")
+
+CASES = [
+    Case(
+        "The tables do not fit the memory",
+        rank(*_RUN, files={"run.toml": _LARGE}),
+        "[rank<number>]: ConfigError: This run does not fit: its one rank on this machine needs <size> of host memory, "
+        "and <size> of <size> are available (<limit>). It is for weights <size>, <other uses>; the largest table is "
+        "'t_C3' with <number> rows of <number> bytes. Each of these fits: <changes>.",
+        "Make one of the changes that it names.",
+        code=1,
+    ),
+    Case(
+        "The loss is not a number",
+        rank(*_RUN, files={"run.toml": _SMALL + "dense_optimizer.lr = 1e30\n"}),
+        "[rank<number>]: NotFiniteError: Step <number>: the loss of rank 0 is <value>. Its batch is in "
+        "mine/non_finite/<file>. Lower the learning rates, clip (dense_optimizer.clip_norm), warm up "
+        "(schedule.warmup_steps), or look for bad data. There is no checkpoint.",
+        "Look at the batch (`torch.load(FILE, weights_only=True)`). If its data are bad, correct them, or leave such "
+        'batches out with `train.on_non_finite = "skip"`; else lower the learning rates.',
+        code=1,
+    ),
+]
