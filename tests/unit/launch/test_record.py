@@ -51,6 +51,7 @@ def result(step_seconds=(*[9.0] * 10, *[0.1] * 30), **changes):
         plan=None,
         steps=40,
         state=SimpleNamespace(changes=()),
+        loss_monitor=SimpleNamespace(num_skipped=3),
         samples=800,
         bad_rows=SimpleNamespace(num_bad=0, are_tolerated=False),
         step_seconds=array("d", step_seconds),
@@ -62,6 +63,7 @@ def result(step_seconds=(*[9.0] * 10, *[0.1] * 30), **changes):
 def test_result_has_the_promised_keys_and_counts_speed_after_the_warm_up():
     found = result()
     assert set(found) >= KEYS
+    assert found["skipped_batches"] == 3
     assert found["samples_per_second"] == pytest.approx(2 * 10 / 0.1)
     assert found["step_ms"] == {"p50": pytest.approx(100.0), "p95": pytest.approx(100.0)}
     assert (found["auc"], found["ne"], found["logloss"], found["cache"]) == (0.7, 0.9, 0.4, None)
