@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,12 +53,13 @@ class Training:
     Args:
         folder: of the run; what it prints goes to a file beside it.
         more: arguments.
+        settings: of the run.
     """
 
-    def __init__(self, folder: Path, *more: str) -> None:
+    def __init__(self, folder: Path, *more: str, settings: Sequence[str] = _SETTINGS) -> None:
         self.folder, self._log = folder, folder.with_name(f"{folder.name}.log")
         words = ["--config", "examples/quickstart.toml", "--nproc", str(NUM_RANKS), "--run-dir", str(folder), *more]
-        words += [word for text in _SETTINGS for word in ("--set", text)]
+        words += [word for text in settings for word in ("--set", text)]
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
         environment["PYTHONPATH"] = os.pathsep.join([str(PROJECT), environment.get("PYTHONPATH", "")])
         with self._log.open("a") as log:

@@ -1,0 +1,128 @@
+"""Many steps, saves and restarts of a training with tiny tables: nothing grows.
+
+    python -m tests.faults.endurance [--steps N] [--saves N] [--restarts N]
+
+Half of the steps are trained in short runs, each resumed from the last checkpoint of the one before; the other half in
+one long run. Looked at, from outside: memory, open files and threads of both ranks; files of the run's folder, of
+temporary folders and of shared memory; processes that are left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.faults.processes import Training, still_alive
+
+#: Memory that a rank may gain in the second half of a run: the allocator's and the interpreter's ups and downs.
+MOST_GROWTH_BYTES = 16 << 20
+_SETTINGS = (
+    "data.synthetic.num_samples=20000", "data.synthetic.scale=0.001", "data.eval_fraction=0.0", "train.eval_every=none",
+    "look_ahead.lookahead=8", "train.batch_size=64", "train.epochs=none", "train.device=cpu", "checkpoint.keep_last=2",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a rank's process has, after a step."""
+
+    step: int
+    memory_bytes: int
+    open_files: int
+    threads: int
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.endurance", description=__doc__)
+    parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument("--saves", type=int, default=200)
+    parser.add_argument("--restarts", type=int, default=20)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        problems = list(endure(Path(folder) / "run", options.steps, options.saves, options.restarts))
+    print("\n".join(problems) or "nothing grew")
+    return 1 if problems else 0
+
+
+def endure(folder: Path, steps: int, saves: int, restarts: int) -> Iterator[str]:
+    """Train; yield what grew."""
+    short, every = steps // 2 // restarts, steps // saves
+    ends = [short * (number + 1) for number in range(restarts)] + [steps]
+    before, files_of_runs = _files_elsewhere(), []
+    for number, end in enumerate(ends):
+        settings = (*_SETTINGS, f"train.max_steps={end}", f"checkpoint.every_steps={every}", f"train.log_every={every}")
+        run = Training(folder, *(["--resume"] if number else []), settings=settings)
+        ranks: list[psutil.Process] = []
+        usages = list(_watch(run, ranks))
+        if run.process.returncode:
+            yield f"the run to step {end} ended with {run.process.returncode}: {run.text[-1000:]}"
+            return
+        if alive := still_alive(ranks):
+            yield f"processes {alive} of the run to step {end} live on"
+        files_of_runs.append(_kinds_of_files(folder))
+        _show(end, usages)
+    for rank in zip(*usages, strict=True):
+        yield from _growth([usage for usage in rank if usage.step > ends[-2] + (steps - ends[-2]) // 2])
+    if len({str(files) for files in files_of_runs[1:]}) > 1:
+        yield f"files of the run: {files_of_runs[1]} after the first restart, {files_of_runs[-1]} at the end"
+    if left := sorted(_files_elsewhere() - before):
+        yield f"files left in temporary folders: {left[:5]}"
+
+
+def _watch(run: Training, found: list[psutil.Process]) -> Iterator[list[Usage]]:
+    """Yield the usage of every rank from its first step on, and put their processes into `found`."""
+    while run.process.poll() is None:
+        time.sleep(0.5)
+        step = max(map(int, re.findall(r"^step (\d+)/", run.text, re.MULTILINE)), default=0)
+        try:
+            ranks = run.ranks()
+            if len(ranks) < 2 or not step:
+                continue
+            found[:] = ranks
+            yield [Usage(step, rank.memory_full_info().uss, rank.num_fds(), rank.num_threads()) for rank in ranks[:2]]
+        except psutil.Error:  # it is ending
+            continue
+
+
+def _growth(usages: list[Usage]) -> Iterator[str]:
+    quarter = max(1, len(usages) // 4)
+    first, last = usages[:quarter], usages[-quarter:]
+    if len(usages) < 8:
+        return  # too short a run to say anything
+    for name, most in (("memory_bytes", MOST_GROWTH_BYTES), ("open_files", 0), ("threads", 0)):
+        before, after = (max(getattr(usage, name) for usage in part) for part in (first, last))
+        if after - before > most:
+            yield f"{name} grew from {before} to {after} between steps {first[0].step} and {last[-1].step}"
+
+
+def _kinds_of_files(folder: Path) -> dict[str, int]:
+    """Count the files of a run, without the events for TensorBoard: one more with every start."""
+    names = [path.name for path in folder.rglob("*") if path.is_file() and "tfevents" not in path.name]
+    return {name: names.count(name) for name in sorted(set(names))}
+
+
+def _files_elsewhere() -> set[str]:
+    """Files that a run could leave behind: in shared memory, and in the folder for temporary files."""
+    folders = (Path("/dev/shm"), Path(tempfile.gettempdir()))
+    return {str(path) for folder in folders if folder.is_dir() for path in folder.iterdir()}
+
+
+def _show(end: int, usages: list[list[Usage]]) -> None:
+    if usages:
+        print(f"to step {end}: {' | '.join(_line(usage) for usage in usages[-1])}", flush=True)
+
+
+def _line(usage: Usage) -> str:
+    return f"{usage.memory_bytes >> 20} MiB, {usage.open_files} open files, {usage.threads} threads"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
