@@ -23,6 +23,7 @@ from embershard.distributed import (
     set_rng_state,
     without_empty,
 )
+from embershard.distributed.checkpoint.load import without_known_warnings
 from embershard.sharding.torchrec import FrozenRows, freeze, without_flushes
 from embershard.sharding.torchrec.cache_contents import restore_contents, saved_contents
 from embershard.sharding.torchrec.row_states import RowStates
@@ -134,10 +135,11 @@ class RunState:
         self.dense_optimizer.init_state()  # its tensors must exist to be loaded into
         self.dense_optimizer.zero_grad()
         tensors = self._tensors()
-        num_rows = {name: value.size(0) for name, value in tensors["model"].items() if value.dim()}
-        states = RowStates(tensors[_STATES], saved_sizes(checkpoint, _STATES), num_rows)
-        load_tensors(checkpoint, without_empty({**tensors, _STATES: states.to_load}))
-        states.spread()
+        with without_known_warnings():
+            num_rows = {name: value.size(0) for name, value in tensors["model"].items() if value.dim()}
+            states = RowStates(tensors[_STATES], saved_sizes(checkpoint, _STATES), num_rows)
+            load_tensors(checkpoint, without_empty({**tensors, _STATES: states.to_load}))
+            states.spread()
         self.model.load_state_dict(tensors["model"])
         self.model.fused_optimizer.load_state_dict({"state": tensors[_STATES]})
         self.dense_optimizer.load_state_dict({"state": tensors["dense_optimizer"]})

