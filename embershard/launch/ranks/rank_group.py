@@ -83,7 +83,6 @@ class RankGroup:
 
     def _run(self) -> Ended:
         looked_at, failed_at, is_told = time.monotonic(), None, False
-        first: int | None = None
         while any(rank.code is None for rank in self._ranks):
             now = time.monotonic()
             if self._asked.is_at_once:
@@ -92,7 +91,7 @@ class RankGroup:
                 is_told = True
                 for rank in self._ranks:
                     rank.ask_to_stop()
-            if first is None and (first := self._first_failed()) is not None:
+            if failed_at is None and self._first_failed() is not None:
                 failed_at = now
             if failed_at is not None and now - failed_at > _GRACE_SECONDS:
                 break
@@ -102,7 +101,7 @@ class RankGroup:
                     return Ended(1, self._explain_hang(), may_restart=not self._asked.number)
                 looked_at = now
             time.sleep(_POLL_SECONDS)
-        first = self._first_failed() if first is None else first
+        first = self._first_failed()  # only now: a cause may be seen after what it caused
         if first is not None:
             return self._failure(first)
         if self._asked.number:
