@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +14,7 @@ from embershard.cache.contents import CacheContents
 from embershard.cache.gpu.choose import planning_classes
 from embershard.cache.key_map import MapKind
 from embershard.cache.next_use import KnownBatch
+from embershard.cache.one_at_a_time import one_at_a_time
 from embershard.cache.pinned_tables import OtherTables
 from embershard.cache.planner import CachePlan, Shortage
 from embershard.cache.policies import make_scores
@@ -28,20 +27,6 @@ from embershard.cache.slot_state import SlotState
 from embershard.cache.statistics import CacheCounters, TableStats
 from embershard.cache.tickets import InFlight, Ticket
 from embershard.frequency.counts import RowCounts
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def _alone(method: _Method) -> _Method:
-    """Let one thread and one stream at a time run the method: while a worker plans ahead, an evaluation or a flush in
-    the training thread waits."""
-
-    @functools.wraps(method)
-    def locked(self: RowCache, *args: Any, **kwargs: Any) -> Any:
-        with self._lock, torch.no_grad(), self._stream_order.next():
-            return method(self, *args, **kwargs)
-
-    return cast(_Method, locked)
 
 
 class RowCache:
@@ -124,7 +109,7 @@ class RowCache:
 
     # -- training
 
-    @_alone
+    @one_at_a_time
     def know(self, keys: Tensor, feature_lengths: Tensor) -> KnownBatch | None:
         """Announce a batch that will be prepared after all batches known so far. Steers eviction; no row moves.
 
@@ -145,7 +130,7 @@ class RowCache:
         self.counters.seconds += time.perf_counter() - started
         return known
 
-    @_alone
+    @one_at_a_time
     def prepare(
         self,
         keys: Tensor,
@@ -219,7 +204,7 @@ class RowCache:
             if ticket.forwarded == forwarded:
                 ticket.cancel()
 
-    @_alone
+    @one_at_a_time
     def skip(self, keys: Tensor, known: KnownBatch) -> None:
         """Take back the oldest known batch, with these keys (int64 [N]), which will not be prepared."""
         if self.next_use_index is not None and not self._guard.is_broken:
@@ -234,7 +219,7 @@ class RowCache:
         """End `freeze_pins`."""
         self._in_flight.unfreeze()
 
-    @_alone
+    @one_at_a_time
     def forget(self) -> None:
         """Take back all known batches that were not prepared."""
         if self.next_use_index is not None and not self._guard.is_broken:
@@ -256,19 +241,19 @@ class RowCache:
 
     # -- the host tier
 
-    @_alone
+    @one_at_a_time
     def read(self, keys: Tensor) -> Tensor:
         """Return the current weights of `keys` (int64 [N]): [N, D] on the device. Neither cache nor counters change."""
         self._check()
         return self._rows.read(keys)
 
-    @_alone
+    @one_at_a_time
     def flush(self) -> None:
         """Bring the whole host tier up to date: `write_back`, and initial weights for all rows that have none yet."""
         self.write_back()
         self._rows.make_all()
 
-    @_alone
+    @one_at_a_time
     def write_back(self) -> None:
         """Write every trained row back; the rows stay cached. Nothing moves if nothing was trained since the last time.
 
@@ -279,17 +264,17 @@ class RowCache:
         self._rows.write_back()
         self.counters.seconds += time.perf_counter() - started
 
-    @_alone
+    @one_at_a_time
     def contents(self) -> CacheContents:
         """Return the cached rows, by key, without the pinned ones."""
         return self._rows.contents()
 
-    @_alone
+    @one_at_a_time
     def restore(self, contents: CacheContents) -> None:
         """Fill the cache with rows of a checkpoint (by key) before the next batch, in place of a profile's."""
         self._rows.restore(contents)
 
-    @_alone
+    @one_at_a_time
     def host_rows_changed(self, keys: Tensor | None = None) -> None:
         """Fill the slots of host rows that somebody wrote to with the new contents.
 
@@ -302,7 +287,7 @@ class RowCache:
         self._check()
         self._rows.fetch_again(keys)
 
-    @_alone
+    @one_at_a_time
     def _notice_changes(self) -> None:
         self._check()
 
@@ -354,7 +339,7 @@ class RowCache:
         """Time that training steps waited for rows, in seconds."""
         return self.counters.stall_seconds
 
-    @_alone
+    @one_at_a_time
     def stats(self) -> list[TableStats]:
         """Return the totals per table; the sum over tables is the pool's."""
         self._guard.check()

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from embershard.decoding import toml
 from embershard.errors import ConfigError
-from embershard.training.identity import check_keys
 
 NEWEST = -1  # --resume without a step
 
@@ -110,7 +109,10 @@ def check_resume(arguments: argparse.Namespace) -> None:
         raise ConfigError("--unverified has no effect without --resume.")
     if arguments.allow_change and arguments.resume is None:
         raise ConfigError("--allow-change has no effect without --resume.")
-    check_keys(arguments.allow_change)
+    if arguments.allow_change:
+        from embershard.training.identity import check_keys  # it loads TorchRec
+
+        check_keys(arguments.allow_change)
 
 
 def _step(text: str) -> int:

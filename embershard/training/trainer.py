@@ -128,12 +128,12 @@ class Trainer:
                 break
             with upcoming as batch:
                 skipped = self.step(batch)
+            self.supervision.beat()
             if skipped is not None:
                 self.upcoming.replace_one()
                 yield skipped
                 continue
             self.step_seconds.append(time.perf_counter() - started)
-            self.supervision.beat()
             if every(config.train.log_every) or self.steps == self.total_steps:
                 yield self.report()
                 yield from self._input_failure.watch(self._count_bad_rows())

@@ -90,7 +90,7 @@ class Injector:
         if code.co_filename not in self._files:
             return None
         name = code.co_qualname
-        if name == "_alone.<locals>.locked":
+        if name == "one_at_a_time.<locals>.locked":
             name = f"RowCache.{frame.f_locals['method'].__name__}"
         self._local.stack.append(name)
         return self._line
