@@ -55,7 +55,7 @@ class PoolRows:
         self._counters, self._in_flight = counters, in_flight
         self.guard = ChangeGuard(name)
         self._pinned_keys = pinned_keys
-        self._warmup = None if warmup is None else partial(_most_frequent, warmup.without(pinned_keys.numpy()))
+        self._warmup = None if warmup is None else partial(_most_frequent, warmup, pinned_keys)
         self.copies = RowCopies(self._map.device, host, make_transfer)
         self._attach(self._map.num_slots)
         self._updates = UpdateGate(name)
@@ -267,5 +267,5 @@ class PoolRows:
         self.copies.attach(self.payload)
 
 
-def _most_frequent(counts: RowCounts, num_rows: int) -> Tensor:
-    return torch.from_numpy(np.sort(counts.top(num_rows)))
+def _most_frequent(counts: RowCounts, pinned_keys: Tensor, num_rows: int) -> Tensor:
+    return torch.from_numpy(np.sort(counts.without(pinned_keys.numpy()).top(num_rows)))
