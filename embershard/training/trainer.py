@@ -28,6 +28,7 @@ from embershard.distributed import (
     verify_checkpoint,
     without_empty,
 )
+from embershard.distributed.traffic import counted_as_other
 from embershard.errors import CheckpointError, FailedSaveError
 from embershard.models.dense_size import DenseSize
 from embershard.pipeline import LookAheadPipeline
@@ -41,6 +42,7 @@ from embershard.training.optimizers import set_learning_rate
 from embershard.training.reports import EvalReport, FailedSaveReport, Report, SaveReport, TrainReport
 from embershard.training.saved_run import SavedRun
 from embershard.training.steps import Steps
+from embershard.training.traffic_report import TrafficReader
 
 #: Newest samples per rank that count for the AUC in the progress line.
 WINDOW_SAMPLES = 16_384
@@ -67,6 +69,7 @@ class Trainer:
         self.loss_monitor = LossMonitor(ranks)
         self.window = PredictionBuffer(WINDOW_SAMPLES)
         self.cache_reader = CacheReader(self.model, ranks)
+        self.traffic_reader = TrafficReader(ranks)
         self.steps = self.samples = 0
         self.step_seconds = array("d")
         self._reported_steps = 0
@@ -143,7 +146,7 @@ class Trainer:
         self.samples += batch.num_samples * self.ranks.world_size
 
     def report(self) -> TrainReport:
-        """Return loss, AUC, speed and hit rate since the last report."""
+        """Return loss, AUC, speed, hit rate and bytes between ranks since the last report."""
         seconds = self.step_seconds[self._reported_steps - self.steps :]
         global_batch = self.config.train.rank_batch_size(self.ranks.world_size) * self.ranks.world_size
         self._reported_steps = self.steps
@@ -158,9 +161,11 @@ class Trainer:
             hit_rate_unique=hits.hit_rate_unique,
             hit_rate_lookups=hits.hit_rate_lookups,
             learning_rate_factor=self._learning_rate_factor or 1.0,
+            sent_bytes=self.traffic_reader.since_last().over(len(seconds) * self.ranks.world_size),
         )
 
     @torch.no_grad()
+    @counted_as_other()
     def evaluate(self) -> EvalReport:
         """Return the quality on the held-out part: each sample counts once, with any number of ranks."""
         started = time.perf_counter()

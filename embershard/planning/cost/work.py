@@ -9,7 +9,7 @@ from embershard.sharding.sizes import TableSize
 
 _FLOAT_BYTES = 4
 _ID_BYTES = 8
-_LENGTH_BYTES = 8
+_LENGTH_BYTES = 4  # of a bag, as `Batch` has them
 #: Of one sharding type in a step: sizes, lengths and ids of the batch ahead; pooled embeddings; their gradients.
 _COLLECTIVES_PER_SHARDING = 5
 #: The dense gradients, and the agreement on the next batch.
