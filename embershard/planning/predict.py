@@ -95,6 +95,7 @@ def shard_work(workload: Workload, shard: PlacedShard, report: ShardReport) -> S
             columns=shard.columns,
             rank_share=report.lookups / max(per_sample * shape.global_batch_size, 1e-300),
             ranks_per_node=shape.ranks_per_node,
+            distinct_ids=workload.distinct_per_rank(size.table) if shard.exchange == "rows" else None,
             pooled_number_bytes=shape.pooled_number_bytes,
         ),
     )

@@ -77,6 +77,7 @@ class PlacedShard:
         columns: number of its columns.
         sharding: TorchRec's sharding type.
         kernel: "cached", "device" or "replicated".
+        exchange: "pooled" or "rows".
     """
 
     table: TableSize
@@ -86,6 +87,7 @@ class PlacedShard:
     columns: int
     sharding: str
     kernel: str
+    exchange: str = "pooled"
 
     @property
     def rows(self) -> int:

@@ -12,6 +12,7 @@ from embershard.cache.loops.compiled import Int32s as Int32s
 from embershard.cache.loops.compiled import Int64s as Int64s
 from embershard.cache.loops.counts import count_plan as count_plan
 from embershard.cache.loops.counts import count_uses as count_uses
+from embershard.cache.loops.distinct import distinct_ids as distinct_ids
 from embershard.cache.loops.next_uses import admit as admit
 from embershard.cache.loops.next_uses import arrive as arrive
 from embershard.cache.loops.next_uses import know as know
