@@ -23,8 +23,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from embershard import LookAheadPipeline, cache_stats
 from embershard.distributed.traffic import SentBytes, count_sent_bytes, sent_bytes
 from embershard.errors import EmbershardError
+from embershard.sharding.torchrec.bags import Bags
 from embershard.sharding.torchrec.distinct_ids import DistinctIds
-from embershard.sharding.torchrec.rows_exchange import Bags
 from tests.ranks import parity
 from tests.ranks.look_ahead import Batch
 from tests.ranks.parity import differences, snapshot

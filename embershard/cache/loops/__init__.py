@@ -7,6 +7,8 @@ GPU and with hashed maps), and releases Python's lock while it runs. Numba compi
 Arrays are one-dimensional and contiguous: N keys and positions of a batch, S + 1 slots, R rows.
 """
 
+from embershard.cache.loops.bags import pool_gradients as pool_gradients
+from embershard.cache.loops.bags import pool_rows as pool_rows
 from embershard.cache.loops.compiled import Counters as Counters
 from embershard.cache.loops.compiled import Int32s as Int32s
 from embershard.cache.loops.compiled import Int64s as Int64s

@@ -28,34 +28,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.errors import ConfigError, ShardingError
 from embershard.sharding.shards import ROWS_TYPES
+from embershard.sharding.torchrec.bags import Bags
 from embershard.sharding.torchrec.distinct_ids import DistinctIds
 from embershard.sharding.torchrec.lookups import SEQUENCE_SHARDINGS
 
 _COLUMN_WISE = SEQUENCE_SHARDINGS[ShardingType.COLUMN_WISE.value]
-
-
-@dataclass
-class Bags:
-    """A batch's bags over the rows that come back.
-
-    Attributes:
-        places: int64 [N] of the ids' rows among the distinct ones.
-        offsets: int64 [F * B + 1] bounds of the bags, feature after feature.
-        scales: fp32 [N], factors of the rows; None: all are 1.
-        num_features: F.
-    """
-
-    places: Tensor
-    offsets: Tensor
-    scales: Tensor | None
-    num_features: int
-
-    def pool(self, rows: Tensor) -> Tensor:
-        """Add up rows [M, D] by bag: [B, F * D]."""
-        pooled = nn.functional.embedding_bag(
-            self.places, rows, self.offsets, mode="sum", per_sample_weights=self.scales, include_last_offset=True
-        )
-        return pooled.view(self.num_features, -1, rows.shape[1]).transpose(0, 1).flatten(1)
 
 
 @dataclass
