@@ -7,18 +7,18 @@ from embershard.cache.loops.compiled import Float32s, Int64s, compiled
 
 @compiled
 def pool_rows(
-    rows: Float32s, dim: int, places: Int64s, offsets: Int64s, scales: Float32s, num_features: int, pooled: Float32s
+    rows: Float32s, pooled: Float32s, dim: int, places: Int64s, offsets: Int64s, scales: Float32s, num_features: int
 ) -> None:
     """Add up rows by bag, in the order of the bag's ids.
 
     Args:
         rows: [M * D].
+        pooled: [B * F * D], written: sample after sample.
         dim: D.
         places: [N] of the ids' rows.
         offsets: [F * B + 1] bounds of the bags, feature after feature.
         scales: [N] factors of the rows; [0]: all are 1.
         num_features: F.
-        pooled: [B * F * D], written: sample after sample.
     """
     num_samples = (offsets.size - 1) // max(1, num_features)
     for bag in range(offsets.size - 1):
@@ -38,7 +38,7 @@ def pool_rows(
 
 @compiled
 def pool_gradients(
-    gradients: Float32s, dim: int, places: Int64s, offsets: Int64s, scales: Float32s, num_features: int, sums: Float32s
+    gradients: Float32s, sums: Float32s, dim: int, places: Int64s, offsets: Int64s, scales: Float32s, num_features: int
 ) -> None:
     """Add up the gradients of bags by row, in the order of the ids: the backward of `pool_rows`.
 

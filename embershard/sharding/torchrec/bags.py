@@ -60,12 +60,12 @@ class _PoolOnCpu(torch.autograd.Function):
         num_samples = (bags.offsets.numel() - 1) // bags.num_features
         pooled = torch.empty(num_samples, bags.num_features * rows.shape[1])
         flat = rows.detach().contiguous().view(-1).numpy()
-        loops.pool_rows(flat, rows.shape[1], *bags.loop_arguments(), pooled.view(-1).numpy())
+        loops.pool_rows(flat, pooled.view(-1).numpy(), rows.shape[1], *bags.loop_arguments())
         return pooled
 
     @staticmethod
     def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         sums = torch.zeros(ctx.shape)
         flat = gradients.contiguous().view(-1).numpy()
-        loops.pool_gradients(flat, ctx.shape[1], *ctx.bags.loop_arguments(), sums.view(-1).numpy())
+        loops.pool_gradients(flat, sums.view(-1).numpy(), ctx.shape[1], *ctx.bags.loop_arguments())
         return sums, None

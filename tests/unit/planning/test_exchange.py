@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -10,9 +11,13 @@ from hypothesis import strategies as st
 
 from embershard.planning.exchange import exchange_bytes, exchange_notes, exchange_of
 from embershard.planning.make_plan import make_plan
+from embershard.planning.predict import counted_reports
+from embershard.planning.simulate.pool_report import RowRange
+from embershard.planning.simulate.replay import replay_pool
 from embershard.planning.workload import Workload
 from embershard.sharding.shards import ROWS_TYPES, TablePlacement
-from tests.unit.planning.requests import data_of, make_request, make_workload
+from embershard.sharding.sizes import PlacedShard
+from tests.unit.planning.requests import LFU, data_of, make_request, make_workload
 
 ROWS = (5000, 900, 300, 40)
 
@@ -84,3 +89,33 @@ def test_the_note_compares_all_three():
     (note,) = exchange_notes(of, tables)
     assert note.startswith("1 of 1 tables exchange distinct rows: a rank sends ")
     assert exchange_notes(workload("pooled"), tables) == []
+
+
+def test_a_replay_of_exchanged_rows_counts_a_row_once_per_rank():
+    """Against a count by hand over the trace; fills and distinct rows are those of pooled embeddings."""
+    of = workload("rows")
+    trace = of.data.trace
+    assert trace is not None
+    shards = [RowRange("t0", 0, 5000), RowRange("t2", 0, 300)]
+    pooled, rows = (
+        replay_pool(trace, shards, 600, 128, LFU, num_steps=40, rank_batch_size=size).shards for size in (None, 64)
+    )
+    for shard, before, after in zip(shards, pooled, rows, strict=True):
+        table = trace.tables[shard.table]
+        first = table.samples < 40 * 128
+        pairs = {*zip((table.samples[first] // 64).tolist(), table.rows[first].tolist(), strict=True)}
+        assert after.lookups == pytest.approx(len(pairs) / 40)
+        assert after.lookups < before.lookups
+        assert after.unique_ids == before.unique_ids
+
+
+def test_lookups_from_counts_are_those_that_arrive():
+    of = workload("rows")
+    table = of.model.tables[0]
+    shard = PlacedShard(table, 0, 0, 5000, 64, "table_wise", "cached", "rows")
+    (report,) = counted_reports(of, [shard], 600)
+    (pooled,) = counted_reports(of, [dataclasses.replace(shard, exchange="pooled")], 600)
+    assert report.lookups == pytest.approx(2 * of.distinct_per_rank("t0"))
+    assert report.lookups < pooled.lookups
+    assert report.unique_ids - report.hits_unique == pytest.approx(report.lookups - report.hits_lookups)
+    assert 0 < report.hit_rate_lookups < pooled.hit_rate_lookups
