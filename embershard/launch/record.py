@@ -154,14 +154,15 @@ def make_result(
     evaluation: EvalReport | None,
     cache: dict[str, Any] | None,
     look_ahead: dict[str, Any] | None,
+    sent_bytes: dict[str, Any],
 ) -> dict[str, Any]:
     """Return the content of result.json.
 
     `samples_per_second` (of all ranks) and `step_ms` are of the steps that `steady_steps` chooses, and None without a
     step; `is_steady` is False when the run was too short for them. A quality that is undefined or was not measured is
-    None. `measured_steps` counts the steps of this process, as `cache`, `bad_rows` and `skipped_batches` do; `steps`
-    includes those before a resume. `bad_rows` is None where none is tolerated. `changes` are the settings that resumes
-    changed on request.
+    None. `measured_steps` counts the steps of this process, as `cache`, `sent_bytes`, `bad_rows` and `skipped_batches`
+    do; `steps` includes those before a resume. `bad_rows` is None where none is tolerated. `changes` are the settings
+    that resumes changed on request.
     """
     quality = {} if evaluation is None else dataclasses.asdict(evaluation.quality)
     config, ranks, plan = trainer.config, trainer.ranks, trainer.plan
@@ -184,6 +185,7 @@ def make_result(
         "device": ranks.device.type,
         "cache": cache,
         "look_ahead": look_ahead,
+        "sent_bytes": sent_bytes,
         "changes": [dataclasses.asdict(change) for change in trainer.state.changes],
         "plan": None if plan is None else {"path": config.sharding.plan, "digest": plan.digest},
         "versions": versions(),
@@ -193,7 +195,9 @@ def make_result(
 
 def _flat(report: Report) -> tuple[str, dict[str, Any]]:
     if isinstance(report, TrainReport):
-        return "train", dataclasses.asdict(report)
+        values = dataclasses.asdict(report)
+        sent = values.pop("sent_bytes")
+        return "train", {**values, **{f"sent_bytes_{kind}": count for kind, count in sent.items()}}
     if isinstance(report, EvalReport):
         return "eval", {"step": report.step, **dataclasses.asdict(report.quality), "seconds": report.seconds}
     if isinstance(report, FailedSaveReport):

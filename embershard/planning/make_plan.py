@@ -14,6 +14,7 @@ from typing import Literal
 
 from embershard.errors import ShardingError
 from embershard.planning.budget import LeastNeed, least_need, placed
+from embershard.planning.exchange import exchange_notes, with_exchange
 from embershard.planning.predict import predict
 from embershard.planning.request import PlanRequest
 from embershard.planning.search import cached, place
@@ -106,6 +107,7 @@ def sized(request: PlanRequest, tables: Sequence[TablePlacement]) -> Candidate |
     """Size the caches of a placement as the budget allows; None where it allows too little, or where a cache cannot
     number its rows."""
     workload, limit = request.workload, request.budget.host_bytes
+    tables = [with_exchange(workload, table) for table in tables]
     shards = place_shards(workload.model, tables, workload.shape)
     pools = split_slots(workload, shards, request.budget)
     if pools is None:
@@ -219,6 +221,7 @@ def _advice(request: PlanRequest, candidate: Candidate, exact: Prediction) -> li
             f"The caches of ranks {grown[:8]} will grow: one batch needs more rows than they have slots. The "
             "prediction counts that; give them more (--device-memory, a larger cache.ratio), or use a smaller batch."
         )
+    notes += exchange_notes(workload, candidate.tables)
     shards = place_shards(workload.model, candidate.tables, shape)
     rows = [sum(shard.rows for shard in members) for members in by_pool(shards).values()]
     if not candidate.pools:

@@ -37,6 +37,7 @@ def pool_reports(
         shape.cache,
         pinned_tables=[shards[number].table.table for number in pinned],
         num_steps=replayed_steps,
+        rank_batch_size=shape.batch_size if shards[0].exchange == "rows" else None,
     )
     # In a small image of a cache one batch may fit by chance, or not: only a complete trace tells.
     is_complete = trace.rate >= COMPLETE
@@ -45,7 +46,7 @@ def pool_reports(
 
 def counted_reports(workload: Workload, shards: Sequence[PlacedShard], num_slots: int) -> tuple[ShardReport, ...]:
     """Return what a pool does per step in the long run, from counts alone: fast, and for any batch."""
-    return steady_state(
+    found = steady_state(
         [workload.data.tables[shard.table.table] for shard in shards],
         [RowRange.of(shard) for shard in shards],
         [workload.share_of_lookups(shard) for shard in shards],
@@ -55,6 +56,18 @@ def counted_reports(workload: Workload, shards: Sequence[PlacedShard], num_slots
         workload.shape.cache.policy,
         is_sample=workload.is_sample,
     ).shards
+    return tuple(as_exchanged(workload, *each) for each in zip(shards, found, strict=True))
+
+
+def as_exchanged(workload: Workload, shard: PlacedShard, report: ShardReport) -> ShardReport:
+    """Return a report of all lookups as one of the lookups that arrive: where distinct rows are exchanged, one per row
+    and rank. A row that is missing is taken to be looked up by one rank."""
+    if shard.exchange == "pooled":
+        return report
+    everywhere = workload.shape.world_size * workload.distinct_per_rank(shard.table.table)
+    lookups = everywhere * workload.share_of_lookups(shard)
+    missed = min(lookups, report.unique_ids - report.hits_unique)
+    return replace(report, lookups=lookups, hits_lookups=lookups - missed)
 
 
 def resident_report(workload: Workload, shard: PlacedShard) -> ShardReport:
@@ -79,6 +92,8 @@ def shard_work(workload: Workload, shard: PlacedShard, report: ShardReport) -> S
             all_reduce_bytes=work.all_reduce_bytes(weights, shape.world_size),
         )
     cached = shard.kernel == "cached"
+    distinct = workload.distinct_per_rank(size.table) if shard.exchange == "rows" else None
+    every = shape.world_size * (per_sample * shape.batch_size if distinct is None else distinct)
     return StepWork(
         embedding_bytes=work.embedding_bytes(report.lookups, size, shard.columns),
         planned_ids=report.lookups if cached else 0.0,
@@ -93,8 +108,9 @@ def shard_work(workload: Workload, shard: PlacedShard, report: ShardReport) -> S
             world_size=shape.world_size,
             ids_per_sample=per_sample,
             columns=shard.columns,
-            rank_share=report.lookups / max(per_sample * shape.global_batch_size, 1e-300),
+            rank_share=report.lookups / max(every, 1e-300),
             ranks_per_node=shape.ranks_per_node,
+            distinct_ids=distinct,
             pooled_number_bytes=shape.pooled_number_bytes,
         ),
     )

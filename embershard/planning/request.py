@@ -9,7 +9,7 @@ from typing import Any
 from embershard.errors import ConfigError
 from embershard.planning.cost.rates import Rates
 from embershard.planning.workload import Workload
-from embershard.sharding.shards import TablePlacement
+from embershard.sharding.shards import ROWS_TYPES, TablePlacement
 from embershard.sharding.sizes import TableSize
 
 #: On one node the other types do the same as these.
@@ -103,6 +103,8 @@ class PlanRequest:
         for table in self.sharded:
             is_cut = column_block(table.dim, shape.world_size) < table.dim  # else it is table-wise by another name
             own = [name for name in types if is_cut or name not in ("column_wise", "table_column_wise")]
+            if shape.exchange == "rows" and self.types is None:
+                own = [name for name in own if name in ROWS_TYPES]
             found[table.table] = list(self.only.get(table.table, own or types))
         return found
 

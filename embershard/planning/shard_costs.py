@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from embershard.cache.config import LEAST_SLOTS
 from embershard.planning.cost.rates import Rates, step_time
-from embershard.planning.predict import counted_reports, shard_work
+from embershard.planning.exchange import exchange_of
+from embershard.planning.predict import as_exchanged, counted_reports, shard_work
 from embershard.planning.search import ShardCost
 from embershard.planning.simulate.pool_report import RowRange, ShardReport
 from embershard.planning.workload import Workload
@@ -41,6 +42,8 @@ class ShardCosts:
     def _cost(self, shard: PlacedShard) -> ShardCost:
         workload, shape = self._workload, self._workload.shape
         report = _part(self._reports[shard.table.table], shard, workload.share_of_lookups(shard))
+        shard = replace(shard, exchange=exchange_of(workload, shard.table.table, shard.sharding, shard.columns))
+        report = as_exchanged(workload, shard, report)
         if self._resident:
             shard = replace(shard, kernel="device")
             report = replace(report, fills=0.0, write_backs=0.0)

@@ -13,9 +13,11 @@ from numpy.typing import NDArray
 from embershard.cache.key_map import MapKind
 from embershard.errors import ShardingError
 from embershard.frequency import DataStatistics, SampledTrace
+from embershard.frequency.curves import distinct_rows
 from embershard.planning.simulate.pool_report import RowRange
 from embershard.planning.simulate.replay import ReplaySettings
 from embershard.sharding import memory_model
+from embershard.sharding.config import ExchangeChoice
 from embershard.sharding.memory_model import MemorySettings
 from embershard.sharding.sizes import ModelSize, PlacedShard
 
@@ -34,6 +36,7 @@ class PoolKey(NamedTuple):
     sharding: str
     columns: int
     dtype: str
+    exchange: str
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class RunShape:
         num_steps: steps of the run, where they are known.
         pooled_number_bytes: bytes of one number of a pooled embedding and of its gradient, together, between ranks.
         slot_map: kind of the caches' maps; None where each pool's size decides.
+        exchange: what travels between ranks; "auto": of each table what takes fewer bytes.
     """
 
     world_size: int
@@ -58,6 +62,7 @@ class RunShape:
     num_steps: int | None = None
     pooled_number_bytes: float = 8
     slot_map: MapKind | None = None
+    exchange: ExchangeChoice = "pooled"
 
     @property
     def global_batch_size(self) -> int:
@@ -99,6 +104,10 @@ class Workload:
     def lookups_per_sample(self) -> dict[str, float]:
         """Mean lookups of a sample, by table."""
         return {name: t.num_lookups / max(1, self.data.num_samples) for name, t in self.data.tables.items()}
+
+    def distinct_per_rank(self, table: str) -> float:
+        """Return the expected distinct rows of a table in one rank's batch."""
+        return distinct_rows(self.data.tables[table], self.shape.batch_size, self.data.num_samples)
 
     @property
     def is_sample(self) -> bool:
@@ -196,6 +205,6 @@ def by_pool(shards: Sequence[PlacedShard]) -> dict[PoolKey, list[PlacedShard]]:
     found: dict[PoolKey, list[PlacedShard]] = {}
     for shard in shards:
         if shard.kernel == "cached":
-            key = PoolKey(shard.rank, shard.sharding, shard.columns, shard.table.dtype)
+            key = PoolKey(shard.rank, shard.sharding, shard.columns, shard.table.dtype, shard.exchange)
             found.setdefault(key, []).append(shard)
     return dict(sorted(found.items()))

@@ -9,6 +9,7 @@ from embershard.cache.config import CacheConfig
 from embershard.errors import ConfigError
 
 CommDtype = Literal["fp32", "fp16", "bf16"]
+ExchangeChoice = Literal["pooled", "rows", "auto"]
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
@@ -18,7 +19,8 @@ class ShardingConfig:
 
     plan: str | None = None
     """File of a plan that `embershard plan` made. It decides where every table is and how many slots every cache has;
-    `cache.ratio` and `cache.device_bytes` are for planning then. Without it, TorchRec's planner places the tables."""
+    `cache.ratio`, `cache.device_bytes` and `sharding.exchange` are for planning then. Without it, TorchRec's planner
+    places the tables."""
 
     forward_dtype: CommDtype = "fp32"
     """Type of pooled embeddings between ranks. "fp16" and "bf16" halve the bytes and round: training then differs from
@@ -27,7 +29,16 @@ class ShardingConfig:
     backward_dtype: CommDtype = "fp32"
     """The same for their gradients."""
 
+    exchange: ExchangeChoice = "pooled"
+    """What travels between ranks. "pooled": one embedding per sample and feature, as in TorchRec. "rows": each distinct
+    row once per rank and batch; it is pooled where the samples are. "rows" moves fewer bytes where bags are short and
+    rows repeat in a batch, more where bags are long. It rounds sums in another order. "auto", for planning only, takes
+    for each table what moves fewer bytes by the profile. Without a cache, all tables exchange pooled embeddings."""
+
     def __post_init__(self) -> None:
+        if self.exchange not in get_args(ExchangeChoice):
+            choices = ", ".join(get_args(ExchangeChoice))
+            raise ConfigError(f"sharding.exchange: got {self.exchange!r}, needed one of {choices}.")
         for name in ("forward_dtype", "backward_dtype"):
             value = getattr(self, name)
             if value not in get_args(CommDtype):

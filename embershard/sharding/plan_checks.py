@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from embershard.errors import ShardingError
 from embershard.sharding.shards import (
     COLUMN_MULTIPLE,
+    ROWS_TYPES,
     Pool,
     PoolPlacement,
     TablePlacement,
@@ -64,6 +65,8 @@ def _table_problem(table: TablePlacement, world_size: int, ranks_per_node: int) 
             f'kernel "{table.kernel}" with sharding "{table.sharding}": "replicated" and "data_parallel" go together. '
             "Set both, or neither."
         )
+    if table.exchange == "rows" and table.sharding not in ROWS_TYPES:
+        return f'exchange "rows" with sharding "{table.sharding}"; needed one of {", ".join(ROWS_TYPES)}, or "pooled".'
     outside = [rank for rank in table.ranks if not 0 <= rank < world_size]
     if outside:
         return f"ranks: got rank {outside[0]}, needed ranks from 0 to {world_size - 1}."
@@ -152,7 +155,7 @@ def _pool_problem(placed: PoolPlacement, of_table: dict[tuple[int, str], Pool]) 
     if pool.tables != placed.tables:
         return (
             f"tables: got {list(placed.tables)}, needed {list(pool.tables)}: shards of a rank with the same sharding "
-            "type, columns and dtype share one pool."
+            "type, columns, dtype and exchange share one pool."
         )
     if not 1 <= placed.slots <= max(1, pool.rows):
         return f"slots: got {placed.slots}, needed 1 to {max(1, pool.rows)}, the rows of its shards."

@@ -42,7 +42,8 @@ def _tables(before: Sequence[TablePlacement], after: Sequence[TablePlacement]) -
 
 
 def _placement(table: TablePlacement) -> str:
-    return f"{table.kernel} {table.sharding}" + (f" on {_ranks(table.ranks)}" if table.ranks else "")
+    rows = " exchanging rows" if table.exchange == "rows" else ""
+    return f"{table.kernel} {table.sharding}{rows}" + (f" on {_ranks(table.ranks)}" if table.ranks else "")
 
 
 def _size(table: TablePlacement) -> str:

@@ -13,7 +13,10 @@ Sharding = Literal[
     "table_wise", "row_wise", "column_wise", "table_column_wise", "table_row_wise", "grid_shard", "data_parallel"
 ]
 Dtype = Literal["fp32", "fp16"]
-_PoolKey = tuple[int, Sharding, int, Dtype]  # rank, sharding type, columns, dtype
+Exchange = Literal["pooled", "rows"]
+_PoolKey = tuple[int, Sharding, int, Dtype, Exchange]  # rank, sharding type, columns, dtype, exchange
+#: Types whose tables can exchange distinct rows.
+ROWS_TYPES: tuple[Sharding, ...] = ("table_wise", "row_wise", "column_wise", "table_column_wise")
 #: FBGEMM stores rows as vectors of four numbers.
 COLUMN_MULTIPLE = 4
 
@@ -28,6 +31,7 @@ class TablePlacement:
         kernel: "cached": host memory behind device slots; "device": whole on the device; "replicated": a copy on every
             rank, which goes with "data_parallel".
         ranks: of the shards, in TorchRec's order; () when replicated.
+        exchange: what travels between ranks: "pooled" embeddings, or distinct "rows".
     """
 
     table: str
@@ -37,6 +41,7 @@ class TablePlacement:
     sharding: Sharding
     kernel: Literal["cached", "device", "replicated"]
     ranks: tuple[int, ...]
+    exchange: Exchange = "pooled"
 
 
 @dataclass(frozen=True)
@@ -133,9 +138,9 @@ def _blocks(table: TablePlacement, ranks_per_node: int) -> tuple[int, int]:
 
 def pools_of(tables: Iterable[TablePlacement], ranks_per_node: int) -> list[Pool]:
     """Return the pools that TorchRec makes of the cached tables, by rank: one for the cached shards of a rank with the
-    same sharding type, number of columns and dtype."""
+    same sharding type, number of columns, dtype and exchange."""
     found = _rows_by_pool(tables, ranks_per_node)
-    return [Pool(*key, tables=tuple(sorted(rows)), rows=sum(rows.values())) for key, rows in sorted(found.items())]
+    return [Pool(*key[:4], tables=tuple(sorted(rows)), rows=sum(rows.values())) for key, rows in sorted(found.items())]
 
 
 def _rows_by_pool(tables: Iterable[TablePlacement], ranks_per_node: int) -> dict[_PoolKey, dict[str, int]]:
@@ -143,7 +148,7 @@ def _rows_by_pool(tables: Iterable[TablePlacement], ranks_per_node: int) -> dict
     found: dict[_PoolKey, dict[str, int]] = {}
     for table in tables:
         for shard in shards_of(table, ranks_per_node) if table.kernel == "cached" else ():
-            rows = found.setdefault((shard.rank, table.sharding, shard.columns, table.dtype), {})
+            rows = found.setdefault((shard.rank, table.sharding, shard.columns, table.dtype, table.exchange), {})
             rows[table.table] = rows.get(table.table, 0) + shard.rows
     return found
 

@@ -80,6 +80,7 @@ class PlacedShard:
         columns: number of its columns.
         sharding: TorchRec's sharding type.
         kernel: "cached", "device" or "replicated".
+        exchange: "pooled" or "rows".
     """
 
     table: TableSize
@@ -89,6 +90,7 @@ class PlacedShard:
     columns: int
     sharding: str
     kernel: str
+    exchange: str = "pooled"
 
     @property
     def rows(self) -> int:
@@ -117,7 +119,7 @@ def place_shards(model: ModelSize, tables: Sequence[TablePlacement], ranks: Rank
     found = []
     for size in model.tables:
         placement = placements[size.table]
-        kind = (placement.sharding, placement.kernel)
+        kind = (placement.sharding, placement.kernel, placement.exchange)
         if placement.kernel == "replicated":
             found += [PlacedShard(size, rank, 0, size.rows, size.dim, *kind) for rank in range(ranks.world_size)]
         found += [

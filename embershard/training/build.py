@@ -120,7 +120,12 @@ def _sharder(
     if plan is not None:  # which was made for the size in the settings, or for a budget instead of it
         cache = dataclasses.replace(cache, ratio=None, device_bytes=None)
     return CachedEmbeddingBagCollectionSharder(
-        cache, profile, qcomm_codecs_registry=codecs, plan=plan, init_seed=init_seed
+        cache,
+        profile,
+        qcomm_codecs_registry=codecs,
+        plan=plan,
+        init_seed=init_seed,
+        exchange="pooled" if plan is not None else config.sharding.exchange,  # type: ignore[arg-type]
     )
 
 

@@ -56,7 +56,7 @@ FREE = frozenset(
     | _names("cache", "ratio device_bytes policy warmup host host_dir transfer slot_map overflow decay enabled")
     | _names("look_ahead", "lookahead prefetch")
     | _names("profile", "path samples")
-    | _names("sharding", "plan")
+    | _names("sharding", "plan exchange")
     | _names("train", "epochs max_steps eval_every log_every on_non_finite device")
     | _names("checkpoint", "every_steps at_end keep_last on_failed_save asynchronous")
 )

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from embershard.data.bad_rows import BadRow
+from embershard.distributed.traffic import SentBytes
 from embershard.training.metrics import Quality
 
 
 @dataclass(frozen=True)
 class TrainReport:
-    """Progress since the last such report, over all ranks."""
+    """Progress since the last such report, over all ranks; `sent_bytes` of one rank in one step, on average."""
 
     step: int
     epoch: int
@@ -22,6 +23,7 @@ class TrainReport:
     hit_rate_unique: float | None
     hit_rate_lookups: float | None
     learning_rate_factor: float
+    sent_bytes: SentBytes
 
 
 @dataclass(frozen=True)

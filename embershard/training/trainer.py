@@ -17,6 +17,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from embershard.data import Batch, BatchStream, StreamState, open_source
 from embershard.distributed import Ranks, Supervision, shortest, verify_checkpoint
+from embershard.distributed.traffic import counted_as_other
 from embershard.errors import CheckpointError, FailedSaveError
 from embershard.pipeline import LookAheadPipeline
 from embershard.sharding.torchrec import cached_embeddings
@@ -44,6 +45,7 @@ from embershard.training.reports import (
 from embershard.training.run_state import PreparedSave, RunState
 from embershard.training.saves import Saves
 from embershard.training.steps import InputFailure, Steps
+from embershard.training.traffic_report import TrafficReader
 
 #: Newest samples per rank that count for the AUC in the progress line.
 WINDOW_SAMPLES = 16_384
@@ -86,6 +88,7 @@ class Trainer:
         self.loss_monitor = self._make_loss_monitor()
         self.window = PredictionBuffer(WINDOW_SAMPLES)
         self.cache_reader = CacheReader(self.model, ranks)
+        self.traffic_reader = TrafficReader(ranks)
         self.steps = self.samples = 0
         self.step_seconds = array("d")
         self._reported_steps = 0
@@ -198,7 +201,7 @@ class Trainer:
         return None
 
     def report(self) -> TrainReport:
-        """Return loss, AUC, speed and hit rate since the last report."""
+        """Return loss, AUC, speed, hit rate and bytes between ranks since the last report."""
         seconds = self.step_seconds[self._reported_steps - self.steps :]
         global_batch = self.config.train.rank_batch_size(self.ranks.world_size) * self.ranks.world_size
         self._reported_steps = self.steps
@@ -213,6 +216,7 @@ class Trainer:
             hit_rate_unique=hits.hit_rate_unique,
             hit_rate_lookups=hits.hit_rate_lookups,
             learning_rate_factor=self._learning_rate_factor or 1.0,
+            sent_bytes=self.traffic_reader.since_last().over(len(seconds) * self.ranks.world_size),
         )
 
     def _evaluation(self) -> Iterator[EvalReport]:
@@ -220,6 +224,7 @@ class Trainer:
         if report is not None:
             yield report
 
+    @counted_as_other()
     def evaluate(self) -> EvalReport | None:
         """Return the quality on the held-out part: each sample counts once, with any number of ranks.
 

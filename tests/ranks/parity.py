@@ -81,6 +81,7 @@ class Case:
     device: str = "cpu"
     comm: tuple[str, str] = ("fp32", "fp32")
     init_seed: int | None = None
+    exchange: str = "pooled"
 
     @property
     def features(self) -> list[str]:
@@ -168,7 +169,14 @@ def build(case: Case, cached: bool, make_model: Callable[[Case], nn.Module] | No
     codecs = comm_codecs(ShardingConfig(None, *case.comm), torch.device(case.device))  # type: ignore[arg-type]
     if cached:
         sharders: list[Any] = [
-            CachedEmbeddingBagCollectionSharder(config, profile, dict(fused_params), codecs, init_seed=case.init_seed),
+            CachedEmbeddingBagCollectionSharder(
+                config,
+                profile,
+                dict(fused_params),
+                codecs,
+                init_seed=case.init_seed,
+                exchange=case.exchange,  # type: ignore[arg-type]
+            ),
             CachedEmbeddingCollectionSharder(config, profile, dict(fused_params), codecs, init_seed=case.init_seed),
         ]
     else:

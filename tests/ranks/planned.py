@@ -22,6 +22,7 @@ from embershard.errors import EmbershardError
 from embershard.models import ModelConfig, table_name
 from embershard.sharding.config import ShardingConfig
 from embershard.sharding.plan import Plan, TablePlacement, pools_of
+from embershard.sharding.shards import ROWS_TYPES
 from embershard.sharding.torchrec.spec import CacheSpec
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig
@@ -66,6 +67,16 @@ def mixed_plan(kinds: list[str], world_size: int, ranks_per_node: int, **changes
         wanted = sum(min(rows[name], 20 * world_size) for name in pool.tables)
         pools.append(dataclasses.replace(placed, slots=max(1, min(pool.rows, wanted))))
     return dataclasses.replace(plan, pools=tuple(pools))
+
+
+def with_rows(plan: Plan) -> Plan:
+    """The plan with every second pair of tables exchanging rows where they can, in more pools; a slot for every row."""
+    tables = [
+        dataclasses.replace(table, exchange="rows" if number // 2 % 2 and table.sharding in ROWS_TYPES else "pooled")
+        for number, table in enumerate(plan.tables)
+    ]
+    pools = tuple(pool.with_slots(max(1, pool.rows)) for pool in pools_of(tables, plan.ranks_per_node))
+    return dataclasses.replace(plan, tables=tuple(tables), pools=pools)
 
 
 @dataclass(frozen=True)

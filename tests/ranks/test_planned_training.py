@@ -63,6 +63,16 @@ def test_a_planned_run_is_exact_and_built_as_planned(two_ranks: RankPool, plan: 
             assert sum(pool[name] for pool in rank["pools"]) == rank[name]
 
 
+def test_tables_that_exchange_rows_are_built_as_planned(two_ranks: RankPool, plan: Plan, tmp_path: Path) -> None:
+    """Beside others of the same sharding types, in pools of their own."""
+    with_rows = planned.with_rows(plan)
+    assert len(with_rows.pools) == 2 * len(plan.pools)
+    pooled = two_ranks.run(planned.compare, saved(plan, tmp_path / "pooled.json"))
+    outcomes = two_ranks.run(planned.compare, saved(with_rows, tmp_path / "rows.json"))
+    assert built_pools(outcomes) == planned_pools(with_rows)
+    assert outcomes[0].losses == pytest.approx(pooled[0].losses, abs=1e-6, rel=0)
+
+
 def test_another_valid_placement_trains_the_same(two_ranks: RankPool, plan: Plan, tmp_path: Path) -> None:
     """Tables moved, cut otherwise, and off the device, by an edit of the file; from the same weights."""
     path = saved(plan, tmp_path / "p.json")

@@ -10,11 +10,14 @@ Arrays are one-dimensional and contiguous: N keys and positions of a batch, S + 
 from embershard.cache.loops.aside import free_places as free_places
 from embershard.cache.loops.aside import give_places as give_places
 from embershard.cache.loops.aside import take_places as take_places
+from embershard.cache.loops.bags import pool_gradients as pool_gradients
+from embershard.cache.loops.bags import pool_rows as pool_rows
 from embershard.cache.loops.compiled import Counters as Counters
 from embershard.cache.loops.compiled import Int32s as Int32s
 from embershard.cache.loops.compiled import Int64s as Int64s
 from embershard.cache.loops.counts import count_plan as count_plan
 from embershard.cache.loops.counts import count_uses as count_uses
+from embershard.cache.loops.distinct import distinct_ids as distinct_ids
 from embershard.cache.loops.next_uses import admit as admit
 from embershard.cache.loops.next_uses import arrive as arrive
 from embershard.cache.loops.next_uses import know as know

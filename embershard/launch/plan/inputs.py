@@ -33,6 +33,7 @@ def make_workload(
         num_steps=_num_steps(config, data, batch_size * world_size),
         pooled_number_bytes=config.sharding.pooled_number_bytes,
         slot_map=config.cache.slot_map,
+        exchange=config.sharding.exchange if config.cache.enabled else "pooled",
     )
     return Workload(model_size(config, {name: table.num_rows for name, table in data.tables.items()}), data, shape)
 

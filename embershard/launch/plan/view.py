@@ -126,8 +126,9 @@ def _seconds_table(shown: Sequence[RankPrediction]) -> Table:
 
 def _tables_table(plan: Plan, prediction: Prediction, top: int) -> Table:
     table = Table(title="Tables", title_justify="left", pad_edge=False)
-    for name in ("table", "rows", "sharding", "kernel", "ranks", "lookups/step", "unique/step", "hits", "unique hits"):
-        table.add_column(name, justify="left" if name in ("table", "sharding", "kernel", "ranks") else "right")
+    texts = ("sharding", "kernel", "exchange", "ranks")
+    for name in ("table", "rows", *texts, "lookups/step", "unique/step", "hits", "unique hits"):
+        table.add_column(name, justify="left" if name in ("table", *texts) else "right")
     for placed in sorted(plan.tables, key=lambda each: -each.rows)[:top]:
         parts = [each for each in prediction.tables if each.table == placed.table]
         ranks = ",".join(map(str, placed.ranks[:6])) + (",..." if len(placed.ranks) > 6 else "")
@@ -138,6 +139,7 @@ def _tables_table(plan: Plan, prediction: Prediction, top: int) -> Table:
             f"{placed.rows:,}",
             placed.sharding,
             placed.kernel,
+            placed.exchange if placed.kernel != "replicated" else "",
             ranks or "all",
             f"{sum(part.lookups for part in parts):,.0f}",
             f"{unique_ids:,.0f}",

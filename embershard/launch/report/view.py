@@ -66,6 +66,7 @@ def _cache_table(title: str, what: str, rows: Sequence[tuple[str, Mapping[str, A
 def show_comparison(found: Comparison, notes: Sequence[str], console: Console, top: int) -> None:
     """Print verdicts, ranks, the `top` tables with the largest errors, and notes."""
     say(console, *map(verdict_line, found.verdicts))
+    console.print(_sent_table(found))
     console.print(_ranks_table(found))
     cached = [table for table in found.tables if table.kernel == "cached"]
     if cached:
@@ -96,6 +97,18 @@ def verdict_line(verdict: Verdict) -> str:
 _TRAFFIC = ("hits", "off", "unique\nhits", "off", "lookups", "unique", "fills", "write-backs", "to device", "to host")
 
 
+def _sent_table(found: Comparison) -> Table:
+    """Bytes between ranks: predicted by collective, measured by kind."""
+    table = _wide_table("Sent by a rank in a step, mean of ranks", ("",), ("predicted", "measured"))
+    table.add_row("tables: ids, embeddings, gradients", *_both(found.all_to_all_bytes, size).split("\n"))
+    for kind in ("ids", "embeddings", "gradients"):
+        table.add_row(f"    {kind}", "", size(getattr(found.sent_bytes, kind)))
+    table.add_row("dense gradients", *_both(found.all_reduce_bytes, size).split("\n"))
+    table.add_row("other", "", size(found.sent_bytes.other))
+    table.caption = "other: agreements between ranks, reports, checkpoints, evaluations"
+    return table
+
+
 def _ranks_table(found: Comparison) -> Table:
     table = _wide_table("Ranks, per step", ("rank", ""), (*_TRAFFIC, "caches", "host", "all-to-all", "step ms"))
     by_error = sorted(found.ranks, key=lambda rank: -(rank.traffic.worst_points or 0.0))
@@ -109,7 +122,7 @@ def _ranks_table(found: Comparison) -> Table:
             _both(rank.all_to_all_bytes, size),
             _both(rank.step_seconds, lambda seconds: f"{seconds * 1e3:.2f}"),
         )
-    caption = "caches: their device bytes; all-to-all bytes are not counted in training; step: a run has one median"
+    caption = "caches: their device bytes; all-to-all: on the rank's link, measured for all together; step: one median"
     if len(found.ranks) > _MOST_RANKS:
         caption = f"the {_MOST_RANKS} of {len(found.ranks)} ranks with the largest errors; {caption}"
     table.caption = caption

@@ -138,8 +138,9 @@ def train_run(
             return
         cache = trainer.cache_reader.totals(None if trainer.plan else config.cache.slot_ratio)
         look_ahead = look_ahead_totals(trainer.upcoming.stats(), ranks)
+        sent_bytes = trainer.traffic_reader.totals()
         if outputs is not None:
-            outputs.finish(cache, look_ahead, same_run)
+            outputs.finish(cache, look_ahead, sent_bytes, same_run)
 
 
 class _Outputs:
@@ -160,9 +161,15 @@ class _Outputs:
         elif isinstance(report, EvalReport):
             self._evaluation = report
 
-    def finish(self, cache: dict[str, Any] | None, look_ahead: dict[str, Any] | None, same_run: str) -> None:
+    def finish(
+        self,
+        cache: dict[str, Any] | None,
+        look_ahead: dict[str, Any] | None,
+        sent_bytes: dict[str, Any],
+        same_run: str,
+    ) -> None:
         self._display.close()
-        result = make_result(self._trainer, self._loss, self._evaluation, cache, look_ahead)
+        result = make_result(self._trainer, self._loss, self._evaluation, cache, look_ahead, sent_bytes)
         self._record.finish(result)
         config, is_cached = self._trainer.config, cache is not None
         self._console.print(closing_table(result, f"{config.model.arch} on {config.data.kind} data"))

@@ -20,6 +20,7 @@ from embershard.training.reports import (
     StopReport,
     TrainReport,
 )
+from embershard.units import size
 
 
 class ProgressDisplay:
@@ -76,10 +77,12 @@ class ProgressDisplay:
 
 
 def train_line(report: TrainReport) -> str:
-    """Return speed, loss, AUC so far and hit rate in one line."""
+    """Return speed, loss, AUC so far, hit rate and bytes between ranks in one line."""
     hits = "" if report.hit_rate_lookups is None else f"  hit rate {report.hit_rate_lookups:.1%}"
     speed = f"{report.samples_per_second:,.0f} samples/s"
-    return f"{speed}  loss {report.loss:.4f}  AUC {number(report.auc, '.4f')}{hits}"
+    sent = report.sent_bytes.in_training
+    between = f"  sent {size(sent)}/step" if sent else ""
+    return f"{speed}  loss {report.loss:.4f}  AUC {number(report.auc, '.4f')}{hits}{between}"
 
 
 def _bar_line(report: TrainReport) -> str:
@@ -111,7 +114,11 @@ def closing_table(result: dict[str, Any], what: str) -> Table:
     p50, p95 = (number(result["step_ms"][name], ".1f") for name in ("p50", "p95"))
     speed = f"{number(result['samples_per_second'], ',.0f')} samples/s"
     table.add_row("speed", speed, f"a step takes {p50} ms (median), {p95} ms (95 %)")
-    for row in [*_cache_rows(result["cache"]), *_look_ahead_rows(result["look_ahead"], result["cache"])]:
+    for row in [
+        *_cache_rows(result["cache"]),
+        *_look_ahead_rows(result["look_ahead"], result["cache"]),
+        *_sent_rows(result),
+    ]:
         table.add_row(*row)
     return table
 
@@ -140,6 +147,15 @@ def _look_ahead_rows(ahead: dict[str, Any] | None, cache: dict[str, Any] | None)
     milliseconds = ahead["stall_seconds"] * 1e3 / max(ahead["steps"], 1)
     waits = f"of the first batch, and of those that did not fit; {milliseconds:.2f} ms a step, all ranks together"
     return [("looked ahead", known, resident), ("late rows", f"{cache['critical_path_fills']:,}", waits)]
+
+
+def _sent_rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Return the bytes between ranks per rank and step; nothing for one rank."""
+    sent, parts = result["sent_bytes"], max(1, result["measured_steps"] * result["world_size"])
+    kinds = [sent[name] / parts for name in ("ids", "embeddings", "gradients", "dense_all_reduce")]
+    names = ("ids", "embeddings", "their gradients", "dense gradients")
+    shares = ", ".join(f"{size(each)} {name}" for each, name in zip(kinds, names, strict=True))
+    return [("between ranks", f"{size(sum(kinds))}", f"sent by a rank in a step: {shares}")] if sum(kinds) else []
 
 
 def _megabytes(num_bytes: int) -> str:

@@ -9,7 +9,7 @@ from embershard.sharding.sizes import TableSize
 
 _FLOAT_BYTES = 4
 _ID_BYTES = 8
-_LENGTH_BYTES = 8
+_LENGTH_BYTES = 4  # of a bag, as `Batch` has them
 #: Of one sharding type in a step: sizes, lengths and ids of the batch ahead; pooled embeddings; their gradients.
 _COLLECTIVES_PER_SHARDING = 5
 #: The dense gradients, and the agreement on the next batch.
@@ -36,6 +36,7 @@ def all_to_all_bytes(
     columns: int,
     rank_share: float = 1.0,
     ranks_per_node: int | None = None,
+    distinct_ids: float | None = None,
     pooled_number_bytes: float = 2 * _FLOAT_BYTES,
 ) -> float:
     """Return the bytes that one shard adds to its rank's link in a step: in each exchange the larger of sent and
@@ -48,18 +49,24 @@ def all_to_all_bytes(
     * rows over all ranks (row-wise): each rank receives its share of the ids, and lengths and floats as above;
     * rows over a node's ranks (table-row-wise, grid): lengths and ids as above; W B D (L-1)/L floats within the node,
       and (W/L - 1) B D from node to node;
+    * distinct rows: with U distinct ids in a rank's batch, the shard's share of (W-1) U ids and of as many rows of D
+      floats, a length, and the gradients;
     * replicated: none.
 
     Args:
         sharding: TorchRec's sharding type.
         rank_share: share of the table's lookups that this shard's rows get: 1 where it has all rows.
-        pooled_number_bytes: of one number of a pooled embedding, and of its gradient, together.
+        distinct_ids: of the table in a rank's batch, where distinct rows are exchanged; None: pooled embeddings are.
+        pooled_number_bytes: of one number of an embedding, and of its gradient, together.
 
     Raises:
         ConfigError: the sharding type is unknown.
     """
     if sharding == "data_parallel" or world_size == 1:
         return 0.0
+    if distinct_ids is not None:
+        per_id = rank_share * (_ID_BYTES + columns * pooled_number_bytes)
+        return (world_size - 1) * (distinct_ids * per_id + _LENGTH_BYTES)
     others = (world_size - 1) * batch_size
     ids = others * (ids_per_sample * rank_share * _ID_BYTES + _LENGTH_BYTES)
     if sharding in ("table_wise", "column_wise", "table_column_wise", "row_wise"):

@@ -61,6 +61,7 @@ def replay_pool(
     *,
     pinned_tables: Sequence[str] = (),
     num_steps: int | None = None,
+    rank_batch_size: int | None = None,
 ) -> PoolReport:
     """Replay the batches of a trace through one pool of slots on one rank.
 
@@ -71,6 +72,8 @@ def replay_pool(
         global_batch_size: samples of a step, over all ranks.
         pinned_tables: tables whose rows are resident for ever.
         num_steps: steps to replay; None: all whole batches of the trace. After them the trace begins again.
+        rank_batch_size: samples of a rank, where distinct rows are exchanged: a row that several of them look up is one
+            lookup. None: where pooled embeddings are.
 
     Raises:
         ValueError: the trace is shorter than one batch.
@@ -84,14 +87,19 @@ def replay_pool(
     slots = num_slots if trace.rate >= 1 else round((num_slots - taken) * trace.rate)
     followed = [number for number, rows in enumerate(settled) if not rows.is_whole]
     parts = [shards[number] for number in followed]
-    batches = TraceBatches(trace, parts, global_batch_size, settings.profile_samples, settings.shuffle_window)
+    batches = TraceBatches(
+        trace, parts, global_batch_size, settings.profile_samples, settings.shuffle_window, rank_batch_size
+    )
     cache = _make_cache(batches, parts, max(1, slots), settings, pinned_tables if trace.rate >= 1 else ())
     slots = sum(stats.slots for stats in cache.stats())
     half = _run(cache, batches, steps, settings)
     last = cache.stats()
 
     def reports(replayed: Sequence[CacheReport], num_steps: int, *, is_late: bool) -> tuple[ShardReport, ...]:
-        found = [rows.report(trace, global_batch_size, num_steps, is_late, settings.policy.warmup) for rows in settled]
+        found = [
+            rows.report(trace, global_batch_size, rank_batch_size, num_steps, is_late, settings.policy.warmup)
+            for rows in settled
+        ]
         for number, counts, stats in zip(followed, replayed, last, strict=False):  # a pool of no table has one
             per_step = vars(counts.scaled(1.0 / (trace.rate * num_steps)))
             found[number] += ShardReport(**per_step, held_rows=stats.slots / trace.rate, shard=shards[number])

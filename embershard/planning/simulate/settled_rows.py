@@ -46,19 +46,22 @@ class SettledRows:
         return self.shard.num_rows if self.is_whole else len(self.constant)
 
     def report(
-        self, trace: SampledTrace, global_batch_size: int, num_steps: int, is_late: bool, warmup: bool
+        self,
+        trace: SampledTrace,
+        global_batch_size: int,
+        rank_batch_size: int | None,
+        num_steps: int,
+        is_late: bool,
+        warmup: bool,
     ) -> ShardReport:
         """Return what happens to the rows, per step. They are filled once: in the first of `num_steps` steps, or
         before it by a warm-up; `is_late`: before these steps."""
-        lookups = float(self.constant.sum()) * global_batch_size / trace.num_samples
-        # A row that occurs in a share p of the samples is missing from a batch of B with (1 - p)^B.
-        absent = (1.0 - np.minimum(self.constant / trace.num_samples, 1.0)) ** global_batch_size
-        unique_ids = float((1.0 - absent).sum())
-        if len(self.others.rows):
-            pairs = np.unique(self.others.samples // global_batch_size * self.shard.stop + self.others.rows)
-            batches = max(1.0, trace.num_samples / global_batch_size)
-            lookups += len(self.others.rows) / trace.rate / batches
-            unique_ids += min(len(pairs) / trace.rate / batches, self.shard.num_rows - unique_ids)
+        unique_ids = self._distinct(trace, global_batch_size)
+        if rank_batch_size is None:
+            every = float(self.constant.sum()) + len(self.others.rows) / trace.rate
+            lookups = every * global_batch_size / trace.num_samples
+        else:
+            lookups = self._distinct(trace, rank_batch_size) * global_batch_size / rank_batch_size
         fills = 0.0 if is_late else self.num_rows / num_steps
         missed = 0.0 if is_late or warmup or self.is_whole else min(fills, unique_ids)
         return ShardReport(
@@ -71,3 +74,14 @@ class SettledRows:
             held_rows=float(self.num_rows),
             shard=self.shard,
         )
+
+    def _distinct(self, trace: SampledTrace, batch_size: int) -> float:
+        """Return the mean distinct rows of a batch."""
+        # A row that occurs in a share p of the samples is missing from a batch of B with (1 - p)^B.
+        absent = (1.0 - np.minimum(self.constant / trace.num_samples, 1.0)) ** batch_size
+        found = float((1.0 - absent).sum())
+        if len(self.others.rows):
+            pairs = np.unique(self.others.samples // batch_size * self.shard.stop + self.others.rows)
+            batches = max(1.0, trace.num_samples / batch_size)
+            found += min(len(pairs) / trace.rate / batches, self.shard.num_rows - found)
+        return found

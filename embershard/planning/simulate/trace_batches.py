@@ -23,6 +23,10 @@ class TraceBatches:
     After the last batch the samples of the trace come again, in another order: mixed inside windows of
     `shuffle_window` samples, as training mixes them. 0: in the same order.
 
+    Args:
+        rank_batch_size: samples of a rank's part of a step. Of each part and table only distinct keys are given, as
+            ranks receive them where distinct rows are exchanged; None: all lookups.
+
     Attributes:
         rows_per_table: keys of each shard: its rows, or only those that occur where many do not.
         row_counts: lookups of every key in the first `profile_samples` samples (None: in all).
@@ -35,7 +39,9 @@ class TraceBatches:
         global_batch_size: int,
         profile_samples: int | None,
         shuffle_window: int,
+        rank_batch_size: int | None = None,
     ) -> None:
+        self._rank_batch_size = rank_batch_size
         self._num_samples, self._shuffle_window, self._epoch = trace.num_samples, shuffle_window, 0
         self._batches_per_epoch = trace.num_samples // global_batch_size
         self._edges = np.arange(self._batches_per_epoch + 1, dtype=np.int64) * global_batch_size
@@ -68,9 +74,18 @@ class TraceBatches:
         if epoch != self._epoch and self._shuffle_window:
             self._shuffle(epoch)
         self._epoch = epoch
-        parts = [keys[b[number] : b[number + 1]] for keys, b in zip(self._keys, self._bounds, strict=True)]
+        parts = [self._part(table, slice(b[number], b[number + 1])) for table, b in enumerate(self._bounds)]
         lengths = torch.tensor([len(part) for part in parts], dtype=torch.int64)
         return torch.from_numpy(np.concatenate(parts) if parts else _NONE), lengths
+
+    def _part(self, table: int, batch: slice) -> NDArray[np.int64]:
+        """Return a table's keys in a batch."""
+        keys = self._keys[table][batch]
+        if self._rank_batch_size is None:
+            return keys
+        ranks = self._samples[table][batch] // self._rank_batch_size  # a batch begins at a multiple of it
+        _, firsts = np.unique(np.stack([ranks, keys]), axis=1, return_index=True)
+        return keys[np.sort(firsts)]
 
     def _shuffle(self, epoch: int) -> None:
         generator = np.random.default_rng(epoch)

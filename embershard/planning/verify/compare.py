@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from statistics import fmean
 from typing import Any, Literal
 
+from embershard.distributed.traffic import SentBytes
 from embershard.errors import ShardingError
 from embershard.planning.verify.measured import MeasuredRun, MeasuredTable
 from embershard.sharding.plan import Plan, Prediction, RankPrediction, TablePrediction, shards_of
 
-#: Promises about predictions: mean error of hit rates in points, errors of device bytes and of step time as shares.
-PROMISED_POINTS, PROMISED_DEVICE_BYTES, PROMISED_STEP_TIME = 2.0, 0.02, 0.20
+#: Promises about predictions: mean error of hit rates in points; of device bytes, bytes between ranks and step time the
+#: errors as shares.
+PROMISED_POINTS, PROMISED_DEVICE_BYTES, PROMISED_SENT_BYTES, PROMISED_STEP_TIME = 2.0, 0.02, 0.02, 0.20
 _RATES = {"hit_rate_lookups": "lookups", "hit_rate_unique": "unique_ids"}  # each with the count that it is a share of
 _COUNTS = ("lookups", "unique_ids", "fills", "write_backs")
+_COLLECTIVES = ("all_to_all", "all_reduce")
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ class RankComparison:
 
     Attributes:
         traffic, cache_device_bytes, host_bytes: of its caches.
-        all_to_all_bytes: sent, or received, in a step; never measured.
+        all_to_all_bytes: on the rank's link in a step; measured are the means over ranks, in `Comparison`.
         step_seconds: predicted for this rank; measured is the median of the run, since ranks wait for each other.
     """
 
@@ -117,6 +121,8 @@ class Comparison:
     Attributes:
         predicted_steps, measured_steps: steps that hit rates and counts are means over; 0 predicted: any number.
         step_seconds: the slowest rank's, and the run's median.
+        all_to_all_bytes, all_reduce_bytes: sent by a rank in a step, on average.
+        sent_bytes: the measured ones, by kind.
         tables: of all ranks, the largest error first.
         ranks: in order.
         verdicts: one per promise; the last one is about the step time.
@@ -125,6 +131,9 @@ class Comparison:
     predicted_steps: int
     measured_steps: int
     step_seconds: Pair
+    all_to_all_bytes: Pair
+    all_reduce_bytes: Pair
+    sent_bytes: SentBytes
     tables: tuple[TableComparison, ...]
     ranks: tuple[RankComparison, ...]
     verdicts: tuple[Verdict, ...]
@@ -146,13 +155,25 @@ def compare(plan: Plan, result: Mapping[str, Any]) -> Comparison:
     tables = sorted((_table(plan, prediction, each, run) for each in prediction.tables), key=_largest_error_first)
     ranks = tuple(_rank(each, tables, run) for each in prediction.ranks)
     step_seconds = Pair(prediction.step_seconds, run.step_seconds)
+    all_to_all, all_reduce = _sent_pairs(prediction, run)
     verdicts = (
         _hit_rate_verdict("hit rate per lookup", tables, lambda table: table.traffic.hit_rate_lookups),
         _hit_rate_verdict("hit rate per unique id", tables, lambda table: table.traffic.hit_rate_unique),
         _device_verdict(ranks),
+        _sent_verdict(all_to_all, all_reduce),
         _step_verdict(step_seconds),
     )
-    return Comparison(prediction.num_steps, run.steps, step_seconds, tuple(tables), ranks, verdicts)
+    return Comparison(
+        predicted_steps=prediction.num_steps,
+        measured_steps=run.steps,
+        step_seconds=step_seconds,
+        all_to_all_bytes=all_to_all,
+        all_reduce_bytes=all_reduce,
+        sent_bytes=run.sent_bytes,
+        tables=tuple(tables),
+        ranks=ranks,
+        verdicts=verdicts,
+    )
 
 
 def predicted_for(plan: Plan, run: MeasuredRun) -> Prediction:
@@ -261,6 +282,29 @@ def _device_verdict(ranks: Sequence[RankComparison]) -> Verdict:
         return Verdict(what, None, promised, "%", "no cache was measured")
     largest, worst = max(errors, key=lambda each: each[0])
     return Verdict(what, 100 * largest, promised, "%", f"of the caches, largest on rank {worst.rank}")
+
+
+def _sent_pairs(prediction: Prediction, run: MeasuredRun) -> tuple[Pair, Pair]:
+    """Return the bytes of the embeddings' exchange and of the dense gradients, of one rank in one step, on average.
+
+    What some ranks send others receive, so the mean over ranks is that of the predicted links.
+    """
+    if not run.steps:
+        return Pair(None, None), Pair(None, None)
+    sent, work = run.sent_bytes, [rank.work for rank in prediction.ranks]
+    all_to_all, all_reduce = (fmean(each.get(f"{name}_bytes", 0.0) for each in work) for name in _COLLECTIVES)
+    return Pair(all_to_all, sent.ids + sent.embeddings + sent.gradients), Pair(all_reduce, sent.dense_all_reduce)
+
+
+def _sent_verdict(all_to_all: Pair, all_reduce: Pair) -> Verdict:
+    what, promised = "bytes between ranks", 100 * PROMISED_SENT_BYTES
+    if all_to_all.error is None or all_reduce.error is None:
+        return Verdict(what, None, promised, "%", "no step was counted")
+    both = Pair(*(sum(values) for values in zip(astuple(all_to_all), astuple(all_reduce), strict=True)))
+    error = both.relative_error
+    assert error is not None
+    detail = f"sent by a rank in a step, on average: {both.predicted:,.0f} predicted, {both.measured:,.0f} measured"
+    return Verdict(what, 100 * abs(error), promised, "%", detail)
 
 
 def _step_verdict(step_seconds: Pair) -> Verdict:

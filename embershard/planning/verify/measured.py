@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from embershard.distributed.traffic import SentBytes
 from embershard.errors import ShardingError
 
 _COUNTS = ("lookups", "unique_ids", "fills", "write_backs", "bytes_to_device", "bytes_to_host")
@@ -46,6 +48,7 @@ class MeasuredRun:
         is_steady: False where the run was so short that steps with nothing left to read ahead count in the median.
         world_size: number of ranks.
         device: "cpu" or "cuda".
+        sent_bytes: of one rank in one step, on average.
         plan_digest: digest of the plan that the run obeyed; None: it had none.
         ranks: by number; empty in a run without caches.
     """
@@ -56,6 +59,7 @@ class MeasuredRun:
     is_steady: bool
     world_size: int
     device: str
+    sent_bytes: SentBytes
     plan_digest: str | None
     ranks: Mapping[int, MeasuredRank]
 
@@ -77,6 +81,7 @@ class MeasuredRun:
                 is_steady=bool(result["is_steady"]),
                 world_size=int(result["world_size"]),
                 device=str(result["device"]),
+                sent_bytes=_sent(result["sent_bytes"], int(steps) * int(result["world_size"])),
                 plan_digest=None if result["plan"] is None else str(result["plan"]["digest"]),
                 ranks={int(values["rank"]): _rank(values, steps) for values in ranks},
             )
@@ -99,6 +104,11 @@ class MeasuredRun:
         """Return a table's cache on a rank; None where it has none."""
         found = self.ranks.get(rank)
         return None if found is None else found.tables.get(table)
+
+
+def _sent(values: Mapping[str, Any], num_parts: int) -> SentBytes:
+    kinds = {field.name: float(values[field.name]) for field in dataclasses.fields(SentBytes)}
+    return SentBytes(**kinds).over(max(1, num_parts))
 
 
 def _rank(values: Mapping[str, Any], steps: int) -> MeasuredRank:

@@ -17,6 +17,13 @@ from embershard.sharding.torchrec.bounds import check_bounds, rows_by_feature
 from embershard.sharding.torchrec.compat import as_keyed_jagged, supported
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.lookups import PERMUTED_SHARDINGS, POOLED_SHARDINGS, SEQUENCE_SHARDINGS
+from embershard.sharding.torchrec.rows_exchange import (
+    RowsContext,
+    RowsInput,
+    RowsShardingInfo,
+    group_rows,
+    rows_sharding,
+)
 from embershard.sharding.torchrec.spec import CACHED_KERNEL, SPEC_KEY, has_spec
 from embershard.sharding.torchrec.table_arguments import check_table_arguments
 
@@ -152,13 +159,31 @@ class CachedShardedEmbeddingBagCollection(_CachedModule, ShardedEmbeddingBagColl
         self._has_counter_init = kwargs["fused_params"][SPEC_KEY].counter_init is not None
         super().__init__(*args, **kwargs)
         self._rows_by_feature = rows_by_feature(self._embedding_bag_configs)
+        groups = self.sharding_type_to_sharding_infos.values()
+        self._sharding_types = [infos[0].param_sharding.sharding_type for infos in groups]
+
+    def input_dist(self, ctx: Any, features: Any) -> Any:
+        """Check the ids, then run TorchRec's input all-to-all; of tables that exchange rows, on distinct ids."""
+        awaitable = super().input_dist(ctx, features)
+        for number, input_dist in enumerate(self._input_dists):
+            if isinstance(input_dist, RowsInput):
+                ctx.sharding_contexts[number] = input_dist.take_context()
+        return awaitable
+
+    def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
+        """Look up, and run TorchRec's output all-to-all."""
+        for context, features in zip(ctx.sharding_contexts, input, strict=True):
+            if isinstance(context, RowsContext):
+                context.lengths_after_input_dist = features.lengths().view(-1, features.stride())
+        return super().compute_and_output_dist(ctx, input)
 
     @classmethod
     def create_grouped_sharding_infos(
         cls, module: Any, params: Any, prefix: str, fused_params: dict[str, Any] | None, *rest: Any
     ) -> ShardingInfos:
         fused_params, spec = _without_spec(fused_params)
-        return _mark_cached(super().create_grouped_sharding_infos(module, params, prefix, fused_params, *rest), spec)
+        infos = super().create_grouped_sharding_infos(module, params, prefix, fused_params, *rest)
+        return group_rows(_mark_cached(infos, spec), spec.rows_tables)
 
     @classmethod
     def create_embedding_bag_sharding(
@@ -169,6 +194,8 @@ class CachedShardedEmbeddingBagCollection(_CachedModule, ShardedEmbeddingBagColl
         permute_embeddings: bool = False,
         qcomm_codecs_registry: Any = None,
     ) -> EmbeddingSharding:
+        if isinstance(sharding_infos[0], RowsShardingInfo):
+            return rows_sharding(sharding_infos, env, device, qcomm_codecs_registry)
         sharding_type = sharding_infos[0].param_sharding.sharding_type
         if not any(has_spec(info.fused_params) for info in sharding_infos):
             return super().create_embedding_bag_sharding(

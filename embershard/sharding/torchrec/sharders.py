@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import torch
 from torch.distributed import _remote_device
@@ -18,6 +18,7 @@ from embershard.errors import ConfigError
 from embershard.frequency.profile import FrequencyProfile
 from embershard.sharding.config import check_no_size
 from embershard.sharding.plan import Plan
+from embershard.sharding.shards import ROWS_TYPES, Exchange
 from embershard.sharding.torchrec.counter_init import CounterInit
 from embershard.sharding.torchrec.lookups import POOLED_SHARDINGS, SEQUENCE_SHARDINGS
 from embershard.sharding.torchrec.modules import (
@@ -103,6 +104,9 @@ class _Cached:
         """True if all rows are written to host memory while the model is built."""
         return self._cache.host == "memory" and self._init_seed is None
 
+    def _rows_tables(self, params: dict[str, ParameterSharding]) -> frozenset[str]:
+        return frozenset()
+
     def drop_profile(self) -> None:
         """Free the profile once the modules are sharded: `DistributedModelParallel` keeps its sharders."""
         self._profile = None
@@ -124,7 +128,14 @@ class _Cached:
     ) -> Any:
         init = None if self._init_seed is None else CounterInit.of_module(module, self._init_seed)
         spec = CacheSpec.make(
-            self._cache, self._profile, params, env.rank, self._plan, torch.device(device or "cpu").type, init
+            self._cache,
+            self._profile,
+            params,
+            env.rank,
+            self._plan,
+            torch.device(device or "cpu").type,
+            init,
+            self._rows_tables(params) if env.world_size > 1 else frozenset(),  # one rank exchanges nothing
         )
         fused_params = {**(self.fused_params or {}), SPEC_KEY: spec}  # type: ignore[attr-defined]
         params = {name: _on_host(param) for name, param in params.items()}
@@ -155,6 +166,10 @@ class CachedEmbeddingBagCollectionSharder(_Cached, EmbeddingBagCollectionSharder
         init_seed: make every weight a function of this seed, its table, row and column, so that any plan on any number
             of ranks starts from the same weights. Rows of cached tables are made when one of their page is first
             touched, or all by `embershard.flush`, `state_dict` and `load_state_dict`. None: TorchRec's own weights.
+        exchange: what travels between ranks: "pooled" embeddings, one per sample and feature, as in TorchRec; or
+            "rows", each distinct row once per rank and batch. Rows are pooled where the samples are; their gradients
+            are added up there. Weights then differ from TorchRec's by the rounding of sums in another order. Only for
+            table-wise, row-wise, column-wise and table-column-wise tables; on one rank nothing travels.
 
     >>> sharder = CachedEmbeddingBagCollectionSharder(cache=CacheConfig(ratio=0.015))
     >>> sharder.cache.ratio
@@ -171,13 +186,27 @@ class CachedEmbeddingBagCollectionSharder(_Cached, EmbeddingBagCollectionSharder
         qcomm_codecs_registry: Any = None,
         plan: Plan | None = None,
         init_seed: int | None = None,
+        exchange: Exchange = "pooled",
     ) -> None:
         super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)
         self._configure(cache, profile, plan, init_seed)
+        if exchange not in get_args(Exchange):  # such as "auto", which needs a plan
+            raise ConfigError(
+                f"exchange: got {exchange!r}, needed one of {', '.join(get_args(Exchange))}. To choose per table, make "
+                "a plan (embershard plan --set sharding.exchange=auto) and train with it"
+            )
+        if plan is not None and exchange != "pooled":
+            raise ConfigError(f"exchange={exchange!r} has no effect with a plan, which says it per table. Remove one")
+        self._exchange = exchange
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Return all types, on every device."""
-        return POOLED_TYPES
+        """Return all types that can do the exchange, on every device."""
+        return POOLED_TYPES if self._exchange == "pooled" else [ShardingType.DATA_PARALLEL.value, *ROWS_TYPES]
+
+    def _rows_tables(self, params: dict[str, ParameterSharding]) -> frozenset[str]:
+        if self._plan is not None:
+            return frozenset(table.table for table in self._plan.tables if table.exchange == "rows")
+        return frozenset(params) if self._exchange == "rows" else frozenset()
 
     def shard(
         self,

@@ -43,6 +43,7 @@ class CacheSpec:
         device_type: of the slots.
         planned_slots: slots of each pool of this rank, by the names of its tables; None: `config` decides.
         counter_init: initial weights of the tables, made when a row is first touched; None: TorchRec's own.
+        rows_tables: tables whose distinct rows are exchanged, in place of pooled embeddings.
     """
 
     config: CacheConfig
@@ -53,6 +54,7 @@ class CacheSpec:
     device_type: str = "cpu"
     planned_slots: dict[tuple[str, ...], int] | None = None
     counter_init: CounterInit | None = None
+    rows_tables: frozenset[str] = frozenset()
 
     @classmethod
     def make(
@@ -64,6 +66,7 @@ class CacheSpec:
         plan: Plan | None = None,
         device_type: str = "cpu",
         counter_init: CounterInit | None = None,
+        rows_tables: frozenset[str] = frozenset(),
     ) -> CacheSpec:
         """Return the spec of a module whose tables are placed by `params`, which obey `plan` if there is one."""
         cached = [p for p in params.values() if p.compute_kernel == CACHED_KERNEL]
@@ -78,6 +81,7 @@ class CacheSpec:
             device_type=device_type,
             planned_slots=None if plan is None else {p.tables: p.slots for p in plan.pools if p.rank == rank},
             counter_init=counter_init,
+            rows_tables=rows_tables,
         )
 
     def row_counts(self, tables: Sequence[ShardedEmbeddingTable]) -> RowCounts | None:

@@ -19,6 +19,7 @@ from rich.console import Console
 from embershard.cache import TableStats
 from embershard.data.bad_rows import BadRow
 from embershard.distributed import Ranks
+from embershard.distributed.traffic import SentBytes
 from embershard.errors import ConfigError
 from embershard.launch.record import RunRecord, make_result, steady_steps
 from embershard.launch.run_dir import lock_run_dir
@@ -36,7 +37,8 @@ KEYS = {
 
 
 def train_report(step: int) -> TrainReport:
-    return TrainReport(step, 0, step * 8, 0.5, None, 1234.5, 0.25, 0.75, 1.0)
+    sent = SentBytes(ids=1e6, gradients=2e6, other=9e9)
+    return TrainReport(step, 0, step * 8, 0.5, None, 1234.5, 0.25, 0.75, 1.0, sent)
 
 
 def eval_report(step: int) -> EvalReport:
@@ -56,7 +58,8 @@ def result(step_seconds=(*[9.0] * 10, *[0.1] * 30), **changes):
         bad_rows=SimpleNamespace(num_bad=0, are_tolerated=False),
         step_seconds=array("d", step_seconds),
     )
-    given = {"loss": 0.5, "evaluation": eval_report(40), "cache": None, "look_ahead": None}
+    sent = {"ids": 8e6, "embeddings": 4e7, "gradients": 4e7, "dense_all_reduce": 8e5, "other": 1e3, "ranks": []}
+    given = {"loss": 0.5, "evaluation": eval_report(40), "cache": None, "look_ahead": None, "sent_bytes": sent}
     return make_result(trainer, **{**given, **changes})
 
 
@@ -151,7 +154,7 @@ def test_plain_lines_when_not_a_terminal():
         display.show(report)
     display.close()
     first, second, third, fourth, fifth = screen.getvalue().splitlines()
-    assert first.startswith("step 10/20  1,234 samples/s  loss 0.5000  AUC n/a  hit rate 75.0%  ETA ")
+    assert first.startswith("step 10/20  1,234 samples/s  loss 0.5000  AUC n/a  hit rate 75.0%  sent 3.00 MB/step  ")
     assert second.startswith("step 10: held-out AUC 0.7000  NE 0.9000")
     assert third == "step 10: saved r/step_10 (12.3 s; training waited 0.2 s)"
     assert fourth == "step 10: saved r/step_10 (12.3 s)"
@@ -171,6 +174,7 @@ def test_a_bar_on_a_terminal():
 
 def test_what_is_undefined_is_shown_as_such():
     assert "AUC n/a" in train_line(train_report(1))
+    assert train_line(train_report(1)).endswith("  sent 3.00 MB/step")  # of other: not of training
     assert "AUC n/a" in eval_line(EvalReport(1, Quality(3, 0.1, None, None, 1.0, None), 0.1))
 
 

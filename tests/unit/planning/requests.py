@@ -16,6 +16,7 @@ from embershard.planning.cost.topology import load_topology
 from embershard.planning.request import Budget, PlanRequest
 from embershard.planning.simulate.replay import ReplaySettings
 from embershard.planning.workload import RunShape, Workload
+from embershard.sharding.config import ExchangeChoice
 from embershard.sharding.plan import TablePlacement
 from embershard.sharding.sizes import ModelSize, TableSize
 from tests.unit.planning.traces import counted, skewed
@@ -59,10 +60,13 @@ def make_workload(
     num_steps: int | None = None,
     data: DataStatistics | None = None,
     slot_map: MapKind | None = "array",
+    exchange: ExchangeChoice = "pooled",
     **table: Any,
 ) -> Workload:
     """A model, its data and how it is trained; by default the maps of all pools are arrays, the largest ones' too."""
-    shape = RunShape(world_size, ranks_per_node, batch_size, device, cache, num_steps, slot_map=slot_map)
+    shape = RunShape(
+        world_size, ranks_per_node, batch_size, device, cache, num_steps, slot_map=slot_map, exchange=exchange
+    )
     return Workload(model_of(rows, dims, **table), data or data_of(tuple(rows)), shape)
 
 

@@ -95,9 +95,18 @@ def result_of(plan: Plan, /, **changes: Any) -> dict[str, Any]:
         "device": plan.device,
         "cache": cache,
         "look_ahead": None,
+        "sent_bytes": sent_bytes(prediction),
         "plan": {"path": "plan.json", "digest": plan.digest},
         **changes,
     }
+
+
+def sent_bytes(prediction: Prediction, factor: float = 1.0) -> dict[str, Any]:
+    """What the ranks sent in a run as predicted, all together; with ``factor``, so many times the embeddings' part."""
+    work = {name: sum(rank.work[name] for rank in prediction.ranks) * STEPS for name in prediction.ranks[0].work}
+    tables = work["all_to_all_bytes"] * factor
+    kinds = {"ids": tables * 0.2, "embeddings": tables * 0.4, "gradients": tables * 0.4, "other": 1e9}
+    return {**kinds, "dense_all_reduce": work["all_reduce_bytes"], "ranks": []}
 
 
 def _measured(tables: list[TablePrediction]) -> dict[str, Any]:

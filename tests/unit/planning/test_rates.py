@@ -120,14 +120,14 @@ def test_one_rank_sends_nothing() -> None:
 
 def test_bytes_of_each_sharding_by_hand() -> None:
     common = {"batch_size": 10, "ids_per_sample": 2, "columns": 8}
-    # From each of 3 others: 10 samples of 2 ids and a length, 8 bytes each; to and from each 10 x 8 floats.
+    # From each of 3 others: 10 samples of 2 ids of 8 bytes and a length of 4; to and from each 10 x 8 floats.
     table_wise = formulas.all_to_all_bytes("table_wise", world_size=4, **common)
-    assert table_wise == 3 * 10 * (2 + 1) * 8 + 2 * 3 * 10 * 8 * 4
+    assert table_wise == 3 * 10 * (2 * 8 + 4) + 2 * 3 * 10 * 8 * 4
     row_wise = formulas.all_to_all_bytes("row_wise", world_size=4, rank_share=0.25, **common)
-    assert row_wise == 3 * 10 * (0.5 + 1) * 8 + 2 * 3 * 10 * 8 * 4
+    assert row_wise == 3 * 10 * (0.5 * 8 + 4) + 2 * 3 * 10 * 8 * 4
     # Two nodes of 2: partial sums of all 40 samples, half of them to the neighbour; then 10 samples to the other node.
     by_node = formulas.all_to_all_bytes("table_row_wise", world_size=4, ranks_per_node=2, rank_share=0.5, **common)
-    assert by_node == 3 * 10 * (1 + 1) * 8 + 2 * (20 + 10) * 8 * 4
+    assert by_node == 3 * 10 * (1 * 8 + 4) + 2 * (20 + 10) * 8 * 4
     assert formulas.all_to_all_bytes("data_parallel", world_size=4, **common) == 0
     with pytest.raises(ConfigError, match="Unknown sharding type 'diagonal'"):
         formulas.all_to_all_bytes("diagonal", world_size=4, **common)

@@ -17,7 +17,7 @@ from embershard.planning.verify.compare import Comparison, Pair, compare
 from embershard.planning.verify.measured import MeasuredRun
 from embershard.planning.verify.notes import notes
 from embershard.sharding.plan import Plan
-from tests.unit.planning.runs import STEPS, changed, predicted_plan, result_of, without_cache
+from tests.unit.planning.runs import STEPS, changed, predicted_plan, result_of, sent_bytes, without_cache
 
 RATES = Rates(seconds_per_flop=1e-9, seconds_per_planned_id=1e-6, seconds_per_fill=2e-6, step_overhead_seconds=1e-3)
 
@@ -49,7 +49,7 @@ def test_a_run_as_predicted_has_no_errors():
         if getattr(part, "kernel", "cached") == "cached":
             assert all(pair.error == pytest.approx(0, abs=1e-9) for pair in pairs)
             assert part.traffic.bytes_to_device.measured == part.traffic.fills.measured * 68
-    assert [each.error for each in found.verdicts] == [pytest.approx(0, abs=1e-9)] * 4
+    assert [each.error for each in found.verdicts] == [pytest.approx(0, abs=1e-9)] * 5
     assert all(each.kept for each in found.verdicts)
     assert notes(plan, MeasuredRun.from_result(result_of(plan))) == [
         "1 of 3 tables are whole on the device: nothing is counted for them."
@@ -89,6 +89,21 @@ def test_device_bytes_promise_two_percent(measured, kept):
     assert "rank 1" in found.detail
 
 
+@pytest.mark.parametrize(("measured", "kept"), [(1.019, True), (1.021, False), (0.981, True)])
+def test_bytes_between_ranks_promise_two_percent(measured, kept):
+    plan = predicted_plan()
+    assert plan.prediction is not None
+    found = compare(plan, result_of(plan, sent_bytes=sent_bytes(plan.prediction, measured)))
+    assert verdict(found, "bytes between ranks").kept is kept
+    assert found.all_to_all_bytes.measured == pytest.approx(found.all_to_all_bytes.predicted * measured)
+    assert found.sent_bytes.ids == pytest.approx(found.all_to_all_bytes.measured * 0.2)
+
+
+def test_a_run_without_steps_sent_nothing_to_compare():
+    plan = predicted_plan()
+    assert verdict(compare(plan, result_of(plan, measured_steps=0)), "bytes between ranks").kept is None
+
+
 @pytest.mark.parametrize(
     ("milliseconds", "kept"), [(10.0, True), (8.4, True), (8.3, False), (12.4, True), (12.6, False)]
 )
@@ -102,8 +117,8 @@ def test_the_step_time_promises_twenty_percent_of_what_was_measured(milliseconds
 def test_what_was_not_measured_has_no_verdict():
     plan = predicted_plan()
     found = compare(plan, without_cache(result_of(plan, step_ms={"p50": None})))
-    assert [each.kept for each in found.verdicts] == [None] * 4
-    assert [each.error for each in found.verdicts] == [None] * 4
+    assert [each.what for each in found.verdicts if each.kept is not None] == ["bytes between ranks"]
+    assert [each.error for each in found.verdicts].count(None) == 4
     assert not found.is_step_time_off
     assert found.ranks[0].traffic.fills == Pair(pytest.approx(50.0), None)
 

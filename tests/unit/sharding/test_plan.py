@@ -112,6 +112,10 @@ WRONG = {
     ),
     "half a grid": (_edit("tables", 0, sharding="grid_shard", ranks=[0, 1, 0]), "grid_shard needs for each column"),
     "half a node": (_edit("tables", 0, sharding="table_row_wise", ranks=[1]), "table_row_wise needs the 2 ranks of"),
+    "rows that cannot travel": (
+        _edit("tables", 0, sharding="table_row_wise", ranks=[0, 1], exchange="rows"),
+        'exchange "rows" with sharding "table_row_wise"; needed one of table_wise, row_wise, ',
+    ),
     "replicated": (_edit("tables", 4, kernel="device"), '"replicated" and "data_parallel" go together'),
     "no slots": (_edit("pools", 0, slots=0), r"pools\[0\] \(rank 0, row_wise, dim 16\): slots: got 0, needed 1 to 51"),
     "many slots": (_edit("pools", 0, slots=52), "slots: got 52, needed 1 to 51, the rows of its shards"),

@@ -1,0 +1,183 @@
+"""Counts the bytes that a rank sends to the others, by kind, at the operations of torch.distributed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SentBytes:
+    """Bytes that left a rank, by kind.
+
+    >>> SentBytes(ids=12, embeddings=64).over(4)
+    SentBytes(ids=3.0, embeddings=16.0, gradients=0.0, dense_all_reduce=0.0, other=0.0)
+
+    Attributes:
+        ids: of a batch's lookups, with the lengths of bags and with the sizes of these messages.
+        embeddings: pooled or per row; the weights of weighted ids are among them.
+        gradients: of the embeddings.
+        dense_all_reduce: gradients of replicated parameters. A rank sends 2 (W-1)/W times their bytes, as in a ring.
+        other: agreements between ranks, reports, checkpoints, and everything in :func:`counted_as_other`.
+    """
+
+    ids: float = 0
+    embeddings: float = 0
+    gradients: float = 0
+    dense_all_reduce: float = 0
+    other: float = 0
+
+    def __sub__(self, earlier: SentBytes) -> SentBytes:
+        """Return what was sent since `earlier`."""
+        mine, theirs = dataclasses.astuple(self), dataclasses.astuple(earlier)
+        return SentBytes(*(now - before for now, before in zip(mine, theirs, strict=True)))
+
+    @property
+    def in_training(self) -> float:
+        """All but `other`."""
+        return self.ids + self.embeddings + self.gradients + self.dense_all_reduce
+
+    def over(self, count: float) -> SentBytes:
+        """Return the bytes of one of `count` equal parts: steps, ranks."""
+        return SentBytes(*(value / count for value in dataclasses.astuple(self)))
+
+
+class _Counter:
+    """Totals of this process. Whole numbers where the operation has no ring: those are floats."""
+
+    def __init__(self) -> None:
+        self.library: torch.library.Library | None = None
+        self.totals = dict.fromkeys((field.name for field in dataclasses.fields(SentBytes)), 0.0)
+        self.all_is_other = False
+
+    def add(self, name: str, num_bytes: float, is_integer: bool) -> None:
+        self.totals["other" if self.all_is_other else _kind(name, is_integer)] += num_bytes
+
+
+_counter = _Counter()
+
+
+def count_sent_bytes() -> None:
+    """Count from now on, until the process ends. A second call does nothing.
+
+    Every backend's operations pass torch's dispatcher, DDP's in C++ too. A kernel at its autograd key reads the sizes
+    and calls the operation: it copies nothing, and does not wait for it. Operations on tensors of
+    `torch.inference_mode` have no such key, and are not counted.
+    """
+    if _counter.library is None:
+        _counter.library = torch.library.Library("c10d", "IMPL")
+        for name, sent in _SENT.items():
+            _counter.library.impl(name, _counting(name, sent), "Autograd")
+
+
+def sent_bytes() -> SentBytes:
+    """Return what this rank sent since counting began."""
+    return SentBytes(**_counter.totals)
+
+
+@contextmanager
+def counted_as_other() -> Iterator[None]:
+    """Return a context, or a decorator of a function, that is no part of training: all that it sends is `other`."""
+    before, _counter.all_is_other = _counter.all_is_other, True
+    try:
+        yield
+    finally:
+        _counter.all_is_other = before
+
+
+def _kind(name: str, is_integer: bool) -> str:
+    """Return the kind of an operation, by what training uses it for."""
+    if torch._C._current_graph_task_id() != -1:  # inside a backward
+        return "dense_all_reduce" if name.startswith("allreduce") else "gradients"
+    if name.startswith(("alltoall", "_reduce_scatter", "reduce_scatter")):
+        return "ids" if is_integer else "embeddings"
+    return "other"
+
+
+def _counting(name: str, sent: Callable[[int, int, tuple[Any, ...]], float]) -> Callable[..., Any]:
+    operation = getattr(torch.ops.c10d, name).default
+
+    def kernel(*arguments: Any) -> Any:
+        position = _GROUP_POSITION.get(name, 2)
+        group = dist.ProcessGroup.unbox(arguments[position])
+        ranks = group.size()
+        if ranks > 1:
+            first = _first_tensor(arguments[min(1, position - 1)])
+            is_integer = first is not None and first.dtype in (torch.int32, torch.int64)
+            _counter.add(name, sent(group.rank(), ranks, arguments), is_integer)
+        with torch._C._AutoDispatchBelowAutograd():
+            return operation(*arguments)
+
+    return kernel
+
+
+def _first_tensor(value: Any) -> Tensor | None:
+    while isinstance(value, (list, tuple)):
+        if not value:
+            return None
+        value = value[0]
+    return value  # type: ignore[no-any-return]
+
+
+def _nbytes(value: Any) -> int:
+    return value.nbytes if isinstance(value, Tensor) else sum(map(_nbytes, value))
+
+
+def _all_to_all(rank: int, ranks: int, arguments: tuple[Any, ...]) -> float:
+    """Of a tensor cut by `input_split_sizes`, all but this rank's own part."""
+    sent, splits = arguments[1], arguments[4]
+    if not splits:
+        return sent.nbytes * (ranks - 1) / ranks
+    kept = splits[rank] * (sent.nbytes // len(sent)) if len(sent) else 0
+    return float(sent.nbytes - kept)
+
+
+def _all_but_own(rank: int, ranks: int, arguments: tuple[Any, ...]) -> float:
+    """Of tensors with one entry per rank, all but this rank's own."""
+    inputs = arguments[1]
+    per_rank = inputs[0] if isinstance(inputs[0], (list, tuple)) else inputs
+    return float(_nbytes(per_rank) - _nbytes(per_rank[rank]))
+
+
+def _to_each_other(rank: int, ranks: int, arguments: tuple[Any, ...]) -> float:
+    return float((ranks - 1) * _nbytes(arguments[1]))
+
+
+def _own_share_stays(rank: int, ranks: int, arguments: tuple[Any, ...]) -> float:
+    return _nbytes(arguments[1]) * (ranks - 1) / ranks
+
+
+def _ring(rank: int, ranks: int, arguments: tuple[Any, ...]) -> float:
+    return 2 * (ranks - 1) / ranks * _nbytes(arguments[0])
+
+
+def _from_root(rank: int, ranks: int, arguments: tuple[Any, ...]) -> float:
+    return float((ranks - 1) * _nbytes(arguments[0])) if rank == arguments[2] else 0.0
+
+
+#: Bytes that leave a rank, from its rank, the number of ranks, and the operation's arguments.
+_SENT: dict[str, Callable[[int, int, tuple[Any, ...]], float]] = {
+    "alltoall_base_": _all_to_all,
+    "alltoall_": _all_but_own,
+    "allgather_": _to_each_other,
+    "_allgather_base_": _to_each_other,
+    "allgather_into_tensor_coalesced_": _to_each_other,
+    "_reduce_scatter_base_": _own_share_stays,
+    "reduce_scatter_": _all_but_own,
+    "reduce_scatter_tensor_coalesced_": _own_share_stays,
+    "allreduce_": _ring,
+    "allreduce_coalesced_": _ring,
+    "broadcast_": _from_root,
+    "gather_": lambda rank, _, arguments: 0.0 if rank == arguments[3] else float(_nbytes(arguments[1])),
+    "scatter_": lambda *given: _all_but_own(*given) if given[0] == given[2][3] else 0.0,
+    "send": lambda _rank, _ranks, arguments: float(_nbytes(arguments[0])),
+}
+#: Of the process group among the arguments, where it is not 2.
+_GROUP_POSITION = {"allreduce_": 1, "allreduce_coalesced_": 1, "broadcast_": 1, "send": 1}

@@ -1,0 +1,71 @@
+"""A batch's bags over its distinct rows, and their pooling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from embershard.cache import loops
+
+
+@dataclass
+class Bags:
+    """F * B bags over the rows of a batch's distinct ids.
+
+    Attributes:
+        places: int64 [N] of the ids' rows among the distinct ones.
+        offsets: int64 [F * B + 1] bounds of the bags, feature after feature.
+        scales: fp32 [N], factors of the rows; None: all are 1.
+        num_features: F.
+    """
+
+    places: Tensor
+    offsets: Tensor
+    scales: Tensor | None
+    num_features: int
+
+    def pool(self, rows: Tensor) -> Tensor:
+        """Add up rows [M, D] by bag: [B, F * D].
+
+        >>> bags = Bags(torch.tensor([1, 0, 1]), torch.tensor([0, 2, 3]), None, num_features=1)
+        >>> bags.pool(torch.tensor([[1.0, 2.0], [10.0, 20.0]]))
+        tensor([[11., 22.],
+                [10., 20.]])
+        """
+        if rows.is_cpu and rows.dtype == torch.float32:
+            return _PoolOnCpu.apply(rows, self)  # type: ignore[no-any-return]
+        return self._pool_by_torch(rows)
+
+    def _pool_by_torch(self, rows: Tensor) -> Tensor:
+        pooled = nn.functional.embedding_bag(
+            self.places, rows, self.offsets, mode="sum", per_sample_weights=self.scales, include_last_offset=True
+        )
+        return pooled.view(self.num_features, -1, rows.shape[1]).transpose(0, 1).flatten(1)
+
+    def loop_arguments(self) -> tuple[Any, ...]:
+        """Return places, offsets, scales and F as the compiled loops take them."""
+        scales = torch.empty(0) if self.scales is None else self.scales.float().contiguous()
+        return self.places.numpy(), self.offsets.numpy(), scales.numpy(), self.num_features
+
+
+class _PoolOnCpu(torch.autograd.Function):
+    """One pass forward and one backward. `embedding_bag` takes four times as long: its backward sorts the ids."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, bags: Bags) -> Tensor:  # type: ignore[override]
+        ctx.bags, ctx.shape = bags, rows.shape
+        num_samples = (bags.offsets.numel() - 1) // bags.num_features
+        pooled = torch.empty(num_samples, bags.num_features * rows.shape[1])
+        flat = rows.detach().contiguous().view(-1).numpy()
+        loops.pool_rows(flat, pooled.view(-1).numpy(), rows.shape[1], *bags.loop_arguments())
+        return pooled
+
+    @staticmethod
+    def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        sums = torch.zeros(ctx.shape)
+        flat = gradients.contiguous().view(-1).numpy()
+        loops.pool_gradients(flat, sums.view(-1).numpy(), ctx.shape[1], *ctx.bags.loop_arguments())
+        return sums, None

@@ -1,0 +1,223 @@
+"""Training with the exchange of distinct rows beside stock TorchRec, as one rank of a pool of processes.
+
+The gradients are dyadic rationals with few digits: their sums have no rounding, in whichever order they are added up.
+So weights and states must be those of stock TorchRec bit for bit, and a gradient that is lost or scaled shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.distributed.comm_ops import get_gradient_division, set_gradient_division
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from embershard import LookAheadPipeline, cache_stats
+from embershard.distributed.traffic import SentBytes, count_sent_bytes, sent_bytes
+from embershard.errors import EmbershardError
+from embershard.sharding.torchrec.bags import Bags
+from embershard.sharding.torchrec.distinct_ids import DistinctIds
+from tests.ranks import parity
+from tests.ranks.look_ahead import Batch
+from tests.ranks.parity import differences, snapshot
+
+
+@dataclass(frozen=True)
+class Case(parity.Case):
+    """``lookahead``: batches known ahead; 0: no pipeline. ``empty_every``: every so many batches this rank has no id;
+    the other rank has them, and the rank after it one batch later."""
+
+    exchange: str = "rows"
+    steps: int = 15
+    lookahead: int = 0
+    empty_every: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank saw. ``different`` is empty when all was bitwise equal; the errors are the largest ones."""
+
+    different: list[str]
+    num_compared: int
+    evictions: int
+    loss_error: float = 0.0
+    weight_error: float = 0.0
+
+
+class _Linear(parity._Model):
+    """Gradients of pooled embeddings are the coefficients [B, sum of D], whatever the weights are."""
+
+    def forward(self, features: KeyedJaggedTensor, coefficients: Tensor) -> Tensor:
+        return (self.embeddings(features).values() * coefficients).sum() + 0 * self.dense.bias.sum()
+
+
+def batches(case: Case) -> Iterator[tuple[KeyedJaggedTensor, Tensor]]:
+    """Skewed ids in bags of 0, 1, 2 or 4; weights and coefficients are multiples of 1/4."""
+    rank, rows = dist.get_rank(), [case.rows[int(name[1])] for name in case.features]
+    width = sum(case.dims[int(name[1])] for name in case.features)
+    for step in range(case.steps):
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        lengths = torch.tensor([0, 1, 2, 4])[torch.randint(0, 4, (len(rows), case.batch_size), generator=generator)]
+        if case.empty_every and (step + rank) % case.empty_every == 0:
+            lengths.zero_()
+        values = []
+        for num_rows, count in zip(rows, lengths.sum(dim=1).tolist(), strict=True):
+            values.append((torch.rand(count, generator=generator) ** 2 * num_rows).long() * 7 % num_rows)
+        ids = torch.cat(values)
+        weights = torch.randint(1, 9, ids.shape, generator=generator) / 4 if case.weighted else None
+        features = KeyedJaggedTensor(keys=case.features, values=ids, lengths=lengths.flatten(), weights=weights)
+        yield features, torch.randint(-8, 9, (case.batch_size, width), generator=generator) / 4
+
+
+def _train(model: DistributedModelParallel, case: Case) -> None:
+    optimizer = torch.optim.SGD(model.module.parameters(), lr=0.0)
+    if not case.lookahead:
+        for step, (features, coefficients) in enumerate(batches(case)):
+            model(features, coefficients).backward()
+            if case.evaluate_every and step % case.evaluate_every == 0:
+                with torch.no_grad():
+                    model(features, coefficients)
+        return
+    pipeline = LookAheadPipeline(
+        model, optimizer, model.device, case.lookahead, features=lambda batch: {"embeddings": batch.features}
+    )
+    stream = (Batch(*batch) for batch in batches(case))
+    with contextlib.suppress(StopIteration):
+        while True:
+            with pipeline.step(stream) as batch:
+                model(batch.features, batch.labels).backward()
+    pipeline.detach()
+
+
+def compare_dyadic(case: Case, fault: str | None = None) -> Outcome:
+    """Weights and states after dyadic gradients: stock TorchRec's against those of the exchange of rows."""
+    stock = parity.build(case, False, _Linear)
+    _train(stock, dataclasses.replace(case, lookahead=0))
+    expected = snapshot(stock)
+    with FAULTS[fault]() if fault else contextlib.nullcontext():
+        model = parity.build(case, True, _Linear)
+        _train(model, case)
+        found = snapshot(model)
+    return Outcome(differences(expected, found), len(found), sum(stats.evictions for stats in cache_stats(model)))
+
+
+def compare_all(cases: list[Case]) -> list[Outcome]:
+    """:func:`compare_dyadic` for several cases in one call."""
+    return [compare_dyadic(case) for case in cases]
+
+
+def compare_real(case: Case) -> Outcome:
+    """The same after gradients of a real loss."""
+    stock = parity.build(case, False)
+    losses, expected = parity.train(stock, case), snapshot(stock)
+    model = parity.build(case, True)
+    ours, found = parity.train(model, case), snapshot(model)
+    pairs = [(value, found[name]) for name, value in expected.items() if value.numel() and name.startswith("weight")]
+    return Outcome(
+        sorted(set(expected) ^ set(found)),
+        len(found),
+        sum(stats.evictions for stats in cache_stats(model)),
+        max(abs(a - b) for a, b in zip(losses, ours, strict=True)),
+        max(float((a - b).abs().max()) for a, b in pairs),
+    )
+
+
+def move_between_exchanges(case: Case) -> list[str]:
+    """Train with rows, load into stock TorchRec and back: what is not equal, and tables whose names changed."""
+    rows, stock = parity.build(case, True, _Linear), parity.build(case, False, _Linear)
+    back = parity.build(case, True, _Linear)
+    _train(rows, case)
+    for source, target in ((rows, stock), (stock, back)):
+        target.load_state_dict(source.state_dict())
+        target.fused_optimizer.load_state_dict(source.fused_optimizer.state_dict())
+    expected = snapshot(rows)
+    different = differences(expected, snapshot(stock)) + differences(expected, snapshot(back))
+    for model in (rows, stock, back):
+        _train(model, dataclasses.replace(case, steps=5))
+    return different + differences(snapshot(stock), snapshot(rows)) + differences(snapshot(stock), snapshot(back))
+
+
+def sent_in_a_step(case: Case) -> tuple[SentBytes, list[list[int]]]:
+    """What this rank sent in one step, and the ids of each of its features."""
+    count_sent_bytes()
+    model = parity.build(case, True, _Linear)
+    one = dataclasses.replace(case, steps=1)
+    before = sent_bytes()
+    _train(model, one)
+    features, _ = next(batches(one))
+    return sent_bytes() - before, [features[name].values().tolist() for name in case.features]
+
+
+def error_of_a_step(case: Case) -> str:
+    """The message of the first step."""
+    try:
+        _train(parity.build(case, True, _Linear), dataclasses.replace(case, steps=1))
+    except EmbershardError as error:
+        return str(error)
+    return ""
+
+
+@contextlib.contextmanager
+def _one_rank_left_out() -> Iterator[None]:
+    pool = Bags.pool
+
+    def cut(self: Bags, rows: Tensor) -> Tensor:
+        return pool(self, rows if dist.get_rank() else rows * 0)
+
+    with mock.patch.object(Bags, "pool", cut):
+        yield
+
+
+@contextlib.contextmanager
+def _division_missing() -> Iterator[None]:
+    before = get_gradient_division()
+    set_gradient_division(False)
+    try:
+        yield
+    finally:
+        set_gradient_division(before)
+
+
+@contextlib.contextmanager
+def _repeats_dropped() -> Iterator[None]:
+    """Only the last bag with a row trains it."""
+    pool = Bags.pool
+
+    def once(self: Bags, rows: Tensor) -> Tensor:
+        last = torch.zeros(rows.shape[0], dtype=torch.int64)
+        last[self.places] = torch.arange(self.places.numel())
+        is_last = last[self.places] == torch.arange(self.places.numel())
+        scales = torch.ones_like(self.places, dtype=rows.dtype) if self.scales is None else self.scales
+        return pool(dataclasses.replace(self, scales=scales * is_last), rows)
+
+    with mock.patch.object(Bags, "pool", once):
+        yield
+
+
+@contextlib.contextmanager
+def _neighbouring_rows() -> Iterator[None]:
+    """Bags read the row of the next distinct id."""
+    of = DistinctIds.of
+
+    def shifted(ids: Tensor, lengths: list[int]) -> DistinctIds:
+        found = of(ids, lengths)
+        return found._replace(inverse=(found.inverse + 1) % max(1, found.ids.numel()))
+
+    with mock.patch.object(DistinctIds, "of", shifted):
+        yield
+
+
+FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "one rank left out": _one_rank_left_out,
+    "division missing": _division_missing,
+    "repeats dropped": _repeats_dropped,
+    "neighbouring rows": _neighbouring_rows,
+}

@@ -1,0 +1,116 @@
+"""The exchange of distinct rows trains what TorchRec's exchange of pooled embeddings trains, and sends fewer bytes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ranks import rows_exchange
+from tests.ranks.rows_exchange import FAULTS, Case, Outcome
+from tests.ranks.workers import RankPool
+
+pytestmark = pytest.mark.ranks
+
+OPTIMIZERS = ("sgd", "rowwise_adagrad", "adagrad")
+SHARDINGS = ("table_wise", "row_wise", "column_wise")
+VARIANTS = {
+    "mean": Case(mean=True),
+    "mean column-wise": Case(mean=True, sharding="column_wise"),
+    "weighted": Case(weighted=True),
+    "weighted row-wise": Case(weighted=True, sharding="row_wise"),
+    "shared table": Case(shared=True, ratio=0.27),
+    "shared table row-wise": Case(shared=True, ratio=0.27, sharding="row_wise"),
+    "shared table column-wise": Case(shared=True, ratio=0.27, sharding="column_wise"),
+    "mixed types": Case(sharding=("table_wise", "row_wise", "column_wise", "row_wise"), ratio=0.3),
+    "table-column-wise": Case(sharding="table_column_wise"),
+    "different dims": Case(dims=(16, 8, 16, 32), ratio=0.3),
+    "different dims column-wise": Case(dims=(16, 8, 16, 32), ratio=0.3, sharding="column_wise"),
+    "beside stock tables": Case(sharding=("table_wise", "row_wise") * 2, cached=(0, 3), ratio=0.35),
+    "a rank without ids": Case(empty_every=3),
+    "a rank without ids row-wise": Case(empty_every=3, sharding="row_wise"),
+    "evaluation in between": Case(evaluate_every=3, sharding="row_wise"),
+    "look-ahead": Case(lookahead=4, policy="lookahead", ratio=0.3),
+    "look-ahead row-wise": Case(lookahead=4, policy="lookahead", ratio=0.3, sharding="row_wise"),
+    "look-ahead column-wise": Case(lookahead=4, policy="lookahead", ratio=0.3, sharding="column_wise", empty_every=4),
+}
+
+
+def _check(outcomes: list[Outcome]) -> None:
+    assert [outcome.different for outcome in outcomes] == [[] for _ in outcomes]
+    assert sum(outcome.num_compared for outcome in outcomes) >= 4
+    assert sum(outcome.evictions for outcome in outcomes) > 50
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_weights_and_states_are_those_of_pooled_embeddings(two_ranks: RankPool, sharding: str, optimizer: str) -> None:
+    _check(two_ranks.run(rows_exchange.compare_dyadic, Case(sharding=sharding, optimizer=optimizer)))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants(two_ranks: RankPool, name: str) -> None:
+    _check(two_ranks.run(rows_exchange.compare_dyadic, VARIANTS[name]))
+
+
+def test_one_rank_exchanges_nothing(one_rank: RankPool) -> None:
+    _check(one_rank.run(rows_exchange.compare_dyadic, Case(sharding="row_wise")))
+    ((sent, _),) = one_rank.run(rows_exchange.sent_in_a_step, Case())
+    assert sent.in_training == 0
+
+
+def test_four_ranks(four_ranks: RankPool) -> None:
+    cases = [Case(sharding=s, batch_size=8, ratio=0.3, lookahead=n) for s, n in (("row_wise", 0), ("table_wise", 3))]
+    by_rank = four_ranks.run(rows_exchange.compare_all, cases)
+    for number in range(len(cases)):
+        _check([outcomes[number] for outcomes in by_rank])
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_noticed(two_ranks: RankPool, fault: str) -> None:
+    assert any(o.different for o in two_ranks.run(rows_exchange.compare_dyadic, Case(sharding="row_wise"), fault))
+
+
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_real_gradients_differ_by_rounding(two_ranks: RankPool, sharding: str, mean: bool) -> None:
+    """30 steps of row-wise Adagrad with learning rate 0.1, on weights of up to 1/sqrt(333)."""
+    for outcome in two_ranks.run(rows_exchange.compare_real, Case(sharding=sharding, mean=mean, steps=30)):
+        assert outcome.different == []
+        assert outcome.loss_error < 1e-6
+        assert outcome.weight_error < 1e-4
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_checkpoints_move_between_both_exchanges(two_ranks: RankPool, sharding: str) -> None:
+    assert two_ranks.run(rows_exchange.move_between_exchanges, Case(sharding=sharding)) == [[], []]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_bytes_of_row_wise_tables(two_ranks: RankPool, weighted: bool) -> None:
+    """A distinct id goes to its owner, its row comes back, and its gradient goes there."""
+    case = Case(rows=(600, 600, 600, 600), sharding="row_wise", weighted=weighted)
+    found = two_ranks.run(rows_exchange.sent_in_a_step, case)
+    away = [sum(row // 300 != rank for row in _distinct(ids)) for rank, (_, ids) in enumerate(found)]
+    for rank, (sent, _) in enumerate(found):
+        assert sent.ids == away[rank] * 8 + 4 * 8 + 3 * 8  # ids, a length per table, sizes
+        assert sent.embeddings == away[1 - rank] * 16 * 4
+        assert sent.gradients == away[rank] * 16 * 4
+
+
+def test_bytes_of_a_shared_table(two_ranks: RankPool) -> None:
+    """An id that two features of a table look up travels once."""
+    case = Case(rows=(50, 600, 600, 600), shared=True, sharding="row_wise")
+    for rank, (sent, ids) in enumerate(two_ranks.run(rows_exchange.sent_in_a_step, case)):
+        by_table = [ids[0] + ids[4], ids[1], ids[2], ids[3]]
+        blocks = [25, 300, 300, 300]
+        away = sum(row // block != rank for t, block in zip(by_table, blocks, strict=True) for row in set(t))
+        assert sent.gradients == away * 16 * 4
+
+
+def _distinct(ids: list[list[int]]) -> list[int]:
+    return [row for values in ids for row in set(values)]
+
+
+def test_weighted_means_are_refused(two_ranks: RankPool) -> None:
+    """The input all-to-all is made at the first batch."""
+    for error in two_ranks.run(rows_exchange.error_of_a_step, Case(mean=True, weighted=True)):
+        assert "on which FBGEMM and TorchRec disagree" in error

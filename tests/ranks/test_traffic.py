@@ -1,0 +1,65 @@
+"""Bytes between ranks, against a count by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from embershard.distributed.traffic import SentBytes
+from tests.ranks import traffic
+from tests.ranks.parity import Case
+from tests.ranks.workers import RankPool
+
+pytestmark = pytest.mark.ranks
+
+ROWS, DIM, BATCH, TABLES = 600, 16, 16, 4
+#: TorchRec's planner puts tables 0 and 2 on rank 0, tables 1 and 3 on rank 1.
+CASE = Case(rows=(ROWS,) * TABLES, dims=(DIM,) * TABLES, batch_size=BATCH)
+FLOAT, ID, LENGTH = 4, 8, 8
+#: Three numbers tell the other rank how much comes: lengths, ids, samples; with weights a fourth.
+SIZES = 3 * 8
+#: A linear layer's weights and bias, and for each of the two one number that tells whether it was used.
+DENSE = (TABLES * DIM + 1) * FLOAT + 2 * 4
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_table_wise(two_ranks: RankPool, cached: bool) -> None:
+    """Ids of the other's two tables go there, pooled embeddings of one's own two and gradients of the other's."""
+    for rank, (sent, ids) in enumerate(two_ranks.run(traffic.of_a_step, CASE, cached)):
+        away = [values for table, values in enumerate(ids) if table % 2 != rank]
+        pooled = 2 * BATCH * DIM * FLOAT
+        id_bytes = sum(map(len, away)) * ID + 2 * BATCH * LENGTH + SIZES
+        assert sent == SentBytes(id_bytes, pooled, pooled, DENSE, 0)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_row_wise(two_ranks: RankPool, weighted: bool) -> None:
+    """Ids of the other's half of every table go there; sums and gradients of all tables for the other's samples."""
+    case = Case(rows=(ROWS,) * TABLES, batch_size=BATCH, sharding="row_wise", weighted=weighted)
+    for rank, (sent, ids) in enumerate(two_ranks.run(traffic.of_a_step, case, True)):
+        away = sum(row // (ROWS // 2) != rank for values in ids for row in values)
+        pooled = TABLES * BATCH * DIM * FLOAT
+        id_bytes = away * ID + TABLES * BATCH * LENGTH + SIZES + (8 if weighted else 0)
+        assert sent == SentBytes(id_bytes, pooled + (away * FLOAT if weighted else 0), pooled, DENSE, 0)
+
+
+def test_each_collective(two_ranks: RankPool) -> None:
+    """On 48 bytes and 2 ranks; the first rank is the root."""
+    first, second = two_ranks.run(traffic.of_collectives)
+    in_common = {
+        "all-to-all": SentBytes(embeddings=24),
+        "all-to-all of int32": SentBytes(ids=24),
+        "all-gather": SentBytes(other=48),
+        "reduce-scatter": SentBytes(embeddings=24),
+        "reduce-scatter of a list": SentBytes(embeddings=24),
+        "all-reduce": SentBytes(other=48),
+        "barrier": SentBytes(),
+        "counted as other": SentBytes(other=24),
+    }
+    none = SentBytes()
+    assert first == {**in_common, "broadcast": SentBytes(other=48), "gather": none, "scatter": SentBytes(other=24)}
+    assert second == {**in_common, "broadcast": none, "gather": SentBytes(other=48), "scatter": none}
+
+
+def test_one_rank_sends_nothing(one_rank: RankPool) -> None:
+    ((sent, _),) = one_rank.run(traffic.of_a_step, CASE, True)
+    assert sent == SentBytes()

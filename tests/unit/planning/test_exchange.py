@@ -1,0 +1,121 @@
+"""What each table exchanges between ranks, by the bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from embershard.planning.exchange import exchange_bytes, exchange_notes, exchange_of
+from embershard.planning.make_plan import make_plan
+from embershard.planning.predict import counted_reports
+from embershard.planning.simulate.pool_report import RowRange
+from embershard.planning.simulate.replay import replay_pool
+from embershard.planning.workload import Workload
+from embershard.sharding.shards import ROWS_TYPES, TablePlacement
+from embershard.sharding.sizes import PlacedShard
+from tests.unit.planning.requests import LFU, data_of, make_request, make_workload
+
+ROWS = (5000, 900, 300, 40)
+
+
+def workload(exchange: Any, bag_size: int = 1, **changes: Any) -> Workload:
+    return make_workload(ROWS, data=data_of(ROWS, bag_size=bag_size), exchange=exchange, **changes)
+
+
+@given(st.sampled_from([1, 2, 40]), st.sampled_from([2, 4, 16]), st.sampled_from(ROWS_TYPES), st.integers(1, 512))
+def test_auto_never_sends_more_than_the_better_of_both(bag_size, world_size, sharding, batch_size):
+    of = workload("auto", bag_size, world_size=world_size, batch_size=batch_size)
+    for size in of.model.tables:
+        pooled, rows = (exchange_bytes(of, size.table, sharding, size.dim, kind) for kind in ("pooled", "rows"))
+        chosen = exchange_of(of, size.table, sharding, size.dim)
+        assert exchange_bytes(of, size.table, sharding, size.dim, chosen) == min(pooled, rows)
+
+
+def test_bytes_by_hand():
+    """A rank's distinct ids of 8 bytes and their rows of 64 floats; half of them are another rank's."""
+    of = workload("rows")
+    distinct = of.distinct_per_rank("t0")
+    assert 10 < distinct < 64
+    for sharding, num_shards in (("table_wise", 1), ("row_wise", 2)):
+        expected = distinct * (8 + 2 * 64 * 4) + 4 * num_shards
+        assert exchange_bytes(of, "t0", sharding, 64, "rows") == pytest.approx(expected)
+
+
+def test_short_bags_exchange_rows_and_long_ones_pooled_embeddings():
+    assert {exchange_of(workload("auto"), name, "table_wise", 64) for name in ("t0", "t1", "t2", "t3")} == {"rows"}
+    long = workload("auto", bag_size=40, batch_size=16)
+    assert exchange_of(long, "t0", "table_wise", 64) == "pooled"
+    assert exchange_of(long, "t3", "table_wise", 64) == "pooled"  # 40 rows, of which a batch of 16 x 40 ids has most
+    assert exchange_of(workload("auto", bag_size=40, batch_size=512), "t3", "table_wise", 64) == "rows"
+
+
+@pytest.mark.parametrize("exchange", ["rows", "auto"])
+def test_what_cannot_exchange_rows_exchanges_pooled_embeddings(exchange):
+    assert exchange_of(workload(exchange), "t0", "table_row_wise", 64) == "pooled"
+    assert exchange_of(workload(exchange, world_size=1), "t0", "table_wise", 64) == "pooled"
+    assert exchange_of(workload("pooled"), "t0", "table_wise", 64) == "pooled"
+
+
+@pytest.mark.parametrize("exchange", ["pooled", "rows", "auto"])
+def test_a_plan_says_it_per_table_and_predicts_the_bytes(exchange):
+    request = make_request(workload=workload(exchange))
+    plan = make_plan(request)
+    notes = [note for note in plan.notes if "exchange distinct rows" in note]
+    assert {table.exchange for table in plan.tables} == {"pooled" if exchange == "pooled" else "rows"}
+    assert len(notes) == (exchange != "pooled")
+    assert plan.prediction is not None
+    predicted = sum(rank.work["all_to_all_bytes"] for rank in plan.prediction.ranks)
+    of_tables = sum(
+        exchange_bytes(request.workload, table.table, table.sharding, table.dim, table.exchange)
+        for table in plan.tables
+    )
+    assert predicted == pytest.approx(of_tables)
+
+
+def test_types_without_rows_are_not_planned_for_rows():
+    """On several nodes table-row-wise would be tried, too."""
+    for exchange, is_tried in (("rows", False), ("auto", True)):
+        request = make_request(workload=workload(exchange, world_size=4, ranks_per_node=2))
+        assert any("table_row_wise" in types for types in request.allowed.values()) == is_tried
+
+
+def test_the_note_compares_all_three():
+    of = workload("auto")
+    tables = [TablePlacement("t0", 5000, 64, "fp32", "table_wise", "cached", (0,), "rows")]
+    (note,) = exchange_notes(of, tables)
+    assert note.startswith("1 of 1 tables exchange distinct rows: a rank sends ")
+    assert exchange_notes(workload("pooled"), tables) == []
+
+
+def test_a_replay_of_exchanged_rows_counts_a_row_once_per_rank():
+    """Against a count by hand over the trace; fills and distinct rows are those of pooled embeddings."""
+    of = workload("rows")
+    trace = of.data.trace
+    assert trace is not None
+    shards = [RowRange("t0", 0, 5000), RowRange("t2", 0, 300)]
+    pooled, rows = (
+        replay_pool(trace, shards, 600, 128, LFU, num_steps=40, rank_batch_size=size).shards for size in (None, 64)
+    )
+    for shard, before, after in zip(shards, pooled, rows, strict=True):
+        table = trace.tables[shard.table]
+        first = table.samples < 40 * 128
+        pairs = {*zip((table.samples[first] // 64).tolist(), table.rows[first].tolist(), strict=True)}
+        assert after.lookups == pytest.approx(len(pairs) / 40)
+        assert after.lookups < before.lookups
+        assert after.unique_ids == before.unique_ids
+
+
+def test_lookups_from_counts_are_those_that_arrive():
+    of = workload("rows")
+    table = of.model.tables[0]
+    shard = PlacedShard(table, 0, 0, 5000, 64, "table_wise", "cached", "rows")
+    (report,) = counted_reports(of, [shard], 600)
+    (pooled,) = counted_reports(of, [dataclasses.replace(shard, exchange="pooled")], 600)
+    assert report.lookups == pytest.approx(2 * of.distinct_per_rank("t0"))
+    assert report.lookups < pooled.lookups
+    assert report.unique_ids - report.hits_unique == pytest.approx(report.lookups - report.hits_lookups)
+    assert 0 < report.hit_rate_lookups < pooled.hit_rate_lookups

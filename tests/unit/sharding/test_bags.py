@@ -1,0 +1,43 @@
+"""Pooling of a batch's distinct rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from embershard.sharding.torchrec.bags import Bags
+
+
+@given(
+    lengths=st.lists(st.integers(0, 5), min_size=6, max_size=6), num_rows=st.integers(1, 9), seed=st.integers(0, 9),
+    num_features=st.sampled_from([1, 2, 3, 6]), scaled=st.booleans(),
+)  # fmt: skip
+def test_the_loops_pool_as_torch_does(lengths, num_rows, seed, num_features, scaled):
+    """On dyadic numbers to the bit, forward and backward."""
+    generator = torch.Generator().manual_seed(seed)
+    places = torch.randint(0, num_rows, (sum(lengths),), generator=generator)
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    scales = torch.randint(-4, 5, places.shape, generator=generator) / 4 if scaled else None
+    bags = Bags(places, offsets, scales, num_features)
+    found = []
+    for pool in (bags.pool, bags._pool_by_torch):
+        rows = torch.arange(num_rows * 4.0).view(num_rows, 4).requires_grad_()
+        pooled = pool(rows)
+        pooled.backward(torch.arange(24.0).view(pooled.shape))
+        found += [pooled.detach(), rows.grad]
+    assert found[0].shape == (6 // num_features, num_features * 4)
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
+
+
+@pytest.mark.parametrize("num_samples", [0, 2])
+def test_a_batch_without_ids_has_zeros_and_a_backward(num_samples):
+    bags = Bags(torch.empty(0, dtype=torch.int64), torch.zeros(3 * num_samples + 1, dtype=torch.int64), None, 3)
+    rows = torch.empty(0, 4, requires_grad=True)
+    pooled = bags.pool(rows)
+    assert torch.equal(pooled, torch.zeros(num_samples, 12))
+    pooled.sum().backward()
+    assert rows.grad is not None
+    assert rows.grad.shape == (0, 4)
