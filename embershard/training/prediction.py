@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,7 +11,20 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.data import Batch
+from embershard.distributed import Ranks, Supervision
 from embershard.training.metrics import PredictionBuffer
+
+#: An evaluation asks so often whether a rank must stop.
+_BATCHES_BETWEEN_STOPS = 16
+
+
+def until_stopped(batches: Iterable[Batch], supervision: Supervision, ranks: Ranks) -> Iterator[Batch]:
+    """Yield batches until a rank is asked to stop. Collective."""
+    for number, batch in enumerate(batches, start=1):
+        if number % _BATCHES_BETWEEN_STOPS == 0 and supervision.agree(ranks):
+            return
+        yield batch
+        supervision.beat()
 
 
 @torch.no_grad()

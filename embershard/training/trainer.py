@@ -6,7 +6,7 @@ import contextlib
 import time
 import uuid
 from array import array
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from embershard.training.loss_monitor import LossMonitor
 from embershard.training.memory_check import check_memory_for_run
 from embershard.training.metrics import PredictionBuffer
 from embershard.training.optimizers import set_learning_rate
-from embershard.training.prediction import predict
+from embershard.training.prediction import predict, until_stopped
 from embershard.training.reports import (
     EvalReport,
     FailedSaveReport,
@@ -49,8 +49,6 @@ from embershard.training.traffic_report import TrafficReader
 
 #: Newest samples per rank that count for the AUC in the progress line.
 WINDOW_SAMPLES = 16_384
-#: An evaluation asks so often whether a rank must stop.
-_BATCHES_BETWEEN_STOPS = 16
 
 
 class Trainer:
@@ -232,19 +230,13 @@ class Trainer:
         """
         started = time.perf_counter()
         with self._open_stream(None) as stream:
-            batches = self._supervised(self._input_failure.watch(shortest(stream, self.ranks.device)))
+            batches = self._input_failure.watch(shortest(stream, self.ranks.device))
+            batches = until_stopped(batches, self.supervision, self.ranks)
             predictions = predict(self.model, batches, self.ranks.device, self._autocast)
             self.bad_rows.add(stream, "eval")
         if self.supervision.agree(self.ranks):
             return None
         return EvalReport(self.steps, predictions.quality(self.ranks), time.perf_counter() - started)
-
-    def _supervised(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        for number, batch in enumerate(batches, start=1):
-            if number % _BATCHES_BETWEEN_STOPS == 0 and self.supervision.agree(self.ranks):
-                return
-            yield batch
-            self.supervision.beat()
 
     def save(self) -> SaveReport:
         """Write a checkpoint of all state that the rest of the run depends on, and wait until it is complete.
