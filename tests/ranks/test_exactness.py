@@ -12,7 +12,7 @@ from typing import get_args
 import pytest
 
 from embershard.cache.config import Scoring
-from tests.ranks import faults, initial_weights
+from tests.ranks import faults, initial_weights, rows_exchange
 from tests.ranks.parity import ROWS, Case, Outcome, compare, compare_all, losses_of
 from tests.ranks.workers import RankPool
 
@@ -98,6 +98,17 @@ def test_four_ranks_on_two_nodes(four_ranks: RankPool) -> None:
     by_rank = four_ranks.run(compare_all, cases, ("frequency",))
     for number in range(len(cases)):
         _check([outcomes[number] for outcomes in by_rank], ("frequency",), states=True)
+
+
+def test_four_ranks_exchange_distinct_rows(four_ranks: RankPool) -> None:
+    """As two ranks do in `test_rows_exchange.py`."""
+    cases = [
+        rows_exchange.Case(sharding=sharding, batch_size=8, ratio=0.3, lookahead=lookahead, local_world_size=2)
+        for sharding, lookahead in (("row_wise", 0), ("table_wise", 3), ("column_wise", 0))
+    ]
+    for outcomes in four_ranks.run(rows_exchange.compare_all, cases):
+        assert [outcome.different for outcome in outcomes] == [[], [], []]
+        assert all(outcome.num_compared > 0 and outcome.evictions > 10 for outcome in outcomes)
 
 
 def test_four_ranks_on_two_nodes_start_from_a_counters_weights(four_ranks: RankPool) -> None:

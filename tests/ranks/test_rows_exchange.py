@@ -57,13 +57,6 @@ def test_one_rank_exchanges_nothing(one_rank: RankPool) -> None:
     assert sent.in_training == 0
 
 
-def test_four_ranks(four_ranks: RankPool) -> None:
-    cases = [Case(sharding=s, batch_size=8, ratio=0.3, lookahead=n) for s, n in (("row_wise", 0), ("table_wise", 3))]
-    by_rank = four_ranks.run(rows_exchange.compare_all, cases)
-    for number in range(len(cases)):
-        _check([outcomes[number] for outcomes in by_rank])
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_noticed(two_ranks: RankPool, fault: str) -> None:
     assert any(o.different for o in two_ranks.run(rows_exchange.compare_dyadic, Case(sharding="row_wise"), fault))
@@ -94,6 +87,13 @@ def test_bytes_of_row_wise_tables(two_ranks: RankPool, weighted: bool) -> None:
         assert sent.ids == away[rank] * 8 + 4 * 8 + 3 * 8  # ids, a length per table, sizes
         assert sent.embeddings == away[1 - rank] * 16 * 4
         assert sent.gradients == away[rank] * 16 * 4
+
+
+def test_rows_travel_in_half_precision(two_ranks: RankPool) -> None:
+    half = two_ranks.run(rows_exchange.sent_in_a_step, Case(comm=("fp16", "fp16")))
+    for (sent, _), (whole, _) in zip(half, two_ranks.run(rows_exchange.sent_in_a_step, Case()), strict=True):
+        assert (sent.embeddings, sent.gradients) == (whole.embeddings / 2, whole.gradients / 2)
+        assert sent.ids == whole.ids
 
 
 def test_bytes_of_a_shared_table(two_ranks: RankPool) -> None:
