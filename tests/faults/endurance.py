@@ -69,6 +69,8 @@ def endure(folder: Path, steps: int, saves: int, restarts: int) -> Iterator[str]
             yield f"processes {alive} of the run to step {end} live on"
         files_of_runs.append(_kinds_of_files(folder))
         _show(end, usages)
+    if not usages:
+        yield f"the run to step {steps} was never looked at"
     for rank in zip(*usages, strict=True):
         yield from _growth([usage for usage in rank if usage.step > ends[-2] + (steps - ends[-2]) // 2])
     if len({str(files) for files in files_of_runs[1:]}) > 1:

@@ -75,7 +75,7 @@ class Training:
     @property
     def text(self) -> str:
         """What it printed so far."""
-        return self._log.read_text()[self._before :]
+        return self._log.read_bytes()[self._before :].decode(errors="replace")
 
     def ranks(self) -> list[psutil.Process]:
         """Return the processes of the ranks, in order."""
