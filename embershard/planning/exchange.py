@@ -14,7 +14,8 @@ def exchange_bytes(workload: Workload, table: str, sharding: str, columns: int, 
     """Return the bytes that all ranks together send in a step for shards of so many columns and all rows of a table:
     ids, embeddings and gradients."""
     shape = workload.shape
-    num_shards = shape.world_size if sharding == "row_wise" else 1
+    on_a_node = min(shape.ranks_per_node, shape.world_size)
+    num_shards = {"row_wise": shape.world_size, "table_row_wise": on_a_node, "grid_shard": on_a_node}.get(sharding, 1)
     return num_shards * work.all_to_all_bytes(
         sharding,
         batch_size=shape.batch_size,
