@@ -23,7 +23,13 @@ from embershard.launch.arguments import NEWEST, add_run_arguments, check_resume
 from embershard.launch.config import load_config
 from embershard.launch.ranks.stop_signals import stop_code, stop_training_on_signals
 from embershard.launch.record import RunRecord, has_result, make_result
-from embershard.launch.run_dir import check_run_dir, default_run_dir, lock_run_dir
+from embershard.launch.run_dir import (
+    check_run_dir,
+    default_run_dir,
+    lock_run_dir,
+    note_resume,
+    was_resumed_by_this_job,
+)
 from embershard.launch.screen import plain_console, say, silence_libraries
 from embershard.launch.train.progress import ProgressDisplay, closing_table
 from embershard.sharding.plan import Plan
@@ -73,8 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(RunConfig, arguments.config, arguments.overrides)
         with process_group(config.train.device) as ranks:
             run_dir = ranks.from_first(lambda: arguments.run_dir or default_run_dir(arguments.config))
-            restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-            resume = NEWEST if restarted else arguments.resume
+            resume = ranks.from_first(lambda: _resume_step(arguments.resume, run_dir))
             train_run(
                 config,
                 ranks,
@@ -89,6 +94,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 supervision=supervision,
             )
     return stop_code(supervision.agreed)
+
+
+def _resume_step(step: int | None, run_dir: Path) -> int | None:
+    """Return `step`; after a restart by torchrun, the newest one, which is of this run unless it was to go on from a
+    chosen step and died before it did."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return step
+    return NEWEST if step is None or was_resumed_by_this_job(run_dir) else step
 
 
 def train_run(
@@ -118,6 +131,8 @@ def train_run(
     console = plain_console(quiet=not ranks.is_first)
     trainer = Trainer(config, ranks, run_dir / CHECKPOINTS, supervision)
     resumed_at = None if resume is None else _resume(trainer, console, resume, unverified, changes)
+    if resume is not None:
+        ranks.from_first(lambda: note_resume(run_dir))
     is_over = resumed_at is not None and trainer.steps >= trainer.total_steps
     if is_over and ranks.from_first(lambda: has_result(run_dir, trainer.steps)):
         trainer.close()
