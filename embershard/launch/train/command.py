@@ -143,6 +143,7 @@ def train_run(
     if ranks.is_first:
         outputs_of_first = _Outputs(trainer, run_dir, resumed_at, console)
     with outputs_of_first as outputs:
+        ranks.barrier()  # the first one made its files: a signal finds all ranks before the training, or all in it
         supervision.is_training = True
         for report in trainer.train():
             if outputs is not None:
