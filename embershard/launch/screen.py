@@ -12,11 +12,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from embershard.errors import naming_file
+
 _WIDTH = 150  # of tables that go to a file or a pipe
 
 
 class _Console(Console):
     """A console that goes quiet when the reader of a pipe has ended, where rich would end the process."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        with naming_file("standard output"):  # a file, perhaps, on a full disk
+            super().print(*objects, **options)
 
     def on_broken_pipe(self) -> None:
         with suppress(SystemExit):

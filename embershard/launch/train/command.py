@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import shlex
 import shutil
@@ -262,7 +263,9 @@ def _show_error(
         if not supervision.has_launcher:  # which names the rank that failed
             print("This rank lost the connection to another one, which has ended or hangs.", file=sys.stderr)
         return
-    supervision.has_failed(is_final=isinstance(error, EmbershardError) and not isinstance(error, StepError))
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    is_final = is_full or (isinstance(error, EmbershardError) and not isinstance(error, StepError))
+    supervision.has_failed(is_final)
     if isinstance(error, EmbershardError):  # torch puts the rank in front
         print(f"{kind.__name__}: {error}", file=sys.stderr)
     elif isinstance(error, OSError):

@@ -32,3 +32,9 @@ def test_the_launcher_keeps_its_exit_code_when_nobody_reads_its_messages(unread,
     launcher._tell("stopped before the first step. Nothing was trained.")
     with pytest.raises(BrokenPipeError):
         unread.close()
+
+
+def test_output_on_a_full_disk_is_named():
+    full = open("/dev/full", "w")  # noqa: SIM115
+    with pytest.raises(OSError, match="No space left on device: 'standard output'"):
+        say(plain_console(file=full), "one")
