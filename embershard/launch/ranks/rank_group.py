@@ -86,7 +86,7 @@ class RankGroup:
         while any(rank.code is None for rank in self._ranks):
             now = time.monotonic()
             if self._asked.is_at_once:
-                return Ended(128 + self._asked.number, "stopped at once. Steps since the newest checkpoint are lost.")
+                return Ended(128 + self._asked.number, "stopped at once. Steps that are in no checkpoint are lost.")
             if self._asked.number and not is_told:
                 is_told = True
                 for rank in self._ranks:

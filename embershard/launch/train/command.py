@@ -43,27 +43,30 @@ from embershard.training.trainer import Trainer
 CHECKPOINTS = "checkpoints"
 
 
-def same_run_command(arguments: argparse.Namespace) -> str:
-    """Return the `embershard train` command of this run, without its choice of the cache."""
+def same_run_command(arguments: argparse.Namespace, num_ranks: int | None) -> str:
+    """Return the command of this run, without its choice of the cache; `num_ranks` as for `resume_command`."""
     overrides = [text for text in arguments.overrides if not text.startswith("cache.enabled")]
+    return _train_command(arguments, overrides, num_ranks)
+
+
+def resume_command(arguments: argparse.Namespace, run_dir: Path, num_ranks: int | None) -> str:
+    """Return the command that continues the run; `num_ranks` is None where torchrun on several nodes started it."""
+    command = _train_command(arguments, arguments.overrides, num_ranks)
+    return f"{command} --run-dir {shlex.quote(str(run_dir))} --resume"
+
+
+def _train_command(arguments: argparse.Namespace, overrides: Sequence[str], num_ranks: int | None) -> str:
+    if num_ranks is None:
+        return "torchrun as before, with"
     words = ["train", "--config", str(arguments.config)]
     words += [word for text in overrides for word in ("--set", text)]
+    words += ["--nproc", str(num_ranks)]
     return f"{_program('embershard', 'embershard.launch.cli')} {shlex.join(words)}"
 
 
 def _program(name: str, module: str) -> str:
     """Return what starts a program here: its name, or this Python with its module where the name is not found."""
     return name if shutil.which(name) else f"{os.path.relpath(sys.executable)} -m {module}"
-
-
-def resume_command(arguments: argparse.Namespace, run_dir: Path, num_ranks: int | None) -> str:
-    """Return the command that continues the run; `num_ranks` is None where torchrun on several nodes started it."""
-    if num_ranks is None:
-        return f"torchrun as before, with --run-dir {shlex.quote(str(run_dir))} --resume"
-    words = ["train", "--config", str(arguments.config)]
-    words += [word for text in arguments.overrides for word in ("--set", text)]
-    words += ["--nproc", str(num_ranks), "--run-dir", str(run_dir), "--resume"]
-    return f"{_program('embershard', 'embershard.launch.cli')} {shlex.join(words)}"
 
 
 @record
@@ -81,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with process_group(config.train.device) as ranks:
             run_dir = ranks.from_first(lambda: arguments.run_dir or default_run_dir(arguments.config))
             resume = ranks.from_first(lambda: _resume_step(arguments.resume, run_dir))
+            num_ranks = ranks.world_size if ranks.world_size == ranks.local_world_size else None
             train_run(
                 config,
                 ranks,
@@ -88,10 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 resume=resume,
                 unverified=arguments.unverified,
                 changes=arguments.allow_change,
-                same_run=same_run_command(arguments),
-                go_on=resume_command(
-                    arguments, run_dir, ranks.world_size if ranks.world_size == ranks.local_world_size else None
-                ),
+                same_run=same_run_command(arguments, num_ranks),
+                go_on=resume_command(arguments, run_dir, num_ranks),
                 supervision=supervision,
             )
     return stop_code(supervision.agreed)
@@ -194,7 +196,8 @@ class _Outputs:
         say(
             self._console,
             f"Everything is in {self._folder}: result.json, metrics.jsonl, config.toml, checkpoints/.",
-            f"See the curves:    {_program('tensorboard', 'tensorboard.main')} --logdir {self._folder}",
+            f"See the curves:    {_program('tensorboard', 'tensorboard.main')} --logdir "
+            f"{shlex.quote(str(self._folder))}",
             f"Next, the same run {other} (same losses; compare speed and memory):    "
             f"{same_run} --set cache.enabled={str(not is_cached).lower()}",
         )

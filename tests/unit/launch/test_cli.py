@@ -187,4 +187,5 @@ def test_the_hint_at_the_end_is_a_command_that_can_be_pasted(on_path, monkeypatc
     add_run_arguments(parser)
     given = parser.parse_args(["--config", "a.toml", "--set", "data.path=/a b", "--set", "cache.enabled=false"])
     program = "embershard" if on_path else f"{os.path.relpath(sys.executable)} -m embershard.launch.cli"
-    assert same_run_command(given) == f"{program} train --config a.toml --set 'data.path=/a b'"
+    assert same_run_command(given, 3) == f"{program} train --config a.toml --set 'data.path=/a b' --nproc 3"
+    assert same_run_command(given, None) == "torchrun as before, with"

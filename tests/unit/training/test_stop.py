@@ -135,14 +135,15 @@ def test_signals_are_noted_in_the_training_and_given_back(monkeypatch):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_ranks_begin_to_note_signals_together_once_the_files_are_made(ranks, tmp_path, monkeypatch):
-    supervision, seen = Supervision(), []
-    made = tmp_path / "metrics.jsonl"
+def test_ranks_begin_to_note_signals_together_once_the_files_are_made(ranks, tmp_path, monkeypatch, capsys):
+    supervision, seen, folder = Supervision(), [], tmp_path / "my run"
+    made = folder / "metrics.jsonl"
     monkeypatch.setattr(Ranks, "barrier", lambda _: seen.append((supervision.is_training, made.exists())))
     settings = config(TrainConfig(batch_size=10, max_steps=1), CheckpointConfig(at_end=False))
     words = {"resume": None, "unverified": False, "changes": (), "same_run": "", "go_on": ""}
-    train_run(settings, ranks, tmp_path, supervision=supervision, **words)
+    train_run(settings, ranks, folder, supervision=supervision, **words)
     assert seen == [(False, True)]
+    assert f"--logdir '{folder}'\n" in capsys.readouterr().out  # it can be pasted
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])

@@ -117,7 +117,7 @@ def test_a_second_signal_ends_all_at_once():
     for at_seconds in (0.0, 0.1, 2.0):
         threading.Timer(0.5 + at_seconds / 10, asked.receive, (signal.SIGINT, at_seconds)).start()
     ended = run("signal.signal(signal.SIGTERM, signal.SIG_IGN); tell(BEATS, 1); wait()", asked=asked)
-    assert ended == Ended(130, "stopped at once. Steps since the newest checkpoint are lost.")
+    assert ended == Ended(130, "stopped at once. Steps that are in no checkpoint are lost.")
 
 
 _WAITS = """
