@@ -85,9 +85,10 @@ class RunRecord:
         with naming_file(self._metrics.name):
             self._metrics.write(json.dumps({"kind": kind, **values}) + "\n")
             self._metrics.flush()
-        for name, value in values.items():
-            if name != "step" and isinstance(value, (int, float)):
-                self._board.add_scalar(f"{kind}/{name}", value, report.step)
+        with naming_file(self._board.log_dir):  # its thread's errors come with a later number
+            for name, value in values.items():
+                if name != "step" and isinstance(value, (int, float)):
+                    self._board.add_scalar(f"{kind}/{name}", value, report.step)
 
     def finish(self, result: dict[str, Any]) -> None:
         """Write result.json."""
@@ -97,8 +98,10 @@ class RunRecord:
 
     def close(self) -> None:
         """Close the files."""
-        self._metrics.close()
-        self._board.close()
+        with naming_file(self._metrics.name):
+            self._metrics.close()
+        with naming_file(self._board.log_dir):
+            self._board.close()
 
 
 class BadRowFile:

@@ -9,10 +9,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
-from embershard.errors import ConfigError
+import psutil
+
+from embershard.errors import ConfigError, naming_file
 from embershard.launch.config import METRICS
 
 _NO_ID = "none"  # torchrun's default
+_RESUMED_BY = ".resumed_by"
 _held_locks: list[TextIO] = []  # open for as long as the process lives
 
 
@@ -38,6 +41,30 @@ def check_run_dir(folder: Path, *, resume: bool) -> None:
     """Raise `ConfigError` when `folder` holds a run that the new one does not resume."""
     if not resume and (folder / METRICS).exists():
         raise ConfigError(f"{folder} holds a run already. Use another --run-dir, or --resume to continue it.")
+
+
+def note_resume(folder: Path) -> None:
+    """Note in `folder` that this torchrun job resumed it: newer checkpoints than the chosen one are its own now."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        with naming_file(folder / _RESUMED_BY):
+            (folder / _RESUMED_BY).write_text(_torchrun_job())
+
+
+def was_resumed_by_this_job(folder: Path) -> bool:
+    """Return whether `note_resume` was called before torchrun restarted the ranks.
+
+    Where it does not know, as when the first rank is on another node now, it returns False.
+    """
+    try:
+        return (folder / _RESUMED_BY).read_text() == _torchrun_job()
+    except OSError:
+        return False
+
+
+def _torchrun_job() -> str:
+    """Return what no other job is called: torchrun's process, which all restarts on a node have in common."""
+    torchrun = psutil.Process(os.getppid())
+    return f"{os.uname().nodename} {torchrun.pid} {torchrun.create_time()}"
 
 
 def lock_run_dir(folder: Path) -> None:

@@ -5,19 +5,36 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from embershard.errors import naming_file
+
 _WIDTH = 150  # of tables that go to a file or a pipe
 
 
+class _Console(Console):
+    """A console that goes quiet when the reader of a pipe has ended, where rich would end the process."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        with naming_file("standard output"):  # a file, perhaps, on a full disk
+            super().print(*objects, **options)
+
+    def on_broken_pipe(self) -> None:
+        with suppress(SystemExit):
+            super().on_broken_pipe()
+
+
 def plain_console(**options: Any) -> Console:
-    """Return a console that shows texts as they are: `[/x]` or `:smile:` in a path is no markup."""
-    return Console(markup=False, emoji=False, **options)
+    """Return a console that shows texts as they are: `[/x]` or `:smile:` in a path is no markup.
+
+    It goes quiet when the reader of its pipe has ended (`| head`; Ctrl-C ends `tee`, too): the command goes on.
+    """
+    return _Console(markup=False, emoji=False, **options)
 
 
 def wide_console() -> Console:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from embershard.distributed.checkpoint.folder import complete_checkpoints, leftovers
 from embershard.distributed.process_group import Ranks
-from embershard.errors import CheckpointError
+from embershard.errors import CheckpointError, os_problem
 
 
 def check_disk(folder: Path, save_bytes: int, num_saves: int, keep_last: int, ranks: Ranks) -> None:
@@ -31,10 +31,7 @@ def check_disk(folder: Path, save_bytes: int, num_saves: int, keep_last: int, ra
     problems = ranks.all_gather_objects(_write_problem(folder / f".write_test_{ranks.rank}"))
     for rank, problem in enumerate(problems):
         if problem is not None:
-            raise CheckpointError(
-                f"{folder}: rank {rank} cannot write checkpoints there ({problem}). Change the folder's permissions, "
-                "or use another --run-dir."
-            )
+            raise CheckpointError(f"rank {rank} cannot write checkpoints: {problem}")
     ranks.from_first(lambda: _check_space(folder, save_bytes, num_saves, keep_last))
 
 
@@ -47,7 +44,7 @@ def _write_problem(probe: Path) -> str | None:
             os.fsync(file.fileno())
         probe.unlink()
     except OSError as error:
-        return error.strerror or str(error)
+        return os_problem(error, probe)
     return None
 
 

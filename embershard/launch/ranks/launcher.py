@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,4 +93,5 @@ def loopback_store() -> TCPStore:
 
 def _tell(message: str) -> None:
     if message:
-        print(f"embershard: {message}", file=sys.stderr, flush=True)
+        with suppress(BrokenPipeError):  # `2>&1 | tee`: Ctrl-C ends the reader, too
+            print(f"embershard: {message}", file=sys.stderr, flush=True)

@@ -86,7 +86,7 @@ class RankGroup:
         while any(rank.code is None for rank in self._ranks):
             now = time.monotonic()
             if self._asked.is_at_once:
-                return Ended(128 + self._asked.number, "stopped at once. Steps since the newest checkpoint are lost.")
+                return Ended(128 + self._asked.number, "stopped at once. Steps that are in no checkpoint are lost.")
             if self._asked.number and not is_told:
                 is_told = True
                 for rank in self._ranks:
@@ -102,7 +102,7 @@ class RankGroup:
                 looked_at = now
             time.sleep(_POLL_SECONDS)
         first = self._first_failed()  # only now: a cause may be seen after what it caused
-        if first is not None:
+        if first is not None and not self._lost_those_that_stopped(first):
             return self._failure(first)
         if self._asked.number:
             message = "" if self.has_trained else "stopped before the first step. Nothing was trained."
@@ -121,6 +121,13 @@ class RankGroup:
             return not is_killed, rank.failed_at_nanoseconds or float("inf")
 
         return min(failed, key=order, default=None)
+
+    def _lost_those_that_stopped(self, first: int) -> bool:
+        """Return whether the first to fail lost the connection: before the first step, ranks that are asked to stop end
+        one after another."""
+        rank = self._ranks[first]
+        is_lost = rank.failed_at_nanoseconds is None and rank.code in (1, -signal.SIGABRT)
+        return is_lost and bool(self._asked.number) and not self.has_trained
 
     def _failure(self, number: int) -> Ended:
         rank = self._ranks[number]

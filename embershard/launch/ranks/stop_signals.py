@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from embershard.distributed import Supervision
@@ -79,7 +79,8 @@ def stop_training_on_signals(supervision: Supervision) -> Iterator[None]:
             os._exit(128 + asked.number)
         if not supervision.is_training:
             if os.environ.get("RANK", "0") == "0" and not supervision.has_launcher:
-                os.write(2, b"embershard: stopped before the first step. Nothing was trained.\n")
+                with suppress(BrokenPipeError):
+                    os.write(2, b"embershard: stopped before the first step. Nothing was trained.\n")
             os._exit(stop_code(asked.number))
         supervision.signal = asked.number
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import shlex
 import shutil
@@ -23,7 +24,13 @@ from embershard.launch.arguments import NEWEST, add_run_arguments, check_resume
 from embershard.launch.config import load_config
 from embershard.launch.ranks.stop_signals import stop_code, stop_training_on_signals
 from embershard.launch.record import RunRecord, has_result, make_result
-from embershard.launch.run_dir import check_run_dir, default_run_dir, lock_run_dir
+from embershard.launch.run_dir import (
+    check_run_dir,
+    default_run_dir,
+    lock_run_dir,
+    note_resume,
+    was_resumed_by_this_job,
+)
 from embershard.launch.screen import plain_console, say, silence_libraries
 from embershard.launch.train.progress import ProgressDisplay, closing_table
 from embershard.sharding.plan import Plan
@@ -36,27 +43,30 @@ from embershard.training.trainer import Trainer
 CHECKPOINTS = "checkpoints"
 
 
-def same_run_command(arguments: argparse.Namespace) -> str:
-    """Return the `embershard train` command of this run, without its choice of the cache."""
+def same_run_command(arguments: argparse.Namespace, num_ranks: int | None) -> str:
+    """Return the command of this run, without its choice of the cache; `num_ranks` as for `resume_command`."""
     overrides = [text for text in arguments.overrides if not text.startswith("cache.enabled")]
+    return _train_command(arguments, overrides, num_ranks)
+
+
+def resume_command(arguments: argparse.Namespace, run_dir: Path, num_ranks: int | None) -> str:
+    """Return the command that continues the run; `num_ranks` is None where torchrun on several nodes started it."""
+    command = _train_command(arguments, arguments.overrides, num_ranks)
+    return f"{command} --run-dir {shlex.quote(str(run_dir))} --resume"
+
+
+def _train_command(arguments: argparse.Namespace, overrides: Sequence[str], num_ranks: int | None) -> str:
+    if num_ranks is None:
+        return "torchrun as before, with"
     words = ["train", "--config", str(arguments.config)]
     words += [word for text in overrides for word in ("--set", text)]
+    words += ["--nproc", str(num_ranks)]
     return f"{_program('embershard', 'embershard.launch.cli')} {shlex.join(words)}"
 
 
 def _program(name: str, module: str) -> str:
     """Return what starts a program here: its name, or this Python with its module where the name is not found."""
     return name if shutil.which(name) else f"{os.path.relpath(sys.executable)} -m {module}"
-
-
-def resume_command(arguments: argparse.Namespace, run_dir: Path, num_ranks: int | None) -> str:
-    """Return the command that continues the run; `num_ranks` is None where torchrun on several nodes started it."""
-    if num_ranks is None:
-        return f"torchrun as before, with --run-dir {shlex.quote(str(run_dir))} --resume"
-    words = ["train", "--config", str(arguments.config)]
-    words += [word for text in arguments.overrides for word in ("--set", text)]
-    words += ["--nproc", str(num_ranks), "--run-dir", str(run_dir), "--resume"]
-    return f"{_program('embershard', 'embershard.launch.cli')} {shlex.join(words)}"
 
 
 @record
@@ -73,8 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(RunConfig, arguments.config, arguments.overrides)
         with process_group(config.train.device) as ranks:
             run_dir = ranks.from_first(lambda: arguments.run_dir or default_run_dir(arguments.config))
-            restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-            resume = NEWEST if restarted else arguments.resume
+            resume = ranks.from_first(lambda: _resume_step(arguments.resume, run_dir))
+            num_ranks = ranks.world_size if ranks.world_size == ranks.local_world_size else None
             train_run(
                 config,
                 ranks,
@@ -82,13 +92,19 @@ def main(argv: Sequence[str] | None = None) -> int:
                 resume=resume,
                 unverified=arguments.unverified,
                 changes=arguments.allow_change,
-                same_run=same_run_command(arguments),
-                go_on=resume_command(
-                    arguments, run_dir, ranks.world_size if ranks.world_size == ranks.local_world_size else None
-                ),
+                same_run=same_run_command(arguments, num_ranks),
+                go_on=resume_command(arguments, run_dir, num_ranks),
                 supervision=supervision,
             )
     return stop_code(supervision.agreed)
+
+
+def _resume_step(step: int | None, run_dir: Path) -> int | None:
+    """Return `step`; after a restart by torchrun, the newest one, which is of this run unless it was to go on from a
+    chosen step and died before it did."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return step
+    return NEWEST if step is None or was_resumed_by_this_job(run_dir) else step
 
 
 def train_run(
@@ -118,6 +134,8 @@ def train_run(
     console = plain_console(quiet=not ranks.is_first)
     trainer = Trainer(config, ranks, run_dir / CHECKPOINTS, supervision)
     resumed_at = None if resume is None else _resume(trainer, console, resume, unverified, changes)
+    if resume is not None:
+        ranks.from_first(lambda: note_resume(run_dir))
     is_over = resumed_at is not None and trainer.steps >= trainer.total_steps
     if is_over and ranks.from_first(lambda: has_result(run_dir, trainer.steps)):
         trainer.close()
@@ -128,6 +146,7 @@ def train_run(
     if ranks.is_first:
         outputs_of_first = _Outputs(trainer, run_dir, resumed_at, console)
     with outputs_of_first as outputs:
+        ranks.barrier()  # the first one made its files: a signal finds all ranks before the training, or all in it
         supervision.is_training = True
         for report in trainer.train():
             if outputs is not None:
@@ -177,7 +196,8 @@ class _Outputs:
         say(
             self._console,
             f"Everything is in {self._folder}: result.json, metrics.jsonl, config.toml, checkpoints/.",
-            f"See the curves:    {_program('tensorboard', 'tensorboard.main')} --logdir {self._folder}",
+            f"See the curves:    {_program('tensorboard', 'tensorboard.main')} --logdir "
+            f"{shlex.quote(str(self._folder))}",
             f"Next, the same run {other} (same losses; compare speed and memory):    "
             f"{same_run} --set cache.enabled={str(not is_cached).lower()}",
         )
@@ -246,7 +266,9 @@ def _show_error(
         if not supervision.has_launcher:  # which names the rank that failed
             print("This rank lost the connection to another one, which has ended or hangs.", file=sys.stderr)
         return
-    supervision.has_failed(is_final=isinstance(error, EmbershardError) and not isinstance(error, StepError))
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    is_final = is_full or (isinstance(error, EmbershardError) and not isinstance(error, StepError))
+    supervision.has_failed(is_final)
     if isinstance(error, EmbershardError):  # torch puts the rank in front
         print(f"{kind.__name__}: {error}", file=sys.stderr)
     elif isinstance(error, OSError):

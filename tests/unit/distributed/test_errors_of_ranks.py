@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 
 import pytest
@@ -45,7 +46,14 @@ def test_what_a_rank_shows(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("error", "is_final"), [(ConfigError("x"), True), (StepError("x"), False), (RuntimeError("x"), False)]
+    ("error", "is_final"),
+    [
+        (ConfigError("x"), True),
+        (StepError("x"), False),
+        (RuntimeError("x"), False),
+        (OSError(errno.ENOSPC, "No space left on device"), True),
+        (OSError(errno.EIO, "Input/output error"), False),
+    ],
 )
 def test_the_launcher_learns_whether_the_error_would_come_again(error, is_final, monkeypatch):
     monkeypatch.setattr(sys, "__excepthook__", lambda *_: None)

@@ -172,8 +172,14 @@ def test_space_for_all_kept_and_one_more(tmp_path, ranks, monkeypatch):
 
 def test_a_folder_that_cannot_be_written(tmp_path, ranks):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(CheckpointError, match=r"rank 0 cannot write checkpoints there \(Not a directory\)"):
+    with pytest.raises(CheckpointError, match=r"rank 0 cannot write checkpoints: .*: Not a directory. A part of the"):
         check_disk(tmp_path / "file" / "checkpoints", 1, 1, 1, ranks)
+
+
+def test_a_disk_that_is_full(tmp_path, ranks):
+    (tmp_path / ".write_test_0").symlink_to("/dev/full")
+    with pytest.raises(CheckpointError, match=r"rank 0 cannot write checkpoints: .*The disk is full: free some space"):
+        check_disk(tmp_path, 1, 1, 1, ranks)
 
 
 def test_a_run_folder_on_a_read_only_disk(tiny_disk):
@@ -185,7 +191,7 @@ def test_a_run_folder_on_a_read_only_disk(tiny_disk):
 def test_a_read_only_disk(tiny_disk, ranks):
     save_large(tiny_disk, 1, ranks, 200_000)
     subprocess.run(["mount", "-o", "remount,ro", str(tiny_disk)], check=True)
-    with pytest.raises(CheckpointError, match=r"cannot write checkpoints there \(Read-only file system\)"):
+    with pytest.raises(CheckpointError, match=r"cannot write checkpoints: .*: Read-only file system"):
         check_disk(tiny_disk, 1, 1, 1, ranks)
     with pytest.raises(FailedSaveError, match=r"step 2 could not be saved .*\(Read-only file system\)"):
         save_large(tiny_disk, 2, ranks, 1000)

@@ -12,10 +12,10 @@ import pytest
 from embershard.decoding import tomllib
 from embershard.errors import ConfigError
 from embershard.launch import cli
-from embershard.launch.arguments import add_run_arguments
+from embershard.launch.arguments import NEWEST, add_run_arguments
 from embershard.launch.ranks import launcher
-from embershard.launch.run_dir import default_run_dir
-from embershard.launch.train.command import resume_command, same_run_command
+from embershard.launch.run_dir import default_run_dir, note_resume
+from embershard.launch.train.command import _resume_step, resume_command, same_run_command
 
 QUICK = "examples/quickstart.toml"
 
@@ -93,6 +93,16 @@ def test_under_torchrun_the_folder_outlives_a_restart(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     with pytest.raises(ConfigError, match="Give --run-dir, or give torchrun --rdzv-id"):
         default_run_dir(config)
+
+
+def test_a_restart_by_torchrun_goes_on_from_the_chosen_step_until_the_run_has(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert [_resume_step(step, tmp_path) for step in (None, NEWEST, 50)] == [None, NEWEST, 50]
+    (tmp_path / ".resumed_by").write_text("another job")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert [_resume_step(step, tmp_path) for step in (None, NEWEST, 50)] == [NEWEST, NEWEST, 50]
+    note_resume(tmp_path)  # newer checkpoints were set aside
+    assert _resume_step(50, tmp_path) == NEWEST
 
 
 def test_the_command_that_goes_on_can_be_pasted(monkeypatch):
@@ -177,4 +187,5 @@ def test_the_hint_at_the_end_is_a_command_that_can_be_pasted(on_path, monkeypatc
     add_run_arguments(parser)
     given = parser.parse_args(["--config", "a.toml", "--set", "data.path=/a b", "--set", "cache.enabled=false"])
     program = "embershard" if on_path else f"{os.path.relpath(sys.executable)} -m embershard.launch.cli"
-    assert same_run_command(given) == f"{program} train --config a.toml --set 'data.path=/a b'"
+    assert same_run_command(given, 3) == f"{program} train --config a.toml --set 'data.path=/a b' --nproc 3"
+    assert same_run_command(given, None) == "torchrun as before, with"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
 import json
 import subprocess
@@ -200,6 +201,19 @@ def test_closing_table_with_and_without_a_cache():
         assert said in text
     console.print(closing_table(result(), "dlrm"))
     assert "all embedding rows are on the device" in screen.getvalue()
+
+
+def test_files_on_a_full_disk_are_named(tmp_path, monkeypatch):
+    record = RunRecord(tmp_path, RunConfig(), None)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(record._board, "add_scalar", full)
+    monkeypatch.setattr(record._board, "close", full)
+    for write in (lambda: record.add(train_report(1)), record.close):
+        with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}'"):
+            write()
 
 
 def test_versions_and_commit():

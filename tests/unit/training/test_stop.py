@@ -13,6 +13,7 @@ from embershard.data import DataConfig
 from embershard.data.config import SyntheticConfig
 from embershard.distributed import CheckpointConfig, Ranks, Supervision, complete_checkpoints, process_group
 from embershard.launch.ranks.stop_signals import stop_training_on_signals
+from embershard.launch.train.command import train_run
 from embershard.models import ModelConfig
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.reports import EvalReport, Report, SaveReport, StopReport, TrainReport
@@ -132,6 +133,17 @@ def test_signals_are_noted_in_the_training_and_given_back(monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)
     assert ended == [143]
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_ranks_begin_to_note_signals_together_once_the_files_are_made(ranks, tmp_path, monkeypatch, capsys):
+    supervision, seen, folder = Supervision(), [], tmp_path / "my run"
+    made = folder / "metrics.jsonl"
+    monkeypatch.setattr(Ranks, "barrier", lambda _: seen.append((supervision.is_training, made.exists())))
+    settings = config(TrainConfig(batch_size=10, max_steps=1), CheckpointConfig(at_end=False))
+    words = {"resume": None, "unverified": False, "changes": (), "same_run": "", "go_on": ""}
+    train_run(settings, ranks, folder, supervision=supervision, **words)
+    assert seen == [(False, True)]
+    assert f"--logdir '{folder}'\n" in capsys.readouterr().out  # it can be pasted
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])

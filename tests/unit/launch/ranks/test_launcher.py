@@ -78,19 +78,24 @@ def test_an_error_that_would_come_again_is_not_tried_again():
     assert not run("tell(FAILED_AT, 1); tell(IS_FINAL, 1); sys.exit(1)").may_restart
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_a_signal_ends_all_in_order(number, code, tmp_path, monkeypatch):
+def asked_when_ready(number: int, folder: Path) -> StopAsked:
+    """Return a request that comes when both ranks have made their file."""
     asked = StopAsked()
-    ready = "end_on_sigterm(); tell(BEATS, 1); open(f'{rank}', 'w').close(); wait()"
 
     def when_ready() -> None:
-        while not all((tmp_path / str(rank)).exists() for rank in range(2)):
+        while not all((folder / str(rank)).exists() for rank in range(2)):
             time.sleep(0.01)
         asked.receive(number, 0.0)
 
-    monkeypatch.chdir(tmp_path)
     threading.Thread(target=when_ready, daemon=True).start()
-    assert run(ready, asked=asked) == Ended(code)
+    return asked
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_ends_all_in_order(number, code, tmp_path, monkeypatch):
+    ready = "end_on_sigterm(); tell(BEATS, 1); open(f'{rank}', 'w').close(); wait()"
+    monkeypatch.chdir(tmp_path)
+    assert run(ready, asked=asked_when_ready(number, tmp_path)) == Ended(code)
 
 
 def test_a_signal_before_the_first_step():
@@ -99,12 +104,20 @@ def test_a_signal_before_the_first_step():
     assert run("wait()", asked=asked) == Ended(0, "stopped before the first step. Nothing was trained.")
 
 
+@pytest.mark.parametrize(("says", "code"), [("", 0), ("tell(FAILED_AT, 1)", 1), ("tell(BEATS, 1)", 1)])
+def test_a_rank_that_lost_one_that_stopped_before_the_first_step_has_not_failed(says, code, tmp_path, monkeypatch):
+    loses = f"signal.signal(signal.SIGTERM, lambda *_: ({says or 0}, sys.exit(1)))"
+    ready = f"end_on_sigterm() if rank == 0 else {loses}; open(f'{{rank}}', 'w').close(); wait()"
+    monkeypatch.chdir(tmp_path)
+    assert run(ready, asked=asked_when_ready(signal.SIGTERM, tmp_path)).code == code
+
+
 def test_a_second_signal_ends_all_at_once():
     asked = StopAsked()
     for at_seconds in (0.0, 0.1, 2.0):
         threading.Timer(0.5 + at_seconds / 10, asked.receive, (signal.SIGINT, at_seconds)).start()
     ended = run("signal.signal(signal.SIGTERM, signal.SIG_IGN); tell(BEATS, 1); wait()", asked=asked)
-    assert ended == Ended(130, "stopped at once. Steps since the newest checkpoint are lost.")
+    assert ended == Ended(130, "stopped at once. Steps that are in no checkpoint are lost.")
 
 
 _WAITS = """

@@ -1,0 +1,40 @@
+"""Output whose reader has ended."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TextIO
+
+import pytest
+
+from embershard.launch.ranks import launcher
+from embershard.launch.screen import plain_console, say
+
+
+@pytest.fixture
+def unread() -> TextIO:
+    read, write = os.pipe()
+    os.close(read)
+    return os.fdopen(write, "w")
+
+
+def test_a_command_goes_on_when_nobody_reads_its_output(unread, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", unread)
+    console = plain_console()
+    say(console, "one", "two")  # by rich's default, SystemExit
+    assert console.quiet
+    unread.close()  # what Python does at its end; it would fail with what could not be written
+
+
+def test_the_launcher_keeps_its_exit_code_when_nobody_reads_its_messages(unread, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", unread)
+    launcher._tell("stopped before the first step. Nothing was trained.")
+    with pytest.raises(BrokenPipeError):
+        unread.close()
+
+
+def test_output_on_a_full_disk_is_named():
+    full = open("/dev/full", "w")  # noqa: SIM115
+    with pytest.raises(OSError, match="No space left on device: 'standard output'"):
+        say(plain_console(file=full), "one")
