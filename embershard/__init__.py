@@ -6,14 +6,14 @@ device cache.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from embershard.cache.config import CacheConfig
-from embershard.cache.statistics import TableStats
-from embershard.frequency.profile import FrequencyProfile
+from embershard.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from embershard.cache.config import CacheConfig
+    from embershard.cache.statistics import TableStats
+    from embershard.frequency.profile import FrequencyProfile
     from embershard.pipeline import LookAheadPipeline
     from embershard.sharding.torchrec import (
         CachedEmbeddingBagCollectionSharder,
@@ -41,9 +41,21 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """TorchRec takes seconds to import: only once one of the names that need it is used."""
-    if name in __all__:
-        home = "embershard.pipeline" if name == "LookAheadPipeline" else "embershard.sharding.torchrec"
-        return getattr(importlib.import_module(home), name)
-    raise AttributeError(f"module 'embershard' has no attribute {name!r}")
+#: torch and TorchRec take seconds to import: only once a name that needs them is used.
+__getattr__ = lazy_names(
+    "embershard",
+    {
+        "cache.config": ["CacheConfig"],
+        "cache.statistics": ["TableStats"],
+        "frequency.profile": ["FrequencyProfile"],
+        "pipeline": ["LookAheadPipeline"],
+        "sharding.torchrec": [
+            "CachedEmbeddingBagCollectionSharder",
+            "CachedEmbeddingCollectionSharder",
+            "cache_stats",
+            "flush",
+            "host_rows_changed",
+            "plan_sharding",
+        ],
+    },
+)

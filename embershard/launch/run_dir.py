@@ -38,7 +38,13 @@ def default_run_dir(config: Path) -> Path:
 
 
 def check_run_dir(folder: Path, *, resume: bool) -> None:
-    """Raise `ConfigError` when `folder` holds a run that the new one does not resume."""
+    """Raise `ConfigError` when `folder` holds a run that the new one does not resume, or its name is not UTF-8."""
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"--run-dir {str(folder)!r} is not UTF-8, as TensorBoard needs. Choose another name."
+        ) from error
     if not resume and (folder / METRICS).exists():
         raise ConfigError(f"{folder} holds a run already. Use another --run-dir, or --resume to continue it.")
 

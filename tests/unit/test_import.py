@@ -28,6 +28,11 @@ def test_the_import_is_light(module: str, project_dir: Path):
     assert modules_after(f"import {module}", project_dir) & HEAVY == set()
 
 
+def test_the_command_line_answers_ctrl_c_at_once(project_dir: Path):
+    """It handles Ctrl-C from there on, while a command loads its libraries."""
+    assert modules_after("import embershard.launch.cli", project_dir) & {*HEAVY, "torch", "numpy", "numba"} == set()
+
+
 @pytest.mark.slow
 def test_a_rank_imports_no_metrics_before_its_first_step(project_dir: Path):
     assert (

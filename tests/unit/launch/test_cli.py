@@ -140,6 +140,7 @@ _GLOBAL_BATCH = ("--set", "train.batch_size=none", "--set", "train.global_batch_
             [*("--config", QUICK, "--nproc", "3"), *_GLOBAL_BATCH],
             "train.global_batch_size: got 1000, needed a multiple of the 3 ranks, for instance 999.",
         ),
+        (["--config", QUICK, "--run-dir", "a\udcffb"], r"--run-dir 'a\udcffb' is not UTF-8, as TensorBoard needs."),
         (["--config", QUICK, "--resume"], "--resume needs --run-dir"),
         (["--config", QUICK, "--allow-change", "data.seed"], "--allow-change has no effect without --resume"),
         (["--config", QUICK, "--run-dir", "x", "--resume", "--allow-change", "data.sed"], "Did you mean data.seed?"),

@@ -94,7 +94,9 @@ def test_files_are_few_and_their_failure_is_no_other_failure(ranks, tmp_path, mo
     said = [kept.keep(step, 0, batch, [math.nan]) for step in range(1, MOST_FILES + 2)]
     files = tmp_path / "non_finite"
     assert said[-2:] == [f" Its batch is in {files}/step_{MOST_FILES}_rank_0.pt.", " Its batch was not kept."]
-    assert kept.keep(99, 1, None, [0.5, math.nan]) == f" Its batch is in {files}/step_99_rank_1.pt."
+    with monkeypatch.context() as two_ranks:
+        two_ranks.setattr(Ranks, "all_gather_objects", lambda _, own: [own, " Rank 1's."])
+        assert kept.keep(99, 1, batch, [math.nan, math.nan]) == " Rank 1's.", "only that rank knows"
     monkeypatch.setattr(Path, "mkdir", _no_space)
     said = [KeptBatches(tmp_path / "checkpoints", ranks).keep(3, 0, batch, [math.nan])]
     assert said == [f" Its batch could not be written to {files}/step_3_rank_0.pt (No space left on device)."]
@@ -157,4 +159,4 @@ def test_a_skipped_batch_is_recorded(ranks, tmp_path):
     record.close()
     lines = (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()
     assert '{"kind": "skipped_batch", "step": 2, "reason": "Step 3: the loss of rank 0 is nan."}' in lines
-    assert make_result(trainer, None, None, None, None)["skipped_batches"] == 1
+    assert make_result(trainer, None, None, None, None, {})["skipped_batches"] == 1
