@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from embershard.errors import ConfigError
-from embershard.launch.config import METRICS
+from embershard.launch.config import CHECKPOINTS, METRICS
 
 _NO_ID = "none"  # torchrun's default
 _held_locks: list[TextIO] = []  # open for as long as the process lives
@@ -35,8 +35,8 @@ def default_run_dir(config: Path) -> Path:
 
 
 def check_run_dir(folder: Path, *, resume: bool) -> None:
-    """Raise `ConfigError` when `folder` holds a run that the new one does not resume."""
-    if not resume and (folder / METRICS).exists():
+    """Raise `ConfigError` when `folder` holds a run, or its checkpoints, that the new one does not resume."""
+    if not resume and ((folder / METRICS).exists() or any((folder / CHECKPOINTS).glob("step_*"))):
         raise ConfigError(f"{folder} holds a run already. Use another --run-dir, or --resume to continue it.")
 
 
