@@ -24,7 +24,7 @@ class KeptBatches:
     """
 
     def __init__(self, checkpoints: Path, ranks: Ranks) -> None:
-        self._checkpoints, self._rank = checkpoints, ranks.rank
+        self._checkpoints, self._ranks = checkpoints, ranks
         self._last_step = self._repeats = self._num_files = 0
 
     def keep(self, step: int, named_rank: int, batch: Batch | None, losses: list[float]) -> str:
@@ -33,27 +33,31 @@ class KeptBatches:
         A step is repeated with the next batch where one was skipped: its files are numbered.
 
         Returns:
-            A sentence with the file of `named_rank`. It begins with a space.
+            A sentence of `named_rank` about its file, the same on all ranks. It begins with a space.
         """
+        return self._ranks.all_gather_objects(self._keep(step, batch, losses))[named_rank]
+
+    def _keep(self, step: int, batch: Batch | None, losses: list[float]) -> str:
         self._repeats = self._repeats + 1 if step == self._last_step else 1
         self._last_step = step
-        if batch is not None and self._num_files < MOST_FILES:
-            try:
-                self._write(self._path(step, self._rank), step, batch, losses)
-                self._num_files += 1
-            except OSError as error:
-                return f" Its batch could not be written to {self._path(step, self._rank)} ({error.strerror})."
-        path = self._path(step, named_rank)
-        return f" Its batch is in {path}." if batch is None or path.exists() else " Its batch was not kept."
+        if batch is None or self._num_files >= MOST_FILES:
+            return " Its batch was not kept."
+        path = self._path(step)
+        try:
+            self._write(path, step, batch, losses)
+        except OSError as error:
+            return f" Its batch could not be written to {path} ({error.strerror})."
+        self._num_files += 1
+        return f" Its batch is in {path}."
 
     def newest_checkpoint(self) -> str:
         """Return a sentence with the newest complete checkpoint. It begins with a space."""
         complete = complete_checkpoints(self._checkpoints)
         return f" The newest checkpoint is {complete[-1]}." if complete else " There is no checkpoint."
 
-    def _path(self, step: int, rank: int) -> Path:
+    def _path(self, step: int) -> Path:
         again = f"_batch_{self._repeats}" if self._repeats > 1 else ""
-        return self._checkpoints.parent / FOLDER / f"step_{step}{again}_rank_{rank}.pt"
+        return self._checkpoints.parent / FOLDER / f"step_{step}{again}_rank_{self._ranks.rank}.pt"
 
     def _write(self, path: Path, step: int, batch: Batch, losses: list[float]) -> None:
         ids = batch.sparse_features.to(torch.device("cpu"))
@@ -62,7 +66,7 @@ class KeptBatches:
             torch.save(
                 {
                     "step": step,
-                    "rank": self._rank,
+                    "rank": self._ranks.rank,
                     "losses": losses,
                     "features": ids.keys(),
                     "dense_features": batch.dense_features.cpu(),
