@@ -30,8 +30,8 @@ class CheckpointConfig:
     end of training is waited for."""
 
     on_failed_save: Literal["stop", "continue"] = "stop"
-    """When a save fails, for instance on a full disk: stop, or train on and try again at the next one. The save at the
-    end of training always stops."""
+    """When a save fails, for instance on a full disk: stop, or train on and try again at the next one. When the
+    save at the end of training fails, "continue" still evaluates and writes the result; the exit code is 1."""
 
     def __post_init__(self) -> None:
         for name in ("every_steps", "keep_last"):
@@ -47,13 +47,14 @@ class CheckpointConfig:
             if is_set and self.every_steps is None:
                 raise ConfigError(f"checkpoint.{name} has no effect without checkpoint.every_steps.")
 
-    def saves_last(self, is_stopped: bool) -> bool:
-        """Return whether a run saves after its last step; `is_stopped`: a signal ended it.
+    def saves_last(self, step: int, is_stopped: bool) -> bool:
+        """Return whether a run saves after its last step, `step`; `is_stopped`: a signal ended it.
 
-        >>> CheckpointConfig(every_steps=10, at_end=False).saves_last(is_stopped=True)
-        True
+        >>> saving = CheckpointConfig(every_steps=10, at_end=False)
+        >>> saving.saves_last(15, is_stopped=True), saving.saves_last(15, is_stopped=False)
+        (True, False)
         """
-        return self.at_end or (is_stopped and self.every_steps is not None)
+        return self.at_end or (self.every_steps is not None and (is_stopped or step % self.every_steps == 0))
 
     def num_saves(self, steps: int) -> int:
         """Return the number of checkpoints that a run of `steps` writes.

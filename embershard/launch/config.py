@@ -33,7 +33,7 @@ from embershard.errors import ConfigError
 C = TypeVar("C")
 
 #: Files in the folder of a run.
-RUN_CONFIG, METRICS = "config.toml", "metrics.jsonl"
+RUN_CONFIG, METRICS, CHECKPOINTS = "config.toml", "metrics.jsonl", "checkpoints"
 
 
 def load_config(cls: type[C], path: Path, overrides: Sequence[str] = ()) -> C:

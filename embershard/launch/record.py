@@ -59,7 +59,8 @@ class RunRecord:
         folder.mkdir(parents=True, exist_ok=True)
         with naming_file(folder / RUN_CONFIG):
             (folder / RUN_CONFIG).write_text(to_toml(config), encoding="utf-8")
-        (folder / "plan.json").unlink(missing_ok=True)  # an earlier part of the run may have had one
+        for earlier in ("plan.json", _RESULT):  # an earlier part of the run may have had them
+            (folder / earlier).unlink(missing_ok=True)
         if plan is not None:
             plan.save(folder / "plan.json")
         metrics = folder / METRICS

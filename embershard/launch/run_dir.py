@@ -12,7 +12,7 @@ from typing import TextIO
 import psutil
 
 from embershard.errors import ConfigError, naming_file
-from embershard.launch.config import METRICS
+from embershard.launch.config import CHECKPOINTS, METRICS
 
 _NO_ID = "none"  # torchrun's default
 _RESUMED_BY = ".resumed_by"
@@ -38,14 +38,15 @@ def default_run_dir(config: Path) -> Path:
 
 
 def check_run_dir(folder: Path, *, resume: bool) -> None:
-    """Raise `ConfigError` when `folder` holds a run that the new one does not resume, or its name is not UTF-8."""
+    """Raise `ConfigError` when `folder` holds a run, or its checkpoints, that the new one does not resume, or its name is
+    not UTF-8."""
     try:
         str(folder).encode()
     except UnicodeEncodeError as error:
         raise ConfigError(
             f"--run-dir {str(folder)!r} is not UTF-8, as TensorBoard needs. Choose another name."
         ) from error
-    if not resume and (folder / METRICS).exists():
+    if not resume and ((folder / METRICS).exists() or any((folder / CHECKPOINTS).glob("step_*"))):
         raise ConfigError(f"{folder} holds a run already. Use another --run-dir, or --resume to continue it.")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from itertools import chain
 from typing import Literal
 
@@ -43,6 +44,13 @@ class BadRowCount:
     def add(self, stream: BatchStream, split: Split) -> None:
         """Take the counts of what `stream` gave since it was last added."""
         self._new.append((split, stream.num_samples, stream.bad_rows.take()))
+
+    def count(self, stream: BatchStream, step: int) -> Iterator[BadRowsReport]:
+        """Add the training stream, yield the report if there is one, and `check`. Collective."""
+        self.add(stream, "train")
+        if (report := self.report(step)) is not None:
+            yield report
+        self.check()
 
     def report(self, step: int) -> BadRowsReport | None:
         """Return the bad rows that all ranks added since the last report, if there are any. Collective."""

@@ -146,11 +146,16 @@ def refusal(found: Sequence[Change]) -> str:
     rows = [("setting", "saved", "now"), *((change.key, change.saved, change.now) for change in found)]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     table = [f"  {key:{widths[0]}}  {saved:{widths[1]}}  {now}" for key, saved, now in rows]
-    back = [f"--set {change.key}={change.saved}" for change in found if change.key not in _FILES]
+    back = [_set_back(change) for change in found if change.key not in _FILES]
     back += ["the files that it trained on"] if any(change.key in _FILES for change in found) else []
     allowed = [f"--allow-change {key}" for key in dict.fromkeys(change.key for change in found)]
     advice = f"Set back what should not change ({', '.join(back)}), or allow it: {' '.join(allowed)}"
     return "\n".join([*table, advice])
+
+
+def _set_back(change: Change) -> str:
+    alone = "--set train.batch_size=none " if change.key == BATCH else ""  # one of the two decides
+    return f"{alone}--set {change.key}={change.saved}"
 
 
 def _value(config: RunConfig, key: str) -> Any:

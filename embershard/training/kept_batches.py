@@ -33,16 +33,16 @@ class KeptBatches:
         A step is repeated with the next batch where one was skipped: its files are numbered.
 
         Returns:
-            A sentence with the file of `named_rank`, the same on all ranks. It begins with a space.
+            A sentence of `named_rank` about its file, the same on all ranks. It begins with a space.
         """
+        return self._ranks.all_gather_objects(self._keep(step, batch, losses))[named_rank]
+
+    def _keep(self, step: int, batch: Batch | None, losses: list[float]) -> str:
         self._repeats = self._repeats + 1 if step == self._last_step else 1
         self._last_step = step
-        said = "" if batch is None else self._keep(self._path(step), step, batch, losses)
-        return self._ranks.all_gather_objects(said)[named_rank]
-
-    def _keep(self, path: Path, step: int, batch: Batch, losses: list[float]) -> str:
-        if self._num_files >= MOST_FILES:
+        if batch is None or self._num_files >= MOST_FILES:
             return " Its batch was not kept."
+        path = self._path(step)
         try:
             self._write(path, step, batch, losses)
         except OSError as error:

@@ -45,6 +45,9 @@ class MemoryChanges:
                 yield (
                     f"--set cache.host=mmap --set cache.host_dir=FOLDER, on a disk with {size(needs.disk_bytes)} free"
                 )
+        depths = config.look_ahead
+        if config.lookahead > depths.prefetch and (most := self._most(self._with_lookahead, depths.lookahead)):
+            yield f"--set look_ahead.lookahead={self._with_lookahead(most).lookahead}"
         if self._plan is not None:
             return
         if cache.device_bytes is None and (ratio := self._most(self._with_ratio, cache.slot_ratio or 1.0)):
@@ -97,6 +100,11 @@ class MemoryChanges:
 
     def _with_ratio(self, ratio: float) -> RunConfig:
         return replace(self._config, cache=replace(self._config.cache, enabled=True, ratio=ratio))
+
+    def _with_lookahead(self, lookahead: float) -> RunConfig:
+        depths = self._config.look_ahead
+        known = max(depths.prefetch, int(lookahead))
+        return replace(self._config, look_ahead=replace(depths, lookahead=known))
 
     def _with_scale(self, scale: float) -> RunConfig:
         data = self._config.data

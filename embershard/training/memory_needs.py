@@ -123,8 +123,9 @@ def _host_bytes(shards: Sequence[PlacedShard], settings: MemorySettings) -> Coun
 
 def _settings(config: RunConfig, ranks: RanksHere) -> MemorySettings:
     depths, batch_size = config.look_ahead, config.train.rank_batch_size(ranks.world_size)
+    known = min(config.lookahead, config.train.max_steps or config.lookahead)  # no batch after the last step
     policy = config.cache.policy_for(config.has_profile and config.cache.enabled)
-    return MemorySettings(policy, config.lookahead, depths.prefetch, batch_size, config.cache.slot_map, ranks.device)
+    return MemorySettings(policy, known, depths.prefetch, batch_size, config.cache.slot_map, ranks.device)
 
 
 def _even_plan(config: RunConfig, model: ModelSize, ranks: RanksHere) -> Plan:

@@ -66,7 +66,7 @@ def resume_run(
                 checkpoint, allow_unverified=allow_unverified, allow_changes=allow_changes
             )
         except InvalidCheckpointError as error:
-            skipped.append(str(error))
+            skipped.append(str(error).removesuffix("."))
             continue
         after = ranks.from_first(lambda: set_aside(folder, trainer.steps))
         return Resumed(checkpoint, is_verified, tuple(skipped), tuple(after), comparison)

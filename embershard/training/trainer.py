@@ -135,29 +135,41 @@ class Trainer:
                 yield skipped
                 continue
             self.step_seconds.append(time.perf_counter() - started)
-            if every(config.train.log_every) or self.steps == self.total_steps:
+            is_last = self.steps == self.total_steps
+            if every(config.train.log_every) or is_last:
                 yield self.report()
-                yield from self._input_failure.watch(self._count_bad_rows())
-            if every(config.train.eval_every):
-                evaluated = self.steps
-                yield from self._evaluation()
-            if self.checkpoints and every(config.checkpoint.every_steps):
+                yield from self._input_failure.watch(self.bad_rows.count(self.stream, self.steps))
+            if self.checkpoints and every(config.checkpoint.every_steps) and not is_last:
                 yield from self._saves.start(self.steps, self._prepare_save)
                 self.supervision.agree(self.ranks)  # a step more would need another save
+            if every(config.train.eval_every) and not is_last:
+                evaluated = self.steps
+                yield from filter(None, [self.evaluate()])
             yield from self._saves.finished()
         yield from self._saves.last()
         if self.steps > self._reported_steps:
             yield self.report()
-        if config.holds_out and evaluated != self.steps:
-            yield from self._evaluation()
-        yield from self._input_failure.watch(self._count_bad_rows())
-        is_saved = self._saves.saved_step == self.steps
-        is_stopped = self.supervision.must_stop
-        if self.checkpoints and config.checkpoint.saves_last(is_stopped) and not is_saved and self.step_seconds:
-            yield self.save()
-        if is_stopped:
+        try:
+            yield from self._save_at_end()  # before the evaluation, in which a rank may die
+        except FailedSaveError:
+            if config.checkpoint.on_failed_save == "continue":
+                yield from self._last_evaluation(evaluated)
+            raise
+        yield from self._last_evaluation(evaluated)
+        yield from self._save_at_end()  # where a signal that came meanwhile asks for it
+        if self.supervision.must_stop:
             path = self.checkpoints / f"step_{self.steps}" if self.checkpoints else None
             yield StopReport(self.steps, path if path and path.exists() else None)
+
+    def _last_evaluation(self, evaluated: int) -> Iterator[Report]:
+        if self.config.holds_out and evaluated != self.steps:
+            yield from filter(None, [self.evaluate()])
+        yield from self._input_failure.watch(self.bad_rows.count(self.stream, self.steps))
+
+    def _save_at_end(self) -> Iterator[SaveReport]:
+        is_due = self.config.checkpoint.saves_last(self.steps, self.supervision.must_stop)
+        if self.checkpoints and is_due and self._saves.saved_step != self.steps and self.step_seconds:
+            yield self.save()
 
     @property
     def upcoming(self) -> Steps:
@@ -217,11 +229,6 @@ class Trainer:
             sent_bytes=self.traffic_reader.since_last().over(len(seconds) * self.ranks.world_size),
         )
 
-    def _evaluation(self) -> Iterator[EvalReport]:
-        report = self.evaluate()
-        if report is not None:
-            yield report
-
     @counted_as_other()
     def evaluate(self) -> EvalReport | None:
         """Return the quality on the held-out part: each sample counts once, with any number of ranks.
@@ -255,13 +262,6 @@ class Trainer:
         return self.state.prepare_save(
             self.checkpoints, self.run_id, self.steps, self.samples, self.upcoming.state, copy_bytes
         )
-
-    def _count_bad_rows(self) -> Iterator[Report]:
-        self.bad_rows.add(self.stream, "train")
-        report = self.bad_rows.report(self.steps)
-        if report is not None:
-            yield report
-        self.bad_rows.check()
 
     def _save_at_failure(self) -> Iterator[Report]:
         try:

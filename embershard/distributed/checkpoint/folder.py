@@ -60,7 +60,13 @@ def prune(folder: Path, step: int, keep_last: int) -> list[str]:
 
 
 def remove(checkpoint: Path) -> None:
-    """Remove a checkpoint. If this is interrupted, no part of it has the name of a complete one."""
+    """Remove a checkpoint. If this is interrupted, no part of it has the name of a complete one.
+
+    Of a symbolic link, the link is removed, and what it leads to stays.
+    """
+    if checkpoint.is_symlink():
+        checkpoint.unlink()
+        return
     if step_of(checkpoint) is None:
         shutil.rmtree(checkpoint)
         return

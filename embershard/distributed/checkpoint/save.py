@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from embershard.distributed.checkpoint.folder import PARTIAL, leftovers, prune, 
 from embershard.distributed.checkpoint.load import SCALARS, causes
 from embershard.distributed.checkpoint.manifest import MANIFEST, Manifest
 from embershard.distributed.process_group import Ranks
-from embershard.errors import CheckpointError, FailedSaveError
+from embershard.errors import CheckpointError, FailedSaveError, os_problem
 
 
 def save_checkpoint(
@@ -32,6 +33,8 @@ def save_checkpoint(
     run_id: str,
 ) -> Path:
     """Write `folder/step_<step>`, then remove the oldest complete checkpoints. Every rank calls it.
+
+    One that cannot be removed is a warning: the run does not end for it.
 
     Files and folders are synced before the checkpoint gets its name, and older ones go only after that.
 
@@ -120,10 +123,12 @@ def _prune(folder: Path, step: int, keep_last: int) -> None:
     try:
         prune(folder, step, keep_last)
     except OSError as error:
-        raise CheckpointError(
-            f"step {step} was saved, but older checkpoints in {folder} could not be removed ({error.strerror}). Remove "
-            "them, or change the folder's permissions."
-        ) from error
+        warnings.warn(
+            f"step {step} was saved, but older checkpoints could not be removed: {os_problem(error, folder)} The next "
+            "save tries it again.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def without_empty(tensors: Any) -> Any:

@@ -98,7 +98,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 def _checkpoints(run_dir: Path) -> Path:
     """Return the folder of the checkpoints, given the run's or itself."""
-    from embershard.launch.train.command import CHECKPOINTS
+    from embershard.launch.config import CHECKPOINTS
 
     folder = run_dir / CHECKPOINTS if (run_dir / CHECKPOINTS).is_dir() else run_dir
     if not any(folder.glob("step_*")):

@@ -19,9 +19,9 @@ from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from embershard.distributed import Ranks, Supervision, is_lost_connection, process_group
-from embershard.errors import EmbershardError, StepError, os_problem
+from embershard.errors import EmbershardError, FailedSaveError, StepError, os_problem
 from embershard.launch.arguments import NEWEST, add_run_arguments, check_resume
-from embershard.launch.config import load_config
+from embershard.launch.config import CHECKPOINTS, load_config
 from embershard.launch.ranks.stop_signals import stop_code, stop_training_on_signals
 from embershard.launch.record import RunRecord, has_result, make_result
 from embershard.launch.run_dir import (
@@ -39,8 +39,6 @@ from embershard.training.config import RunConfig
 from embershard.training.reports import EvalReport, Report, TrainReport
 from embershard.training.resume import resume_run
 from embershard.training.trainer import Trainer
-
-CHECKPOINTS = "checkpoints"
 
 
 def same_run_command(arguments: argparse.Namespace, num_ranks: int | None) -> str:
@@ -148,9 +146,15 @@ def train_run(
     with outputs_of_first as outputs:
         ranks.barrier()  # the first one made its files: a signal finds all ranks before the training, or all in it
         supervision.is_training = True
-        for report in trainer.train():
-            if outputs is not None:
-                outputs.add(report)
+        failed_save: FailedSaveError | None = None
+        try:
+            for report in trainer.train():
+                if outputs is not None:
+                    outputs.add(report)
+        except FailedSaveError as error:
+            if config.checkpoint.on_failed_save == "stop" or supervision.must_stop:
+                raise
+            failed_save = error  # that at the end: the result is not lost with it
         trainer.close()
         if supervision.must_stop:
             say(console, f"Go on with:    {go_on}")
@@ -160,6 +164,8 @@ def train_run(
         sent_bytes = trainer.traffic_reader.totals()
         if outputs is not None:
             outputs.finish(cache, look_ahead, sent_bytes, same_run)
+    if failed_save is not None:
+        raise failed_save
 
 
 class _Outputs:

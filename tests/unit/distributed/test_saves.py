@@ -150,6 +150,27 @@ def test_pruning_keeps_what_is_newer(tmp_path):
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["step_2", "step_3", "step_999"]
 
 
+def test_a_checkpoint_elsewhere_loses_its_link_only(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "step_1").symlink_to("elsewhere")
+    (tmp_path / "step_2").mkdir()
+    assert prune(tmp_path, step=2, keep_last=1) == ["step_1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "step_2"]
+
+
+def test_old_checkpoints_that_stay_do_not_end_the_run(tmp_path, ranks, monkeypatch):
+    checkpoints.save(tmp_path, 1, ranks, keep_last=1)
+    monkeypatch.setattr(folder.shutil, "rmtree", _not_permitted)
+    with pytest.warns(RuntimeWarning, match=r"step 2 was saved, but .* removed: .*: Not permitted\. Change its perm"):
+        checkpoints.save(tmp_path, 2, ranks, keep_last=1)
+    assert "step_2" in {path.name for path in complete_checkpoints(tmp_path)}
+
+
+def _not_permitted(path: Path, ignore_errors: bool = False) -> None:
+    if not ignore_errors:
+        raise PermissionError(13, "Not permitted", str(path))
+
+
 def test_setting_aside_twice_keeps_both(tmp_path):
     for _ in range(2):
         (tmp_path / "step_5").mkdir()

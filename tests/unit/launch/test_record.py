@@ -22,8 +22,8 @@ from embershard.data.bad_rows import BadRow
 from embershard.distributed import Ranks
 from embershard.distributed.traffic import SentBytes
 from embershard.errors import ConfigError
-from embershard.launch.record import RunRecord, make_result, steady_steps
-from embershard.launch.run_dir import lock_run_dir
+from embershard.launch.record import RunRecord, has_result, make_result, steady_steps
+from embershard.launch.run_dir import check_run_dir, lock_run_dir
 from embershard.launch.train.progress import ProgressDisplay, closing_table, eval_line, train_line
 from embershard.launch.versions import git_commit, versions
 from embershard.training.cache_report import summed
@@ -112,6 +112,15 @@ def test_a_resumed_run_writes_on_from_its_checkpoint(tmp_path: Path):
     assert list(tmp_path.glob("events.out.tfevents.*"))
 
 
+def test_a_resumed_run_has_no_result_until_it_ends(tmp_path: Path):
+    record = RunRecord(tmp_path, RunConfig(), None)
+    record.finish({"steps": 60})
+    record.close()
+    assert has_result(tmp_path, 60)
+    RunRecord(tmp_path, RunConfig(), 50).close()
+    assert not has_result(tmp_path, 60), "the result of the steps that were trained before"
+
+
 def test_damaged_lines_are_kept_aside_and_the_rest_stays(tmp_path: Path):
     record = RunRecord(tmp_path, RunConfig(), None)
     for step in (1, 2, 3):
@@ -144,6 +153,13 @@ def test_another_run_is_not_overwritten(tmp_path: Path):
     RunRecord(tmp_path, RunConfig(), None).close()
     with pytest.raises(ConfigError, match=r"holds a run already.*--resume"):
         RunRecord(tmp_path, RunConfig(), None)
+
+
+def test_checkpoints_alone_are_a_run_too(tmp_path: Path):
+    (tmp_path / "checkpoints" / "step_5").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"holds a run already.*--resume"):
+        check_run_dir(tmp_path, resume=False)
+    check_run_dir(tmp_path, resume=True)
 
 
 def test_plain_lines_when_not_a_terminal():

@@ -15,11 +15,12 @@ import pytest
 from embershard.cache import CacheConfig
 from embershard.data import CriteoConfig, DataConfig
 from embershard.data.fingerprint import FileIdentity
+from embershard.decoding import decode
 from embershard.distributed import CheckpointConfig, Ranks, complete_checkpoints, process_group
 from embershard.errors import CheckpointError, ConfigError
-from embershard.launch.config import describe
+from embershard.launch.config import apply_override, describe
 from embershard.training.config import RunConfig, TrainConfig
-from embershard.training.identity import BATCH, COMPARED, COMPARED_AS, FREE, check_keys, identity_of
+from embershard.training.identity import BATCH, COMPARED, COMPARED_AS, FREE, Change, check_keys, identity_of, refusal
 from embershard.training.optimizers import DenseOptimizerConfig, ScheduleConfig
 from embershard.training.trainer import Trainer
 from tests.unit.distributed.checkpoints import make_manifest_right
@@ -141,6 +142,15 @@ def test_only_what_was_allowed_may_change(ranks, original):
     assert "data.shuffle" not in str(refused.value)
     assert "--set schedule.warmup_steps=5" in str(refused.value)
     trainer.close()
+
+
+def test_the_advice_for_another_batch_is_accepted():
+    advice = refusal([Change(BATCH, "128", "64")])
+    values: dict[str, Any] = {"train": {"batch_size": 32}}
+    for override in re.findall(r"--set (\S+?=\w+)", advice):
+        apply_override(RunConfig, values, override)
+    train = decode(RunConfig, values).train
+    assert (train.batch_size, train.global_batch_size) == (None, 128)
 
 
 def test_a_change_is_remembered_by_the_checkpoints_after_it(ranks, original, tmp_path):

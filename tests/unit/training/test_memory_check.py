@@ -64,7 +64,7 @@ def refusal(*settings: str, **arguments: Any) -> str:
 def changes_in(message: str) -> list[list[str]]:
     """Return the settings of each change that a message proposes."""
     proposed = message.partition("Each of these fits: ")[2].split("; ")
-    return [found for change in proposed if (found := re.findall(r"--set ([\w.]+=[\w.]+)", change))]
+    return [found for change in proposed if (found := re.findall(r"--set ([\w.]+=[\w.]*\w)", change))]
 
 
 def test_what_fits_exactly_is_accepted():
@@ -124,6 +124,15 @@ def test_proposed_changes_fit(settings, machine, ranks, expected):
         ):  # two digits: a tenth more is too much
             with pytest.raises(ConfigError):
                 check(*settings, f"{key}={1.11 * float(value)}", *change[1:], machine=machine, ranks=ranks)
+
+
+def test_batches_known_ahead_may_be_what_does_not_fit():
+    far = ("data.synthetic.scale=0.001", "look_ahead.lookahead=100000000")
+    message = refusal(*far, machine=limits(3.0))
+    [known] = [change for change in changes_in(message) if change[0].startswith("look_ahead.lookahead=")]
+    assert int(known[0].partition("=")[2]) > 64
+    assert check(*far, *known, machine=limits(3.0)) == ""
+    assert check(*far, "train.max_steps=60", machine=limits(3.0)) == "", "no batch comes after the last step"
 
 
 def test_machines_and_rows_of_files_are_proposed():

@@ -71,6 +71,7 @@ def test_the_run_after_a_fallback_is_the_run(trainer, whole):
     assert resumed.checkpoint == folder / "step_6"
     skipped = [Path(text.partition(": ")[0]).name for text in resumed.skipped]
     assert skipped == ["step_999", "step_18", "step_12"]
+    assert not any(text.endswith(".") for text in resumed.skipped), "the sentence goes on"
     rest = [report for report in trainer.train() if isinstance(report, TrainReport)]
     assert losses(rest) == {step: loss for step, loss in whole[1].items() if step > 6}
     names = sorted(path.name for path in folder.iterdir())

@@ -63,19 +63,19 @@ def losses(reports: list[Report]) -> dict[int, float]:
 
 
 def test_reports_come_when_they_are_due(ranks, tmp_path):
-    train = TrainConfig(batch_size=100, epochs=2, log_every=4, eval_every=9)
+    train = TrainConfig(batch_size=100, epochs=2, log_every=4, eval_every=3)
     checkpoint = CheckpointConfig(every_steps=6, at_end=False, asynchronous=False)
     reports = run(make_config(train=train, checkpoint=checkpoint), ranks, tmp_path)
     said = [(type(report), report.step) for report in reports]
     assert said == [
-        (TrainReport, 4), (SaveReport, 6), (TrainReport, 8), (EvalReport, 9), (TrainReport, 12),
-        (SaveReport, 12),
-        (TrainReport, 16), (TrainReport, 18), (EvalReport, 18), (SaveReport, 18),
+        (EvalReport, 3), (TrainReport, 4), (SaveReport, 6), (EvalReport, 6), (TrainReport, 8), (EvalReport, 9),
+        (TrainReport, 12), (SaveReport, 12), (EvalReport, 12),
+        (EvalReport, 15), (TrainReport, 16), (TrainReport, 18), (SaveReport, 18), (EvalReport, 18),
     ]  # fmt: skip
     last = [report for report in reports if isinstance(report, TrainReport)][-1]
     assert (last.epoch, last.samples) == (1, 1800)
     assert 0 < last.hit_rate_unique < 1  # of the last batch; that of the one before came in before the last report
-    assert 0 < reports[0].hit_rate_unique < reports[0].hit_rate_lookups < 1
+    assert 0 < reports[1].hit_rate_unique < reports[1].hit_rate_lookups < 1
     assert all(report.quality.samples == 100 for report in reports if isinstance(report, EvalReport))
 
 
@@ -253,13 +253,17 @@ def test_training_goes_on_after_a_failed_save_if_asked(ranks, tmp_path, monkeypa
     config = make_config(checkpoint=CheckpointConfig(**saving))
     whole = run(config, ranks, tmp_path / "a")
     monkeypatch.setattr("embershard.training.run_state.save_checkpoint", _without_space)
-    reports = run(config, ranks, tmp_path / "b")
+    reports: list[Report] = []
+    with pytest.raises(FailedSaveError, match="no space"):  # at the end
+        reports.extend(Trainer(config, ranks, tmp_path / "b").train())
     assert losses(reports) == losses(whole)
     failed = [report for report in reports if isinstance(report, FailedSaveReport)]
-    assert [(report.step, report.reason) for report in failed] == [(6, "no space"), (12, "no space"), (18, "no space")]
-    for changes in ({"on_failed_save": "stop"}, {"at_end": True}):  # at the end there is nothing to go on for
-        with pytest.raises(FailedSaveError, match="no space"):
-            run(make_config(checkpoint=CheckpointConfig(**{**saving, **changes})), ranks, tmp_path / "b")
+    assert [(report.step, report.reason) for report in failed] == [(6, "no space"), (12, "no space")]
+    assert reports[-1].step == 18
+    assert isinstance(reports[-1], EvalReport)
+    stopping = make_config(checkpoint=CheckpointConfig(**{**saving, "on_failed_save": "stop"}))
+    with pytest.raises(FailedSaveError, match="no space"):
+        run(stopping, ranks, tmp_path / "b")
 
 
 def test_a_disk_without_space_is_found_before_the_model_is_built(ranks, tmp_path, monkeypatch):

@@ -1,0 +1,38 @@
+"""A whole run on one rank, in this process: its files, and how it ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embershard.distributed import CheckpointConfig, Supervision, process_group
+from embershard.errors import FailedSaveError
+from embershard.launch.train.command import train_run
+from embershard.training.config import RunConfig, TrainConfig
+from tests.unit.training.test_trainer import make_config
+
+
+def run(config: RunConfig, folder: Path, **changes: Any) -> None:
+    given = {"resume": None, "unverified": False, "changes": (), "same_run": "", "go_on": ""}
+    with process_group("cpu") as ranks:
+        train_run(config, ranks, folder, supervision=Supervision(), **{**given, **changes})
+
+
+def _without_space(*_: Any, **__: Any) -> None:
+    raise FailedSaveError("no space")
+
+
+@pytest.mark.parametrize("at_end", [True, False])
+def test_the_result_is_not_lost_with_the_last_checkpoint(tmp_path, monkeypatch, at_end, capsys):
+    monkeypatch.setattr("embershard.training.run_state.save_checkpoint", _without_space)
+    saving = CheckpointConfig(every_steps=3, at_end=at_end, on_failed_save="continue")
+    config = make_config(train=TrainConfig(batch_size=100, max_steps=6), checkpoint=saving)
+    with pytest.raises(FailedSaveError, match="no space"):
+        run(config, tmp_path)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["steps"] == 6
+    assert result["auc"] is not None
+    assert capsys.readouterr().out.count("no space") == 1, "that of step 3; the error tells of the last"
