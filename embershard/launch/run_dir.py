@@ -38,8 +38,8 @@ def default_run_dir(config: Path) -> Path:
 
 
 def check_run_dir(folder: Path, *, resume: bool) -> None:
-    """Raise `ConfigError` when `folder` holds a run, or its checkpoints, that the new one does not resume, or its name is
-    not UTF-8."""
+    """Raise `ConfigError` when `folder` holds a run, or its checkpoints, that the new one does not resume; or when its
+    name is not UTF-8."""
     try:
         str(folder).encode()
     except UnicodeEncodeError as error:
