@@ -3,8 +3,8 @@
     python -m tests.faults.endurance [--steps N] [--saves N] [--restarts N]
 
 Half of the steps are trained in short runs, each resumed from the last checkpoint of the one before; the other half in
-one long run. Looked at, from outside: memory, open files and threads of both ranks; files of the run's folder, of
-temporary folders and of shared memory; processes that are left.
+one long run. Looked at, from outside: memory, open files and threads of both ranks; files of the run's folder
+and temporary ones; processes that are left.
 """
 
 from __future__ import annotations
@@ -56,10 +56,11 @@ def endure(folder: Path, steps: int, saves: int, restarts: int) -> Iterator[str]
     """Train; yield what grew."""
     short, every = steps // 2 // restarts, steps // saves
     ends = [short * (number + 1) for number in range(restarts)] + [steps]
-    before, files_of_runs = _files_elsewhere(), []
+    temporary, temporary_files, files_of_runs = folder.with_name("temporary"), [], []
+    temporary.mkdir()
     for number, end in enumerate(ends):
         settings = (*_SETTINGS, f"train.max_steps={end}", f"checkpoint.every_steps={every}", f"train.log_every={every}")
-        run = Training(folder, *(["--resume"] if number else []), settings=settings)
+        run = Training(folder, *(["--resume"] if number else []), settings=settings, temporary=temporary)
         ranks: list[psutil.Process] = []
         usages = list(_watch(run, ranks))
         if run.process.returncode:
@@ -68,6 +69,7 @@ def endure(folder: Path, steps: int, saves: int, restarts: int) -> Iterator[str]
         if alive := still_alive(ranks):
             yield f"processes {alive} of the run to step {end} live on"
         files_of_runs.append(_kinds_of_files(folder))
+        temporary_files.append({path.name for path in temporary.iterdir()})
         _show(end, usages)
     if not usages:
         yield f"the run to step {steps} was never looked at"
@@ -75,8 +77,8 @@ def endure(folder: Path, steps: int, saves: int, restarts: int) -> Iterator[str]
         yield from _growth([usage for usage in rank if usage.step > ends[-2] + (steps - ends[-2]) // 2])
     if len({str(files) for files in files_of_runs[1:]}) > 1:
         yield f"files of the run: {files_of_runs[1]} after the first restart, {files_of_runs[-1]} at the end"
-    if left := sorted(_files_elsewhere() - before):
-        yield f"files left in temporary folders: {left[:5]}"
+    if left := sorted(temporary_files[-1] - temporary_files[0]):  # torch keeps a folder
+        yield f"temporary files are left: {left[:5]}"
 
 
 def _watch(run: Training, found: list[psutil.Process]) -> Iterator[list[Usage]]:
@@ -109,12 +111,6 @@ def _kinds_of_files(folder: Path) -> dict[str, int]:
     """Count the files of a run, without the events for TensorBoard: one more with every start."""
     names = [path.name for path in folder.rglob("*") if path.is_file() and "tfevents" not in path.name]
     return {name: names.count(name) for name in sorted(set(names))}
-
-
-def _files_elsewhere() -> set[str]:
-    """Files that a run could leave behind: in shared memory, and in the folder for temporary files."""
-    folders = (Path("/dev/shm"), Path(tempfile.gettempdir()))
-    return {str(path) for folder in folders if folder.is_dir() for path in folder.iterdir()}
 
 
 def _show(end: int, usages: list[list[Usage]]) -> None:

@@ -54,14 +54,19 @@ class Training:
         folder: of the run; what it prints goes to a file beside it.
         more: arguments.
         settings: of the run.
+        temporary: folder for temporary files; None: the system's.
     """
 
-    def __init__(self, folder: Path, *more: str, settings: Sequence[str] = _SETTINGS) -> None:
+    def __init__(
+        self, folder: Path, *more: str, settings: Sequence[str] = _SETTINGS, temporary: Path | None = None
+    ) -> None:
         self.folder, self._log = folder, folder.with_name(f"{folder.name}.log")
         words = ["--config", "examples/quickstart.toml", "--nproc", str(NUM_RANKS), "--run-dir", str(folder), *more]
         words += [word for text in settings for word in ("--set", text)]
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
         environment["PYTHONPATH"] = os.pathsep.join([str(PROJECT), environment.get("PYTHONPATH", "")])
+        if temporary is not None:
+            environment["TMPDIR"] = str(temporary)
         with self._log.open("a") as log:
             self._before = log.tell()
             self.process = subprocess.Popen(

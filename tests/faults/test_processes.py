@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from embershard.launch.ranks.hang_watch import waits_for_others
+from tests.faults.endurance import endure
 from tests.faults.processes import KINDS, SAVE_EVERY, STEPS, Fault, Training, still_alive
 
 pytestmark = pytest.mark.slow
@@ -50,3 +51,8 @@ def test_seeds_take_all_kinds_and_ranks_in_turn() -> None:
     faults = [Fault.of(seed) for seed in range(20)]
     assert {(fault.kind, fault.rank) for fault in faults} == {(kind, rank) for kind in KINDS for rank in (0, 1)}
     assert all(1 <= fault.step < STEPS for fault in faults)
+
+
+def test_a_short_endurance(tmp_path: Path) -> None:
+    """Files, processes and exit codes; whether memory grows takes more steps (`python -m tests.faults.endurance`)."""
+    assert list(endure(tmp_path / "run", steps=60, saves=6, restarts=1)) == []
