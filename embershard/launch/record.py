@@ -21,6 +21,7 @@ from embershard.launch.run_dir import check_run_dir
 from embershard.launch.versions import git_commit, versions
 from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
+from embershard.training.identity import global_batch
 from embershard.training.reports import (
     BadRowsReport,
     EvalReport,
@@ -171,14 +172,15 @@ def make_result(
     quality = {} if evaluation is None else dataclasses.asdict(evaluation.quality)
     config, ranks, plan = trainer.config, trainer.ranks, trainer.plan
     measured, is_steady = steady_steps(trainer.step_seconds, config.lookahead)
-    global_batch = config.train.rank_batch_size(ranks.world_size) * ranks.world_size
     p50, p95 = (float(v) * 1e3 for v in np.percentile(measured, [50, 95])) if measured else (None, None)
     return {
         "steps": trainer.steps,
         "measured_steps": len(trainer.step_seconds),
         "samples": trainer.samples,
         "skipped_batches": trainer.loss_monitor.num_skipped,
-        "samples_per_second": len(measured) * global_batch / sum(measured) if measured else None,
+        "samples_per_second": (
+            len(measured) * global_batch(config, ranks.world_size) / sum(measured) if measured else None
+        ),
         "step_ms": {"p50": p50, "p95": p95},
         "is_steady": is_steady,
         "loss": loss,

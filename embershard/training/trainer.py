@@ -27,6 +27,7 @@ from embershard.training.cache_report import CacheReader
 from embershard.training.comparison import Comparison
 from embershard.training.config import RunConfig
 from embershard.training.disk_needs import check_disk_for_run
+from embershard.training.identity import global_batch
 from embershard.training.kept_batches import KeptBatches
 from embershard.training.loss_monitor import LossMonitor
 from embershard.training.memory_check import check_memory_for_run
@@ -213,7 +214,6 @@ class Trainer:
     def report(self) -> TrainReport:
         """Return loss, AUC, speed, hit rate and bytes between ranks since the last report."""
         seconds = self.step_seconds[self._reported_steps - self.steps :]
-        global_batch = self.config.train.rank_batch_size(self.ranks.world_size) * self.ranks.world_size
         self._reported_steps = self.steps
         hits = self.cache_reader.since_last()
         return TrainReport(
@@ -222,7 +222,7 @@ class Trainer:
             samples=self.samples,
             loss=self.loss_monitor.mean(),
             auc=self.window.quality(self.ranks).auc,
-            samples_per_second=len(seconds) * global_batch / sum(seconds),
+            samples_per_second=len(seconds) * global_batch(self.config, self.ranks.world_size) / sum(seconds),
             hit_rate_unique=hits.hit_rate_unique,
             hit_rate_lookups=hits.hit_rate_lookups,
             learning_rate_factor=self._learning_rate_factor or 1.0,

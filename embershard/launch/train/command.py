@@ -36,6 +36,7 @@ from embershard.launch.train.progress import ProgressDisplay, closing_table
 from embershard.sharding.plan import Plan
 from embershard.training.cache_report import look_ahead_totals
 from embershard.training.config import RunConfig
+from embershard.training.identity import global_batch
 from embershard.training.reports import EvalReport, Report, TrainReport
 from embershard.training.resume import resume_run
 from embershard.training.trainer import Trainer
@@ -146,15 +147,7 @@ def train_run(
     with outputs_of_first as outputs:
         ranks.barrier()  # the first one made its files: a signal finds all ranks before the training, or all in it
         supervision.is_training = True
-        failed_save: FailedSaveError | None = None
-        try:
-            for report in trainer.train():
-                if outputs is not None:
-                    outputs.add(report)
-        except FailedSaveError as error:
-            if config.checkpoint.on_failed_save == "stop" or supervision.must_stop:
-                raise
-            failed_save = error  # that at the end: the result is not lost with it
+        failed_save = _train_and_report(trainer, outputs)
         trainer.close()
         if supervision.must_stop:
             say(console, f"Go on with:    {go_on}")
@@ -166,6 +159,19 @@ def train_run(
             outputs.finish(cache, look_ahead, sent_bytes, same_run)
     if failed_save is not None:
         raise failed_save
+
+
+def _train_and_report(trainer: Trainer, outputs: _Outputs | None) -> FailedSaveError | None:
+    """Train; return the failure of the save at the end, where the settings say that the result is not lost with it."""
+    try:
+        for report in trainer.train():
+            if outputs is not None:
+                outputs.add(report)
+    except FailedSaveError as error:
+        if trainer.config.checkpoint.on_failed_save == "stop" or trainer.supervision.must_stop:
+            raise
+        return error
+    return None
 
 
 class _Outputs:
@@ -243,7 +249,7 @@ def _announce(trainer: Trainer, console: Console, run_dir: Path) -> None:
         console,
         f"{config.model.arch}: {len(features)} tables with {sum(feature.num_rows for feature in features):,} rows of "
         f"dim {config.model.embedding_dim}; {ranks.world_size} ranks on {kind}; {trainer.total_steps:,} steps of "
-        f"{config.train.rank_batch_size(ranks.world_size) * ranks.world_size:,} samples; run folder {run_dir}",
+        f"{global_batch(config, ranks.world_size):,} samples; run folder {run_dir}",
         *trainer.source.notes,
         *notes,
     )
