@@ -17,6 +17,7 @@ from embershard.sharding.torchrec.bounds import check_bounds, rows_by_feature
 from embershard.sharding.torchrec.compat import as_keyed_jagged, supported
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.lookups import PERMUTED_SHARDINGS, POOLED_SHARDINGS, SEQUENCE_SHARDINGS
+from embershard.sharding.torchrec.replicated_tables import ReplicatedSharding, group_replicated, is_replicated
 from embershard.sharding.torchrec.rows_exchange import (
     RowsContext,
     RowsInput,
@@ -183,7 +184,7 @@ class CachedShardedEmbeddingBagCollection(_CachedModule, ShardedEmbeddingBagColl
     ) -> ShardingInfos:
         fused_params, spec = _without_spec(fused_params)
         infos = super().create_grouped_sharding_infos(module, params, prefix, fused_params, *rest)
-        return group_rows(_mark_cached(infos, spec), spec.rows_tables)
+        return group_replicated(group_rows(_mark_cached(infos, spec), spec.rows_tables))
 
     @classmethod
     def create_embedding_bag_sharding(
@@ -196,6 +197,8 @@ class CachedShardedEmbeddingBagCollection(_CachedModule, ShardedEmbeddingBagColl
     ) -> EmbeddingSharding:
         if isinstance(sharding_infos[0], RowsShardingInfo):
             return rows_sharding(sharding_infos, env, device, qcomm_codecs_registry)
+        if is_replicated(sharding_infos[0]):
+            return ReplicatedSharding(sharding_infos, env, device)
         sharding_type = sharding_infos[0].param_sharding.sharding_type
         if not any(has_spec(info.fused_params) for info in sharding_infos):
             return super().create_embedding_bag_sharding(

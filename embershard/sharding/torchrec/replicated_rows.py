@@ -6,7 +6,7 @@ all ranks then apply the same update to the same rows, and the copies stay equal
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,12 +29,22 @@ def look_up(table: SlotTable, slots: Tensor, group: dist.ProcessGroup | None) ->
     up in several tables in one order. Gradients are divided by the number of ranks, as TorchRec's are.
 
     Args:
-        table: of one feature, pooling by SUM.
+        table: made with :func:`trained_features`, pooling by SUM.
         slots: that this rank looks up; none is in twice.
         group: of the ranks; None: the default group.
     """
     anchor = torch.empty(0, device=slots.device, requires_grad=torch.is_grad_enabled())
     return _LookUp.apply(anchor, table, slots, group)  # type: ignore[no-any-return]
+
+
+def trained_features(table_of_feature: Sequence[int], fused_params: Mapping[str, Any]) -> list[int]:
+    """Return the features that FBGEMM is told of where it trains rows whose gradients were summed: one suffices.
+
+    On a CPU, FBGEMM's row-wise Adagrad applies weight decay to tables of several features only. With weight decay, an
+    empty second feature makes it do so here, too, if a table has several.
+    """
+    has_decay = bool(fused_params.get("weight_decay"))
+    return [0, 0] if has_decay and len(set(table_of_feature)) < len(table_of_feature) else [0]
 
 
 class _LookUp(torch.autograd.Function):
@@ -87,7 +97,7 @@ class ReplicatedRows(nn.Module):
         self._is_mean = pooling_mode == PoolingMode.MEAN
         self._is_alone = dist.get_world_size(group) == 1
         if not self._is_alone:
-            table_of_feature, pooling_mode = [0], PoolingMode.SUM  # FBGEMM gets one bag per row
+            table_of_feature, pooling_mode = trained_features(table_of_feature, fused_params), PoolingMode.SUM
         self.slots = SlotTable(dim, table_of_feature, device, pooling_mode, weights_precision, fused_params)
         self.slots.resize(num_rows)
 

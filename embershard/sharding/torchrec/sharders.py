@@ -26,7 +26,7 @@ from embershard.sharding.torchrec.modules import (
     CachedShardedEmbeddingCollection,
     new_sharded_module,
 )
-from embershard.sharding.torchrec.spec import CACHED_KERNEL, SPEC_KEY, CacheSpec
+from embershard.sharding.torchrec.spec import CACHED_KERNEL, REPLICATED_KERNEL, SPEC_KEY, CacheSpec
 
 POOLED_TYPES = [ShardingType.DATA_PARALLEL.value, *POOLED_SHARDINGS]
 SEQUENCE_TYPES = [ShardingType.DATA_PARALLEL.value, *SEQUENCE_SHARDINGS]
@@ -76,6 +76,7 @@ class _Cached:
     """Settings of the cache, and their way into a sharded module: common to both cached sharders."""
 
     _STOCK: ClassVar[str]
+    _REPLICATED_KERNELS: ClassVar[list[str]] = [EmbeddingComputeKernel.DENSE.value]
     _cache: CacheConfig
     _profile: FrequencyProfile | None
     _plan: Plan | None
@@ -112,9 +113,10 @@ class _Cached:
         self._profile = None
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """Return the kernels: cached or fused for sharded tables, dense for replicated ones."""
+        """Return the kernels: cached or fused for sharded tables; dense or fused for replicated ones, whose rows the
+        dense optimizer or the fused one trains."""
         if sharding_type == ShardingType.DATA_PARALLEL.value:
-            return [EmbeddingComputeKernel.DENSE.value]
+            return self._REPLICATED_KERNELS
         return [CACHED_KERNEL, EmbeddingComputeKernel.FUSED.value]
 
     def _shard(
@@ -177,6 +179,7 @@ class CachedEmbeddingBagCollectionSharder(_Cached, EmbeddingBagCollectionSharder
     """
 
     _STOCK = "StockEmbeddingBagCollectionSharder"
+    _REPLICATED_KERNELS: ClassVar[list[str]] = [EmbeddingComputeKernel.DENSE.value, REPLICATED_KERNEL]
 
     def __init__(
         self,

@@ -28,6 +28,8 @@ SPEC_KEY = "_embershard_cache"
 # Cached tables carry TorchRec's label for them: so its planner, state dicts, optimizer states and prefetch hooks apply.
 # CUSTOMIZED_KERNEL would leave them out of the state dict.
 CACHED_KERNEL = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
+# Of `data_parallel` tables that the fused optimizer trains; TorchRec's own have DENSE.
+REPLICATED_KERNEL = EmbeddingComputeKernel.FUSED.value
 
 
 @dataclass(frozen=True, eq=False)
