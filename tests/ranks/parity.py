@@ -133,7 +133,7 @@ class _Model(nn.Module):
             self.embeddings = EmbeddingBagCollection(tables=tables, device=meta, is_weighted=case.weighted)
         width = sum(case.dims[int(name[1])] for name in case.features)
         self.dense = nn.Linear(width, 1)
-        self.sequence = case.sequence
+        self.sequence, self.names = case.sequence, case.features
 
     def forward(self, features: KeyedJaggedTensor, labels: Tensor) -> Tensor:
         found = self.embeddings(features)
@@ -152,7 +152,9 @@ class LinearModel(_Model):
     """Gradients of pooled embeddings are the coefficients [B, sum of D], whatever the weights are."""
 
     def forward(self, features: KeyedJaggedTensor, coefficients: Tensor) -> Tensor:
-        return (self.embeddings(features).values() * coefficients).sum() + 0 * self.dense.bias.sum()
+        found = self.embeddings(features).to_dict()  # their order depends on the plan
+        pooled = torch.cat([found[name] for name in self.names], dim=1)
+        return (pooled * coefficients).sum() + 0 * self.dense.bias.sum()
 
 
 def build(case: Case, cached: bool, make_model: Callable[[Case], nn.Module] | None = None) -> DistributedModelParallel:

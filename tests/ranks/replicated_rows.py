@@ -86,7 +86,7 @@ def _train(case: Case) -> tuple[ReplicatedRows, SlotTable, Tensor, int]:
         of_rank = [_batch(case, step, rank) for rank in range(world_size)]
         ids, offsets, scales, coefficients = of_rank[dist.get_rank()]
         before = rows.payload[0].clone()
-        (rows(ids, offsets, scales) * coefficients).sum().backward()
+        (rows(rows.prepare(ids, offsets, scales)) * coefficients).sum().backward()
         if step == 0:
             decayed = _decayed(of_rank, before != rows.payload[0])
         ids, offsets, scales, coefficients = _join(of_rank)

@@ -31,7 +31,7 @@ class CachedFusedOptimizer(EmbeddingFusedOptimizer):
         """Optimizer states per parameter, up to date."""
         module = self.__dict__.get("_emb_module")
         if module is not None:
-            module.cache.write_back()  # states start as zeros: no row must be made for them
+            module.write_back()  # states start as zeros: no row must be made for them
         return self.__dict__["_state"]
 
     @state.setter

@@ -7,7 +7,7 @@ all ranks then apply the same update to the same rows, and the copies stay equal
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -61,6 +61,18 @@ class _LookUp(torch.autograd.Function):
         return None, None, None, None
 
 
+class ReplicatedBags(NamedTuple):
+    """A batch's bags over its distinct rows.
+
+    Attributes:
+        slots: int64 [M] of the distinct rows; on one rank of every id, [N].
+        bags: over these.
+    """
+
+    slots: Tensor
+    bags: Bags
+
+
 class ReplicatedRows(nn.Module):
     """R rows of several tables, with equal copies on every rank, in slots 1 to R.
 
@@ -106,8 +118,8 @@ class ReplicatedRows(nn.Module):
         """Weights [R, D], then every per-row optimizer state [R, ...]: views."""
         return [rows.detach()[1:] for rows in self.slots.payload]
 
-    def forward(self, rows: Tensor, offsets: Tensor, scales: Tensor | None = None) -> Tensor:
-        """Pool rows by bag: [B, F * D]. The backward is collective.
+    def prepare(self, rows: Tensor, offsets: Tensor, scales: Tensor | None = None) -> ReplicatedBags:
+        """Return what :meth:`forward` takes for a batch. It may be made ahead.
 
         Args:
             rows: int64 [N], each in [0, R), feature after feature.
@@ -116,13 +128,19 @@ class ReplicatedRows(nn.Module):
         """
         slots, offsets = rows + 1, offsets.long()
         if self._is_alone:
-            return self.slots(slots, offsets, per_sample_weights=scales)
+            return ReplicatedBags(slots, Bags(slots, offsets, scales, self._num_features))
         found = DistinctIds.of(slots, [slots.numel()])
         if self._is_mean:
             lengths = offsets.diff()
             of_bag = lengths.float().reciprocal().repeat_interleave(lengths, output_size=slots.numel())
             scales = of_bag if scales is None else scales * of_bag
-        bags = Bags(found.inverse, offsets, scales, self._num_features)
+        return ReplicatedBags(found.ids, Bags(found.inverse, offsets, scales, self._num_features))
+
+    def forward(self, batch: ReplicatedBags) -> Tensor:
+        """Pool the rows of a batch by bag: [B, F * D]. The backward is collective."""
+        slots, bags = batch
+        if self._is_alone:
+            return self.slots(slots, bags.offsets, per_sample_weights=bags.scales)
         if not torch.is_grad_enabled():
             self.slots.count_reading()
-        return bags.pool(look_up(self.slots, found.ids, self._group)).to(self.slots.output_dtype)
+        return bags.pool(look_up(self.slots, slots, self._group)).to(self.slots.output_dtype)

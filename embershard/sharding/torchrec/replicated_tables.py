@@ -170,7 +170,8 @@ class ReplicatedTables(nn.Module):
     def forward(self, indices: Tensor, offsets: Tensor, lengths: list[int], weights: Tensor | None) -> Tensor:
         """Pool the ids `indices` (int64 [N]) of F features, of which feature f has `lengths[f]`: [B, F * D]."""
         per_feature = torch.tensor(lengths, device=indices.device)
-        return self.rows(add_per_feature(indices.long(), self._first_of_feature, per_feature), offsets, weights)
+        rows = add_per_feature(indices, self._first_of_feature, per_feature)
+        return self.rows(self.rows.prepare(rows, offsets, weights))
 
     @property
     def embedding_specs(self) -> list[tuple[int, int, EmbeddingLocation, ComputeDevice]]:
