@@ -33,12 +33,14 @@ from tests.ranks.parity import LinearModel, differences, snapshot
 @dataclass(frozen=True)
 class Case(parity.Case):
     """``lookahead``: batches known ahead; 0: no pipeline. ``empty_every``: every so many batches this rank has no id;
-    the other rank has them, and the rank after it one batch later."""
+    the other rank has them, and the rank after it one batch later. ``hot_every``: every so many batches have hot ids
+    only, on all ranks."""
 
     exchange: str = "rows"
     steps: int = 15
     lookahead: int = 0
     empty_every: int = 0
+    hot_every: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,17 @@ class Outcome:
     weight_error: float = 0.0
 
 
+@dataclass
+class HotBatch(Batch):
+    """A batch that may have hot ids only, on all ranks."""
+
+    is_hot: bool
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> HotBatch:
+        """A copy, as a batch that comes from a loader's memory is."""
+        return HotBatch(*vars(super().to(device, non_blocking)).values(), self.is_hot)
+
+
 def batches(case: Case) -> Iterator[tuple[KeyedJaggedTensor, Tensor]]:
     """Skewed ids in bags of 0, 1, 2 or 4; weights and coefficients are multiples of 1/4."""
     rank, rows = dist.get_rank(), [case.rows[int(name[1])] for name in case.features]
@@ -62,11 +75,14 @@ def batches(case: Case) -> Iterator[tuple[KeyedJaggedTensor, Tensor]]:
         if case.empty_every and (step + rank) % case.empty_every == 0:
             lengths.zero_()
         values = []
+        is_hot = bool(case.hot_every) and step % case.hot_every == case.hot_every - 1
         for num_rows, count in zip(rows, lengths.sum(dim=1).tolist(), strict=True):
-            values.append((torch.rand(count, generator=generator) ** 2 * num_rows).long() * 7 % num_rows)
+            most = min(case.hot or num_rows, num_rows) if is_hot else num_rows
+            values.append((torch.rand(count, generator=generator) ** 2 * most).long() * 7 % num_rows)
         ids = torch.cat(values)
         weights = torch.randint(1, 9, ids.shape, generator=generator) / 4 if case.weighted else None
         features = KeyedJaggedTensor(keys=case.features, values=ids, lengths=lengths.flatten(), weights=weights)
+        features.is_hot = is_hot
         yield features, torch.randint(-8, 9, (case.batch_size, width), generator=generator) / 4
 
 
@@ -83,7 +99,7 @@ def train_linear(model: DistributedModelParallel, case: Case) -> KeyedJaggedTens
     pipeline = LookAheadPipeline(
         model, optimizer, model.device, case.lookahead, features=lambda batch: {"embeddings": batch.features}
     )
-    stream = (Batch(*batch) for batch in batches(case))
+    stream = (HotBatch(*batch, batch[0].is_hot) for batch in batches(case))
     with contextlib.suppress(StopIteration):
         while True:
             with pipeline.step(stream) as batch:

@@ -18,6 +18,7 @@ from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext
 from torchrec.distributed.types import LazyNoWait, NoWait
 from torchrec.modules.embedding_configs import PoolingType
+from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from embershard.cache.key_map import ArrayKeyMap, HashedKeyMap, KeyMap, map_kind
@@ -145,7 +146,7 @@ class HotColdShardedEmbeddingBagCollection(CachedShardedEmbeddingBagCollection):
             for table, first_key in zip(tables_of_kernel, pool.host.row_offsets, strict=True):
                 row, column = table.local_metadata.shard_offsets
                 self._hot.add_shard(pool.host, table.name, (row, table.local_rows), column, first_key)
-        self._optim = type(self._optim)([*self._optim.optimizers, ("", self._hot.optimizer)])
+        self._optim = CombinedOptimizer([*self.fused_optimizer.optimizers, ("", self._hot.optimizer)])
 
     def _hot_table_of(self, hot_rows: dict[str, Tensor]) -> dict[str, HotTable]:
         found = {}
