@@ -22,7 +22,7 @@ from tests.ranks.rows_exchange import Case, train_linear
 
 @dataclass(frozen=True)
 class Outcome:
-    """``different``: names under which weights and states are not those of stock TorchRec, or not equal on the ranks."""
+    """``different``: names of weights and states that are not those of stock TorchRec, or differ between ranks."""
 
     different: list[str]
     num_compared: int
@@ -95,4 +95,9 @@ def _unequal(model: DistributedModelParallel) -> list[str]:
     dist.all_gather_object(parts, snapshot(model))
     first = parts[0]
     whole = [name for name in first if not name.endswith(")")]
-    return [f"{name} on rank {r}" for r, part in enumerate(parts) for name in whole if not torch.equal(first[name], part[name])]
+    return [
+        f"{name} on rank {r}"
+        for r, part in enumerate(parts)
+        for name in whole
+        if not torch.equal(first[name], part[name])
+    ]

@@ -131,7 +131,9 @@ class HotColdShardedEmbeddingBagCollection(CachedShardedEmbeddingBagCollection):
         super().__init__(*args, **kwargs)
         spec = kwargs["fused_params"][SPEC_KEY]
         device = self._device or torch.device("cpu")
-        table_of_feature = {name: config.name for config in self._embedding_bag_configs for name in config.feature_names}
+        table_of_feature = {
+            name: config.name for config in self._embedding_bag_configs for name in config.feature_names
+        }
         tables = self._hot_table_of(spec.hot_rows)
         names = [name.split("@")[0] for name in self._embedding_names]
         output = [OutputFeature(name, tables[table_of_feature[name]]) for name in names]
@@ -157,6 +159,11 @@ class HotColdShardedEmbeddingBagCollection(CachedShardedEmbeddingBagCollection):
                 parts = {(shard.shard_offsets[1], shard.shard_sizes[1]) for shard in spec.shards}
                 fused_params = {k: v for k, v in (info.fused_params or {}).items() if k != SPEC_KEY}
                 hot = hot_rows.get(config.name, torch.empty(0, dtype=torch.int64))
+                if len(hot) and int(hot[-1]) >= config.num_embeddings:
+                    raise ConfigError(
+                        f"hot_rows of table {config.name!r}: got row {int(hot[-1])}, but it has "
+                        f"{config.num_embeddings} rows. Take them from a profile of the same data and model"
+                    )
                 found[config.name] = HotTable(
                     config.name, config.num_embeddings, hot, tuple(sorted(parts)), config.data_type, fused_params
                 )
@@ -219,8 +226,8 @@ class HotColdShardedEmbeddingBagCollection(CachedShardedEmbeddingBagCollection):
                 return super().input_dist(ctx, cold)
         if cold.values().numel():
             raise ShardingError(
-                f"a batch was said to have hot rows only, and {cold.values().numel()} of its ids are of other rows. The "
-                "hot rows of the batches are not those of the model"
+                f"a batch was said to have hot rows only, and {cold.values().numel()} of its ids are of other rows. "
+                "Classify the samples by the hot rows that the model was built with"
             )
         return NoWait(NoWait(KJTList([])))
 

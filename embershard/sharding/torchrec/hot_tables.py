@@ -126,9 +126,7 @@ class HotTables:
         group: of the ranks.
     """
 
-    def __init__(
-        self, output: Sequence[OutputFeature], device: torch.device, group: dist.ProcessGroup | None
-    ) -> None:
+    def __init__(self, output: Sequence[OutputFeature], device: torch.device, group: dist.ProcessGroup | None) -> None:
         self.tables = {table.name: table for _, table in output}
         self.starts: dict[str, int] = {}  # number of each table's first hot row
         for table in self.tables.values():
@@ -210,7 +208,7 @@ class HotTables:
                 copies[shard.start : shard.start + len(shard.keys)] = rows.data[shard.keys].to(copies.device)
         for group in self._groups:
             for copies in group.rows.payload:
-                # One rank has a row, the others zeros: sums of bytes keep every bit, those of numbers not a zero's sign.
+                # One rank has a row, the others zeros. Sums of bytes keep every bit; of numbers, not a zero's sign.
                 dist.all_reduce(copies.view(torch.uint8), group=self._process_group)
         self._versions = {id(shard.host): shard.host.version for shard in self._shards}
         self._is_behind = False
