@@ -79,5 +79,5 @@ class HotRows:
         found = hashlib.sha256()
         for table, rows in self.rows.items():
             found.update(f"{table} {self.num_rows[table]} {len(rows)} ".encode())
-            found.update(np.ascontiguousarray(rows, "<i8"))
+            found.update(rows.astype("<i8").tobytes())
         return found.hexdigest()
