@@ -73,13 +73,18 @@ class HotSamples:
         digest: of the data and the hot rows.
 
     >>> hot = HotSamples(np.packbits([True, False, True]), 3, digest="")
-    >>> hot.between(1, 3).tolist()
-    [False, True]
+    >>> hot.between(1, 3).tolist(), round(hot.share, 2)
+    ([False, True], 0.67)
     """
 
     bits: Bits
     num_samples: int
     digest: str
+
+    @property
+    def share(self) -> float:
+        """Share of the samples that are hot."""
+        return int(np.bitwise_count(self.bits).sum(dtype=np.int64)) / max(1, self.num_samples)
 
     def between(self, start: int, stop: int) -> Flags:
         """Return whether the samples [start, stop) are hot: bool [stop - start]."""

@@ -28,6 +28,7 @@ from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimi
 
 #: Samples that are read and counted at a time.
 _COUNTED_AT_ONCE = 8192
+_BUILT_MODES = ("sharded",)
 
 
 def find_profile(config: RunConfig, source: Source) -> FrequencyProfile | None:
@@ -79,7 +80,7 @@ def build_sharded_model(
         ConfigError: the model, the optimizer, the cache or the mode does not fit the data or the device.
         ShardingError: no plan fits, or the given one is for another model.
     """
-    if config.sharding.mode != "sharded":
+    if config.sharding.mode not in _BUILT_MODES:
         raise ConfigError(f"sharding.mode: got {config.sharding.mode!r}, needed 'sharded': no other mode trains yet.")
     torch.manual_seed(config.train.seed)
     model = build_model(config.model, schema, ranks.device)
