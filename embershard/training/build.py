@@ -63,7 +63,8 @@ def find_plan(config: RunConfig, ranks: Ranks) -> Plan | None:
     plan = ranks.from_first(lambda: Plan.load(path))  # read once: files may differ between machines
     for ranks_per_node in sorted(set(ranks.all_gather_objects(ranks.local_world_size))):
         plan.check_ranks(ranks.world_size, ranks_per_node)
-    _check_replicated(plan, config.embedding_optimizer, config.dense_optimizer)
+    if not config.cache.enabled:
+        _check_replicated(plan, config.embedding_optimizer, config.dense_optimizer)
     return plan
 
 
@@ -133,16 +134,17 @@ def _sharder(
 
 
 def _check_replicated(plan: Plan, embedding: EmbeddingOptimizerConfig, dense: DenseOptimizerConfig) -> None:
-    """Raise unless the dense optimizer, which trains TorchRec's replicated tables, does what the embeddings' would."""
+    """Raise unless the dense optimizer, which trains replicated tables where no cache is, does what the embeddings'
+    would."""
     replicated = [table.table for table in plan.tables if table.kernel == "replicated"]
     only_scale = dense.clip_norm is None and dense.weight_decay is None
     if replicated and not (embedding.kind == dense.kind == "sgd" and embedding.lr == dense.lr and only_scale):
         raise ConfigError(
-            f"The plan replicates the tables {replicated[:5]}, and replicated tables are trained by the dense "
+            f"The plan replicates the tables {replicated[:5]}, and without a cache these are trained by the dense "
             f"optimizer: got embedding_optimizer {embedding.kind!r} with lr={embedding.lr}, and dense_optimizer "
             f"{dense.kind!r} with lr={dense.lr}, clip_norm={dense.clip_norm}, weight_decay={dense.weight_decay}; "
-            "needed 'sgd' for both, with one lr and neither clipping nor weight decay. Or plan these tables with "
-            'kernel "device".'
+            "needed 'sgd' for both, with one lr and neither clipping nor weight decay. Or train with a cache, or "
+            'plan these tables with kernel "device".'
         )
 
 
