@@ -77,7 +77,7 @@ class Trainer:
         self.stream = self._open_stream(StreamState(seed=config.data.seed))
         if checkpoints is not None:
             check_disk_for_run(config, self.plan, checkpoints, self.total_steps, ranks)
-        self.model = build_sharded_model(config, self.plan, profile, self.source.schema, ranks)
+        self.model = build_sharded_model(config, self.plan, profile, self.source.schema, ranks, self.hot)
         self.dense_parameters = dict(in_backward_optimizer_filter(self.model.named_parameters()))
         self.dense_optimizer = config.dense_optimizer.build(self.dense_parameters)
         self.state = RunState(config, self.source, self.model, self.dense_optimizer, ranks, self.hot)

@@ -63,9 +63,11 @@ def compare(case: Case, fault: str | None = None) -> Outcome:
         rows, reference, start, decayed = _train(case)
     parts = {"weights": rows.payload[0]} | {f"state {n}": part for n, part in enumerate(rows.payload[1:])}
     expected = [part.detach()[1:] for part in reference.payload]
-    different = [name for (name, part), want in zip(parts.items(), expected, strict=True) if not torch.equal(part, want)]
+    different = [
+        name for (name, part), want in zip(parts.items(), expected, strict=True) if not torch.equal(part, want)
+    ]
     ranks_differ = [name for name, part in parts.items() if not _is_equal_on_ranks(part)]
-    changed = (rows.payload[0][NEVER :] != start[NEVER :]).any(dim=1)
+    changed = (rows.payload[0][NEVER:] != start[NEVER:]).any(dim=1)
     return Outcome(different, ranks_differ, int(changed.sum()), decayed)
 
 

@@ -94,4 +94,9 @@ def _unequal(model: DistributedModelParallel) -> list[str]:
     dist.all_gather_object(parts, snapshot(model))
     first = parts[0]
     whole = [name for name in first if not name.endswith(")")]
-    return [f"{name} on rank {r}" for r, part in enumerate(parts) for name in whole if not torch.equal(first[name], part[name])]
+    return [
+        f"{name} on rank {r}"
+        for r, part in enumerate(parts)
+        for name in whole
+        if not torch.equal(first[name], part[name])
+    ]

@@ -31,7 +31,9 @@ CASES = {
 
 def test_weights_and_states_are_those_of_sharded_tables(two_ranks: RankPool) -> None:
     for outcomes in two_ranks.run(replicated_tables.compare_all, list(CASES.values())):
-        assert {name: outcome.different for name, outcome in zip(CASES, outcomes, strict=True) if outcome.different} == {}
+        assert {
+            name: outcome.different for name, outcome in zip(CASES, outcomes, strict=True) if outcome.different
+        } == {}
         assert all(outcome.num_compared >= 5 for outcome in outcomes)
 
 

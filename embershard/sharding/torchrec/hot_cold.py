@@ -130,7 +130,9 @@ class HotColdShardedEmbeddingBagCollection(CachedShardedEmbeddingBagCollection):
         super().__init__(*args, **kwargs)
         spec = kwargs["fused_params"][SPEC_KEY]
         device = self._device or torch.device("cpu")
-        table_of_feature = {name: config.name for config in self._embedding_bag_configs for name in config.feature_names}
+        table_of_feature = {
+            name: config.name for config in self._embedding_bag_configs for name in config.feature_names
+        }
         tables = self._hot_table_of(spec.hot_rows)
         names = [name.split("@")[0] for name in self._embedding_names]
         output = [OutputFeature(name, tables[table_of_feature[name]]) for name in names]

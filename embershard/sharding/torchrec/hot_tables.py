@@ -126,9 +126,7 @@ class HotTables:
         group: of the ranks.
     """
 
-    def __init__(
-        self, output: Sequence[OutputFeature], device: torch.device, group: dist.ProcessGroup | None
-    ) -> None:
+    def __init__(self, output: Sequence[OutputFeature], device: torch.device, group: dist.ProcessGroup | None) -> None:
         self.tables = {table.name: table for _, table in output}
         self.starts: dict[str, int] = {}  # number of each table's first hot row
         for table in self.tables.values():

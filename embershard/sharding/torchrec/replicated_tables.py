@@ -164,7 +164,14 @@ class ReplicatedTables(nn.Module):
         self._first_of_feature = torch.tensor([first_row[t] for t in table_of_feature], device=device)
         precision = data_type_to_sparse_type(config.data_type)
         self.rows = ReplicatedRows(
-            first_row[-1], self._dim, table_of_feature, device, pooling_mode, precision, config.fused_params or {}, group
+            first_row[-1],
+            self._dim,
+            table_of_feature,
+            device,
+            pooling_mode,
+            precision,
+            config.fused_params or {},
+            group,
         )
 
     def forward(self, indices: Tensor, offsets: Tensor, lengths: list[int], weights: Tensor | None) -> Tensor:
@@ -187,7 +194,9 @@ class ReplicatedTables(nn.Module):
         """Return the per-row optimizer states of each table: name -> [rows, ...], views."""
         names = [name for name, _, _ in self.rows.slots.state_specs()]
         split = [state.split(self._num_rows) for state in self.rows.payload[1:]]
-        return [dict(zip(names, states, strict=True)) for states in zip(*split, strict=True)] or [{}] * len(self._num_rows)
+        return [dict(zip(names, states, strict=True)) for states in zip(*split, strict=True)] or [{}] * len(
+            self._num_rows
+        )
 
     def flush(self) -> None:
         """Do nothing: the rows are where they are read."""
