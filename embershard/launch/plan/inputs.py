@@ -34,6 +34,7 @@ def make_workload(
         pooled_number_bytes=config.sharding.pooled_number_bytes,
         slot_map=config.cache.slot_map,
         exchange=config.sharding.exchange if config.cache.enabled else "pooled",
+        hot_bytes=config.sharding.hot_bytes or 0,
     )
     return Workload(model_size(config, {name: table.num_rows for name, table in data.tables.items()}), data, shape)
 

@@ -143,11 +143,6 @@ class HotTables:
         self._is_behind = True
         self.optimizer = _HotOptimizer(self)
 
-    @property
-    def num_bytes(self) -> int:
-        """Device memory of the copies, in bytes."""
-        return sum(part.nbytes for group in self._groups for part in group.rows.payload)
-
     # -- a batch
 
     def prepare(self, hot: KeyedJaggedTensor) -> list[ReplicatedBags]:
