@@ -210,9 +210,13 @@ class _Outputs:
             f"Everything is in {self._folder}: result.json, metrics.jsonl, config.toml, checkpoints/.",
             f"See the curves:    {_program('tensorboard', 'tensorboard.main')} --logdir "
             f"{shlex.quote(str(self._folder))}",
-            f"Next, the same run {other} (same losses; compare speed and memory):    "
-            f"{same_run} --set cache.enabled={str(not is_cached).lower()}",
         )
+        if config.sharding.mode == "sharded":  # the other modes need a cache, and round differently
+            say(
+                self._console,
+                f"Next, the same run {other} (same losses; compare speed and memory):    "
+                f"{same_run} --set cache.enabled={str(not is_cached).lower()}",
+            )
 
     def __enter__(self) -> _Outputs:
         return self
