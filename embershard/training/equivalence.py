@@ -84,9 +84,10 @@ def compare_with_stock(config: RunConfig, ranks: Ranks, steps: int) -> Verdict:
 
     >>> from embershard.data import DataConfig
     >>> from embershard.data.config import SyntheticConfig
+    >>> from embershard.distributed import process_group
     >>> config = RunConfig(data=DataConfig(synthetic=SyntheticConfig(num_samples=4000, scale=0.0001)))
-    >>> ranks = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1, device=torch.device("cpu"))
-    >>> compare_with_stock(config, ranks, steps=2).is_equal
+    >>> with process_group("cpu") as ranks:
+    ...     compare_with_stock(config, ranks, steps=2).is_equal
     True
     """
     with tempfile.TemporaryDirectory() as folder:
