@@ -16,7 +16,7 @@ def exchange_bytes(workload: Workload, table: str, sharding: str, columns: int, 
     shape = workload.shape
     on_a_node = min(shape.ranks_per_node, shape.world_size)
     num_shards = {"row_wise": shape.world_size, "table_row_wise": on_a_node, "grid_shard": on_a_node}.get(sharding, 1)
-    return num_shards * work.all_to_all_bytes(
+    of_shard = work.exchanged_bytes(
         sharding,
         batch_size=shape.batch_size,
         world_size=shape.world_size,
@@ -25,8 +25,9 @@ def exchange_bytes(workload: Workload, table: str, sharding: str, columns: int, 
         rank_share=1 / num_shards,
         ranks_per_node=shape.ranks_per_node,
         distinct_ids=workload.distinct_per_rank(table) if exchange == "rows" else None,
-        pooled_number_bytes=shape.pooled_number_bytes,
+        number_bytes=shape.number_bytes,
     )
+    return num_shards * of_shard.in_training
 
 
 def exchange_of(workload: Workload, table: str, sharding: str, columns: int) -> Exchange:

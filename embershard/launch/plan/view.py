@@ -92,7 +92,8 @@ def _ranks_table(plan: Plan, prediction: Prediction, shown: Sequence[RankPredict
             size(rank.total_host_bytes),
             _hits([table for table in prediction.tables if table.rank == rank.rank]),
             f"{rank.work['fills']:,.0f}",
-            *(size(rank.work[name]) for name in ("bytes_to_device", "bytes_to_host", "all_to_all_bytes")),
+            *(size(rank.work[name]) for name in ("bytes_to_device", "bytes_to_host")),
+            size(sum(rank.work[f"sent_{kind}_bytes"] for kind in ("id", "embedding", "gradient"))),
         )
     if len(shown) < plan.world_size:
         table.caption = f"the {len(shown)} slowest of {plan.world_size} ranks"

@@ -9,6 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from embershard.decoding import decode
+from embershard.planning.cost.rates import StepWork
+from embershard.planning.cost.work import sizes_bytes
 from embershard.planning.exchange import exchange_bytes, exchange_notes, exchange_of
 from embershard.planning.make_plan import make_plan
 from embershard.planning.predict import counted_reports
@@ -68,12 +71,13 @@ def test_a_plan_says_it_per_table_and_predicts_the_bytes(exchange):
     assert {table.exchange for table in plan.tables} == {"pooled" if exchange == "pooled" else "rows"}
     assert len(notes) == (exchange != "pooled")
     assert plan.prediction is not None
-    predicted = sum(rank.work["all_to_all_bytes"] for rank in plan.prediction.ranks)
+    predicted = sum(decode(StepWork, rank.work).all_to_all_bytes for rank in plan.prediction.ranks)
     of_tables = sum(
         exchange_bytes(request.workload, table.table, table.sharding, table.dim, table.exchange)
         for table in plan.tables
     )
-    assert predicted == pytest.approx(of_tables)
+    groups = {(table.sharding, table.exchange) for table in plan.tables}
+    assert predicted == pytest.approx(of_tables + 2 * sizes_bytes(len(groups), world_size=2))
 
 
 def test_types_without_rows_are_not_planned_for_rows():
