@@ -7,12 +7,12 @@ per combination: predicted and counted bytes of a rank and step, by kind. Ends w
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import tempfile
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
+from statistics import fmean
 
 from embershard.data import DataConfig
 from embershard.data.config import SyntheticConfig
@@ -77,7 +77,7 @@ def workload_of(case: Case, world_size: int) -> Workload:
     return make_workload(case.config(), statistics, world_size, ranks_per_node=world_size, device="cpu")
 
 
-def plan_of(case: Case, world_size: int, *, from_counts: bool = False) -> Plan:
+def plan_of(case: Case, world_size: int) -> Plan:
     """Every table with this sharding type, in a cache of half its rows or more, and a prediction."""
     workload = workload_of(case, world_size)
     tables = []
@@ -87,7 +87,7 @@ def plan_of(case: Case, world_size: int, *, from_counts: bool = False) -> Plan:
         tables.append(with_exchange(workload, placed))
     pools = tuple(pool.with_slots(max(1, -(-pool.rows // 2))) for pool in pools_of(tables, world_size))
     rates: Rates = load_topology("cpu").rates_for(world_size)
-    prediction = predict(workload, tables, pools, rates, from_counts=from_counts)
+    prediction = predict(workload, tables, pools, rates)
     return make_plan(
         tables, world_size, world_size, batch_size=case.batch_size, pools=pools, prediction=prediction, settings={}
     )
@@ -103,21 +103,21 @@ def train(case: Case, plan: Path) -> SentBytes:
     return SentBytes(**{field.name: totals[field.name] for field in fields(SentBytes)}).over(STEPS)
 
 
-def compared(pool: RankPool, case: Case, world_size: int, *, from_counts: bool = False) -> tuple[Plan, dict[str, Pair]]:
-    """The plan, and predicted and counted bytes by kind, each the mean of the ranks."""
-    plan = plan_of(case, world_size, from_counts=from_counts)
+def sent_as_predicted(plan: Plan) -> dict[str, float]:
+    """Bytes of a rank and step by kind, the mean of the ranks."""
     assert plan.prediction is not None
+    return {kind: fmean(rank.work[name] for rank in plan.prediction.ranks) for kind, name in SENT_KINDS.items()}
+
+
+def compared(pool: RankPool, case: Case, world_size: int) -> tuple[Plan, dict[str, Pair]]:
+    """The plan, and predicted and counted bytes by kind, each the mean of the ranks."""
+    plan = plan_of(case, world_size)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "plan.json")
         plan.save(path)
         by_rank: list[SentBytes] = pool.run(train, case, path)
-    return plan, {
-        kind: Pair(
-            sum(rank.work[name] for rank in plan.prediction.ranks) / world_size,
-            sum(getattr(sent, kind) for sent in by_rank) / world_size,
-        )
-        for kind, name in SENT_KINDS.items()
-    }
+    predicted = sent_as_predicted(plan).items()
+    return plan, {kind: Pair(number, fmean(getattr(sent, kind) for sent in by_rank)) for kind, number in predicted}
 
 
 def is_close(pairs: dict[str, Pair]) -> bool:
