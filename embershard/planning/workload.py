@@ -162,8 +162,11 @@ class Workload:
         return {}
 
     def lookups_per_step(self, shard: PlacedShard) -> float:
-        """Return the expected lookups of a shard's rows in a step; a replicated table serves its own rank only."""
+        """Return the expected ids that arrive at a shard in a step: all lookups of its rows, or each distinct one once
+        per rank. A replicated table serves its own rank only."""
         shape = self.shape
+        if shard.exchange == "rows":
+            return self.distinct_per_rank(shard.table.table) * shape.world_size * self.share_of_lookups(shard)
         samples = shape.batch_size if shard.kernel == "replicated" else shape.global_batch_size
         return self.lookups_per_sample[shard.table.table] * samples * self.share_of_lookups(shard)
 
