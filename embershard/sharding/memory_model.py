@@ -112,9 +112,9 @@ def step_bytes(
 ) -> dict[str, int]:
     """Return the device memory of a rank for its batches: "dense", "activations", "input_buffers".
 
-    `lookups` has the ids that arrive at each of the rank's shards in a step. Embeddings exist for the batch in training:
-    sent, received, and their gradients. Ids are kept for the window, which `MAX_KNOWN_BYTES` limits; where distinct
-    rows are exchanged, so is the row of each id among the distinct ones.
+    `lookups` has the ids that arrive at each of the rank's shards in a step. Embeddings exist for the batch in
+    training: sent, received, and their gradients. Ids are kept for the window, which `MAX_KNOWN_BYTES` limits; where
+    distinct rows are exchanged, so is the place of each id among the distinct ones.
     """
     batch = settings.batch_size
     vectors = 2.0 * sum(table.dim for table in model.tables) * batch * _FLOAT_BYTES

@@ -1,8 +1,9 @@
 """Bytes between ranks as predicted and as counted: `python -m tests.ranks.predicted_traffic`; some minutes.
 
-{pooled, rows} x {table-wise, row-wise, column-wise} x {one id per feature, MLPerf's bags} x {2, 4 ranks}, and the choice
-"auto". A profile of generated data, a prediction from it, and a run of the trainer on the same data. Prints a line
-per combination: predicted and counted bytes of a rank and step, by kind. Ends with 1 where one differs by more than 2 %.
+{pooled, rows, auto} x {table-wise, row-wise, column-wise} x {one id per feature, MLPerf's bags} x {2, 4 ranks}: a
+profile of generated data, a prediction from it, and a run of the trainer on the same data. Prints a line per
+combination: predicted and counted bytes of a rank and step, by kind. Ends with 1 where one differs by more than 2 %, or
+"auto" sent more than another.
 """
 
 from __future__ import annotations
@@ -125,6 +126,11 @@ def is_close(pairs: dict[str, Pair]) -> bool:
     return all(abs(pair.relative_error or 0.0) <= PROMISED_SENT_BYTES for pair in pairs.values())
 
 
+def _text(item: tuple[str, Pair]) -> str:
+    kind, pair = item
+    return f"{kind} {pair.predicted:,.0f} / {pair.measured:,.0f} ({100 * (pair.relative_error or 0):+.2f} %)"
+
+
 def main() -> int:
     """Run all combinations."""
     failed = 0
@@ -139,11 +145,8 @@ def main() -> int:
                     failed += not is_close(pairs)
                     num_rows = sum(table.exchange == "rows" for table in plan.tables)
                     totals[exchange] = sum(pair.measured or 0.0 for pair in pairs.values())
-                    text = "; ".join(
-                        f"{kind} {pair.predicted:,.0f} / {pair.measured:,.0f} ({100 * (pair.relative_error or 0):+.2f} %)"
-                        for kind, pair in pairs.items()
-                    )
-                    print(f"{world_size} ranks, {bags}, {sharding}, {exchange} ({num_rows} tables of rows): {text}", flush=True)
+                    names = f"{world_size} ranks, {bags}, {sharding}, {exchange} ({num_rows} tables of rows)"
+                    print(f"{names}: {'; '.join(map(_text, pairs.items()))}", flush=True)
                 print(f"    counted, all kinds: {', '.join(f'{k} {v:,.0f}' for k, v in totals.items())}", flush=True)
                 failed += totals["auto"] > min(totals["pooled"], totals["rows"])
         pool.close()

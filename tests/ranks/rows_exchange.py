@@ -34,7 +34,6 @@ from tests.ranks import parity
 from tests.ranks.look_ahead import Batch
 from tests.ranks.parity import differences, snapshot
 
-
 #: Of losses and weights after 30 steps of a real loss at a learning rate of 0.1, on weights of up to 1/sqrt(333).
 LOSS_BOUND, WEIGHT_BOUND = 2e-6, 1e-4
 
@@ -219,7 +218,7 @@ def _means_not_divided() -> Iterator[None]:
     """Row-wise tables: by TorchRec; the others: by us."""
     with (
         mock.patch.object(embeddingbag, "_apply_mean_pooling", lambda keyed_tensor, divisor: keyed_tensor),
-        mock.patch.object(RowsInput, "_scales", lambda self, features: None),
+        mock.patch.object(RowsInput, "_scales", return_value=None),
     ):
         yield
 

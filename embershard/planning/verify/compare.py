@@ -307,7 +307,9 @@ def _sent_verdict(sent_bytes: Mapping[str, Pair]) -> Verdict:
         return Verdict(what, None, promised, "%", "no step was counted")
     worst = max(errors, key=lambda kind: errors[kind])
     pair = sent_bytes[worst]
-    detail = f"{worst}, the worst kind: {pair.predicted:,.0f} predicted, {pair.measured:,.0f} measured, of a rank in a step"
+    detail = (
+        f"{worst}, the worst kind: {pair.predicted:,.0f} predicted, {pair.measured:,.0f} measured, of a rank in a step"
+    )
     return Verdict(what, 100 * errors[worst], promised, "%", detail)
 
 

@@ -118,7 +118,9 @@ def test_dense_sizes_are_those_of_the_model(arch) -> None:
 
 def test_one_rank_sends_nothing() -> None:
     common = {"batch_size": 4, "world_size": 1, "ids_per_sample": 2, "columns": 8}
-    assert all(formulas.exchanged_bytes(kind, **common).in_training == 0 for kind in ("table_wise", "row_wise", "grid_shard"))
+    assert all(
+        formulas.exchanged_bytes(kind, **common).in_training == 0 for kind in ("table_wise", "row_wise", "grid_shard")
+    )
     assert formulas.all_reduce_bytes(100, 1) == 0 == formulas.num_collectives(1, 1)
 
 
