@@ -60,7 +60,7 @@ class ShardCosts:
                 "copies": sum(parts[name] for name in ("planning", "fills", "write_backs")),
             },
             device_bytes=row_bytes
-            + round(memory_model.exchanged_bytes(shard, shape.global_batch_size, workload.lookups_per_step(shard))),
+            + round(memory_model.vector_bytes(shard, shape.global_batch_size, workload.lookups_per_step(shard))),
             host_bytes=sum(memory_model.host_bytes([shard], shape.memory).values()),
         )
 

@@ -120,7 +120,7 @@ def step_bytes(
     vectors = 2.0 * sum(table.dim for table in model.tables) * batch * _FLOAT_BYTES
     for shard, arriving in zip(shards, lookups, strict=True):
         samples = batch if shard.kernel == "replicated" else batch * world_size
-        vectors += exchanged_bytes(shard, samples, arriving)
+        vectors += vector_bytes(shard, samples, arriving)
     of_batch = sum(lookups) * (_ID_BYTES + _KNOWN_ID_BYTES)
     known = settings.lookahead + 3 if settings.lookahead else 1  # the one in training, and two that arrive
     window = min(known * of_batch, max(MAX_KNOWN_BYTES, (settings.prefetch + 2) * of_batch))
@@ -133,7 +133,7 @@ def step_bytes(
     }
 
 
-def exchanged_bytes(shard: PlacedShard, num_samples: int, lookups: float) -> float:
+def vector_bytes(shard: PlacedShard, num_samples: int, lookups: float) -> float:
     """Return the bytes of what a shard gives the ranks in a step, and of the gradients: pooled embeddings of so many
     samples, or the distinct rows of so many lookups. Rows count twice: a rank receives about as many as it sends."""
     vectors = 2 * lookups if shard.exchange == "rows" else num_samples
