@@ -52,6 +52,7 @@ class RunShape:
         number_bytes: bytes of one number of an embedding, and of its gradient, between ranks.
         slot_map: kind of the caches' maps; None where each pool's size decides.
         exchange: what travels between ranks; "auto": of each table what takes fewer bytes.
+        hot_bytes: memory of each rank for copies of hot rows.
     """
 
     world_size: int
@@ -63,6 +64,7 @@ class RunShape:
     number_bytes: tuple[float, float] = (4, 4)
     slot_map: MapKind | None = None
     exchange: ExchangeChoice = "pooled"
+    hot_bytes: int = 0
 
     @property
     def global_batch_size(self) -> int:
@@ -74,7 +76,13 @@ class RunShape:
         """The settings that memory depends on."""
         cache = self.cache
         return MemorySettings(
-            cache.policy, cache.lookahead, cache.prefetch, self.batch_size, self.slot_map, self.device
+            cache.policy,
+            cache.lookahead,
+            cache.prefetch,
+            self.batch_size,
+            self.slot_map,
+            self.device,
+            self.hot_bytes,
         )
 
 

@@ -28,6 +28,7 @@ class MemorySettings:
         lookahead, prefetch: batches known, and resident, ahead of the one in training.
         batch_size: samples per rank and step.
         slot_map: kind of the maps from rows to slots; None: each pool's size decides.
+        hot_bytes: copies of hot rows and their optimizer states on every rank; 0: there are none.
     """
 
     policy: CachePolicy
@@ -36,6 +37,7 @@ class MemorySettings:
     batch_size: int
     slot_map: MapKind | None = None
     device: Literal["cpu", "cuda"] = "cpu"
+    hot_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,8 @@ def step_bytes(
     world_size: int,
     lookups_per_sample: float,
 ) -> dict[str, int]:
-    """Return the device memory of a rank for its batches: "dense", "activations", "input_buffers".
+    """Return the device memory of a rank for its batches: "dense", "activations", "input_buffers"; with copies of hot
+    rows, for these: "hot_rows".
 
     `lookups` has the ids that arrive at each of the rank's shards in a step. Embeddings exist for the batch in
     training: sent, received, and their gradients. Ids are kept for the window, which `MAX_KNOWN_BYTES` limits; where
@@ -130,6 +133,7 @@ def step_bytes(
         "dense": model.dense_parameter_bytes + model.dense_state_bytes,
         "activations": round(model.activation_bytes_per_sample * batch),
         "input_buffers": round(window + 2 * lookups_per_sample * batch * _ID_BYTES + vectors),
+        **_hot_rows_bytes(model, settings),
     }
 
 
@@ -138,3 +142,14 @@ def vector_bytes(shard: PlacedShard, num_samples: int, lookups: float) -> float:
     samples, or the distinct rows of so many lookups. Rows count twice: a rank receives about as many as it sends."""
     vectors = 2 * lookups if shard.exchange == "rows" else num_samples
     return 2 * shard.columns * vectors * _FLOAT_BYTES
+
+
+def _hot_rows_bytes(model: ModelSize, settings: MemorySettings) -> dict[str, int]:
+    """Return the bytes of the hot rows' copies, with the map that tells their ids: of a hashed one, the most."""
+    if not settings.hot_bytes:
+        return {}
+    rows = sum(table.rows for table in model.tables)
+    most_hot = settings.hot_bytes // min(table.row_bytes() for table in model.tables)
+    is_array = map_kind(None, rows, settings.device) == "array"
+    map_bytes = ARRAY_ROW_BYTES * rows if is_array else HASHED_SLOT_BYTES * most_hot
+    return {"hot_rows": settings.hot_bytes + map_bytes}

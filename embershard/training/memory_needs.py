@@ -125,7 +125,8 @@ def _settings(config: RunConfig, ranks: RanksHere) -> MemorySettings:
     depths, batch_size = config.look_ahead, config.train.rank_batch_size(ranks.world_size)
     known = min(config.lookahead, config.train.max_steps or config.lookahead)  # no batch after the last step
     policy = config.cache.policy_for(config.has_profile and config.cache.enabled)
-    return MemorySettings(policy, known, depths.prefetch, batch_size, config.cache.slot_map, ranks.device)
+    hot_bytes = config.sharding.hot_bytes or 0
+    return MemorySettings(policy, known, depths.prefetch, batch_size, config.cache.slot_map, ranks.device, hot_bytes)
 
 
 def _even_plan(config: RunConfig, model: ModelSize, ranks: RanksHere) -> Plan:

@@ -55,7 +55,8 @@ OPTIMIZERS = {
 class Case:
     """One configuration. ``sharding``: one type for all tables, or one per table. ``profile``: give one to policies
     that do not need it. ``cached``: numbers of the cached tables, None for all; ``data_parallel`` tables are never
-    cached."""
+    cached. ``replicated``: numbers of tables that are sharded in stock TorchRec, and replicated beside the cache.
+    ``hot``: rows of each table that every rank has a copy of, the most frequent ones; None: not this mode."""
 
     optimizer: str = "rowwise_adagrad"
     sharding: str | tuple[str, ...] = "table_wise"
@@ -82,6 +83,8 @@ class Case:
     comm: tuple[str, str] = ("fp32", "fp32")
     init_seed: int | None = None
     exchange: str = "pooled"
+    replicated: tuple[int, ...] = ()
+    hot: int | None = None
 
     @property
     def features(self) -> list[str]:
@@ -132,7 +135,7 @@ class _Model(nn.Module):
             self.embeddings = EmbeddingBagCollection(tables=tables, device=meta, is_weighted=case.weighted)
         width = sum(case.dims[int(name[1])] for name in case.features)
         self.dense = nn.Linear(width, 1)
-        self.sequence = case.sequence
+        self.sequence, self.names = case.sequence, case.features
 
     def forward(self, features: KeyedJaggedTensor, labels: Tensor) -> Tensor:
         found = self.embeddings(features)
@@ -145,6 +148,15 @@ class _Model(nn.Module):
         else:
             x = found.values()
         return ((self.dense(x).squeeze(1) - labels) ** 2).mean()
+
+
+class LinearModel(_Model):
+    """Gradients of pooled embeddings are the coefficients [B, sum of D], whatever the weights are."""
+
+    def forward(self, features: KeyedJaggedTensor, coefficients: Tensor) -> Tensor:
+        found = self.embeddings(features).to_dict()  # their order depends on the plan
+        pooled = torch.cat([found[name] for name in self.names], dim=1)
+        return (pooled * coefficients).sum() + 0 * self.dense.bias.sum()
 
 
 def build(case: Case, cached: bool, make_model: Callable[[Case], nn.Module] | None = None) -> DistributedModelParallel:
@@ -176,6 +188,7 @@ def build(case: Case, cached: bool, make_model: Callable[[Case], nn.Module] | No
                 codecs,
                 init_seed=case.init_seed,
                 exchange=case.exchange,  # type: ignore[arg-type]
+                hot_rows=None if case.hot is None else hot_rows(case),
             ),
             CachedEmbeddingCollectionSharder(config, profile, dict(fused_params), codecs, init_seed=case.init_seed),
         ]
@@ -208,12 +221,19 @@ def build(case: Case, cached: bool, make_model: Callable[[Case], nn.Module] | No
     return sharded
 
 
+def hot_rows(case: Case) -> dict[str, Tensor]:
+    """The most frequent rows of every table in `batches`."""
+    return {f"t{t}": (torch.arange(min(case.hot or 0, rows)) * 7 % rows).unique() for t, rows in enumerate(case.rows)}
+
+
 def _constraints(case: Case, cached: bool) -> dict[str, ParameterConstraints]:
     types = (case.sharding,) * len(case.rows) if isinstance(case.sharding, str) else case.sharding
     constraints = {}
     for t, sharding_type in enumerate(types):
         stock = not cached or (case.cached is not None and t not in case.cached)
         kernel = "dense" if sharding_type == "data_parallel" else "fused" if stock else None
+        if cached and t in case.replicated:
+            sharding_type, kernel = "data_parallel", "fused"
         constraints[f"t{t}"] = ParameterConstraints(
             sharding_types=[sharding_type], compute_kernels=[kernel] if kernel else None, min_partition=4
         )

@@ -32,7 +32,7 @@ from embershard.sharding.torchrec.distinct_ids import DistinctIds
 from embershard.sharding.torchrec.rows_exchange import RowsInput
 from tests.ranks import parity
 from tests.ranks.look_ahead import Batch
-from tests.ranks.parity import differences, snapshot
+from tests.ranks.parity import LinearModel, differences, snapshot
 
 #: Of losses and weights after 30 steps of a real loss at a learning rate of 0.1, on weights of up to 1/sqrt(333).
 LOSS_BOUND, WEIGHT_BOUND = 2e-6, 1e-4
@@ -41,12 +41,14 @@ LOSS_BOUND, WEIGHT_BOUND = 2e-6, 1e-4
 @dataclass(frozen=True)
 class Case(parity.Case):
     """``lookahead``: batches known ahead; 0: no pipeline. ``empty_every``: every so many batches this rank has no id;
-    the other rank has them, and the rank after it one batch later."""
+    the other rank has them, and the rank after it one batch later. ``hot_every``: every so many batches have hot ids
+    only, on all ranks."""
 
     exchange: str = "rows"
     steps: int = 15
     lookahead: int = 0
     empty_every: int = 0
+    hot_every: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,15 @@ class Outcome:
     weight_error: float = 0.0
 
 
-class _Linear(parity._Model):
-    """Gradients of pooled embeddings are the coefficients [B, sum of D], whatever the weights are."""
+@dataclass
+class HotBatch(Batch):
+    """A batch that may have hot ids only, on all ranks."""
 
-    def forward(self, features: KeyedJaggedTensor, coefficients: Tensor) -> Tensor:
-        return (self.embeddings(features).values() * coefficients).sum() + 0 * self.dense.bias.sum()
+    is_hot: bool
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> HotBatch:
+        """A copy, as a batch that comes from a loader's memory is."""
+        return HotBatch(*vars(super().to(device, non_blocking)).values(), self.is_hot)
 
 
 def batches(case: Case) -> Iterator[tuple[KeyedJaggedTensor, Tensor]]:
@@ -77,15 +83,19 @@ def batches(case: Case) -> Iterator[tuple[KeyedJaggedTensor, Tensor]]:
         if case.empty_every and (step + rank) % case.empty_every == 0:
             lengths.zero_()
         values = []
+        is_hot = bool(case.hot_every) and step % case.hot_every == case.hot_every - 1
         for num_rows, count in zip(rows, lengths.sum(dim=1).tolist(), strict=True):
-            values.append((torch.rand(count, generator=generator) ** 2 * num_rows).long() * 7 % num_rows)
+            most = min(case.hot or num_rows, num_rows) if is_hot else num_rows
+            values.append((torch.rand(count, generator=generator) ** 2 * most).long() * 7 % num_rows)
         ids = torch.cat(values)
         weights = torch.randint(1, 9, ids.shape, generator=generator) / 4 if case.weighted else None
         features = KeyedJaggedTensor(keys=case.features, values=ids, lengths=lengths.flatten(), weights=weights)
+        features.is_hot = is_hot
         yield features, torch.randint(-8, 9, (case.batch_size, width), generator=generator) / 4
 
 
-def _train(model: DistributedModelParallel, case: Case) -> None:
+def train_linear(model: DistributedModelParallel, case: Case) -> KeyedJaggedTensor:
+    """Train on this rank's batches; the last one's features."""
     optimizer = torch.optim.SGD(model.module.parameters(), lr=0.0)
     if not case.lookahead:
         for step, (features, coefficients) in enumerate(batches(case)):
@@ -93,16 +103,17 @@ def _train(model: DistributedModelParallel, case: Case) -> None:
             if case.evaluate_every and step % case.evaluate_every == 0:
                 with torch.no_grad():
                     model(features, coefficients)
-        return
+        return features
     pipeline = LookAheadPipeline(
         model, optimizer, model.device, case.lookahead, features=lambda batch: {"embeddings": batch.features}
     )
-    stream = (Batch(*batch) for batch in batches(case))
+    stream = (HotBatch(*batch, batch[0].is_hot) for batch in batches(case))
     with contextlib.suppress(StopIteration):
         while True:
             with pipeline.step(stream) as batch:
                 model(batch.features, batch.labels).backward()
     pipeline.detach()
+    return batch.features
 
 
 def compare_dyadic(case: Case, fault: str | None = None) -> Outcome:
@@ -114,16 +125,16 @@ def compare_dyadic(case: Case, fault: str | None = None) -> Outcome:
 def compare_variants(case: Case, variants: list[tuple[Case, str | None]]) -> list[Outcome]:
     """:func:`compare_dyadic` for several ways to train, each with a fault or none, beside one stock run."""
     with _means_by_length():
-        stock = parity.build(case, False, _Linear)
-        _train(stock, dataclasses.replace(case, lookahead=0))
+        stock = parity.build(case, False, LinearModel)
+        train_linear(stock, dataclasses.replace(case, lookahead=0))
         expected = snapshot(stock)
         return [_compared(expected, *variant) for variant in variants]
 
 
 def _compared(expected: dict[str, Tensor], case: Case, fault: str | None) -> Outcome:
     with FAULTS[fault]() if fault else contextlib.nullcontext():
-        model = parity.build(case, True, _Linear)
-        _train(model, case)
+        model = parity.build(case, True, LinearModel)
+        train_linear(model, case)
         found = snapshot(model)
     return Outcome(differences(expected, found), len(found), sum(stats.evictions for stats in cache_stats(model)))
 
@@ -151,26 +162,26 @@ def compare_real(case: Case) -> Outcome:
 
 def move_between_exchanges(case: Case) -> list[str]:
     """Train with rows, load into stock TorchRec and back: what is not equal, and tables whose names changed."""
-    rows, stock = parity.build(case, True, _Linear), parity.build(case, False, _Linear)
-    back = parity.build(case, True, _Linear)
-    _train(rows, case)
+    rows, stock = parity.build(case, True, LinearModel), parity.build(case, False, LinearModel)
+    back = parity.build(case, True, LinearModel)
+    train_linear(rows, case)
     for source, target in ((rows, stock), (stock, back)):
         target.load_state_dict(source.state_dict())
         target.fused_optimizer.load_state_dict(source.fused_optimizer.state_dict())
     expected = snapshot(rows)
     different = differences(expected, snapshot(stock)) + differences(expected, snapshot(back))
     for model in (rows, stock, back):
-        _train(model, dataclasses.replace(case, steps=5))
+        train_linear(model, dataclasses.replace(case, steps=5))
     return different + differences(snapshot(stock), snapshot(rows)) + differences(snapshot(stock), snapshot(back))
 
 
 def sent_in_a_step(case: Case) -> tuple[SentBytes, list[list[int]]]:
     """What this rank sent in one step, and the ids of each of its features."""
     count_sent_bytes()
-    model = parity.build(case, True, _Linear)
+    model = parity.build(case, True, LinearModel)
     one = dataclasses.replace(case, steps=1)
     before = sent_bytes()
-    _train(model, one)
+    train_linear(model, one)
     features, _ = next(batches(one))
     return sent_bytes() - before, [features[name].values().tolist() for name in case.features]
 
@@ -178,7 +189,7 @@ def sent_in_a_step(case: Case) -> tuple[SentBytes, list[list[int]]]:
 def error_of_a_step(case: Case) -> str:
     """The message of the first step."""
     try:
-        _train(parity.build(case, True, _Linear), dataclasses.replace(case, steps=1))
+        train_linear(parity.build(case, True, LinearModel), dataclasses.replace(case, steps=1))
     except EmbershardError as error:
         return str(error)
     return ""

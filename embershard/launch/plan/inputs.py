@@ -34,6 +34,7 @@ def make_workload(
         number_bytes=config.sharding.number_bytes,
         slot_map=config.cache.slot_map,
         exchange=config.sharding.exchange if config.cache.enabled else "pooled",
+        hot_bytes=config.sharding.hot_bytes or 0,
     )
     return Workload(model_size(config, {name: table.num_rows for name, table in data.tables.items()}), data, shape)
 

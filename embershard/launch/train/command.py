@@ -208,9 +208,13 @@ class _Outputs:
             f"Everything is in {self._folder}: result.json, metrics.jsonl, config.toml, checkpoints/.",
             f"See the curves:    {_program('tensorboard', 'tensorboard.main')} --logdir "
             f"{shlex.quote(str(self._folder))}",
-            f"Next, the same run {other} (same losses; compare speed and memory):    "
-            f"{same_run} --set cache.enabled={str(not is_cached).lower()}",
         )
+        if config.sharding.mode == "sharded":  # the other modes need a cache, and round differently
+            say(
+                self._console,
+                f"Next, the same run {other} (same losses; compare speed and memory):    "
+                f"{same_run} --set cache.enabled={str(not is_cached).lower()}",
+            )
 
     def __enter__(self) -> _Outputs:
         return self
@@ -241,6 +245,8 @@ def _announce(trainer: Trainer, console: Console, run_dir: Path) -> None:
     config, ranks, features = trainer.config, trainer.ranks, trainer.source.schema.sparse
     kind = "GPU" if ranks.device.type == "cuda" else "CPU"
     notes = [] if trainer.plan is None else _plan_notes(trainer.plan, config, ranks)
+    if trainer.hot is not None:
+        notes.append(trainer.hot.describe())
     if trainer.memory_warning:
         notes.append(trainer.memory_warning)
     say(

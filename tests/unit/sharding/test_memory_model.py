@@ -130,6 +130,17 @@ def test_buffers_grow_with_ranks_where_one_rank_serves_all():
     assert step("cached", 8)["activations"] == 200_000
 
 
+def test_copies_of_hot_rows_and_the_map_of_their_ids():
+    assert "hot_rows" not in step("cached", 8)
+    assert step("cached", 8, hot_bytes=5000)["hot_rows"] == 5000 + 4 * 100
+
+
+def test_a_hashed_map_of_hot_ids(monkeypatch):
+    monkeypatch.setattr("embershard.sharding.memory_model.map_kind", lambda *_: "hashed")
+    row_bytes = make_workload((100,)).model.tables[0].row_bytes()
+    assert step("cached", 8, hot_bytes=10 * row_bytes)["hot_rows"] == 10 * row_bytes + 10 * 24
+
+
 def test_a_block_of_hot_rows_buffers_their_ids():
     """Not a half of them, though it has half of the rows."""
     data = data_of((1000,), 20_000, scattered=False)
