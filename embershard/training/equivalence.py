@@ -170,6 +170,11 @@ class _Runs:
 def _check(config: RunConfig, ranks: Ranks) -> None:
     if not config.cache.enabled:
         raise ConfigError("cache.enabled is false: there is no cache to compare with stock TorchRec. Set it to true.")
+    if config.sharding.mode != "sharded":
+        raise ConfigError(
+            f'sharding.mode = "{config.sharding.mode}" adds up in another order than stock TorchRec, or trains on '
+            'another one, so bits may differ. Compare in mode "sharded".'
+        )
     if config.sharding.exchange != "pooled" and ranks.world_size > 1:
         raise ConfigError(
             f'sharding.exchange = "{config.sharding.exchange}" adds gradients up in another order than stock TorchRec, '
