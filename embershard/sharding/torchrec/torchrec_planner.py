@@ -229,6 +229,7 @@ def _constraint(given: ParameterConstraints | None, table: ShardableTable, devic
 def _as_fused(constraint: ParameterConstraints) -> ParameterConstraints:
     fused = copy.deepcopy(constraint)
     fused.compute_kernels = [_FUSED]
+    fused.sharding_types = [kind for kind in fused.sharding_types or () if kind != _DATA_PARALLEL]  # never cached
     fused.cache_params = None
     return fused
 
