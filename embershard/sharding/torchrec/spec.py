@@ -44,6 +44,7 @@ class CacheSpec:
         planned_slots: slots of each pool of this rank, by the names of its tables; None: `config` decides.
         counter_init: initial weights of the tables, made when a row is first touched; None: TorchRec's own.
         rows_tables: tables whose distinct rows are exchanged, in place of pooled embeddings.
+        is_data_parallel: every rank caches rows of the whole tables, alike; each writes the rows of its shard.
     """
 
     config: CacheConfig
@@ -55,6 +56,7 @@ class CacheSpec:
     planned_slots: dict[tuple[str, ...], int] | None = None
     counter_init: CounterInit | None = None
     rows_tables: frozenset[str] = frozenset()
+    is_data_parallel: bool = False
 
     @classmethod
     def make(
@@ -67,11 +69,12 @@ class CacheSpec:
         device_type: str = "cpu",
         counter_init: CounterInit | None = None,
         rows_tables: frozenset[str] = frozenset(),
+        is_data_parallel: bool = False,
     ) -> CacheSpec:
         """Return the spec of a module whose tables are placed by `params`, which obey `plan` if there is one."""
         cached = [p for p in params.values() if p.compute_kernel == CACHED_KERNEL]
         shards = [shard for p in cached if p.sharding_spec for shard in p.sharding_spec.shards]
-        here = [shard.shard_sizes for shard in shards if shard.placement.rank() == rank]
+        here = [shard.shard_sizes for shard in shards if is_data_parallel or shard.placement.rank() == rank]
         return cls(
             config=config,
             policy=config.policy_for(profile is not None),
@@ -82,6 +85,7 @@ class CacheSpec:
             planned_slots=None if plan is None else {p.tables: p.slots for p in plan.pools if p.rank == rank},
             counter_init=counter_init,
             rows_tables=rows_tables,
+            is_data_parallel=is_data_parallel,
         )
 
     def row_counts(self, tables: Sequence[ShardedEmbeddingTable]) -> RowCounts | None:
