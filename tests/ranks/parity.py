@@ -82,6 +82,7 @@ class Case:
     comm: tuple[str, str] = ("fp32", "fp32")
     init_seed: int | None = None
     exchange: str = "pooled"
+    mode: str = "sharded"
 
     @property
     def features(self) -> list[str]:
@@ -176,6 +177,7 @@ def build(case: Case, cached: bool, make_model: Callable[[Case], nn.Module] | No
                 codecs,
                 init_seed=case.init_seed,
                 exchange=case.exchange,  # type: ignore[arg-type]
+                mode=case.mode,  # type: ignore[arg-type]
             ),
             CachedEmbeddingCollectionSharder(config, profile, dict(fused_params), codecs, init_seed=case.init_seed),
         ]

@@ -116,8 +116,6 @@ class _Cached:
         """Return the kernels: cached or fused for sharded tables, dense for replicated ones."""
         if sharding_type == ShardingType.DATA_PARALLEL.value:
             return [EmbeddingComputeKernel.DENSE.value]
-        if self._is_data_parallel:
-            return [CACHED_KERNEL]
         return [CACHED_KERNEL, EmbeddingComputeKernel.FUSED.value]
 
     def _shard(
