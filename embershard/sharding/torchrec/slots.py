@@ -107,6 +107,27 @@ class SlotTable(nn.Module):
         """Run FBGEMM's forward over `slots` int64 [N]; its backward trains the rows in them."""
         return self.tbe(indices=slots, offsets=offsets, **arguments)
 
+    def train(self, slots: Tensor, gradients: Tensor) -> None:
+        """Apply the optimizer to the rows in distinct `slots` (int64 [T]), once each, with gradients [T, D].
+
+        For a table of one feature, pooling by SUM: each row is a bag, so that FBGEMM's own backward trains it.
+        """
+        with torch.enable_grad():
+            rows = self.tbe(indices=slots, offsets=torch.arange(slots.numel() + 1, device=slots.device))
+        rows.backward(gradients.to(rows.dtype))
+
+    @property
+    def output_dtype(self) -> torch.dtype:
+        """Type of pooled embeddings."""
+        return self._tbe_arguments.get("output_dtype", SparseType.FP32).as_dtype()  # type: ignore[no-any-return]
+
+    def count_reading(self) -> None:
+        """Count a forward that trains nothing: stock counts its forward passes, trained or not."""
+        if self.tbe.optimizer not in _UNCOUNTED_OPTIMIZERS:
+            self.tbe.iter.add_(1)
+            if self.tbe.iter_cpu.item():
+                self.tbe.iter_cpu.add_(1)
+
     @torch.no_grad()
     def read(self, rows: Tensor, indices: Tensor, offsets: Tensor, **arguments: Any) -> Tensor:
         """Run the same forward over `rows` [U, D] that are not in slots; `indices` int64 [N] point into them."""
@@ -125,10 +146,7 @@ class SlotTable(nn.Module):
             )
             object.__setattr__(self, "_reader", reader)  # scratch: no submodule, and in no state dict
         reader.split_embedding_weights()[0].data[: rows.shape[0]] = rows
-        if self.tbe.optimizer not in _UNCOUNTED_OPTIMIZERS:  # stock counts its forward passes, trained or not
-            self.tbe.iter.add_(1)
-            if self.tbe.iter_cpu.item():
-                self.tbe.iter_cpu.add_(1)
+        self.count_reading()
         return reader(indices=indices, offsets=offsets, **arguments)
 
     def end_reading(self) -> None:

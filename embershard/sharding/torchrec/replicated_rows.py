@@ -1,0 +1,118 @@
+"""Rows with equal copies on every rank, in FBGEMM slots.
+
+Each rank looks its own samples up. A backward adds up the gradients of each row over the ranks, before the optimizer:
+all ranks then apply the same update to the same rows, and the copies stay equal bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
+from torch import Tensor, nn
+from torchrec.distributed.comm_ops import get_gradient_division
+
+from embershard.distributed.row_gradients import sum_rows
+from embershard.sharding.torchrec.bags import Bags
+from embershard.sharding.torchrec.distinct_ids import DistinctIds
+from embershard.sharding.torchrec.slots import SlotTable
+
+
+def look_up(table: SlotTable, slots: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the rows [M, D] in distinct `slots` (int64 [M]) of a table whose contents are equal on all ranks.
+
+    The backward is collective: it trains every row that any rank looked up, once, on all ranks alike. Ranks must look
+    up in several tables in one order. Gradients are divided by the number of ranks, as TorchRec's are.
+
+    Args:
+        table: of one feature, pooling by SUM.
+        slots: that this rank looks up; none is in twice.
+        group: of the ranks; None: the default group.
+    """
+    anchor = torch.empty(0, device=slots.device, requires_grad=torch.is_grad_enabled())
+    return _LookUp.apply(anchor, table, slots, group)  # type: ignore[no-any-return]
+
+
+class _LookUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, table: SlotTable, slots: Tensor, group: Any) -> Tensor:  # type: ignore[override]
+        ctx.table, ctx.slots, ctx.group = table, slots, group
+        return table.payload[0].detach().index_select(0, slots).float()
+
+    @staticmethod
+    def backward(ctx: Any, gradients: Tensor) -> tuple[None, None, None, None]:  # type: ignore[override]
+        if get_gradient_division():
+            gradients = gradients / dist.get_world_size(ctx.group)
+        ctx.table.train(*sum_rows(ctx.slots, gradients, ctx.group))
+        return None, None, None, None
+
+
+class ReplicatedRows(nn.Module):
+    """R rows of several tables, with equal copies on every rank, in slots 1 to R.
+
+    On one rank FBGEMM pools and trains them as it does in TorchRec, and results are equal bit for bit. On several, rows
+    are pooled here, and gradients of a row are added up per rank and then in rank order: sums have another order than
+    TorchRec's, and are equal to its where they have no rounding.
+
+    Args:
+        num_rows: R.
+        dim: D.
+        table_of_feature: number of each feature's table; ascending.
+        device: of the rows.
+        pooling_mode: SUM or MEAN.
+        weights_precision, fused_params: as `SlotTable` takes them.
+        group: of the ranks; None: the default group.
+
+    Attributes:
+        slots: the rows, from slot 1 on.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        dim: int,
+        table_of_feature: Sequence[int],
+        device: torch.device,
+        pooling_mode: PoolingMode,
+        weights_precision: SparseType,
+        fused_params: dict[str, Any],
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        self._group, self._num_features = group, len(table_of_feature)
+        self._is_mean = pooling_mode == PoolingMode.MEAN
+        self._is_alone = dist.get_world_size(group) == 1
+        if not self._is_alone:
+            table_of_feature, pooling_mode = [0], PoolingMode.SUM  # FBGEMM gets one bag per row
+        self.slots = SlotTable(dim, table_of_feature, device, pooling_mode, weights_precision, fused_params)
+        self.slots.resize(num_rows)
+
+    @property
+    def payload(self) -> list[Tensor]:
+        """Weights [R, D], then every per-row optimizer state [R, ...]: views."""
+        return [rows.detach()[1:] for rows in self.slots.payload]
+
+    def forward(self, rows: Tensor, offsets: Tensor, scales: Tensor | None = None) -> Tensor:
+        """Pool rows by bag: [B, F * D]. The backward is collective.
+
+        Args:
+            rows: int64 [N], each in [0, R), feature after feature.
+            offsets: int64 [F * B + 1], bounds of the bags.
+            scales: fp32 [N], weights of the rows; None: all are 1.
+        """
+        slots, offsets = rows + 1, offsets.long()
+        if self._is_alone:
+            return self.slots(slots, offsets, per_sample_weights=scales)
+        found = DistinctIds.of(slots, [slots.numel()])
+        if self._is_mean:
+            lengths = offsets.diff()
+            of_bag = lengths.float().reciprocal().repeat_interleave(lengths, output_size=slots.numel())
+            scales = of_bag if scales is None else scales * of_bag
+        bags = Bags(found.inverse, offsets, scales, self._num_features)
+        if not torch.is_grad_enabled():
+            self.slots.count_reading()
+        return bags.pool(look_up(self.slots, found.ids, self._group)).to(self.slots.output_dtype)

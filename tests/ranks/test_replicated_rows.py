@@ -1,0 +1,46 @@
+"""Rows with equal copies on every rank are trained as one table that gets the samples of all ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ranks import replicated_rows
+from tests.ranks.replicated_rows import FAULTS, Case
+from tests.ranks.workers import RankPool
+
+pytestmark = pytest.mark.ranks
+
+CASES = {
+    "sgd": Case(optimizer="sgd"),
+    "adagrad": Case(optimizer="adagrad"),
+    "row-wise adagrad": Case(),
+    "mean": Case(mean=True),
+    "weighted": Case(weighted=True, optimizer="adagrad"),
+}
+DECAYING = Case(weight_decay=0.25)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_and_states_are_those_of_one_table(two_ranks: RankPool, name: str) -> None:
+    for outcome in two_ranks.run(replicated_rows.compare, CASES[name]):
+        assert (outcome.different, outcome.ranks_differ, outcome.untouched_changed) == ([], [], 0)
+
+
+def test_a_touched_row_with_a_gradient_of_zero_is_updated(two_ranks: RankPool) -> None:
+    """Weight decay acts on it; a row that no rank looks up stays as it is."""
+    for outcome in two_ranks.run(replicated_rows.compare, DECAYING):
+        assert (outcome.different, outcome.ranks_differ, outcome.untouched_changed) == ([], [], 0)
+        assert outcome.decayed > 0
+
+
+def test_one_rank(one_rank: RankPool) -> None:
+    for case in (Case(weighted=True), Case(mean=True), DECAYING):
+        (outcome,) = one_rank.run(replicated_rows.compare, case)
+        assert outcome.different == []
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_noticed(two_ranks: RankPool, fault: str) -> None:
+    outcomes = two_ranks.run(replicated_rows.compare, DECAYING, fault)
+    assert all(outcome.different for outcome in outcomes)
+    assert all(bool(outcome.ranks_differ) == (fault == "own gradients only") for outcome in outcomes)
