@@ -47,7 +47,7 @@ class _LookUp(torch.autograd.Function):
     def backward(ctx: Any, gradients: Tensor) -> tuple[None, None, None, None]:  # type: ignore[override]
         if get_gradient_division():
             gradients = gradients / dist.get_world_size(ctx.group)
-        ctx.table.train(*sum_rows(ctx.slots, gradients, ctx.group))
+        ctx.table.train_rows(*sum_rows(ctx.slots, gradients, ctx.group))
         return None, None, None, None
 
 

@@ -107,7 +107,7 @@ class SlotTable(nn.Module):
         """Run FBGEMM's forward over `slots` int64 [N]; its backward trains the rows in them."""
         return self.tbe(indices=slots, offsets=offsets, **arguments)
 
-    def train(self, slots: Tensor, gradients: Tensor) -> None:
+    def train_rows(self, slots: Tensor, gradients: Tensor) -> None:
         """Apply the optimizer to the rows in distinct `slots` (int64 [T]), once each, with gradients [T, D].
 
         For a table of one feature, pooling by SUM: each row is a bag, so that FBGEMM's own backward trains it.
