@@ -79,8 +79,8 @@ def build_sharded_model(
         ConfigError: the model, the optimizer, the cache or the mode does not fit the data or the device.
         ShardingError: no plan fits, or the given one is for another model.
     """
-    if config.sharding.mode != "sharded":
-        raise ConfigError(f"sharding.mode: got {config.sharding.mode!r}, needed 'sharded': no other mode trains yet.")
+    if config.sharding.mode == "hot_cold":
+        raise ConfigError("sharding.mode='hot_cold' does not train yet; needed 'sharded' or 'data_parallel'.")
     torch.manual_seed(config.train.seed)
     model = build_model(config.model, schema, ranks.device)
     config.embedding_optimizer.apply(model.model.sparse_arch, ranks.device)
@@ -128,6 +128,7 @@ def _sharder(
         plan=plan,
         init_seed=init_seed,
         exchange="pooled" if plan is not None else config.sharding.exchange,  # type: ignore[arg-type]
+        mode=config.sharding.mode,  # type: ignore[arg-type]
     )
 
 

@@ -133,6 +133,10 @@ class RunConfig:
             raise ConfigError("train.eval_every has no effect: nothing is held out (data.eval_fraction is 0).")
         if self.cache.enabled:
             self.cache.policy_for(self.has_profile)  # refuses a profile without effect
+        elif self.sharding.mode == "data_parallel":
+            raise ConfigError(
+                "sharding.mode='data_parallel' is a mode of the cache, and cache.enabled is false. Remove one of the two."
+            )
 
     @property
     def holds_out(self) -> bool:

@@ -56,7 +56,9 @@ class _Linear(parity._Model):
     """Gradients of pooled embeddings are the coefficients [B, sum of D], whatever the weights are."""
 
     def forward(self, features: KeyedJaggedTensor, coefficients: Tensor) -> Tensor:
-        return (self.embeddings(features).values() * coefficients).sum() + 0 * self.dense.bias.sum()
+        found = self.embeddings(features)
+        pooled = torch.cat([found[name] for name in features.keys()], dim=1)  # noqa: SIM118
+        return (pooled * coefficients).sum() + 0 * self.dense.bias.sum()
 
 
 def batches(case: Case) -> Iterator[tuple[KeyedJaggedTensor, Tensor]]:
