@@ -7,6 +7,7 @@ known without reading any other chunk.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -36,28 +37,46 @@ class ChunkTable:
 
 
 class EpochOrder:
-    """The order of one epoch: position (0 .. num_samples-1) -> chunk, and row of the chunk."""
+    """The order of one epoch: position (0 .. num_samples-1) -> chunk, and row of the chunk.
+
+    Attributes:
+        chunks: int64 [C], the chunks in the order in which they are read.
+    """
 
     def __init__(self, chunks: ChunkTable, *, seed: int, epoch: int, shuffle: bool, window: int) -> None:
         self._key = make_key(seed, epoch) if shuffle else None
-        self._chunks = np.arange(len(chunks.rows)) if self._key is None else _chunk_order(chunks, self._key, window)
-        self._rows = chunks.rows[self._chunks]
-        self._ends = np.cumsum(self._rows)
+        self.chunks = np.arange(len(chunks.rows)) if self._key is None else _chunk_order(chunks, self._key, window)
+        self._num_rows = chunks.rows
+        self._sizes = chunks.rows[self.chunks]
+        self._ends = np.cumsum(self._sizes)
 
     def locate(self, start: int, stop: int) -> list[tuple[int, NDArray[np.int64]]]:
         """Return the places of the samples at positions [start, stop): pairs of a chunk and rows of it, in order."""
-        parts: list[tuple[int, NDArray[np.int64]]] = []
-        place = int(np.searchsorted(self._ends, start, side="right"))
-        while start < stop:
-            chunk, size, end = int(self._chunks[place]), int(self._rows[place]), int(self._ends[place])
-            first, last = start - (end - size), min(stop, end) - (end - size)
-            if self._key is None:
-                rows = np.arange(first, last)
-            else:
-                rows = _chunk_permutation(self._key, chunk, size)[first:last]
-            parts.append((chunk, rows))
-            start, place = min(stop, end), place + 1
+        parts = []
+        for place, first, last in spans(self._ends, self._sizes, start, stop):
+            chunk = int(self.chunks[place])
+            parts.append((chunk, self.rows_of(chunk)[first:last]))
         return parts
+
+    def rows_of(self, chunk: int) -> NDArray[np.int64]:
+        """Return all rows of a chunk in the order in which they are read."""
+        size = int(self._num_rows[chunk])
+        return np.arange(size) if self._key is None else _chunk_permutation(self._key, chunk, size)
+
+
+def spans(ends: NDArray[np.int64], sizes: NDArray[np.int64], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Cut [start, stop) at `ends`, the ends of adjacent parts of these `sizes`: yield part, and first and last place.
+
+    >>> list(spans(np.array([3, 3, 8]), np.array([3, 0, 5]), 1, 5))
+    [(0, 1, 3), (2, 0, 2)]
+    """
+    place = int(np.searchsorted(ends, start, side="right"))
+    while start < stop:
+        begin = int(ends[place] - sizes[place])
+        last = min(stop, int(ends[place]))
+        if start < last:
+            yield place, start - begin, last - begin
+        start, place = last, place + 1
 
 
 @lru_cache(maxsize=8)

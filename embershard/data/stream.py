@@ -6,15 +6,19 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from embershard.data.bad_rows import BadRow, BadRowTally
 from embershard.data.batch import Batch, Schema
 from embershard.data.config import DataConfig
+from embershard.data.hot_samples import HotSamples
+from embershard.data.packed_batches import Ranges, batches_of_epoch, part_of
 from embershard.data.reader import SampleReader
+from embershard.data.segments import PackedState, SegmentSchedule
 from embershard.data.source import Source, Split
 from embershard.errors import ConfigError, DataError
 
@@ -23,7 +27,8 @@ from embershard.errors import ConfigError, DataError
 class StreamState:
     """A stream's position: the next sample is number `global_sample` of `epoch`'s order.
 
-    It says nothing of ranks or batch sizes, so a run may go on with other ones.
+    It says nothing of ranks or batch sizes, so a run may go on with other ones. Where hot and cold samples have batches
+    of their own, `packed` says more.
 
     >>> StreamState(epoch=1, global_sample=4096).to_dict()
     {'epoch': 1, 'global_sample': 4096, 'seed': 0}
@@ -32,9 +37,10 @@ class StreamState:
     epoch: int = 0
     global_sample: int = 0
     seed: int = 0
+    packed: PackedState | None = None
 
-    def to_dict(self) -> dict[str, int]:
-        return asdict(self)
+    def to_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 _Read = tuple[Batch, tuple[BadRow, ...]]
@@ -42,12 +48,11 @@ _Read = tuple[Batch, tuple[BadRow, ...]]
 
 @dataclass(frozen=True)
 class _Step:
-    """One global batch: it ends before position `stop` of an epoch, and this rank takes positions [first, last)."""
+    """One global batch: the position behind it, and the ranges of positions that this rank takes."""
 
-    epoch: int
-    stop: int
-    first: int
-    last: int
+    behind: StreamState
+    ranges: Ranges
+    is_hot: bool = False
 
 
 class BatchStream:
@@ -75,13 +80,16 @@ class BatchStream:
         config: seed, shuffling, and the number of threads that parse ahead.
         state: the position to go on from; of any world size and batch size.
         pin_memory: put batches into page-locked memory.
+        hot: the hot samples of the training data: they get batches of their own, and so do the others. `observe` must
+            then get the loss of each batch, `segments.READ_AHEAD` batches late at most. None: one order of all samples.
 
     Attributes:
         bad_rows: counts the bad rows of the batches that this stream gave.
+        schedule: of hot and cold batches; None without `hot`.
 
     Raises:
-        ConfigError: nothing is held out and `split` is "eval"; the state is of another seed; there is no GPU to pin
-            for; a number is out of its range.
+        ConfigError: nothing is held out and `split` is "eval"; the state is of another seed or of other hot samples;
+            there is no GPU to pin for; a number is out of its range.
         DataError: the training data are smaller than a global batch. While iterating: bad input.
     """
 
@@ -97,6 +105,7 @@ class BatchStream:
         config: DataConfig,
         state: StreamState | None = None,
         pin_memory: bool = False,
+        hot: HotSamples | None = None,
     ) -> None:
         self.schema: Schema = source.schema
         self.num_samples = source.chunks(split).num_samples
@@ -105,10 +114,17 @@ class BatchStream:
         self._split, self._epochs, self._seed = split, epochs, config.seed
         self._start = self._state = state or StreamState(seed=config.seed)
         self.bad_rows = BadRowTally()
-        self._check(pin_memory)
-        self._steps = self._plan(self._state)
+        self._check(pin_memory, hot)
+        samples = SampleReader(source, split, config, hot)
+        self.schedule: SegmentSchedule | None = None
+        if hot is None:
+            self._steps = self._plan(self._state)
+        else:
+            first = self._start_packed(samples, hot.digest)
+            self.schedule = SegmentSchedule(first)
+            self._steps = self._plan_packed(self.schedule, first, samples.num_hot)
         device = torch.cuda.current_device() if pin_memory else None
-        self._reader = _BatchReader(SampleReader(source, split, config), source.schema, device)
+        self._reader = _BatchReader(samples, source.schema, device)
         self._depth = config.prefetch_batches if config.num_workers else 1
         self._ahead: deque[tuple[_Step, Callable[[], _Read]]] = deque()
         self._pool = None
@@ -122,6 +138,18 @@ class BatchStream:
     def state(self) -> StreamState:
         """Position of the next batch: a new stream that starts there goes on from here."""
         return self._state
+
+    def observe(self, loss: float) -> None:
+        """Tell the schedule of hot and cold batches, if there is one, the loss of the next trained batch over all
+        ranks; NaN where the batch was skipped."""
+        if self.schedule is not None:
+            self.schedule.observe(loss)
+
+    def to_save(self, state: StreamState) -> StreamState:
+        """Return `state`, the position behind the last trained batch, with what the losses so far have decided."""
+        if self.schedule is None or state.packed is None:
+            return state
+        return replace(state, packed=self.schedule.with_learned(state.packed))
 
     @property
     def num_steps(self) -> int | None:
@@ -166,8 +194,8 @@ class BatchStream:
         except BaseException:
             self.close()
             raise
-        self._state = StreamState(step.epoch, step.stop, self._seed)
-        self.bad_rows.add(step.last - step.first, bad)
+        self._state = step.behind
+        self.bad_rows.add(sum(stop - start for start, stop in step.ranges), bad)
         return batch
 
     def _begin(self, step: _Step) -> Callable[[], _Read]:
@@ -176,7 +204,7 @@ class BatchStream:
             return partial(self._reader.read, step)
         return self._pool.submit(self._reader.read, step).result
 
-    def _check(self, pin_memory: bool) -> None:
+    def _check(self, pin_memory: bool, hot: HotSamples | None) -> None:
         if self._batch_size < 1:
             raise ConfigError(f"batch_size = {self._batch_size}; needed at least 1 sample per rank")
         if not 0 <= self._rank < self._world_size:
@@ -188,6 +216,12 @@ class BatchStream:
             raise ConfigError(
                 f"the stream's state was saved with data.seed = {saved}, but data.seed is {self._seed}: "
                 f"the order of samples would differ; set data.seed = {saved}"
+            )
+        packed = self._state.packed
+        if hot is not None and packed is not None and packed.digest != hot.digest:
+            raise ConfigError(
+                f"the stream's state was saved with hot samples {packed.digest[:12]}, and these are "
+                f"{hot.digest[:12]}: the order of samples would differ; use the data and hot rows of before"
             )
         if pin_memory and not torch.cuda.is_available():
             raise ConfigError("pin_memory needs a CUDA device, and there is none; leave it out on CPU")
@@ -208,9 +242,29 @@ class BatchStream:
         while self._epochs is None or epoch < self._epochs:
             while start < limit:
                 begin, end = min(start + first, total), min(start + first + self._batch_size, total)
-                yield _Step(epoch, min(start + size, total), begin, end)
+                yield _Step(StreamState(epoch, min(start + size, total), self._seed), ((begin, end),))
                 start += size
             epoch, start = epoch + 1, 0
+
+    def _start_packed(self, samples: SampleReader, digest: str) -> PackedState:
+        """Return the position to start from. A schedule of other global batches begins anew; of a position in another
+        order, the samples before it count as hot and cold ones in the proportion of the epoch's."""
+        start, packed = self._state.global_sample, self._state.packed
+        if packed is not None and packed.global_batch == self._global_size:
+            return packed
+        hot = start * samples.num_hot // max(1, self.num_samples) if packed is None else packed.hot_samples
+        return PackedState(digest, self._global_size, hot)
+
+    def _plan_packed(self, schedule: SegmentSchedule, packed: PackedState, num_hot: int) -> Iterator[_Step]:
+        epoch, start = self._state.epoch, self._state.global_sample
+        first = self._rank * self._batch_size
+        while self._epochs is None or epoch < self._epochs:
+            for batch in batches_of_epoch(schedule, self.num_samples, num_hot, start, packed):
+                ranges = part_of(batch.ranges, first, first + self._batch_size)
+                behind = StreamState(epoch, batch.stop, self._seed, batch.state)
+                yield _Step(behind, ranges, batch.kind == "hot")
+            schedule.begin_epoch()
+            epoch, start, packed = epoch + 1, 0, PackedState(packed.digest, self._global_size)
 
 
 class _BatchReader:
@@ -220,6 +274,6 @@ class _BatchReader:
         self._samples, self._schema, self._device = samples, schema, device
 
     def read(self, step: _Step) -> _Read:
-        block = self._samples.read(step.epoch, step.first, step.last)
-        batch = block.to_batch(self._schema)
+        block = self._samples.read(step.behind.epoch, step.ranges)
+        batch = replace(block.to_batch(self._schema), is_hot=step.is_hot)
         return batch if self._device is None else batch.pin_memory(), block.bad

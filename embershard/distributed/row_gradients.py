@@ -62,5 +62,6 @@ def _gather(rows: Tensor, gradients: Tensor, group: dist.ProcessGroup | None) ->
     of_rank = zip(received.view(world_size, *sent.shape), num_rows, strict=True)
     parts = (part[:count].split([id_bytes, row_bytes], dim=1) for part, count in of_rank)
     return [
-        (ids.contiguous().view(rows.dtype).flatten(), values.contiguous().view(gradients.dtype)) for ids, values in parts
+        (ids.contiguous().view(rows.dtype).flatten(), values.contiguous().view(gradients.dtype))
+        for ids, values in parts
     ]

@@ -18,7 +18,7 @@ class HotRows:
     """The hot rows of all tables (FAE: Adnan et al., arXiv 2103.00686, section 4.1).
 
     Attributes:
-        rows: by table, in the profile's order: its hot rows, int64 ascending.
+        rows: by table: its hot rows, int64 ascending.
         num_rows: by table: all of its rows.
         threshold: the least number of lookups of a hot row.
         num_bytes: memory of the hot rows.
@@ -36,7 +36,7 @@ class HotRows:
         Equally frequent rows of all tables are hot together or not at all, so that the choice depends on no order.
 
         Args:
-            row_bytes: by table: bytes of a row, its optimizer state included.
+            row_bytes: by table: bytes of a row, its optimizer state included. Other tables have no hot rows.
 
         Raises:
             ConfigError: not even the most frequent rows fit.
@@ -48,7 +48,7 @@ class HotRows:
         >>> hot.rows["user"].tolist(), hot.threshold, hot.is_whole("ad")
         ([3], 2, True)
         """
-        counts = {table: profile.sparse(table) for table in profile.tables}
+        counts = {table: profile.sparse(table) for table in row_bytes}
         hits = np.concatenate([found.hits for found in counts.values()])
         sizes = np.concatenate([np.full(len(found.hits), row_bytes[table]) for table, found in counts.items()])
         distinct, places = np.unique(hits, return_inverse=True)
@@ -57,12 +57,13 @@ class HotRows:
         if not num_taken:
             least = int(of_count[0]) if len(of_count) else 0
             raise ConfigError(
-                f"sharding.hot_bytes: got {most_bytes}, needed at least {least}, the bytes of the most frequent rows, "
-                "or a profile of more samples."
+                f"hot rows: got {most_bytes} bytes for them (sharding.hot_bytes), needed at least {least} for the most "
+                "frequent ones, which are looked up equally often. Give more, or use a profile of more samples."
             )
         threshold = int(distinct[-num_taken])
         rows = {table: found.at_least(threshold).rows for table, found in counts.items()}
-        return cls(rows, profile.tables, threshold, int(of_count[:num_taken].sum()))
+        num_rows = {table: profile.num_rows(table) for table in row_bytes}
+        return cls(rows, num_rows, threshold, int(of_count[:num_taken].sum()))
 
     @property
     def total(self) -> int:
@@ -79,5 +80,5 @@ class HotRows:
         found = hashlib.sha256()
         for table, rows in self.rows.items():
             found.update(f"{table} {self.num_rows[table]} {len(rows)} ".encode())
-            found.update(np.ascontiguousarray(rows, "<i8"))
+            found.update(rows.astype("<i8").tobytes())
         return found.hexdigest()

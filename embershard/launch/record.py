@@ -21,6 +21,7 @@ from embershard.launch.run_dir import check_run_dir
 from embershard.launch.versions import git_commit, versions
 from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
+from embershard.training.hot_cold import packed_totals
 from embershard.training.identity import global_batch
 from embershard.training.reports import (
     BadRowsReport,
@@ -165,9 +166,9 @@ def make_result(
 
     `samples_per_second` (of all ranks) and `step_ms` are of the steps that `steady_steps` chooses, and None without a
     step; `is_steady` is False when the run was too short for them. A quality that is undefined or was not measured is
-    None. `measured_steps` counts the steps of this process, as `cache`, `sent_bytes`, `bad_rows` and `skipped_batches`
-    do; `steps` includes those before a resume. `bad_rows` is None where none is tolerated. `changes` are the settings
-    that resumes changed on request.
+    None. `measured_steps` counts the steps of this process, as `cache`, `sent_bytes`, `bad_rows`, `skipped_batches` and
+    `hot_cold` do; `steps` includes those before a resume. `bad_rows` is None where none is tolerated, `hot_cold` in
+    other modes. `changes` are the settings that resumes changed on request.
     """
     quality = {} if evaluation is None else dataclasses.asdict(evaluation.quality)
     config, ranks, plan = trainer.config, trainer.ranks, trainer.plan
@@ -192,6 +193,7 @@ def make_result(
         "cache": cache,
         "look_ahead": look_ahead,
         "sent_bytes": sent_bytes,
+        "hot_cold": packed_totals(trainer.hot, trainer.stream),
         "changes": [dataclasses.asdict(change) for change in trainer.state.changes],
         "plan": None if plan is None else {"path": config.sharding.plan, "digest": plan.digest},
         "versions": versions(),
@@ -202,7 +204,8 @@ def make_result(
 def _flat(report: Report) -> tuple[str, dict[str, Any]]:
     if isinstance(report, TrainReport):
         values = dataclasses.asdict(report)
-        sent = values.pop("sent_bytes")
+        sent, batches = values.pop("sent_bytes"), values.pop("batches") or {}
+        values |= {f"{kind}_batches": count for kind, count in batches.items()}
         return "train", {**values, **{f"sent_bytes_{kind}": count for kind, count in sent.items()}}
     if isinstance(report, EvalReport):
         return "eval", {"step": report.step, **dataclasses.asdict(report.quality), "seconds": report.seconds}

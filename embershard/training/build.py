@@ -22,8 +22,10 @@ from embershard.sharding.torchrec import (
     plan_sharding,
 )
 from embershard.sharding.torchrec.communication import comm_codecs
+from embershard.sharding.torchrec.hot_cold import follow_hot_batches
 from embershard.sharding.torchrec.placement import check_built, torchrec_plan
 from embershard.training.config import RunConfig
+from embershard.training.hot_cold import HotSet
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig
 
 #: Samples that are read and counted at a time.
@@ -62,29 +64,34 @@ def find_plan(config: RunConfig, ranks: Ranks) -> Plan | None:
     plan = ranks.from_first(lambda: Plan.load(path))  # read once: files may differ between machines
     for ranks_per_node in sorted(set(ranks.all_gather_objects(ranks.local_world_size))):
         plan.check_ranks(ranks.world_size, ranks_per_node)
-    _check_replicated(plan, config.embedding_optimizer, config.dense_optimizer)
+    if not config.cache.enabled:
+        _check_replicated(plan, config.embedding_optimizer, config.dense_optimizer)
     return plan
 
 
 def build_sharded_model(
-    config: RunConfig, plan: Plan | None, profile: FrequencyProfile | None, schema: Schema, ranks: Ranks
+    config: RunConfig,
+    plan: Plan | None,
+    profile: FrequencyProfile | None,
+    schema: Schema,
+    ranks: Ranks,
+    hot: HotSet | None = None,
 ) -> DistributedModelParallel:
     """Build the model of a run on this rank: sharded tables, and dense layers replicated under DDP. Collective.
 
     Args:
         plan: obeyed exactly; where it is None, TorchRec's planner places the tables. Without a cache its cached tables
             are whole on the device, at the same places.
+        hot: in the mode "hot_cold": its rows get copies on every rank.
 
     Raises:
         ConfigError: the model, the optimizer, the cache or the mode does not fit the data or the device.
         ShardingError: no plan fits, or the given one is for another model.
     """
-    if config.sharding.mode == "hot_cold":
-        raise ConfigError("sharding.mode='hot_cold' does not train yet; needed 'sharded' or 'data_parallel'.")
     torch.manual_seed(config.train.seed)
     model = build_model(config.model, schema, ranks.device)
     config.embedding_optimizer.apply(model.model.sparse_arch, ranks.device)
-    sharder = _sharder(config, plan, profile, ranks.device)
+    sharder = _sharder(config, plan, profile, ranks.device, hot)
     sharders = [sharder]
 
     def placement() -> ShardingPlan:
@@ -106,13 +113,15 @@ def build_sharded_model(
     sharded = DistributedModelParallel(model, env=env, device=ranks.device, plan=placed, sharders=sharders)
     if isinstance(sharder, CachedEmbeddingBagCollectionSharder):
         sharder.drop_profile()
+    if hot is not None:
+        follow_hot_batches(sharded)
     if plan is not None:
         _check_obeyed(sharded, plan, ranks, cached=config.cache.enabled)
     return sharded
 
 
 def _sharder(
-    config: RunConfig, plan: Plan | None, profile: FrequencyProfile | None, device: torch.device
+    config: RunConfig, plan: Plan | None, profile: FrequencyProfile | None, device: torch.device, hot: HotSet | None
 ) -> ModuleSharder:
     codecs = comm_codecs(config.sharding, device)
     init_seed = config.train.seed if config.train.init == "counter" else None
@@ -128,21 +137,23 @@ def _sharder(
         plan=plan,
         init_seed=init_seed,
         exchange="pooled" if plan is not None else config.sharding.exchange,  # type: ignore[arg-type]
-        mode=config.sharding.mode,  # type: ignore[arg-type]
+        mode="data_parallel" if config.sharding.mode == "data_parallel" else "sharded",
+        hot_rows=None if hot is None else {table: torch.from_numpy(rows) for table, rows in hot.rows.rows.items()},
     )
 
 
 def _check_replicated(plan: Plan, embedding: EmbeddingOptimizerConfig, dense: DenseOptimizerConfig) -> None:
-    """Raise unless the dense optimizer, which trains TorchRec's replicated tables, does what the embeddings' would."""
+    """Raise unless the dense optimizer, which trains replicated tables where no cache is, does what the embeddings'
+    would."""
     replicated = [table.table for table in plan.tables if table.kernel == "replicated"]
     only_scale = dense.clip_norm is None and dense.weight_decay is None
     if replicated and not (embedding.kind == dense.kind == "sgd" and embedding.lr == dense.lr and only_scale):
         raise ConfigError(
-            f"The plan replicates the tables {replicated[:5]}, and replicated tables are trained by the dense "
+            f"The plan replicates the tables {replicated[:5]}, and without a cache these are trained by the dense "
             f"optimizer: got embedding_optimizer {embedding.kind!r} with lr={embedding.lr}, and dense_optimizer "
             f"{dense.kind!r} with lr={dense.lr}, clip_norm={dense.clip_norm}, weight_decay={dense.weight_decay}; "
-            "needed 'sgd' for both, with one lr and neither clipping nor weight decay. Or plan these tables with "
-            'kernel "device".'
+            "needed 'sgd' for both, with one lr and neither clipping nor weight decay. Or train with a cache, or "
+            'plan these tables with kernel "device".'
         )
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from embershard.data import Source
+from embershard.data import Source, StreamState
 from embershard.earlier_settings import with_current_names
 from embershard.errors import CheckpointError
 from embershard.training.config import RunConfig
-from embershard.training.identity import BATCH, Change, changes, global_batch, refusal, tables_of
+from embershard.training.identity import BATCH, ORDER, PLAIN, Change, changes, global_batch, refusal, tables_of
 from embershard.training.saved_run import SavedRun
 
 
@@ -24,12 +24,14 @@ class Comparison:
         identity: of the run with this config.
         changes: differences that were allowed.
         notes: what the reader should know of the comparison, as sentences.
+        stream: the position to go on from.
     """
 
     config: RunConfig
     identity: dict[str, Any]
     changes: tuple[Change, ...]
     notes: tuple[str, ...]
+    stream: StreamState
 
 
 def compare(
@@ -51,7 +53,7 @@ def compare(
             global batch cannot be shared evenly by the ranks.
     """
     saved.check_tables(checkpoint, tables_of(config, source.schema))
-    was = with_current_names(saved.identity)
+    was = {ORDER: PLAIN, **with_current_names(saved.identity)}  # earlier versions had no other
     kept = config
     if BATCH not in allowed:
         kept = _with_global_batch(checkpoint, config, was.get(BATCH), saved.world_size, world_size)
@@ -73,7 +75,9 @@ def compare(
             f"{checkpoint} was written by an earlier version, without {len(missing)} settings that are compared now "
             f"({', '.join(missing[:3])}, ...): whether they changed is not known."
         )
-    return Comparison(kept, now, tuple(replace(change, step=saved.step) for change in found), tuple(notes))
+    is_same_order = was[ORDER] == now[ORDER]
+    stream = replace(saved.stream, seed=config.data.seed, packed=saved.stream.packed if is_same_order else None)
+    return Comparison(kept, now, tuple(replace(change, step=saved.step) for change in found), tuple(notes), stream)
 
 
 def _with_global_batch(

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from embershard.cache import CacheConfig
 from embershard.data import DataConfig
+from embershard.data.segments import READ_AHEAD
 from embershard.distributed import CheckpointConfig
 from embershard.errors import ConfigError
 from embershard.frequency.config import ProfileConfig
@@ -17,6 +18,8 @@ from embershard.sharding.config import ShardingConfig
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig, ScheduleConfig
 
 _BATCH_SIZE = 1024
+#: Batches that are read, beside those of the look-ahead and those that were parsed ahead, when a loss is known.
+_IN_WORK = 8
 
 
 @dataclass(frozen=True)
@@ -133,9 +136,19 @@ class RunConfig:
             raise ConfigError("train.eval_every has no effect: nothing is held out (data.eval_fraction is 0).")
         if self.cache.enabled:
             self.cache.policy_for(self.has_profile)  # refuses a profile without effect
-        elif self.sharding.mode == "data_parallel":
+        elif self.sharding.mode != "sharded":
             raise ConfigError(
-                "sharding.mode='data_parallel' is a mode of the cache, and cache.enabled is false. Remove one of the two."
+                f'cache.enabled: got false, needed true in the mode "{self.sharding.mode}", whose rows are in caches.'
+            )
+        if self.sharding.mode == "hot_cold":
+            self._check_hot_cold()
+
+    def _check_hot_cold(self) -> None:
+        ahead, most = self.lookahead + self.data.prefetch_batches, READ_AHEAD - _IN_WORK
+        if ahead > most:
+            raise ConfigError(
+                f"look_ahead.lookahead + data.prefetch_batches: got {ahead}, needed at most {most} in the mode "
+                '"hot_cold", whose order of batches follows from losses. Lower one of them.'
             )
 
     @property
@@ -147,6 +160,7 @@ class RunConfig:
     def counts_a_profile(self) -> bool:
         """True if a profile must be counted before training."""
         needed = self.cache.policy == "frequency" or self.cache.warmup is True or self.profile.samples is not None
+        needed = needed or self.sharding.mode == "hot_cold"
         return self.cache.enabled and self.profile.path is None and needed
 
     @property

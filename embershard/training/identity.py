@@ -14,7 +14,9 @@ from embershard.decoding import toml
 from embershard.errors import ConfigError
 from embershard.training.config import RunConfig
 
-BATCH, SEED, HOT_BYTES = "train.global_batch_size", "data.seed", "sharding.hot_bytes"
+BATCH, SEED = "train.global_batch_size", "data.seed"
+#: Whether batches are packed of hot and cold samples, and of which; "plain": they are not.
+ORDER, PLAIN = "data.order", "plain"
 _FILES = ("data.files", "data.eval_files")
 _MOST_FILES_SHOWN = 5
 
@@ -32,32 +34,35 @@ COMPARED = frozenset(
     | _names("data.parquet", "dense sparse num_rows label id_mapping dense_transform max_bag_size")
     | _names("model", "arch embedding_dim dense_arch_layer_sizes over_arch_layer_sizes table_dtype")
     | _names("model", "dcn_num_layers dcn_low_rank_dim")
-    | _names("sharding", "forward_dtype backward_dtype hot_bytes")
+    | _names("sharding", "forward_dtype backward_dtype")
     | _names("embedding_optimizer", "kind lr eps weight_decay betas")
     | _names("dense_optimizer", "kind lr eps weight_decay betas clip_norm")
     | _names("schedule", "warmup_steps decay decay_start decay_steps floor")
     | _names("train", "global_batch_size seed init precision")
 )
 
-#: Settings that are compared by what they lead to: files by name, size and content; the samples of all ranks' step.
+#: Settings that are compared by what they lead to: files by name, size and content; the samples of all ranks' step; the
+#: order of the samples in the mode "hot_cold".
 COMPARED_AS = {
     "data.path": "data.files",
     "data.criteo.files": "data.files",
     "data.parquet.files": "data.files",
     "data.eval_path": "data.eval_files",
     "train.batch_size": BATCH,
+    "sharding.mode": ORDER,
+    "sharding.hot_bytes": ORDER,
 }
 
 #: Settings that may change on a resume: where and how fast it trains, for how long, what it reports and saves. Caches,
 #: plans and placements train the same rows by the same arithmetic; an epoch's order does not depend on the others.
-#: (That of mode "hot_cold" does; `sharding.hot_bytes`, which is compared, tells the modes apart.) So with
-#: `data.bad_rows`: rows that were trained on are as good as before, and a run that a bad row stopped can go on.
+#: (In the mode "hot_cold" it depends on the profile: `ORDER` is compared.) So with `data.bad_rows`: rows that were
+#: trained on are as good as before, and a run that a bad row stopped can go on.
 FREE = frozenset(
     _names("data", "num_workers prefetch_batches bad_rows")
     | _names("cache", "ratio device_bytes policy warmup host host_dir transfer slot_map overflow decay enabled")
     | _names("look_ahead", "lookahead prefetch")
     | _names("profile", "path samples")
-    | _names("sharding", "plan exchange mode")
+    | _names("sharding", "plan exchange")
     | _names("train", "epochs max_steps eval_every log_every on_non_finite device")
     | _names("checkpoint", "every_steps at_end keep_last on_failed_save asynchronous")
 )
@@ -84,8 +89,11 @@ def tables_of(config: RunConfig, schema: Schema) -> dict[str, tuple[int, int]]:
     return {feature.name: (feature.num_rows, config.model.embedding_dim) for feature in schema.sparse}
 
 
-def identity_of(config: RunConfig, world_size: int) -> dict[str, Any]:
+def identity_of(config: RunConfig, world_size: int, hot_samples: str | None = None) -> dict[str, Any]:
     """Return the values of all settings that are compared, as JSON values by name. Reads some bytes of every file.
+
+    Args:
+        hot_samples: digest of the hot samples, in the mode "hot_cold".
 
     The settings of other kinds of data than `data.kind` are left out: they have no effect.
     """
@@ -93,6 +101,7 @@ def identity_of(config: RunConfig, world_size: int) -> dict[str, Any]:
     values = {key: _value(config, key) for key in sorted(COMPARED) if not key.startswith(other_kinds)}
     values |= {f"data.{name}": files for name, files in identify_files(config.data).items()}
     values[BATCH] = global_batch(config, world_size)
+    values[ORDER] = PLAIN if hot_samples is None else f"hot_cold {hot_samples[:12]}"
     as_saved: dict[str, Any] = json.loads(json.dumps(values))
     return as_saved
 
@@ -147,7 +156,10 @@ def refusal(found: Sequence[Change]) -> str:
     rows = [("setting", "saved", "now"), *((change.key, change.saved, change.now) for change in found)]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     table = [f"  {key:{widths[0]}}  {saved:{widths[1]}}  {now}" for key, saved, now in rows]
-    back = [_set_back(change) for change in found if change.key not in _FILES]
+    back = [_set_back(change) for change in found if change.key not in (*_FILES, ORDER)]
+    back += (
+        ["sharding.mode, sharding.hot_bytes and the profile"] if any(change.key == ORDER for change in found) else []
+    )
     back += ["the files that it trained on"] if any(change.key in _FILES for change in found) else []
     allowed = [f"--allow-change {key}" for key in dict.fromkeys(change.key for change in found)]
     advice = f"Set back what should not change ({', '.join(back)}), or allow it: {' '.join(allowed)}"
@@ -155,12 +167,8 @@ def refusal(found: Sequence[Change]) -> str:
 
 
 def _set_back(change: Change) -> str:
-    with_it = ""
-    if change.key == BATCH:
-        with_it = "--set train.batch_size=none "  # one of the two decides
-    elif change.key == HOT_BYTES and "none" in (change.saved, change.now):
-        with_it = f"--set sharding.mode={'sharded' if change.saved == 'none' else 'hot_cold'} "
-    return f"{with_it}--set {change.key}={change.saved}"
+    alone = "--set train.batch_size=none " if change.key == BATCH else ""  # one of the two decides
+    return f"{alone}--set {change.key}={change.saved}"
 
 
 def _value(config: RunConfig, key: str) -> Any:

@@ -38,6 +38,7 @@ class LossMonitor:
         skips: skip batches whose loss is not finite, `MOST_SKIPPED_IN_A_ROW` at most.
         kept: writes such batches to files; None: they are dropped.
         before_stop: called on every rank before an error is raised.
+        observe: gets the mean loss of each batch in order, NaN where it was skipped.
 
     Attributes:
         num_skipped: batches.
@@ -51,8 +52,10 @@ class LossMonitor:
         skips: bool = False,
         kept: KeptBatches | None = None,
         before_stop: Callable[[], None] = lambda: None,
+        observe: Callable[[float], None] = lambda loss: None,
     ) -> None:
         self._ranks, self._skips, self._kept, self._before_stop = ranks, skips, kept, before_stop
+        self._observe = observe
         self._pending: _Step | None = None
         self._losses: list[float] = []
         self._in_a_row = self.num_skipped = self.signal = 0
@@ -112,6 +115,7 @@ class LossMonitor:
         self.signal = max(self.signal, *map(int, signals))
         if all(map(math.isfinite, losses)):
             self._losses.append(math.fsum(losses) / len(losses))
+            self._observe(self._losses[-1])
             self._in_a_row = 0
             return ""
         return self._not_finite(step, losses)
@@ -125,6 +129,7 @@ class LossMonitor:
             problem += self._kept.keep(step.number, rank, None if own_is_finite else step.batch, losses)
         if self._skips and self._in_a_row <= MOST_SKIPPED_IN_A_ROW:
             self.num_skipped += 1
+            self._observe(math.nan)
             return problem
         if self._skips:
             problem += f" So were those of the {MOST_SKIPPED_IN_A_ROW} batches before, which were skipped."

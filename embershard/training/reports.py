@@ -12,12 +12,16 @@ from embershard.training.metrics import Quality
 
 @dataclass(frozen=True)
 class TrainReport:
-    """Progress since the last such report, over all ranks; `sent_bytes` of one rank in one step, on average."""
+    """Progress since the last such report, over all ranks; `sent_bytes` of one rank in one step, on average.
+
+    `batches`: in the mode "hot_cold", batches by kind that this process has trained on so far.
+    """
 
     step: int
     epoch: int
     samples: int
     loss: float
+    batches: dict[str, int] | None
     auc: float | None
     samples_per_second: float
     hit_rate_unique: float | None

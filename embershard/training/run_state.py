@@ -29,6 +29,7 @@ from embershard.sharding.torchrec.cache_contents import restore_contents, saved_
 from embershard.sharding.torchrec.row_states import RowStates
 from embershard.training.comparison import Comparison, compare
 from embershard.training.config import RunConfig
+from embershard.training.hot_cold import HotSet
 from embershard.training.identity import Change, identity_of, tables_of
 from embershard.training.saved_run import SavedRun
 
@@ -82,10 +83,12 @@ class RunState:
         model: DistributedModelParallel,
         dense_optimizer: KeyedOptimizerWrapper,
         ranks: Ranks,
+        hot: HotSet | None = None,
     ) -> None:
         self.model, self.dense_optimizer = model, dense_optimizer
         self._config, self._source, self._ranks = config, source, ranks
-        self._identity = ranks.from_first(lambda: identity_of(config, ranks.world_size))
+        digest = None if hot is None else hot.samples.digest
+        self._identity = ranks.from_first(lambda: identity_of(config, ranks.world_size, digest))
         self.changes: tuple[Change, ...] = ()
 
     def prepare_save(

@@ -12,8 +12,11 @@ import torch
 from embershard.data import StreamState
 from embershard.decoding import decode, field_types
 from embershard.distributed import damaged_scalars, read_scalars, step_of
-from embershard.errors import CheckpointError
+from embershard.errors import CheckpointError, DataError
 from embershard.training.identity import SEED, Change
+
+#: Parts of a position that every checkpoint has.
+_POSITION = ("epoch", "global_sample", "seed")
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,14 @@ class SavedRun:
 
     def __post_init__(self) -> None:
         numbers = {"step": self.step, "samples": self.samples, "world_size": self.world_size}
-        numbers |= {f"stream.{name}": value for name, value in vars(self.stream).items()}
+        numbers |= {f"stream.{name}": getattr(self.stream, name) for name in _POSITION}
         for name, value in numbers.items():
             least = 1 if name == "world_size" else 0
             _need(value >= least, name, value, f"at least {least}")
         _need(self.samples < 2**63, "samples", self.samples, "less than 2^63")
+        if packed := self.stream.packed:
+            most = self.stream.global_sample
+            _need(packed.hot_samples <= most, "stream.packed.hot_samples", packed.hot_samples, f"at most {most}")
         for name in ("step", "stream.epoch"):  # each takes a sample at least
             _need(numbers[name] <= self.samples, name, numbers[name], f"at most {self.samples} (samples)")
         _need(len(self.rng) == self.world_size, "rng", f"{len(self.rng)} ranks", f"{self.world_size} (world_size)")
@@ -68,12 +74,12 @@ class SavedRun:
         values = {name: scalars[name] for name in field_types(SavedRun) if name in scalars}
         try:
             if isinstance(stream := values.get("stream"), dict):  # no part of a position has a default
-                for name in field_types(StreamState):
+                for name in _POSITION:
                     _need(name in stream, f"stream.{name}", "nothing", "integer")
             saved = decode(SavedRun, values, CheckpointError)
             _need(saved.step == step_of(checkpoint), "step", saved.step, f"that of {checkpoint.name}")
             return saved
-        except CheckpointError as error:
+        except (CheckpointError, DataError) as error:
             raise damaged_scalars(checkpoint, str(error)) from error
 
     @property

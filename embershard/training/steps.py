@@ -11,10 +11,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from embershard.data import Batch, BatchStream, StreamState
-from embershard.distributed import shortest
+from embershard.data import Batch, BatchStream, Source, StreamState
+from embershard.distributed import Ranks, shortest
 from embershard.errors import DataError
 from embershard.pipeline import LookAheadPipeline, LookAheadStats
+from embershard.training.config import RunConfig
+from embershard.training.hot_cold import HotSet
 
 T = TypeVar("T")
 
@@ -32,6 +34,25 @@ class InputFailure:
         except Exception as error:
             self.error = error
             raise
+
+
+def open_stream(
+    config: RunConfig, source: Source, ranks: Ranks, state: StreamState | None, hot: HotSet | None
+) -> BatchStream:
+    """Open the training data at `state`, with batches of their own for hot samples; or, with None, the held-out
+    part."""
+    return BatchStream(
+        source,
+        batch_size=config.train.rank_batch_size(ranks.world_size),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        split="eval" if state is None else "train",
+        epochs=1 if state is None else config.train.num_epochs,
+        config=config.data,
+        state=state,
+        pin_memory=ranks.device.type == "cuda",
+        hot=None if state is None or hot is None else hot.samples,
+    )
 
 
 class Steps:
@@ -57,7 +78,7 @@ class Steps:
         self._stream, self._device, self._pipeline, self._failure = stream, device, pipeline, failure
         self._batches = self._limited(max(0, limit))
         self._states: deque[StreamState] = deque()  # behind each batch that was read and not trained
-        self.state = stream.state
+        self._state = stream.state
         self._num_to_replace = 0
 
     def next(self) -> AbstractContextManager[Batch]:
@@ -75,6 +96,11 @@ class Steps:
         self._batches = self._limited(self._num_to_replace)
         self._num_to_replace = 0
         return self._counted(self._begin())
+
+    @property
+    def state(self) -> StreamState:
+        """Position behind the last trained batch."""
+        return self._stream.to_save(self._state)
 
     def replace_one(self) -> None:
         """Read one more batch than the limit: a batch was skipped, and was no step."""
@@ -114,4 +140,4 @@ class Steps:
     def _counted(self, inner: AbstractContextManager[Batch]) -> Iterator[Batch]:
         with inner as batch:
             yield batch
-        self.state = self._states.popleft()
+        self._state = self._states.popleft()

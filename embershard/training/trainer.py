@@ -7,7 +7,6 @@ import time
 import uuid
 from array import array
 from collections.abc import Collection, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from embershard.training.cache_report import CacheReader
 from embershard.training.comparison import Comparison
 from embershard.training.config import RunConfig
 from embershard.training.disk_needs import check_disk_for_run
+from embershard.training.hot_cold import find_hot_set
 from embershard.training.identity import global_batch
 from embershard.training.kept_batches import KeptBatches
 from embershard.training.loss_monitor import LossMonitor
@@ -45,7 +45,7 @@ from embershard.training.reports import (
 )
 from embershard.training.run_state import PreparedSave, RunState
 from embershard.training.saves import Saves
-from embershard.training.steps import InputFailure, Steps
+from embershard.training.steps import InputFailure, Steps, open_stream
 from embershard.training.traffic_report import TrafficReader
 
 #: Newest samples per rank that count for the AUC in the progress line.
@@ -71,15 +71,16 @@ class Trainer:
         self.plan = find_plan(config, ranks)
         self.source = open_source(config.data)
         self._first_step = 0  # of this process: it may go on from a checkpoint
-        self.stream = self._open_stream(StreamState(seed=config.data.seed))
         self.memory_warning = check_memory_for_run(config, self.plan, ranks)  # before the model is built
+        profile = find_profile(config, self.source)
+        self.hot = find_hot_set(config, profile, self.source, ranks, checkpoints and checkpoints.parent)
+        self.stream = self._open_stream(StreamState(seed=config.data.seed))
         if checkpoints is not None:
             check_disk_for_run(config, self.plan, checkpoints, self.total_steps, ranks)
-        profile = find_profile(config, self.source)
-        self.model = build_sharded_model(config, self.plan, profile, self.source.schema, ranks)
+        self.model = build_sharded_model(config, self.plan, profile, self.source.schema, ranks, self.hot)
         self.dense_parameters = dict(in_backward_optimizer_filter(self.model.named_parameters()))
         self.dense_optimizer = config.dense_optimizer.build(self.dense_parameters)
-        self.state = RunState(config, self.source, self.model, self.dense_optimizer, ranks)
+        self.state = RunState(config, self.source, self.model, self.dense_optimizer, ranks, self.hot)
         self._upcoming: Steps | None = None
         self._input_failure = InputFailure()
         self.bad_rows = BadRowCount(config.data.bad_rows, ranks)
@@ -221,6 +222,7 @@ class Trainer:
             epoch=self.upcoming.state.epoch,
             samples=self.samples,
             loss=self.loss_monitor.mean(),
+            batches=None if (schedule := self.stream.schedule) is None else dict(schedule.num_trained),
             auc=self.window.quality(self.ranks).auc,
             samples_per_second=len(seconds) * global_batch(self.config, self.ranks.world_size) / sum(seconds),
             hit_rate_unique=hits.hit_rate_unique,
@@ -300,7 +302,7 @@ class Trainer:
         self._first_step = self._reported_steps = saved.step
         self.loss_monitor, self.window = self._make_loss_monitor(), PredictionBuffer(WINDOW_SAMPLES)
         self.stream.close()
-        self.stream = self._open_stream(replace(saved.stream, seed=self.config.data.seed))
+        self.stream = self._open_stream(comparison.stream)
         if manifest is not None:
             self.run_id = manifest.run_id
         return manifest is not None, comparison
@@ -314,23 +316,16 @@ class Trainer:
 
     def _open_stream(self, state: StreamState | None) -> BatchStream:
         """Open the training stream at `state`, or with None the held-out part."""
-        train = self.config.train
-        return BatchStream(
-            self.source,
-            batch_size=train.rank_batch_size(self.ranks.world_size),
-            rank=self.ranks.rank,
-            world_size=self.ranks.world_size,
-            split="eval" if state is None else "train",
-            epochs=1 if state is None else train.num_epochs,
-            config=self.config.data,
-            state=state,
-            pin_memory=self.ranks.device.type == "cuda",
-        )
+        return open_stream(self.config, self.source, self.ranks, state, self.hot)
 
     def _make_loss_monitor(self) -> LossMonitor:
         kept = None if self.checkpoints is None else KeptBatches(self.checkpoints, self.ranks)
         skips = self.config.train.on_non_finite == "skip"
-        return LossMonitor(self.ranks, skips=skips, kept=kept, before_stop=self._saves.wait)
+        stop = self._saves.wait
+        return LossMonitor(self.ranks, skips=skips, kept=kept, before_stop=stop, observe=self._observe)
+
+    def _observe(self, loss: float) -> None:
+        self.stream.observe(loss)  # the stream that is open by then
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         enabled = self.config.train.precision == "bf16"

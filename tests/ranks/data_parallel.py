@@ -80,9 +80,9 @@ def compare_real(case: Case) -> tuple[Outcome, list[str]]:
 def train_with_delays(case: Case, seed: int) -> tuple[list[str], list[str], int]:
     """Look-ahead with waits at random places; only rank 0 plans in a thread beside its training. What differs from
     stock TorchRec's weights and states, what differs between the ranks, and the number of waits."""
-    stock = parity.build(case, False, rows_exchange._Linear)
-    rows_exchange._train(stock, dataclasses.replace(case, lookahead=0))
-    model = parity.build(case, True, rows_exchange._Linear)
+    stock = parity.build(case, False, parity.LinearModel)
+    rows_exchange.train_linear(stock, dataclasses.replace(case, lookahead=0))
+    model = parity.build(case, True, parity.LinearModel)
     optimizer = torch.optim.SGD(model.module.parameters(), lr=0.0)
     pipeline = LookAheadPipeline(
         model,
@@ -105,13 +105,13 @@ def train_with_delays(case: Case, seed: int) -> tuple[list[str], list[str], int]
 
 def load_while_cached(case: Case) -> list[str]:
     """Trained weights and states are loaded into a model whose caches hold other ones; then both train on."""
-    trained, other = (parity.build(case, True, rows_exchange._Linear) for _ in range(2))
-    rows_exchange._train(trained, case)
-    rows_exchange._train(other, dataclasses.replace(case, steps=4))
+    trained, other = (parity.build(case, True, parity.LinearModel) for _ in range(2))
+    rows_exchange.train_linear(trained, case)
+    rows_exchange.train_linear(other, dataclasses.replace(case, steps=4))
     other.load_state_dict(trained.state_dict())
     other.fused_optimizer.load_state_dict(trained.fused_optimizer.state_dict())
     for model in (trained, other):
-        rows_exchange._train(model, dataclasses.replace(case, steps=6))
+        rows_exchange.train_linear(model, dataclasses.replace(case, steps=6))
     return parity.differences(parity.snapshot(trained), parity.snapshot(other)) + unequal_replicas(other)
 
 
@@ -157,7 +157,7 @@ def error_of(case: Case, fault: str | None = None) -> str:
     """The message of building and of the first step."""
     try:
         with FAULTS[fault]() if fault else contextlib.nullcontext():
-            rows_exchange._train(parity.build(case, True, rows_exchange._Linear), dataclasses.replace(case, steps=1))
+            rows_exchange.train_linear(parity.build(case, True, parity.LinearModel), dataclasses.replace(case, steps=1))
     except EmbershardError as error:
         return str(error)
     return ""

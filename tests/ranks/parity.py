@@ -55,7 +55,7 @@ OPTIMIZERS = {
 class Case:
     """One configuration. ``sharding``: one type for all tables, or one per table. ``profile``: give one to policies
     that do not need it. ``cached``: numbers of the cached tables, None for all; ``data_parallel`` tables are never
-    cached."""
+    cached. ``replicated``: numbers of tables that are sharded in stock TorchRec, and replicated beside the cache."""
 
     optimizer: str = "rowwise_adagrad"
     sharding: str | tuple[str, ...] = "table_wise"
@@ -83,6 +83,7 @@ class Case:
     init_seed: int | None = None
     exchange: str = "pooled"
     mode: str = "sharded"
+    replicated: tuple[int, ...] = ()
 
     @property
     def features(self) -> list[str]:
@@ -133,7 +134,7 @@ class _Model(nn.Module):
             self.embeddings = EmbeddingBagCollection(tables=tables, device=meta, is_weighted=case.weighted)
         width = sum(case.dims[int(name[1])] for name in case.features)
         self.dense = nn.Linear(width, 1)
-        self.sequence = case.sequence
+        self.sequence, self.names = case.sequence, case.features
 
     def forward(self, features: KeyedJaggedTensor, labels: Tensor) -> Tensor:
         found = self.embeddings(features)
@@ -146,6 +147,15 @@ class _Model(nn.Module):
         else:
             x = found.values()
         return ((self.dense(x).squeeze(1) - labels) ** 2).mean()
+
+
+class LinearModel(_Model):
+    """Gradients of pooled embeddings are the coefficients [B, sum of D], whatever the weights are."""
+
+    def forward(self, features: KeyedJaggedTensor, coefficients: Tensor) -> Tensor:
+        found = self.embeddings(features).to_dict()  # their order depends on the plan
+        pooled = torch.cat([found[name] for name in self.names], dim=1)
+        return (pooled * coefficients).sum() + 0 * self.dense.bias.sum()
 
 
 def build(case: Case, cached: bool, make_model: Callable[[Case], nn.Module] | None = None) -> DistributedModelParallel:
@@ -216,6 +226,8 @@ def _constraints(case: Case, cached: bool) -> dict[str, ParameterConstraints]:
     for t, sharding_type in enumerate(types):
         stock = not cached or (case.cached is not None and t not in case.cached)
         kernel = "dense" if sharding_type == "data_parallel" else "fused" if stock else None
+        if cached and t in case.replicated:
+            sharding_type, kernel = "data_parallel", "fused"
         constraints[f"t{t}"] = ParameterConstraints(
             sharding_types=[sharding_type], compute_kernels=[kernel] if kernel else None, min_partition=4
         )

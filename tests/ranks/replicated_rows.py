@@ -26,7 +26,7 @@ from embershard.sharding.torchrec.replicated_rows import ReplicatedRows
 from embershard.sharding.torchrec.slots import SlotTable
 from tests.ranks.parity import OPTIMIZERS
 
-NUM_ROWS, DIM, FEATURES, SAMPLES = 40, 8, 3, 6
+NUM_ROWS, DIM, FEATURES, SAMPLES = 40, 8, 4, 6
 SECOND_TABLE = 20  # its first row
 NEVER = 32  # nobody looks this row up, nor those after it
 
@@ -63,9 +63,11 @@ def compare(case: Case, fault: str | None = None) -> Outcome:
         rows, reference, start, decayed = _train(case)
     parts = {"weights": rows.payload[0]} | {f"state {n}": part for n, part in enumerate(rows.payload[1:])}
     expected = [part.detach()[1:] for part in reference.payload]
-    different = [name for (name, part), want in zip(parts.items(), expected, strict=True) if not torch.equal(part, want)]
+    different = [
+        name for (name, part), want in zip(parts.items(), expected, strict=True) if not torch.equal(part, want)
+    ]
     ranks_differ = [name for name, part in parts.items() if not _is_equal_on_ranks(part)]
-    changed = (rows.payload[0][NEVER :] != start[NEVER :]).any(dim=1)
+    changed = (rows.payload[0][NEVER:] != start[NEVER:]).any(dim=1)
     return Outcome(different, ranks_differ, int(changed.sum()), decayed)
 
 
@@ -75,8 +77,8 @@ def _train(case: Case) -> tuple[ReplicatedRows, SlotTable, Tensor, int]:
         fused.update(weight_decay=case.weight_decay, weight_decay_mode=WeightDecayMode.L2)
     pooling = PoolingMode.MEAN if case.mean else PoolingMode.SUM
     common: Any = (torch.device("cpu"), pooling, SparseType.FP32, fused)
-    rows = ReplicatedRows(NUM_ROWS, DIM, [0, 0, 1], *common)
-    reference = SlotTable(DIM, [0, 0, 1], *common)
+    rows = ReplicatedRows(NUM_ROWS, DIM, [0, 0, 1, 1], *common)
+    reference = SlotTable(DIM, [0, 0, 1, 1], *common)
     reference.resize(NUM_ROWS)
     start = torch.rand(NUM_ROWS, DIM, generator=torch.Generator().manual_seed(1)) - 0.5
     rows.payload[0].copy_(start)
@@ -86,7 +88,7 @@ def _train(case: Case) -> tuple[ReplicatedRows, SlotTable, Tensor, int]:
         of_rank = [_batch(case, step, rank) for rank in range(world_size)]
         ids, offsets, scales, coefficients = of_rank[dist.get_rank()]
         before = rows.payload[0].clone()
-        (rows(ids, offsets, scales) * coefficients).sum().backward()
+        (rows(rows.prepare(ids, offsets, scales)) * coefficients).sum().backward()
         if step == 0:
             decayed = _decayed(of_rank, before != rows.payload[0])
         ids, offsets, scales, coefficients = _join(of_rank)
@@ -102,7 +104,7 @@ def _batch(case: Case, step: int, rank: int) -> Bags:
     if (step + rank) % 5 == 4:
         lengths.zero_()
     per_feature = lengths.view(FEATURES, SAMPLES).sum(dim=1).tolist()
-    ranges = [(0, SECOND_TABLE), (0, SECOND_TABLE), (SECOND_TABLE, NEVER)]
+    ranges = [(0, SECOND_TABLE)] * 2 + [(SECOND_TABLE, NEVER)] * 2
     ids = torch.cat(
         [torch.randint(*ends, (n,), generator=generator) for ends, n in zip(ranges, per_feature, strict=True)]
     )

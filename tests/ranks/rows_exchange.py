@@ -27,7 +27,7 @@ from embershard.sharding.torchrec.bags import Bags
 from embershard.sharding.torchrec.distinct_ids import DistinctIds
 from tests.ranks import parity
 from tests.ranks.look_ahead import Batch
-from tests.ranks.parity import differences, snapshot
+from tests.ranks.parity import LinearModel, differences, snapshot
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,6 @@ class Outcome:
     weight_error: float = 0.0
 
 
-class _Linear(parity._Model):
-    """Gradients of pooled embeddings are the coefficients [B, sum of D], whatever the weights are."""
-
-    def forward(self, features: KeyedJaggedTensor, coefficients: Tensor) -> Tensor:
-        found = self.embeddings(features)
-        pooled = torch.cat([found[name] for name in features.keys()], dim=1)  # noqa: SIM118
-        return (pooled * coefficients).sum() + 0 * self.dense.bias.sum()
-
-
 def batches(case: Case) -> Iterator[tuple[KeyedJaggedTensor, Tensor]]:
     """Skewed ids in bags of 0, 1, 2 or 4; weights and coefficients are multiples of 1/4."""
     rank, rows = dist.get_rank(), [case.rows[int(name[1])] for name in case.features]
@@ -79,7 +70,8 @@ def batches(case: Case) -> Iterator[tuple[KeyedJaggedTensor, Tensor]]:
         yield features, torch.randint(-8, 9, (case.batch_size, width), generator=generator) / 4
 
 
-def _train(model: DistributedModelParallel, case: Case) -> None:
+def train_linear(model: DistributedModelParallel, case: Case) -> KeyedJaggedTensor:
+    """Train on this rank's batches; the last one's features."""
     optimizer = torch.optim.SGD(model.module.parameters(), lr=0.0)
     if not case.lookahead:
         for step, (features, coefficients) in enumerate(batches(case)):
@@ -87,7 +79,7 @@ def _train(model: DistributedModelParallel, case: Case) -> None:
             if case.evaluate_every and step % case.evaluate_every == 0:
                 with torch.no_grad():
                     model(features, coefficients)
-        return
+        return features
     pipeline = LookAheadPipeline(
         model, optimizer, model.device, case.lookahead, features=lambda batch: {"embeddings": batch.features}
     )
@@ -97,16 +89,17 @@ def _train(model: DistributedModelParallel, case: Case) -> None:
             with pipeline.step(stream) as batch:
                 model(batch.features, batch.labels).backward()
     pipeline.detach()
+    return batch.features
 
 
 def compare_dyadic(case: Case, fault: str | None = None) -> Outcome:
     """Weights and states after dyadic gradients: stock TorchRec's against those of the exchange of rows."""
-    stock = parity.build(case, False, _Linear)
-    _train(stock, dataclasses.replace(case, lookahead=0))
+    stock = parity.build(case, False, LinearModel)
+    train_linear(stock, dataclasses.replace(case, lookahead=0))
     expected = snapshot(stock)
     with FAULTS[fault]() if fault else contextlib.nullcontext():
-        model = parity.build(case, True, _Linear)
-        _train(model, case)
+        model = parity.build(case, True, LinearModel)
+        train_linear(model, case)
         found = snapshot(model)
     return Outcome(differences(expected, found), len(found), sum(stats.evictions for stats in cache_stats(model)))
 
@@ -134,26 +127,26 @@ def compare_real(case: Case) -> Outcome:
 
 def move_between_exchanges(case: Case) -> list[str]:
     """Train with rows, load into stock TorchRec and back: what is not equal, and tables whose names changed."""
-    rows, stock = parity.build(case, True, _Linear), parity.build(case, False, _Linear)
-    back = parity.build(case, True, _Linear)
-    _train(rows, case)
+    rows, stock = parity.build(case, True, LinearModel), parity.build(case, False, LinearModel)
+    back = parity.build(case, True, LinearModel)
+    train_linear(rows, case)
     for source, target in ((rows, stock), (stock, back)):
         target.load_state_dict(source.state_dict())
         target.fused_optimizer.load_state_dict(source.fused_optimizer.state_dict())
     expected = snapshot(rows)
     different = differences(expected, snapshot(stock)) + differences(expected, snapshot(back))
     for model in (rows, stock, back):
-        _train(model, dataclasses.replace(case, steps=5))
+        train_linear(model, dataclasses.replace(case, steps=5))
     return different + differences(snapshot(stock), snapshot(rows)) + differences(snapshot(stock), snapshot(back))
 
 
 def sent_in_a_step(case: Case) -> tuple[SentBytes, list[list[int]]]:
     """What this rank sent in one step, and the ids of each of its features."""
     count_sent_bytes()
-    model = parity.build(case, True, _Linear)
+    model = parity.build(case, True, LinearModel)
     one = dataclasses.replace(case, steps=1)
     before = sent_bytes()
-    _train(model, one)
+    train_linear(model, one)
     features, _ = next(batches(one))
     return sent_bytes() - before, [features[name].values().tolist() for name in case.features]
 
@@ -161,7 +154,7 @@ def sent_in_a_step(case: Case) -> tuple[SentBytes, list[list[int]]]:
 def error_of_a_step(case: Case) -> str:
     """The message of the first step."""
     try:
-        _train(parity.build(case, True, _Linear), dataclasses.replace(case, steps=1))
+        train_linear(parity.build(case, True, LinearModel), dataclasses.replace(case, steps=1))
     except EmbershardError as error:
         return str(error)
     return ""

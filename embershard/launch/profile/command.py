@@ -74,6 +74,12 @@ def collect(argv: Sequence[str]) -> None:
         f"{arguments.output}: {arguments.output.stat().st_size / 1e6:,.1f} MB. "
         f"Look at it: embershard profile show {arguments.output} --png curves.png",
     )
+    if arguments.hot is not None:
+        from embershard.launch.profile.hot_pass import count_clicks, hot_sentences
+        from embershard.training.hot_cold import find_hot_rows
+
+        rows = find_hot_rows(config, profile, arguments.hot)
+        say(console, *hot_sentences(rows, *count_clicks(config.data, rows, options, reader)))
 
 
 def show(argv: Sequence[str]) -> None:
@@ -192,6 +198,12 @@ def _collect_parser() -> argparse.ArgumentParser:
         default=1.0,
         metavar="SHARE",
         help="read only this share of the samples; states the error",
+    )
+    parser.add_argument(
+        "--hot",
+        type=parse_bytes,
+        metavar="BYTES",
+        help="also choose hot rows for this memory, and read the data again for hot samples and their click rate",
     )
     parser.add_argument(
         "--memory",

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +27,7 @@ from embershard.frequency.curves import pooled, unseen_share
 from embershard.frequency.downsampling import Following
 from embershard.models import table_name
 
+T = TypeVar("T")
 #: Samples of a part, which a process counts at a time; fewer where samples have many lookups.
 PART_SAMPLES = 65_536
 _PART_LOOKUPS = 8_000_000
@@ -64,10 +67,14 @@ class PartReader:
         window = config.shuffle_window
         self._order = EpochOrder(chunks, seed=config.seed, epoch=0, shuffle=config.shuffle, window=window)
 
+    def read(self, start: int, stop: int) -> list[Block]:
+        """Read positions [start, stop)."""
+        return [self._source.read("train", chunk, rows) for chunk, rows in self._order.locate(start, stop)]
+
     def count(self, start: int, stop: int, following: Following | None = None) -> Part:
         """Count positions [start, stop)."""
         began = time.process_time()
-        blocks = [self._source.read("train", chunk, rows) for chunk, rows in self._order.locate(start, stop)]
+        blocks = self.read(start, stop)
         seconds = time.process_time() - began
         features = range(len(self.num_rows))
         sizes = [_bag_sizes(blocks, feature) for feature in features]
@@ -106,7 +113,8 @@ def profile_data(
         reader.num_rows, max_lookups=options.max_lookups, memory_bytes=options.memory_bytes, in_halves=in_halves
     )
     done = 0
-    for part in _parts(data, reader, ranges, options.num_workers, lambda: collector.following):
+    make = partial(_make_counter, dataclasses.replace(data, num_workers=0))
+    for part in in_parts(ranges, options.num_workers, make, reader.count, lambda: (collector.following,)):
         collector.add(part)
         done += part.num_samples
         if on_progress is not None:
@@ -143,42 +151,57 @@ def _bag_sizes(blocks: list[Block], feature: int) -> int | NDArray[np.integer]:
     return np.concatenate([np.broadcast_to(size, block.num_samples) for size, block in pairs])
 
 
-_reader: PartReader | None = None
+def _make_counter(config: DataConfig) -> Callable[[int, int, Following], Part]:
+    return PartReader(config).count
 
 
-def _open(config: DataConfig) -> None:
-    global _reader
-    _reader = PartReader(config)
+_work: Callable[..., Any] | None = None
 
 
-def _count(start: int, stop: int, following: Following) -> Part:
-    assert _reader is not None
-    return _reader.count(start, stop, following)
+def _open(make: Callable[[], Callable[..., Any]]) -> None:
+    global _work
+    _work = make()
 
 
-def _parts(
-    data: DataConfig,
-    reader: PartReader,
+def _run(*arguments: Any) -> Any:
+    assert _work is not None
+    return _work(*arguments)
+
+
+def in_parts(
     ranges: list[tuple[int, int]],
     num_workers: int,
-    following: Callable[[], Following],
-) -> Iterator[Part]:
-    """Yield all parts in their order; at most two per process are in work or wait."""
+    make: Callable[[], Callable[..., T]],
+    here: Callable[..., T],
+    others: Callable[[], tuple[Any, ...]] = tuple,
+) -> Iterator[T]:
+    """Yield what a function of (start, stop) returns for each range, in their order, computed by several processes.
+
+    At most two ranges per process are in work or wait.
+
+    Args:
+        make: returns the function in a process of its own; both are pickled.
+        here: the same function in this process, for one worker.
+        others: returns further arguments, when a range is given out.
+
+    Raises:
+        SetupError: a process ended by itself.
+    """
     num_workers = min(num_workers, len(ranges))
     if num_workers <= 1:
         for start, stop in ranges:
-            yield reader.count(start, stop, following())
+            yield here(start, stop, *others())
         return
     # Processes are forked from one that has imported the slow modules and has no threads.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    pool = ProcessPoolExecutor(num_workers, context, _open, (dataclasses.replace(data, num_workers=0),))
-    waiting: deque[Future[Part]] = deque()
+    pool = ProcessPoolExecutor(num_workers, context, _open, (make,))
+    waiting: deque[Future[T]] = deque()
     left = iter(ranges)
     try:
         while True:
             while len(waiting) < 2 * num_workers and (part := next(left, None)) is not None:
-                waiting.append(pool.submit(_count, *part, following()))
+                waiting.append(pool.submit(_run, *part, *others()))
             if not waiting:
                 return
             yield waiting.popleft().result()

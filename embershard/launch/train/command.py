@@ -243,6 +243,8 @@ def _announce(trainer: Trainer, console: Console, run_dir: Path) -> None:
     config, ranks, features = trainer.config, trainer.ranks, trainer.source.schema.sparse
     kind = "GPU" if ranks.device.type == "cuda" else "CPU"
     notes = [] if trainer.plan is None else _plan_notes(trainer.plan, config, ranks)
+    if trainer.hot is not None:
+        notes.append(trainer.hot.describe())
     if trainer.memory_warning:
         notes.append(trainer.memory_warning)
     say(

@@ -118,6 +118,7 @@ def closing_table(result: dict[str, Any], what: str) -> Table:
         *_cache_rows(result["cache"]),
         *_look_ahead_rows(result["look_ahead"], result["cache"]),
         *_sent_rows(result),
+        *_hot_cold_rows(result["hot_cold"]),
     ]:
         table.add_row(*row)
     return table
@@ -156,6 +157,14 @@ def _sent_rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
     names = ("ids", "embeddings", "their gradients", "dense gradients")
     shares = ", ".join(f"{size(each)} {name}" for each, name in zip(kinds, names, strict=True))
     return [("between ranks", f"{size(sum(kinds))}", f"sent by a rank in a step: {shares}")] if sum(kinds) else []
+
+
+def _hot_cold_rows(packed: dict[str, Any] | None) -> list[tuple[str, str, str]]:
+    if packed is None:
+        return []
+    batches = ", ".join(f"{count:,} {kind}" for kind, count in packed["batches"].items())
+    hot = f"{packed['hot_samples']:.1%} of the samples look up {packed['hot_rows']:,} hot rows only"
+    return [("batches", batches, hot)]
 
 
 def _megabytes(num_bytes: int) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from embershard.cache.row_cache import RowCache
 from embershard.cache.rows.frozen_rows import FrozenRows
 from embershard.cache.rows.host_store import HostStore
+from embershard.sharding.torchrec.hot_tables import HotTables
 from embershard.sharding.torchrec.slots import SlotTable
 
 
@@ -29,6 +30,7 @@ class HostTables(nn.Module):
         host: the rows.
         slots: the rows' places on the device.
         cache: moves rows between the two.
+        hot_tables: copies of hot rows, which are up to date in place of this memory; None: there are none.
     """
 
     host: HostStore
@@ -37,6 +39,7 @@ class HostTables(nn.Module):
 
     prefetch_pipeline = True
     _is_flushed = True
+    hot_tables: HotTables | None = None
 
     @property
     def embedding_specs(self) -> list[tuple[int, int, EmbeddingLocation, ComputeDevice]]:
@@ -99,14 +102,21 @@ class HostTables(nn.Module):
     def flush(self) -> None:
         """Write trained rows back to the host tier, and make the initial weights of rows that have none yet."""
         if self._is_flushed:
+            self.write_back()
             self.cache.flush()
+
+    def write_back(self) -> None:
+        """Write trained rows back to the host tier."""
+        self.cache.write_back()
+        if self.hot_tables is not None:
+            self.hot_tables.write_to(self.host)
 
     def freeze(self) -> FrozenRows:
         """Write trained rows back; return the host tier as it is then, to be read while training goes on.
 
         Call it between steps: then no write-back runs until the next step, also if another thread fills rows.
         """
-        self.cache.write_back()
+        self.write_back()
         return self.host.freeze()
 
     @contextmanager

@@ -53,8 +53,10 @@ def pools_with_features(
 
     Args:
         module: of any sharding.
-        received: what the module's input all-to-all gave for the batch.
+        received: what the module's input all-to-all gave for the batch; nothing, for a batch of hot rows.
     """
+    if not len(received):
+        return
     for features, lookup in zip(received, module._lookups, strict=True):
         while isinstance(lookup, DistributedDataParallel):
             lookup = lookup.module

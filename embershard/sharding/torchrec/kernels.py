@@ -31,7 +31,7 @@ class CachedFusedOptimizer(EmbeddingFusedOptimizer):
         """Optimizer states per parameter, up to date."""
         module = self.__dict__.get("_emb_module")
         if module is not None:
-            module.cache.write_back()  # states start as zeros: no row must be made for them
+            module.write_back()  # states start as zeros: no row must be made for them
         return self.__dict__["_state"]
 
     @state.setter
@@ -55,7 +55,7 @@ class CachedEmbeddingBag(BatchedFusedEmbeddingBag):
     ) -> None:
         # Skip the parent's constructor: it builds FBGEMM's own table with all rows on the device.
         BaseBatchedEmbeddingBag.__init__(self, config, pg, device, sharding_type)
-        _check_dims(config)
+        check_dims(config)
         self._emb_module = CachedTableBatchedEmbeddings(config, self._pooling, device)
         self._optim = CachedFusedOptimizer(config, self._emb_module, pg)
         if not self._emb_module.host.makes_weights:
@@ -92,7 +92,7 @@ class CachedEmbedding(BatchedFusedEmbedding):
         device: torch.device | None = None,
     ) -> None:
         BaseBatchedEmbedding.__init__(self, config, pg, device)
-        _check_dims(config)
+        check_dims(config)
         self._emb_module = CachedTableBatchedEmbeddings(config, PoolingMode.NONE, device, pg)
         self._optim = CachedFusedOptimizer(config, self._emb_module, pg)
         if not self._emb_module.host.makes_weights:
@@ -103,7 +103,8 @@ class CachedEmbedding(BatchedFusedEmbedding):
         return self._emb_module(features.values(), features.offsets())
 
 
-def _check_dims(config: GroupedEmbeddingConfig) -> None:
+def check_dims(config: GroupedEmbeddingConfig) -> None:
+    """Raise `ShardingError` for a number of columns that FBGEMM cannot train."""
     for table in config.embedding_tables:
         if table.local_cols % 4:
             next_dim = table.embedding_dim + -table.embedding_dim % 4

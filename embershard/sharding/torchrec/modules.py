@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
+from torchrec.distributed.embedding_types import ShardedEmbeddingTable
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import ShardingEnv
 
@@ -22,6 +23,7 @@ from embershard.sharding.torchrec.data_parallel import (
 )
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.lookups import PERMUTED_SHARDINGS, POOLED_SHARDINGS, SEQUENCE_SHARDINGS
+from embershard.sharding.torchrec.replicated_tables import ReplicatedSharding, group_replicated, is_replicated
 from embershard.sharding.torchrec.rows_exchange import (
     RowsContext,
     RowsInput,
@@ -61,9 +63,17 @@ def _lookups(module: Any) -> Iterator[Any]:
         yield lookup
 
 
-def _pools(module: Any) -> list[CachedTableBatchedEmbeddings]:
-    kernels = [kernel.emb_module for lookup in _lookups(module) for kernel in lookup._emb_modules]
-    return [pool for pool in kernels if isinstance(pool, CachedTableBatchedEmbeddings)]
+def cached_kernels(module: Any) -> Iterator[tuple[list[ShardedEmbeddingTable], CachedTableBatchedEmbeddings]]:
+    """Yield the table shards and the pool of every cached kernel of a sharded module on this rank."""
+    for lookup in _lookups(module):
+        for kernel in lookup._emb_modules:
+            if isinstance(kernel.emb_module, CachedTableBatchedEmbeddings):
+                yield kernel.config.embedding_tables, kernel.emb_module
+
+
+def pools_of_module(module: Any) -> list[CachedTableBatchedEmbeddings]:
+    """Return the pools of a sharded module on this rank."""
+    return [pool for _, pool in cached_kernels(module)]
 
 
 class _CachedTable(nn.Module):
@@ -88,7 +98,7 @@ class _CachedModule:
 
     def _initialize_torch_state(self, *args: Any, **kwargs: Any) -> None:
         """Let TorchRec refer to the rows' memory. It gets the memory through state dicts, and no row is made."""
-        pools = _pools(self)
+        pools = pools_of_module(self)
         with ExitStack() as stack:
             for pool in pools:
                 stack.enter_context(pool.without_flushes())
@@ -138,7 +148,7 @@ class _CachedModule:
 
     def _fetch_shared_rows(self, *_: Any) -> None:
         """After a load, fetch cached rows that other ranks loaded. Collective where ranks share rows."""
-        for pool in _pools(self):
+        for pool in pools_of_module(self):
             if pool.host.is_shared:
                 pool.reset_cache_states()
 
@@ -156,11 +166,11 @@ def check_ids(module: Any, features: Any) -> None:
 @contextmanager
 def ids_are_checked(module: Any) -> Iterator[None]:
     """Return a context in which `module` distributes ids unchecked, because `check_ids` has checked them."""
-    module._ids_are_checked = True
+    before, module._ids_are_checked = getattr(module, "_ids_are_checked", False), True
     try:
         yield
     finally:
-        module._ids_are_checked = False
+        module._ids_are_checked = before
 
 
 class CachedShardedEmbeddingBagCollection(_CachedModule, ShardedEmbeddingBagCollection):
@@ -197,7 +207,9 @@ class CachedShardedEmbeddingBagCollection(_CachedModule, ShardedEmbeddingBagColl
         fused_params, spec = _without_spec(fused_params)
         infos = super().create_grouped_sharding_infos(module, params, prefix, fused_params, *rest)
         marked = _mark_cached(infos, spec)
-        return group_data_parallel(marked) if spec.is_data_parallel else group_rows(marked, spec.rows_tables)
+        if spec.is_data_parallel:
+            return group_data_parallel(marked)
+        return group_replicated(group_rows(marked, spec.rows_tables))
 
     @classmethod
     def create_embedding_bag_sharding(
@@ -212,6 +224,8 @@ class CachedShardedEmbeddingBagCollection(_CachedModule, ShardedEmbeddingBagColl
             return data_parallel_sharding(sharding_infos, env, device, qcomm_codecs_registry)
         if isinstance(sharding_infos[0], RowsShardingInfo):
             return rows_sharding(sharding_infos, env, device, qcomm_codecs_registry)
+        if is_replicated(sharding_infos[0]):
+            return ReplicatedSharding(sharding_infos, env, device)
         sharding_type = sharding_infos[0].param_sharding.sharding_type
         if not any(has_spec(info.fused_params) for info in sharding_infos):
             return super().create_embedding_bag_sharding(

@@ -17,7 +17,7 @@ from torchrec.distributed.batched_embedding_kernel import (
     BatchedFusedEmbeddingBag,
 )
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel, ShardingType
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.sharding_plan import placement as placed_on
 from torchrec.distributed.types import (
@@ -34,8 +34,9 @@ from embershard.sharding.plan import Plan
 from embershard.sharding.shards import PoolPlacement, Shard, TablePlacement, shards_of
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.kernels import CachedEmbedding, CachedEmbeddingBag
+from embershard.sharding.torchrec.replicated_tables import ReplicatedEmbeddingBag
 from embershard.sharding.torchrec.sharders import has_cache
-from embershard.sharding.torchrec.spec import CACHED_KERNEL
+from embershard.sharding.torchrec.spec import CACHED_KERNEL, REPLICATED_KERNEL
 from embershard.sharding.torchrec.torchrec_planner import shardable_tables
 
 #: Rows, columns and dtype of a table.
@@ -47,6 +48,7 @@ _OUR_KERNELS = {kernel: ours for ours, kernel in _KERNELS.items()}
 _DTYPES = {torch.float32: "fp32", torch.float16: "fp16"}
 _BUILT_KERNELS: list[tuple[tuple[type, ...], str]] = [
     ((CachedEmbeddingBag, CachedEmbedding), "cached"),  # first: these derive from the fused ones
+    ((ReplicatedEmbeddingBag,), "replicated"),  # so does this one
     ((BatchedFusedEmbeddingBag, BatchedFusedEmbedding), "device"),
     ((BatchedDenseEmbeddingBag, BatchedDenseEmbedding), "replicated"),
 ]
@@ -93,6 +95,10 @@ def torchrec_plan(
         placement = by_name[table.name]
         _check_sharder(placement, table.sharder, device_type, cached)
         kernel = _KERNELS[placement.kernel] if cached or placement.kernel != "cached" else _FUSED
+        if placement.kernel == "replicated" and REPLICATED_KERNEL in table.sharder.compute_kernels(
+            placement.sharding, device_type
+        ):
+            kernel = REPLICATED_KERNEL  # trained as the sharded tables are; else by the dense optimizer
         module = modules.setdefault(table.path, EmbeddingModuleShardingPlan())
         module[table.name] = _parameter_sharding(placement, kernel, plan, device_type)
     with_caches = [path for path, module in modules.items() if any(by_name[name].kernel == "cached" for name in module)]
@@ -114,7 +120,8 @@ def placements_of(plan: ShardingPlan, tables: Mapping[str, TableShape]) -> tuple
                 raise ShardingError(f"table {name!r}: plans do not know the compute kernel {param.compute_kernel!r}")
             shards = [] if param.sharding_spec is None else param.sharding_spec.shards
             ranks = tuple(shard.placement.rank() for shard in shards)
-            kernel: Any = _OUR_KERNELS[param.compute_kernel]
+            is_replicated = param.sharding_type == ShardingType.DATA_PARALLEL.value
+            kernel: Any = "replicated" if is_replicated else _OUR_KERNELS[param.compute_kernel]
             rows, dim, dtype = tables[name]
             placements.append(TablePlacement(name, rows, dim, dtype, param.sharding_type, kernel, ranks))  # type: ignore[arg-type]
     return tuple(sorted(placements, key=lambda placement: placement.table))

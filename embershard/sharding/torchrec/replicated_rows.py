@@ -6,8 +6,8 @@ all ranks then apply the same update to the same rows, and the copies stay equal
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,12 +29,22 @@ def look_up(table: SlotTable, slots: Tensor, group: dist.ProcessGroup | None) ->
     up in several tables in one order. Gradients are divided by the number of ranks, as TorchRec's are.
 
     Args:
-        table: of one feature, pooling by SUM.
+        table: made with :func:`trained_features`, pooling by SUM.
         slots: that this rank looks up; none is in twice.
         group: of the ranks; None: the default group.
     """
     anchor = torch.empty(0, device=slots.device, requires_grad=torch.is_grad_enabled())
     return _LookUp.apply(anchor, table, slots, group)  # type: ignore[no-any-return]
+
+
+def trained_features(table_of_feature: Sequence[int], fused_params: Mapping[str, Any]) -> list[int]:
+    """Return the features that FBGEMM is told of where it trains rows whose gradients were summed: one suffices.
+
+    On a CPU, FBGEMM's row-wise Adagrad applies weight decay to tables of several features only. With weight decay, an
+    empty second feature makes it do so here, too, if a table has several.
+    """
+    has_decay = bool(fused_params.get("weight_decay"))
+    return [0, 0] if has_decay and len(set(table_of_feature)) < len(table_of_feature) else [0]
 
 
 class _LookUp(torch.autograd.Function):
@@ -49,6 +59,18 @@ class _LookUp(torch.autograd.Function):
             gradients = gradients / dist.get_world_size(ctx.group)
         ctx.table.train_rows(*sum_rows(ctx.slots, gradients, ctx.group))
         return None, None, None, None
+
+
+class ReplicatedBags(NamedTuple):
+    """A batch's bags over its distinct rows.
+
+    Attributes:
+        slots: int64 [M] of the distinct rows; on one rank of every id, [N].
+        bags: over these.
+    """
+
+    slots: Tensor
+    bags: Bags
 
 
 class ReplicatedRows(nn.Module):
@@ -87,7 +109,7 @@ class ReplicatedRows(nn.Module):
         self._is_mean = pooling_mode == PoolingMode.MEAN
         self._is_alone = dist.get_world_size(group) == 1
         if not self._is_alone:
-            table_of_feature, pooling_mode = [0], PoolingMode.SUM  # FBGEMM gets one bag per row
+            table_of_feature, pooling_mode = trained_features(table_of_feature, fused_params), PoolingMode.SUM
         self.slots = SlotTable(dim, table_of_feature, device, pooling_mode, weights_precision, fused_params)
         self.slots.resize(num_rows)
 
@@ -96,8 +118,8 @@ class ReplicatedRows(nn.Module):
         """Weights [R, D], then every per-row optimizer state [R, ...]: views."""
         return [rows.detach()[1:] for rows in self.slots.payload]
 
-    def forward(self, rows: Tensor, offsets: Tensor, scales: Tensor | None = None) -> Tensor:
-        """Pool rows by bag: [B, F * D]. The backward is collective.
+    def prepare(self, rows: Tensor, offsets: Tensor, scales: Tensor | None = None) -> ReplicatedBags:
+        """Return what :meth:`forward` takes for a batch. It may be made ahead.
 
         Args:
             rows: int64 [N], each in [0, R), feature after feature.
@@ -106,13 +128,19 @@ class ReplicatedRows(nn.Module):
         """
         slots, offsets = rows + 1, offsets.long()
         if self._is_alone:
-            return self.slots(slots, offsets, per_sample_weights=scales)
+            return ReplicatedBags(slots, Bags(slots, offsets, scales, self._num_features))
         found = DistinctIds.of(slots, [slots.numel()])
         if self._is_mean:
             lengths = offsets.diff()
             of_bag = lengths.float().reciprocal().repeat_interleave(lengths, output_size=slots.numel())
             scales = of_bag if scales is None else scales * of_bag
-        bags = Bags(found.inverse, offsets, scales, self._num_features)
+        return ReplicatedBags(found.ids, Bags(found.inverse, offsets, scales, self._num_features))
+
+    def forward(self, batch: ReplicatedBags) -> Tensor:
+        """Pool the rows of a batch by bag: [B, F * D]. The backward is collective."""
+        slots, bags = batch
+        if self._is_alone:
+            return self.slots(slots, bags.offsets, per_sample_weights=bags.scales)
         if not torch.is_grad_enabled():
             self.slots.count_reading()
-        return bags.pool(look_up(self.slots, found.ids, self._group)).to(self.slots.output_dtype)
+        return bags.pool(look_up(self.slots, slots, self._group)).to(self.slots.output_dtype)

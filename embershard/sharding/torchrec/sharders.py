@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
+from torch import Tensor
 from torch.distributed import _remote_device
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, ShardingType
@@ -20,13 +22,14 @@ from embershard.sharding.config import check_no_size
 from embershard.sharding.plan import Plan
 from embershard.sharding.shards import ROWS_TYPES, Exchange
 from embershard.sharding.torchrec.counter_init import CounterInit
+from embershard.sharding.torchrec.hot_cold import HotColdShardedEmbeddingBagCollection
 from embershard.sharding.torchrec.lookups import POOLED_SHARDINGS, SEQUENCE_SHARDINGS
 from embershard.sharding.torchrec.modules import (
     CachedShardedEmbeddingBagCollection,
     CachedShardedEmbeddingCollection,
     new_sharded_module,
 )
-from embershard.sharding.torchrec.spec import CACHED_KERNEL, SPEC_KEY, CacheSpec
+from embershard.sharding.torchrec.spec import CACHED_KERNEL, REPLICATED_KERNEL, SPEC_KEY, CacheSpec
 
 POOLED_TYPES = [ShardingType.DATA_PARALLEL.value, *POOLED_SHARDINGS]
 SEQUENCE_TYPES = [ShardingType.DATA_PARALLEL.value, *SEQUENCE_SHARDINGS]
@@ -76,11 +79,13 @@ class _Cached:
     """Settings of the cache, and their way into a sharded module: common to both cached sharders."""
 
     _STOCK: ClassVar[str]
+    _REPLICATED_KERNELS: ClassVar[list[str]] = [EmbeddingComputeKernel.DENSE.value]
     _cache: CacheConfig
     _profile: FrequencyProfile | None
     _plan: Plan | None
     _init_seed: int | None
     _is_data_parallel = False
+    _hot_rows: Mapping[str, Tensor] | None = None
 
     def _configure(
         self, cache: CacheConfig | None, profile: FrequencyProfile | None, plan: Plan | None, init_seed: int | None
@@ -113,9 +118,10 @@ class _Cached:
         self._profile = None
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """Return the kernels: cached or fused for sharded tables, dense for replicated ones."""
+        """Return the kernels: cached or fused for sharded tables; dense or fused for replicated ones, whose rows the
+        dense optimizer or the fused one trains."""
         if sharding_type == ShardingType.DATA_PARALLEL.value:
-            return [EmbeddingComputeKernel.DENSE.value]
+            return self._REPLICATED_KERNELS
         return [CACHED_KERNEL, EmbeddingComputeKernel.FUSED.value]
 
     def _shard(
@@ -137,6 +143,7 @@ class _Cached:
             torch.device(device or "cpu").type,
             init,
             self._rows_tables(params) if env.world_size > 1 else frozenset(),  # one rank exchanges nothing
+            self._hot_rows,
             self._is_data_parallel and env.world_size > 1,
         )
         fused_params = {**(self.fused_params or {}), SPEC_KEY: spec}  # type: ignore[attr-defined]
@@ -176,6 +183,8 @@ class CachedEmbeddingBagCollectionSharder(_Cached, EmbeddingBagCollectionSharder
             whole tables and looks its own samples up; what travels are ids and the gradients of rows, and `cache.ratio`
             is a share of the whole tables on every rank. All ranks must be on one machine, whose memory holds the
             tables once. On the CPU only, without a plan.
+        hot_rows: rows (int64, distinct) by table that every rank gets copies of, for the whole run; the others are in
+            their shards. The device memory of the copies is added to the caches'. All tables must be cached.
 
     >>> sharder = CachedEmbeddingBagCollectionSharder(cache=CacheConfig(ratio=0.015))
     >>> sharder.cache.ratio
@@ -183,6 +192,7 @@ class CachedEmbeddingBagCollectionSharder(_Cached, EmbeddingBagCollectionSharder
     """
 
     _STOCK = "StockEmbeddingBagCollectionSharder"
+    _REPLICATED_KERNELS: ClassVar[list[str]] = [EmbeddingComputeKernel.DENSE.value, REPLICATED_KERNEL]
 
     def __init__(
         self,
@@ -194,6 +204,7 @@ class CachedEmbeddingBagCollectionSharder(_Cached, EmbeddingBagCollectionSharder
         init_seed: int | None = None,
         exchange: Exchange = "pooled",
         mode: Literal["sharded", "data_parallel"] = "sharded",
+        hot_rows: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)
         self._configure(cache, profile, plan, init_seed)
@@ -212,6 +223,8 @@ class CachedEmbeddingBagCollectionSharder(_Cached, EmbeddingBagCollectionSharder
             given = "a plan" if plan is not None else f"exchange={exchange!r}"
             raise ConfigError(f'mode="data_parallel" with {given}: no row travels, so there is nothing to place or '
                 'exchange. Remove one of the two')
+        if hot_rows is not None:
+            self._hot_rows = {table: rows.long().cpu().sort().values for table, rows in hot_rows.items()}
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Return all types that can do the exchange, on every device."""
@@ -233,12 +246,13 @@ class CachedEmbeddingBagCollectionSharder(_Cached, EmbeddingBagCollectionSharder
         module_fqn: str | None = None,
     ) -> CachedShardedEmbeddingBagCollection:
         """Shard the module. `DistributedModelParallel` calls this."""
-        return self._shard(CachedShardedEmbeddingBagCollection, module, params, env, device, module_fqn=module_fqn)
+        return self._shard(self.sharded_module_type, module, params, env, device, module_fqn=module_fqn)
 
     @property
     def sharded_module_type(self) -> type[CachedShardedEmbeddingBagCollection]:
         """Type of the sharded module."""
-        return CachedShardedEmbeddingBagCollection
+        has_hot_rows = self._hot_rows is not None
+        return HotColdShardedEmbeddingBagCollection if has_hot_rows else CachedShardedEmbeddingBagCollection
 
 
 class CachedEmbeddingCollectionSharder(_Cached, EmbeddingCollectionSharder):

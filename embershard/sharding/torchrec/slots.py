@@ -110,10 +110,12 @@ class SlotTable(nn.Module):
     def train_rows(self, slots: Tensor, gradients: Tensor) -> None:
         """Apply the optimizer to the rows in distinct `slots` (int64 [T]), once each, with gradients [T, D].
 
-        For a table of one feature, pooling by SUM: each row is a bag, so that FBGEMM's own backward trains it.
+        For a table that pools by SUM: each row is a bag of the first feature, so that FBGEMM's own backward trains it.
         """
+        num_bags = slots.numel() * len(self._table_of_feature)  # those of other features are empty
+        offsets = torch.arange(num_bags + 1, device=slots.device).clamp_(max=slots.numel())
         with torch.enable_grad():
-            rows = self.tbe(indices=slots, offsets=torch.arange(slots.numel() + 1, device=slots.device))
+            rows = self.tbe(indices=slots, offsets=offsets)[:, : self.dim]
         rows.backward(gradients.to(rows.dtype))
 
     @property

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from torch import Tensor
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ParameterSharding
 
@@ -15,6 +17,7 @@ from embershard.cache.key_map import map_kind
 from embershard.errors import ConfigError, ShardingError
 from embershard.frequency.counts import RowCounts
 from embershard.frequency.profile import FrequencyProfile
+from embershard.frequency.trace import Ints
 from embershard.sharding.memory_model import cache_memory, slots_for
 
 if TYPE_CHECKING:
@@ -28,6 +31,8 @@ SPEC_KEY = "_embershard_cache"
 # Cached tables carry TorchRec's label for them: so its planner, state dicts, optimizer states and prefetch hooks apply.
 # CUSTOMIZED_KERNEL would leave them out of the state dict.
 CACHED_KERNEL = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
+# Of `data_parallel` tables that the fused optimizer trains; TorchRec's own have DENSE.
+REPLICATED_KERNEL = EmbeddingComputeKernel.FUSED.value
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +50,7 @@ class CacheSpec:
         counter_init: initial weights of the tables, made when a row is first touched; None: TorchRec's own.
         rows_tables: tables whose distinct rows are exchanged, in place of pooled embeddings.
         is_data_parallel: every rank caches rows of the whole tables, alike; each writes the rows of its shard.
+        hot_rows: int64 ascending by table: rows with copies on every rank, which no cache needs; None: no such mode.
     """
 
     config: CacheConfig
@@ -56,6 +62,7 @@ class CacheSpec:
     planned_slots: dict[tuple[str, ...], int] | None = None
     counter_init: CounterInit | None = None
     rows_tables: frozenset[str] = frozenset()
+    hot_rows: Mapping[str, Tensor] | None = None
     is_data_parallel: bool = False
 
     @classmethod
@@ -69,6 +76,7 @@ class CacheSpec:
         device_type: str = "cpu",
         counter_init: CounterInit | None = None,
         rows_tables: frozenset[str] = frozenset(),
+        hot_rows: Mapping[str, Tensor] | None = None,
         is_data_parallel: bool = False,
     ) -> CacheSpec:
         """Return the spec of a module whose tables are placed by `params`, which obey `plan` if there is one."""
@@ -86,6 +94,7 @@ class CacheSpec:
             counter_init=counter_init,
             rows_tables=rows_tables,
             is_data_parallel=is_data_parallel,
+            hot_rows=hot_rows,
         )
 
     def row_counts(self, tables: Sequence[ShardedEmbeddingTable]) -> RowCounts | None:
@@ -93,8 +102,15 @@ class CacheSpec:
         profile = None if self.profile is None else self.profile()
         if profile is None:
             return None
-        shards = (profile.shard(t.name, t.num_embeddings, first_row(t), t.local_rows) for t in tables)
+        shards = (
+            profile.shard(t.name, t.num_embeddings, first_row(t), t.local_rows).without(self._hot_in(t)) for t in tables
+        )
         return RowCounts.of_shards(zip(shards, (t.local_rows for t in tables), strict=True))
+
+    def _hot_in(self, table: ShardedEmbeddingTable) -> Ints:
+        """Return the hot rows of a shard, numbered in it; with others, which are in no shard."""
+        hot = (self.hot_rows or {}).get(table.name)
+        return np.empty(0, np.int64) if hot is None else hot.numpy() - first_row(table)
 
     def num_slots(self, tables: Sequence[ShardedEmbeddingTable], row_bytes: int) -> int:
         """Return the slots of the pool of `tables`, whose rows take `row_bytes` each.

@@ -25,6 +25,7 @@ from embershard.sharding.torchrec.spec import CACHED_KERNEL
 from embershard.units import size
 
 _FUSED = EmbeddingComputeKernel.FUSED.value
+_DENSE = EmbeddingComputeKernel.DENSE.value
 _DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
 _MOST_PLACED_SHARDS = 100_000  # by one proposer: a second of a run's start, for hundreds of tables
 #: In place of TorchRec's 128 GB per rank: rows may be in files, or made when they are used.
@@ -211,8 +212,8 @@ def _constraint(given: ParameterConstraints | None, table: ShardableTable, devic
         types = table.sharder.sharding_types(device_type)
         constraint.sharding_types = [t for t in types if t not in _ONLY_ON_REQUEST]
     caches = has_cache(table.sharder)
-    if caches and constraint.compute_kernels is None and not replicated:
-        constraint.compute_kernels = [CACHED_KERNEL]
+    if caches and constraint.compute_kernels is None:
+        constraint.compute_kernels = [_DENSE] if replicated else [CACHED_KERNEL]
     if CACHED_KERNEL in (constraint.compute_kernels or ()):
         if device_type == "cpu" and not caches:
             raise ShardingError(

@@ -29,7 +29,7 @@ def test_all_rows_above_the_lowest_threshold_that_fits(tables, sizes, most_bytes
 
     fitting = [threshold for threshold in range(1, 7) if 0 < needed(threshold) <= most_bytes]
     if not fitting:
-        with pytest.raises(ConfigError, match=rf"sharding\.hot_bytes: got {most_bytes}, needed at least \d+"):
+        with pytest.raises(ConfigError, match=rf"got {most_bytes} bytes for them .*, needed at least \d+"):
             HotRows.choose(profile, row_bytes, most_bytes)
         return
     found = HotRows.choose(profile, row_bytes, most_bytes)

@@ -20,7 +20,17 @@ from embershard.distributed import CheckpointConfig, Ranks, complete_checkpoints
 from embershard.errors import CheckpointError, ConfigError
 from embershard.launch.config import apply_override, describe
 from embershard.training.config import RunConfig, TrainConfig
-from embershard.training.identity import BATCH, COMPARED, COMPARED_AS, FREE, Change, check_keys, identity_of, refusal
+from embershard.training.identity import (
+    BATCH,
+    COMPARED,
+    COMPARED_AS,
+    FREE,
+    ORDER,
+    Change,
+    check_keys,
+    identity_of,
+    refusal,
+)
 from embershard.training.optimizers import DenseOptimizerConfig, ScheduleConfig
 from embershard.training.trainer import Trainer
 from tests.unit.distributed.checkpoints import make_manifest_right
@@ -213,7 +223,7 @@ def test_every_compared_setting_is_in_the_identity():
         config = RunConfig(data=DataConfig(kind=kind))  # type: ignore[arg-type]
         found = identity_of(config, world_size=1).keys()
         other = {key for key in COMPARED if key.count(".") == 2 and not key.startswith(f"data.{kind}.")}
-        assert found == COMPARED - other | {"data.files", "data.eval_files"}
+        assert found == COMPARED - other | {"data.files", "data.eval_files", ORDER}
 
 
 @pytest.mark.parametrize(

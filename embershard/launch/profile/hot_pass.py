@@ -1,0 +1,108 @@
+"""Which samples look up hot rows only, and how often they are clicked, beside the others: a pass over the data."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from embershard.data import DataConfig
+from embershard.data.hashing import Ids
+from embershard.data.hot_samples import HotRowsFilter
+from embershard.frequency import HotRows
+from embershard.launch.profile.data_pass import PartReader, PassOptions, in_parts, part_ranges
+from embershard.units import size
+
+#: Differences of so many standard errors are no chance.
+_CLEAR = 3.0
+
+
+@dataclasses.dataclass(frozen=True)
+class ClickCounts:
+    """Samples of a kind, and clicks among them.
+
+    >>> round(ClickCounts(10_000, 200).standard_error, 4)
+    0.0014
+    """
+
+    samples: int = 0
+    clicks: int = 0
+
+    def __add__(self, other: ClickCounts) -> ClickCounts:
+        return ClickCounts(self.samples + other.samples, self.clicks + other.clicks)
+
+    @property
+    def rate(self) -> float:
+        """Share of clicks; 0 without samples."""
+        return self.clicks / max(1, self.samples)
+
+    @property
+    def standard_error(self) -> float:
+        """Standard error of the rate, as if clicks were independent of each other."""
+        return math.sqrt(self.rate * (1 - self.rate) / max(1, self.samples))
+
+
+def count_clicks(data: DataConfig, rows: HotRows, options: PassOptions, reader: PartReader) -> list[ClickCounts]:
+    """Return the counts of hot and of cold samples, among those that the profile was counted on.
+
+    Args:
+        rows: of all tables, in the schema's order.
+        reader: of the same data.
+
+    Raises:
+        SetupError: a process ended by itself.
+    """
+    of_tables = list(rows.rows.values())
+    ranges = part_ranges(reader.num_samples, options.sample, reader.part_samples())
+    make = partial(_make_worker, dataclasses.replace(data, num_workers=0), of_tables)
+    total = [ClickCounts(), ClickCounts()]
+    for part in in_parts(ranges, options.num_workers, make, _worker(reader, of_tables)):
+        total = [before + more for before, more in zip(total, part, strict=True)]
+    return total
+
+
+def hot_sentences(rows: HotRows, hot: ClickCounts, cold: ClickCounts) -> list[str]:
+    """Return what a reader must know before training on hot and cold batches."""
+    whole = sum(rows.is_whole(table) for table in rows.rows)
+    share = hot.samples / max(1, hot.samples + cold.samples)
+    return [
+        f"Hot rows: {rows.total:,} of {sum(rows.num_rows.values()):,} are looked up at least {rows.threshold:,} times "
+        f"and take {size(rows.num_bytes)}; {whole} of {len(rows.rows)} tables are hot whole.",
+        f"Hot samples: {share:.2%} of {hot.samples + cold.samples:,} look up hot rows only. Click rate: "
+        f"{_rate(hot)} of hot samples, {_rate(cold)} of cold ones (with standard errors). {_difference(hot, cold)}",
+    ]
+
+
+def _rate(counts: ClickCounts) -> str:
+    return f"{counts.rate:.2%} +- {counts.standard_error:.2%}"
+
+
+def _difference(hot: ClickCounts, cold: ClickCounts) -> str:
+    if not hot.samples or not cold.samples:
+        return "There is one kind only."
+    error = math.hypot(hot.standard_error, cold.standard_error)
+    if abs(hot.rate - cold.rate) <= _CLEAR * error:
+        return f"They differ by no more than {_CLEAR:.0f} standard errors, which may be chance."
+    return (
+        "They differ: batches of one kind are not drawn like the data as a whole, and training alternates between two "
+        'click rates (sharding.mode = "hot_cold").'
+    )
+
+
+def _make_worker(config: DataConfig, rows: Sequence[Ids]) -> Callable[[int, int], list[ClickCounts]]:
+    return _worker(PartReader(config), rows)
+
+
+def _worker(reader: PartReader, rows: Sequence[Ids]) -> Callable[[int, int], list[ClickCounts]]:
+    of_rows = HotRowsFilter(rows)
+
+    def count(start: int, stop: int) -> list[ClickCounts]:
+        found = [ClickCounts(), ClickCounts()]
+        for block in reader.read(start, stop):
+            is_hot = of_rows.hot_samples(block)
+            for kind, flags in enumerate((is_hot, ~is_hot)):
+                found[kind] += ClickCounts(int(flags.sum()), int(block.labels[flags].sum()))
+        return found
+
+    return count

@@ -1,0 +1,136 @@
+"""What a run in the mode "hot_cold" finds out before it starts: its hot rows, and which samples need no others."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from embershard.data import BatchStream, Source
+from embershard.data.hot_samples import Bits, HotRowsFilter, HotSamples
+from embershard.data.reader import SampleReader
+from embershard.distributed import Ranks
+from embershard.errors import DataError
+from embershard.frequency import FrequencyProfile, HotRows
+from embershard.training.config import RunConfig
+from embershard.training.identity import identity_of
+from embershard.training.model_size import model_size, table_rows
+from embershard.units import size
+
+FILE = "hot_samples.npz"  # in the run's folder
+#: Samples that are read at a time; a multiple of 8, so that their bits fill bytes.
+_READ_AT_ONCE = 8192
+
+
+@dataclass(frozen=True, eq=False)
+class HotSet:
+    """The hot rows of a run, and the training samples that look up no others."""
+
+    rows: HotRows
+    samples: HotSamples
+
+    def describe(self) -> str:
+        """Return a sentence for the first lines of a run."""
+        return (
+            f"Hot rows: {self.rows.total:,}, each looked up at least {self.rows.threshold:,} times in the profile "
+            f"({size(self.rows.num_bytes)} on every rank). {self.samples.share:.1%} of the training samples look up no "
+            "others."
+        )
+
+
+def find_hot_rows(config: RunConfig, profile: FrequencyProfile, most_bytes: int) -> HotRows:
+    """Choose the hot rows of a run's model.
+
+    Raises:
+        ConfigError: the profile is of other tables, or not even the most frequent rows fit.
+    """
+    rows = table_rows(config)
+    for table, count in rows.items():
+        profile.shard(table, count, 0, 0)  # refuses another table
+    row_bytes = {table.table: table.row_bytes() for table in model_size(config, rows).tables}
+    return HotRows.choose(profile, row_bytes, most_bytes)
+
+
+def find_hot_set(
+    config: RunConfig, profile: FrequencyProfile | None, source: Source, ranks: Ranks, run_dir: Path | None
+) -> HotSet | None:
+    """Find the hot rows and samples of a run; None in other modes. The same on every rank. Collective.
+
+    Ranks share the samples. The file of an earlier part of the run is used if it is of the same data and hot rows.
+
+    Args:
+        run_dir: folder of the run, shared by all ranks; None: nothing is kept.
+
+    Raises:
+        ConfigError: see `find_hot_rows`.
+        DataError: the data cannot be read, by this rank or by another one.
+    """
+    if config.sharding.hot_bytes is None or profile is None:
+        return None
+    rows = find_hot_rows(config, profile, config.sharding.hot_bytes)
+    digest = ranks.from_first(lambda: _digest(config, ranks, rows))
+    path = None if run_dir is None else run_dir / FILE
+    if path is not None and ranks.from_first(lambda: _is_of(path, digest)):
+        return HotSet(rows, HotSamples.load(path))
+    bits = _all_bits(config, source, ranks, HotRowsFilter(list(rows.rows.values())))
+    samples = HotSamples(bits, source.chunks("train").num_samples, digest)
+    if path is not None:
+        ranks.from_first(lambda: samples.save(path))
+    return HotSet(rows, samples)
+
+
+def packed_totals(hot: HotSet | None, stream: BatchStream) -> dict[str, Any] | None:
+    """Return the entry of a run's record: hot rows, share of hot samples, batches by kind. None in other modes."""
+    if hot is None or stream.schedule is None:
+        return None
+    return {
+        "threshold": hot.rows.threshold,
+        "hot_rows": hot.rows.total,
+        "hot_bytes": hot.rows.num_bytes,
+        "hot_samples": hot.samples.share,
+        "batches": dict(stream.schedule.num_trained),
+        "rate": stream.schedule.rate,
+    }
+
+
+def _digest(config: RunConfig, ranks: Ranks, rows: HotRows) -> str:
+    identity = identity_of(config, ranks.world_size)
+    data = {key: value for key, value in identity.items() if key.startswith("data.")}
+    return hashlib.sha256(json.dumps([data, rows.digest], sort_keys=True).encode()).hexdigest()
+
+
+def _is_of(path: Path, digest: str) -> bool:
+    try:
+        return path.exists() and HotSamples.load(path).digest == digest
+    except DataError:  # it is made again
+        return False
+
+
+def _all_bits(config: RunConfig, source: Source, ranks: Ranks, rows: HotRowsFilter) -> Bits:
+    total = source.chunks("train").num_samples
+    of_rank = -(-total // (8 * ranks.world_size)) * 8
+    start = min(total, ranks.rank * of_rank)
+    problem, mine = None, np.empty(0, np.uint8)
+    try:
+        mine = np.concatenate([mine, *_bits(config, source, rows, start, min(total, start + of_rank))])
+    except DataError as error:
+        problem = error
+    failed = [rank for rank, failed in enumerate(ranks.all_gather_objects(problem is not None)) if failed]
+    if problem is not None:
+        raise problem
+    if failed:
+        raise DataError(f"rank {failed[0]} cannot read the training data; see its error")
+    gathered = ranks.all_gather_rows(torch.from_numpy(mine).to(ranks.device))
+    return gathered.cpu().numpy()
+
+
+def _bits(config: RunConfig, source: Source, rows: HotRowsFilter, start: int, stop: int) -> Iterator[Bits]:
+    in_file_order = replace(config.data, shuffle=False)
+    for block in SampleReader(source, "train", in_file_order).blocks(stop, _READ_AT_ONCE, start):
+        yield np.packbits(rows.hot_samples(block))

@@ -1,0 +1,209 @@
+"""Runs with hot and cold batches on one rank: what is hot, what is kept, and how a run goes on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from embershard.data import DataConfig, StreamState, open_source
+from embershard.data.config import SyntheticConfig
+from embershard.data.segments import READ_AHEAD, PackedState
+from embershard.distributed import CheckpointConfig, Ranks, process_group
+from embershard.errors import CheckpointError, ConfigError
+from embershard.frequency.config import ProfileConfig
+from embershard.models import table_name
+from embershard.pipeline.config import LookAheadConfig
+from embershard.sharding.config import ShardingConfig
+from embershard.training import build, hot_cold
+from embershard.training.build import find_profile
+from embershard.training.config import RunConfig, TrainConfig
+from embershard.training.hot_cold import FILE, find_hot_set
+from embershard.training.identity import ORDER, check_keys
+from embershard.training.reports import TrainReport
+from embershard.training.saved_run import SavedRun
+from embershard.training.steps import open_stream
+from embershard.training.trainer import Trainer
+from tests.unit.training.test_trainer import losses, make_config, run
+
+HOT_BYTES = 20_000
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with process_group("cpu") as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def mode_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    pass
+
+
+def hot_config(**changes: Any) -> RunConfig:
+    parts = {
+        "data": DataConfig(synthetic=SyntheticConfig(num_samples=1000, scale=0.0001), num_workers=0),
+        "sharding": ShardingConfig(mode="hot_cold", hot_bytes=HOT_BYTES),
+        "train": TrainConfig(batch_size=20, log_every=1, epochs=2),
+        "checkpoint": CheckpointConfig(every_steps=13, at_end=False, keep_last=9),
+    }
+    return make_config(**{**parts, **changes})
+
+
+def stream_start(config: RunConfig) -> StreamState:
+    return StreamState(seed=config.data.seed)
+
+
+def test_hot_batches_look_up_hot_rows_only_and_cold_ones_others_too(ranks):
+    config = hot_config()
+    source = open_source(config.data)
+    hot = find_hot_set(config, find_profile(config, source), source, ranks, None)
+    assert hot is not None
+    assert hot.rows.num_bytes <= HOT_BYTES
+    seen = {True: 0, False: 0}
+    stream = open_stream(config, source, ranks, stream_start(config), hot)
+    mixed = 0
+    for batch in stream:
+        ids = batch.sparse_features
+        is_cold = np.zeros(batch.num_samples, bool)
+        for key in source.schema.keys:
+            rows = hot.rows.rows[table_name(key)]
+            is_cold |= ~np.isin(ids[key].values().numpy(), rows)
+        assert batch.is_hot == (not is_cold.any())
+        mixed += bool(is_cold.any() and not is_cold.all())
+        seen[batch.is_hot] += 1
+        stream.observe(1.0)
+    assert min(seen.values()) > 10, "neither kind is an exception in these data"
+    assert mixed <= 2
+    assert f"{hot.samples.share:.1%} of the training samples look up no others" in hot.describe()
+
+
+@pytest.mark.parametrize("lookahead", [0, 8])
+def test_a_run_goes_on_in_the_middle_of_a_segment_bit_for_bit(ranks, tmp_path, lookahead):
+    depths = LookAheadConfig(lookahead=lookahead, prefetch=1 if lookahead else 2)
+    config = hot_config(look_ahead=depths)
+    reports = run(config, ranks, tmp_path / "checkpoints")
+    expected = losses(reports)
+    assert len(expected) == 90
+    counts = [report.batches for report in reports if isinstance(report, TrainReport)][-1]
+    assert counts is not None
+    assert sum(counts.values()) == 90
+    assert min(counts["hot"], counts["cold"]) > 10
+    for step in (26, 39):
+        trainer = Trainer(config, ranks, tmp_path / "checkpoints")
+        _, comparison = trainer.resume(tmp_path / "checkpoints" / f"step_{step}")
+        packed = comparison.stream.packed
+        assert packed is not None
+        assert packed.batches == step
+        assert packed.left, "the test is about the middle of a segment"
+        trainer.checkpoints = None
+        assert losses(list(trainer.train())) == {at: loss for at, loss in expected.items() if at > step}
+        trainer.close()
+
+
+def test_the_samples_of_an_epoch_are_those_of_the_plain_order(ranks):
+    config = hot_config(train=TrainConfig(batch_size=20, epochs=1))
+    source = open_source(config.data)
+    hot = find_hot_set(config, find_profile(config, source), source, ranks, None)
+    found = []
+    for order in (hot, None):
+        stream = open_stream(config, source, ranks, stream_start(config), order)
+        samples = []
+        for batch in stream:
+            samples += batch.dense_features[:, :4].tolist()
+            stream.observe(1.0)
+        found.append(sorted(samples))
+    assert found[0] == found[1]
+
+
+def test_the_bits_are_kept_and_used_again_only_for_the_same_data_and_rows(ranks, tmp_path, monkeypatch):
+    config = hot_config()
+    source = open_source(config.data)
+
+    def find(config: RunConfig) -> Any:
+        return find_hot_set(config, find_profile(config, source), source, ranks, tmp_path)
+
+    first = find(config)
+    calls = []
+    plain = hot_cold._all_bits
+    monkeypatch.setattr(hot_cold, "_all_bits", lambda *args: calls.append(args) or plain(*args))
+    again = find(config)
+    assert not calls
+    assert np.array_equal(again.samples.bits, first.samples.bits)
+    assert again.samples.digest == first.samples.digest
+    fewer = find(replace(config, sharding=ShardingConfig(mode="hot_cold", hot_bytes=HOT_BYTES // 2)))
+    assert len(calls) == 1
+    assert fewer.samples.share < first.samples.share
+    path = tmp_path / FILE
+    path.write_bytes(path.read_bytes()[:30])
+    find(config)
+    assert len(calls) == 2, "a damaged file is made again"
+
+
+def test_another_order_is_refused_and_allowed_on_request(ranks, tmp_path):
+    run(hot_config(train=TrainConfig(batch_size=20, max_steps=14)), ranks, tmp_path / "checkpoints")
+    checkpoint = tmp_path / "checkpoints" / "step_13"
+    others = [
+        hot_config(sharding=ShardingConfig()),
+        hot_config(sharding=ShardingConfig(mode="hot_cold", hot_bytes=HOT_BYTES // 2)),
+        hot_config(profile=ProfileConfig(samples=100)),
+    ]
+    for other in others:
+        trainer = Trainer(other, ranks, None)
+        with pytest.raises(CheckpointError, match=r"data\.order +\"hot_cold \w+\" +\"(plain|hot_cold)") as caught:
+            trainer.resume(checkpoint)
+        assert "sharding.mode, sharding.hot_bytes and the profile" in str(caught.value)
+        _, comparison = trainer.resume(checkpoint, allow_changes=[ORDER])
+        assert comparison.stream.packed is None
+        assert trainer.stream.num_steps == 90 - 13
+        assert next(trainer.train()).step == 14
+        trainer.close()
+    with pytest.raises(ConfigError, match=r"it is compared as data\.order\. Allow that"):
+        check_keys(["sharding.hot_bytes"])
+
+
+def test_a_plain_run_s_checkpoint_goes_on_packed_on_request(ranks, tmp_path):
+    run(make_config(train=TrainConfig(batch_size=20, max_steps=14)), ranks, tmp_path)
+    trainer = Trainer(hot_config(checkpoint=CheckpointConfig(at_end=False)), ranks, None)
+    with pytest.raises(CheckpointError, match=r"data\.order +\"plain\" +\"hot_cold"):
+        trainer.resume(tmp_path / "step_12")
+    trainer.resume(tmp_path / "step_12", allow_changes=[ORDER])
+    assert len(losses(list(itertools.islice(trainer.train(), 10)))) == 10
+    trainer.close()
+
+
+def test_a_position_with_too_many_hot_samples_is_refused():
+    position = replace(stream_start(hot_config()), global_sample=10, packed=PackedState("d", 5, hot_samples=11))
+    with pytest.raises(CheckpointError, match=r"stream\.packed\.hot_samples: got 11, needed at most 10"):
+        SavedRun(2, 10, position, {}, {}, 1, ({"cpu": ""},))
+
+
+def test_settings_that_the_mode_cannot_have_are_refused(monkeypatch, ranks):
+    with pytest.raises(ConfigError, match=r"cache\.enabled: got false, needed true in the mode \"hot_cold\""):
+        hot_config(cache=replace(hot_config().cache, enabled=False))
+    with pytest.raises(ConfigError, match="got 128, needed at most 120 in the mode"):
+        hot_config(look_ahead=LookAheadConfig(lookahead=READ_AHEAD - 8))
+    monkeypatch.setattr(build, "_BUILT_MODES", ("sharded",))
+    with pytest.raises(ConfigError, match=r"sharding\.mode: got 'hot_cold', needed 'sharded'"):
+        Trainer(hot_config(), ranks, None)
+
+
+def test_hot_rows_are_of_the_model_s_tables(ranks):
+    config = hot_config()
+    source = open_source(config.data)
+    profile = find_profile(config, source)
+    assert profile is not None
+    other = hot_config(data=replace(config.data, synthetic=SyntheticConfig(num_samples=1000, scale=0.001)))
+    with pytest.raises(ConfigError, match="the frequency profile counted"):
+        find_hot_set(other, profile, open_source(other.data), ranks, None)
+
+
+def test_checkpoints_are_written_beside_the_file(ranks, tmp_path):
+    config = hot_config(train=TrainConfig(batch_size=20, max_steps=3), checkpoint=CheckpointConfig())
+    run(config, ranks, tmp_path / "checkpoints")
+    assert {path.name for path in Path(tmp_path).iterdir()} == {FILE, "checkpoints"}
