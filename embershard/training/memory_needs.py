@@ -97,7 +97,9 @@ def memory_needs(config: RunConfig, rows: Mapping[str, int], ranks: RanksHere, p
     device: list[Counter[str]] = []
     for rank in range(ranks.first, ranks.first + ranks.ranks_per_node):
         here = [shard for shard in shards if shard.rank == rank]
-        cacheable = [replace(shard, row_start=0, row_stop=shard.table.rows) for shard in here] if is_data_parallel else here
+        cacheable = here
+        if is_data_parallel:
+            cacheable = [replace(shard, row_start=0, row_stop=shard.table.rows) for shard in here]
         of_batches = _step_bytes(model, cacheable, lookups, settings, ranks.world_size)
         device.append(Counter(memory_model.resident_bytes(here)) + pools.get(rank, Counter()) + of_batches)
         host += _host_bytes(here, cacheable, settings)

@@ -165,7 +165,7 @@ def error_of(case: Case, fault: str | None = None) -> str:
 
 @contextlib.contextmanager
 def _two_machines() -> Iterator[None]:
-    with mock.patch.object(node_memory, "_machine", lambda: (f"host{dist.get_rank()}",)):
+    with mock.patch.object(node_memory, "_machine", return_value=(f"host{dist.get_rank()}",)):
         yield
 
 
@@ -188,7 +188,7 @@ def _own_ids_only() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ranks_do_not_meet() -> Iterator[None]:
-    with mock.patch.object(Meetings, "meet", lambda *_: None):
+    with mock.patch.object(Meetings, "meet"):
         yield
 
 

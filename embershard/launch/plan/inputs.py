@@ -29,8 +29,8 @@ def make_workload(
     """
     if config.sharding.mode == "data_parallel":
         raise ConfigError(
-            "sharding.mode='data_parallel' takes no plan: every rank has all tables. Train without a plan, or plan with "
-            "--set sharding.mode=sharded."
+            "sharding.mode='data_parallel' takes no plan: every rank has all tables. Train without a plan, or "
+            "plan with --set sharding.mode=sharded."
         )
     batch_size = batch_size or config.train.rank_batch_size(world_size)
     shape = RunShape(

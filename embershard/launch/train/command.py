@@ -204,14 +204,17 @@ class _Outputs:
         self._record.finish(result)
         config, is_cached = self._trainer.config, cache is not None
         self._console.print(closing_table(result, f"{config.model.arch} on {config.data.kind} data"))
-        other = "with all rows on the device" if is_cached else "with a cache"
+        other, change = "with a cache (same losses; compare speed and memory)", "cache.enabled=true"
+        if config.sharding.mode == "data_parallel":
+            other, change = "with sharded tables (losses differ by rounding)", "sharding.mode=sharded"
+        elif is_cached:
+            other, change = "with all rows on the device (same losses; compare speed and memory)", "cache.enabled=false"
         say(
             self._console,
             f"Everything is in {self._folder}: result.json, metrics.jsonl, config.toml, checkpoints/.",
             f"See the curves:    {_program('tensorboard', 'tensorboard.main')} --logdir "
             f"{shlex.quote(str(self._folder))}",
-            f"Next, the same run {other} (same losses; compare speed and memory):    "
-            f"{same_run} --set cache.enabled={str(not is_cached).lower()}",
+            f"Next, the same run {other}:    {same_run} --set {change}",
         )
 
     def __enter__(self) -> _Outputs:

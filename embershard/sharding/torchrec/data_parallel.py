@@ -127,8 +127,9 @@ class UnionOutput(nn.Module):
 
     def forward(self, rows: Tensor, context: RowsContext) -> Awaitable[Tensor]:
         """Return rows [M, D] of this rank's distinct ids, of rows [U, D]. The backward is collective."""
-        assert context.union is not None and context.union.own is not None, "the batch's ids have arrived"
-        return NoWait(_OwnRows.apply(rows, context.union.own, self._group))
+        union: Union = context.union
+        assert union.own is not None, "the batch's ids have arrived"
+        return NoWait(_OwnRows.apply(rows, union.own, self._group))
 
 
 class _OwnRows(torch.autograd.Function):
@@ -156,7 +157,7 @@ class _OfAllRanks:
         return UnionOutput(self._pg)  # type: ignore[attr-defined]
 
 
-class _DataParallel(ExchangesRows, _OfAllRanks, SEQUENCE_SHARDINGS[ShardingType.ROW_WISE.value]):  # type: ignore[misc]
+class _DataParallel(ExchangesRows, _OfAllRanks, SEQUENCE_SHARDINGS[ShardingType.ROW_WISE.value]):  # type: ignore[misc, valid-type]
     """To TorchRec the tables are sharded row-wise: a rank's shard are the rows that it writes and saves."""
 
 

@@ -221,8 +221,10 @@ class CachedEmbeddingBagCollectionSharder(_Cached, EmbeddingBagCollectionSharder
             raise ConfigError(f"mode: got {mode!r}, needed 'sharded' or 'data_parallel'")
         if self._is_data_parallel and (plan is not None or exchange != "pooled"):
             given = "a plan" if plan is not None else f"exchange={exchange!r}"
-            raise ConfigError(f'mode="data_parallel" with {given}: no row travels, so there is nothing to place or '
-                'exchange. Remove one of the two')
+            raise ConfigError(
+                f'mode="data_parallel" with {given}: no row travels, so there is nothing to place or '
+                "exchange. Remove one of the two"
+            )
         if hot_rows is not None:
             self._hot_rows = {table: rows.long().cpu().sort().values for table, rows in hot_rows.items()}
 

@@ -44,9 +44,7 @@ class Node:
         return NodeShare(allocate, OWN[rank], self.meetings[rank])
 
     def host(self, rank: int) -> HostStore:
-        shards = [
-            ShardWeights(f"t{t}", 7, 4, -0.5, 0.5, first) for t, (first, _) in enumerate(OWN[rank])
-        ]
+        shards = [ShardWeights(f"t{t}", 7, 4, -0.5, 0.5, first) for t, (first, _) in enumerate(OWN[rank])]
         states = [("momentum", torch.Size([]), torch.float32)]
         return HostStore(ROWS, 4, torch.float32, states, initial=shards, share=self.share(rank))
 
@@ -161,7 +159,7 @@ def test_a_row_comes_back_as_it_left(distance: int) -> None:
 
 def test_without_meetings_rows_come_back_as_they_were() -> None:
     """The test above can fail."""
-    with slow_write_backs(0.02), mock.patch.object(Meetings, "meet", lambda *_: None):
+    with slow_write_backs(0.02), mock.patch.object(Meetings, "meet"):
         stale = [rank.num_stale for distance in DISTANCES for rank in train_all(distance)]
     assert sum(stale) > 0
 
