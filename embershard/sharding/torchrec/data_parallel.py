@@ -157,7 +157,10 @@ class _OfAllRanks:
         return UnionOutput(self._pg)  # type: ignore[attr-defined]
 
 
-class _DataParallel(ExchangesRows, _OfAllRanks, SEQUENCE_SHARDINGS[ShardingType.ROW_WISE.value]):  # type: ignore[misc, valid-type]
+_RowWise: Any = SEQUENCE_SHARDINGS[ShardingType.ROW_WISE.value]
+
+
+class _DataParallel(ExchangesRows, _OfAllRanks, _RowWise):
     """To TorchRec the tables are sharded row-wise: a rank's shard are the rows that it writes and saves."""
 
 
