@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -108,7 +109,10 @@ class PoolRows:
         critical_path: bool,
     ) -> torch.cuda.Event | None:
         """Move a plan's rows; return the event to wait for before their use, if any. A copy that fails loses no row."""
+        plan = self._own_write_backs(plan)
         self.copies.write_back_evicted(plan)
+        if self._host.is_shared:
+            self._host.meet(self._name, _digest(plan))
         with self.guard.change(f"filling the rows of batch {plan.batch}"):
             planner.evict(plan)
             try:
@@ -122,6 +126,14 @@ class PoolRows:
             planner.admit(plan, known)
             self._counters.add_plan(plan, feature_lengths, critical_path)
         return filled
+
+    def _own_write_backs(self, plan: CachePlan) -> CachePlan:
+        """Leave the rows of other ranks to them: all ranks evict the same rows."""
+        is_own = self._host.is_own(plan.write_back_keys)
+        if is_own is None:
+            return plan
+        own_keys, own_slots = plan.write_back_keys[is_own], plan.write_back_slots[is_own]
+        return dataclasses.replace(plan, write_back_keys=own_keys, write_back_slots=own_slots)
 
     def grow(self, shortage: Shortage, overflow: Overflow) -> None:
         """Add the slots that the newest batch lacks.
@@ -177,6 +189,9 @@ class PoolRows:
                 used = self._map.used_slots()
                 slots = used[self._state.is_dirty(used)]
                 keys = self._map.keys(slots)
+                is_own = self._host.is_own(keys)
+                if is_own is not None:
+                    slots, keys = slots[is_own], keys[is_own]
                 self.copies.write_back(slots, keys)
                 self._counters.add_rows(Counter.WRITE_BACKS, keys)
                 self._state.clean_through = clean_through
@@ -265,6 +280,11 @@ class PoolRows:
     def _attach(self, num_slots: int) -> None:
         self.payload = self._device_payload(num_slots)
         self.copies.attach(self.payload)
+
+
+def _digest(plan: CachePlan) -> int:
+    """Return a number that tells plans apart. Write-backs are left out: a rank that flushed alone has fewer."""
+    return int((plan.fill_keys * plan.fill_slots).sum() - plan.evicted_keys.sum())
 
 
 def _most_frequent(counts: RowCounts, pinned_keys: Tensor, num_rows: int) -> Tensor:

@@ -108,6 +108,8 @@ class LookAheadPipeline:
         self._trial = WorkerTrial() if is_tried else None
         self._worker = CacheWorker() if worker or is_tried else None
         self._depth = PrefetchDepth(prefetch, is_adaptive=self._worker is not None)
+        # Caches that are the same on all ranks must make the same plans, whichever rank is late.
+        self._may_stop = self._depth.is_adaptive and not any(pool.host.is_shared for pool in self._pools)
         self._left = LeftSteps()
         self._window = Window()
         self._depths = Depths()
@@ -265,7 +267,7 @@ class LookAheadPipeline:
         self._window.know()
         self._num_resident = 0
         for staged in coming:
-            if self._num_resident and self._depth.is_adaptive and self._worker is not None and self._worker.is_awaited:
+            if self._num_resident and self._may_stop and self._worker is not None and self._worker.is_awaited:
                 break  # the next step waits for this thread, and needs the first batch only
             if not staged.make_resident(critical_path=False):
                 break

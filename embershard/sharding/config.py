@@ -39,7 +39,8 @@ class ShardingConfig:
     mode: Mode = "sharded"
     """Where rows are trained. "sharded": each row on the rank that has its shard. "hot_cold": the most frequent rows on
     every rank, with equal values, the others as in "sharded"; batches are packed of samples that need hot rows only,
-    and of the others (FAE). "data_parallel": all rows of a batch on every rank, with equal values (cDLRM)."""
+    and of the others (FAE). "data_parallel": all rows of a batch on every rank, with equal values (cDLRM); each rank's
+    cache has its `cache.ratio` of the whole tables, and all ranks must be on one machine, on its CPU."""
 
     hot_bytes: int | None = None
     """Device memory of each rank for hot rows and their optimizer states, in bytes. "hot_cold" needs it; other modes
@@ -56,8 +57,19 @@ class ShardingConfig:
                 f'sharding.mode={self.mode!r}, sharding.hot_bytes={self.hot_bytes}: needed both mode="hot_cold" and '
                 "hot_bytes, or neither."
             )
+        if self.mode == "data_parallel":
+            self._check_data_parallel()
         if self.hot_bytes is not None and self.hot_bytes < 1:
             raise ConfigError(f"sharding.hot_bytes: got {self.hot_bytes}, needed at least 1.")
+
+    def _check_data_parallel(self) -> None:
+        defaults = {"plan": None, "exchange": "pooled", "forward_dtype": "fp32", "backward_dtype": "fp32"}
+        for name, default in defaults.items():
+            if getattr(self, name) != default:
+                raise ConfigError(
+                    f"sharding.{name}={getattr(self, name)!r} has no effect with sharding.mode='data_parallel': no "
+                    "table is placed, and no embedding travels. Remove one of the two."
+                )
 
     @property
     def number_bytes(self) -> tuple[int, int]:

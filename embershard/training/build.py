@@ -30,7 +30,6 @@ from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimi
 
 #: Samples that are read and counted at a time.
 _COUNTED_AT_ONCE = 8192
-_BUILT_MODES = ("sharded", "hot_cold")
 
 
 def find_profile(config: RunConfig, source: Source) -> FrequencyProfile | None:
@@ -89,8 +88,6 @@ def build_sharded_model(
         ConfigError: the model, the optimizer, the cache or the mode does not fit the data or the device.
         ShardingError: no plan fits, or the given one is for another model.
     """
-    if config.sharding.mode not in _BUILT_MODES:
-        raise ConfigError(f"sharding.mode: got {config.sharding.mode!r}, needed one of {_BUILT_MODES}.")
     torch.manual_seed(config.train.seed)
     model = build_model(config.model, schema, ranks.device)
     config.embedding_optimizer.apply(model.model.sparse_arch, ranks.device)
@@ -140,6 +137,7 @@ def _sharder(
         plan=plan,
         init_seed=init_seed,
         exchange="pooled" if plan is not None else config.sharding.exchange,  # type: ignore[arg-type]
+        mode="data_parallel" if config.sharding.mode == "data_parallel" else "sharded",
         hot_rows=None if hot is None else {table: torch.from_numpy(rows) for table, rows in hot.rows.rows.items()},
     )
 

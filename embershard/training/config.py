@@ -136,14 +136,14 @@ class RunConfig:
             raise ConfigError("train.eval_every has no effect: nothing is held out (data.eval_fraction is 0).")
         if self.cache.enabled:
             self.cache.policy_for(self.has_profile)  # refuses a profile without effect
+        elif self.sharding.mode != "sharded":
+            raise ConfigError(
+                f'cache.enabled: got false, needed true in the mode "{self.sharding.mode}", whose rows are in caches.'
+            )
         if self.sharding.mode == "hot_cold":
             self._check_hot_cold()
 
     def _check_hot_cold(self) -> None:
-        if not self.cache.enabled:
-            raise ConfigError(
-                'cache.enabled: got false, needed true in the mode "hot_cold", whose other rows are in the cache.'
-            )
         ahead, most = self.lookahead + self.data.prefetch_batches, READ_AHEAD - _IN_WORK
         if ahead > most:
             raise ConfigError(

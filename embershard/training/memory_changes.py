@@ -71,6 +71,8 @@ class MemoryChanges:
     def _machines(self) -> int | None:
         """Return the least number of machines that fits, of those whose ranks can share the batch; else None."""
         ranks = self._ranks
+        if self._config.sharding.mode == "data_parallel":  # runs on one
+            return None
         for count in range(ranks.world_size // ranks.ranks_per_node + 1, _MOST_MACHINES + 1):
             more = replace(ranks, world_size=count * ranks.ranks_per_node, first=0)
             try:

@@ -89,16 +89,20 @@ def memory_needs(config: RunConfig, rows: Mapping[str, int], ranks: RanksHere, p
     """
     model, settings = model_size(config, rows), _settings(config, ranks)
     plan = plan or _even_plan(config, model, ranks)
-    pools = _pool_bytes(model, plan, settings) if config.cache.enabled else {}
+    is_data_parallel = _is_data_parallel(config, ranks)
+    pools = _pool_bytes(model, plan, settings, is_data_parallel) if config.cache.enabled else {}
     shards = place_shards(model, _placed_tables(config, plan), plan)
     lookups = _lookups_per_sample(config.data, rows)
     host: Counter[str] = Counter()
     device: list[Counter[str]] = []
     for rank in range(ranks.first, ranks.first + ranks.ranks_per_node):
         here = [shard for shard in shards if shard.rank == rank]
-        of_batches = _step_bytes(model, here, lookups, settings, ranks.world_size)
+        cacheable = here
+        if is_data_parallel:
+            cacheable = [replace(shard, row_start=0, row_stop=shard.table.rows) for shard in here]
+        of_batches = _step_bytes(model, cacheable, lookups, settings, ranks.world_size)
         device.append(Counter(memory_model.resident_bytes(here)) + pools.get(rank, Counter()) + of_batches)
-        host += _host_bytes(here, settings)
+        host += _host_bytes(here, cacheable, settings)
         host["read_ahead"] += _read_ahead_bytes(config, model, sum(lookups.values()), settings)
         host["runtime"] += _RUNTIME_BYTES
     rows_bytes, disk_bytes = host["weights"] + host["optimizer_states"], 0
@@ -106,18 +110,25 @@ def memory_needs(config: RunConfig, rows: Mapping[str, int], ranks: RanksHere, p
         disk_bytes, host["weights"], host["optimizer_states"] = rows_bytes, 0, 0
     if ranks.device == "cpu":
         host, device = host + sum(device, Counter()), []
-    is_lazy = config.train.init == "counter" and ranks.device == "cpu" and not disk_bytes
+    is_lazy = config.train.init == "counter" and ranks.device == "cpu" and not disk_bytes and not is_data_parallel
     fullest = max(device, key=Counter.total, default=Counter[str]())
     return MemoryNeeds(+host, +fullest, disk_bytes, rows_bytes if is_lazy else 0)
 
 
-def _host_bytes(shards: Sequence[PlacedShard], settings: MemorySettings) -> Counter[str]:
-    """Return the bytes of a rank's cached tables in host memory."""
+def _is_data_parallel(config: RunConfig, ranks: RanksHere) -> bool:
+    """True if every rank caches rows of whole tables, of which the machine has one copy."""
+    return config.sharding.mode == "data_parallel" and ranks.world_size > 1
+
+
+def _host_bytes(
+    shards: Sequence[PlacedShard], cacheable: Sequence[PlacedShard], settings: MemorySettings
+) -> Counter[str]:
+    """Return the bytes of a rank's tables in host memory: rows of `shards`, and scores of those that it may cache."""
     cached = [shard for shard in shards if shard.kernel == "cached"]
     return Counter(
         weights=sum(shard.rows * shard.table.weight_bytes(shard.columns) for shard in cached),
         optimizer_states=sum(shard.rows * shard.table.optimizer_bytes(shard.columns) for shard in cached),
-        scores=memory_model.host_bytes(cached, settings)["scores"],
+        scores=memory_model.host_bytes(cacheable, settings)["scores"],
     )
 
 
@@ -137,7 +148,7 @@ def _even_plan(config: RunConfig, model: ModelSize, ranks: RanksHere) -> Plan:
         for table in model.tables
     )
     settings, cache, pools = _settings(config, ranks), config.cache, []
-    for pool in pools_of(tables, ranks.ranks_per_node):
+    for pool in _pools_of(tables, ranks.ranks_per_node, _is_data_parallel(config, ranks)):
         if cache.device_bytes is not None:
             slots = _pool_memory(model, pool, settings).num_slots(cache.device_bytes)
         else:
@@ -145,6 +156,15 @@ def _even_plan(config: RunConfig, model: ModelSize, ranks: RanksHere) -> Plan:
         pools.append(pool.with_slots(max(1, slots)))
     place = (ranks.world_size, ranks.ranks_per_node, settings.batch_size, ranks.device)
     return Plan(*place, None, None, {}, tables, tuple(pools))
+
+
+def _pools_of(tables: Sequence[TablePlacement], ranks_per_node: int, is_data_parallel: bool) -> list[Pool]:
+    """Return the pools of all ranks; of data-parallel tables each is one of whole tables."""
+    pools = pools_of(tables, ranks_per_node)
+    if not is_data_parallel:
+        return pools
+    rows = {table.table: table.rows for table in tables}
+    return [replace(pool, rows=sum(rows[table] for table in pool.tables)) for pool in pools]
 
 
 def _placed_tables(config: RunConfig, plan: Plan) -> list[TablePlacement]:
@@ -160,11 +180,13 @@ def _pool_memory(model: ModelSize, pool: Pool, settings: MemorySettings) -> Pool
     return memory_model.cache_memory(pool.rows, table.row_bytes(pool.dim), settings.policy, kind)
 
 
-def _pool_bytes(model: ModelSize, plan: Plan, settings: MemorySettings) -> dict[int, Counter[str]]:
+def _pool_bytes(
+    model: ModelSize, plan: Plan, settings: MemorySettings, is_data_parallel: bool
+) -> dict[int, Counter[str]]:
     """Return the bytes of each rank's caches: "slots" and "maps"."""
     slots_of = {(pool.rank, pool.tables): pool.slots for pool in plan.pools}
     found: dict[int, Counter[str]] = {}
-    for pool in pools_of(plan.tables, plan.ranks_per_node):
+    for pool in _pools_of(plan.tables, plan.ranks_per_node, is_data_parallel):
         memory = _pool_memory(model, pool, settings)
         slots = memory.device_bytes(slots_of[pool.rank, pool.tables]) - memory.map_bytes
         found.setdefault(pool.rank, Counter()).update(slots=slots, maps=memory.map_bytes)

@@ -83,6 +83,7 @@ class Case:
     comm: tuple[str, str] = ("fp32", "fp32")
     init_seed: int | None = None
     exchange: str = "pooled"
+    mode: str = "sharded"
     replicated: tuple[int, ...] = ()
     hot: int | None = None
 
@@ -189,6 +190,7 @@ def build(case: Case, cached: bool, make_model: Callable[[Case], nn.Module] | No
                 init_seed=case.init_seed,
                 exchange=case.exchange,  # type: ignore[arg-type]
                 hot_rows=None if case.hot is None else hot_rows(case),
+                mode=case.mode,  # type: ignore[arg-type]
             ),
             CachedEmbeddingCollectionSharder(config, profile, dict(fused_params), codecs, init_seed=case.init_seed),
         ]

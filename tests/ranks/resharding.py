@@ -42,6 +42,7 @@ class Layout:
         ratio: slots as a share of the rows.
         lookahead: batches known ahead.
         optimizer: of the tables.
+        mode: "data_parallel" has no plan.
     """
 
     sharding: str = "row_wise"
@@ -50,6 +51,7 @@ class Layout:
     ratio: float = 0.5
     lookahead: int = 0
     optimizer: str = "rowwise_adagrad"
+    mode: str = "sharded"
 
 
 def write_samples(path: Path) -> None:
@@ -73,6 +75,10 @@ def make_config(layout: Layout, folder: Path, world_size: int, ranks_per_node: i
     path = folder / f"plan_{here().rank}.json"
     replace(plan, pools=pools).save(path)
     dense = "sgd" if layout.optimizer == "sgd" else "adam"
+    cache = CacheConfig(policy=layout.policy, enabled=True) if cached else CacheConfig(enabled=False)  # type: ignore[arg-type]
+    sharding = ShardingConfig(plan=str(path))
+    if layout.mode != "sharded":
+        cache, sharding = replace(cache, ratio=layout.ratio), ShardingConfig(mode=layout.mode)  # type: ignore[arg-type]
     return RunConfig(
         data=DataConfig(
             kind="parquet",
@@ -81,9 +87,9 @@ def make_config(layout: Layout, folder: Path, world_size: int, ranks_per_node: i
             parquet=ParquetConfig(dense=("age",), sparse=tuple(ROWS), num_rows=tuple(ROWS.values()), id_mapping="none"),
         ),
         model=ModelConfig(embedding_dim=DIM, dense_arch_layer_sizes=(8, DIM), over_arch_layer_sizes=(8, 1)),
-        cache=CacheConfig(policy=layout.policy, enabled=True) if cached else CacheConfig(enabled=False),  # type: ignore[arg-type]
+        cache=cache,
         look_ahead=LookAheadConfig(layout.lookahead, 1),
-        sharding=ShardingConfig(plan=str(path)),
+        sharding=sharding,
         embedding_optimizer=EmbeddingOptimizerConfig(kind=layout.optimizer, lr=0.1),  # type: ignore[arg-type]
         dense_optimizer=DenseOptimizerConfig(kind=dense, lr=0.1 if dense == "sgd" else 0.01),  # type: ignore[arg-type]
         train=TrainConfig(global_batch_size=BATCH, log_every=1, max_steps=STEPS, device="cpu"),

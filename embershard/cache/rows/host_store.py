@@ -18,6 +18,7 @@ from embershard.cache.rows import memory
 from embershard.cache.rows.frozen_rows import FrozenRows
 from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.cache.rows.lazy_rows import LazyRows
+from embershard.cache.rows.node_share import NodeShare
 from embershard.errors import ConfigError
 
 #: With so small a part of the blocks unmade (one of 8), the system may use huge pages.
@@ -39,10 +40,15 @@ class HostStore:
         whole_pages: give every tensor pages of its own, so that they can be locked.
         initial: initial weights of each table, made when a row of their block is first touched: call `make` before
             reading rows, `make_all` before handing the whole memory out. None: zeros, which the caller overwrites.
+        share: this rank's share in one copy of the rows for all ranks of a machine. The initial weights of its own
+            rows are made at once. None: all rows are this rank's.
 
     Attributes:
         flat_weights: [R * D], memory that TorchRec slices its parameters from.
         weights: [R, D], the same memory.
+        own_rows: of each table, the first row and the number of the rows that this rank writes and saves; all of them
+            without a share.
+        makes_weights: the rows have initial weights by themselves, or get them when they are touched.
         states: name -> [R, ...].
         row_bytes: payload of one row, in bytes.
 
@@ -61,18 +67,27 @@ class HostStore:
         host_dir: str | None = None,
         whole_pages: bool = False,
         initial: Sequence[ShardWeights] | None = None,
+        share: NodeShare | None = None,
     ) -> None:
+        self._share = share
         self.rows_per_table = list(rows_per_table)
+        self.own_rows = [(0, rows) for rows in rows_per_table] if share is None else list(share.own)
         self.dim = dim
         self.num_rows = sum(self.rows_per_table)
         self.row_offsets = [sum(self.rows_per_table[:table]) for table in range(len(self.rows_per_table))]
+        own = zip(self.row_offsets, self.own_rows, strict=True)
+        bounds = torch.tensor([(offset + first, offset + first + count) for offset, (first, count) in own])
+        self._first_own, self._end_own = bounds.view(-1, 2).unbind(1)
+        self._table_ends = torch.tensor(self.rows_per_table).cumsum(0)
         self.row_bytes = dim * dtype.itemsize + sum(math.prod(shape) * t.itemsize for _, shape, t in states)
         # Locking touches every page anyway.
         self._has_small_pages = initial is not None and host == "memory" and not whole_pages
         allocate: Callable[[int, torch.dtype], Tensor] = functools.partial(
             memory.zeros, whole_pages=whole_pages, small_pages=self._has_small_pages
         )
-        if host == "mmap" and host_dir is not None:
+        if share is not None:
+            allocate = share.allocate
+        elif host == "mmap" and host_dir is not None:
             allocate = _MappedFiles(host_dir, self.host_bytes)
         self.flat_weights = allocate(self.num_rows * dim, dtype)
         self.weights = self.flat_weights.view(self.num_rows, dim)
@@ -80,9 +95,15 @@ class HostStore:
         for name, shape, state_dtype in states:
             numel = self.num_rows * math.prod(shape)
             self.states[name] = allocate(numel, state_dtype).view(self.num_rows, *shape)
-            if initial is None and host == "memory":
+            if initial is None and host == "memory" and share is None:
                 self.states[name].zero_()  # allocates its pages now: the first write-backs would wait for huge ones
-        self._lazy = None if initial is None else LazyRows(self.weights, self.rows_per_table, initial)
+        self.makes_weights = initial is not None
+        self._lazy: LazyRows | None = None
+        if initial is not None and share is None:
+            self._lazy = LazyRows(self.weights, self.rows_per_table, initial)
+        elif initial is not None:
+            for weights, rows in zip(initial, self.table_weights(), strict=True):
+                weights.write(rows)
         self._frozen: FrozenRows | None = None
 
     @property
@@ -92,8 +113,8 @@ class HostStore:
 
     @property
     def host_bytes(self) -> int:
-        """Memory (or disk space) of all rows, in bytes."""
-        return self.num_rows * self.row_bytes
+        """Memory (or disk space) of all rows that are this rank's own, in bytes."""
+        return sum(rows for _, rows in self.own_rows) * self.row_bytes
 
     @property
     def version(self) -> int:
@@ -136,6 +157,23 @@ class HostStore:
         if self._lazy is not None and 0 <= start < self.flat_weights.nbytes:
             self._lazy.make_bytes(start, start + num_bytes)
 
+    def is_own(self, keys: Tensor) -> Tensor | None:
+        """Return which of the rows `keys` (int64 [M]) this rank writes back: bool [M]; None for all of them."""
+        if self._share is None:
+            return None
+        tables = torch.bucketize(keys, self._table_ends, right=True)
+        return (keys >= self._first_own[tables]) & (keys < self._end_own[tables])
+
+    def meet(self, name: str, digest: int = 0) -> None:
+        """With a share, wait until all ranks have come to this point with this digest; see `Meetings`."""
+        if self._share is not None:
+            self._share.meetings.meet(name, digest)
+
+    @property
+    def is_shared(self) -> bool:
+        """True if other ranks map the same rows."""
+        return self._share is not None
+
     def freeze(self) -> FrozenRows:
         """Return all rows as they are now, to be read while training goes on; until they are closed, call
         `before_write` before rows change. Trained rows must have been written back."""
@@ -158,13 +196,17 @@ class HostStore:
         return self.weights._version
 
     def table_weights(self) -> list[Tensor]:
-        """Return the weights of each table: views [rows, D]."""
-        return list(self.weights.detach().split(self.rows_per_table))
+        """Return the weights of this rank's own rows of each table: views [rows, D]."""
+        return self._own_of_tables(self.weights)
 
     def table_states(self) -> list[list[Tensor]]:
-        """Return the states of each table: views [rows, ...]."""
-        split = [state.detach().split(self.rows_per_table) for state in self.states.values()]
+        """Return the states of this rank's own rows of each table: views [rows, ...]."""
+        split = [self._own_of_tables(state) for state in self.states.values()]
         return [[state[table] for state in split] for table in range(len(self.rows_per_table))]
+
+    def _own_of_tables(self, rows: Tensor) -> list[Tensor]:
+        own = zip(self.row_offsets, self.own_rows, strict=True)
+        return [rows.detach()[offset + first : offset + first + count] for offset, (first, count) in own]
 
 
 class _MappedFiles:

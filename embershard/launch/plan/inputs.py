@@ -22,7 +22,16 @@ def make_workload(
     device: Literal["cpu", "cuda"],
     batch_size: int | None = None,
 ) -> Workload:
-    """Return the model, data and run of a config on `world_size` ranks."""
+    """Return the model, data and run of a config on `world_size` ranks.
+
+    Raises:
+        ConfigError: its mode places no tables.
+    """
+    if config.sharding.mode == "data_parallel":
+        raise ConfigError(
+            "sharding.mode='data_parallel' takes no plan: every rank has all tables. Train without a plan, or "
+            "plan with --set sharding.mode=sharded."
+        )
     batch_size = batch_size or config.train.rank_batch_size(world_size)
     shape = RunShape(
         world_size=world_size,

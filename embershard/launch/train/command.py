@@ -202,19 +202,14 @@ class _Outputs:
         self._record.finish(result)
         config, is_cached = self._trainer.config, cache is not None
         self._console.print(closing_table(result, f"{config.model.arch} on {config.data.kind} data"))
-        other = "with all rows on the device" if is_cached else "with a cache"
+        other, change = _next_run(config.sharding.mode, is_cached)
         say(
             self._console,
             f"Everything is in {self._folder}: result.json, metrics.jsonl, config.toml, checkpoints/.",
             f"See the curves:    {_program('tensorboard', 'tensorboard.main')} --logdir "
             f"{shlex.quote(str(self._folder))}",
+            f"Next, the same run {other}:    {same_run} {change}",
         )
-        if config.sharding.mode == "sharded":  # the other modes need a cache, and round differently
-            say(
-                self._console,
-                f"Next, the same run {other} (same losses; compare speed and memory):    "
-                f"{same_run} --set cache.enabled={str(not is_cached).lower()}",
-            )
 
     def __enter__(self) -> _Outputs:
         return self
@@ -222,6 +217,18 @@ class _Outputs:
     def __exit__(self, *_: object) -> None:
         self._display.close()
         self._record.close()
+
+
+def _next_run(mode: str, is_cached: bool) -> tuple[str, str]:
+    """Return what to compare a run with, and the arguments for that."""
+    if mode == "hot_cold":
+        change = "--set sharding.mode=sharded --set sharding.hot_bytes=none"
+        return "without copies of hot rows (another order of the samples)", change
+    if mode == "data_parallel":
+        return "with sharded tables (losses differ by rounding)", "--set sharding.mode=sharded"
+    other = "with all rows on the device" if is_cached else "with a cache"
+    change = f"--set cache.enabled={str(not is_cached).lower()}"
+    return f"{other} (same losses; compare speed and memory)", change
 
 
 def _resume(trainer: Trainer, console: Console, step: int, unverified: bool, changes: Sequence[str]) -> int:

@@ -37,7 +37,7 @@ def restore_contents(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
     >>> restore_contents(model, {})  # a sharded model
     """
     parts: dict[str, list[CacheContents]] = {}
-    for place in {name.rpartition(".")[0] for name in saved}:
+    for place in sorted({name.rpartition(".")[0] for name in saved}):  # in the same order on all ranks
         table = place.rpartition(".")[0]
         parts.setdefault(table, []).append(CacheContents(*(saved[f"{place}.{name}"] for name in _FIELDS)))
     joined = {table: CacheContents.join(found) for table, found in parts.items()}

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from torch import Tensor
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
@@ -26,6 +27,7 @@ from embershard.errors import CacheError, ShardingError
 from embershard.sharding.shards import rows_problem
 from embershard.sharding.torchrec.feature_keys import FeatureKeys, PoolIds, add_per_feature
 from embershard.sharding.torchrec.host_tables import HostTables
+from embershard.sharding.torchrec.shared_tables import of_whole_tables, share_of
 from embershard.sharding.torchrec.slots import SlotTable
 from embershard.sharding.torchrec.spec import CacheSpec, first_row, take_spec
 
@@ -38,11 +40,21 @@ class CachedTableBatchedEmbeddings(HostTables):
     (:meth:`know`, :meth:`prefetch_if_it_fits`, :meth:`hand`).
     """
 
-    def __init__(self, config: GroupedEmbeddingConfig, pooling_mode: PoolingMode, device: torch.device | None) -> None:
+    def __init__(
+        self,
+        config: GroupedEmbeddingConfig,
+        pooling_mode: PoolingMode,
+        device: torch.device | None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         super().__init__()
         spec, fused_params = take_spec(config)
-        tables = config.embedding_tables
         self._device = device or torch.device("cpu")
+        share, shards = None, config.embedding_tables
+        if spec.is_data_parallel:
+            assert group is not None, "data_parallel tables have a process group"
+            share, config = share_of(shards, group, self._device, spec.config), of_whole_tables(config)
+        tables = config.embedding_tables
         dim = tables[0].local_cols
         assert all(table.local_cols == dim for table in tables), "TorchRec groups cached tables by dim"
         _check_rows(config, spec.rank)
@@ -63,7 +75,8 @@ class CachedTableBatchedEmbeddings(HostTables):
             spec.config.host,
             spec.config.host_dir,
             whole_pages=self._device.type == "cuda",
-            initial=None if spec.counter_init is None else [spec.counter_init.of_shard(table) for table in tables],
+            initial=None if spec.counter_init is None else [spec.counter_init.of_shard(table) for table in shards],
+            share=share,
         )
         self.cache = self._make_cache(spec, config)
         self.feature_keys = FeatureKeys([self.host.row_offsets[t] for t in self._table_of_feature], self._device)
@@ -240,11 +253,11 @@ class CachedTableBatchedEmbeddings(HostTables):
         self.cache.host_rows_changed(torch.cat(keys).to(self._device))
 
     def contents(self) -> Iterator[tuple[str, CacheContents]]:
-        """Yield the name of every table shard, and its cached rows, numbered in the whole table."""
+        """Yield the name of every table shard, and its cached rows (this rank's own), numbered in the whole table."""
         found = self.cache.contents()
-        shards = zip(self._shards, self.host.rows_per_table, self.host.row_offsets, strict=True)
-        for (name, start), num_rows, first_key in shards:
-            yield name, found.between(first_key, num_rows, start)
+        shards = zip(self._shards, self.host.own_rows, self.host.row_offsets, strict=True)
+        for (name, start), (first, num_rows), first_key in shards:
+            yield name, found.between(first_key + first, num_rows, start + first)
 
     def restore(self, contents: Mapping[str, CacheContents]) -> None:
         """Fill the cache before the next batch with cached rows of tables, numbered in the whole table."""

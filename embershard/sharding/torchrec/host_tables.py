@@ -21,7 +21,8 @@ from embershard.sharding.torchrec.slots import SlotTable
 class HostTables(nn.Module):
     """FBGEMM's `SplitTableBatchedEmbeddingBagsCodegen` as TorchRec sees it, for tables whose rows are in host memory.
 
-    Weights and optimizer states are the host tier's, for the whole shard: call :meth:`flush` before reading them.
+    Weights and optimizer states are the host tier's, for the whole shard (of rows that the ranks of a machine share,
+    for those that this rank writes): call :meth:`flush` before reading them.
     TorchRec does so, and while it builds a sharded module, too, although it takes references only:
     :meth:`without_flushes`.
 
@@ -43,7 +44,7 @@ class HostTables(nn.Module):
     @property
     def embedding_specs(self) -> list[tuple[int, int, EmbeddingLocation, ComputeDevice]]:
         """Rows, dim and location of each table."""
-        return [(rows, self.host.dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for rows in self.host.rows_per_table]
+        return [(rows, self.host.dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for _, rows in self.host.own_rows]
 
     @property
     def weights_host(self) -> Tensor:
@@ -53,7 +54,8 @@ class HostTables(nn.Module):
     @property
     def weights_physical_offsets(self) -> list[int]:
         """Start of each table in :attr:`weights_host`."""
-        return [offset * self.host.dim for offset in self.host.row_offsets]
+        own = zip(self.host.row_offsets, self.host.own_rows, strict=True)
+        return [(offset + first) * self.host.dim for offset, (first, _) in own]
 
     @property
     def weights_precision(self) -> SparseType:
@@ -127,6 +129,8 @@ class HostTables(nn.Module):
             self._is_flushed = True
 
     def reset_cache_states(self) -> None:
-        """Write trained rows back, and fetch the cached ones again."""
+        """Write trained rows back, and fetch the cached ones again. Collective where ranks share the rows: they wait
+        until all of them have written."""
         self.cache.flush()
+        self.host.meet(self.cache.name)
         self.cache.host_rows_changed()

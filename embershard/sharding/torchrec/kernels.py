@@ -58,7 +58,7 @@ class CachedEmbeddingBag(BatchedFusedEmbeddingBag):
         check_dims(config)
         self._emb_module = CachedTableBatchedEmbeddings(config, self._pooling, device)
         self._optim = CachedFusedOptimizer(config, self._emb_module, pg)
-        if self._emb_module.host.is_made:  # else the host tier makes its own
+        if not self._emb_module.host.makes_weights:
             self.init_parameters()
 
     def forward(
@@ -93,9 +93,9 @@ class CachedEmbedding(BatchedFusedEmbedding):
     ) -> None:
         BaseBatchedEmbedding.__init__(self, config, pg, device)
         check_dims(config)
-        self._emb_module = CachedTableBatchedEmbeddings(config, PoolingMode.NONE, device)
+        self._emb_module = CachedTableBatchedEmbeddings(config, PoolingMode.NONE, device, pg)
         self._optim = CachedFusedOptimizer(config, self._emb_module, pg)
-        if self._emb_module.host.is_made:  # else the host tier makes its own
+        if not self._emb_module.host.makes_weights:
             self.init_parameters()
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:

@@ -16,6 +16,11 @@ from torchrec.distributed.types import ShardingEnv
 
 from embershard.sharding.torchrec.bounds import check_bounds, rows_by_feature
 from embershard.sharding.torchrec.compat import as_keyed_jagged, supported
+from embershard.sharding.torchrec.data_parallel import (
+    DataParallelShardingInfo,
+    data_parallel_sharding,
+    group_data_parallel,
+)
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.lookups import PERMUTED_SHARDINGS, POOLED_SHARDINGS, SEQUENCE_SHARDINGS
 from embershard.sharding.torchrec.replicated_tables import ReplicatedSharding, group_replicated, is_replicated
@@ -141,6 +146,12 @@ class _CachedModule:
             lookup.flush()
         super()._pre_load_state_dict_hook(module, state_dict, prefix, *args)  # type: ignore[misc]
 
+    def _fetch_shared_rows(self, *_: Any) -> None:
+        """After a load, fetch cached rows that other ranks loaded. Collective where ranks share rows."""
+        for pool in pools_of_module(self):
+            if pool.host.is_shared:
+                pool.reset_cache_states()
+
 
 def check_ids(module: Any, features: Any) -> None:
     """Check the ids that `module` is about to distribute, if it is a cached module.
@@ -168,6 +179,8 @@ class CachedShardedEmbeddingBagCollection(_CachedModule, ShardedEmbeddingBagColl
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._has_counter_init = kwargs["fused_params"][SPEC_KEY].counter_init is not None
         super().__init__(*args, **kwargs)
+        self.register_load_state_dict_post_hook(type(self)._fetch_shared_rows)
+        self._fetch_shared_rows()  # every rank has written its initial weights
         self._rows_by_feature = rows_by_feature(self._embedding_bag_configs)
         groups = self.sharding_type_to_sharding_infos.values()
         self._sharding_types = [infos[0].param_sharding.sharding_type for infos in groups]
@@ -193,7 +206,10 @@ class CachedShardedEmbeddingBagCollection(_CachedModule, ShardedEmbeddingBagColl
     ) -> ShardingInfos:
         fused_params, spec = _without_spec(fused_params)
         infos = super().create_grouped_sharding_infos(module, params, prefix, fused_params, *rest)
-        return group_replicated(group_rows(_mark_cached(infos, spec), spec.rows_tables))
+        marked = _mark_cached(infos, spec)
+        if spec.is_data_parallel:
+            return group_data_parallel(marked)
+        return group_replicated(group_rows(marked, spec.rows_tables))
 
     @classmethod
     def create_embedding_bag_sharding(
@@ -204,6 +220,8 @@ class CachedShardedEmbeddingBagCollection(_CachedModule, ShardedEmbeddingBagColl
         permute_embeddings: bool = False,
         qcomm_codecs_registry: Any = None,
     ) -> EmbeddingSharding:
+        if isinstance(sharding_infos[0], DataParallelShardingInfo):
+            return data_parallel_sharding(sharding_infos, env, device, qcomm_codecs_registry)
         if isinstance(sharding_infos[0], RowsShardingInfo):
             return rows_sharding(sharding_infos, env, device, qcomm_codecs_registry)
         if is_replicated(sharding_infos[0]):

@@ -37,9 +37,10 @@ _COLUMN_WISE = SEQUENCE_SHARDINGS[ShardingType.COLUMN_WISE.value]
 
 @dataclass
 class RowsContext(SequenceShardingContext):
-    """A batch between its input and its output all-to-all."""
+    """A batch between its input and its output all-to-all. `union`: with data-parallel tables, see there."""
 
     bags: Bags | None = None
+    union: Any = None
 
     def record_stream(self, stream: Any) -> None:
         """Keep the memory until `stream` is done with it."""
@@ -96,6 +97,7 @@ class RowsInput(nn.Module):
         self._context = RowsContext(
             batch_size_per_feature_pre_a2a=features.stride_per_key(),
             unbucketize_permute_tensor=getattr(self._inner, "unbucketize_permute_tensor", None),
+            union=getattr(self._inner, "union", None),
             bags=Bags(found.inverse, features.offsets().long(), self._scales(features), len(keys)),
         )
         return awaitable
@@ -153,7 +155,7 @@ class RowsOutput(nn.Module):
         return _PooledRows(sent, context.bags, self._dim, self._order)
 
 
-class _ExchangesRows:
+class ExchangesRows:
     """Overrides of TorchRec's sequence shardings."""
 
     def create_input_dist(self, device: torch.device | None = None) -> RowsInput:
@@ -179,7 +181,7 @@ class _ExchangesRows:
 
 
 def _exchanging_rows(cls: type) -> type:
-    return type(f"{cls.__name__.lstrip('_')}Rows", (_ExchangesRows, cls), {})
+    return type(f"{cls.__name__.lstrip('_')}Rows", (ExchangesRows, cls), {})
 
 
 _SHARDINGS: dict[str, type] = {kind: _exchanging_rows(cls) for kind, cls in SEQUENCE_SHARDINGS.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -84,6 +84,7 @@ class _Cached:
     _profile: FrequencyProfile | None
     _plan: Plan | None
     _init_seed: int | None
+    _is_data_parallel = False
     _hot_rows: Mapping[str, Tensor] | None = None
 
     def _configure(
@@ -143,6 +144,7 @@ class _Cached:
             init,
             self._rows_tables(params) if env.world_size > 1 else frozenset(),  # one rank exchanges nothing
             self._hot_rows,
+            self._is_data_parallel and env.world_size > 1,
         )
         fused_params = {**(self.fused_params or {}), SPEC_KEY: spec}  # type: ignore[attr-defined]
         params = {name: _on_host(param) for name, param in params.items()}
@@ -177,6 +179,10 @@ class CachedEmbeddingBagCollectionSharder(_Cached, EmbeddingBagCollectionSharder
             "rows", each distinct row once per rank and batch. Rows are pooled where the samples are; their gradients
             are added up there. Weights then differ from TorchRec's by the rounding of sums in another order. Only for
             table-wise, row-wise, column-wise and table-column-wise tables; on one rank nothing travels.
+        mode: "sharded": a rank caches rows of its own shards. "data_parallel": every rank caches the same rows of the
+            whole tables and looks its own samples up; what travels are ids and the gradients of rows, and `cache.ratio`
+            is a share of the whole tables on every rank. All ranks must be on one machine, whose memory holds the
+            tables once. On the CPU only, without a plan.
         hot_rows: rows (int64, distinct) by table that every rank gets copies of, for the whole run; the others are in
             their shards. The device memory of the copies is added to the caches'. All tables must be cached.
 
@@ -197,6 +203,7 @@ class CachedEmbeddingBagCollectionSharder(_Cached, EmbeddingBagCollectionSharder
         plan: Plan | None = None,
         init_seed: int | None = None,
         exchange: Exchange = "pooled",
+        mode: Literal["sharded", "data_parallel"] = "sharded",
         hot_rows: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)
@@ -209,11 +216,22 @@ class CachedEmbeddingBagCollectionSharder(_Cached, EmbeddingBagCollectionSharder
         if plan is not None and exchange != "pooled":
             raise ConfigError(f"exchange={exchange!r} has no effect with a plan, which says it per table. Remove one")
         self._exchange = exchange
+        self._is_data_parallel = mode == "data_parallel"
+        if mode not in ("sharded", "data_parallel"):
+            raise ConfigError(f"mode: got {mode!r}, needed 'sharded' or 'data_parallel'")
+        if self._is_data_parallel and (plan is not None or exchange != "pooled"):
+            given = "a plan" if plan is not None else f"exchange={exchange!r}"
+            raise ConfigError(
+                f'mode="data_parallel" with {given}: no row travels, so there is nothing to place or '
+                "exchange. Remove one of the two"
+            )
         if hot_rows is not None:
             self._hot_rows = {table: _ascending(table, rows) for table, rows in hot_rows.items()}
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Return all types that can do the exchange, on every device."""
+        if self._is_data_parallel:
+            return [ShardingType.ROW_WISE.value]
         return POOLED_TYPES if self._exchange == "pooled" else [ShardingType.DATA_PARALLEL.value, *ROWS_TYPES]
 
     def _rows_tables(self, params: dict[str, ParameterSharding]) -> frozenset[str]:

@@ -49,6 +49,7 @@ class CacheSpec:
         planned_slots: slots of each pool of this rank, by the names of its tables; None: `config` decides.
         counter_init: initial weights of the tables, made when a row is first touched; None: TorchRec's own.
         rows_tables: tables whose distinct rows are exchanged, in place of pooled embeddings.
+        is_data_parallel: every rank caches rows of the whole tables, alike; each writes the rows of its shard.
         hot_rows: int64 ascending by table: rows with copies on every rank, which no cache needs; None: no such mode.
     """
 
@@ -62,6 +63,7 @@ class CacheSpec:
     counter_init: CounterInit | None = None
     rows_tables: frozenset[str] = frozenset()
     hot_rows: Mapping[str, Tensor] | None = None
+    is_data_parallel: bool = False
 
     @classmethod
     def make(
@@ -75,11 +77,12 @@ class CacheSpec:
         counter_init: CounterInit | None = None,
         rows_tables: frozenset[str] = frozenset(),
         hot_rows: Mapping[str, Tensor] | None = None,
+        is_data_parallel: bool = False,
     ) -> CacheSpec:
         """Return the spec of a module whose tables are placed by `params`, which obey `plan` if there is one."""
         cached = [p for p in params.values() if p.compute_kernel == CACHED_KERNEL]
         shards = [shard for p in cached if p.sharding_spec for shard in p.sharding_spec.shards]
-        here = [shard.shard_sizes for shard in shards if shard.placement.rank() == rank]
+        here = [shard.shard_sizes for shard in shards if is_data_parallel or shard.placement.rank() == rank]
         return cls(
             config=config,
             policy=config.policy_for(profile is not None),
@@ -90,6 +93,7 @@ class CacheSpec:
             planned_slots=None if plan is None else {p.tables: p.slots for p in plan.pools if p.rank == rank},
             counter_init=counter_init,
             rows_tables=rows_tables,
+            is_data_parallel=is_data_parallel,
             hot_rows=hot_rows,
         )
 

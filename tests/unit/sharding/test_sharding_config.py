@@ -17,6 +17,13 @@ def test_hot_bytes_and_its_mode_belong_together():
         ShardingConfig(mode="hot_cold", hot_bytes=0)
 
 
+def test_data_parallel_refuses_what_has_no_effect():
+    assert ShardingConfig(mode="data_parallel").mode == "data_parallel"
+    for settings in ({"plan": "a.json"}, {"exchange": "rows"}, {"forward_dtype": "fp16"}, {"backward_dtype": "fp16"}):
+        with pytest.raises(ConfigError, match=f"sharding.{next(iter(settings))}=.* has no effect with sharding.mode="):
+            ShardingConfig(mode="data_parallel", **settings)  # type: ignore[arg-type]
+
+
 def test_an_unknown_mode_is_refused_with_the_known_ones():
     with pytest.raises(ConfigError, match=r"sharding\.mode: got 'fae', needed one of sharded, hot_cold, data_parallel"):
         ShardingConfig(mode="fae")  # type: ignore[arg-type]

@@ -67,6 +67,22 @@ def changes_in(message: str) -> list[list[str]]:
     return [found for change in proposed if (found := re.findall(r"--set ([\w.]+=[\w.]*\w)", change))]
 
 
+def test_data_parallel_tables_are_there_once_and_their_caches_on_every_rank() -> None:
+    sharded, alike = needs_of(*EAGER), needs_of(*EAGER, "sharding.mode=data_parallel")
+    for part in ("weights", "optimizer_states"):
+        assert alike.host[part] == sharded.host[part]
+    for part in ("slots", "maps", "scores"):
+        assert alike.host[part] == pytest.approx(2 * sharded.host[part], rel=0.01)
+    assert needs_of(*LAZY, "sharding.mode=data_parallel").lazy_bytes == 0
+    alone = RanksHere(1, 1, "cpu")
+    assert needs_of(*LAZY, "sharding.mode=data_parallel", ranks=alone) == needs_of(*LAZY, ranks=alone)
+
+
+def test_no_more_machines_are_advised_where_one_is_needed() -> None:
+    assert "machines like this one" in refusal(*EAGER, machine=limits(host=2))
+    assert "machines like this one" not in refusal(*EAGER, "sharding.mode=data_parallel", machine=limits(host=2))
+
+
 def test_what_fits_exactly_is_accepted():
     for settings, need in ((EAGER, needs_of(*EAGER).host_bytes), (LAZY, needs_of(*LAZY).host_bytes)):
         assert check(*settings, machine=limits(need / GB)) == ""
