@@ -115,13 +115,30 @@ class PoolRows:
                 filled = self.copies.fill_missed(plan)
             except BaseException:  # an interrupt, too
                 planner.cancel_fill(plan)
-                self._counters.add_rows(Counter.EVICTIONS, plan.evicted_keys)
-                self._counters.add_rows(Counter.WRITE_BACKS, plan.write_back_keys)
+                self._note_evicted(plan)
                 self.guard.settle()
                 raise
             planner.admit(plan, known)
             self._counters.add_plan(plan, feature_lengths, critical_path)
         return filled
+
+    def remove_passing(self, planner: Planner, oldest_pinned: int) -> None:
+        """Evict the rows of a static cache that batches before `oldest_pinned` brought in and no later batch uses."""
+        passing = self._state.passing
+        leaving = self._map.last_batch(passing) < oldest_pinned
+        if not bool(leaving.any()):
+            return
+        plan = planner.removal(passing[leaving])
+        self.copies.write_back_evicted(plan)
+        with self.guard.change("removing rows from a static cache"):
+            planner.evict(plan)
+            planner.cancel_fill(plan)
+            self._note_evicted(plan)
+            self._state.passing = passing[~leaving]
+
+    def _note_evicted(self, plan: CachePlan) -> None:
+        self._counters.add_rows(Counter.EVICTIONS, plan.evicted_keys)
+        self._counters.add_rows(Counter.WRITE_BACKS, plan.write_back_keys)
 
     def grow(self, shortage: Shortage, overflow: Overflow) -> None:
         """Add the slots that the newest batch lacks.

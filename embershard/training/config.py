@@ -142,7 +142,7 @@ class RunConfig:
     @property
     def counts_a_profile(self) -> bool:
         """True if a profile must be counted before training."""
-        needed = self.cache.policy == "frequency" or self.cache.warmup is True or self.profile.samples is not None
+        needed = self.cache.policy in ("frequency", "static") or self.cache.warmup is True or self.profile.samples is not None
         return self.cache.enabled and self.profile.path is None and needed
 
     @property
