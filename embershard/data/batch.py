@@ -85,11 +85,14 @@ class Batch(Pipelineable):
         dense_features: float32 [B, D].
         sparse_features: F keys, int64 values [N], int32 lengths [F * B].
         labels: float32 [B], 0 or 1.
+        is_hot: every sample of this step, on all ranks, looks up hot rows only (`sharding.mode = "hot_cold"`); the same
+            on all ranks.
     """
 
     dense_features: torch.Tensor
     sparse_features: KeyedJaggedTensor
     labels: torch.Tensor
+    is_hot: bool = False
 
     @property
     def num_samples(self) -> int:
@@ -101,11 +104,13 @@ class Batch(Pipelineable):
             self.dense_features.to(device, non_blocking=non_blocking),
             self.sparse_features.to(device, non_blocking=non_blocking),
             self.labels.to(device, non_blocking=non_blocking),
+            self.is_hot,
         )
 
     def pin_memory(self) -> Batch:
         """Return a copy in page-locked host memory, from which `to(..., non_blocking=True)` is asynchronous."""
-        return Batch(self.dense_features.pin_memory(), self.sparse_features.pin_memory(), self.labels.pin_memory())
+        dense, sparse, labels = self.dense_features, self.sparse_features, self.labels
+        return Batch(dense.pin_memory(), sparse.pin_memory(), labels.pin_memory(), self.is_hot)
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the memory of all tensors until `stream` is done with them."""

@@ -1,5 +1,6 @@
 """Lookups of rows: counts, curves, traces, and the profile that holds them. This room knows no cache."""
 
+from embershard.frequency.hot_rows import HotRows
 from embershard.frequency.profile import FrequencyProfile
 from embershard.frequency.statistics import CountHistogram, DataStatistics, Drift, StackDistances, TableStatistics
 from embershard.frequency.trace import SampledTrace, TableTrace, is_followed, row_hashes
@@ -9,6 +10,7 @@ __all__ = [
     "DataStatistics",
     "Drift",
     "FrequencyProfile",
+    "HotRows",
     "SampledTrace",
     "StackDistances",
     "TableStatistics",

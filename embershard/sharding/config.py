@@ -10,6 +10,7 @@ from embershard.errors import ConfigError
 
 CommDtype = Literal["fp32", "fp16", "bf16"]
 ExchangeChoice = Literal["pooled", "rows", "auto"]
+Mode = Literal["sharded", "hot_cold", "data_parallel"]
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
@@ -35,14 +36,28 @@ class ShardingConfig:
     rows repeat in a batch, more where bags are long. It rounds sums in another order. "auto", for planning only, takes
     for each table what moves fewer bytes by the profile. Without a cache, all tables exchange pooled embeddings."""
 
+    mode: Mode = "sharded"
+    """Where rows are trained. "sharded": each row on the rank that has its shard. "hot_cold": the most frequent rows on
+    every rank, with equal values, the others as in "sharded"; batches are packed of samples that need hot rows only,
+    and of the others (FAE). "data_parallel": all rows of a batch on every rank, with equal values (cDLRM)."""
+
+    hot_bytes: int | None = None
+    """Device memory of each rank for hot rows and their optimizer states, in bytes. "hot_cold" needs it; other modes
+    refuse it."""
+
     def __post_init__(self) -> None:
-        if self.exchange not in get_args(ExchangeChoice):
-            choices = ", ".join(get_args(ExchangeChoice))
-            raise ConfigError(f"sharding.exchange: got {self.exchange!r}, needed one of {choices}.")
-        for name in ("forward_dtype", "backward_dtype"):
+        choices = {"exchange": ExchangeChoice, "forward_dtype": CommDtype, "backward_dtype": CommDtype, "mode": Mode}
+        for name, choice in choices.items():
             value = getattr(self, name)
-            if value not in get_args(CommDtype):
-                raise ConfigError(f"sharding.{name}: got {value!r}, needed one of {', '.join(get_args(CommDtype))}.")
+            if value not in get_args(choice):
+                raise ConfigError(f"sharding.{name}: got {value!r}, needed one of {', '.join(get_args(choice))}.")
+        if (self.mode == "hot_cold") != (self.hot_bytes is not None):
+            raise ConfigError(
+                f'sharding.mode={self.mode!r}, sharding.hot_bytes={self.hot_bytes}: needed both mode="hot_cold" and '
+                "hot_bytes, or neither."
+            )
+        if self.hot_bytes is not None and self.hot_bytes < 1:
+            raise ConfigError(f"sharding.hot_bytes: got {self.hot_bytes}, needed at least 1.")
 
     @property
     def pooled_number_bytes(self) -> int:

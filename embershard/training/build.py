@@ -76,9 +76,11 @@ def build_sharded_model(
             are whole on the device, at the same places.
 
     Raises:
-        ConfigError: the model, the optimizer or the cache does not fit the data or the device.
+        ConfigError: the model, the optimizer, the cache or the mode does not fit the data or the device.
         ShardingError: no plan fits, or the given one is for another model.
     """
+    if config.sharding.mode != "sharded":
+        raise ConfigError(f"sharding.mode: got {config.sharding.mode!r}, needed 'sharded': no other mode trains yet.")
     torch.manual_seed(config.train.seed)
     model = build_model(config.model, schema, ranks.device)
     config.embedding_optimizer.apply(model.model.sparse_arch, ranks.device)

@@ -14,7 +14,7 @@ from embershard.decoding import toml
 from embershard.errors import ConfigError
 from embershard.training.config import RunConfig
 
-BATCH, SEED = "train.global_batch_size", "data.seed"
+BATCH, SEED, HOT_BYTES = "train.global_batch_size", "data.seed", "sharding.hot_bytes"
 _FILES = ("data.files", "data.eval_files")
 _MOST_FILES_SHOWN = 5
 
@@ -33,7 +33,7 @@ COMPARED = frozenset(
     | _names("data.parquet", "dense sparse num_rows label id_mapping dense_transform max_bag_size")
     | _names("model", "arch embedding_dim dense_arch_layer_sizes over_arch_layer_sizes table_dtype")
     | _names("model", "dcn_num_layers dcn_low_rank_dim")
-    | _names("sharding", "forward_dtype backward_dtype")
+    | _names("sharding", "forward_dtype backward_dtype hot_bytes")
     | _names("embedding_optimizer", "kind lr eps weight_decay betas")
     | _names("dense_optimizer", "kind lr eps weight_decay betas clip_norm")
     | _names("schedule", "warmup_steps decay decay_start decay_steps floor")
@@ -50,14 +50,15 @@ COMPARED_AS = {
 }
 
 #: Settings that may change on a resume: where and how fast it trains, for how long, what it reports and saves. Caches,
-#: plans and placements train the same rows by the same arithmetic; an epoch's order does not depend on the others. So
-#: with `data.bad_rows`: rows that were trained on are as good as before, and a run that a bad row stopped can go on.
+#: plans and placements train the same rows by the same arithmetic; an epoch's order does not depend on the others.
+#: (That of mode "hot_cold" does; `sharding.hot_bytes`, which is compared, tells the modes apart.) So with
+#: `data.bad_rows`: rows that were trained on are as good as before, and a run that a bad row stopped can go on.
 FREE = frozenset(
     _names("data", "num_workers prefetch_batches bad_rows")
     | _names("cache", "ratio device_bytes policy warmup host host_dir transfer slot_map overflow decay enabled")
     | _names("look_ahead", "lookahead prefetch")
     | _names("profile", "path samples")
-    | _names("sharding", "plan exchange")
+    | _names("sharding", "plan exchange mode")
     | _names("train", "epochs max_steps eval_every log_every on_non_finite device")
     | _names("checkpoint", "every_steps at_end keep_last on_failed_save asynchronous")
 )
@@ -155,8 +156,12 @@ def refusal(found: Sequence[Change]) -> str:
 
 
 def _set_back(change: Change) -> str:
-    alone = "--set train.batch_size=none " if change.key == BATCH else ""  # one of the two decides
-    return f"{alone}--set {change.key}={change.saved}"
+    with_it = ""
+    if change.key == BATCH:
+        with_it = "--set train.batch_size=none "  # one of the two decides
+    elif change.key == HOT_BYTES and "none" in (change.saved, change.now):
+        with_it = f"--set sharding.mode={'sharded' if change.saved == 'none' else 'hot_cold'} "
+    return f"{with_it}--set {change.key}={change.saved}"
 
 
 def _value(config: RunConfig, key: str) -> Any:
