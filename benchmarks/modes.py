@@ -112,9 +112,7 @@ def sources(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return {name: {**settings, **common} for name, settings in found.items()}
 
 
-def measure(
-    options: argparse.Namespace, source: dict[str, Any], ranks: int, folder: Path
-) -> dict[str, dict[str, Any]]:
+def measure(options: argparse.Namespace, source: dict[str, Any], ranks: int, folder: Path) -> dict[str, dict[str, Any]]:
     """Run the modes in turn, in every round; return the figures of each."""
     config = folder / "run.toml"
     config.write_text(_MODEL)
@@ -159,13 +157,13 @@ def figures(results: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the figures of a mode's rounds; bytes and fills of the first."""
     first, steps = results[0], results[0]["measured_steps"]
     cache = first["cache"] or {"fills": 0, "critical_path_fills": 0}
-    sent = first["sent_bytes"]
+    sent = {kind: round(first["sent_bytes"][kind] / first["world_size"] / steps) for kind in _IN_TRAINING}
     aucs = [result["auc"] for result in results]
     return {
         "samples_per_second": round(statistics.median(result["samples_per_second"] for result in results)),
         "cpu_ms_per_step": round(statistics.median(result["cpu_seconds"] for result in results) / steps * 1e3, 1),
         "sent_bytes_per_step": sent,
-        "sent_in_training": round(sum(value for kind, value in sent.items() if kind in _IN_TRAINING)),
+        "sent_in_training": sum(sent.values()),
         "fills_per_step": round(cache["fills"] / steps),
         "critical_path_fills_per_step": round(cache["critical_path_fills"] / steps),
         "auc": [round(auc, 4) for auc in aucs],

@@ -17,7 +17,8 @@ RESULT = {
     "measured_steps": 10,
     "samples_per_second": 100.0,
     "cpu_seconds": 2.0,
-    "sent_bytes": {"ids": 10, "embeddings": 20, "gradients": 30, "dense_all_reduce": 5, "other": 1000},
+    "world_size": 2,
+    "sent_bytes": {"ids": 200, "embeddings": 400, "gradients": 600, "dense_all_reduce": 100, "other": 9999},
     "cache": {"fills": 50, "critical_path_fills": 20},
     "auc": 0.75,
 }
@@ -47,8 +48,10 @@ def test_figures_are_medians_of_rounds_and_bytes_of_training():
 
 def test_the_table_says_where_a_mode_loses():
     common = {"data": "real", "ranks": 2}
-    quick, small = ({**RESULT, "samples_per_second": speed, "sent_bytes": {"ids": sent}} for speed, sent in ((9, 4000), (5, 1000)))
-    rows = [{**common, "mode": mode, **modes.figures([result])} for mode, result in (("pooled", quick), ("rows", small))]
+    quick, small = {**RESULT, "samples_per_second": 9}, {**RESULT, "samples_per_second": 5}
+    small["sent_bytes"] = {**RESULT["sent_bytes"], "embeddings": 100}
+    results = {"pooled": quick, "rows": small}
+    rows = [{**common, "mode": mode, **modes.figures([result])} for mode, result in results.items()]
     text = modes.table(modes.compared(rows)).splitlines()
     assert text[2].endswith("| bytes: rows |")
     assert text[3].endswith("| speed: pooled |")

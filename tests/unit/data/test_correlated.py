@@ -16,6 +16,7 @@ NUM_SAMPLES = 10_000
 SHOWN = {"correlation": 0.65, "rarity_logit": 0.3}  # as in docs/data.md
 # The first 10,000 samples of Criteo 1TB's day 0: share of rows -> share of samples that need no others.
 REAL = {0.0158: 0.030, 0.0632: 0.165, 0.2526: 0.374}
+RATES = np.array([0.0188, 0.0280])  # of clicks: samples that need the most frequent 6.32 % of the rows only, and others
 
 
 def source_of(**settings: float) -> SyntheticSource:
@@ -42,6 +43,16 @@ def test_defaults_give_the_samples_of_earlier_versions():
     assert digest.hexdigest() == "c15e8a23b6a1e134e92555bf3456a56ff4d4d0b425da8e7c16c4ba7dec19b28f"
 
 
+def test_the_real_sample_is_as_it_says_here(criteo_text):
+    cells = np.array([line.split("\t") for line in criteo_text.decode().splitlines()])
+    columns = [np.unique(column, return_inverse=True)[1] for column in cells[:, 14:].T]
+    for share, real in REAL.items():
+        assert are_hot(columns, share).mean() == pytest.approx(real, abs=0.001)
+    hot = are_hot(columns, 0.0632)
+    rates = [(cells[which, 0] == "1").mean() for which in (hot, ~hot)]
+    assert rates == pytest.approx(RATES, abs=0.0001)
+
+
 def test_all_hot_samples_are_as_frequent_as_in_a_real_sample():
     """Within a fifth; independent features give less than a third of it."""
     ids, _ = source_of(**SHOWN).features(np.arange(NUM_SAMPLES))
@@ -55,7 +66,8 @@ def test_each_feature_keeps_its_popularity():
     ids, _ = source_of(**SHOWN).features(np.arange(NUM_SAMPLES))
     independent, _ = source_of().features(np.arange(NUM_SAMPLES))
     for number, (one, other) in enumerate(zip(ids, independent, strict=True)):
-        shares = [np.bincount(rows, minlength=int(max(one.max(), other.max())) + 1) / NUM_SAMPLES for rows in (one, other)]
+        size = int(max(one.max(), other.max())) + 1
+        shares = [np.bincount(rows, minlength=size) / NUM_SAMPLES for rows in (one, other)]
         assert np.abs(shares[0] - shares[1]).max() < 0.03, f"C{number + 1}"
         top = np.argsort(-shares[1])[:10]
         assert shares[0][top].sum() == pytest.approx(shares[1][top].sum(), abs=0.03), f"C{number + 1}"
@@ -82,7 +94,8 @@ def test_samples_of_popular_rows_are_clicked_less():
         logits = np.log(1 / (1 / of.probabilities(numbers) - 1))
         return float(logits[hot].mean() - logits[~hot].mean())
 
-    assert gap(source) - gap(control) == pytest.approx(np.log(0.0188 / 0.9812) - np.log(0.028 / 0.972), abs=0.1)
+    real = np.log(RATES / (1 - RATES))
+    assert gap(source) - gap(control) == pytest.approx(real[0] - real[1], abs=0.1)
     assert source.samples(numbers).labels.mean() == pytest.approx(0.224, abs=0.015)
 
 
