@@ -9,6 +9,8 @@ import logging
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -120,6 +122,14 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
+
+
+def embershard(arguments: Sequence[str]) -> None:
+    """Run a command of `embershard`; end with its output if it fails."""
+    command = [sys.executable, "-m", "embershard.launch.cli", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"embershard {' '.join(arguments)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
 
 
 def report(result: dict[str, Any], output: str | None) -> None:

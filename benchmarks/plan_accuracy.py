@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -22,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from benchmarks.common import machine, make_parser, report
-from embershard.cache.config import Policy
+from benchmarks.common import embershard, machine, make_parser, report
+from embershard.cache.config import Scoring
 from embershard.frequency import FrequencyProfile
 from embershard.launch.config import load_config
 from embershard.launch.plan.inputs import budget, make_workload
@@ -36,7 +35,7 @@ from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
 
 RATIOS = (0.005, 0.03, 0.15)
-POLICIES = get_args(Policy)
+POLICIES = ("lookahead", *get_args(Scoring))
 SAMPLED_LOOKUPS = 300_000
 _GENERATED = """
 [data]
@@ -113,7 +112,7 @@ class Run:
         plan.save(folder / "plan.json")
         sets = [word for text in self.overrides for word in ("--set", text)]
         command = ["train", "--config", str(self.config), *sets, "--plan", str(folder / "plan.json")]
-        _embershard([*command, "--nproc", str(self.ranks), "--run-dir", str(folder / "run")])
+        embershard([*command, "--nproc", str(self.ranks), "--run-dir", str(folder / "run")])
         return json.loads((folder / "run" / "result.json").read_text())
 
 
@@ -227,14 +226,8 @@ def _summary(cases: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def profiled(config: Path, work: Path, name: str, more: list[str]) -> FrequencyProfile:
-    _embershard(["profile", "--config", str(config), "-o", str(work / name), *more])
+    embershard(["profile", "--config", str(config), "-o", str(work / name), *more])
     return FrequencyProfile.load(work / name)
-
-
-def _embershard(arguments: list[str]) -> None:
-    done = subprocess.run([sys.executable, "-m", "embershard.launch.cli", *arguments], capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"embershard {' '.join(arguments)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from embershard.errors import ConfigError
 
 #: Scoring rules; `make_scores` in `policies.py` makes the scores of each.
 Scoring = Literal["frequency", "lfu", "lru"]
-Policy = Literal["lookahead", Scoring]
+Policy = Literal["lookahead", Scoring, "static"]
 TransferKind = Literal["plain", "staged", "triton_uva"]
 Overflow = Literal["grow", "raise"]
 
@@ -29,12 +29,14 @@ class CachePolicy:
         by_next_use: evict the rows without a known use first, then those whose next use is furthest.
         warmup: fill the cache with the profile's most frequent rows before the first batch.
         decay: factor of old uses per batch under `lfu`; None: 1.
+        is_static: only the rows of the warm-up stay; any other row leaves once its batch has trained.
     """
 
     scoring: Scoring = "lfu"
     by_next_use: bool = True
     warmup: bool = False
     decay: float | None = None
+    is_static: bool = False
 
     @property
     def is_recency(self) -> bool:
@@ -68,7 +70,8 @@ class CacheConfig:
     """Order in which rows are evicted. `lookahead`, the default: first rows without a known use, by frequency; then
     rows whose next use is furthest. Batches become known by a `LookAheadPipeline`; without one this equals
     `frequency` with a profile, else `lfu`. `frequency`: least frequent in the profile first. `lfu`: least used so far
-    first; a row's count survives eviction. `lru`: longest unused first."""
+    first; a row's count survives eviction. `lru`: longest unused first. `static`, a baseline: the profile's most
+    frequent rows stay, and other rows are there for their own batches only; see docs/modes.md."""
 
     warmup: bool | None = None
     """Fill the cache with the profile's most frequent rows before the first step. Default: true with a profile."""
@@ -154,18 +157,21 @@ class CacheConfig:
         CachePolicy(scoring='frequency', by_next_use=True, warmup=True, decay=None)
         """
         policy = self.policy or "lookahead"
-        if not has_profile and policy == "frequency":
-            raise ConfigError('cache.policy="frequency" needs a FrequencyProfile: pass profile=..., or use "lfu"')
+        if not has_profile and policy in ("frequency", "static"):
+            raise ConfigError(f'cache.policy="{policy}" needs a FrequencyProfile: pass profile=..., or use "lfu"')
+        if policy == "static" and self.warmup is False:
+            raise ConfigError('cache.policy="static" keeps the rows of the warm-up; remove cache.warmup=False')
         if not has_profile and self.warmup:
             raise ConfigError("cache.warmup=True needs a FrequencyProfile to choose the rows from: pass profile=...")
         if has_profile and policy == "lru" and self.warmup is False:
             raise ConfigError('a profile has no effect with cache.policy="lru" and cache.warmup=False; drop one')
         counted: Scoring = "frequency" if has_profile and self.decay is None else "lfu"
         return CachePolicy(
-            scoring=counted if policy == "lookahead" else policy,
+            scoring=counted if policy == "lookahead" else "frequency" if policy == "static" else policy,
             by_next_use=policy == "lookahead",
             warmup=has_profile if self.warmup is None else self.warmup,
             decay=self.decay,
+            is_static=policy == "static",
         )
 
 

@@ -111,6 +111,11 @@ class Planner(ABC):
         if plan.evicted_slots.numel():
             self.state.evict(plan.evicted_keys, plan.evicted_slots)
 
+    def removal(self, slots: Tensor) -> CachePlan:
+        """Return a plan of no batch, which evicts `slots` (int64 [M]) and fills none: `evict`, then `cancel_fill`."""
+        none, keys, dirty = slots[:0], self._map.keys(slots), self.state.is_dirty(slots)
+        return CachePlan(0, none, none, none, keys, slots, keys[dirty], slots[dirty], dirty[:0], none)
+
     def cancel_fill(self, plan: CachePlan) -> None:
         """Free the victims' slots, after `evict` and in place of `admit`: the rows could not be filled."""
         self._map.free(plan.evicted_slots)

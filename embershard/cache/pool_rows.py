@@ -119,8 +119,7 @@ class PoolRows:
                 filled = self.copies.fill_missed(plan)
             except BaseException:  # an interrupt, too
                 planner.cancel_fill(plan)
-                self._counters.add_rows(Counter.EVICTIONS, plan.evicted_keys)
-                self._counters.add_rows(Counter.WRITE_BACKS, plan.write_back_keys)
+                self._note_evicted(plan)
                 self.guard.settle()
                 raise
             planner.admit(plan, known)
@@ -134,6 +133,24 @@ class PoolRows:
             return plan
         own_keys, own_slots = plan.write_back_keys[is_own], plan.write_back_slots[is_own]
         return dataclasses.replace(plan, write_back_keys=own_keys, write_back_slots=own_slots)
+
+    def remove_passing(self, planner: Planner, oldest_pinned: int) -> None:
+        """Evict the rows of a static cache that batches before `oldest_pinned` brought in and no later batch uses."""
+        passing = self._state.passing
+        leaving = self._map.last_batch(passing) < oldest_pinned
+        if not bool(leaving.any()):
+            return
+        plan = self._own_write_backs(planner.removal(passing[leaving]))  # the next plan's meeting orders them
+        self.copies.write_back_evicted(plan)
+        with self.guard.change("removing rows from a static cache"):
+            planner.evict(plan)
+            planner.cancel_fill(plan)
+            self._note_evicted(plan)
+            self._state.passing = passing[~leaving]
+
+    def _note_evicted(self, plan: CachePlan) -> None:
+        self._counters.add_rows(Counter.EVICTIONS, plan.evicted_keys)
+        self._counters.add_rows(Counter.WRITE_BACKS, plan.write_back_keys)
 
     def grow(self, shortage: Shortage, overflow: Overflow) -> None:
         """Add the slots that the newest batch lacks.

@@ -92,7 +92,7 @@ class RowCache:
         others = OtherTables(host.row_offsets, table_of_feature, pinned_keys)
         self.next_use_index = index_class(self._map, others) if policy.by_next_use else None
         scores = make_scores(policy, host.num_rows, num_slots, device, row_counts, transfer)
-        self.state = state = SlotState(self._map, scores, self.next_use_index, self._num_pinned)
+        self.state = state = SlotState(self._map, scores, self.next_use_index, self._num_pinned, policy.is_static)
         self._planner = planner_class(state)
         self.counters = counters = CacheCounters(host.row_offsets, table_of_feature, device)
         self._overflow = overflow
@@ -230,6 +230,8 @@ class RowCache:
         """Plan the next batch, and grow if it does not fit; None if it may fit after a release."""
         batch = self._in_flight.next_batch()  # not used again if planning fails: slots may be stamped with it
         oldest = self._in_flight.oldest
+        if self.state.is_static:
+            self._rows.remove_passing(self._planner, batch if oldest is None else oldest)
         found = self._planner.plan(keys, batch, batch if oldest is None else oldest)
         if isinstance(found, Shortage):
             if if_it_fits and oldest is not None:
@@ -271,8 +273,10 @@ class RowCache:
 
     @one_at_a_time
     def restore(self, contents: CacheContents) -> None:
-        """Fill the cache with rows of a checkpoint (by key) before the next batch, in place of a profile's."""
-        self._rows.restore(contents)
+        """Fill the cache with rows of a checkpoint (by key) before the next batch, in place of a profile's. A static
+        cache keeps to its profile."""
+        if not self.state.is_static:
+            self._rows.restore(contents)
 
     @one_at_a_time
     def host_rows_changed(self, keys: Tensor | None = None) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from embershard.cache.next_use import NextUseIndex
@@ -20,9 +21,10 @@ class SlotState:
         scores: the row's score in each slot.
         next_use_index: the row's next known use in each slot; None if the policy does not look ahead.
         num_pinned: slots 1 to this one are never evicted.
+        is_static: rows that a batch brought in leave once it has trained.
         clean_through: number of a batch; the host tier has the updates of all batches up to it.
+        passing: int64 [?], the slots of such rows; empty unless `is_static`.
 
-    >>> import torch
     >>> from embershard.cache.policies import RecencyScores
     >>> state = SlotState(SlotMap(num_keys=9, num_slots=3), RecencyScores())
     >>> state.preload(torch.tensor([5, 7]), state.map.next_free(2))
@@ -35,7 +37,12 @@ class SlotState:
     scores: SlotScores
     next_use_index: NextUseIndex | None = None
     num_pinned: int = 0
+    is_static: bool = False
     clean_through: int = 0
+    passing: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.passing = torch.empty(0, dtype=torch.int64, device=self.map.device)
 
     @property
     def device_bytes(self) -> int:
@@ -60,6 +67,8 @@ class SlotState:
         if self.next_use_index is not None:
             self.next_use_index.admit(keys, slots)
         self.map.bind(keys, slots, batch)
+        if self.is_static and batch:
+            self.passing = torch.cat([self.passing, slots])
         self.scores.admit(keys, slots)
 
     def preload(self, keys: Tensor, slots: Tensor) -> None:

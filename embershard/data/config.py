@@ -31,6 +31,14 @@ class SyntheticConfig:
     The first id of a bag is drawn, the others are a fixed function of it (as MLPerf makes multi-hot data)."""
     drift: float = 0.0
     """Share of the popularity ranks that belong to another row at the end of an epoch than at its start."""
+    locality: float = 1.0
+    """Share of the lookups that follow the published popularity. The others go to all rows alike: 0 is uniform."""
+    correlation: float = 0.0
+    """Correlation in [0, 1) of the features' popularity in a sample: with 0 they are drawn independently; the larger,
+    the more samples have popular rows only, or rare rows in many features. Popularity of a single feature stays."""
+    rarity_logit: float = 0.0
+    """Change of the hidden model's logit per standard deviation of a sample's rarity: with a positive number, samples
+    of popular rows are clicked less often. Needs `correlation`."""
     signal: float = 2.0
     """Standard deviation of the hidden model's logit: the larger, the higher the AUC that can be reached."""
     click_rate: float = 0.224
@@ -47,6 +55,12 @@ class SyntheticConfig:
             num_dense=(self.num_dense >= 1, "at least 1"),
             bag_sizes=(is_bags, f"no number, 1 number or {NUM_CRITEO_SPARSE} numbers, each at least 1"),
             drift=(0 <= self.drift <= 1, "a number in [0, 1]"),
+            locality=(0 <= self.locality <= 1, "a number in [0, 1]"),
+            correlation=(0 <= self.correlation < 1, "a number in [0, 1)"),
+            rarity_logit=(
+                -5 <= self.rarity_logit <= 5 and (self.rarity_logit == 0 or self.correlation > 0),
+                "a number in [-5, 5], and 0 without synthetic.correlation",
+            ),
             signal=(0 < self.signal <= 10, "a number in (0, 10]"),
             click_rate=(0 < self.click_rate < 1, "a number in (0, 1)"),
         )

@@ -1,13 +1,12 @@
-"""Size of the dense part of a DLRM or DLRM-DCNv2 is, computed from its settings, without building it."""
+"""Size of the dense part of a model, computed from its settings, without building it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
 
-from embershard.models.config import ModelConfig
+from embershard.models.config import Arch, ModelConfig
 from embershard.models.dlrm import DCN_LOW_RANK_DIM, DCN_NUM_LAYERS
 
 _FLOAT_BYTES = 4
@@ -22,14 +21,14 @@ class DenseSize:
     56
 
     Attributes:
-        arch: "dlrm" (dot products of all pairs) or "dlrm_dcn" (low-rank cross network).
+        arch: see `ModelConfig`.
         num_dense: dense features of a sample.
         num_tables, dim: F and D.
         dense_layers, over_layers: layer widths of the two MLPs.
-        cross_layers, cross_rank: of the cross network; 0 for "dlrm".
+        cross_layers, cross_rank: of the cross network of "dlrm_dcn"; otherwise 0.
     """
 
-    arch: Literal["dlrm", "dlrm_dcn"]
+    arch: Arch
     num_dense: int
     num_tables: int
     dim: int
@@ -53,6 +52,8 @@ class DenseSize:
         multiply_adds = sum(a * b for a, b in self._layers)
         if self.arch == "dlrm_dcn":
             multiply_adds += 2 * self.cross_layers * self.cross_rank * self._crossed
+        elif self.arch == "deepfm":  # sum and sum of squares
+            multiply_adds += 2 * self._crossed
         else:
             multiply_adds += self._features**2 * self.dim
         return float(_FLOPS_PER_MULTIPLY_ADD * multiply_adds)
@@ -70,6 +71,8 @@ class DenseSize:
         numbers = self.num_dense + sum(self.dense_layers) + sum(self.over_layers)
         if self.arch == "dlrm_dcn":  # two kept per layer, and one; the gradients of first and present input
             numbers += (2 * self.cross_layers + 3) * self._crossed + self.cross_layers * self.cross_rank
+        elif self.arch == "deepfm":  # the input of layer and of factorization machine, and their gradients
+            numbers += 4 * self._crossed
         else:
             numbers += 2 * (self._crossed + self._features**2 + self._interaction_width)
         return float(_FLOAT_BYTES * numbers)
@@ -84,10 +87,16 @@ class DenseSize:
 
     @property
     def _interaction_width(self) -> int:
+        if self.arch == "deepfm":
+            return self.dim + self.over_layers[0] + 1
         return self._crossed if self.arch == "dlrm_dcn" else self.dim + self._features * (self._features - 1) // 2
 
     @property
     def _layers(self) -> list[tuple[int, int]]:
         """Input and output width of every layer of both MLPs."""
+        if self.arch == "deepfm":
+            deep, logit = self.over_layers
+            dense = (self.num_dense, *self.dense_layers)
+            return [*pairwise(dense), (self._crossed, deep), (self._interaction_width, logit)]
         widths = (self.num_dense, *self.dense_layers), (self._interaction_width, *self.over_layers)
         return [layer for mlp in widths for layer in pairwise(mlp)]

@@ -159,9 +159,9 @@ class RunConfig:
     @property
     def counts_a_profile(self) -> bool:
         """True if a profile must be counted before training."""
-        needed = self.cache.policy == "frequency" or self.cache.warmup is True or self.profile.samples is not None
-        needed = needed or self.sharding.mode == "hot_cold"
-        return self.cache.enabled and self.profile.path is None and needed
+        is_needed = self.cache.policy in ("frequency", "static") or self.cache.warmup is True
+        is_asked_for = is_needed or self.profile.samples is not None or self.sharding.mode == "hot_cold"
+        return self.cache.enabled and self.profile.path is None and is_asked_for
 
     @property
     def has_profile(self) -> bool:

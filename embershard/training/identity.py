@@ -29,7 +29,8 @@ def _names(section: str, names: str) -> set[str]:
 #: values, and a resume compares them.
 COMPARED = frozenset(
     _names("data", "kind eval_fraction seed shuffle chunk_rows shuffle_window")
-    | _names("data.synthetic", "num_samples scale num_dense bag_sizes drift signal click_rate")
+    | _names("data.synthetic", "num_samples scale num_dense bag_sizes drift locality correlation rarity_logit signal")
+    | _names("data.synthetic", "click_rate")
     | _names("data.criteo", "num_rows id_mapping dense_transform")
     | _names("data.parquet", "dense sparse num_rows label id_mapping dense_transform max_bag_size")
     | _names("model", "arch embedding_dim dense_arch_layer_sizes over_arch_layer_sizes table_dtype")

@@ -168,7 +168,7 @@ def build(case: Case, cached: bool, make_model: Callable[[Case], nn.Module] | No
     if case.fp16:  # on a GPU its random numbers go by a row's place in the sorted batch: slots have another order
         fused_params["stochastic_rounding"] = False
     profile = None
-    if case.profile or case.policy == "frequency":
+    if case.profile or case.policy in ("frequency", "static"):
         profile = make_profile(case)
     config = CacheConfig(
         ratio=case.ratio,

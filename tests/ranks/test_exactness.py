@@ -158,6 +158,15 @@ def test_growing_cache_stays_exact(two_ranks: RankPool) -> None:
     assert sum(stats.overflow_growths for outcome in outcomes for stats in outcome["lfu"].stats) >= 2
 
 
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
+def test_a_static_cache(two_ranks: RankPool, sharding: str) -> None:
+    """Rows outside of the cache are trained right; and not if what trained them is not written back."""
+    case = Case(sharding=sharding, optimizer="adagrad", policy="static")
+    _check(two_ranks.run(compare, case), ("static",), states=True, evictions=3000)
+    outcomes = two_ranks.run(faults.compare_with_fault, case, "write_back_skipped")
+    assert any(outcome["static"].different for outcome in outcomes)
+
+
 @pytest.mark.parametrize("fault", faults.FAULTS)
 def test_the_comparison_fails_when(two_ranks: RankPool, fault: str) -> None:
     """Negative controls: each fault is one line that the cache must not get wrong."""

@@ -61,11 +61,13 @@ class Pool:
         self.num_tables = len(rows_per_table)
         self.bounds = np.cumsum(rows_per_table)
         initial = None if profile is None else torch.tensor(profile)
-        if policy == "frequency" and initial is None:
+        if policy in ("frequency", "static") and initial is None:
             initial = torch.arange(self.num_rows) * 7 % 23
         self.scoring: Policy = policy
         if policy == "lookahead":
             self.scoring = "lfu" if initial is None or decay is not None else "frequency"
+        if policy == "static":
+            self.scoring, self.warmup = "frequency", True
         self.pinned_rows: set[int] = set()
         if pinned_table is not None:
             self.pinned_rows = set(
@@ -78,7 +80,7 @@ class Pool:
             self._device_payload,
             num_slots,
             self.table_of_feature,
-            CachePolicy(self.scoring, policy == "lookahead", warmup, decay),
+            CachePolicy(self.scoring, policy == "lookahead", self.warmup, decay, policy == "static"),
             torch.device("cpu"),
             row_counts=None if initial is None else RowCounts.of_dense(initial),
             overflow=overflow,
@@ -96,7 +98,8 @@ class Pool:
         self.weight = 1.0
         self.initial = self.counts.copy()
         self.best_victims = best_victims
-        self.warm = not warmup
+        self.warm = not self.warmup
+        self.passing: set[int] = set()  # of a static cache, rows that batches brought in
         self.preloaded = False
         self.known: deque[tuple[KnownBatch | None, tuple[int, ...]]] = deque()
         self.rows_of_known: dict[int, int] = {}  # distinct rows of each known batch that was prepared
@@ -185,6 +188,8 @@ class Pool:
         resident = self.resident()
         self.batch += 1
         oldest = self._oldest_pinned()
+        leaving = self._leave(oldest)
+        resident -= leaving
         pinned, fits = self._fits(distinct)
         for key in distinct & resident:
             self.last_batch[key] = self.batch
@@ -214,6 +219,7 @@ class Pool:
         assert (self.map.num_slots > slots_before) == (not fits)
         self.last_batch.update(dict.fromkeys(distinct, self.batch))
         self._came_in(distinct - resident)
+        self.passing |= distinct - resident if self.policy == "static" else set()
         self.counts[list(distinct)] += self.weight
         self.weight /= self.decay or 1.0
         evicted = resident - self.resident()
@@ -263,6 +269,15 @@ class Pool:
         """As usual again."""
         self.cache.unfreeze_pins()
         self.held_pin = None
+
+    def _leave(self, oldest: int) -> set[int]:
+        """Rows of a static cache that batches brought in, and that no batch from `oldest` on uses: they leave."""
+        leaving = {k for k in self.passing & self.resident() if self.last_batch[k] < oldest}
+        for name, rows in (("evictions", leaving), ("write_backs", {k for k in leaving if self._is_dirty(k)})):
+            np.add.at(self.expected[name], self.table_of(rows), 1)
+        self.passing -= leaving
+        self.trained -= leaving
+        return leaving
 
     def _would_crowd(self, distinct: set[int]) -> bool:
         """Two known batches or more are pinned, and with this one they would take more than half of the slots."""

@@ -61,6 +61,7 @@ def test_what_cannot_be_meant_is_refused(settings, message):
     ("settings", "has_profile", "message"),
     [
         ({"policy": "frequency"}, False, "needs a FrequencyProfile: pass profile="),
+        ({"policy": "static"}, False, 'cache.policy="static" needs a FrequencyProfile: pass profile='),
         ({"warmup": True}, False, "cache.warmup=True needs a FrequencyProfile"),
         ({"warmup": True, "policy": "lru"}, False, "cache.warmup=True needs a FrequencyProfile"),
         (
@@ -94,6 +95,12 @@ def test_policies_that_do_not_look_ahead_are_their_own_scoring(policy):
 def test_looking_ahead_does_without_a_profile_and_has_a_use_for_one():
     config = CacheConfig(policy="lookahead", warmup=False)
     assert [config.policy_for(profile).scoring for profile in (False, True)] == ["lfu", "frequency"]
+
+
+def test_a_static_cache_is_its_warm_up():
+    assert CacheConfig(policy="static").policy_for(True) == CachePolicy("frequency", False, True, is_static=True)
+    with pytest.raises(ConfigError, match=r'"static" keeps the rows of the warm-up; remove cache.warmup=False'):
+        CacheConfig(policy="static", warmup=False).policy_for(True)
 
 
 def test_warm_up_can_be_refused():

@@ -22,9 +22,9 @@ batches = st.lists(st.lists(st.integers(0, 39), min_size=0, max_size=10), max_si
 
 
 def make(policy: str = "lru", num_slots: int = 12, num_keys: int = 40) -> CachePlanner:
-    initial = RowCounts.of_dense(torch.arange(num_keys, 0, -1) // 3) if policy == "frequency" else None
+    scoring = {"lookahead": "lfu", "static": "frequency"}.get(policy, policy)
+    initial = RowCounts.of_dense(torch.arange(num_keys, 0, -1) // 3) if scoring == "frequency" else None
     slot_map = SlotMap(num_keys, num_slots)
-    scoring = "lfu" if policy == "lookahead" else policy
     scores = make_scores(CachePolicy(scoring), num_keys, num_slots, CPU, initial)
     return CachePlanner(SlotState(slot_map, scores, NextUseIndex(slot_map) if policy == "lookahead" else None))
 

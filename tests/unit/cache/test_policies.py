@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from embershard.cache import HostStore, RowCache, make_scores
 from embershard.cache import policies as scores_module
-from embershard.cache.config import CachePolicy, Scoring
+from embershard.cache.config import CachePolicy, Policy, Scoring
 from embershard.frequency.counts import RowCounts
 from tests.unit.cache.harness import Pool
 
@@ -191,6 +191,48 @@ def test_equal_frequencies_leave_by_age():
     for key in (4, 9, 1, 4, 8):
         pool.step([key])
     assert pool.resident() == {1, 4, 8}
+
+
+# -- static ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", get_args(Policy))
+def test_a_static_cache_admits_nothing(policy):
+    """Slots for eight rows, two new ones per batch: six of the profile's stay for good, and a row that is used again
+    and again misses again and again. Under any other policy one of the two does not hold."""
+    profile = [0] * 30
+    profile[:8] = [108, 107, 106, 105, 104, 103, 102, 101]
+    pool = Pool(num_slots=8, policy=policy, profile=profile, warmup=True)
+    misses = 0
+    for step in range(40):
+        before = int(pool.expected["fills"].sum())
+        pool.step([20, 8 + step % 12])
+        misses += int(pool.expected["fills"].sum()) - before
+        pool.check()
+    stays = pool.resident() >= set(range(6))
+    assert (stays and misses == 8 + 2 * 40) == (policy == "static"), "8 of the warm-up, and both rows of each batch"
+
+
+def test_rows_of_a_static_cache_leave_once_no_batch_in_flight_uses_them():
+    pool = Pool(num_slots=9, policy="static", profile=[9, 8, 7, 6] + [0] * 26)
+    first = pool.prepare([0, 20])
+    second = pool.prepare([20, 21])
+    assert pool.expected["fills"].sum() == 4 + 2, "row 20 is still there: the first batch is in flight"
+    for batch in (first, second):
+        pool.train(batch)
+        pool.release(batch)
+    pool.step([22])
+    assert pool.resident() == {0, 1, 2, 3, 22}
+    pool.check()
+
+
+def test_a_static_cache_starts_with_its_profile_whatever_a_checkpoint_holds():
+    profile = [9, 8, 7] + [0] * 27
+    pool, other = (Pool(num_slots=5, policy=policy, profile=profile) for policy in ("static", "lfu"))
+    other.step([20, 21])
+    pool.cache.restore(other.cache.contents())
+    pool.step([1])
+    assert pool.resident() == {0, 1, 2}
 
 
 # -- all of them ---------------------------------------------------------

@@ -151,7 +151,10 @@ def test_many_evictions_with_batches_in_flight(policy, overflow):
     totals = {name: int(values.sum()) for name, values in pool.expected.items()}
     assert totals["evictions"] > 100
     assert totals["write_backs"] > 100
-    assert 100 < totals["hits_unique"] < totals["unique_ids"]
+    if (policy, overflow) == ("static", "grow"):
+        assert totals["hits_unique"] == 0, "a static cache that had to grow has given up all of its rows"
+    else:
+        assert 100 < totals["hits_unique"] < totals["unique_ids"]
     assert (totals["overflow_growths"] > 0) == (overflow == "grow")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import astuple
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from embershard.decoding import decode
 from embershard.distributed.traffic import SentBytes
 from embershard.errors import ConfigError
 from embershard.models import ModelConfig, build_model
+from embershard.models.config import Arch
 from embershard.models.dense_size import DenseSize
 from embershard.planning.cost import work as formulas
 from embershard.planning.cost.least_squares import fit_rates, nonnegative_least_squares
@@ -100,18 +102,19 @@ def test_an_unknown_kind_of_work_is_refused() -> None:
 # ---------------------------------------------------------------------------------------- work
 
 
-@pytest.mark.parametrize("arch", ["dlrm", "dlrm_dcn"])
+@pytest.mark.parametrize("arch", get_args(Arch))
 def test_dense_sizes_are_those_of_the_model(arch) -> None:
     cross = {"dcn_num_layers": 2, "dcn_low_rank_dim": 3} if arch == "dlrm_dcn" else {}
-    config = ModelConfig(arch, 8, (20, 8), (12, 6, 1), **cross)
+    over = (12, 1) if arch == "deepfm" else (12, 6, 1)
+    config = ModelConfig(arch, 8, (20, 8), over, **cross)
     schema = Schema(("a", "b", "c"), tuple(SparseFeature(f"s{i}", 5) for i in range(4)))
     model = build_model(config, schema, torch.device("cpu"))
     dense = [p for p in model.parameters() if not p.is_meta]
-    size = DenseSize(arch, 3, 4, 8, (20, 8), (12, 6, 1), *cross.values())
+    size = DenseSize(arch, 3, 4, 8, (20, 8), over, *cross.values())
     assert size.parameter_bytes == sum(p.numel() * 4 for p in dense)
     weights = sum(p.numel() for p in dense if p.dim() == 2)
-    dots = 5 * 5 * 8 if arch == "dlrm" else 0  # all pairs of 5 vectors of dim 8
-    assert size.flops_per_sample == 6 * (weights + dots)
+    others = {"dlrm": 5 * 5 * 8, "dlrm_dcn": 0, "deepfm": 2 * 5 * 8}[arch]  # of 5 vectors of dim 8
+    assert size.flops_per_sample == 6 * (weights + others)
     assert size.activation_bytes_per_sample > 0
     assert DenseSize.of(config, 3, 4) == size
 

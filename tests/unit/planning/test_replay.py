@@ -43,6 +43,7 @@ POLICIES = {
     "lfu": ReplaySettings(CachePolicy("lfu", by_next_use=False), 0),
     "lru": ReplaySettings(CachePolicy("lru", by_next_use=False), 0),
     "frequency": ReplaySettings(CachePolicy("frequency", by_next_use=False, warmup=True), 0, profile_samples=None),
+    "static": ReplaySettings(CachePolicy("frequency", False, warmup=True, is_static=True), 0, profile_samples=None),
 }
 
 

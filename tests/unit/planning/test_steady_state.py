@@ -19,7 +19,8 @@ from tests.unit.planning.traces import Ints, counted, skewed, trace_of
 LFU = ReplaySettings(CachePolicy("lfu", by_next_use=False), 0)
 LRU = ReplaySettings(CachePolicy("lru", by_next_use=False), 0)
 FREQUENCY = ReplaySettings(CachePolicy("frequency", by_next_use=False, warmup=True), 0, profile_samples=None)
-POLICIES = {"lfu": LFU, "lru": LRU, "frequency": FREQUENCY, "lookahead": ReplaySettings()}
+STATIC = ReplaySettings(CachePolicy("frequency", False, warmup=True, is_static=True), 0, profile_samples=None)
+POLICIES = {"lfu": LFU, "lru": LRU, "frequency": FREQUENCY, "static": STATIC, "lookahead": ReplaySettings()}
 
 
 def from_counts(
@@ -44,7 +45,7 @@ def rates(found: Sequence) -> list[float]:
 
 
 @pytest.mark.parametrize("num_slots", [180, 400])
-@pytest.mark.parametrize("name", ["frequency", "lfu", "lru"])
+@pytest.mark.parametrize("name", ["frequency", "lfu", "lru", "static"])
 def test_independent_lookups_hit_as_counts_say(name, num_slots):
     """Two tables with 700 rows in one cache, 9000 independent lookups each, 35 distinct rows per batch. What a batch
     leaves in the cache may be found by the next one, and lfu counts a short past only: 3 points."""

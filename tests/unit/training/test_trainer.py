@@ -79,6 +79,21 @@ def test_reports_come_when_they_are_due(ranks, tmp_path):
     assert all(report.quality.samples == 100 for report in reports if isinstance(report, EvalReport))
 
 
+@pytest.mark.parametrize("policy", ["lookahead", "static"])
+def test_deepfm_trains_as_without_a_cache(ranks, policy):
+    """Also with a cache that keeps to its profile, whose rows leave after their batch."""
+    model = ModelConfig("deepfm", 4, (8, 4), (8, 1))
+    look_ahead, profile = LookAheadConfig(0 if policy == "static" else 8), ProfileConfig(samples=500)
+    cached = make_config(
+        cache=CacheConfig(ratio=0.2, policy=policy), model=model, look_ahead=look_ahead, profile=profile
+    )
+    resident = make_config(cache=CacheConfig(enabled=False), model=model)
+    found, expected = run(cached, ranks, None), run(resident, ranks, None)
+    assert losses(found) == losses(expected)
+    rates = [report.hit_rate_unique for report in found if isinstance(report, TrainReport)]
+    assert 0 < min(rates) < 1, "rows came and went"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("embedding", "dense"), [("rowwise_adagrad", "adam"), ("adagrad", "adagrad"), ("sgd", "sgd")])
 @pytest.mark.parametrize("cached", [True, False])

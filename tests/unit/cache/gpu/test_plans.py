@@ -107,6 +107,7 @@ CASES: dict[str, tuple[Callable[[], list[Operation]], dict[str, Any]]] = {
     "lfu": (lambda: random_operations(seed=0, steps=14), {"num_slots": 12, "policy": "lfu", "decay": 0.9}),
     "lru, hashed": (lambda: random_operations(seed=1, steps=14), {"num_slots": 14, "policy": "lru", "kind": "hashed"}),
     "frequency": (lambda: random_operations(seed=2, steps=14), {"num_slots": 12, "policy": "frequency"}),
+    "static": (lambda: random_operations(seed=2, steps=14), {"num_slots": 14, "policy": "static", "kind": "hashed"}),
 }
 
 
