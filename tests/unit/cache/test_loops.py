@@ -199,6 +199,7 @@ FAULTS: dict[str, tuple[int, Callable[[Any], Any]]] = {
     "candidates": (8, _less_one),
     "choose": (4, _less_one),
     "lowest_ranks": (4, _less_one),
+    "fill": (1, lambda numbers: numbers[::-1].copy()),
     "count_uses": (4, lambda weight: weight * 1.5),
     "count_plan": (9, lambda is_critical: not is_critical),
     "settle_ties": (1, np.zeros_like),
