@@ -136,7 +136,7 @@ class NextUseIndex:
         count = int(lengths[takes_part].sum())
         first_use = self._reserve(count)
         uses = np.empty(count, np.int32)
-        positions = uses if count == size else np.empty(count, np.int32)
+        positions = uses if takes_part.all() else np.empty(count, np.int32)
         state = (entries, self.next_use_array, self._last_use_array, self._next_batch_array)
         start = count - loops.know(array, lengths, takes_part, *state, first_use, self._newest, _WRAP, uses, positions)
         kept = torch.from_numpy(uses[start:].copy())  # without the memory of repeats
@@ -177,16 +177,18 @@ class NextUseIndex:
             return None
         self._known.popleft()
         if slots.is_cpu:
-            uses = batch.uses.numpy()
-            distinct, following = np.empty(uses.size, np.int64), np.empty(uses.size, np.int32)
-            positions = uses if batch.positions is batch.uses else batch.positions.numpy()
-            state = (self._next_batch_array, self.next_use_array, self._last_use_array)
-            loops.arrive(slots.numpy(), uses, positions, batch.first_use, _WRAP, *state, distinct, following)
-            return torch.from_numpy(distinct), torch.from_numpy(following)
+            return self._arrive_in_loop(batch, slots)
         distinct = slots.index_select(0, batch.positions)
         following = self._following(batch)
         self._advance(distinct, following)
         return distinct, following
+
+    def _arrive_in_loop(self, batch: KnownBatch, slots: Tensor) -> tuple[Tensor, Tensor]:
+        uses, positions = batch.uses.numpy(), batch.positions.numpy()
+        distinct, following = np.empty(uses.size, np.int64), np.empty(uses.size, np.int32)
+        state = (self._next_batch_array, self.next_use_array, self._last_use_array)
+        loops.arrive(slots.numpy(), uses, positions, batch.first_use, _WRAP, *state, distinct, following)
+        return torch.from_numpy(distinct), torch.from_numpy(following)
 
     def skip(self, batch: KnownBatch, keys: Tensor) -> None:
         """Remove the oldest known batch, with these keys (int64 [N]), which will not be prepared."""

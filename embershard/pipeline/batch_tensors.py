@@ -13,6 +13,8 @@ from torchrec.distributed.embedding_types import KJTList
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
+_LEAVES = (int, str, float, type(None))
+
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     """Yield all tensors in a batch, a module's input or its context.
@@ -23,12 +25,11 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
         return
-    parts_of = _reader(type(value))
+    cls: type = type(value)
+    parts_of = _reader(cls)
     if parts_of is not None:
         for part in parts_of(value):
-            if isinstance(part, torch.Tensor):
-                yield part
-            elif _reader(type(part)) is not None:
+            if not isinstance(part, _LEAVES):  # most lists are of names or numbers
                 yield from tensors_of(part)
 
 

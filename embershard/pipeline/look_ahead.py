@@ -10,10 +10,10 @@ The step of batch i, with a full window; P is the prefetch depth, L the look-ahe
     send      i + L + 1        distribute         the caller's  yes         ids, behind the step's backward
     arrive    i + L + 2        copy, distribute   the caller's  yes         copy to the device; exchange sizes of ids
 
-* the worker beside the step or the caller's at its end, whichever makes steps shorter (`WorkerTrial`).
+* the caller's or the worker, whichever makes steps shorter (`WorkerTrial`).
 
-`LookAheadPipeline.step` runs them: `_advance` before the step, `_look_ahead` beside it or at its end, `_pay_debts`
-behind its backward. Knowing costs a few bytes per id; holding rows costs slots. That is why there are two depths.
+`LookAheadPipeline.step` runs them: `_advance` before the step, `_look_ahead` beside it, `_pay_debts` behind its
+backward. Knowing costs a few bytes per id; holding rows costs slots. That is why there are two depths.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from embershard.pipeline.staged_batch import StagedBatch
 from embershard.pipeline.stats import Depths, LookAheadStats
 from embershard.pipeline.streams import Streams
 from embershard.pipeline.window import Window
-from embershard.pipeline.worker import CacheWorker, WorkBehind
+from embershard.pipeline.worker import CacheWorker
 from embershard.pipeline.worker_trial import WorkerTrial
 from embershard.sharding.memory_model import MAX_KNOWN_BYTES
 from embershard.sharding.torchrec import cached_embeddings
@@ -65,8 +65,8 @@ class LookAheadPipeline:
             as few as keep steps from waiting.
         features: gives each sharded module's input, by name, from a batch; None: the model is traced.
         max_known_bytes: memory for known batches; fewer are known where they would take more.
-        worker: plan and copy rows in a thread beside the training, or not (on a CPU: at the end of each step). Default:
-            on a CPU the faster of the two, as measured during the training; on a GPU not (there are streams).
+        worker: plan and copy rows in a thread beside the training, or not. Default: on a CPU the faster of the two, as
+            measured during the training; on a GPU not (there are streams).
 
     Raises:
         ConfigError: not 1 <= P <= L.
@@ -104,12 +104,10 @@ class LookAheadPipeline:
         self._intake = Intake(self._device, self._inputs.check)
         self._streams = Streams(self._device)
         self._pools = list(cached_embeddings(model))
-        is_on_cpu = self._device.type == "cpu"
-        is_tried = worker is None and is_on_cpu
+        is_tried = worker is None and self._device.type == "cpu"
         self._trial = WorkerTrial() if is_tried else None
-        self._beside = CacheWorker() if worker or is_tried else None
-        self._behind = WorkBehind() if is_on_cpu and not worker else None
-        self._depth = PrefetchDepth(prefetch, is_adaptive=self._beside is not None)
+        self._worker = CacheWorker() if worker or is_tried else None
+        self._depth = PrefetchDepth(prefetch, is_adaptive=self._worker is not None)
         self._left = LeftSteps()
         self._window = Window()
         self._depths = Depths()
@@ -163,8 +161,8 @@ class LookAheadPipeline:
     def detach(self) -> None:
         """Give the model's modules their own forwards back, and drop the batches ahead: they do not train."""
         self._join()
-        for worker in self._workers:
-            worker.failure = None
+        if self._worker is not None:
+            self._worker.failure = None
         self._window.clear()
         _end_ahead(self._pools, self._token)
         self._intake.forget()
@@ -174,7 +172,7 @@ class LookAheadPipeline:
     def stats(self) -> LookAheadStats:
         """Return what the pipeline did so far."""
         stall_seconds = self._depths.stall_seconds + sum(pool.cache.stall_seconds for pool in self._pools)
-        uses_worker = self._beside is not None if self._trial is None else self._trial.uses_worker
+        uses_worker = self._worker is not None if self._trial is None else self._trial.uses_worker
         return self._depths.stats(self._depth.depth, self._known_bytes, stall_seconds, uses_worker)
 
     # -- the schedule
@@ -183,8 +181,7 @@ class LookAheadPipeline:
     def _step(self, batches: Iterator[Any]) -> Iterator[Any]:
         """One step. The batch leaves the window and trains, those after it become resident beside it."""
         started, trains, number = time.perf_counter(), torch.is_grad_enabled(), self._num_begun
-        worker = self._beside if self._trial is None or self._trial.uses_worker else None
-        worker = worker or self._behind
+        worker = self._worker if self._trial is None or self._trial.uses_worker else None
         staged = self._begin(trains, plans=trains and worker is None)
         is_given = is_whole = False
         try:
@@ -227,8 +224,8 @@ class LookAheadPipeline:
         self._join()  # a step whose end was interrupted
         if self._is_in_debt:
             self._pay_debts(batches)
-        for worker in self._workers:
-            worker.check()  # what failed beside the last step: that step was complete
+        if self._worker is not None:
+            self._worker.check()  # what failed beside the last step: that step was complete
         self._weigh()
         admitted = True
         while len(self._window) <= self._lookahead:
@@ -257,12 +254,8 @@ class LookAheadPipeline:
         self._inputs.step.begin(staged.inputs, trains)
         return staged
 
-    @property
-    def _workers(self) -> list[CacheWorker | WorkBehind]:
-        return [worker for worker in (self._beside, self._behind) if worker is not None]
-
-    def _start(self, worker: CacheWorker | WorkBehind) -> None:
-        """Begin to make the batches ahead resident, beside the training of this one or behind it."""
+    def _start(self, worker: CacheWorker) -> None:
+        """Begin to make the batches ahead resident, beside the training of this one."""
         for pool in self._pools:
             pool.cache.freeze_pins()  # plans must not depend on when the present batch is released
         worker.start(functools.partial(self._look_ahead, self._window.coming(0, self._depth.depth)))
@@ -272,7 +265,7 @@ class LookAheadPipeline:
         self._window.know()
         self._num_resident = 0
         for staged in coming:
-            if self._num_resident and self._depth.is_adaptive and self._beside is not None and self._beside.is_awaited:
+            if self._num_resident and self._depth.is_adaptive and self._worker is not None and self._worker.is_awaited:
                 break  # the next step waits for this thread, and needs the first batch only
             if not staged.make_resident(critical_path=False):
                 break
@@ -286,11 +279,11 @@ class LookAheadPipeline:
         self._is_in_debt = False
 
     def _join(self) -> float:
-        """Wait for the work beside the step, or do the work behind it; return the seconds waited."""
-        if not self._workers:
+        """Wait for the work beside the step; return the seconds waited."""
+        if self._worker is None:
             return 0.0
         try:
-            stall_seconds = sum(worker.join() for worker in self._workers)
+            stall_seconds = self._worker.join()
         finally:
             for pool in self._pools:
                 pool.cache.unfreeze_pins()

@@ -1,4 +1,4 @@
-"""Where the caches' work for the next batches runs on a CPU: in a thread beside a step, or behind the step."""
+"""A thread that works on the caches while a step trains on the CPU."""
 
 from __future__ import annotations
 
@@ -54,51 +54,6 @@ class CacheWorker:
                 if self._job.done():  # else an interrupt ended the waiting: the next call waits again
                     self._job = None
         return time.perf_counter() - started
-
-    def check(self) -> None:
-        """Raise what a joined job raised, once."""
-        failure, self.failure = self.failure, None
-        if failure is not None:
-            raise failure
-
-
-class WorkBehind:
-    """Runs one job at a time in the calling thread, when it is joined: for a caller that does not know the difference
-    to `CacheWorker`.
-
-    The end of a step is the best time: rows that are filled right before the step that reads them are still in the
-    core's caches.
-
-    >>> work = WorkBehind()
-    >>> work.start(lambda: print("planned"))
-    >>> work.join()
-    planned
-    0.0
-
-    Attributes:
-        is_awaited: never; see `CacheWorker`.
-        failure: what the last job raised, until :meth:`check` raises it.
-    """
-
-    is_awaited = False
-
-    def __init__(self) -> None:
-        self._job: Callable[[], None] | None = None
-        self.failure: Exception | None = None
-
-    def start(self, job: Callable[[], None]) -> None:
-        """Keep `job` for :meth:`join`."""
-        self._job = job
-
-    def join(self) -> float:
-        """Run the job, if there is one; return the seconds waited: none. :meth:`check` raises what the job raised."""
-        job, self._job = self._job, None  # an interrupted job is not tried again
-        if job is not None:
-            try:
-                job()
-            except Exception as error:
-                self.failure = error
-        return 0.0
 
     def check(self) -> None:
         """Raise what a joined job raised, once."""

@@ -280,6 +280,26 @@ def test_nothing_at_all():
     assert index.arrive(known, none) is not None
 
 
+def test_the_arrays_for_loops_are_the_tensors_themselves_after_growth_too():
+    slot_map = SlotMap(10, 4)
+    index = NextUseIndex(slot_map)
+    sizes = set()
+    for _ in range(2):
+        for array, tensor in (
+            (slot_map.keys_array, slot_map.key_of_slot),
+            (slot_map.stamps_array, slot_map.use_stamp),
+            (index.next_use_array, index.next_use),
+            (index._last_use_array, index._last_use),
+            (index._next_batch_array, index._next_batch),
+        ):
+            assert (array.ctypes.data, array.size) == (tensor.data_ptr(), tensor.numel())
+            sizes.add(array.size)
+        slot_map.grow(8)
+        index.grow(8)
+        index.know(torch.arange(10).repeat(1000))  # needs a larger ring
+    assert sizes == {5, 9, 1025, 16385}
+
+
 def test_a_default_device_is_not_the_planning_device():
     slot_map, keys = SlotMap(10, 4), torch.tensor([3, 3])
     index = NextUseIndex(slot_map)

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from embershard.pipeline.worker import CacheWorker, WorkBehind
+from embershard.pipeline.worker import CacheWorker
 
 
 def test_a_job_whose_end_was_not_waited_for_is_waited_for_later() -> None:
@@ -63,31 +63,3 @@ def test_the_thread_keeps_to_one_core_and_leaves_the_others_alone() -> None:
         assert len(os.listdir("/proc/self/task")) == num_tasks, "a team of OpenMP threads was started"
     finally:
         torch.set_num_threads(threads)
-
-
-def test_work_behind_a_step_runs_when_it_is_joined_and_once():
-    work, done = WorkBehind(), []
-    work.start(lambda: done.append(threading.current_thread()))
-    assert not done
-    assert [work.join(), work.join()] == [0.0, 0.0]
-    assert done == [threading.current_thread()]
-
-
-def test_work_behind_a_step_raises_in_the_next_one():
-    work = WorkBehind()
-    work.start(mock.Mock(side_effect=ValueError("no room")))
-    work.join()
-    with pytest.raises(ValueError, match="no room"):
-        work.check()
-    work.check()
-
-
-def test_interrupted_work_is_not_tried_again():
-    """The next step makes its own batch resident."""
-    work, job = WorkBehind(), mock.Mock(side_effect=KeyboardInterrupt)
-    work.start(job)
-    with pytest.raises(KeyboardInterrupt):
-        work.join()
-    work.join()
-    work.check()
-    job.assert_called_once_with()
