@@ -284,7 +284,7 @@ def test_the_arrays_for_loops_are_the_tensors_themselves_after_growth_too():
     slot_map = SlotMap(10, 4)
     index = NextUseIndex(slot_map)
     sizes = set()
-    for _ in range(2):
+    for more in (8, 16):
         for array, tensor in (
             (slot_map.keys_array, slot_map.key_of_slot),
             (slot_map.stamps_array, slot_map.use_stamp),
@@ -294,8 +294,8 @@ def test_the_arrays_for_loops_are_the_tensors_themselves_after_growth_too():
         ):
             assert (array.ctypes.data, array.size) == (tensor.data_ptr(), tensor.numel())
             sizes.add(array.size)
-        slot_map.grow(8)
-        index.grow(8)
+        slot_map.grow(more)
+        index.grow(more)
         index.know(torch.arange(10).repeat(1000))  # needs a larger ring
     assert sizes == {5, 9, 1025, 16385}
 
