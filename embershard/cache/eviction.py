@@ -56,10 +56,12 @@ class _Ranked:
             torch.cat(next_uses) if next_uses else None,
         )
 
-    def arrays(self) -> tuple[loops.Int64s, loops.Int64s, loops.Int64s, loops.Int32s]:
-        """Return the columns of slots with next uses, for compiled loops."""
+    def arrays(self, start: int) -> tuple[loops.Int64s, loops.Int64s, loops.Int64s, loops.Int32s]:
+        """Return the columns of slots with next uses from `start` on, for compiled loops."""
         assert self.next_uses is not None, "ranked without next uses"
-        return self.slots.numpy(), self.stamps.numpy(), self.ranks.numpy(), self.next_uses.numpy()
+        columns = (self.slots, self.stamps, self.ranks, self.next_uses)
+        slots, stamps, ranks, next_uses = (column.numpy()[start:] for column in columns)
+        return slots, stamps, ranks, next_uses
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> _Ranked:
         next_uses = None if self.next_uses is None else change(self.next_uses)
@@ -130,8 +132,8 @@ class VictimQueue:
         """Return what compiled loops rank by, [S + 1] each: use stamps; next uses, empty without an index of them; and
         the bits of the scores, which order like the non-negative scores, empty without scores."""
         none, index, scores = np.empty(0, np.int32), self._next_use_index, self._scores.of_slots()
-        next_uses = none if index is None else index.next_use.numpy()
-        return self._map.use_stamp.numpy(), next_uses, none if scores is None else scores.numpy().view(np.int32)
+        next_uses = none if index is None else index.next_use_array
+        return self._map.stamps_array, next_uses, none if scores is None else scores.numpy().view(np.int32)
 
     def _take_first(self, count: int, oldest_pinned: int) -> Tensor:
         window, usable = self._next_usable(count, oldest_pinned)
@@ -163,10 +165,11 @@ class VictimQueue:
 
     def _lowest_in_loop(self, count: int, oldest_pinned: int, ready: list[_Ranked]) -> tuple[Tensor, int, _Ranked]:
         """Do what `_lowest` does."""
-        queue, offered = self._queue.window(self._cursor, self._queue.slots.numel()), self._none.join(*ready)
-        ready_slots, ready_stamps, _, _ = offered.arrays()
+        offered = [*ready, self._none]
+        ready_slots = np.concatenate([part.slots.numpy() for part in offered])
+        ready_stamps = np.concatenate([part.stamps.numpy() for part in offered])
         limits, state = (count, oldest_pinned, self._worst), self._state()
-        found = loops.candidates(*queue.arrays(), ready_slots, ready_stamps, *limits, *state)
+        found = loops.candidates(*self._queue.arrays(self._cursor), ready_slots, ready_stamps, *limits, *state)
         slots, stamps, ranks, places, usable, width = found
         bound = np.partition(ranks, count - 1)[count - 1] if ranks.size > count else _NEVER
         victims, passed, left = loops.choose(slots, ranks, places, usable, width, count, bound)

@@ -55,8 +55,7 @@ class KnownBatch:
     @property
     def num_bytes(self) -> int:
         """Memory, in bytes."""
-        tensors = {t.data_ptr(): t for t in (self.uses, self.positions)}
-        return sum(t.nbytes for t in tensors.values())
+        return self.uses.nbytes + (0 if self.positions is self.uses else self.positions.nbytes)
 
 
 class NextUseIndex:
@@ -67,6 +66,7 @@ class NextUseIndex:
 
     Attributes:
         next_use: int32 [S + 1], number of the known batch that uses the slot's row next; 0: no known use.
+        next_use_array: on a CPU, the memory of `next_use`, for compiled loops.
 
     >>> index = NextUseIndex(SlotMap(num_keys=9, num_slots=2))
     >>> first, second = index.know(torch.tensor([5, 7, 5])), index.know(torch.tensor([5]))
@@ -77,13 +77,25 @@ class NextUseIndex:
 
     def __init__(self, slot_map: SlotMap, tables: OtherTables | None = None) -> None:
         self._map, self._tables = slot_map, tables
-        self.next_use = torch.zeros(slot_map.num_slots + 1, dtype=torch.int32, device=slot_map.device)
-        self._last_use = self.next_use.clone()  # number of the last known use of the slot's row
+        self._takes_part = None if tables is None else tables.features.numpy()
+        next_use = torch.zeros(slot_map.num_slots + 1, dtype=torch.int32, device=slot_map.device)
+        self._set_slots(next_use, next_use.clone())
         self._known: deque[KnownBatch] = deque()
         self._newest = 0
         self._end = 0  # number of uses so far, not wrapped
         # Ring: next_batch[use % capacity]. The extra cell at its end takes writes that belong to no use.
-        self._next_batch = torch.zeros(_LEAST_CHAIN + 1, dtype=torch.int32, device=slot_map.device)
+        self._set_ring(torch.zeros(_LEAST_CHAIN + 1, dtype=torch.int32, device=slot_map.device))
+
+    def _set_slots(self, next_use: Tensor, last_use: Tensor) -> None:
+        self.next_use = next_use
+        self._last_use = last_use  # number of the last known use of the slot's row
+        # Their memory, for compiled loops.
+        self.next_use_array: loops.Int32s = memory.array_of(next_use)
+        self._last_use_array: loops.Int32s = memory.array_of(last_use)
+
+    def _set_ring(self, next_batch: Tensor) -> None:
+        self._next_batch = next_batch
+        self._next_batch_array: loops.Int32s = memory.array_of(next_batch)
 
     @property
     def device_bytes(self) -> int:
@@ -120,16 +132,15 @@ class NextUseIndex:
         array, size = self._map.key_array(keys), keys.numel()
         lengths = np.array([size]) if feature_lengths is None else feature_lengths.contiguous().numpy()
         assert lengths.sum() == size, f"{lengths.sum()} ids in {lengths.size} features, {size} ids in the batch"
-        takes_part = np.ones(lengths.size, np.bool_) if self._tables is None else self._tables.features.numpy()
+        takes_part = np.ones(lengths.size, np.bool_) if self._takes_part is None else self._takes_part
         count = int(lengths[takes_part].sum())
         first_use = self._reserve(count)
-        uses = self.next_use.new_empty(count)
-        positions = uses if takes_part.all() else torch.empty_like(uses)
-        state = (entries, self.next_use.numpy(), self._last_use.numpy(), self._next_batch.numpy())
-        numbers, found = (first_use, self._newest, _WRAP), (uses.numpy(), positions.numpy())
-        start = count - loops.know(array, lengths, takes_part, *state, *numbers, *found)
-        kept = uses[start:].clone()  # without the memory of repeats
-        places = kept if positions is uses else positions[start:].clone()
+        uses = np.empty(count, np.int32)
+        positions = uses if takes_part.all() else np.empty(count, np.int32)
+        state = (entries, self.next_use_array, self._last_use_array, self._next_batch_array)
+        start = count - loops.know(array, lengths, takes_part, *state, first_use, self._newest, _WRAP, uses, positions)
+        kept = torch.from_numpy(uses[start:].copy())  # without the memory of repeats
+        places = kept if positions is uses else torch.from_numpy(positions[start:].copy())
         return KnownBatch(self._newest, first_use, kept, places)
 
     def _know(self, keys: Tensor, positions: Tensor | None) -> KnownBatch:
@@ -166,15 +177,18 @@ class NextUseIndex:
             return None
         self._known.popleft()
         if slots.is_cpu:
-            distinct, following = slots.new_empty(batch.num_rows), torch.empty_like(batch.uses)
-            state = (self._next_batch.numpy(), self.next_use.numpy(), self._last_use.numpy())
-            ids = (slots.numpy(), batch.uses.numpy(), batch.positions.numpy(), batch.first_use)
-            loops.arrive(*ids, _WRAP, *state, distinct.numpy(), following.numpy())
-            return distinct, following
+            return self._arrive_in_loop(batch, slots)
         distinct = slots.index_select(0, batch.positions)
         following = self._following(batch)
         self._advance(distinct, following)
         return distinct, following
+
+    def _arrive_in_loop(self, batch: KnownBatch, slots: Tensor) -> tuple[Tensor, Tensor]:
+        uses, positions = batch.uses.numpy(), batch.positions.numpy()
+        distinct, following = np.empty(uses.size, np.int64), np.empty(uses.size, np.int32)
+        state = (self._next_batch_array, self.next_use_array, self._last_use_array)
+        loops.arrive(slots.numpy(), uses, positions, batch.first_use, _WRAP, *state, distinct, following)
+        return torch.from_numpy(distinct), torch.from_numpy(following)
 
     def skip(self, batch: KnownBatch, keys: Tensor) -> None:
         """Remove the oldest known batch, with these keys (int64 [N]), which will not be prepared."""
@@ -201,7 +215,7 @@ class NextUseIndex:
         # if that batch is the one being prepared, `arrive` replaces the guess.
         soon = self._known[0].number if self._known else 0
         if self._map.array is not None:
-            state = (self._map.array, self.next_use.numpy(), self._last_use.numpy())
+            state = (self._map.array, self.next_use_array, self._last_use_array)
             loops.admit(keys.numpy(), slots.numpy(), *state, soon)
             return
         last = -self._map.entries(keys)
@@ -220,8 +234,7 @@ class NextUseIndex:
         """Add slots, up to `num_slots` in all."""
         extra = self.next_use.new_zeros(num_slots + 1 - self.next_use.numel())
         memory.record_stream(self.next_use, self._last_use)
-        self.next_use = torch.cat([self.next_use, extra])
-        self._last_use = torch.cat([self._last_use, extra])
+        self._set_slots(torch.cat([self.next_use, extra]), torch.cat([self._last_use, extra]))
 
     def _is_oldest(self, batch: KnownBatch) -> bool:
         """True if `batch` is the oldest known batch. Older batches are dropped first: batches arrive in order, so no
@@ -264,8 +277,9 @@ class NextUseIndex:
         if needed > capacity or _LEAST_CHAIN < capacity > 4 * needed:
             capacity = self._resize(oldest, first_use, needed)
         start, stop = (first_use + 1) % capacity, (first_use + 1) % capacity + count
-        self._next_batch[start : min(stop, capacity)] = 0
-        self._next_batch[: max(0, stop - capacity)] = 0
+        ring = self._next_batch_array if self._next_batch_array.size else self._next_batch
+        ring[start : min(stop, capacity)] = 0
+        ring[: max(0, stop - capacity)] = 0
         return first_use
 
     def _resize(self, oldest: int, end: int, needed: int) -> int:
@@ -279,6 +293,6 @@ class NextUseIndex:
         while _LEAST_CHAIN < capacity >= 4 * needed:
             capacity //= 2
         memory.record_stream(self._next_batch)
-        self._next_batch = self._next_batch.new_zeros(capacity + 1)
+        self._set_ring(self._next_batch.new_zeros(capacity + 1))
         self._next_batch.scatter_(0, self._cells(alive), kept)
         return capacity

@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -168,19 +169,37 @@ class CachePlanner(Planner):
         num_missing = fill_keys.numel() - self._map.num_free - victims.numel()
         if num_missing > 0:
             return Shortage(num_missing, fill_keys)
-        evicted_keys = self._map.keys(victims)
-        dirty = self.state.is_dirty(victims)
-        write_back_slots, write_back_keys = victims, evicted_keys
-        if not bool(dirty.all()):
-            write_back_slots, write_back_keys = victims[dirty], evicted_keys[dirty]
-        fill_slots = torch.cat([self._map.next_free(fill_keys.numel() - victims.numel()), victims])
-        slots.scatter_(0, missed, fill_slots.index_select(0, inverse))
-        fills, evictions, write_backs = (
-            (fill_keys, fill_slots),
-            (evicted_keys, victims),
-            (write_back_keys, write_back_slots),
-        )
+        num_free = fill_keys.numel() - victims.numel()
+        fill_slots = torch.cat([self._map.next_free(num_free), victims]) if num_free else victims
+        fill = self._fill if self._map.array is None else self._fill_in_loop
+        evicted_keys, dirty = fill(slots, missed, fill_slots, inverse, victims)
+        fills, evictions, write_backs = (fill_keys, fill_slots), (evicted_keys, victims), (evicted_keys, victims)
+        if dirty is not None:
+            write_backs = evicted_keys[dirty], victims[dirty]
         return CachePlan(batch, slots, *fills, *evictions, *write_backs, first_hits, missed)
+
+    def _fill(
+        self, slots: Tensor, missed: Tensor, fill_slots: Tensor, inverse: Tensor, victims: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Give the ids that were `missed` the slots of their rows, number `inverse` of `fill_slots`.
+
+        Returns:
+            Keys of the victims, int64 [E]; and which of these need a write-back, bool [E], None: all.
+        """
+        slots.scatter_(0, missed, fill_slots.index_select(0, inverse))
+        dirty = self.state.is_dirty(victims)
+        return self._map.keys(victims), None if bool(dirty.all()) else dirty
+
+    def _fill_in_loop(
+        self, slots: Tensor, missed: Tensor, fill_slots: Tensor, inverse: Tensor, victims: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Do what `_fill` does."""
+        count = victims.numel()
+        evicted_keys, dirty = np.empty(count, np.int64), np.empty(count, np.bool_)
+        ids = (missed.numpy(), inverse.numpy(), fill_slots.numpy(), victims.numpy())
+        state = (self._map.keys_array, self._map.stamps_array, self.state.clean_through)
+        num_dirty = loops.fill(*ids, *state, slots.numpy(), evicted_keys, dirty)
+        return torch.from_numpy(evicted_keys), None if num_dirty == count else torch.from_numpy(dirty)
 
     def _choose_victims(self, count: int, oldest_pinned: int) -> Tensor:
         """Slots to evict so that `count` rows fit: int64; fewer than needed when the others are pinned."""
@@ -194,6 +213,6 @@ def _distinct(keys: Tensor) -> tuple[Tensor, Tensor]:
     """Return the distinct `keys` (int64 [M]) in ascending order, and for each key its number among them: int64 [M]."""
     if not keys.is_cpu:
         return keys.unique(return_inverse=True)
-    inverse = torch.empty_like(keys)
     array = keys.numpy()
-    return keys[: loops.distinct(array, array.argsort(), inverse.numpy())], inverse
+    inverse = np.empty_like(array)
+    return keys[: loops.distinct(array, array.argsort(), inverse)], torch.from_numpy(inverse)

@@ -11,6 +11,7 @@ at most `MOST_POOL_ROWS` rows; larger ones need more ranks.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,6 +41,7 @@ class SlotMap:
         array: int32 [R], the entries by key for compiled loops (`loops/`); None on a GPU and if the map is hashed.
         key_of_slot: int32 [S + 1]; -1 when free.
         use_stamp: int64 [S + 1]; high half: the last batch that used the slot (0: none yet).
+        keys_array, stamps_array: on a CPU, the memory of these two, for compiled loops.
         num_used: slots 1..num_used hold rows, except those that a failed copy left empty.
 
     >>> slot_map = SlotMap(num_keys=9, num_slots=3)
@@ -63,10 +65,15 @@ class SlotMap:
         self._entries = self._make_entries(kind)
         is_looped = isinstance(self._entries, ArrayKeyMap) and self.device.type == "cpu"
         self.array: loops.Int32s | None = self._entries.dense().numpy() if is_looped else None
-        self.key_of_slot = torch.full((num_slots + 1,), _FREE, dtype=torch.int32, device=device)
-        self.use_stamp = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+        free = torch.full((num_slots + 1,), _FREE, dtype=torch.int32, device=device)
+        self._set_slots(free, torch.zeros(num_slots + 1, dtype=torch.int64, device=device))
         self.num_used = 0
         self._empty = torch.empty(0, dtype=torch.int64, device=device)  # among the used ones
+
+    def _set_slots(self, key_of_slot: Tensor, use_stamp: Tensor) -> None:
+        self.key_of_slot, self.use_stamp = key_of_slot, use_stamp
+        self.keys_array: loops.Int32s = memory.array_of(key_of_slot)
+        self.stamps_array: loops.Int64s = memory.array_of(use_stamp)
 
     def _make_entries(self, kind: MapKind) -> KeyMap:
         if kind == "hashed":
@@ -143,15 +150,10 @@ class SlotMap:
 
     def _find_in_loop(self, entries: loops.Int32s, keys: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
         wanted, count = keys.contiguous().numpy(), keys.numel()
-        slots, missed, first_hits = (
-            keys.new_empty(count),
-            keys.new_empty(count),
-            keys.new_empty(count, dtype=torch.bool),
-        )
-        state = (entries, self.use_stamp.numpy(), first)
-        num_missed = loops.find(wanted, *state, slots.numpy(), first_hits.numpy(), missed.numpy())
+        slots, missed, first_hits = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.bool_)
+        num_missed = loops.find(wanted, entries, self.stamps_array, first, slots, first_hits, missed)
         self._check(wanted, -1 - num_missed)
-        return slots, first_hits, missed[count - num_missed :]
+        return torch.from_numpy(slots), torch.from_numpy(first_hits), torch.from_numpy(missed[count - num_missed :])
 
     def key_array(self, keys: Tensor) -> loops.Int64s:
         """Return a batch's `keys` (int64 [N]) for compiled loops, which check nothing.
@@ -204,7 +206,7 @@ class SlotMap:
     def bind(self, keys: Tensor, slots: Tensor, batch: int) -> None:
         """Bind `keys` to `slots` (both int64 [M], distinct), used by `batch`."""
         if self.array is not None:
-            places = (self.array, self.key_of_slot.numpy(), self.use_stamp.numpy())
+            places = (self.array, self.keys_array, self.stamps_array)
             loops.bind(keys.numpy(), slots.numpy(), *places, self.first_stamp(batch))
             return
         self._entries.put(keys, slots.int())
@@ -221,6 +223,6 @@ class SlotMap:
         extra = num_slots - self.num_slots
         assert extra > 0, f"growing from {self.num_slots} to {num_slots} slots"
         memory.record_stream(self.key_of_slot, self.use_stamp)
-        self.key_of_slot = torch.cat([self.key_of_slot, self.key_of_slot.new_full((extra,), _FREE)])
-        self.use_stamp = torch.cat([self.use_stamp, self.use_stamp.new_zeros(extra)])
+        keys = torch.cat([self.key_of_slot, self.key_of_slot.new_full((extra,), _FREE)])
+        self._set_slots(keys, torch.cat([self.use_stamp, self.use_stamp.new_zeros(extra)]))
         self.num_slots = num_slots

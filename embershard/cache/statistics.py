@@ -13,6 +13,7 @@ from torch import Tensor
 from embershard.cache import loops
 from embershard.cache.planner import CachePlan
 from embershard.cache.report import CacheReport
+from embershard.cache.rows import memory
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,8 @@ class CacheCounters:
         self._table_of_feature = torch.tensor(table_of_feature, dtype=torch.int64, device=device)
         self._num_tables = len(row_offsets)
         self.values = torch.zeros(self._num_tables, len(Counter), dtype=torch.int64, device=device)
+        tensors = (self.values, self._table_of_feature, self._ends)
+        self._arrays = tuple(memory.array_of(tensor) for tensor in tensors)  # for compiled loops
         self.seconds = 0.0
         self.stall_seconds = 0.0
 
@@ -119,11 +122,12 @@ class CacheCounters:
         lengths, num_ids = feature_lengths.contiguous().numpy(), plan.slots.numel()
         assert lengths.size == self._table_of_feature.numel(), f"{lengths.size} features"
         assert lengths.sum() == num_ids, f"{lengths.sum()} ids in {lengths.size} features, {num_ids} ids in the batch"
+        values, table_of_feature, ends = self._arrays
         loops.count_plan(
-            loops.Counters(self.values.numpy()),
-            self._table_of_feature.numpy(),
+            loops.Counters(values),
+            table_of_feature,
             lengths,
-            self._ends.numpy(),
+            ends,
             plan.first_hits.numpy(),
             plan.missed.numpy(),
             plan.fill_keys.numpy(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,29 +24,39 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     """
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, _LEAVES):
         return
-    elif isinstance(value, KeyedJaggedTensor):
-        parts = (value.values(), value.weights_or_none(), value.lengths_or_none(), value.offsets_or_none())
-        yield from (part for part in parts if part is not None)
-    elif isinstance(value, KJTList | list | tuple):
-        for part in value:
+    cls: type = type(value)
+    parts_of = _reader(cls)
+    if parts_of is not None:
+        for part in parts_of(value):
             if not isinstance(part, _LEAVES):  # most lists are of names or numbers
                 yield from tensors_of(part)
-    elif isinstance(value, dict):
-        yield from tensors_of(list(value.values()))
-    elif not isinstance(value, type) and (dataclasses.is_dataclass(value) or isinstance(value, Multistreamable)):
-        yield from tensors_of(_attributes(value))
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    """Return an object's attributes: those in its `__dict__` and in the `__slots__` of its classes."""
-    cls: type = type(value)
-    found = {name: getattr(value, name) for name in _declared(cls) if hasattr(value, name)}
-    return {**found, **getattr(value, "__dict__", {})}
 
 
 @functools.cache
+def _reader(cls: type) -> Callable[[Any], Any] | None:
+    """Return the function that gives what an object of this class consists of; None if it holds no tensors."""
+    if issubclass(cls, KeyedJaggedTensor):
+        return _parts_of_features
+    if issubclass(cls, KJTList | list | tuple):
+        return iter
+    if issubclass(cls, dict):
+        return dict.values
+    if dataclasses.is_dataclass(cls) or issubclass(cls, Multistreamable):
+        return functools.partial(_attributes, _declared(cls))
+    return None
+
+
+def _parts_of_features(features: KeyedJaggedTensor) -> tuple[torch.Tensor | None, ...]:
+    return features.values(), features.weights_or_none(), features.lengths_or_none(), features.offsets_or_none()
+
+
+def _attributes(declared: tuple[str, ...], value: Any) -> list[Any]:
+    """Return an object's attributes: those in its `__dict__` and in the `__slots__` of its classes."""
+    found = {name: getattr(value, name) for name in declared if hasattr(value, name)}
+    return list({**found, **getattr(value, "__dict__", {})}.values())
+
+
 def _declared(cls: type) -> tuple[str, ...]:
     fields = [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
     members = [vars(each).items() for each in cls.__mro__]
@@ -56,5 +66,5 @@ def _declared(cls: type) -> tuple[str, ...]:
 
 def tensor_bytes(value: Any) -> int:
     """Return the memory of all tensors in `value`, each counted once, in bytes."""
-    by_place = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors_of(value)}
-    return sum(tensor.numel() * tensor.element_size() for tensor in by_place.values())
+    by_place = {tensor.data_ptr(): tensor for tensor in tensors_of(value)}
+    return sum(tensor.nbytes for tensor in by_place.values())

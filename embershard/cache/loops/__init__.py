@@ -27,6 +27,7 @@ from embershard.cache.loops.rows import copy_rows as copy_rows
 from embershard.cache.loops.rows import keys_of_ids as keys_of_ids
 from embershard.cache.loops.slots import bind as bind
 from embershard.cache.loops.slots import distinct as distinct
+from embershard.cache.loops.slots import fill as fill
 from embershard.cache.loops.slots import find as find
 from embershard.cache.loops.slots import out_of_range as out_of_range
 from embershard.cache.loops.victims import KNOWN_USE as KNOWN_USE

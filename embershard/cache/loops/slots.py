@@ -6,6 +6,7 @@ import numpy as np
 
 from embershard.cache.loops.compiled import Bools, Int32s, Int64s, compiled
 
+_BATCH_SHIFT = 32
 _BLOCK = 512  # ids whose state is fetched from memory together
 
 
@@ -101,3 +102,41 @@ def bind(keys: Int64s, slots: Int64s, entries: Int32s, key_of_slot: Int32s, use_
         entries[key] = slot
         key_of_slot[slot] = key
         use_stamps[slot] = stamp
+
+
+@compiled
+def fill(
+    missed: Int64s,
+    inverse: Int64s,
+    fill_slots: Int64s,
+    victims: Int64s,
+    key_of_slot: Int32s,
+    use_stamps: Int64s,
+    clean_through: int,
+    slots: Int64s,
+    evicted_keys: Int64s,
+    are_dirty: Bools,
+) -> int:
+    """Give the missed ids the slots of their rows, and look up the rows to evict.
+
+    Args:
+        missed, inverse: positions of the missed ids, and for each the number of its row.
+        fill_slots: [M] slot of each row to fill.
+        victims: [E] slots to evict.
+        key_of_slot, use_stamps: [S + 1].
+        clean_through: rows that no later batch used need no write-back.
+        slots: [N], written at `missed`.
+        evicted_keys, are_dirty: [E], written: the victims' keys, and which of them need a write-back.
+
+    Returns:
+        How many need one.
+    """
+    for i in range(missed.size):
+        slots[missed[i]] = fill_slots[inverse[i]]
+    num_dirty = 0
+    for i in range(victims.size):
+        slot = victims[i]
+        evicted_keys[i] = key_of_slot[slot]
+        are_dirty[i] = use_stamps[slot] >> _BATCH_SHIFT > clean_through
+        num_dirty += are_dirty[i]
+    return num_dirty

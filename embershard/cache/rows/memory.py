@@ -6,8 +6,11 @@ import contextlib
 import ctypes
 import math
 import mmap
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _HUGE_PAGE_BYTES = 2 << 20
@@ -35,6 +38,11 @@ def zeros(numel: int, dtype: torch.dtype, whole_pages: bool = False, small_pages
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_NOHUGEPAGE if small_pages else mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype)
+
+
+def array_of(tensor: Tensor) -> NDArray[Any]:
+    """Return a view of a tensor for compiled loops; of one on a GPU, where no loop runs, an array of no elements."""
+    return tensor.numpy() if tensor.is_cpu else np.empty(0)
 
 
 def use_huge_pages(tensor: Tensor) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+
+_ON_A_CPU = nullcontext()
 
 
 class StreamOrder:
@@ -23,15 +25,15 @@ class StreamOrder:
         if device.type == "cuda":
             self._end(torch.cuda.current_stream(device))
 
-    @contextmanager
-    def next(self) -> Iterator[None]:
+    def next(self) -> AbstractContextManager[None]:
         """Make the body one turn, on the current stream."""
-        if self._done is None:
-            yield
-            return
+        return _ON_A_CPU if self._done is None else self._turn(self._done)
+
+    @contextmanager
+    def _turn(self, done: torch.cuda.Event) -> Iterator[None]:
         stream = torch.cuda.current_stream(self._device)
         if stream != self._stream:
-            stream.wait_event(self._done)
+            stream.wait_event(done)
         try:
             yield
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -48,12 +49,13 @@ class FeatureKeys:
 
     def __init__(self, first_keys: Sequence[int], device: torch.device) -> None:
         self._first_keys = torch.tensor(first_keys, dtype=torch.int64, device=device)
+        self._first_key_array = np.array(first_keys, np.int64)
 
     def of(self, ids: PoolIds) -> tuple[Tensor, Tensor]:
         """Return the keys int64 [N] and the number of ids per feature int64 [F]."""
         num_features = self._first_keys.numel()
         if ids.batch_sizes is None and ids.indices.is_cpu:
-            return self._of_in_loop(ids.indices.long().contiguous(), ids.offsets.long().contiguous())
+            return self._of_in_loop(ids.indices, ids.offsets)
         if ids.batch_sizes is None:
             bounds = ids.offsets[:: max(1, (ids.offsets.numel() - 1) // num_features)]
         else:
@@ -63,10 +65,15 @@ class FeatureKeys:
         return add_per_feature(ids.indices, self._first_keys, lengths), lengths
 
     def _of_in_loop(self, ids: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        keys, lengths = torch.empty_like(ids), torch.empty_like(self._first_keys)
-        places = (ids.numpy(), offsets.numpy(), self._first_keys.numpy())
-        loops.keys_of_ids(*places, keys.numpy(), lengths.numpy())
-        return keys, lengths
+        keys, lengths = np.empty(ids.numel(), np.int64), np.empty_like(self._first_key_array)
+        loops.keys_of_ids(_int64s(ids), _int64s(offsets), self._first_key_array, keys, lengths)
+        return torch.from_numpy(keys), torch.from_numpy(lengths)
+
+
+def _int64s(numbers: Tensor) -> loops.Int64s:
+    """Return a tensor on the CPU for compiled loops."""
+    found = numbers.numpy()
+    return found if found.dtype == np.int64 and found.flags.c_contiguous else np.ascontiguousarray(found, np.int64)
 
 
 def add_per_feature(ids: Tensor, addends: Tensor, lengths: Tensor) -> Tensor:

@@ -199,6 +199,7 @@ FAULTS: dict[str, tuple[int, Callable[[Any], Any]]] = {
     "candidates": (8, _less_one),
     "choose": (4, _less_one),
     "lowest_ranks": (4, _less_one),
+    "fill": (1, lambda numbers: numbers[::-1].copy()),
     "count_uses": (4, lambda weight: weight * 1.5),
     "count_plan": (9, lambda is_critical: not is_critical),
     "settle_ties": (1, np.zeros_like),
@@ -277,6 +278,26 @@ def test_nothing_at_all():
     assert known.num_rows == 0
     assert [found.tolist() for found in slot_map.find(none, 1)] == [[], [], []]
     assert index.arrive(known, none) is not None
+
+
+def test_the_arrays_for_loops_are_the_tensors_themselves_after_growth_too():
+    slot_map = SlotMap(10, 4)
+    index = NextUseIndex(slot_map)
+    sizes = set()
+    for more in (8, 16):
+        for array, tensor in (
+            (slot_map.keys_array, slot_map.key_of_slot),
+            (slot_map.stamps_array, slot_map.use_stamp),
+            (index.next_use_array, index.next_use),
+            (index._last_use_array, index._last_use),
+            (index._next_batch_array, index._next_batch),
+        ):
+            assert (array.ctypes.data, array.size) == (tensor.data_ptr(), tensor.numel())
+            sizes.add(array.size)
+        slot_map.grow(more)
+        index.grow(more)
+        index.know(torch.arange(10).repeat(1000))  # needs a larger ring
+    assert sizes == {5, 9, 1025, 16385}
 
 
 def test_a_default_device_is_not_the_planning_device():
