@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 #: Threads that run a group's gloo operations, as torch 2.13 starts them.
 _GLOO_THREADS = 2
-_MOST_ROUNDS = 20
+_MOST_ROUNDS = 100
 _WAIT_SECONDS = 1.0
+_GATHER_BYTES = 1 << 20  # takes longer than to ask for a call at its end
 
 
 def keep_to_one_core() -> None:
@@ -33,36 +34,32 @@ def keep_to_one_core() -> None:
 def keep_gloo_to_one_core(group: dist.ProcessGroup | None) -> None:
     """Let gloo's threads of a new group run their copies in one thread. Collective.
 
-    They copy the tensors of a gather, from 32,768 elements on in parallel. Each must be told from within: callbacks of
-    small gathers run in them. Where that fails, only speed is lost.
+    They copy the tensors of a gather, from 32,768 elements on in parallel. Each takes the process's number of threads
+    with its first gather, so that is 1 until both had one. Where that fails, only speed is lost.
 
     >>> from embershard.distributed import process_group
     >>> with process_group("cpu"):  # calls it for its own group
     ...     keep_gloo_to_one_core(dist.new_group(backend="gloo"))
     """
-    num_threads, told, all_told = torch.get_num_threads(), set[int](), threading.Event()
+    num_threads, world_size = torch.get_num_threads(), dist.get_world_size(group)
+    started, all_started = {threading.get_ident()}, threading.Event()
 
-    def tell(_: Any) -> None:
-        if threading.get_ident() != caller:  # the gather ended before it got its callback
-            keep_to_one_core()
-            told.add(threading.get_ident())
-            if len(told) == _GLOO_THREADS:
-                all_told.set()
-            all_told.wait(_WAIT_SECONDS)  # so that the next gather is another thread's
+    def note_thread(_: Any) -> None:
+        if threading.get_ident() not in started:  # the caller, if the gather has ended before
+            started.add(threading.get_ident())
+            if len(started) > _GLOO_THREADS:
+                all_started.set()
+            all_started.wait(_WAIT_SECONDS)  # so that the other thread takes the next gather
 
-    caller = threading.get_ident()
-    for _ in range(_MOST_ROUNDS):
-        gathers = [_gather(group, 0) for _ in range(_GLOO_THREADS)]
-        for each in [work.get_future().then(tell) for work, _ in gathers]:
-            each.wait()
-        work, missing = _gather(group, _GLOO_THREADS - len(told))
-        work.wait()
-        if not any(missing):  # the ranks go on together
-            break
-    torch.set_num_threads(num_threads)
-
-
-def _gather(group: dist.ProcessGroup | None, value: int) -> tuple[Any, list[torch.Tensor]]:
-    """Start to gather a number of each rank; return the work, and what it will have gathered."""
-    found = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    return dist.all_gather(found, torch.tensor([value]), group, async_op=True), found
+    torch.set_num_threads(1)
+    try:
+        for _ in range(_MOST_ROUNDS):
+            gathered = [torch.empty(_GATHER_BYTES, dtype=torch.bool) for _ in range(world_size)]
+            own = torch.full((_GATHER_BYTES,), all_started.is_set())
+            gather = dist.all_gather(gathered, own, group, async_op=True).get_future()
+            gather.then(note_thread)
+            gather.wait()
+            if all(rank[0] for rank in gathered):  # the ranks go on together
+                break
+    finally:
+        torch.set_num_threads(num_threads)
