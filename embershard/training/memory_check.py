@@ -99,7 +99,8 @@ def check_memory_for_run(config: RunConfig, plan: Plan | None, ranks: Ranks) -> 
         plan.check_model({table.table: (table.rows, table.dim, table.dtype) for table in tables})
     error = warning = ""
     try:
-        warning = check_memory(config, table_rows(config), RanksHere.of(ranks), MachineLimits.here(config, ranks.device), plan)
+        machine = MachineLimits.here(config, ranks.device)
+        warning = check_memory(config, table_rows(config), RanksHere.of(ranks), machine, plan)
     except ConfigError as problem:
         error = str(problem)
     found = ranks.all_gather_objects((error, warning))
