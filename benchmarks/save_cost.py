@@ -6,7 +6,9 @@ One rank of `embershard train` (its trainer, without the launcher) on generated 
 quickstart's model, and a cache with look-ahead over rows that all have their initial weights. Two parts:
 
     beside    training with a checkpoint every few steps, written while training goes on. Steps while a save runs, and
-              the others, by turns in one run; `over_tier_mb` is the largest resident memory above that before training
+              the others, by turns in one run. `growth_mb` is resident memory above that before training: its peak, and
+              the largest seen every 20 steps before the first save and while one runs, of which `tier_mb` are pages of
+              the host tier that were first written to (both count towards the peak)
     alone     without training, by turns: `ours` (with checksums), and `dcp.save` with synced files
 
 Files are synced, so the seconds are those of the disk. `wait_ms` is the time per save in which training stood still.
@@ -16,13 +18,17 @@ Files are synced, so the seconds are those of the disk. `wait_ms` is the time pe
 from __future__ import annotations
 
 import argparse
+import ctypes
+import mmap
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from benchmarks.common import machine, make_parser, report, settings_of
 
@@ -69,27 +75,38 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def beside(trainer: Any) -> dict[str, Any]:
     """Train with saves; return the steps beside them and the others, and what a save took."""
+    from embershard.sharding.torchrec import cached_embeddings
     from embershard.training.reports import SaveReport
 
-    before = _resident_bytes("VmRSS")
+    tier = [rows for pool in cached_embeddings(trainer.model) for rows in pool.host.payload]
+    before, tier_before = _resident_bytes("VmRSS"), sum(map(_resident_part, tier))
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    reports, busy = [], set()
+    reports, busy, growth = [], set[int](), [(0, 0, 0)]
     for each in trainer.train():
         if isinstance(each, SaveReport):
             reports.append(each)
             busy |= set(range(each.step + 1, trainer.steps + 1))
+        else:
+            tier_growth = sum(map(_resident_part, tier)) - tier_before
+            growth.append((trainer.steps, _resident_bytes("VmRSS") - before, tier_growth))
     steps: dict[str, list[float]] = {"beside": [], "outside": []}
     for step, seconds in enumerate(trainer.step_seconds, start=1):
         if step > _WARMUP_STEPS:
             steps["beside" if step in busy else "outside"].append(seconds * 1e3)
     median = {name: statistics.median(values) for name, values in steps.items()}
+    mean = {name: statistics.mean(values) for name, values in steps.items()}
     return {
         "step_ms": {name: _quantiles(values) for name, values in steps.items()},
         "num_steps": {name: len(values) for name, values in steps.items()},
         "median_ratio": round(median["beside"] / median["outside"], 3),
+        "mean_ratio": round(mean["beside"] / mean["outside"], 3),
         "save_seconds": [round(each.seconds, 2) for each in reports],
         "wait_ms": [round(each.stall_seconds * 1e3, 1) for each in reports],
-        "over_tier_mb": round((_resident_bytes("VmHWM") - before) / 1e6),
+        "growth_mb": {
+            "peak": round((_resident_bytes("VmHWM") - before) / 1e6),
+            "before_saves": _largest_mb(each for each in growth if each[0] <= reports[0].step),
+            "beside": _largest_mb(each for each in growth if each[0] in busy),
+        },
     }
 
 
@@ -152,9 +169,27 @@ def _config(options: argparse.Namespace) -> Any:
         "look_ahead": {"lookahead": 64},
         "embedding_optimizer": {"kind": "rowwise_adagrad", "lr": 0.05},
         "checkpoint": {"every_steps": options.every, "keep_last": 1, "at_end": False},
-        "train": {"batch_size": options.batch_size, "max_steps": steps, "log_every": steps, "device": "cpu"},
+        "train": {"batch_size": options.batch_size, "max_steps": steps, "log_every": 20, "device": "cpu"},
     }
     return decode(RunConfig, values)
+
+
+def _largest_mb(growth: Iterable[tuple[int, int, int]]) -> dict[str, int]:
+    """Of (step, bytes, bytes of the tier): the largest bytes, those of the tier, and the largest of the rest."""
+    found = list(growth)
+    _, total, tier = max(found, key=lambda each: each[1])
+    rest = max(num_bytes - tier_bytes for _, num_bytes, tier_bytes in found)
+    return {"mb": round(total / 1e6), "tier_mb": round(tier / 1e6), "rest_mb": round(rest / 1e6)}
+
+
+def _resident_part(tensor: Any) -> int:
+    """Return the bytes of a large tensor that are in memory."""
+    page = mmap.PAGESIZE
+    start = tensor.data_ptr() // page * page
+    flags = (ctypes.c_ubyte * -(-(tensor.data_ptr() + tensor.nbytes - start) // page))()
+    if ctypes.CDLL(None).mincore(ctypes.c_void_p(start), ctypes.c_size_t(len(flags) * page), flags):
+        raise OSError("mincore failed")
+    return np.count_nonzero(np.frombuffer(flags, np.uint8) & 1) * page
 
 
 def _resident_bytes(name: str) -> int:

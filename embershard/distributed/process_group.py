@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
+from embershard.distributed.one_core import keep_gloo_to_one_core
 from embershard.errors import ConfigError, EmbershardError, SetupError
 
 T = TypeVar("T")
@@ -48,7 +49,9 @@ class Ranks:
 
     def with_own_group(self) -> Ranks:
         """Return the ranks with a new group in host memory, for another thread's collectives. Collective."""
-        return dataclasses.replace(self, group=dist.new_group(backend="gloo", timeout=TIMEOUT))
+        group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        keep_gloo_to_one_core(group)
+        return dataclasses.replace(self, group=group)
 
     def barrier(self) -> None:
         """Wait until every rank has called it."""
@@ -134,6 +137,7 @@ def process_group(device: Literal["auto", "cpu", "cuda"] = "auto") -> Iterator[R
         timeout=TIMEOUT,
         device_id=place if place.type == "cuda" else None,
     )
+    keep_gloo_to_one_core(None)
     try:
         yield Ranks(rank, world_size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), place)
     except BaseException as error:

@@ -90,7 +90,6 @@ def lock_run_dir(folder: Path) -> None:
     except OSError as error:
         file.close()
         raise ConfigError(
-            f"{folder} is in use by another run. Wait for it or stop it (its ranks may outlive a killed launcher), "
-            "or use another --run-dir."
+            f"{folder} is in use by another run. Wait for it, stop it, or use another --run-dir."
         ) from error
     _held_locks.append(file)

@@ -8,6 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from embershard.distributed.one_core import keep_to_one_core
+
 
 class CacheWorker:
     """Runs one job at a time, beside the calling thread.
@@ -60,15 +62,3 @@ class CacheWorker:
         failure, self.failure = self.failure, None
         if failure is not None:
             raise failure
-
-
-def keep_to_one_core() -> None:
-    """Let the calling thread's operations run in one thread.
-
-    A thread takes the process's number when it first asks for its own; after that, `set_num_threads` of another thread
-    does not change it. Without asking first, the number set here is lost, and the thread starts an OpenMP team. With
-    more OpenMP threads than cores, libgomp's barriers sleep where they would spin, in all threads, for good: a step of
-    20 ms takes 30 (docs/decisions/0022).
-    """
-    torch.get_num_threads()
-    torch.set_num_threads(1)

@@ -11,11 +11,13 @@ from pathlib import Path
 import torch
 
 from embershard.distributed import Ranks
-from embershard.pipeline.worker import keep_to_one_core
+from embershard.distributed.one_core import keep_to_one_core
 from embershard.training.run_state import PreparedSave
 
 _LOWEST_PRIORITY = 19  # "niceness"
 _GIVEN_UP_SECONDS = 5.0
+#: Pause before a block, as a multiple of the CPU time that the block before took.
+_PAUSE = 1.0
 
 
 class BackgroundSave:
@@ -35,11 +37,12 @@ class BackgroundSave:
     def __init__(self, prepared: PreparedSave, ranks: Ranks) -> None:
         self.step = prepared.step
         self._prepared, self._ranks = prepared, ranks
-        self._may_go_on = threading.Event()
+        self._may_go_on, self._is_awaited = threading.Event(), threading.Event()
+        self._cpu_seconds = 0.0  # of the thread, at the end of its last pause
         self._path: Path | None = None
         self._failure: BaseException | None = None
         self._started, self.seconds = time.perf_counter(), 0.0
-        prepared.tensors.when_copied = self._go_on
+        prepared.tensors.before_block = self._before_block
         # A daemon: at the exit of a failed run nobody waits for ranks that are gone.
         self._thread = threading.Thread(target=self._write, name="embershard-save", daemon=True)
         threads = torch.get_num_threads()
@@ -53,7 +56,8 @@ class BackgroundSave:
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait for the end."""
+        """Wait for the end; the save makes no pauses any more."""
+        self._is_awaited.set()
         self._thread.join()
 
     def result(self) -> Path:
@@ -80,6 +84,13 @@ class BackgroundSave:
         finally:
             self.seconds = time.perf_counter() - self._started
             self._go_on()
+
+    def _before_block(self) -> None:
+        """Let training go on. Later, leave the cores to it for a while, unless it may soon wait for the save."""
+        self._go_on()
+        if not any(rows.is_filling for rows in self._prepared.frozen):
+            self._is_awaited.wait(_PAUSE * (time.thread_time() - self._cpu_seconds))
+        self._cpu_seconds = time.thread_time()
 
     def _go_on(self) -> None:
         if not self._may_go_on.is_set():

@@ -7,6 +7,8 @@ from pathlib import Path
 from embershard.distributed import Ranks, check_disk
 from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
+from embershard.training.machine_limits import disk_of
+from embershard.training.memory_needs import RanksHere, memory_needs
 from embershard.training.model_size import model_size, table_rows
 
 #: Row, age and score of a cached row.
@@ -28,4 +30,13 @@ def check_disk_for_run(config: RunConfig, plan: Plan | None, folder: Path, total
         ratio = config.cache.slot_ratio or 1
         slots = round(size.num_rows * ratio) if plan is None else sum(pool.slots for pool in plan.pools)
         save_bytes += slots * _CACHED_ROW_BYTES
-    check_disk(folder, save_bytes, num_saves, config.checkpoint.keep_last, ranks)
+    mapped_bytes = _mapped_bytes(config, plan, folder, ranks)
+    check_disk(folder, save_bytes, num_saves, config.checkpoint.keep_last, ranks, mapped_bytes)
+
+
+def _mapped_bytes(config: RunConfig, plan: Plan | None, folder: Path, ranks: Ranks) -> int:
+    """Return the bytes that the rows of this machine's ranks will take on the disk of the checkpoints."""
+    rows_folder = config.cache.host_dir
+    if rows_folder is None or disk_of(Path(rows_folder)) != disk_of(folder):
+        return 0
+    return memory_needs(config, table_rows(config), RanksHere.of(ranks), plan).disk_bytes

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from embershard.data import Batch
 from embershard.distributed import Ranks
@@ -25,6 +26,20 @@ class _Step:
     batch: Batch | None
     losses: torch.Tensor
     event: torch.cuda.Event | None
+
+
+def in_float64(loss: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross entropy [] of logits [B] and labels [B], of which `loss` [] is the rounded value.
+
+    A mean rounded to float32 depends on how a batch is divided among ranks. A loss that is not finite is returned as it
+    is.
+
+    >>> loss = torch.tensor(0.6931472)
+    >>> in_float64(loss, torch.zeros(2), torch.tensor([0.0, 1.0]))
+    tensor(0.6931, dtype=torch.float64)
+    """
+    exact = binary_cross_entropy_with_logits(logits.detach().double(), labels.double())
+    return torch.where(torch.isfinite(loss.detach()), exact, loss.detach().double())
 
 
 class LossMonitor:
@@ -71,10 +86,10 @@ class LossMonitor:
             NotFiniteError: a rank's loss is not finite, and batches are not skipped, or too many were; on every rank.
         """
         self._read()
-        loss = loss.detach().float()
+        loss = loss.detach().double()
         gathered, event = self._ranks.all_gather(torch.stack([loss, torch.full_like(loss, signal)])), None
         if gathered.device.type != "cpu" and not self._skips:
-            host = torch.empty(gathered.shape, pin_memory=True)
+            host = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
             host.copy_(gathered, non_blocking=True)
             gathered, event = host, torch.cuda.Event()
             event.record()

@@ -45,6 +45,11 @@ class MachineLimits:
         )
 
 
+def disk_of(folder: Path) -> int:
+    """Return the number of the file system that a folder is on, or will be."""
+    return _existing(folder).stat().st_dev
+
+
 def _existing(folder: Path) -> Path:
     """Return the folder, or the nearest one above it that exists."""
     return next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path("/"))

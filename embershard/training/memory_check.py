@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 from embershard.distributed import Ranks
 from embershard.errors import ConfigError
@@ -99,12 +98,10 @@ def check_memory_for_run(config: RunConfig, plan: Plan | None, ranks: Ranks) -> 
     if plan is not None:
         tables = model_size(config, table_rows(config)).tables
         plan.check_model({table.table: (table.rows, table.dim, table.dtype) for table in tables})
-    device: Literal["cpu", "cuda"] = "cuda" if ranks.device.type == "cuda" else "cpu"
-    first = ranks.rank - ranks.local_rank
-    here = RanksHere(ranks.world_size, ranks.local_world_size, device, first)
     error = warning = ""
     try:
-        warning = check_memory(config, table_rows(config), here, MachineLimits.here(config, ranks.device), plan)
+        machine = MachineLimits.here(config, ranks.device)
+        warning = check_memory(config, table_rows(config), RanksHere.of(ranks), machine, plan)
     except ConfigError as problem:
         error = str(problem)
     found = ranks.all_gather_objects((error, warning))

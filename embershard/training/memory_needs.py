@@ -9,6 +9,7 @@ from typing import Literal
 
 from embershard.cache.key_map import map_kind
 from embershard.data import DataConfig, schema_of
+from embershard.distributed import Ranks
 from embershard.sharding import memory_model
 from embershard.sharding.memory_model import MemorySettings, PoolMemory
 from embershard.sharding.plan import Plan
@@ -36,6 +37,12 @@ class RanksHere:
     ranks_per_node: int
     device: Literal["cpu", "cuda"]
     first: int = 0
+
+    @classmethod
+    def of(cls, ranks: Ranks) -> RanksHere:
+        """Return the ranks of this process's machine."""
+        device: Literal["cpu", "cuda"] = "cuda" if ranks.device.type == "cuda" else "cpu"
+        return cls(ranks.world_size, ranks.local_world_size, device, ranks.rank - ranks.local_rank)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from embershard.training.disk_needs import check_disk_for_run
 from embershard.training.hot_cold import find_hot_set
 from embershard.training.identity import global_batch
 from embershard.training.kept_batches import KeptBatches
-from embershard.training.loss_monitor import LossMonitor
+from embershard.training.loss_monitor import LossMonitor, in_float64
 from embershard.training.memory_check import check_memory_for_run
 from embershard.training.metrics import PredictionBuffer
 from embershard.training.optimizers import set_learning_rate
@@ -195,7 +195,8 @@ class Trainer:
         self.dense_optimizer.zero_grad()
         with self._autocast():
             loss, (_, logits, labels) = self.model(batch)
-        problem = self.loss_monitor.add(self.steps + 1, loss, batch, signal=self.supervision.signal)
+        exact = in_float64(loss, logits, labels)
+        problem = self.loss_monitor.add(self.steps + 1, exact, batch, signal=self.supervision.signal)
         self.supervision.hear(self.loss_monitor.signal)
         if problem:
             for pool in cached_embeddings(self.model):  # between ranks, autograd may keep the forward, and its pins

@@ -1,10 +1,12 @@
-"""Every way to go on from a checkpoint of two ranks: `python -m tests.ranks.resharding_matrix`; some minutes.
+"""Every way to go on from a checkpoint of two ranks: `python -m tests.ranks.resharding_matrix [RANKS ...]`.
 
-Prints a line per layout: the tensors that differ from the saved ones, and the largest difference of 64 losses.
+Prints a line per layout: the tensors that differ from the saved ones, and the largest difference of 64 losses. Takes
+some minutes; RANKS are the numbers of ranks that go on, by default 2, 1, 3 and 4.
 """
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +17,7 @@ from tests.ranks.resharding import SAVED_AT, Layout
 from tests.ranks.test_resharding import tensors_that_differ
 from tests.ranks.workers import RankError, RankPool
 
+_TIMEOUT_SECONDS = 600.0  # also on a machine that others keep busy
 SHARDINGS = ("row_wise", "table_wise", "column_wise", "table_column_wise", "table_row_wise", "grid_shard")
 
 
@@ -47,18 +50,29 @@ def outcome(pool: RankPool, layout: Layout, folder: Path, losses: list[float]) -
 def main() -> None:
     """Run all layouts."""
     with tempfile.TemporaryDirectory() as name:
-        runs: dict[str, tuple[Path, list[float]]] = {}
-        for world_size in (2, 1, 3, 4):
-            pool = RankPool(world_size, 2 if world_size == 4 else None)
-            for optimizer in ("rowwise_adagrad", "adagrad", "sgd"):
-                if world_size == 2:
-                    folder = Path(name, optimizer)
-                    folder.mkdir()
-                    resharding.write_samples(folder / "samples.parquet")
-                    runs[optimizer] = folder, pool.run(resharding.run, Layout(optimizer=optimizer), folder)[0]
+        runs = saved_runs(Path(name))
+        for world_size in [int(each) for each in sys.argv[1:]] or [2, 1, 3, 4]:
+            pool = _pool(world_size)
+            for optimizer, (folder, losses) in runs.items():
                 for layout in layouts(world_size, optimizer):
-                    print(f"{world_size} ranks, {layout}: {outcome(pool, layout, *runs[optimizer])}", flush=True)
+                    print(f"{world_size} ranks, {layout}: {outcome(pool, layout, folder, losses)}", flush=True)
             pool.close()
+
+
+def saved_runs(folder: Path) -> dict[str, tuple[Path, list[float]]]:
+    """Train on two ranks with every optimizer; return folders and losses."""
+    runs, pool = {}, _pool(2)
+    for optimizer in ("rowwise_adagrad", "adagrad", "sgd"):
+        place = folder / optimizer
+        place.mkdir()
+        resharding.write_samples(place / "samples.parquet")
+        runs[optimizer] = place, pool.run(resharding.run, Layout(optimizer=optimizer), place)[0]
+    pool.close()
+    return runs
+
+
+def _pool(world_size: int) -> RankPool:
+    return RankPool(world_size, 2 if world_size == 4 else None, timeout_seconds=_TIMEOUT_SECONDS)
 
 
 if __name__ == "__main__":

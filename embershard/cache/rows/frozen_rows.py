@@ -74,6 +74,7 @@ class FrozenRows:
             for tensors in zip(self._payload, asides, blocks, strict=True)
         ]
         self._blocks, self._in_block = blocks, (0, 0)
+        self._num_aside = 0
         self._lowest = 0  # rows from here on were not read
         self._changed = threading.Condition()
         self._is_whole = True
@@ -84,6 +85,11 @@ class FrozenRows:
     def aside_bytes(self) -> int:
         """Most bytes of rows that were put aside at one time."""
         return int(self._free[1]) * self._row_bytes
+
+    @property
+    def is_filling(self) -> bool:
+        """True if more than half of the rows that may be put aside are: `put_aside` may soon wait for the reader."""
+        return 2 * self._num_aside > self._kept.size
 
     def put_aside(self, keys: Tensor) -> None:
         """Keep the contents of rows `keys` (int64 [M]), which are about to change, where they are still needed."""
@@ -102,6 +108,7 @@ class FrozenRows:
                 for rows, aside, _ in self._tables:
                     aside.copy(torch.from_numpy(places[:count]), rows, torch.from_numpy(placed[:count]))
                 self._is_whole = True
+                self._num_aside += count
                 if position < numbers.size:
                     self._wait()
 
@@ -165,6 +172,7 @@ class FrozenRows:
     def _give_back(self, places: NDArray[np.int64]) -> None:
         with self._changed:
             loops.free_places(places, self._following, self._free)
+            self._num_aside -= places.size
             self._changed.notify_all()
 
     def _wait(self) -> None:

@@ -50,7 +50,7 @@ class _Part(NamedTuple):
 class TensorBlocks(DefaultSavePlanner):
     """The tensors of a state dict as a plan of blocks for torch.distributed.checkpoint, made in one rank.
 
-    A rank writes, in this order: tensors that are read where they are, and must not change until `when_copied` is
+    A rank writes, in this order: tensors that are read where they are, and must not change until `before_block` is
     called; small ones that were copied; and those in frozen memory. A block is some rows of a tensor or of its shard on
     this rank, and a chunk of its own in the checkpoint, so that any reader of torch's checkpoints can load it.
 
@@ -61,7 +61,8 @@ class TensorBlocks(DefaultSavePlanner):
 
     Attributes:
         is_copied: no tensor has to be read where it is.
-        when_copied: called by the writer, once the tensors that were read where they are may change.
+        before_block: called by the writer before each block that was copied or is frozen: from the first call on, all
+            tensors may change.
 
     Raises:
         CheckpointError: something is no tensor.
@@ -80,7 +81,7 @@ class TensorBlocks(DefaultSavePlanner):
             items = super().create_local_plan().items
         self._items = [block for item in items for block in self._blocks(item, frozen)]
         self.is_copied = self._copy(copy_bytes)
-        self.when_copied: Callable[[], None] = lambda: None
+        self.before_block: Callable[[], None] = lambda: None
 
     def set_up_planner(self, *_: Any, storage_meta: Any = None, is_coordinator: bool = False, **__: Any) -> None:
         """Keep what the constructor found."""
@@ -94,7 +95,7 @@ class TensorBlocks(DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         part = self._parts[write_item.index]
         if part.order[0] > _LIVE:  # what comes before is written
-            self.when_copied()
+            self.before_block()
         return part.tensor if part.frozen is None else part.frozen.read(part.tensor)
 
     def _blocks(self, item: WriteItem, frozen: Sequence[FrozenTensors]) -> list[WriteItem]:

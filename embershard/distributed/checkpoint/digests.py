@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 #: Bytes that one checksum covers.
@@ -115,7 +116,7 @@ class _DigestedFile(io.FileIO):
 
     def write(self, data: Any, /) -> int:
         view = memoryview(data).cast("B")[:BLOCK_BYTES]
-        if len(view) < _READ_BYTES:
+        if len(view) < _READ_BYTES or torch.get_num_threads() == 1:  # a save beside training keeps to one core
             self._write(view)
             self._digests.update(view)
         else:  # both release Python's lock

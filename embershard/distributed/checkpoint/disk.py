@@ -11,7 +11,9 @@ from embershard.distributed.process_group import Ranks
 from embershard.errors import CheckpointError, os_problem
 
 
-def check_disk(folder: Path, save_bytes: int, num_saves: int, keep_last: int, ranks: Ranks) -> None:
+def check_disk(
+    folder: Path, save_bytes: int, num_saves: int, keep_last: int, ranks: Ranks, mapped_bytes: int = 0
+) -> None:
     """Raise unless every rank can write into `folder`, and the checkpoints of a run fit. Every rank calls it.
 
     Checkpoints that are there already are removed as new ones come, so their bytes count as free. Quotas are not seen.
@@ -20,6 +22,7 @@ def check_disk(folder: Path, save_bytes: int, num_saves: int, keep_last: int, ra
         folder: of the checkpoints; made where it is missing.
         save_bytes: of one checkpoint, all ranks together.
         num_saves: checkpoints that the run writes; `keep_last` + 1 of them are on the disk at one time.
+        mapped_bytes: of rows that the run will put on the same disk.
 
     Raises:
         CheckpointError: on all ranks, with the figures.
@@ -32,7 +35,7 @@ def check_disk(folder: Path, save_bytes: int, num_saves: int, keep_last: int, ra
     for rank, problem in enumerate(problems):
         if problem is not None:
             raise CheckpointError(f"rank {rank} cannot write checkpoints: {problem}")
-    ranks.from_first(lambda: _check_space(folder, save_bytes, num_saves, keep_last))
+    ranks.from_first(lambda: _check_space(folder, save_bytes, num_saves, keep_last, mapped_bytes))
 
 
 def _write_problem(probe: Path) -> str | None:
@@ -48,10 +51,10 @@ def _write_problem(probe: Path) -> str | None:
     return None
 
 
-def _check_space(folder: Path, save_bytes: int, num_saves: int, keep_last: int) -> None:
+def _check_space(folder: Path, save_bytes: int, num_saves: int, keep_last: int, mapped_bytes: int) -> None:
     complete = complete_checkpoints(folder)
     try:
-        free = shutil.disk_usage(folder).free
+        free = shutil.disk_usage(folder).free - mapped_bytes
         there = sum(folder_bytes(path) for path in [*complete, *leftovers(folder)])
     except OSError as error:
         raise CheckpointError(
@@ -60,8 +63,9 @@ def _check_space(folder: Path, save_bytes: int, num_saves: int, keep_last: int) 
     at_once = min(num_saves + len(complete), keep_last + 1)
     needed = at_once * save_bytes - there
     if needed > free:
+        rows = f" beside {_size(mapped_bytes)} of rows in cache.host_dir" if mapped_bytes else ""
         raise CheckpointError(
-            f"{folder}: checkpoints need {_size(needed)} more, and {_size(free)} are free ({at_once} "
+            f"{folder}: checkpoints need {_size(needed)} more, and {_size(max(0, free))} are free{rows} ({at_once} "
             f"checkpoints of {_size(save_bytes)} at one time, of which {_size(there)} are there). Free "
             f"{_size(needed - free)}, lower checkpoint.keep_last, or use a --run-dir on a larger disk."
         )

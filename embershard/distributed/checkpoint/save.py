@@ -6,12 +6,14 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from embershard.distributed.checkpoint.blocks import TensorBlocks
 from embershard.distributed.checkpoint.digests import DigestingFileSystem, FileEntry, file_entry
@@ -95,7 +97,8 @@ def _write_tensors(partial: Path, tensors: TensorBlocks, ranks: Ranks) -> dict[s
     writer.fs = files = DigestingFileSystem()
     failures: Mapping[int, BaseException] = {}
     try:
-        dcp.save({}, storage_writer=writer, planner=tensors, process_group=ranks.group)
+        with _without_crc32():
+            dcp.save({}, storage_writer=writer, planner=tensors, process_group=ranks.group)
     except dcp.CheckpointException as error:
         failures = causes(error)
     own = files.error or failures.get(ranks.rank)
@@ -106,6 +109,17 @@ def _write_tensors(partial: Path, tensors: TensorBlocks, ranks: Ranks) -> dict[s
         raise failure
     written = {name: digests.finish() for name, digests in files.digests.items()}
     return {name: entry for part in ranks.all_gather_objects(written) for name, entry in part.items()}
+
+
+@contextmanager
+def _without_crc32() -> Iterator[None]:
+    """Let torch write tensors without its checksums, which it never verifies: the manifest has SHA-256."""
+    computes = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(computes)
 
 
 def _complete(

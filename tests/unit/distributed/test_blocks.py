@@ -76,7 +76,7 @@ def test_what_is_copied_may_change_at_once_and_the_rest_once_it_is_written(tmp_p
     if is_copied:
         train()
     else:
-        planned.when_copied = train
+        planned.before_block = train
     loaded = stock_loaded(saved(tmp_path, ranks, planned))
     assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
     assert calls[0] == []  # before any frozen block was read

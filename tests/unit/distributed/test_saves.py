@@ -191,6 +191,13 @@ def test_space_for_all_kept_and_one_more(tmp_path, ranks, monkeypatch):
     check_disk(tmp_path, 1_700_000_000, num_saves=9, keep_last=2, ranks=ranks)
 
 
+def test_space_beside_mapped_rows(tmp_path, ranks, monkeypatch):
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=5_000_000_000))
+    check_disk(tmp_path, 1_000_000_000, num_saves=9, keep_last=2, ranks=ranks, mapped_bytes=2_000_000_000)
+    with pytest.raises(CheckpointError, match=r"and 1\.00 GB are free beside 4\.00 GB of rows in cache\.host_dir \("):
+        check_disk(tmp_path, 1_000_000_000, num_saves=9, keep_last=2, ranks=ranks, mapped_bytes=4_000_000_000)
+
+
 def test_a_folder_that_cannot_be_written(tmp_path, ranks):
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointError, match=r"rank 0 cannot write checkpoints: .*: Not a directory. A part of the"):

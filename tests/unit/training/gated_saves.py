@@ -34,7 +34,7 @@ class Late:
 
         def late(blocks: TensorBlocks, item: Any) -> torch.Tensor:
             if threading.current_thread().name == "embershard-save" and blocks._parts[item.index].order[0] > 0:
-                blocks.when_copied()
+                blocks.before_block()
                 assert self.go.wait(60), "training did not go on"
             return resolve(blocks, item)
 

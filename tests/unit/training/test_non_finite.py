@@ -16,7 +16,7 @@ from embershard.distributed import Ranks, process_group
 from embershard.errors import NotFiniteError
 from embershard.launch.record import RunRecord, make_result
 from embershard.training.kept_batches import MOST_FILES, KeptBatches
-from embershard.training.loss_monitor import MOST_SKIPPED_IN_A_ROW, LossMonitor
+from embershard.training.loss_monitor import MOST_SKIPPED_IN_A_ROW, LossMonitor, in_float64
 from embershard.training.reports import SaveReport, SkippedBatchReport
 from embershard.training.trainer import Trainer
 from tests.unit.training.poisoned import CACHES, Feed, config_of, losses, run, state_of
@@ -26,6 +26,18 @@ from tests.unit.training.poisoned import CACHES, Feed, config_of, losses, run, s
 def ranks() -> Iterator[Ranks]:
     with process_group("cpu") as found:
         yield found
+
+
+def test_reported_losses_do_not_depend_on_how_a_batch_is_divided():
+    logits, labels = torch.randn(64, generator=torch.Generator().manual_seed(3)), torch.arange(64.0) % 2
+    whole, *parts = [
+        in_float64(torch.tensor(0.7), logits[part], labels[part])
+        for part in (slice(64), slice(0, 16), slice(16, 32), slice(32, 48), slice(48, 64))
+    ]
+    assert float(sum(parts) / 4) == pytest.approx(float(whole), abs=1e-15)
+    rounded = [float(part.float()) for part in parts]
+    assert math.fsum(rounded) / 4 != pytest.approx(float(whole), abs=1e-15)  # the control
+    assert float(in_float64(torch.tensor(math.inf), logits, labels)) == math.inf
 
 
 @pytest.mark.parametrize("cache", CACHES)

@@ -11,15 +11,17 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.serialization import get_crc32_options
 
 from embershard.cache import CacheConfig
 from embershard.data import DataConfig
 from embershard.data.config import SyntheticConfig
-from embershard.distributed import CheckpointConfig, Ranks, complete_checkpoints, process_group
+from embershard.distributed import CheckpointConfig, Ranks, TensorBlocks, complete_checkpoints, process_group
 from embershard.errors import CacheError, CheckpointError, ConfigError, FailedSaveError
 from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.torchrec import FrozenRows, cached_embeddings
-from embershard.training import saves
+from embershard.training import background_save, saves
+from embershard.training.background_save import BackgroundSave
 from embershard.training.config import TrainConfig
 from embershard.training.optimizers import EmbeddingOptimizerConfig
 from embershard.training.reports import FailedSaveReport, SaveReport
@@ -95,6 +97,45 @@ def test_without_copies_it_would_be_another_state(ranks, tmp_path, broken):
     with patched:
         train(config_of(tmp_path), ranks, tmp_path / "beside")
     assert different(tmp_path / "at_once" / "step_6", tmp_path / "beside" / "step_6")
+
+
+def test_a_save_pauses_between_blocks_until_training_waits_for_it(ranks, tmp_path, monkeypatch):
+    monkeypatch.setattr(background_save, "_PAUSE", 1e9)
+    save = started_save(ranks, tmp_path)
+    save._thread.join(0.5)
+    assert not save.is_done
+    save.wait()
+    assert save.result() in complete_checkpoints(tmp_path)
+
+
+def test_a_save_does_not_pause_when_training_may_soon_wait_for_it(ranks, tmp_path, monkeypatch):
+    monkeypatch.setattr(background_save, "_PAUSE", 1e9)
+    with mock.patch.object(FrozenRows, "is_filling", True):
+        save = started_save(ranks, tmp_path)
+        save._thread.join(60)
+        assert save.is_done
+
+
+def started_save(ranks: Ranks, folder: Path) -> BackgroundSave:
+    trainer = Trainer(config_of(folder), ranks, folder)
+    with trainer.upcoming.next() as batch:
+        trainer.step(batch)
+    save = BackgroundSave(trainer._prepare_save(1 << 28), ranks.with_own_group())
+    trainer.close()
+    return save
+
+
+def test_only_saves_leave_torch_checksums_out(ranks, tmp_path):
+    computed, resolve = [], TensorBlocks.resolve_data
+
+    def noted(blocks: TensorBlocks, item: Any) -> torch.Tensor:
+        computed.append(get_crc32_options())
+        return resolve(blocks, item)
+
+    with mock.patch.object(TensorBlocks, "resolve_data", noted):
+        run(config_of(tmp_path), ranks, tmp_path)
+    assert set(computed) == {False}
+    assert get_crc32_options()
 
 
 def test_a_save_makes_no_row_in_host_memory(ranks, tmp_path):

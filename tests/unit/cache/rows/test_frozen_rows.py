@@ -139,6 +139,19 @@ def test_a_reader_beside_the_training_with_room_for_few_rows(tmp_path, lazy, map
     assert frozen.wait_seconds > 0
 
 
+def test_more_than_half_of_the_room_is_filling():
+    host = make_host()
+    frozen = freeze(host, 7, most_aside_bytes=5 * host.row_bytes)
+    train(host, [7, 8, 9])
+    assert not frozen.is_filling
+    train(host, [8, 20])
+    assert frozen.is_filling
+    for block in list(blocks(host, 7))[:2]:
+        read(frozen, host, block, [torch.empty_like(tensor) for tensor in host.payload])
+    assert not frozen.is_filling
+    frozen.close()
+
+
 def test_a_reader_that_ends_early_frees_who_waits():
     host = make_host()
     frozen = freeze(host, 7, most_aside_bytes=host.row_bytes)

@@ -1,0 +1,52 @@
+"""No thread of a process group starts a team of OpenMP threads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from embershard.distributed import process_group
+from embershard.distributed.one_core import keep_gloo_to_one_core
+
+LARGE = 1 << 18  # elements; torch copies 32,768 in parallel
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    torch.ones(LARGE).add_(1.0)  # the calling thread's team
+    yield
+    torch.set_num_threads(threads)
+
+
+def started_by(group: dist.ProcessGroup | None) -> int:
+    """Threads that gathers of large tensors start."""
+    before = len(os.listdir("/proc/self/task"))
+    for _ in range(8):  # by either thread of the group
+        dist.all_gather([torch.empty(LARGE)], torch.ones(LARGE), group)
+    return len(os.listdir("/proc/self/task")) - before
+
+
+def test_gathers_start_no_thread() -> None:
+    with process_group("cpu") as ranks:
+        assert started_by(None) == 0
+        assert started_by(ranks.with_own_group().group) == 0
+        assert torch.get_num_threads() == 2
+
+
+def test_without_it_they_do() -> None:
+    with process_group("cpu"):
+        group = dist.new_group(backend="gloo")
+        assert started_by(group) == 2
+
+
+def test_a_process_with_one_thread_stays_so() -> None:
+    torch.set_num_threads(1)
+    with process_group("cpu"):
+        keep_gloo_to_one_core(None)
+        assert torch.get_num_threads() == 1
