@@ -56,11 +56,6 @@ def compare(case: Case, fault: str | None = None) -> Outcome:
     return Outcome(different, len(found), sum(stats.evictions for stats in cache_stats(model)))
 
 
-def compare_all(cases: list[Case]) -> list[Outcome]:
-    """:func:`compare` for several cases in one call."""
-    return [compare(case) for case in cases]
-
-
 def compare_real(case: Case) -> Outcome:
     """The same after gradients of a real loss."""
     stock, model = parity.build(case, False), parity.build(case, True)

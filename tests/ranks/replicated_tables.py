@@ -37,11 +37,6 @@ def compare(case: Case) -> Outcome:
     return Outcome(differences(expected, found) + _unequal(models[1]), len(found))
 
 
-def compare_all(cases: list[Case]) -> list[Outcome]:
-    """:func:`compare` for several cases in one call."""
-    return [compare(case) for case in cases]
-
-
 def move(case: Case, folder: Path) -> list[str]:
     """Train with copies, go on with shards, and with copies again; by checkpoints of torch. Then all train on."""
     copies, shards, back = _build(case, True), _build(case, False), _build(case, True)

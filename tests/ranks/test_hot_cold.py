@@ -38,17 +38,18 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("cases", [CASES, VARIANTS], ids=["shardings and optimizers", "variants"])
-def test_weights_and_states_are_those_of_stock(two_ranks: RankPool, cases: dict[str, Case]) -> None:
+@pytest.mark.parametrize("name", [*CASES, *VARIANTS])
+def test_weights_and_states_are_those_of_stock(two_ranks: RankPool, name: str) -> None:
     """And the copies are equal on both ranks."""
-    for outcomes in two_ranks.run(hot_cold.compare_all, list(cases.values())):
-        assert {name: o.different for name, o in zip(cases, outcomes, strict=True) if o.different} == {}
-        assert sum(outcome.evictions for outcome in outcomes) > 200
+    outcomes = two_ranks.run(hot_cold.compare, {**CASES, **VARIANTS}[name])
+    assert [outcome.different for outcome in outcomes] == [[], []]
+    assert sum(outcome.evictions for outcome in outcomes) > 20 or name == "whole tables"
 
 
 def test_one_rank(one_rank: RankPool) -> None:
-    (outcomes,) = one_rank.run(hot_cold.compare_all, [ONE, CASES["column_wise, adagrad"]])
-    assert [outcome.different for outcome in outcomes] == [[], []]
+    for case in (ONE, CASES["column_wise, adagrad"]):
+        (outcome,) = one_rank.run(hot_cold.compare, case)
+        assert outcome.different == []
 
 
 @pytest.mark.parametrize("fault", FAULTS)

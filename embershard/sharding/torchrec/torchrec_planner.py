@@ -215,6 +215,12 @@ def _constraint(given: ParameterConstraints | None, table: ShardableTable, devic
     if caches and constraint.compute_kernels is None:
         constraint.compute_kernels = [_DENSE] if replicated else [CACHED_KERNEL]
     if CACHED_KERNEL in (constraint.compute_kernels or ()):
+        constraint.sharding_types = [kind for kind in constraint.sharding_types if kind != _DATA_PARALLEL]
+        if not constraint.sharding_types:
+            raise ShardingError(
+                f"table {table.name!r}: sharding type 'data_parallel' with compute kernel {CACHED_KERNEL!r}; copies on "
+                f"every rank have no cache. Needed kernel {_DENSE!r} or {_FUSED!r}, or another sharding type"
+            )
         if device_type == "cpu" and not caches:
             raise ShardingError(
                 f"table {table.name!r}: compute kernel {CACHED_KERNEL!r} on CPU needs one of embershard's cached "

@@ -290,15 +290,22 @@ def ranks():
         yield found
 
 
-def test_replicated_tables_need_one_optimizer(ranks: Ranks, tmp_path):
+def test_replicated_tables_need_one_optimizer_without_a_cache(ranks: Ranks, tmp_path):
     tables = [TablePlacement("t0", 10, 16, "fp32", "data_parallel", "replicated", ())]
     make_plan(tables, 1, 1).save(tmp_path / "p.json")
     found = ShardingConfig(plan=str(tmp_path / "p.json"))
     sgd = EmbeddingOptimizerConfig(kind="sgd", lr=0.1)
 
-    def planned(embedding: EmbeddingOptimizerConfig, dense: DenseOptimizerConfig, sharding: ShardingConfig = found):
-        config = RunConfig(sharding=sharding, embedding_optimizer=embedding, dense_optimizer=dense)
-        return find_plan(config, ranks)
+    def planned(
+        embedding: EmbeddingOptimizerConfig,
+        dense: DenseOptimizerConfig,
+        sharding: ShardingConfig = found,
+        cached: bool = False,
+    ):
+        cache = CacheConfig(enabled=cached)
+        return find_plan(
+            RunConfig(sharding=sharding, embedding_optimizer=embedding, dense_optimizer=dense, cache=cache), ranks
+        )
 
     assert planned(sgd, DenseOptimizerConfig(kind="sgd", lr=0.1)) == make_plan(tables, 1, 1)
     for embedding, dense in (
@@ -310,6 +317,7 @@ def test_replicated_tables_need_one_optimizer(ranks: Ranks, tmp_path):
     ):
         with pytest.raises(ConfigError, match=r"replicates the tables \['t0'\], .* trained by the dense optimizer"):
             planned(embedding, dense)
+        assert planned(embedding, dense, cached=True) == make_plan(tables, 1, 1)
     assert planned(sgd, DenseOptimizerConfig(), ShardingConfig()) is None
 
 

@@ -175,7 +175,7 @@ def test_an_unknown_table_is_named(device):
     [
         {"sharding_types": ["bogus"]},
         {"compute_kernels": ["bogus"]},
-        {"sharding_types": ["data_parallel"], "compute_kernels": ["fused"]},
+        {"sharding_types": ["data_parallel"], "compute_kernels": [CACHED_KERNEL]},
     ],
 )
 def test_constraints_that_no_plan_fits(device, given):
