@@ -110,7 +110,7 @@ class HotSamples:
             DataError: the file is damaged or of another kind.
         """
         try:
-            with np.load(path, allow_pickle=False) as file:
+            with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
                 found = cls(file["bits"], int(file["num_samples"]), str(file["digest"]))
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise DataError(f"{path}: got no file of hot samples ({error}); remove it, and it is made again") from error

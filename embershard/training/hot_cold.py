@@ -120,12 +120,10 @@ def _all_bits(config: RunConfig, source: Source, ranks: Ranks, rows: HotRowsFilt
     try:
         mine = np.concatenate([mine, *_bits(config, source, rows, start, min(total, start + of_rank))])
     except DataError as error:
-        problem = error
-    failed = [rank for rank, failed in enumerate(ranks.all_gather_objects(problem is not None)) if failed]
-    if problem is not None:
-        raise problem
-    if failed:
-        raise DataError(f"rank {failed[0]} cannot read the training data; see its error")
+        problem = str(error)
+    problems = [found for found in ranks.all_gather_objects(problem) if found]
+    if problems:  # on every rank, so that none waits for another
+        raise DataError(problems[0])
     gathered = ranks.all_gather_rows(torch.from_numpy(mine).to(ranks.device))
     return gathered.cpu().numpy()
 

@@ -28,14 +28,14 @@ class Trained:
         samples: the first dense features of its samples.
         is_hot: of its batches.
         losses: of all ranks.
-        sent_bytes: of embeddings and their gradients between shards, per rank.
+        embedding_bytes: between ranks, per rank.
         batches: by kind, over all steps.
     """
 
     samples: list[list[float]] = field(default_factory=list)
     is_hot: list[bool] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    sent_bytes: list[float] = field(default_factory=list)
+    embedding_bytes: list[float] = field(default_factory=list)
     batches: dict[str, int] = field(default_factory=dict)
 
 
@@ -67,7 +67,7 @@ def run(folder: Path | None, lookahead: int, resume: Path | None = None) -> Trai
     for report in trainer.train():
         if isinstance(report, TrainReport):
             found.losses.append(report.loss)
-            found.sent_bytes.append(report.sent_bytes.embeddings + report.sent_bytes.gradients)
+            found.embedding_bytes.append(report.sent_bytes.embeddings)
             found.batches = report.batches or {}
     trainer.close()
     return found

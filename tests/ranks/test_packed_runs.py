@@ -29,9 +29,9 @@ def test_one_order_on_one_rank_and_two_and_runs_go_on(one_rank: RankPool, two_ra
     assert min(first.batches["hot"], first.batches["cold"]) >= 10
     assert first.batches["hot"] == sum(first.is_hot)
     assert first.losses == pytest.approx(alone[0].losses, abs=1e-5)
-    of_hot = {sent for sent, is_hot in zip(first.sent_bytes, first.is_hot, strict=True) if is_hot}
-    of_cold = [sent for sent, is_hot in zip(first.sent_bytes, first.is_hot, strict=True) if not is_hot]
-    assert max(of_hot) < min(of_cold)
+    sent = list(zip(first.embedding_bytes, first.is_hot, strict=True))
+    assert {num_bytes for num_bytes, is_hot in sent if is_hot} == {0}
+    assert min(num_bytes for num_bytes, is_hot in sent if not is_hot) > 0
     saved = tmp_path / "two" / "checkpoints" / f"step_{SAVED_AT}"
     for lookahead in (0, 5):
         rest = two_ranks.run(packed_runs.run, None, lookahead, saved)

@@ -10,25 +10,29 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from embershard.data import DataConfig, StreamState, open_source
+from embershard.data import CriteoConfig, DataConfig, StreamState, open_source
 from embershard.data.config import SyntheticConfig
 from embershard.data.segments import READ_AHEAD, PackedState
 from embershard.distributed import CheckpointConfig, Ranks, process_group
-from embershard.errors import CheckpointError, ConfigError
+from embershard.errors import CheckpointError, ConfigError, DataError
+from embershard.frequency import FrequencyProfile
 from embershard.frequency.config import ProfileConfig
 from embershard.models import table_name
 from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.config import ShardingConfig
-from embershard.training import build, hot_cold
+from embershard.training import hot_cold
 from embershard.training.build import find_profile
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.hot_cold import FILE, find_hot_set
 from embershard.training.identity import ORDER, check_keys
+from embershard.training.model_size import table_rows
 from embershard.training.reports import TrainReport
 from embershard.training.saved_run import SavedRun
 from embershard.training.steps import open_stream
 from embershard.training.trainer import Trainer
+from tests.unit.training.test_identity import write_clicks
 from tests.unit.training.test_trainer import losses, make_config, run
 
 HOT_BYTES = 20_000
@@ -38,11 +42,6 @@ HOT_BYTES = 20_000
 def ranks() -> Iterator[Ranks]:
     with process_group("cpu") as found:
         yield found
-
-
-@pytest.fixture(autouse=True)
-def mode_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    pass
 
 
 def hot_config(**changes: Any) -> RunConfig:
@@ -183,14 +182,11 @@ def test_a_position_with_too_many_hot_samples_is_refused():
         SavedRun(2, 10, position, {}, {}, 1, ({"cpu": ""},))
 
 
-def test_settings_that_the_mode_cannot_have_are_refused(monkeypatch, ranks):
+def test_settings_that_the_mode_cannot_have_are_refused():
     with pytest.raises(ConfigError, match=r"cache\.enabled: got false, needed true in the mode \"hot_cold\""):
         hot_config(cache=replace(hot_config().cache, enabled=False))
     with pytest.raises(ConfigError, match="got 128, needed at most 120 in the mode"):
         hot_config(look_ahead=LookAheadConfig(lookahead=READ_AHEAD - 8))
-    monkeypatch.setattr(build, "_BUILT_MODES", ("sharded",))
-    with pytest.raises(ConfigError, match=r"sharding\.mode: got 'hot_cold', needed 'sharded'"):
-        Trainer(hot_config(), ranks, None)
 
 
 def test_hot_rows_are_of_the_model_s_tables(ranks):
@@ -201,6 +197,18 @@ def test_hot_rows_are_of_the_model_s_tables(ranks):
     other = hot_config(data=replace(config.data, synthetic=SyntheticConfig(num_samples=1000, scale=0.001)))
     with pytest.raises(ConfigError, match="the frequency profile counted"):
         find_hot_set(other, profile, open_source(other.data), ranks, None)
+
+
+def test_a_bad_row_is_named_before_training(ranks, tmp_path):
+    path = tmp_path / "day_0"
+    write_clicks(path)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:150], lines[150].replace("\t", "\tx", 20), *lines[151:]]))
+    data = DataConfig(kind="criteo", path=str(path), criteo=CriteoConfig(num_rows=50), num_workers=0)
+    config = hot_config(data=data, sharding=ShardingConfig(mode="hot_cold", hot_bytes=100_000))
+    count = FrequencyProfile.count([{table: torch.arange(50) for table in table_rows(config)}], table_rows(config))
+    with pytest.raises(DataError, match="day_0:151 "):
+        find_hot_set(config, count, open_source(data), ranks, None)
 
 
 def test_checkpoints_are_written_beside_the_file(ranks, tmp_path):
