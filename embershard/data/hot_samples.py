@@ -95,6 +95,7 @@ class HotSamples:
     def save(self, path: Path) -> None:
         """Write a `.npz` file; an earlier one is replaced when the new one is complete."""
         new = path.with_name(f"{path.name}.new")
+        path.parent.mkdir(parents=True, exist_ok=True)
         with naming_file(new), new.open("wb") as file:
             np.savez(file, bits=self.bits, num_samples=self.num_samples, digest=self.digest)
             file.flush()

@@ -106,8 +106,8 @@ class SegmentSchedule:
     """Says of which kind each batch is, and learns from the losses.
 
     >>> schedule = SegmentSchedule(PackedState(digest="", global_batch=1))
-    >>> [schedule.next_kind({"cold": 1, "hot": 3}, {"cold": 1, "hot": 3})]
-    ['cold']
+    >>> schedule.next_kind(left={"cold": 1, "hot": 3}, total={"cold": 1, "hot": 3})
+    'cold'
 
     Args:
         state: position in the order.

@@ -77,10 +77,10 @@ class Supervision:
         given = os.environ.pop(LAUNCHER_VARIABLE, None)  # not for processes that this one starts
         if given is None:
             if "TORCHELASTIC_RUN_ID" in os.environ:
-                _end_with_parent()
+                end_with_parent()
             return cls()
         launcher, beats, stacks = map(int, given.split())
-        _end_with_parent()
+        end_with_parent()
         if os.getppid() != launcher:  # it died before
             os._exit(1)
         supervision = cls(pulses(beats)[int(os.environ["LOCAL_RANK"])])
@@ -112,5 +112,6 @@ class Supervision:
         return self.must_stop
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """Have the system kill this process when its parent dies."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

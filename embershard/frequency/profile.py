@@ -137,22 +137,6 @@ class FrequencyProfile:
             )
         return self.sparse(table).between(row_offset, local_rows)
 
-    def hottest(self, num_rows: int) -> dict[str, Tensor]:
-        """Return the rows most often looked up, `num_rows` of all tables together: ascending rows int64 by table.
-
-        They are a hot set to hold or to replicate. Of equally frequent rows the first are taken.
-        """
-        names = list(self.tables)
-        sparse = [self.sparse(name) for name in names]
-        counts = torch.cat([torch.from_numpy(rows.hits) for rows in sparse])
-        best = torch.sort(counts, descending=True, stable=True).indices[:num_rows]
-        ends = torch.tensor([len(rows.hits) for rows in sparse]).cumsum(0)
-        owner = torch.bucketize(best, ends, right=True)
-        return {
-            name: torch.from_numpy(rows.rows)[best[owner == table] - int(ends[table]) + len(rows.rows)].sort().values
-            for table, (name, rows) in enumerate(zip(names, sparse, strict=True))
-        }
-
     def cache_statistics(self, table: str, batch_size: int) -> BatchMisses:
         """Return the misses of a cache of the most frequent rows of `table` in a batch of `batch_size` samples (over
         all ranks).

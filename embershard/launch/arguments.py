@@ -34,6 +34,19 @@ def add_settings(parser: argparse.ArgumentParser, *, required: bool) -> None:
     )
 
 
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """Add `--plan FILE`, which becomes one of the `overrides`."""
+    parser.add_argument(
+        "--plan",
+        dest="overrides",
+        action="append",
+        type=partial(text_override, "sharding.plan"),
+        default=[],
+        metavar="FILE",
+        help="obey a plan of embershard plan; the same as --set sharding.plan=FILE",
+    )
+
+
 def text_override(key: str, text: str) -> str:
     """Return the override that sets `key` to a text, whatever characters it has.
 
@@ -67,15 +80,7 @@ def check_output(path: Path) -> None:
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that `embershard train` and the program of each rank have in common."""
     add_settings(parser, required=True)
-    parser.add_argument(
-        "--plan",
-        dest="overrides",
-        action="append",
-        type=partial(text_override, "sharding.plan"),
-        default=[],
-        metavar="FILE",
-        help="obey a plan of embershard plan; the same as --set sharding.plan=FILE",
-    )
+    add_plan(parser)
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="folder for the run's files (default: runs/NAME-TIME)"
     )

@@ -17,6 +17,8 @@ _COMMANDS = (
     ("profile", "profile.command", "count how often every row of a data set is looked up, or show such a profile"),
     ("plan", "plan.command", "place tables and size caches, without a GPU at hand; predict memory and speed"),
     ("data", "data.command", "read a whole data set and say what training would do with it"),
+    ("verify", "verify.start", "train the first steps with the cache and with stock TorchRec, and compare every bit"),
+    ("sweep", "sweep.command", "train many runs from one file, and gather their results in a table"),
     ("report", "report.command", "set what a plan predicted beside what a run measured"),
     ("ckpt", "ckpt.command", "list, verify, prune or compare the checkpoints of a run"),
     ("doctor", "doctor.command", "check whether this machine can train, and say what to do if not"),

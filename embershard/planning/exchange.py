@@ -8,6 +8,10 @@ from dataclasses import replace
 from embershard.planning.cost import work
 from embershard.planning.workload import Workload
 from embershard.sharding.shards import ROWS_TYPES, Exchange, TablePlacement, shards_of
+from embershard.units import size
+
+#: Tables that a plan's notes give reasons for.
+_MOST_REASONS = 6
 
 
 def exchange_bytes(workload: Workload, table: str, sharding: str, columns: int, exchange: Exchange) -> float:
@@ -16,7 +20,7 @@ def exchange_bytes(workload: Workload, table: str, sharding: str, columns: int, 
     shape = workload.shape
     on_a_node = min(shape.ranks_per_node, shape.world_size)
     num_shards = {"row_wise": shape.world_size, "table_row_wise": on_a_node, "grid_shard": on_a_node}.get(sharding, 1)
-    return num_shards * work.all_to_all_bytes(
+    of_shard = work.exchanged_bytes(
         sharding,
         batch_size=shape.batch_size,
         world_size=shape.world_size,
@@ -25,8 +29,9 @@ def exchange_bytes(workload: Workload, table: str, sharding: str, columns: int, 
         rank_share=1 / num_shards,
         ranks_per_node=shape.ranks_per_node,
         distinct_ids=workload.distinct_per_rank(table) if exchange == "rows" else None,
-        pooled_number_bytes=shape.pooled_number_bytes,
+        number_bytes=shape.number_bytes,
     )
+    return num_shards * of_shard.in_training
 
 
 def exchange_of(workload: Workload, table: str, sharding: str, columns: int) -> Exchange:
@@ -49,27 +54,44 @@ def with_exchange(workload: Workload, table: TablePlacement) -> TablePlacement:
 
 
 def exchange_notes(workload: Workload, tables: Sequence[TablePlacement]) -> list[str]:
-    """Return a sentence on what the tables exchange, and why; none where the setting is "pooled"."""
+    """Return sentences on what the tables exchange, and why; none where the setting is "pooled"."""
     shape = workload.shape
     if shape.exchange == "pooled" or shape.world_size == 1:
         return []
-    chosen = _megabytes(workload, tables)
-    pooled = _megabytes(workload, [replace(table, exchange="pooled") for table in tables])
-    rows = _megabytes(
-        workload, [replace(table, exchange="rows" if table.sharding in ROWS_TYPES else "pooled") for table in tables]
-    )
+    sent = [_sent(workload, table) for table in tables]
+    mean = [sum(values) / shape.world_size / 1e6 for values in zip(*sent, strict=True)]
     num_rows = sum(table.exchange == "rows" for table in tables)
-    return [
-        f"{num_rows} of {len(tables)} tables exchange distinct rows: a rank sends {chosen:.2f} MB of ids, embeddings "
-        f"and gradients a step, on average. With pooled embeddings for all tables it would send {pooled:.2f} MB, with "
-        f"distinct rows for all tables {rows:.2f} MB."
+    notes = [
+        f"{num_rows} of {len(tables)} tables exchange distinct rows: a rank sends {mean[0]:.2f} MB of ids, embeddings "
+        f"and gradients a step, on average. With pooled embeddings for all tables it would send {mean[1]:.2f} MB, with "
+        f"distinct rows for all tables {mean[2]:.2f} MB."
     ]
+    if shape.exchange == "auto":
+        most = sorted(zip(sent, tables, strict=True), key=lambda pair: -abs(pair[0][1] - pair[0][2]))[:_MOST_REASONS]
+        reasons = "; ".join(exchange_reason(workload, table) for _, table in most if table.sharding != "data_parallel")
+        notes.append(
+            f"Each table exchanges what takes fewer bytes. Bytes of all ranks in a step, the largest gains: {reasons}."
+        )
+    return notes
 
 
-def _megabytes(workload: Workload, tables: Sequence[TablePlacement]) -> float:
-    total = 0.0
-    for table in tables:
-        shards = shards_of(table, workload.shape.ranks_per_node)
-        for columns in [shard.columns for shard in shards if shard.first_row == 0]:
-            total += exchange_bytes(workload, table.table, table.sharding, columns, table.exchange)
-    return total / workload.shape.world_size / 1e6
+def exchange_reason(workload: Workload, table: TablePlacement) -> str:
+    """Return what a table exchanges, and the bytes of both exchanges."""
+    _, pooled, rows = _sent(workload, table)
+    if table.sharding not in ROWS_TYPES:
+        return f"{table.table} pooled embeddings, {size(pooled)} ({table.sharding} tables cannot exchange rows)"
+    if table.exchange == "rows":
+        return f"{table.table} distinct rows, {size(rows)} (pooled: {size(pooled)})"
+    return f"{table.table} pooled embeddings, {size(pooled)} (rows: {size(rows)})"
+
+
+def _sent(workload: Workload, table: TablePlacement) -> tuple[float, float, float]:
+    """Return the bytes that all ranks together send in a step for a table: as it is, with pooled embeddings, and with
+    distinct rows where its sharding type can."""
+    pooled = rows = 0.0
+    for shard in shards_of(table, workload.shape.ranks_per_node):
+        if shard.first_row == 0:
+            arguments = (workload, table.table, table.sharding, shard.columns)
+            pooled += exchange_bytes(*arguments, "pooled")
+            rows += exchange_bytes(*arguments, "rows" if table.sharding in ROWS_TYPES else "pooled")
+    return rows if table.exchange == "rows" else pooled, pooled, rows

@@ -94,6 +94,17 @@ def shard_work(workload: Workload, shard: PlacedShard, report: ShardReport) -> S
     cached = shard.kernel == "cached"
     distinct = workload.distinct_per_rank(size.table) if shard.exchange == "rows" else None
     every = shape.world_size * (per_sample * shape.batch_size if distinct is None else distinct)
+    sent = work.exchanged_bytes(
+        shard.sharding,
+        batch_size=shape.batch_size,
+        world_size=shape.world_size,
+        ids_per_sample=per_sample,
+        columns=shard.columns,
+        rank_share=report.lookups / max(every, 1e-300),
+        ranks_per_node=shape.ranks_per_node,
+        distinct_ids=distinct,
+        number_bytes=shape.number_bytes,
+    )
     return StepWork(
         embedding_bytes=work.embedding_bytes(report.lookups, size, shard.columns),
         planned_ids=report.lookups if cached else 0.0,
@@ -102,29 +113,23 @@ def shard_work(workload: Workload, shard: PlacedShard, report: ShardReport) -> S
         write_backs=report.write_backs,
         bytes_to_device=report.fills * shard.row_bytes,
         bytes_to_host=report.write_backs * shard.row_bytes,
-        all_to_all_bytes=work.all_to_all_bytes(
-            shard.sharding,
-            batch_size=shape.batch_size,
-            world_size=shape.world_size,
-            ids_per_sample=per_sample,
-            columns=shard.columns,
-            rank_share=report.lookups / max(every, 1e-300),
-            ranks_per_node=shape.ranks_per_node,
-            distinct_ids=distinct,
-            pooled_number_bytes=shape.pooled_number_bytes,
-        ),
+        sent_id_bytes=sent.ids,
+        sent_embedding_bytes=sent.embeddings,
+        sent_gradient_bytes=sent.gradients,
     )
 
 
 def rank_work(workload: Workload, shards: Sequence[PlacedShard], reports: Sequence[ShardReport]) -> StepWork:
     """Return the work of a whole rank's step: its shards, its part of the dense model, its samples."""
     shape, model = workload.shape, workload.model
+    num_groups = len(work.exchange_groups(shards))
     dense = StepWork(
         dense_flops=model.dense_flops_per_sample * shape.batch_size,
         activation_bytes=model.activation_bytes_per_sample * shape.batch_size,
         update_bytes=model.dense_parameter_bytes,
         all_reduce_bytes=work.all_reduce_bytes(model.dense_parameter_bytes, shape.world_size),
-        num_collectives=work.num_collectives({shard.sharding for shard in shards}, shape.world_size),
+        sent_id_bytes=work.sizes_bytes(num_groups, shape.world_size),
+        num_collectives=work.num_collectives(num_groups, shape.world_size),
         input_seconds=(workload.data.read_seconds_per_sample or 0.0) * shape.batch_size,
     )
     return StepWork.total([dense, *(shard_work(workload, *pair) for pair in zip(shards, reports, strict=True))])

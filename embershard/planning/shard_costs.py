@@ -59,7 +59,8 @@ class ShardCosts:
                 "communication": sum(parts[name] for name in ("all_to_all", "latency")),
                 "copies": sum(parts[name] for name in ("planning", "fills", "write_backs")),
             },
-            device_bytes=row_bytes + memory_model.pooled_bytes(shard, shape.global_batch_size),
+            device_bytes=row_bytes
+            + round(memory_model.vector_bytes(shard, shape.global_batch_size, workload.lookups_per_step(shard))),
             host_bytes=sum(memory_model.host_bytes([shard], shape.memory).values()),
         )
 

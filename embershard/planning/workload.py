@@ -49,9 +49,10 @@ class RunShape:
         device: "cpu" or "cuda".
         cache: the rows that the caches keep, and how far ahead is looked.
         num_steps: steps of the run, where they are known.
-        pooled_number_bytes: bytes of one number of a pooled embedding and of its gradient, together, between ranks.
+        number_bytes: bytes of one number of an embedding, and of its gradient, between ranks.
         slot_map: kind of the caches' maps; None where each pool's size decides.
         exchange: what travels between ranks; "auto": of each table what takes fewer bytes.
+        hot_bytes: memory of each rank for copies of hot rows.
     """
 
     world_size: int
@@ -60,9 +61,10 @@ class RunShape:
     device: Literal["cpu", "cuda"]
     cache: ReplaySettings
     num_steps: int | None = None
-    pooled_number_bytes: float = 8
+    number_bytes: tuple[float, float] = (4, 4)
     slot_map: MapKind | None = None
     exchange: ExchangeChoice = "pooled"
+    hot_bytes: int = 0
 
     @property
     def global_batch_size(self) -> int:
@@ -74,7 +76,13 @@ class RunShape:
         """The settings that memory depends on."""
         cache = self.cache
         return MemorySettings(
-            cache.policy, cache.lookahead, cache.prefetch, self.batch_size, self.slot_map, self.device
+            cache.policy,
+            cache.lookahead,
+            cache.prefetch,
+            self.batch_size,
+            self.slot_map,
+            self.device,
+            self.hot_bytes,
         )
 
 
@@ -162,8 +170,11 @@ class Workload:
         return {}
 
     def lookups_per_step(self, shard: PlacedShard) -> float:
-        """Return the expected lookups of a shard's rows in a step; a replicated table serves its own rank only."""
+        """Return the expected ids that arrive at a shard in a step: all lookups of its rows, or each distinct one once
+        per rank. A replicated table serves its own rank only."""
         shape = self.shape
+        if shard.exchange == "rows":
+            return self.distinct_per_rank(shard.table.table) * shape.world_size * self.share_of_lookups(shard)
         samples = shape.batch_size if shard.kernel == "replicated" else shape.global_batch_size
         return self.lookups_per_sample[shard.table.table] * samples * self.share_of_lookups(shard)
 

@@ -72,9 +72,9 @@ class ShardingConfig:
                 )
 
     @property
-    def pooled_number_bytes(self) -> int:
-        """Bytes of a pooled embedding's number between ranks, and of its gradient, together."""
-        return _BYTES[self.forward_dtype] + _BYTES[self.backward_dtype]
+    def number_bytes(self) -> tuple[int, int]:
+        """Bytes of an embedding's number between ranks, and of its gradient's."""
+        return _BYTES[self.forward_dtype], _BYTES[self.backward_dtype]
 
 
 def check_no_size(cache: CacheConfig) -> None:

@@ -28,6 +28,7 @@ class MemorySettings:
         lookahead, prefetch: batches known, and resident, ahead of the one in training.
         batch_size: samples per rank and step.
         slot_map: kind of the maps from rows to slots; None: each pool's size decides.
+        hot_bytes: copies of hot rows and their optimizer states on every rank; 0: there are none.
     """
 
     policy: CachePolicy
@@ -36,6 +37,7 @@ class MemorySettings:
     batch_size: int
     slot_map: MapKind | None = None
     device: Literal["cpu", "cuda"] = "cpu"
+    hot_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -110,24 +112,44 @@ def step_bytes(
     world_size: int,
     lookups_per_sample: float,
 ) -> dict[str, int]:
-    """Return the device memory of a rank for its batches: "dense", "activations", "input_buffers".
+    """Return the device memory of a rank for its batches: "dense", "activations", "input_buffers"; with copies of hot
+    rows, for these: "hot_rows".
 
-    `lookups` has the lookups of each of the rank's shards in a step. Pooled embeddings exist for the batch in training:
-    sent, received, and their gradients. Ids are kept for the window, which `MAX_KNOWN_BYTES` limits.
+    `lookups` has the ids that arrive at each of the rank's shards in a step. Embeddings exist for the batch in
+    training: sent, received, and their gradients. Ids are kept for the window, which `MAX_KNOWN_BYTES` limits; where
+    distinct rows are exchanged, so is the place of each id among the distinct ones.
     """
     batch = settings.batch_size
-    pooled = sum(pooled_bytes(shard, batch if shard.kernel == "replicated" else batch * world_size) for shard in shards)
-    pooled += 2 * sum(table.dim for table in model.tables) * batch * _FLOAT_BYTES
+    vectors = 2.0 * sum(table.dim for table in model.tables) * batch * _FLOAT_BYTES
+    for shard, arriving in zip(shards, lookups, strict=True):
+        samples = batch if shard.kernel == "replicated" else batch * world_size
+        vectors += vector_bytes(shard, samples, arriving)
     of_batch = sum(lookups) * (_ID_BYTES + _KNOWN_ID_BYTES)
     known = settings.lookahead + 3 if settings.lookahead else 1  # the one in training, and two that arrive
     window = min(known * of_batch, max(MAX_KNOWN_BYTES, (settings.prefetch + 2) * of_batch))
+    if any(shard.exchange == "rows" for shard in shards):
+        window += known * lookups_per_sample * batch * _ID_BYTES
     return {
         "dense": model.dense_parameter_bytes + model.dense_state_bytes,
         "activations": round(model.activation_bytes_per_sample * batch),
-        "input_buffers": round(window + 2 * lookups_per_sample * batch * _ID_BYTES + pooled),
+        "input_buffers": round(window + 2 * lookups_per_sample * batch * _ID_BYTES + vectors),
+        **_hot_rows_bytes(model, settings),
     }
 
 
-def pooled_bytes(shard: PlacedShard, num_samples: int) -> int:
-    """Return the bytes of a shard's pooled embeddings for so many samples, and of their gradients."""
-    return 2 * shard.columns * num_samples * _FLOAT_BYTES
+def vector_bytes(shard: PlacedShard, num_samples: int, lookups: float) -> float:
+    """Return the bytes of what a shard gives the ranks in a step, and of the gradients: pooled embeddings of so many
+    samples, or the distinct rows of so many lookups. Rows count twice: a rank receives about as many as it sends."""
+    vectors = 2 * lookups if shard.exchange == "rows" else num_samples
+    return 2 * shard.columns * vectors * _FLOAT_BYTES
+
+
+def _hot_rows_bytes(model: ModelSize, settings: MemorySettings) -> dict[str, int]:
+    """Return the bytes of the hot rows' copies, with the map that tells their ids: of a hashed one, the most."""
+    if not settings.hot_bytes:
+        return {}
+    rows = sum(table.rows for table in model.tables)
+    most_hot = settings.hot_bytes // min(table.row_bytes() for table in model.tables)
+    is_array = map_kind(None, rows, settings.device) == "array"
+    map_bytes = ARRAY_ROW_BYTES * rows if is_array else HASHED_SLOT_BYTES * most_hot
+    return {"hot_rows": settings.hot_bytes + map_bytes}

@@ -59,7 +59,7 @@ class RankPrediction:
 
     Attributes:
         device_bytes: by use: "slots", "maps", "device_tables", "replicated", "dense", "activations",
-            "input_buffers".
+            "input_buffers"; in the mode "hot_cold" also "hot_rows".
         host_bytes: "rows" and "scores".
         work: work of one step, by the fields of `StepWork`.
         seconds: parts of one step.

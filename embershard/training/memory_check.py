@@ -23,6 +23,7 @@ _USES = {
     "maps": "maps of the caches",
     "device_tables": "tables without a cache",
     "replicated": "replicated tables",
+    "hot_rows": "copies of hot rows",
     "dense": "dense layers",
     "activations": "activations",
     "input_buffers": "known batches",

@@ -136,7 +136,8 @@ def _settings(config: RunConfig, ranks: RanksHere) -> MemorySettings:
     depths, batch_size = config.look_ahead, config.train.rank_batch_size(ranks.world_size)
     known = min(config.lookahead, config.train.max_steps or config.lookahead)  # no batch after the last step
     policy = config.cache.policy_for(config.has_profile and config.cache.enabled)
-    return MemorySettings(policy, known, depths.prefetch, batch_size, config.cache.slot_map, ranks.device)
+    hot_bytes = config.sharding.hot_bytes or 0
+    return MemorySettings(policy, known, depths.prefetch, batch_size, config.cache.slot_map, ranks.device, hot_bytes)
 
 
 def _even_plan(config: RunConfig, model: ModelSize, ranks: RanksHere) -> Plan:
@@ -205,11 +206,15 @@ def _step_bytes(
     settings: MemorySettings,
     world_size: int,
 ) -> Counter[str]:
-    """Return the device memory of a rank for the dense layers and for batches; lookups are spread over all rows."""
+    """Return the device memory of a rank for the dense layers and for batches; lookups are spread over all rows. Where
+    distinct rows are exchanged, no id of a rank's batch is taken to repeat, and no row to arrive twice from a rank."""
     per_step = []
     for shard in shards:
-        samples = settings.batch_size * (1 if shard.kernel == "replicated" else world_size)
-        per_step.append(lookups[shard.table.table] * samples * shard.rows / shard.table.rows)
+        of_rank = lookups[shard.table.table] * settings.batch_size
+        if shard.exchange == "rows":
+            of_rank = min(of_rank, shard.table.rows)
+        ranks = 1 if shard.kernel == "replicated" else world_size
+        per_step.append(of_rank * ranks * shard.rows / shard.table.rows)
     total = sum(lookups.values())
     return Counter(memory_model.step_bytes(model, shards, per_step, settings, world_size, total))
 

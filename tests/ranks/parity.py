@@ -55,7 +55,8 @@ OPTIMIZERS = {
 class Case:
     """One configuration. ``sharding``: one type for all tables, or one per table. ``profile``: give one to policies
     that do not need it. ``cached``: numbers of the cached tables, None for all; ``data_parallel`` tables are never
-    cached. ``replicated``: numbers of tables that are sharded in stock TorchRec, and replicated beside the cache."""
+    cached. ``replicated``: numbers of tables that are sharded in stock TorchRec, and replicated beside the cache.
+    ``hot``: rows of each table that every rank has a copy of, the most frequent ones; None: not this mode."""
 
     optimizer: str = "rowwise_adagrad"
     sharding: str | tuple[str, ...] = "table_wise"
@@ -84,6 +85,7 @@ class Case:
     exchange: str = "pooled"
     mode: str = "sharded"
     replicated: tuple[int, ...] = ()
+    hot: int | None = None
 
     @property
     def features(self) -> list[str]:
@@ -188,6 +190,7 @@ def build(case: Case, cached: bool, make_model: Callable[[Case], nn.Module] | No
                 init_seed=case.init_seed,
                 exchange=case.exchange,  # type: ignore[arg-type]
                 mode=case.mode,  # type: ignore[arg-type]
+                hot_rows=None if case.hot is None else hot_rows(case),
             ),
             CachedEmbeddingCollectionSharder(config, profile, dict(fused_params), codecs, init_seed=case.init_seed),
         ]
@@ -218,6 +221,11 @@ def build(case: Case, cached: bool, make_model: Callable[[Case], nn.Module] | No
     if counter_init is not None:
         counter_init.write(next(m for m in sharded.modules() if isinstance(m, ShardedEmbeddingCollection)))
     return sharded
+
+
+def hot_rows(case: Case) -> dict[str, Tensor]:
+    """The most frequent rows of every table in `batches`."""
+    return {f"t{t}": (torch.arange(min(case.hot or 0, rows)) * 7 % rows).unique() for t, rows in enumerate(case.rows)}
 
 
 def _constraints(case: Case, cached: bool) -> dict[str, ParameterConstraints]:

@@ -22,7 +22,7 @@ from tests.ranks.rows_exchange import Case, train_linear
 
 @dataclass(frozen=True)
 class Outcome:
-    """``different``: names under which weights and states are not those of stock TorchRec, or not equal on the ranks."""
+    """``different``: names of weights and states that are not those of stock TorchRec, or differ between ranks."""
 
     different: list[str]
     num_compared: int
@@ -47,8 +47,8 @@ def move(case: Case, folder: Path) -> list[str]:
     copies, shards, back = _build(case, True), _build(case, False), _build(case, True)
     train_linear(copies, case)
     for number, (source, target) in enumerate([(copies, shards), (shards, back)]):
-        dcp.save(without_empty(_tensors(source)), checkpoint_id=folder / str(number))
-        tensors = _tensors(target)
+        dcp.save(without_empty(tensors_of(source)), checkpoint_id=folder / str(number))
+        tensors = tensors_of(target)
         dcp.load(without_empty(tensors), checkpoint_id=folder / str(number))
         target.load_state_dict(tensors["model"])
         target.fused_optimizer.load_state_dict({"state": tensors["states"]})
@@ -74,7 +74,8 @@ def _build(case: Case, cached: bool) -> DistributedModelParallel:
     return parity.build(case, cached, parity.LinearModel)
 
 
-def _tensors(model: DistributedModelParallel) -> dict[str, Any]:
+def tensors_of(model: DistributedModelParallel) -> dict[str, Any]:
+    """Weights and states, for a checkpoint."""
     return {"model": model.state_dict(), "states": model.fused_optimizer.state_dict()["state"]}
 
 

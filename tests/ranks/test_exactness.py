@@ -14,6 +14,7 @@ import pytest
 from embershard.cache.config import Scoring
 from tests.ranks import faults, initial_weights, rows_exchange
 from tests.ranks.parity import ROWS, Case, Outcome, compare, compare_all, losses_of
+from tests.ranks.rows_exchange_matrix import case_of, with_look_ahead
 from tests.ranks.workers import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -102,13 +103,16 @@ def test_four_ranks_on_two_nodes(four_ranks: RankPool) -> None:
 
 def test_four_ranks_exchange_distinct_rows(four_ranks: RankPool) -> None:
     """As two ranks do in `test_rows_exchange.py`."""
+    samples = [("SUM", "row_wise"), ("MEAN", "table_wise"), ("shared table", "column_wise")]
     cases = [
-        rows_exchange.Case(sharding=sharding, batch_size=8, ratio=0.3, lookahead=lookahead, local_world_size=2)
-        for sharding, lookahead in (("row_wise", 0), ("table_wise", 3), ("column_wise", 0))
+        dataclasses.replace(case_of(pooling, sharding, "rowwise_adagrad", 4), local_world_size=2)
+        for pooling, sharding in samples
     ]
-    for outcomes in four_ranks.run(rows_exchange.compare_all, cases):
-        assert [outcome.different for outcome in outcomes] == [[], [], []]
-        assert all(outcome.num_compared > 0 and outcome.evictions > 10 for outcome in outcomes)
+    cases[1] = with_look_ahead(cases[1])
+    for outcomes in zip(*four_ranks.run(rows_exchange.compare_all, cases), strict=True):
+        assert [outcome.different for outcome in outcomes] == [[]] * 4
+        assert all(outcome.num_compared > 0 for outcome in outcomes)
+        assert sum(outcome.evictions for outcome in outcomes) > 50
 
 
 def test_four_ranks_on_two_nodes_start_from_a_counters_weights(four_ranks: RankPool) -> None:

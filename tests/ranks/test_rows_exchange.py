@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from tests.ranks import rows_exchange
-from tests.ranks.rows_exchange import FAULTS, Case, Outcome
+from tests.ranks.rows_exchange import LOSS_BOUND, WEIGHT_BOUND, Case, Outcome
+from tests.ranks.rows_exchange_matrix import SHARDINGS, case_of, combinations, faults_of, with_look_ahead
 from tests.ranks.workers import RankPool
 
 pytestmark = pytest.mark.ranks
 
-OPTIMIZERS = ("sgd", "rowwise_adagrad", "adagrad")
-SHARDINGS = ("table_wise", "row_wise", "column_wise")
+#: Every pair of sharding type and optimizer, sharding type and pooling, optimizer and pooling is among these.
+SAMPLE = [
+    ("SUM", "table_wise", "sgd"),
+    ("MEAN", "table_wise", "rowwise_adagrad"),
+    ("weighted", "table_wise", "adagrad"),
+    ("shared table", "table_wise", "rowwise_adagrad"),
+    ("SUM", "row_wise", "rowwise_adagrad"),
+    ("MEAN", "row_wise", "adagrad"),
+    ("weighted", "row_wise", "sgd"),
+    ("shared table", "row_wise", "adagrad"),
+    ("SUM", "column_wise", "adagrad"),
+    ("MEAN", "column_wise", "sgd"),
+    ("weighted", "column_wise", "rowwise_adagrad"),
+    ("shared table", "column_wise", "sgd"),
+]
 VARIANTS = {
-    "mean": Case(mean=True),
-    "mean column-wise": Case(mean=True, sharding="column_wise"),
-    "weighted": Case(weighted=True),
-    "weighted row-wise": Case(weighted=True, sharding="row_wise"),
-    "shared table": Case(shared=True, ratio=0.27),
-    "shared table row-wise": Case(shared=True, ratio=0.27, sharding="row_wise"),
-    "shared table column-wise": Case(shared=True, ratio=0.27, sharding="column_wise"),
     "mixed types": Case(sharding=("table_wise", "row_wise", "column_wise", "row_wise"), ratio=0.3),
     "table-column-wise": Case(sharding="table_column_wise"),
     "different dims": Case(dims=(16, 8, 16, 32), ratio=0.3),
@@ -28,9 +37,7 @@ VARIANTS = {
     "a rank without ids": Case(empty_every=3),
     "a rank without ids row-wise": Case(empty_every=3, sharding="row_wise"),
     "evaluation in between": Case(evaluate_every=3, sharding="row_wise"),
-    "look-ahead": Case(lookahead=4, policy="lookahead", ratio=0.3),
-    "look-ahead row-wise": Case(lookahead=4, policy="lookahead", ratio=0.3, sharding="row_wise"),
-    "look-ahead column-wise": Case(lookahead=4, policy="lookahead", ratio=0.3, sharding="column_wise", empty_every=4),
+    "look-ahead without ids": Case(lookahead=4, policy="lookahead", ratio=0.3, sharding="column_wise", empty_every=4),
 }
 
 
@@ -40,10 +47,24 @@ def _check(outcomes: list[Outcome]) -> None:
     assert sum(outcome.evictions for outcome in outcomes) > 50
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("sharding", SHARDINGS)
-def test_weights_and_states_are_those_of_pooled_embeddings(two_ranks: RankPool, sharding: str, optimizer: str) -> None:
-    _check(two_ranks.run(rows_exchange.compare_dyadic, Case(sharding=sharding, optimizer=optimizer)))
+def _check_all(pool: RankPool, names: tuple[str, str, str], world_size: int) -> None:
+    """Without look-ahead and with it."""
+    case = case_of(*names, world_size)
+    by_rank = pool.run(rows_exchange.compare_variants, case, [(case, None), (with_look_ahead(case), None)])
+    for outcomes in zip(*by_rank, strict=True):
+        _check(list(outcomes))
+
+
+@pytest.mark.parametrize("names", SAMPLE, ids=", ".join)
+def test_weights_and_states_are_those_of_pooled_embeddings(two_ranks: RankPool, names: tuple[str, str, str]) -> None:
+    """`python -m tests.ranks.rows_exchange_matrix` runs every combination, on 1, 2 and 4 ranks."""
+    _check_all(two_ranks, names, 2)
+
+
+def test_the_sample_has_every_pair() -> None:
+    whole = list(combinations())
+    for first, second in itertools.combinations(range(3), 2):
+        assert {(names[first], names[second]) for names in SAMPLE} == {(names[first], names[second]) for names in whole}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -57,19 +78,22 @@ def test_one_rank_exchanges_nothing(one_rank: RankPool) -> None:
     assert sent.in_training == 0
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_noticed(two_ranks: RankPool, fault: str) -> None:
-    assert any(o.different for o in two_ranks.run(rows_exchange.compare_dyadic, Case(sharding="row_wise"), fault))
+@pytest.mark.parametrize("pooling", ["SUM", "MEAN"])
+def test_faults_are_noticed(two_ranks: RankPool, pooling: str) -> None:
+    case, faults = case_of(pooling, "row_wise", "rowwise_adagrad", 2), faults_of(pooling, 2)
+    by_rank = two_ranks.run(rows_exchange.compare_variants, case, [(case, fault) for fault in faults])
+    unnoticed = [fault for number, fault in enumerate(faults) if not any(found[number].different for found in by_rank)]
+    assert len(faults) >= 4
+    assert unnoticed == []
 
 
-@pytest.mark.parametrize("mean", [False, True])
-@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize(("sharding", "mean"), [("table_wise", False), ("row_wise", True), ("column_wise", True)])
 def test_real_gradients_differ_by_rounding(two_ranks: RankPool, sharding: str, mean: bool) -> None:
     """30 steps of row-wise Adagrad with learning rate 0.1, on weights of up to 1/sqrt(333)."""
     for outcome in two_ranks.run(rows_exchange.compare_real, Case(sharding=sharding, mean=mean, steps=30)):
         assert outcome.different == []
-        assert outcome.loss_error < 1e-6
-        assert outcome.weight_error < 1e-4
+        assert outcome.loss_error < LOSS_BOUND
+        assert outcome.weight_error < WEIGHT_BOUND
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from embershard.distributed.traffic import SentBytes
-from tests.ranks import traffic
+from embershard.planning.verify.compare import Pair
+from tests.ranks import predicted_traffic, traffic
 from tests.ranks.parity import Case
+from tests.ranks.predicted_traffic import is_close, plan_of, sent_as_predicted
 from tests.ranks.workers import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -63,3 +67,24 @@ def test_each_collective(two_ranks: RankPool) -> None:
 def test_one_rank_sends_nothing(one_rank: RankPool) -> None:
     ((sent, _),) = one_rank.run(traffic.of_a_step, CASE, True)
     assert sent == SentBytes()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        predicted_traffic.Case("row_wise", "rows"),
+        predicted_traffic.Case("column_wise", "pooled"),
+        predicted_traffic.Case("table_wise", "auto", "MLPerf"),
+    ],
+    ids=str,
+)
+def test_counted_bytes_are_the_predicted_ones(two_ranks: RankPool, case: predicted_traffic.Case) -> None:
+    """Of each kind within 2 %; `python -m tests.ranks.predicted_traffic` runs all combinations, on 2 and 4 ranks."""
+    plan, pairs = predicted_traffic.compared(two_ranks, case, 2)
+    assert is_close(pairs), pairs
+    assert all(pair.measured for pair in pairs.values())
+    other = plan_of(dataclasses.replace(case, exchange="pooled" if case.exchange == "rows" else "rows"), 2)
+    wrong = {kind: Pair(number, pairs[kind].measured) for kind, number in sent_as_predicted(other).items()}
+    assert not is_close(wrong), "a plan for another exchange predicts something else"
+    if case.exchange == "auto":
+        assert {table.exchange for table in plan.tables} == {"pooled", "rows"}

@@ -177,3 +177,19 @@ def test_the_plain_torchrec_example_runs(project_dir: Path) -> None:
     first, *_, last = [line for line in done.stdout.splitlines() if line.startswith("step ")]
     assert float(last.split()[3]) < float(first.split()[3])
     assert "hit rate" in last
+
+
+@pytest.mark.parametrize("example", ["criteo", "quickstart"])
+def test_verify_finds_the_examples_equal_to_stock_torchrec(
+    project_dir: Path, settings: list[str], example: str
+) -> None:
+    small = ["--set", "data.synthetic.scale=0.01", "--set", "profile.samples=5000", "--set", "train.batch_size=128"]
+    given = settings if example == "criteo" else ["--config", "examples/quickstart.toml", *small]
+    done = run(project_dir, *EMBERSHARD, "verify", *given, "--nproc", "2", "--steps", "12")
+    assert "EQUAL: 12 steps on 2 ranks" in done.stdout
+    assert "No row was evicted" not in done.stdout
+
+
+def test_verify_says_what_it_cannot_compare(project_dir: Path, settings: list[str]) -> None:
+    done = run(project_dir, *EMBERSHARD, "verify", *settings, "--set", "cache.enabled=false", "--nproc", "1", code=1)
+    assert "there is no cache to compare" in done.stderr

@@ -219,7 +219,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=0,
         metavar="N",
-        help="replicate tables of up to N rows; the dense optimizer trains them, so it must agree with the tables'",
+        help="replicate tables of up to N rows; without a cache, the dense optimizer must do what the tables' does",
     )
     parser.add_argument("--explain", action="append", metavar="TABLE", help="why that table is where it is")
     parser.add_argument("--top", type=int, default=12, metavar="N", help="tables to show, the largest first")

@@ -40,9 +40,10 @@ def make_workload(
         device=device,
         cache=replay_settings(config, config.has_profile, _training_samples(data), device),
         num_steps=_num_steps(config, data, batch_size * world_size),
-        pooled_number_bytes=config.sharding.pooled_number_bytes,
+        number_bytes=config.sharding.number_bytes,
         slot_map=config.cache.slot_map,
         exchange=config.sharding.exchange if config.cache.enabled else "pooled",
+        hot_bytes=config.sharding.hot_bytes or 0,
     )
     return Workload(model_size(config, {name: table.num_rows for name, table in data.tables.items()}), data, shape)
 

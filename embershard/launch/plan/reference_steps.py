@@ -129,8 +129,9 @@ class _Timed:
         model = model_size(self._config, table_rows(self._config))
         sizes = {table.table: table for table in model.tables}
         params = {name: param for plan in self._trainer.model.plan.plan.values() for name, param in plan.items()}
+        num_groups = len({param.sharding_type for param in params.values()} - {"data_parallel"})
         ids = {table_name(key): count / steps / batch_size for key, count in self._lookups.items()}
-        embedding_bytes = all_to_all_bytes = 0.0
+        embedding_bytes, sent = 0.0, Counter[str]()
         for name, param in params.items():
             shards = param.sharding_spec.shards if param.sharding_spec else []
             rank_share = 1 / len({shard.shard_offsets[0] for shard in shards} or [0])
@@ -140,7 +141,7 @@ class _Timed:
                     continue
                 columns, num_ids = shard.shard_sizes[1], ids_per_sample * rank_share * batch_size * world_size
                 embedding_bytes += formulas.embedding_bytes(num_ids, sizes[name], columns)
-                all_to_all_bytes += formulas.all_to_all_bytes(
+                of_shard = formulas.exchanged_bytes(
                     param.sharding_type,
                     batch_size=batch_size,
                     world_size=world_size,
@@ -149,14 +150,17 @@ class _Timed:
                     rank_share=rank_share,
                     ranks_per_node=self._ranks.local_world_size,
                 )
+                sent.update(dataclasses.asdict(of_shard))
         return StepWork(
             dense_flops=model.dense_flops_per_sample * batch_size,
             activation_bytes=model.activation_bytes_per_sample * batch_size,
             update_bytes=model.dense_parameter_bytes,
             embedding_bytes=embedding_bytes,
-            all_to_all_bytes=all_to_all_bytes,
+            sent_id_bytes=sent["ids"] + formulas.sizes_bytes(num_groups, world_size),
+            sent_embedding_bytes=sent["embeddings"],
+            sent_gradient_bytes=sent["gradients"],
             all_reduce_bytes=formulas.all_reduce_bytes(model.dense_parameter_bytes, world_size),
-            num_collectives=formulas.num_collectives({param.sharding_type for param in params.values()}, world_size),
+            num_collectives=formulas.num_collectives(num_groups, world_size),
             input_seconds=self._input_seconds,
             **counted,
         )

@@ -10,6 +10,7 @@ from rich.table import Table
 from embershard.errors import ShardingError
 from embershard.launch.plan.what_if import Outcome, efficiency
 from embershard.launch.screen import make_table, say
+from embershard.planning.exchange import exchange_reason
 from embershard.planning.explain import alternatives, sentences
 from embershard.planning.request import PlanRequest
 from embershard.sharding.plan import Plan, Prediction, RankPrediction, TablePrediction
@@ -33,11 +34,14 @@ def show(plan: Plan, console: Console, top: int) -> None:
 
 def show_explanations(request: PlanRequest, plan: Plan, tables: Sequence[str], console: Console) -> None:
     """Print why each of these tables is where it is."""
+    workload = request.workload
     for name in tables:
         chosen = next((placed for placed in plan.tables if placed.table == name), None)
         if chosen is None:
             raise ShardingError(f"no table {name!r}; tables are {', '.join(t.table for t in plan.tables[:8])}, ...")
         say(console, *sentences(chosen, alternatives(request, name, chosen)))
+        if workload.shape.world_size > 1 and chosen.sharding != "data_parallel":
+            say(console, f"Between ranks, bytes of all ranks in a step: {exchange_reason(workload, chosen)}.")
 
 
 def show_what_if(outcomes: Sequence[Outcome], console: Console) -> None:
@@ -92,7 +96,8 @@ def _ranks_table(plan: Plan, prediction: Prediction, shown: Sequence[RankPredict
             size(rank.total_host_bytes),
             _hits([table for table in prediction.tables if table.rank == rank.rank]),
             f"{rank.work['fills']:,.0f}",
-            *(size(rank.work[name]) for name in ("bytes_to_device", "bytes_to_host", "all_to_all_bytes")),
+            *(size(rank.work[name]) for name in ("bytes_to_device", "bytes_to_host")),
+            size(sum(rank.work[f"sent_{kind}_bytes"] for kind in ("id", "embedding", "gradient"))),
         )
     if len(shown) < plan.world_size:
         table.caption = f"the {len(shown)} slowest of {plan.world_size} ranks"

@@ -98,13 +98,10 @@ _TRAFFIC = ("hits", "off", "unique\nhits", "off", "lookups", "unique", "fills", 
 
 
 def _sent_table(found: Comparison) -> Table:
-    """Bytes between ranks: predicted by collective, measured by kind."""
+    """Bytes between ranks, by kind."""
     table = _wide_table("Sent by a rank in a step, mean of ranks", ("",), ("predicted", "measured"))
-    table.add_row("tables: ids, embeddings, gradients", *_both(found.all_to_all_bytes, size).split("\n"))
-    for kind in ("ids", "embeddings", "gradients"):
-        table.add_row(f"    {kind}", "", size(getattr(found.sent_bytes, kind)))
-    table.add_row("dense gradients", *_both(found.all_reduce_bytes, size).split("\n"))
-    table.add_row("other", "", size(found.sent_bytes.other))
+    for kind, pair in found.sent_bytes.items():
+        table.add_row(kind.replace("_", " "), *_both(pair, size).split("\n"))
     table.caption = "other: agreements between ranks, reports, checkpoints, evaluations"
     return table
 
@@ -190,6 +187,8 @@ def _plain(value: Any) -> Any:
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

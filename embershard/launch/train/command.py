@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import shlex
 import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from embershard.distributed import Ranks, Supervision, is_lost_connection, process_group
-from embershard.errors import EmbershardError, FailedSaveError, StepError, os_problem
+from embershard.distributed import Ranks, Supervision, process_group
+from embershard.errors import FailedSaveError
 from embershard.launch.arguments import NEWEST, add_run_arguments, check_resume
 from embershard.launch.config import CHECKPOINTS, load_config
+from embershard.launch.ranks.rank_errors import show_errors_of_rank
 from embershard.launch.ranks.stop_signals import stop_code, stop_training_on_signals
 from embershard.launch.record import RunRecord, has_result, make_result
 from embershard.launch.run_dir import (
@@ -77,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_resume(arguments)
     silence_libraries()
     supervision = Supervision.of_this_process()
-    sys.excepthook = partial(_show_error, supervision)
+    show_errors_of_rank(supervision)
     with stop_training_on_signals(supervision):
         config = load_config(RunConfig, arguments.config, arguments.overrides)
         with process_group(config.train.device) as ranks:
@@ -204,18 +202,19 @@ class _Outputs:
         self._record.finish(result)
         config, is_cached = self._trainer.config, cache is not None
         self._console.print(closing_table(result, f"{config.model.arch} on {config.data.kind} data"))
-        other, change = "with a cache (same losses; compare speed and memory)", "cache.enabled=true"
-        if config.sharding.mode == "data_parallel":
-            other, change = "with sharded tables (losses differ by rounding)", "sharding.mode=sharded"
-        elif is_cached:
-            other, change = "with all rows on the device (same losses; compare speed and memory)", "cache.enabled=false"
+        other = "with all rows on the device" if is_cached else "with a cache"
         say(
             self._console,
             f"Everything is in {self._folder}: result.json, metrics.jsonl, config.toml, checkpoints/.",
             f"See the curves:    {_program('tensorboard', 'tensorboard.main')} --logdir "
             f"{shlex.quote(str(self._folder))}",
-            f"Next, the same run {other}:    {same_run} --set {change}",
         )
+        if config.sharding.mode == "sharded":  # the other modes need a cache, and round differently
+            say(
+                self._console,
+                f"Next, the same run {other} (same losses; compare speed and memory):    "
+                f"{same_run} --set cache.enabled={str(not is_cached).lower()}",
+            )
 
     def __enter__(self) -> _Outputs:
         return self
@@ -271,27 +270,6 @@ def _plan_notes(plan: Plan, config: RunConfig, ranks: Ranks) -> list[str]:
     if plan.prediction is None:
         return [*notes, "The plan has no prediction to compare this run with."]
     return [*notes, *plan.other_settings(config.predicted_from(ranks.device.type, ranks.world_size))]
-
-
-def _show_error(
-    supervision: Supervision, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    """Show our own errors without a traceback, since they say what to do, and once; show others with theirs."""
-    if isinstance(error, EmbershardError) and error.is_shown_elsewhere:
-        return
-    if is_lost_connection(error):
-        if not supervision.has_launcher:  # which names the rank that failed
-            print("This rank lost the connection to another one, which has ended or hangs.", file=sys.stderr)
-        return
-    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    is_final = is_full or (isinstance(error, EmbershardError) and not isinstance(error, StepError))
-    supervision.has_failed(is_final)
-    if isinstance(error, EmbershardError):  # torch puts the rank in front
-        print(f"{kind.__name__}: {error}", file=sys.stderr)
-    elif isinstance(error, OSError):
-        print(f"{kind.__name__}: {os_problem(error)}", file=sys.stderr)
-    elif not isinstance(error, KeyboardInterrupt):
-        sys.__excepthook__(kind, error, trace)
 
 
 if __name__ == "__main__":

@@ -7,15 +7,12 @@ import textwrap
 from collections.abc import Sequence
 
 from embershard.decoding import to_toml
-from embershard.errors import ConfigError
 from embershard.launch.arguments import NEWEST, add_run_arguments, check_resume, make_parser, positive, whole
 from embershard.launch.config import describe, load_config
 from embershard.launch.ranks import launcher
+from embershard.launch.ranks.number import default_ranks, planned_ranks
 from embershard.launch.run_dir import check_run_dir, default_run_dir
-from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
-
-_MOST_LOCAL_RANKS = 64  # above it, the number of processes must be asked for
 
 _HELP = """Train a model on this machine: one process per GPU, or 2 on the CPU.
 
@@ -30,17 +27,13 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     check_resume(arguments)
     config = load_config(RunConfig, arguments.config, arguments.overrides)
-    num_ranks = arguments.nproc
-    if config.sharding.plan is not None:
-        num_ranks = _planned_ranks(Plan.load(config.sharding.plan), num_ranks, arguments.dry_run)
+    num_ranks = planned_ranks(config, arguments.nproc, is_started=not arguments.dry_run)
     run_dir = arguments.run_dir or default_run_dir(arguments.config)
     check_run_dir(run_dir, resume=arguments.resume is not None or arguments.dry_run)
     if arguments.dry_run:
         print(to_toml(config))
         return 0
-    if num_ranks is None:
-        num_ranks = 2 if config.train.device == "cpu" else launcher.default_num_ranks()
-        print(f"embershard: starting {num_ranks} ranks (--nproc N for another number).", flush=True)
+    num_ranks = num_ranks or default_ranks(config)
     config.train.rank_batch_size(num_ranks)  # raises before any rank starts
     given = ["--config", str(arguments.config), "--run-dir", str(run_dir)]
     given += [word for override in arguments.overrides for word in ("--set", override)]
@@ -64,23 +57,6 @@ def main(argv: Sequence[str]) -> int:
 
 def _resume_words(step: int, allowed: Sequence[str]) -> list[str]:
     return ["--resume", *([] if step == NEWEST else [str(step)]), *allowed]
-
-
-def _planned_ranks(plan: Plan, nproc: int | None, dry_run: bool) -> int:
-    """Return `nproc`, or the plan's number of ranks; raise `ConfigError` where this command may not start them."""
-    if nproc is None and plan.ranks_per_node != plan.world_size:
-        raise ConfigError(
-            f"the plan is for {plan.world_size} ranks on {plan.world_size // plan.ranks_per_node} nodes, and this "
-            "command starts those of one; start them with torchrun (embershard train --help)."
-        )
-    if nproc is None and plan.world_size > _MOST_LOCAL_RANKS:
-        raise ConfigError(
-            f"the plan is for {plan.world_size} ranks on one node; say --nproc {plan.world_size} if you mean it."
-        )
-    num_ranks = nproc or plan.world_size
-    if not dry_run:
-        plan.check_ranks(num_ranks, num_ranks)  # all of them on this machine
-    return num_ranks
 
 
 def _parser() -> argparse.ArgumentParser:

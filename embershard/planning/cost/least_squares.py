@@ -15,7 +15,11 @@ from embershard.planning.cost.rates import TERMS, Rates, StepWork, step_time
 Floats = NDArray[np.float64]
 
 #: Kinds of work that cannot be told apart by running a few settings get one rate.
-_TIED = (("fills", "write_backs"), ("bytes_to_device", "bytes_to_host"), ("all_to_all_bytes", "all_reduce_bytes"))
+_TIED = (
+    ("fills", "write_backs"),
+    ("bytes_to_device", "bytes_to_host"),
+    ("sent_id_bytes", "sent_embedding_bytes", "sent_gradient_bytes", "all_reduce_bytes"),
+)
 
 
 @dataclass(frozen=True)

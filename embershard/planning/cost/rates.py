@@ -45,7 +45,8 @@ class StepWork(Numbers):
         planned_ids, unique_ids: N ids for which the rank's caches find slots, and the distinct ones of them.
         fills, write_backs: rows copied to the device, and back to the host.
         bytes_to_device, bytes_to_host: their payloads.
-        all_to_all_bytes: ids, pooled embeddings and gradients; in each exchange the larger of sent and received.
+        sent_id_bytes, sent_embedding_bytes, sent_gradient_bytes: on the rank's link, for the tables; in each exchange
+            the larger of sent and received.
         all_reduce_bytes: sent for the dense gradients.
         num_collectives: operations among all ranks, each with its latency.
         input_seconds: seconds of one core to read and parse B samples.
@@ -61,10 +62,17 @@ class StepWork(Numbers):
     write_backs: float = 0
     bytes_to_device: float = 0
     bytes_to_host: float = 0
-    all_to_all_bytes: float = 0
+    sent_id_bytes: float = 0
+    sent_embedding_bytes: float = 0
+    sent_gradient_bytes: float = 0
     all_reduce_bytes: float = 0
     num_collectives: float = 0
     input_seconds: float = 0
+
+    @property
+    def all_to_all_bytes(self) -> float:
+        """What is sent for the tables: ids, embeddings and gradients."""
+        return self.sent_id_bytes + self.sent_embedding_bytes + self.sent_gradient_bytes
 
     @classmethod
     def total(cls, works: Sequence[StepWork]) -> StepWork:
@@ -115,7 +123,9 @@ TERMS: tuple[tuple[str, str, str], ...] = (
     ("bytes_to_device", "seconds_per_byte_to_device", "fills"),
     ("write_backs", "seconds_per_write_back", "write_backs"),
     ("bytes_to_host", "seconds_per_byte_to_host", "write_backs"),
-    ("all_to_all_bytes", "seconds_per_all_to_all_byte", "all_to_all"),
+    ("sent_id_bytes", "seconds_per_all_to_all_byte", "all_to_all"),
+    ("sent_embedding_bytes", "seconds_per_all_to_all_byte", "all_to_all"),
+    ("sent_gradient_bytes", "seconds_per_all_to_all_byte", "all_to_all"),
     ("all_reduce_bytes", "seconds_per_all_reduce_byte", "all_reduce"),
     ("num_collectives", "seconds_per_collective", "latency"),
     ("input_seconds", "seconds_per_input_second", "input"),

@@ -48,7 +48,7 @@ class Recalibration:
 
 def measured_work(plan: Plan, run: MeasuredRun) -> list[StepWork]:
     """Return every rank's work: the caches' part as the run counted it (nothing where there was no cache), the rest as
-    the plan predicts it, because a run does not count bytes between ranks and of the dense part.
+    the plan predicts it: between ranks, and of the dense part.
 
     Raises:
         ShardingError: the plan is for another number of ranks or has no prediction.

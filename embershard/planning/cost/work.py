@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from embershard.distributed.traffic import SentBytes
 from embershard.errors import ConfigError
-from embershard.sharding.sizes import TableSize
+from embershard.sharding.sizes import PlacedShard, TableSize
 
 _FLOAT_BYTES = 4
 _ID_BYTES = 8
 _LENGTH_BYTES = 4  # of a bag, as `Batch` has them
-#: Of one sharding type in a step: sizes, lengths and ids of the batch ahead; pooled embeddings; their gradients.
-_COLLECTIVES_PER_SHARDING = 5
+#: Three numbers tell another rank how many lengths, ids and samples come.
+_SIZES_BYTES = 3 * 8
+#: Of one group of tables in a step: sizes, lengths and ids of the batch ahead; embeddings; their gradients.
+_COLLECTIVES_PER_GROUP = 5
 #: The dense gradients, and the agreement on the next batch.
 _COLLECTIVES_PER_STEP = 2
 
@@ -27,7 +30,7 @@ def all_reduce_bytes(parameter_bytes: float, world_size: int) -> float:
     return 2 * (world_size - 1) / world_size * parameter_bytes
 
 
-def all_to_all_bytes(
+def exchanged_bytes(
     sharding: str,
     *,
     batch_size: int,
@@ -37,9 +40,9 @@ def all_to_all_bytes(
     rank_share: float = 1.0,
     ranks_per_node: int | None = None,
     distinct_ids: float | None = None,
-    pooled_number_bytes: float = 2 * _FLOAT_BYTES,
-) -> float:
-    """Return the bytes that one shard adds to its rank's link in a step: in each exchange the larger of sent and
+    number_bytes: tuple[float, float] = (_FLOAT_BYTES, _FLOAT_BYTES),
+) -> SentBytes:
+    """Return the bytes that one shard adds to its rank's link in a step, by kind: of each the larger of sent and
     received.
 
     With B samples per rank, W ranks, L ranks per node, K ids per sample and D columns:
@@ -57,35 +60,52 @@ def all_to_all_bytes(
         sharding: TorchRec's sharding type.
         rank_share: share of the table's lookups that this shard's rows get: 1 where it has all rows.
         distinct_ids: of the table in a rank's batch, where distinct rows are exchanged; None: pooled embeddings are.
-        pooled_number_bytes: of one number of an embedding, and of its gradient, together.
+        number_bytes: of one number of an embedding, and of its gradient.
 
     Raises:
         ConfigError: the sharding type is unknown.
     """
     if sharding == "data_parallel" or world_size == 1:
-        return 0.0
+        return SentBytes()
     if distinct_ids is not None:
-        per_id = rank_share * (_ID_BYTES + columns * pooled_number_bytes)
-        return (world_size - 1) * (distinct_ids * per_id + _LENGTH_BYTES)
+        rows = (world_size - 1) * distinct_ids * rank_share
+        return _of_vectors(rows * _ID_BYTES + (world_size - 1) * _LENGTH_BYTES, rows * columns, number_bytes)
     others = (world_size - 1) * batch_size
     ids = others * (ids_per_sample * rank_share * _ID_BYTES + _LENGTH_BYTES)
     if sharding in ("table_wise", "column_wise", "table_column_wise", "row_wise"):
-        return ids + others * columns * pooled_number_bytes
+        return _of_vectors(ids, others * columns, number_bytes)
     if sharding in ("table_row_wise", "grid_shard"):
         local = min(ranks_per_node or world_size, world_size)
         within = world_size * (local - 1) / local
         across = world_size / local - 1
-        return ids + (within + across) * batch_size * columns * pooled_number_bytes
+        return _of_vectors(ids, (within + across) * batch_size * columns, number_bytes)
     raise ConfigError(f"Unknown sharding type {sharding!r}; needed one of TorchRec's, for instance 'table_wise'.")
 
 
-def num_collectives(shardings: Iterable[str], world_size: int) -> int:
-    """Return the operations among all ranks in a step with tables of these sharding types: TorchRec does them per type.
+def _of_vectors(id_bytes: float, num_numbers: float, number_bytes: tuple[float, float]) -> SentBytes:
+    forward, backward = number_bytes
+    return SentBytes(ids=id_bytes, embeddings=num_numbers * forward, gradients=num_numbers * backward)
 
-    >>> num_collectives(["row_wise", "table_wise", "row_wise"], world_size=2)
+
+def exchange_groups(shards: Iterable[PlacedShard]) -> set[str]:
+    """Return names of the groups of tables that are exchanged together: those of one sharding type; of tables that
+    exchange rows, those of one type and number of columns."""
+    return {
+        f"{shard.sharding}, rows of {shard.columns}" if shard.exchange == "rows" else shard.sharding
+        for shard in shards
+        if shard.sharding != "data_parallel"
+    }
+
+
+def sizes_bytes(num_groups: int, world_size: int) -> float:
+    """Return the bytes by which a rank tells the others how much comes, in a step."""
+    return num_groups * (world_size - 1) * _SIZES_BYTES
+
+
+def num_collectives(num_groups: int, world_size: int) -> int:
+    """Return the operations among all ranks in a step with so many groups of tables.
+
+    >>> num_collectives(2, world_size=2)
     12
     """
-    if world_size == 1:
-        return 0
-    types = {sharding for sharding in shardings if sharding != "data_parallel"}
-    return _COLLECTIVES_PER_STEP + _COLLECTIVES_PER_SHARDING * len(types)
+    return _COLLECTIVES_PER_STEP + _COLLECTIVES_PER_GROUP * num_groups if world_size > 1 else 0

@@ -18,6 +18,7 @@ from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext
 from torchrec.distributed.types import LazyNoWait, NoWait
 from torchrec.modules.embedding_configs import PoolingType
+from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from embershard.cache.key_map import ArrayKeyMap, HashedKeyMap, KeyMap, map_kind
@@ -147,7 +148,7 @@ class HotColdShardedEmbeddingBagCollection(CachedShardedEmbeddingBagCollection):
             for table, first_key in zip(tables_of_kernel, pool.host.row_offsets, strict=True):
                 row, column = table.local_metadata.shard_offsets
                 self._hot.add_shard(pool.host, table.name, (row, table.local_rows), column, first_key)
-        self._optim = type(self._optim)([*self._optim.optimizers, ("", self._hot.optimizer)])
+        self._optim = CombinedOptimizer([*self.fused_optimizer.optimizers, ("", self._hot.optimizer)])
 
     def _hot_table_of(self, hot_rows: dict[str, Tensor]) -> dict[str, HotTable]:
         found = {}
@@ -158,6 +159,11 @@ class HotColdShardedEmbeddingBagCollection(CachedShardedEmbeddingBagCollection):
                 parts = {(shard.shard_offsets[1], shard.shard_sizes[1]) for shard in spec.shards}
                 fused_params = {k: v for k, v in (info.fused_params or {}).items() if k != SPEC_KEY}
                 hot = hot_rows.get(config.name, torch.empty(0, dtype=torch.int64))
+                if len(hot) and int(hot[-1]) >= config.num_embeddings:
+                    raise ConfigError(
+                        f"hot_rows of table {config.name!r}: got row {int(hot[-1])}, but it has "
+                        f"{config.num_embeddings} rows. Take them from a profile of the same data and model"
+                    )
                 found[config.name] = HotTable(
                     config.name, config.num_embeddings, hot, tuple(sorted(parts)), config.data_type, fused_params
                 )
@@ -220,8 +226,8 @@ class HotColdShardedEmbeddingBagCollection(CachedShardedEmbeddingBagCollection):
                 return super().input_dist(ctx, cold)
         if cold.values().numel():
             raise ShardingError(
-                f"a batch was said to have hot rows only, and {cold.values().numel()} of its ids are of other rows. The "
-                "hot rows of the batches are not those of the model"
+                f"a batch was said to have hot rows only, and {cold.values().numel()} of its ids are of other rows. "
+                "Classify the samples by the hot rows that the model was built with"
             )
         return NoWait(NoWait(KJTList([])))
 

@@ -143,11 +143,6 @@ class HotTables:
         self._is_behind = True
         self.optimizer = _HotOptimizer(self)
 
-    @property
-    def num_bytes(self) -> int:
-        """Device memory of the copies, in bytes."""
-        return sum(part.nbytes for group in self._groups for part in group.rows.payload)
-
     # -- a batch
 
     def prepare(self, hot: KeyedJaggedTensor) -> list[ReplicatedBags]:
@@ -208,7 +203,7 @@ class HotTables:
                 copies[shard.start : shard.start + len(shard.keys)] = rows.data[shard.keys].to(copies.device)
         for group in self._groups:
             for copies in group.rows.payload:
-                # One rank has a row, the others zeros: sums of bytes keep every bit, those of numbers not a zero's sign.
+                # One rank has a row, the others zeros. Sums of bytes keep every bit; of numbers, not a zero's sign.
                 dist.all_reduce(copies.view(torch.uint8), group=self._process_group)
         self._versions = {id(shard.host): shard.host.version for shard in self._shards}
         self._is_behind = False

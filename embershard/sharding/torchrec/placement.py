@@ -153,6 +153,11 @@ def check_built(model: nn.Module, plan: Plan, rank: int, *, cached: bool = True)
             )
 
 
+def built_pools(model: nn.Module, rank: int) -> list[PoolPlacement]:
+    """Return the caches of this rank of a sharded model, with their slots."""
+    return _built(model, rank)[1]
+
+
 @dataclass(frozen=True)
 class _Part:
     """A shard with its kernel."""

@@ -111,12 +111,13 @@ class ReplicatedRows(nn.Module):
         if not self._is_alone:
             table_of_feature, pooling_mode = trained_features(table_of_feature, fused_params), PoolingMode.SUM
         self.slots = SlotTable(dim, table_of_feature, device, pooling_mode, weights_precision, fused_params)
-        self.slots.resize(num_rows)
+        self.slots.resize(max(1, num_rows))
+        self._num_rows = num_rows
 
     @property
     def payload(self) -> list[Tensor]:
         """Weights [R, D], then every per-row optimizer state [R, ...]: views."""
-        return [rows.detach()[1:] for rows in self.slots.payload]
+        return [rows.detach()[1 : self._num_rows + 1] for rows in self.slots.payload]
 
     def prepare(self, rows: Tensor, offsets: Tensor, scales: Tensor | None = None) -> ReplicatedBags:
         """Return what :meth:`forward` takes for a batch. It may be made ahead.

@@ -63,8 +63,8 @@ def _check(info: EmbeddingShardingInfo) -> None:
     check_table_arguments({config.name: info.fused_params or {}})
     if config.pooling == PoolingType.MEAN and config.is_weighted:
         raise ConfigError(
-            f"table {config.name!r}: replicated, with means of weighted rows, whose gradients FBGEMM does not divide on "
-            "a CPU. Use SUM, or shard the table"
+            f"table {config.name!r}: replicated, with means of weighted rows, whose gradients FBGEMM does not divide "
+            "on a CPU. Use SUM, or shard the table"
         )
 
 

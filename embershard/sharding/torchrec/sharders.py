@@ -226,7 +226,7 @@ class CachedEmbeddingBagCollectionSharder(_Cached, EmbeddingBagCollectionSharder
                 "exchange. Remove one of the two"
             )
         if hot_rows is not None:
-            self._hot_rows = {table: rows.long().cpu().sort().values for table, rows in hot_rows.items()}
+            self._hot_rows = {table: _ascending(table, rows) for table, rows in hot_rows.items()}
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Return all types that can do the exchange, on every device."""
@@ -323,6 +323,14 @@ class CachedEmbeddingCollectionSharder(_Cached, EmbeddingCollectionSharder):
     def sharded_module_type(self) -> type[CachedShardedEmbeddingCollection]:
         """Type of the sharded module."""
         return CachedShardedEmbeddingCollection
+
+
+def _ascending(table: str, rows: Tensor) -> Tensor:
+    """Return hot rows in order; raise `ConfigError` where they are not rows, or some are in twice."""
+    distinct = rows.long().cpu().unique()
+    if len(distinct) < rows.numel() or (len(distinct) and int(distinct[0]) < 0):
+        raise ConfigError(f"hot_rows of table {table!r}: needed distinct row numbers from 0 on")
+    return distinct
 
 
 def _on_host(param: ParameterSharding) -> ParameterSharding:

@@ -113,7 +113,7 @@ def check_bursts(resize: Resize | None = None) -> list[int]:
 
 @pytest.mark.slow
 @given(st.integers(0, 2**32), st.sampled_from([None, 0, 1]), st.booleans())
-@settings(max_examples=40)
+@settings(max_examples=15)
 def test_next_uses_stay_exact_when_the_ring_grows_and_shrinks(seed, pinned_table, hashed):
     num_slots = 18 if pinned_table is None else 18 + (17, 1)[pinned_table]
     kind = "hashed" if hashed else "array"

@@ -21,7 +21,7 @@ def test_every_touched_row_once_and_added_up_in_rank_order(seed, num_ranks, most
         gradients = torch.randn(len(rows), 3, generator=generator)
         gradients[:1] = 0
         of_rank.append((rows, gradients))
-    with mock.patch.object(row_gradients, "_gather", lambda *arguments: of_rank):
+    with mock.patch.object(row_gradients, "_gather", return_value=of_rank):
         found = sum_rows(*of_rank[0])
     expected: dict[int, torch.Tensor] = {}
     for rows, gradients in of_rank:

@@ -387,14 +387,3 @@ def test_cache_statistics_name_what_is_missing():
         profile.cache_statistics("x", 1024)
     with pytest.raises(ConfigError, match="embershard profile"):
         FrequencyProfile.count([], ROWS).cache_statistics("item", 1024)
-
-
-@given(st.lists(st.lists(st.integers(0, 9), max_size=30), min_size=1, max_size=3), st.integers(0, 25))
-def test_the_hottest_rows_are_those_of_all_tables_together(lookups, num_rows):
-    names = [f"t{number}" for number in range(len(lookups))]
-    tensors = {name: torch.tensor(ids, dtype=torch.int64) for name, ids in zip(names, lookups, strict=True)}
-    profile = FrequencyProfile.count([tensors], dict.fromkeys(names, 10))
-    found = profile.hottest(num_rows)
-    ranked = sorted((-ids.count(row), table, row) for table, ids in enumerate(lookups) for row in set(ids))[:num_rows]
-    expected = {name: sorted(row for _, table, row in ranked if table == number) for number, name in enumerate(names)}
-    assert {name: rows.tolist() for name, rows in found.items()} == expected

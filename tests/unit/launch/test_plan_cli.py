@@ -140,6 +140,7 @@ def test_a_table_is_explained(files, table, capsys):
     assert said[0].startswith(f"{table} (")
     assert sum(" ms a step" in line for line in said) == 2
     assert not any("less than" in line for line in said), "the plan is not the best one that was found"
+    assert any(f"bytes of all ranks in a step: {table} pooled embeddings, " in line for line in said)
 
 
 def test_the_named_change_fits(files, capsys):

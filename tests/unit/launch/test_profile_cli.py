@@ -60,12 +60,14 @@ def same(a: FrequencyProfile, b: FrequencyProfile) -> None:
 @pytest.mark.slow
 def test_the_number_of_processes_changes_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(profile_pass, "PART_SAMPLES", 2048)
-    given = ["synthetic", *settings(*SMALL_SET), "--max-lookups", "30000"]
+    given = ["synthetic", *settings(*SMALL_SET), "--max-lookups", "30000", "--hot", "100kB"]
     for workers in ("1", "2"):
         assert main([*given, "-o", str(tmp_path / f"{workers}.npz"), "--workers", workers]) == 0
     said = capsys.readouterr().out
     assert "10,800 samples, 561,600 lookups in 26 tables" in said
     assert f"embershard profile show {tmp_path}/2.npz" in said
+    hot = [line for line in said.splitlines() if line.startswith("Hot samples: ")]
+    assert hot[0] == hot[1]
     one, two = (FrequencyProfile.load(tmp_path / f"{workers}.npz") for workers in "12")
     same(one, two)
     trace = one.need_statistics().trace

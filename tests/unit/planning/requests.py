@@ -61,11 +61,20 @@ def make_workload(
     data: DataStatistics | None = None,
     slot_map: MapKind | None = "array",
     exchange: ExchangeChoice = "pooled",
+    hot_bytes: int = 0,
     **table: Any,
 ) -> Workload:
     """A model, its data and how it is trained; by default the maps of all pools are arrays, the largest ones' too."""
     shape = RunShape(
-        world_size, ranks_per_node, batch_size, device, cache, num_steps, slot_map=slot_map, exchange=exchange
+        world_size,
+        ranks_per_node,
+        batch_size,
+        device,
+        cache,
+        num_steps,
+        slot_map=slot_map,
+        exchange=exchange,
+        hot_bytes=hot_bytes,
     )
     return Workload(model_of(rows, dims, **table), data or data_of(tuple(rows)), shape)
 

@@ -51,7 +51,9 @@ def _rank(rank: int, tables: list[TablePrediction], step_seconds: float) -> Rank
         write_backs=write_backs,
         bytes_to_device=fills * ROW_BYTES,
         bytes_to_host=write_backs * ROW_BYTES,
-        all_to_all_bytes=5000,
+        sent_id_bytes=1000,
+        sent_embedding_bytes=2000,
+        sent_gradient_bytes=2000,
     )
     return RankPrediction(
         rank=rank,
@@ -104,9 +106,8 @@ def result_of(plan: Plan, /, **changes: Any) -> dict[str, Any]:
 def sent_bytes(prediction: Prediction, factor: float = 1.0) -> dict[str, Any]:
     """What the ranks sent in a run as predicted, all together; with ``factor``, so many times the embeddings' part."""
     work = {name: sum(rank.work[name] for rank in prediction.ranks) * STEPS for name in prediction.ranks[0].work}
-    tables = work["all_to_all_bytes"] * factor
-    kinds = {"ids": tables * 0.2, "embeddings": tables * 0.4, "gradients": tables * 0.4, "other": 1e9}
-    return {**kinds, "dense_all_reduce": work["all_reduce_bytes"], "ranks": []}
+    tables = {f"{kind}s": work[f"sent_{kind}_bytes"] * factor for kind in ("id", "embedding", "gradient")}
+    return {**tables, "other": 1e9, "dense_all_reduce": work["all_reduce_bytes"], "ranks": []}
 
 
 def _measured(tables: list[TablePrediction]) -> dict[str, Any]:

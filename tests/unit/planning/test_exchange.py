@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embershard.planning.exchange import exchange_bytes, exchange_notes, exchange_of
+from embershard.data.synthetic import MLPERF_BAG_SIZES
+from embershard.decoding import decode
+from embershard.planning.cost.rates import StepWork
+from embershard.planning.cost.work import sizes_bytes
+from embershard.planning.exchange import exchange_bytes, exchange_notes, exchange_of, with_exchange
 from embershard.planning.make_plan import make_plan
 from embershard.planning.predict import counted_reports
 from embershard.planning.simulate.pool_report import RowRange
@@ -18,21 +23,46 @@ from embershard.planning.workload import Workload
 from embershard.sharding.shards import ROWS_TYPES, TablePlacement
 from embershard.sharding.sizes import PlacedShard
 from tests.unit.planning.requests import LFU, data_of, make_request, make_workload
+from tests.unit.sharding.plans import ranks_for
 
 ROWS = (5000, 900, 300, 40)
 
 
 def workload(exchange: Any, bag_size: int = 1, **changes: Any) -> Workload:
-    return make_workload(ROWS, data=data_of(ROWS, bag_size=bag_size), exchange=exchange, **changes)
+    return make_workload(ROWS, data=data_of(ROWS, 6000 // bag_size, bag_size=bag_size), exchange=exchange, **changes)
 
 
-@given(st.sampled_from([1, 2, 40]), st.sampled_from([2, 4, 16]), st.sampled_from(ROWS_TYPES), st.integers(1, 512))
+#: Of the tables, in turn: MLPerf's smallest, its usual, and its largest bags.
+BAG_SIZES = st.sampled_from([1, 3, 12, max(MLPERF_BAG_SIZES)])
+
+
+@given(BAG_SIZES, st.sampled_from([2, 4, 16]), st.sampled_from(ROWS_TYPES), st.integers(1, 512))
 def test_auto_never_sends_more_than_the_better_of_both(bag_size, world_size, sharding, batch_size):
     of = workload("auto", bag_size, world_size=world_size, batch_size=batch_size)
-    for size in of.model.tables:
-        pooled, rows = (exchange_bytes(of, size.table, sharding, size.dim, kind) for kind in ("pooled", "rows"))
-        chosen = exchange_of(of, size.table, sharding, size.dim)
-        assert exchange_bytes(of, size.table, sharding, size.dim, chosen) == min(pooled, rows)
+    for table in of.model.tables:
+        pooled, rows = (exchange_bytes(of, table.table, sharding, table.dim, kind) for kind in ("pooled", "rows"))
+        chosen = exchange_of(of, table.table, sharding, table.dim)
+        assert exchange_bytes(of, table.table, sharding, table.dim, chosen) == min(pooled, rows)
+
+
+@settings(max_examples=20)
+@given(
+    BAG_SIZES, st.sampled_from([2, 4]), st.lists(st.sampled_from([*ROWS_TYPES, "grid_shard"]), min_size=4, max_size=4)
+)
+def test_auto_never_sends_more_for_all_tables_together(bag_size, world_size, kinds):
+    """At the same places; tables of a type that cannot exchange rows among them."""
+    of = workload("auto", bag_size, world_size=world_size)
+    sizes = zip(of.model.tables, kinds, strict=True)
+    tables = [
+        TablePlacement(
+            size.table, size.rows, size.dim, "fp32", kind, "cached", ranks_for(kind, 0, world_size, world_size, 2)
+        )
+        for size, kind in sizes
+    ]
+    note, reasons = exchange_notes(of, [with_exchange(of, table) for table in tables])
+    sent, pooled, rows = (float(number) for number in re.findall(r"([0-9.]+) MB", note))
+    assert sent <= min(pooled, rows)
+    assert all(table.table in reasons for table in tables)
 
 
 def test_bytes_by_hand():
@@ -68,12 +98,13 @@ def test_a_plan_says_it_per_table_and_predicts_the_bytes(exchange):
     assert {table.exchange for table in plan.tables} == {"pooled" if exchange == "pooled" else "rows"}
     assert len(notes) == (exchange != "pooled")
     assert plan.prediction is not None
-    predicted = sum(rank.work["all_to_all_bytes"] for rank in plan.prediction.ranks)
+    predicted = sum(decode(StepWork, rank.work).all_to_all_bytes for rank in plan.prediction.ranks)
     of_tables = sum(
         exchange_bytes(request.workload, table.table, table.sharding, table.dim, table.exchange)
         for table in plan.tables
     )
-    assert predicted == pytest.approx(of_tables)
+    groups = {(table.sharding, table.exchange) for table in plan.tables}
+    assert predicted == pytest.approx(of_tables + 2 * sizes_bytes(len(groups), world_size=2))
 
 
 def test_types_without_rows_are_not_planned_for_rows():
@@ -86,8 +117,10 @@ def test_types_without_rows_are_not_planned_for_rows():
 def test_the_note_compares_all_three():
     of = workload("auto")
     tables = [TablePlacement("t0", 5000, 64, "fp32", "table_wise", "cached", (0,), "rows")]
-    (note,) = exchange_notes(of, tables)
+    note, reasons = exchange_notes(of, tables)
     assert note.startswith("1 of 1 tables exchange distinct rows: a rank sends ")
+    assert re.search(r"the largest gains: t0 distinct rows, [0-9.]+ kB \(pooled: [0-9.]+ kB\)\.$", reasons)
+    assert len(exchange_notes(workload("rows"), tables)) == 1
     assert exchange_notes(workload("pooled"), tables) == []
 
 

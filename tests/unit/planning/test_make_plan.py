@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
-import os
-import subprocess
-import sys
 from collections import Counter
 from typing import Any
 
@@ -121,27 +116,6 @@ def test_any_model_is_planned_or_refused(tables, ranks, device_bytes, replicate_
     check(plan, request)
     replicated = {t.table for t in plan.tables if t.kernel == "replicated"}
     assert replicated == {f"t{n}" for n, count in enumerate(rows) if count <= replicate_rows}
-
-
-PLAN = """
-from embershard.planning.make_plan import make_plan
-from tests.unit.planning.requests import *
-rows, dims = (3000, 3, 3, 20000, 20000, 100, 100, 9000), (64, 128) * 4
-print(make_plan(make_request(Budget(ratio=0.1), rows=rows, dims=dims, world_size=4, ranks_per_node=2)).to_text())
-"""
-
-
-@pytest.mark.slow
-def test_a_plan_does_not_depend_on_the_hash_seed(project_dir):
-    """Of this process, and another one."""
-    command = [sys.executable, "-W", "ignore", "-c", PLAN + "print(hash('t0'))"]
-    environment = {**os.environ, "PYTHONHASHSEED": "2", "PYTHONPATH": str(project_dir)}
-    said = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.splitlines()
-    with contextlib.redirect_stdout(io.StringIO()) as own:
-        exec(PLAN, {})
-    assert int(said.pop()) != hash("t0"), "the same seed"
-    assert own.getvalue().count('"sharding"') > 8
-    assert said == own.getvalue().splitlines()
 
 
 CASES: dict[str, dict[str, Any]] = {

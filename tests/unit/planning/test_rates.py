@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import astuple
 
 import numpy as np
 import pytest
@@ -13,12 +14,14 @@ from hypothesis import strategies as st
 
 from embershard.data.batch import Schema, SparseFeature
 from embershard.decoding import decode
+from embershard.distributed.traffic import SentBytes
 from embershard.errors import ConfigError
 from embershard.models import ModelConfig, build_model
 from embershard.models.dense_size import DenseSize
 from embershard.planning.cost import work as formulas
 from embershard.planning.cost.least_squares import fit_rates, nonnegative_least_squares
 from embershard.planning.cost.rates import STREAMS, TERMS, Rates, StepWork, step_time
+from embershard.sharding.sizes import PlacedShard, TableSize
 
 AMOUNTS = [field.name for field in dataclasses.fields(StepWork)]
 numbers = st.floats(0, 1e6)
@@ -29,7 +32,8 @@ devices = st.sampled_from(["cpu", "cuda"])
 
 def test_every_kind_of_work_counts_once_and_in_one_stream() -> None:
     assert [amount for amount, _, _ in TERMS] == sorted(AMOUNTS, key=[a for a, _, _ in TERMS].index)
-    assert len({rate for _, rate, _ in TERMS}) == len(TERMS) == len(AMOUNTS)
+    assert len({amount for amount, _, _ in TERMS}) == len(TERMS) == len(AMOUNTS)
+    assert {rate for _, rate, _ in TERMS} | {"step_overhead_seconds"} == set(Rates().to_dict())
     parts = [part for names in STREAMS.values() for part in names]
     assert sorted(parts) == sorted({part for _, _, part in TERMS} | {"overhead"})
 
@@ -114,36 +118,45 @@ def test_dense_sizes_are_those_of_the_model(arch) -> None:
 
 def test_one_rank_sends_nothing() -> None:
     common = {"batch_size": 4, "world_size": 1, "ids_per_sample": 2, "columns": 8}
-    assert all(formulas.all_to_all_bytes(kind, **common) == 0 for kind in ("table_wise", "row_wise", "grid_shard"))
-    assert formulas.all_reduce_bytes(100, 1) == 0 == formulas.num_collectives(["row_wise"], 1)
+    assert all(
+        formulas.exchanged_bytes(kind, **common).in_training == 0 for kind in ("table_wise", "row_wise", "grid_shard")
+    )
+    assert formulas.all_reduce_bytes(100, 1) == 0 == formulas.num_collectives(1, 1)
 
 
 def test_bytes_of_each_sharding_by_hand() -> None:
     common = {"batch_size": 10, "ids_per_sample": 2, "columns": 8}
     # From each of 3 others: 10 samples of 2 ids of 8 bytes and a length of 4; to and from each 10 x 8 floats.
-    table_wise = formulas.all_to_all_bytes("table_wise", world_size=4, **common)
-    assert table_wise == 3 * 10 * (2 * 8 + 4) + 2 * 3 * 10 * 8 * 4
-    row_wise = formulas.all_to_all_bytes("row_wise", world_size=4, rank_share=0.25, **common)
-    assert row_wise == 3 * 10 * (0.5 * 8 + 4) + 2 * 3 * 10 * 8 * 4
+    table_wise = formulas.exchanged_bytes("table_wise", world_size=4, **common)
+    assert table_wise == SentBytes(3 * 10 * (2 * 8 + 4), 3 * 10 * 8 * 4, 3 * 10 * 8 * 4)
+    row_wise = formulas.exchanged_bytes("row_wise", world_size=4, rank_share=0.25, **common)
+    assert row_wise == SentBytes(3 * 10 * (0.5 * 8 + 4), 3 * 10 * 8 * 4, 3 * 10 * 8 * 4)
     # Two nodes of 2: partial sums of all 40 samples, half of them to the neighbour; then 10 samples to the other node.
-    by_node = formulas.all_to_all_bytes("table_row_wise", world_size=4, ranks_per_node=2, rank_share=0.5, **common)
-    assert by_node == 3 * 10 * (1 * 8 + 4) + 2 * (20 + 10) * 8 * 4
-    assert formulas.all_to_all_bytes("data_parallel", world_size=4, **common) == 0
+    by_node = formulas.exchanged_bytes("table_row_wise", world_size=4, ranks_per_node=2, rank_share=0.5, **common)
+    assert by_node == SentBytes(3 * 10 * (1 * 8 + 4), (20 + 10) * 8 * 4, (20 + 10) * 8 * 4)
+    assert formulas.exchanged_bytes("data_parallel", world_size=4, **common) == SentBytes()
     with pytest.raises(ConfigError, match="Unknown sharding type 'diagonal'"):
-        formulas.all_to_all_bytes("diagonal", world_size=4, **common)
+        formulas.exchanged_bytes("diagonal", world_size=4, **common)
 
 
 @given(st.integers(2, 64), st.integers(1, 4096), st.floats(0, 100), st.integers(1, 64))
 def test_rows_over_one_node_cost_as_rows_over_all_ranks(ranks, batch_size, ids, columns) -> None:
     common = {"batch_size": batch_size, "world_size": ranks, "ids_per_sample": ids, "columns": columns}
-    by_node = formulas.all_to_all_bytes("table_row_wise", **common, rank_share=1 / ranks, ranks_per_node=ranks)
-    assert by_node == pytest.approx(formulas.all_to_all_bytes("row_wise", **common, rank_share=1 / ranks))
+    by_node = formulas.exchanged_bytes("table_row_wise", **common, rank_share=1 / ranks, ranks_per_node=ranks)
+    everywhere = formulas.exchanged_bytes("row_wise", **common, rank_share=1 / ranks)
+    assert astuple(by_node) == pytest.approx(astuple(everywhere))
 
 
-def test_collectives_are_per_sharding_type() -> None:
-    one = formulas.num_collectives(["row_wise"], 2)
-    assert formulas.num_collectives(["row_wise", "row_wise", "data_parallel"], 2) == one
-    assert formulas.num_collectives(["row_wise", "table_wise"], 2) > one
+def test_tables_are_exchanged_by_type_and_rows_by_columns_too() -> None:
+    table = TableSize("t", 10, 8)
+    kinds = [("row_wise", 8, "pooled"), ("row_wise", 8, "rows"), ("row_wise", 4, "rows"), ("table_wise", 8, "pooled")]
+    shards = [PlacedShard(table, 0, 0, 10, columns, kind, "cached", exchange) for kind, columns, exchange in kinds]
+    replicated = PlacedShard(table, 0, 0, 10, 8, "data_parallel", "replicated")
+    assert len(formulas.exchange_groups([*shards, *shards, replicated])) == 4
+    four = PlacedShard(table, 0, 0, 10, 4, "row_wise", "cached")
+    assert formulas.exchange_groups([shards[0], four]) == formulas.exchange_groups(shards[:1])
+    assert formulas.num_collectives(2, 4) == 2 + 2 * 5
+    assert formulas.sizes_bytes(2, 4) == 2 * 3 * 24
 
 
 # ---------------------------------------------------------------------------------------- fit

@@ -95,8 +95,20 @@ def test_bytes_between_ranks_promise_two_percent(measured, kept):
     assert plan.prediction is not None
     found = compare(plan, result_of(plan, sent_bytes=sent_bytes(plan.prediction, measured)))
     assert verdict(found, "bytes between ranks").kept is kept
-    assert found.all_to_all_bytes.measured == pytest.approx(found.all_to_all_bytes.predicted * measured)
-    assert found.sent_bytes.ids == pytest.approx(found.all_to_all_bytes.measured * 0.2)
+    assert found.sent_bytes["ids"] == Pair(1000, pytest.approx(1000 * measured))
+    assert found.sent_bytes["gradients"] == Pair(2000, pytest.approx(2000 * measured))
+    assert found.sent_bytes["other"].predicted is None
+
+
+def test_errors_of_two_kinds_do_not_make_up_for_each_other():
+    plan = predicted_plan()
+    assert plan.prediction is not None
+    sent = sent_bytes(plan.prediction)
+    sent["embeddings"] *= 1.05
+    sent["gradients"] *= 0.95
+    found = verdict(compare(plan, result_of(plan, sent_bytes=sent)), "bytes between ranks")
+    assert found.kept is False
+    assert "gradients, the worst kind" in found.detail
 
 
 def test_a_run_without_steps_sent_nothing_to_compare():

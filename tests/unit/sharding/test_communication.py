@@ -16,11 +16,11 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 def test_nothing_is_quantized_unless_it_is_asked_for():
     assert comm_codecs(ShardingConfig(), CPU) is None
-    assert ShardingConfig().pooled_number_bytes == 8
+    assert ShardingConfig().number_bytes == (4, 4)
 
 
 @pytest.mark.parametrize(
-    ("forward", "backward", "num_bytes"), [("fp16", "fp32", 6), ("fp32", "fp16", 6), ("fp16", "fp16", 4)]
+    ("forward", "backward", "num_bytes"), [("fp16", "fp32", (2, 4)), ("fp32", "fp16", (4, 2)), ("fp16", "fp16", (2, 2))]
 )
 def test_every_exchange_of_embeddings_gets_a_codec(forward, backward, num_bytes):
     config = ShardingConfig(forward_dtype=forward, backward_dtype=backward)
@@ -34,7 +34,7 @@ def test_every_exchange_of_embeddings_gets_a_codec(forward, backward, num_bytes)
     for pair in codecs.values():
         assert pair.forward.quantized_dtype == types[forward]
         assert pair.backward.quantized_dtype == types[backward]
-    assert config.pooled_number_bytes == num_bytes
+    assert config.number_bytes == num_bytes
 
 
 @pytest.mark.parametrize("name", ["forward_dtype", "backward_dtype"])
@@ -54,9 +54,9 @@ def test_an_unknown_type_is_refused_with_the_known_ones(name):
 def test_plans_count_the_bytes_that_are_sent():
     common = {"batch_size": 10, "ids_per_sample": 2, "columns": 8, "world_size": 4}
     for sharding in ("table_wise", "row_wise", "table_row_wise"):
-        whole, half, none = (
-            work.all_to_all_bytes(sharding, **common, ranks_per_node=2, pooled_number_bytes=num_bytes)
-            for num_bytes in (8, 4, 0)
+        whole, half = (
+            work.exchanged_bytes(sharding, **common, ranks_per_node=2, number_bytes=number_bytes)
+            for number_bytes in ((4, 4), (4, 2))
         )
-        assert whole - none == pytest.approx(2 * (half - none))
-        assert none > 0, "ids travel as they are"
+        assert half.gradients == whole.gradients / 2
+        assert (half.ids, half.embeddings) == (whole.ids, whole.embeddings)

@@ -130,6 +130,17 @@ def test_buffers_grow_with_ranks_where_one_rank_serves_all():
     assert step("cached", 8)["activations"] == 200_000
 
 
+def test_copies_of_hot_rows_and_the_map_of_their_ids():
+    assert "hot_rows" not in step("cached", 8)
+    assert step("cached", 8, hot_bytes=5000)["hot_rows"] == 5000 + 4 * 100
+
+
+def test_a_hashed_map_of_hot_ids(monkeypatch):
+    monkeypatch.setattr("embershard.sharding.memory_model.map_kind", lambda *_: "hashed")
+    row_bytes = make_workload((100,)).model.tables[0].row_bytes()
+    assert step("cached", 8, hot_bytes=10 * row_bytes)["hot_rows"] == 10 * row_bytes + 10 * 24
+
+
 def test_a_block_of_hot_rows_buffers_their_ids():
     """Not a half of them, though it has half of the rows."""
     data = data_of((1000,), 20_000, scattered=False)
@@ -172,3 +183,16 @@ def test_a_hashed_map_takes_what_was_predicted_for_its_slots():
     slots = pool.cache.num_slots
     assert memory.device_bytes(slots) == pool.cache.device_bytes == sum(s.device_bytes for s in pool.stats())
     assert memory.device_bytes(slots) < array.device_bytes(slots) / 5
+
+
+def test_tables_that_exchange_rows_buffer_distinct_rows():
+    """Rows and gradients, sent and received, in place of pooled embeddings; the places of all ids of the window."""
+    of = make_workload((1000,), batch_size=100, cache=ReplaySettings(lookahead=4), data=data_of((1000,), bag_size=3))
+    pooled = shard_of(of.model.tables[0])
+    rows = dataclasses.replace(pooled, exchange="rows")
+    distinct = 2 * of.distinct_per_rank("t0")  # of each of the two ranks
+    assert 100 < distinct < 2 * 300
+    known = 4 + 3
+    more = known * 300 * 8 + known * (distinct - 2 * 300) * 20 + 2 * 64 * 4 * (2 * distinct - 200)
+    difference = of.step_bytes([rows])["input_buffers"] - of.step_bytes([pooled])["input_buffers"]
+    assert difference == pytest.approx(more, abs=2)

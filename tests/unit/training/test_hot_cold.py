@@ -20,7 +20,7 @@ from embershard.frequency.config import ProfileConfig
 from embershard.models import table_name
 from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.config import ShardingConfig
-from embershard.training import build, hot_cold
+from embershard.training import hot_cold
 from embershard.training.build import find_profile
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.hot_cold import FILE, find_hot_set
@@ -38,11 +38,6 @@ HOT_BYTES = 20_000
 def ranks() -> Iterator[Ranks]:
     with process_group("cpu") as found:
         yield found
-
-
-@pytest.fixture(autouse=True)
-def mode_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    pass
 
 
 def hot_config(**changes: Any) -> RunConfig:
@@ -183,14 +178,11 @@ def test_a_position_with_too_many_hot_samples_is_refused():
         SavedRun(2, 10, position, {}, {}, 1, ({"cpu": ""},))
 
 
-def test_settings_that_the_mode_cannot_have_are_refused(monkeypatch, ranks):
+def test_settings_that_the_mode_cannot_have_are_refused():
     with pytest.raises(ConfigError, match=r"cache\.enabled: got false, needed true in the mode \"hot_cold\""):
         hot_config(cache=replace(hot_config().cache, enabled=False))
     with pytest.raises(ConfigError, match="got 128, needed at most 120 in the mode"):
         hot_config(look_ahead=LookAheadConfig(lookahead=READ_AHEAD - 8))
-    monkeypatch.setattr(build, "_BUILT_MODES", ("sharded",))
-    with pytest.raises(ConfigError, match=r"sharding\.mode: got 'hot_cold', needed 'sharded'"):
-        Trainer(hot_config(), ranks, None)
 
 
 def test_hot_rows_are_of_the_model_s_tables(ranks):

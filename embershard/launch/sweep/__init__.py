@@ -1,0 +1,1 @@
+"""`embershard sweep`: many runs from one file, their results in one table."""

@@ -1,0 +1,94 @@
+"""`embershard sweep`: trains all runs of a file, one after another or on a Ray cluster, and gathers their results."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from embershard.errors import ConfigError
+from embershard.launch.arguments import make_parser
+from embershard.launch.screen import say, wide_console
+
+_HELP = """Train all runs that a TOML file describes, each in a folder of its own, and gather their results in
+results.parquet and results.csv. Repeats are interleaved. The same command goes on where an earlier one stopped: runs
+that ended are not started again.
+
+  config = "quickstart.toml"         # what all runs have in common, relative to this file
+  repeats = 2
+  time_limit_seconds = 600           # of a run
+  set.train.max_steps = 200          # settings of all runs
+  [grid]                             # all combinations
+  ranks = [1, 2]
+  cache.ratio = [0.005, 0.015]
+
+  embershard sweep experiments.toml
+  embershard sweep experiments.toml --out sweeps/ratios --retry-failed
+
+Exit codes: 0 all runs finished; 1 some did not; 2 wrong usage or settings; 130 Ctrl-C.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `embershard sweep`; return the exit code."""
+    arguments = _parser().parse_args(argv)
+    from embershard.launch.run_dir import lock_run_dir  # these load torch, and --help must answer at once
+    from embershard.launch.sweep.experiments import Sweep
+    from embershard.launch.sweep.results import write_results
+    from embershard.launch.sweep.run import find_outcome
+    from embershard.launch.sweep.view import SweepDisplay
+
+    sweep, console = Sweep.read(arguments.file), wide_console()
+    if arguments.dry_run:
+        for experiment in sweep.experiments:
+            say(console, f"embershard train {shlex.join(experiment.arguments)}")
+        return 0
+    run_all = _engine(arguments.on)
+    folder = arguments.out or Path("sweeps") / arguments.file.stem
+    lock_run_dir(folder)
+    ended = {each.name: found for each in sweep.experiments if (found := find_outcome(each, folder)) is not None}
+    if arguments.retry_failed:
+        ended = {name: outcome for name, outcome in ended.items() if outcome.status == "finished"}
+    left = [experiment for experiment in sweep.experiments if experiment.name not in ended]
+    say(console, f"{len(sweep.experiments)} runs, {len(left)} of them to do; everything goes to {folder}")
+    display = SweepDisplay(console, folder, sweep.experiments, ended)
+    with display.shown():
+        for outcome in run_all(left, folder, sweep.time_limit_seconds, display.begin):
+            ended[outcome.name] = outcome
+            write_results(folder)
+            display.end(outcome)
+    write_results(folder)
+    if not console.is_terminal:
+        console.print(display.table())
+    failed = [outcome for outcome in ended.values() if outcome.status != "finished"]
+    for outcome in failed:
+        say(console, f"{outcome.status}: {outcome.name}: {outcome.reason} (outputs/{outcome.name}.txt)")
+    say(console, f"Results: {folder / 'results.parquet'} and {folder / 'results.csv'}")
+    return 1 if failed else 0
+
+
+def _engine(name: str) -> Callable[..., Iterator]:  # type: ignore[type-arg]
+    if name == "ray":
+        from embershard.launch.sweep.on_ray import run_on_ray
+
+        return run_on_ray
+    from embershard.launch.sweep.run import run_here
+
+    return run_here
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser("sweep", _HELP)
+    parser.add_argument("file", type=_file, metavar="FILE", help="the sweep, a TOML file")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the sweep (default: sweeps/NAME)")
+    parser.add_argument("--dry-run", action="store_true", help="check all settings, print the commands, and stop")
+    parser.add_argument("--retry-failed", action="store_true", help="start runs that failed again, too")
+    parser.add_argument("--on", choices=("local", "ray"), default="local", help="where to run (default: %(default)s)")
+    return parser
+
+
+def _file(text: str) -> Path:
+    if not Path(text).is_file():
+        raise ConfigError(f"{text}: there is no such file. Give the TOML file of a sweep (embershard sweep --help).")
+    return Path(text)

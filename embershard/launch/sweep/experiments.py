@@ -1,0 +1,148 @@
+"""The runs of a sweep, from its TOML file."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from embershard.decoding import decode, read_toml, to_toml, toml
+from embershard.errors import ConfigError
+from embershard.launch.config import load_config
+from embershard.launch.ranks.number import planned_ranks
+from embershard.training.config import RunConfig
+
+_RANKS = "ranks"  # not a setting of a run: how many are started
+_DEFAULT_RANKS = 2
+
+
+@dataclass(frozen=True)
+class _File:
+    """A sweep's file.
+
+    Attributes:
+        config: the settings that the runs have in common, a TOML file; relative to this one.
+        set: settings of all runs.
+        grid: by setting, the values to combine with each other.
+        runs: settings of single runs, each combined with the grid.
+        repeats: of every run.
+        time_limit_seconds: of a run.
+    """
+
+    config: str
+    set: dict[str, Any] = field(default_factory=dict)
+    grid: dict[str, Any] = field(default_factory=dict)
+    runs: tuple[dict[str, Any], ...] = ({},)
+    repeats: int = 1
+    time_limit_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.repeats < 1:
+            raise ConfigError(f"repeats: got {self.repeats}, needed at least 1.")
+        if self.time_limit_seconds is not None and self.time_limit_seconds <= 0:
+            raise ConfigError(f"time_limit_seconds: got {self.time_limit_seconds}, needed more than 0.")
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One run of a sweep.
+
+    Attributes:
+        name: what differs from the others, and the digest, in characters for a file name.
+        varied: the settings that the sweep varies, `ranks` among them.
+        ranks: number of ranks.
+        arguments: of `embershard train`.
+        digest: of all settings and the number of ranks, hexadecimal.
+        repeat: 0 for the first run of these settings.
+    """
+
+    name: str
+    varied: Mapping[str, Any]
+    ranks: int
+    arguments: tuple[str, ...]
+    digest: str
+    repeat: int
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The experiments in the order of their execution, and the time that each may take."""
+
+    experiments: tuple[Experiment, ...]
+    time_limit_seconds: float | None
+
+    @classmethod
+    def read(cls, path: Path) -> Sweep:
+        """Read a sweep's file. All settings of all runs are checked.
+
+        Repeats are interleaved: every run once, then again in reverse order, so that a machine that becomes slower
+        favours none.
+
+        Raises:
+            ConfigError: a key is unknown, a value is refused, or two runs are the same.
+        """
+        file = decode(_File, read_toml(path))
+        config = path.parent / file.config
+        try:
+            runs = [_experiment(config, file.set, varied) for varied in _combinations(file)]
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+        seen: dict[str, Experiment] = {}
+        for run in runs:
+            if run.digest in seen:
+                raise ConfigError(
+                    f"{path}: two runs have the same settings: {_shown(seen[run.digest].varied)}, and "
+                    f"{_shown(run.varied)}. Remove one; `repeats` repeats all."
+                )
+            seen[run.digest] = run
+        experiments = [
+            _repeated(run, repeat) for repeat in range(file.repeats) for run in (runs[::-1] if repeat % 2 else runs)
+        ]
+        return cls(tuple(experiments), file.time_limit_seconds)
+
+
+def _combinations(file: _File) -> Iterator[dict[str, Any]]:
+    grid = _flat(file.grid)
+    for name, values in grid.items():
+        if not isinstance(values, list) or not values:
+            raise ConfigError(f"grid.{name}: got {values!r}, needed a list of values.")
+    for run in file.runs:
+        given = _flat(run)
+        for values in itertools.product(*grid.values()):
+            yield {**given, **dict(zip(grid, values, strict=True))}
+
+
+def _experiment(config: Path, common: Mapping[str, Any], varied: Mapping[str, Any]) -> Experiment:
+    settings = {**_flat(common), **varied}
+    ranks = settings.pop(_RANKS, None)
+    if ranks is not None and (not isinstance(ranks, int) or ranks < 1):
+        raise ConfigError(f"ranks: got {ranks!r}, needed a whole number, 1 or more.")
+    overrides = [f"{key}={value if isinstance(value, str) else toml(value)}" for key, value in settings.items()]
+    resolved = load_config(RunConfig, config, overrides)
+    ranks = planned_ranks(resolved, ranks) or _DEFAULT_RANKS
+    resolved.train.rank_batch_size(ranks)
+    digest = hashlib.sha256(f"{ranks}\n{to_toml(resolved)}".encode()).hexdigest()[:12]
+    words = (word for override in overrides for word in ("--set", override))
+    arguments = ("--config", str(config), *words, "--nproc", str(ranks))
+    return Experiment("", {_RANKS: ranks, **varied}, ranks, arguments, digest, 0)
+
+
+def _repeated(run: Experiment, repeat: int) -> Experiment:
+    words = re.sub(r"[^A-Za-z0-9.=-]+", "_", "-".join(f"{k.split('.')[-1]}={v}" for k, v in run.varied.items()))
+    return Experiment(f"{words[:80]}-{run.digest}-{repeat}", run.varied, run.ranks, run.arguments, run.digest, repeat)
+
+
+def _flat(values: Mapping[str, Any], at: str = "") -> dict[str, Any]:
+    """Return nested settings by `section.key`: TOML nests what is written as cache.ratio = 0.1."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found.update(_flat(value, f"{at}{key}.") if isinstance(value, Mapping) else {f"{at}{key}": value})
+    return found
+
+
+def _shown(varied: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in varied.items())

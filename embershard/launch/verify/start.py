@@ -1,0 +1,45 @@
+"""`embershard verify`: starts the ranks that compare a run with stock TorchRec."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from embershard.launch.arguments import add_plan, add_settings, make_parser, positive
+from embershard.launch.config import load_config
+from embershard.launch.ranks import launcher
+from embershard.launch.ranks.number import default_ranks, planned_ranks
+from embershard.launch.verify.arguments import add_steps
+from embershard.training.config import RunConfig
+
+_HELP = """Train the first steps of a run twice, with the cache and with stock TorchRec, and compare every bit of
+losses, weights and optimizer states. Nothing is kept. Both need the memory of their tables at the same time.
+
+  embershard verify --config run.toml
+  embershard verify --config run.toml --nproc 4 --steps 200 --set cache.ratio=0.005
+
+Exit codes: 0 equal; 1 different; 2 wrong usage, settings or data. On several machines, start the ranks with torchrun:
+  torchrun --nnodes 2 --nproc_per_node 8 ... -m embershard.launch.verify.command --config run.toml
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `embershard verify`; return the exit code."""
+    parser = make_parser("verify", _HELP)
+    add_settings(parser, required=True)
+    add_plan(parser)
+    add_steps(parser)
+    parser.add_argument("--nproc", type=positive, metavar="N", help="number of ranks (default: as embershard train)")
+    arguments = parser.parse_args(argv)
+    config = load_config(RunConfig, arguments.config, arguments.overrides)
+    num_ranks = planned_ranks(config, arguments.nproc) or default_ranks(config)
+    config.train.rank_batch_size(num_ranks)  # raises before any rank starts
+    given = ["--config", str(arguments.config), "--steps", str(arguments.steps)]
+    given += [word for override in arguments.overrides for word in ("--set", override)]
+    with tempfile.TemporaryDirectory() as folder:
+        different = Path(folder) / "different"
+        code = launcher.start_ranks(
+            num_ranks, "embershard.launch.verify.command", [*given, "--mark-difference", str(different)]
+        )
+        return 1 if different.exists() else code

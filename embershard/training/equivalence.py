@@ -1,0 +1,230 @@
+"""Whether training with the cache equals training with stock TorchRec, bit for bit, and if not, where they part."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+from embershard.distributed import Ranks
+from embershard.errors import ConfigError
+from embershard.models import table_name
+from embershard.sharding.plan import Plan
+from embershard.sharding.torchrec import cache_stats, flush
+from embershard.sharding.torchrec.placement import built_pools, placements_of
+from embershard.training.config import RunConfig
+from embershard.training.trainer import Trainer
+
+#: Tensors of a rank by name, each with the number of its first row in the whole tensor.
+_Tensors = dict[str, tuple[int, Tensor]]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor that differs on one rank.
+
+    Attributes:
+        tensor: name of the parameter, or of the optimizer's state.
+        rank: that holds the part which differs.
+        row: the first one that differs, in the whole tensor; 0 for a number.
+        num_rows: rows of this part that differ.
+        cached, stock: the first value that differs, with the cache and without.
+    """
+
+    tensor: str
+    rank: int
+    row: int
+    num_rows: int
+    cached: float
+    stock: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Result of a comparison.
+
+    Attributes:
+        steps: that were trained.
+        evictions: of cached rows, on all ranks: without one, the comparison says little about the cache.
+        num_tensors: compared on all ranks, parts of one tensor on several ranks counted each.
+        loss_step: the first step whose loss differs; None where all are equal.
+        step: the first step after which a tensor differs, 0 for the initial weights; None where all are equal.
+        differences: after that step.
+    """
+
+    steps: int
+    evictions: int
+    num_tensors: int
+    loss_step: int | None
+    step: int | None
+    differences: tuple[Difference, ...]
+
+    @property
+    def is_equal(self) -> bool:
+        """True if nothing differs."""
+        return self.loss_step is None and self.step is None
+
+
+def compare_with_stock(config: RunConfig, ranks: Ranks, steps: int) -> Verdict:
+    """Train the first steps of a run with its cache and look-ahead, and again with stock TorchRec, and compare every
+    bit: losses, weights and optimizer states. Collective.
+
+    Both have the same tables at the same places, and the same batches. Where they differ, the step is found by
+    bisection, by training again from the start: nothing is read from the caches before the step that is compared.
+
+    Raises:
+        ConfigError: nothing is cached, or the run adds up in another order than stock TorchRec.
+
+    >>> from embershard.data import DataConfig
+    >>> from embershard.data.config import SyntheticConfig
+    >>> from embershard.distributed import process_group
+    >>> config = RunConfig(data=DataConfig(synthetic=SyntheticConfig(num_samples=4000, scale=0.0001)))
+    >>> with process_group("cpu") as ranks:
+    ...     compare_with_stock(config, ranks, steps=2).is_equal
+    True
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        runs = _Runs(config, ranks, steps, Path(folder) / "plan.json")
+        return runs.verdict()
+
+
+class _Runs:
+    """The pair of runs, trained as often as needed."""
+
+    def __init__(self, config: RunConfig, ranks: Ranks, steps: int, plan_file: Path) -> None:
+        _check(config, ranks)
+        self._ranks, self._plan_file = ranks, plan_file
+        self._steps = min(steps, config.train.max_steps or steps)
+        train = dataclasses.replace(config.train, max_steps=self._steps, eval_every=None)
+        self._config = dataclasses.replace(config, train=train)
+        self._evictions = self._num_tensors = 0
+
+    def verdict(self) -> Verdict:
+        """Train all steps; where something differs, find the first step."""
+        loss_step, differences = self._compare(self._steps)
+        evictions, num_tensors = self._evictions, self._num_tensors
+        step = self._steps if differences else None
+        if loss_step not in (None, step):
+            _, found = self._compare(loss_step)
+            if found:
+                step, differences = loss_step, found
+        equal = -1
+        while step is not None and step - equal > 1:
+            middle = (equal + step) // 2
+            _, found = self._compare(middle)
+            if found:
+                step, differences = middle, found
+            else:
+                equal = middle
+        return Verdict(self._steps, evictions, num_tensors, loss_step, step, tuple(differences))
+
+    def _compare(self, steps: int) -> tuple[int | None, list[Difference]]:
+        """Train so many steps with both; return the first step whose loss differs, and all tensors that do."""
+        cached = Trainer(self._config, self._ranks)
+        losses = list(_train(cached, steps))
+        cached.close()
+        self._evictions = int(self._sum(sum(table.evictions for table in cache_stats(cached.model))))
+        tensors = _tensors_of(cached)
+        stock = Trainer(self._without_cache(cached), self._ranks)
+        pairs = list(zip(losses, _train(stock, steps), strict=True))
+        stock.close()
+        loss_step = next((number for number, (ours, theirs) in enumerate(pairs, 1) if ours != theirs), None)
+        differences = list(_differences(tensors, _tensors_of(stock), self._ranks.rank))
+        self._num_tensors = int(self._sum(len(tensors)))
+        gathered: list[list[Difference]] = self._ranks.all_gather_objects(differences)
+        return loss_step, [difference for on_rank in gathered for difference in on_rank]
+
+    def _without_cache(self, cached: Trainer) -> RunConfig:
+        """Return the settings of the stock run: its tables are where the cached run's are."""
+        config = dataclasses.replace(self._config, cache=dataclasses.replace(self._config.cache, enabled=False))
+        if config.sharding.plan is not None:
+            return config
+        ranks, dim = self._ranks, config.model.embedding_dim
+        shapes = {table_name(each.name): (each.num_rows, dim, "fp32") for each in cached.source.schema.sparse}
+        pools = ranks.all_gather_objects(built_pools(cached.model, ranks.rank))
+        plan = Plan(
+            world_size=ranks.world_size,
+            ranks_per_node=ranks.local_world_size,
+            batch_size=config.train.rank_batch_size(ranks.world_size),
+            device="cuda" if ranks.device.type == "cuda" else "cpu",
+            device_memory_bytes=None,
+            host_memory_bytes=None,
+            settings={},
+            tables=placements_of(cached.model.plan, shapes),
+            pools=tuple(pool for on_rank in pools for pool in on_rank),
+        )
+        ranks.from_first(lambda: plan.save(self._plan_file))  # the first rank reads it, too
+        return dataclasses.replace(config, sharding=dataclasses.replace(config.sharding, plan=str(self._plan_file)))
+
+    def _sum(self, number: int) -> float:
+        return self._ranks.all_gather(torch.tensor(float(number), dtype=torch.float64)).sum().item()
+
+
+def _check(config: RunConfig, ranks: Ranks) -> None:
+    if not config.cache.enabled:
+        raise ConfigError("cache.enabled is false: there is no cache to compare with stock TorchRec. Set it to true.")
+    if config.sharding.mode != "sharded":
+        raise ConfigError(
+            f'sharding.mode = "{config.sharding.mode}" adds up in another order than stock TorchRec, or trains on '
+            'another one, so bits may differ. Compare in mode "sharded".'
+        )
+    if config.sharding.exchange != "pooled" and ranks.world_size > 1:
+        raise ConfigError(
+            f'sharding.exchange = "{config.sharding.exchange}" adds gradients up in another order than stock TorchRec, '
+            'so bits may differ on several ranks. Compare with "pooled", or on one rank (--nproc 1).'
+        )
+
+
+def _train(trainer: Trainer, steps: int) -> Iterator[float]:
+    """Train, and yield the mean loss of all ranks of each step."""
+    for _ in range(min(steps, trainer.total_steps)):
+        with trainer.upcoming.next() as batch:
+            trainer.step(batch)
+        yield trainer.loss_monitor.mean()
+
+
+def _tensors_of(trainer: Trainer) -> _Tensors:
+    """Return this rank's part of all weights and optimizer states. Trained rows are written back before."""
+    flush(trainer.model)
+    model = trainer.model
+    states = {
+        **model.fused_optimizer.state_dict()["state"],
+        **{f"{name} (dense)": values for name, values in trainer.dense_optimizer.state_dict()["state"].items()},
+    }
+    groups: list[dict[str, Any]] = [model.state_dict()]
+    groups += [{f"{of}: {name}": value for name, value in values.items()} for of, values in states.items()]
+    return {name: part for group in groups for key, value in group.items() for name, part in _parts(key, value)}
+
+
+def _parts(name: str, value: Any) -> Iterator[tuple[str, tuple[int, Tensor]]]:
+    if isinstance(value, ShardedTensor):
+        for shard in value.local_shards():
+            first = shard.metadata.shard_offsets
+            yield f"{name} from {tuple(first)}" if any(first[1:]) else name, (first[0], shard.tensor.detach())
+    elif isinstance(value, Tensor):
+        yield name, (0, value.detach())
+
+
+def _differences(cached: _Tensors, stock: _Tensors, rank: int) -> Iterator[Difference]:
+    """Yield what differs in any bit, sorted by name."""
+    assert cached.keys() == stock.keys(), f"not of one model: {sorted(cached.keys() ^ stock.keys())[:5]}"
+    for name, (first, ours) in sorted(cached.items()):
+        theirs = stock[name][1]
+        is_other = (_bits(ours) != _bits(theirs)).any(dim=1)
+        rows = is_other.nonzero().flatten().tolist()
+        if rows:
+            pair = zip(*(tensor.reshape(len(is_other), -1)[rows[0]].tolist() for tensor in (ours, theirs)), strict=True)
+            values = next((a, b) for a, b in pair if repr(a) != repr(b))
+            yield Difference(name, rank, first + rows[0], len(rows), *values)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Return the bytes [R, ...] of a tensor's rows; a number is one row."""
+    return tensor.reshape(len(tensor) if tensor.dim() else 1, -1).contiguous().view(torch.uint8)

@@ -1,0 +1,159 @@
+"""Training with copies of the hot rows on every rank beside stock TorchRec, as one rank of a pool of processes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from embershard import cache_stats
+from embershard.distributed import without_empty
+from embershard.distributed.traffic import SentBytes, count_sent_bytes, sent_bytes
+from embershard.errors import EmbershardError
+from embershard.sharding.torchrec.hot_cold import HotColdShardedEmbeddingBagCollection, follow_hot_batches
+from embershard.sharding.torchrec.hot_tables import HotTables
+from tests.ranks import parity
+from tests.ranks.parity import LinearModel, differences, snapshot
+from tests.ranks.replicated_rows import division_missing, rank_left_out
+from tests.ranks.replicated_tables import tensors_of
+from tests.ranks.rows_exchange import Case, Outcome, batches, train_linear
+
+
+@dataclass(frozen=True)
+class HotBatchOutcome:
+    """What one rank sent, and rows that its caches filled and wrote back, in the steps of hot batches."""
+
+    sent: SentBytes
+    rows_moved: int
+
+
+def build(case: Case) -> DistributedModelParallel:
+    """The model with hot rows on every rank, which is told of hot batches."""
+    model = parity.build(case, True, LinearModel)
+    follow_hot_batches(model)
+    return model
+
+
+def compare(case: Case, fault: str | None = None) -> Outcome:
+    """Weights and states after dyadic gradients: stock TorchRec's, beside those with hot rows on every rank."""
+    stock = parity.build(case, False, LinearModel)
+    train_linear(stock, dataclasses.replace(case, lookahead=0))
+    expected = snapshot(stock)
+    with FAULTS[fault]() if fault else contextlib.nullcontext():
+        model = build(case)
+        train_linear(model, case)
+        found = snapshot(model)
+    different = differences(expected, found) + _unequal_copies(model)
+    return Outcome(different, len(found), sum(stats.evictions for stats in cache_stats(model)))
+
+
+def compare_all(cases: list[Case]) -> list[Outcome]:
+    """:func:`compare` for several cases in one call."""
+    return [compare(case) for case in cases]
+
+
+def compare_real(case: Case) -> Outcome:
+    """The same after gradients of a real loss."""
+    stock, model = parity.build(case, False), parity.build(case, True)
+    losses, ours = parity.train(stock, case), parity.train(model, case)
+    expected, found = snapshot(stock), snapshot(model)
+    pairs = [(value, found[name]) for name, value in expected.items() if value.numel() and name.startswith("weight")]
+    return Outcome(
+        sorted(set(expected) ^ set(found)) + _unequal_copies(model),
+        len(found),
+        sum(stats.evictions for stats in cache_stats(model)),
+        max(abs(a - b) for a, b in zip(losses, ours, strict=True)),
+        max(float((a - b).abs().max()) for a, b in pairs),
+    )
+
+
+def hot_steps(case: Case) -> HotBatchOutcome:
+    """Train on all batches, one after another; the sums over the hot ones."""
+    count_sent_bytes()
+    model = build(case)
+    total, moved = SentBytes(), 0
+    for features, coefficients in batches(case):
+        before, rows = sent_bytes(), _moved(model)
+        model(features, coefficients).backward()
+        if features.is_hot:  # type: ignore[attr-defined]
+            values = zip(*map(dataclasses.astuple, (total, sent_bytes() - before)), strict=True)
+            total, moved = SentBytes(*map(sum, values)), moved + _moved(model) - rows
+    return HotBatchOutcome(total, moved)
+
+
+def move(case: Case, folder: Path) -> list[str]:
+    """Train with hot rows on every rank, go on with stock TorchRec, and back; by checkpoints of torch."""
+    hot, stock, back = build(case), parity.build(case, False, LinearModel), build(case)
+    train_linear(hot, case)
+    train_linear(back, dataclasses.replace(case, steps=3))  # what it has learned must go
+    for number, (source, target) in enumerate([(hot, stock), (stock, back)]):
+        dcp.save(without_empty(tensors_of(source)), checkpoint_id=folder / str(number))
+        tensors = tensors_of(target)
+        dcp.load(without_empty(tensors), checkpoint_id=folder / str(number))
+        target.load_state_dict(tensors["model"])
+        target.fused_optimizer.load_state_dict({"state": tensors["states"]})
+    found = differences(snapshot(hot), snapshot(stock)) + differences(snapshot(hot), snapshot(back))
+    for model in (hot, stock, back):
+        train_linear(model, dataclasses.replace(case, steps=5))
+    return found + differences(snapshot(stock), snapshot(hot)) + differences(snapshot(stock), snapshot(back))
+
+
+def error_of_a_wrong_batch(case: Case) -> str:
+    """The message for a batch with cold ids that is said to have none."""
+    model = build(case)
+    features, coefficients = next(batches(case))
+    features.is_hot = True  # type: ignore[attr-defined]
+    try:
+        model(features, coefficients)
+    except EmbershardError as error:
+        return str(error)
+    return ""
+
+
+def _moved(model: DistributedModelParallel) -> int:
+    return sum(stats.fills + stats.write_backs for stats in cache_stats(model))
+
+
+def _unequal_copies(model: DistributedModelParallel) -> list[str]:
+    """The parts of the copies that differ between ranks."""
+    copies = [
+        part for module in model.modules() if isinstance(module, HotColdShardedEmbeddingBagCollection)
+        for group in module._hot._groups for part in group.rows.payload
+    ]  # fmt: skip
+    assert copies
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, copies)
+    return [f"copies {n}" for n, own in enumerate(copies) if not all(torch.equal(own, other[n]) for other in parts)]
+
+
+@contextlib.contextmanager
+def _not_written_to_the_host() -> Iterator[None]:
+    with mock.patch.object(HotTables, "write_to"):
+        yield
+
+
+@contextlib.contextmanager
+def _hot_ids_everywhere() -> Iterator[None]:
+    """Hot rows are looked up in their shards, too."""
+    add = HotColdShardedEmbeddingBagCollection._add
+    with mock.patch.object(
+        HotColdShardedEmbeddingBagCollection, "_add", lambda self, cold, hot, ctx: add(self, cold, hot * 0, ctx)
+    ):
+        yield
+
+
+FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "division missing": division_missing,
+    "rank left out": rank_left_out,
+    "not written to the host": _not_written_to_the_host,
+    "hot rows not added": _hot_ids_everywhere,
+}

@@ -1,0 +1,158 @@
+"""Bytes between ranks as predicted and as counted: `python -m tests.ranks.predicted_traffic`; some minutes.
+
+{pooled, rows, auto} x {table-wise, row-wise, column-wise} x {one id per feature, MLPerf's bags} x {2, 4 ranks}: a
+profile of generated data, a prediction from it, and a run of the trainer on the same data. Prints a line per
+combination: predicted and counted bytes of a rank and step, by kind. Ends with 1 where one differs by more than 2 %, or
+"auto" sent more than another.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from pathlib import Path
+from statistics import fmean
+
+from embershard.data import DataConfig
+from embershard.data.config import SyntheticConfig
+from embershard.data.synthetic import MLPERF_BAG_SIZES
+from embershard.distributed.traffic import SentBytes
+from embershard.frequency import FrequencyProfile
+from embershard.launch.plan.inputs import make_workload
+from embershard.launch.profile.data_pass import PassOptions, profile_data
+from embershard.planning.cost.rates import Rates
+from embershard.planning.cost.topology import load_topology
+from embershard.planning.exchange import with_exchange
+from embershard.planning.predict import predict
+from embershard.planning.verify.compare import PROMISED_SENT_BYTES, SENT_KINDS, Pair
+from embershard.planning.workload import Workload
+from embershard.sharding.config import ExchangeChoice, ShardingConfig
+from embershard.sharding.plan import Plan, TablePlacement, pools_of
+from embershard.training.config import RunConfig, TrainConfig
+from embershard.training.trainer import Trainer
+from tests.ranks import planned
+from tests.ranks.workers import RankPool
+from tests.unit.sharding.plans import make_plan, ranks_for
+
+BAGS = {"one-hot": (), "MLPerf": MLPERF_BAG_SIZES}
+STEPS = 16
+SHARDINGS = ("table_wise", "row_wise", "column_wise")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run to predict. ``scale`` is that of the data's row counts, ``num_samples`` are those of an epoch."""
+
+    sharding: str = "row_wise"
+    exchange: ExchangeChoice = "rows"
+    bags: str = "one-hot"
+    batch_size: int = 64
+    num_samples: int = 6000
+    scale: float = 0.003
+
+    @property
+    def data(self) -> DataConfig:
+        """Its data."""
+        generated = SyntheticConfig(num_samples=self.num_samples, scale=self.scale, bag_sizes=BAGS[self.bags])
+        return DataConfig(synthetic=generated, num_workers=0)
+
+    def config(self, plan: Path | None = None) -> RunConfig:
+        """The settings of the run; to be planned for without a plan."""
+        sharding = ShardingConfig(plan=str(plan)) if plan else ShardingConfig(exchange=self.exchange)
+        train = TrainConfig(batch_size=self.batch_size, max_steps=STEPS, device="cpu")
+        return planned.make_config(None, data=self.data, train=train, sharding=sharding)
+
+
+@lru_cache(maxsize=4)
+def profile_of(data: DataConfig) -> FrequencyProfile:
+    """Of all samples."""
+    return profile_data(data, PassOptions())
+
+
+def workload_of(case: Case, world_size: int) -> Workload:
+    """The run, with what is known of its data."""
+    statistics = profile_of(case.data).statistics
+    assert statistics is not None
+    return make_workload(case.config(), statistics, world_size, ranks_per_node=world_size, device="cpu")
+
+
+def plan_of(case: Case, world_size: int) -> Plan:
+    """Every table with this sharding type, in a cache of half its rows or more, and a prediction."""
+    workload = workload_of(case, world_size)
+    tables = []
+    for number, size in enumerate(workload.model.tables):
+        ranks = ranks_for(case.sharding, number, world_size, world_size, column_shards=2)
+        placed = TablePlacement(size.table, size.rows, size.dim, size.dtype, case.sharding, "cached", ranks)  # type: ignore[arg-type]
+        tables.append(with_exchange(workload, placed))
+    pools = tuple(pool.with_slots(max(1, -(-pool.rows // 2))) for pool in pools_of(tables, world_size))
+    rates: Rates = load_topology("cpu").rates_for(world_size)
+    prediction = predict(workload, tables, pools, rates)
+    return make_plan(
+        tables, world_size, world_size, batch_size=case.batch_size, pools=pools, prediction=prediction, settings={}
+    )
+
+
+def train(case: Case, plan: Path) -> SentBytes:
+    """What this rank sent in a step, on average. Runs on a rank."""
+    trainer = Trainer(case.config(plan), planned.here())
+    for _ in trainer.train():
+        pass
+    totals = next(own for own in trainer.traffic_reader.totals()["ranks"] if own["rank"] == trainer.ranks.rank)
+    trainer.close()
+    return SentBytes(**{field.name: totals[field.name] for field in fields(SentBytes)}).over(STEPS)
+
+
+def sent_as_predicted(plan: Plan) -> dict[str, float]:
+    """Bytes of a rank and step by kind, the mean of the ranks."""
+    assert plan.prediction is not None
+    return {kind: fmean(rank.work[name] for rank in plan.prediction.ranks) for kind, name in SENT_KINDS.items()}
+
+
+def compared(pool: RankPool, case: Case, world_size: int) -> tuple[Plan, dict[str, Pair]]:
+    """The plan, and predicted and counted bytes by kind, each the mean of the ranks."""
+    plan = plan_of(case, world_size)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "plan.json")
+        plan.save(path)
+        by_rank: list[SentBytes] = pool.run(train, case, path)
+    predicted = sent_as_predicted(plan).items()
+    return plan, {kind: Pair(number, fmean(getattr(sent, kind) for sent in by_rank)) for kind, number in predicted}
+
+
+def is_close(pairs: dict[str, Pair]) -> bool:
+    """Whether every kind is as promised."""
+    return all(abs(pair.relative_error or 0.0) <= PROMISED_SENT_BYTES for pair in pairs.values())
+
+
+def _text(item: tuple[str, Pair]) -> str:
+    kind, pair = item
+    return f"{kind} {pair.predicted:,.0f} / {pair.measured:,.0f} ({100 * (pair.relative_error or 0):+.2f} %)"
+
+
+def main() -> int:
+    """Run all combinations."""
+    failed = 0
+    for world_size in (2, 4):
+        pool = RankPool(world_size)
+        for bags in BAGS:
+            totals: dict[str, float] = {}
+            for sharding in SHARDINGS:
+                for exchange in ("pooled", "rows", "auto"):
+                    case = Case(sharding, exchange, bags)  # type: ignore[arg-type]
+                    plan, pairs = compared(pool, case, world_size)
+                    failed += not is_close(pairs)
+                    num_rows = sum(table.exchange == "rows" for table in plan.tables)
+                    totals[exchange] = sum(pair.measured or 0.0 for pair in pairs.values())
+                    names = f"{world_size} ranks, {bags}, {sharding}, {exchange} ({num_rows} tables of rows)"
+                    print(f"{names}: {'; '.join(map(_text, pairs.items()))}", flush=True)
+                print(f"    counted, all kinds: {', '.join(f'{k} {v:,.0f}' for k, v in totals.items())}", flush=True)
+                failed += totals["auto"] > min(totals["pooled"], totals["rows"])
+        pool.close()
+    print(f"{failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

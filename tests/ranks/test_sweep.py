@@ -1,0 +1,93 @@
+"""A sweep of real runs that is killed in the middle and goes on; and the same on Ray, where that is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+
+pytestmark = pytest.mark.ranks
+
+FILE = """
+config = "{config}"
+[set]
+data.synthetic.scale = 0.0005
+data.eval_fraction = 0.0
+profile.samples = 1000
+train.batch_size = 32
+train.max_steps = 8
+train.eval_every = "none"
+checkpoint.at_end = false
+checkpoint.every_steps = "none"
+[grid]
+ranks = [1]
+cache.ratio = [0.1, 0.2]
+"""
+
+
+def sweep(project_dir: Path, folder: Path, *options: str) -> subprocess.Popen[str]:
+    file = folder / "sweep.toml"
+    file.write_text(FILE.format(config=project_dir / "examples" / "quickstart.toml"))
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(project_dir)}
+    command = [sys.executable, "-m", "embershard.launch.cli", "sweep", str(file), "--out", str(folder / "out")]
+    pipe = subprocess.PIPE
+    return subprocess.Popen([*command, *options], env=environment, text=True, stdout=pipe, stderr=pipe)
+
+
+def ended(folder: Path) -> list[Path]:
+    return sorted((folder / "out" / "states").glob("*.json"))
+
+
+def test_a_killed_sweep_goes_on_without_running_anything_twice(project_dir: Path, tmp_path: Path) -> None:
+    first = sweep(project_dir, tmp_path)
+    ends_at = time.monotonic() + 400
+    while len(ended(tmp_path)) < 1 or len(list((tmp_path / "out" / "runs").iterdir())) < 2:
+        assert first.poll() is None, first.communicate()
+        assert time.monotonic() < ends_at
+        time.sleep(0.05)
+    children = psutil.Process(first.pid).children(recursive=True)
+    first.kill()
+    first.communicate()
+    gone, alive = psutil.wait_procs(children, timeout=20)
+    assert gone
+    assert not alive  # no run trains on without its sweep
+    before = {path: path.read_text() for path in ended(tmp_path)}
+
+    second = sweep(project_dir, tmp_path)
+    output, errors = second.communicate(timeout=400)
+    assert second.returncode == 0, f"{output}\n{errors}"
+    rows = pq.read_table(tmp_path / "out" / "results.parquet").to_pylist()
+    assert sorted(row["cache.ratio"] for row in rows) == [0.1, 0.2]  # none lost, none twice
+    assert {row["status"] for row in rows} == {"finished"}
+    assert len({row["loss"] for row in rows}) == 1  # the cache's size changes no loss
+    assert all(path.read_text() == text for path, text in before.items())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed (the extra [ray])")
+def test_a_sweep_on_ray_survives_the_death_of_a_worker(project_dir: Path, tmp_path: Path) -> None:
+    running = sweep(project_dir, tmp_path, "--on", "ray")
+    killed = False
+    ends_at = time.monotonic() + 400
+    while running.poll() is None and time.monotonic() < ends_at:
+        runs = tmp_path / "out" / "runs"
+        if not killed and runs.exists() and any(runs.iterdir()):
+            for process in psutil.Process(running.pid).children(recursive=True):
+                if process.name().startswith("ray::run"):
+                    process.send_signal(signal.SIGKILL)
+                    killed = True
+                    break
+        time.sleep(0.1)
+    output, errors = running.communicate(timeout=10)
+    assert running.returncode == 0, f"{output}\n{errors}"
+    assert killed
+    rows = pq.read_table(tmp_path / "out" / "results.parquet").to_pylist()
+    assert sorted(row["cache.ratio"] for row in rows) == [0.1, 0.2]
+    assert {row["status"] for row in rows} == {"finished"}

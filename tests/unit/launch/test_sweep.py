@@ -1,0 +1,214 @@
+"""`embershard sweep`: which runs a file describes, what becomes of each, and the tables of results."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from pyarrow import csv
+
+from embershard.errors import ConfigError, SetupError
+from embershard.launch.sweep import command, run
+from embershard.launch.sweep.experiments import Experiment, Sweep
+from embershard.launch.sweep.results import write_results
+from embershard.launch.sweep.run import find_outcome, read_outcomes, run_experiment, run_folder
+
+CONFIG = "[data.synthetic]\nscale = 0.001\n"
+GRID = (
+    'config = "run.toml"\nrepeats = 2\n[set]\ntrain.max_steps = 4\n[grid]\nranks = [1, 2]\ncache.ratio = [0.1, 0.2]\n'
+)
+# The program in place of `embershard train`: what a run leaves in its folder.
+TRAINS = """
+import json, os, sys
+folder = sys.argv[-1]
+os.makedirs(folder)
+open(folder + "/config.toml", "w").close()
+result = {"loss": 0.5, "cache": {"fills": 7, "tables": {"t": 1}, "ranks": [1]}, "step_ms": {"p50": 2.0}, "versions": {}}
+json.dump(result, open(folder + "/result.json", "w"))
+"""
+FAILS = "import sys; print('noise'); sys.exit('[rank0]: ConfigError: cache.ratio: got 7, needed less.')"
+WAITS = "import os, sys, time; os.makedirs(sys.argv[-1]); time.sleep(60)"
+
+
+@pytest.fixture
+def sweep_file(tmp_path: Path) -> Path:
+    (tmp_path / "run.toml").write_text(CONFIG)
+    (tmp_path / "sweep.toml").write_text(GRID)
+    return tmp_path / "sweep.toml"
+
+
+def of_file(path: Path, text: str) -> tuple[Experiment, ...]:
+    path.write_text(text)
+    return Sweep.read(path).experiments
+
+
+def train_by(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    monkeypatch.setattr(run, "_command", lambda experiment, folder: [sys.executable, "-c", program, str(folder)])
+
+
+def test_a_grid_is_every_combination_and_repeats_are_interleaved(sweep_file: Path) -> None:
+    experiments = Sweep.read(sweep_file).experiments
+    places = [(each.varied["ranks"], each.varied["cache.ratio"], each.repeat) for each in experiments]
+    first = [(1, 0.1, 0), (1, 0.2, 0), (2, 0.1, 0), (2, 0.2, 0)]
+    assert places == first + [(ranks, ratio, 1) for ranks, ratio, _ in first[::-1]]
+    assert len({each.name for each in experiments}) == 8
+    assert len({each.digest for each in experiments}) == 4  # repeats have the same settings
+    assert "--set cache.ratio=0.2 --nproc 2" in " ".join(experiments[3].arguments)
+    assert "--set train.max_steps=4" in " ".join(experiments[0].arguments)
+
+
+def test_the_digest_is_of_the_resolved_settings(sweep_file: Path) -> None:
+    before = Sweep.read(sweep_file).experiments[0].digest
+    assert of_file(sweep_file, GRID.replace("train.max_steps = 4", "train.max_steps = 5"))[0].digest != before
+    (sweep_file.parent / "run.toml").write_text(CONFIG.replace("0.001", "0.002"))
+    assert of_file(sweep_file, GRID)[0].digest != before
+
+
+def test_a_list_of_runs_is_combined_with_the_grid(sweep_file: Path) -> None:
+    text = 'config = "run.toml"\n[grid]\ncache.ratio = [0.1, 0.2]\n[[runs]]\ntrain.seed = 1\n[[runs]]\ntrain.seed = 2\n'
+    found = [(each.varied["train.seed"], each.varied["cache.ratio"]) for each in of_file(sweep_file, text)]
+    assert found == [(1, 0.1), (1, 0.2), (2, 0.1), (2, 0.2)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('config = "run.toml"\nrepeat = 2', "Did you mean repeats"),
+        ('config = "run.toml"\nrepeats = 0', "needed at least 1"),
+        ('config = "run.toml"\ntime_limit_seconds = 0', "needed more than 0"),
+        ('config = "none.toml"', "none.toml: cannot be read"),
+        ('config = "run.toml"\ngrid.cache.ratio = 0.1', "needed a list of values"),
+        ('config = "run.toml"\ngrid.cache.ratio = [0.1, 7.0]', "cache.ratio"),
+        ('config = "run.toml"\ngrid.cache.rati = [0.1]', "Did you mean cache.ratio"),
+        ('config = "run.toml"\ngrid.ranks = [0]', "needed a whole number"),
+        ('config = "run.toml"\ngrid.cache.ratio = [0.1, 0.1]', "two runs have the same settings"),
+        ('config = "run.toml"\nset.train.global_batch_size = 5\ngrid.ranks = [2]', "a multiple of the 2 ranks"),
+    ],
+)
+def test_what_no_run_could_do_is_refused_before_the_first(sweep_file: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        of_file(sweep_file, text)
+
+
+def one(sweep_file: Path) -> Experiment:
+    return Sweep.read(sweep_file).experiments[0]
+
+
+def test_a_run_that_ends_well_is_kept(sweep_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    train_by(monkeypatch, TRAINS)
+    folder, experiment = tmp_path / "out", one(sweep_file)
+    assert find_outcome(experiment, folder) is None
+    outcome = run_experiment(experiment, folder, 60)
+    assert (outcome.status, outcome.reason, outcome.attempt) == ("finished", "", 1)
+    assert find_outcome(experiment, folder) == outcome
+    assert read_outcomes(folder) == [outcome]
+
+
+def test_a_failure_keeps_its_reason(sweep_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    train_by(monkeypatch, FAILS)
+    outcome = run_experiment(one(sweep_file), tmp_path / "out", None)
+    assert (outcome.status, outcome.reason) == ("failed", "[rank0]: ConfigError: cache.ratio: got 7, needed less.")
+
+
+def test_a_run_that_takes_too_long_is_ended(sweep_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    train_by(monkeypatch, WAITS)
+    started = time.monotonic()
+    outcome = run_experiment(one(sweep_file), tmp_path / "out", 0.5)
+    assert (outcome.status, outcome.reason) == ("timed out", "took longer than 0.5 s")
+    assert time.monotonic() - started < 50
+
+
+def test_what_an_earlier_attempt_left_is_set_aside(
+    sweep_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder, experiment = tmp_path / "out", one(sweep_file)
+    run_folder(folder, experiment.name).mkdir(parents=True)  # of a sweep that was killed
+    (run_folder(folder, experiment.name) / "metrics.jsonl").write_text("half")
+    train_by(monkeypatch, TRAINS)
+    outcome = run_experiment(experiment, folder, None)
+    assert outcome.attempt == 2
+    aside = folder / "runs" / f"{experiment.name}.aside-1"
+    assert (aside / "metrics.jsonl").read_text() == "half"
+
+
+def test_a_run_whose_end_was_not_noted_is_not_started_again(
+    sweep_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    train_by(monkeypatch, TRAINS)
+    folder, experiment = tmp_path / "out", one(sweep_file)
+    run_experiment(experiment, folder, None)
+    for state in (folder / "states").iterdir():
+        state.unlink()
+    found = find_outcome(experiment, folder)
+    assert found is not None
+    assert (found.status, found.attempt) == ("finished", 1)
+    assert read_outcomes(folder) == [found]
+
+
+def test_the_results_are_one_table(sweep_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    first, second, *_ = Sweep.read(sweep_file).experiments
+    train_by(monkeypatch, TRAINS)
+    run_experiment(first, folder, None)
+    train_by(monkeypatch, FAILS)
+    run_experiment(second, folder, None)
+    write_results(folder)
+    rows = pq.read_table(folder / "results.parquet").to_pylist()
+    assert [row["status"] for row in rows] == ["finished", "failed"]
+    assert [row["cache.ratio"] for row in rows] == [0.1, 0.2]
+    assert (rows[0]["loss"], rows[0]["cache.fills"], rows[0]["step_ms.p50"]) == (0.5, 7, 2.0)
+    assert rows[1]["loss"] is None
+    assert not any("tables" in name or "versions" in name for name in rows[0])
+    assert csv.read_csv(folder / "results.csv").column_names == list(rows[0])
+
+
+def run_all(sweep_file: Path, folder: Path, *options: str) -> int:
+    return command.main([str(sweep_file), "--out", str(folder), *options])
+
+
+def test_the_same_command_goes_on(
+    sweep_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[str] = []
+    monkeypatch.setattr("embershard.launch.run_dir.lock_run_dir", lambda folder: folder.mkdir(exist_ok=True))
+
+    def program(experiment: Experiment, folder: Path) -> Sequence[str]:
+        started.append(experiment.name)
+        return [sys.executable, "-c", FAILS if len(started) == 2 else TRAINS, str(folder)]
+
+    monkeypatch.setattr(run, "_command", program)
+    folder = tmp_path / "out"
+    assert run_all(sweep_file, folder) == 1  # one failed
+    assert len(started) == 8
+    shown = capsys.readouterr().out
+    assert "[8/8]" in shown
+    assert "ConfigError: cache.ratio: got 7" in shown
+    assert run_all(sweep_file, folder) == 1
+    assert len(started) == 8  # nothing was started again
+    assert run_all(sweep_file, folder, "--retry-failed") == 0
+    assert started[8:] == [started[1]]
+    assert {row["status"] for row in pq.read_table(folder / "results.parquet").to_pylist()} == {"finished"}
+
+
+def test_a_dry_run_prints_the_commands(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main([str(sweep_file), "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 8
+    assert all(line.startswith("embershard train --config") for line in lines)
+
+
+def test_ray_is_asked_for_where_it_is_missing(
+    sweep_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(SetupError, match="pip install"):
+        run_all(sweep_file, tmp_path / "out", "--on", "ray")
+
+
+def test_the_example_is_sound(project_dir: Path) -> None:
+    sweep = Sweep.read(project_dir / "examples" / "sweep.toml")
+    assert len(sweep.experiments) == 8
