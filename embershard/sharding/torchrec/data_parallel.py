@@ -160,7 +160,7 @@ class _OfAllRanks:
 _RowWise: Any = SEQUENCE_SHARDINGS[ShardingType.ROW_WISE.value]
 
 
-class _DataParallel(ExchangesRows, _OfAllRanks, _RowWise):
+class _DataParallel(ExchangesRows, _OfAllRanks, _RowWise):  # type: ignore[misc]
     """To TorchRec the tables are sharded row-wise: a rank's shard are the rows that it writes and saves."""
 
 

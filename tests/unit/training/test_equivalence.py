@@ -126,5 +126,5 @@ def test_what_cannot_be_compared_is_refused(ranks: Ranks) -> None:
     rows = dataclasses.replace(config, sharding=ShardingConfig(exchange="rows"))
     with pytest.raises(ConfigError, match="another order"):
         compare_with_stock(rows, dataclasses.replace(ranks, world_size=2), 2)
-    with pytest.raises(ConfigError, match="sharding.mode"):
+    with pytest.raises(ConfigError, match=r"sharding\.mode"):
         compare_with_stock(dataclasses.replace(config, sharding=ShardingConfig(mode="data_parallel")), ranks, 2)
