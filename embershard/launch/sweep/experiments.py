@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,7 @@ class Experiment:
     """One run of a sweep.
 
     Attributes:
-        name: what differs from the others, and the digest, in characters for a file name.
+        name: digest and repeat: what is trained, whatever else the sweep varies.
         varied: the settings that the sweep varies, `ranks` among them.
         ranks: number of ranks.
         arguments: of `embershard train`.
@@ -95,8 +94,8 @@ class Sweep:
         for run in runs:
             if run.digest in seen:
                 raise ConfigError(
-                    f"{path}: two runs have the same settings: {_shown(seen[run.digest].varied)}, and "
-                    f"{_shown(run.varied)}. Remove one; `repeats` repeats all."
+                    f"{path}: two runs have the same settings: {shown(seen[run.digest].varied)}, and "
+                    f"{shown(run.varied)}. Remove one; `repeats` repeats all."
                 )
             seen[run.digest] = run
         experiments = [
@@ -132,8 +131,7 @@ def _experiment(config: Path, common: Mapping[str, Any], varied: Mapping[str, An
 
 
 def _repeated(run: Experiment, repeat: int) -> Experiment:
-    words = re.sub(r"[^A-Za-z0-9.=-]+", "_", "-".join(f"{k.split('.')[-1]}={v}" for k, v in run.varied.items()))
-    return Experiment(f"{words[:80]}-{run.digest}-{repeat}", run.varied, run.ranks, run.arguments, run.digest, repeat)
+    return replace(run, name=f"{run.digest}-{repeat}", repeat=repeat)
 
 
 def _flat(values: Mapping[str, Any], at: str = "") -> dict[str, Any]:
@@ -144,5 +142,10 @@ def _flat(values: Mapping[str, Any], at: str = "") -> dict[str, Any]:
     return found
 
 
-def _shown(varied: Mapping[str, Any]) -> str:
+def shown(varied: Mapping[str, Any]) -> str:
+    """Return what a sweep varies, for people.
+
+    >>> shown({"ranks": 2, "cache.ratio": 0.1})
+    'ranks=2, cache.ratio=0.1'
+    """
     return ", ".join(f"{key}={value}" for key, value in varied.items())
