@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from embershard.decoding import decode, read_toml, to_toml, toml
+from embershard.decoding import decode, flat, read_toml, to_toml, toml
 from embershard.errors import ConfigError
 from embershard.launch.config import load_config
 from embershard.launch.ranks.number import planned_ranks
@@ -106,18 +106,18 @@ class Sweep:
 
 
 def _combinations(file: _File) -> Iterator[dict[str, Any]]:
-    grid = _flat(file.grid)
+    grid = flat(file.grid)
     for name, values in grid.items():
         if not isinstance(values, list) or not values:
             raise ConfigError(f"grid.{name}: got {values!r}, needed a list of values.")
     for run in file.runs:
-        given = _flat(run)
+        given = flat(run)
         for values in itertools.product(*grid.values()):
             yield {**given, **dict(zip(grid, values, strict=True))}
 
 
 def _experiment(config: Path, common: Mapping[str, Any], varied: Mapping[str, Any]) -> Experiment:
-    settings = {**_flat(common), **varied}
+    settings = {**flat(common), **varied}
     ranks = settings.pop(_RANKS, None)
     if ranks is not None and (not isinstance(ranks, int) or ranks < 1):
         raise ConfigError(f"ranks: got {ranks!r}, needed a whole number, 1 or more.")
@@ -134,14 +134,6 @@ def _experiment(config: Path, common: Mapping[str, Any], varied: Mapping[str, An
 def _repeated(run: Experiment, repeat: int) -> Experiment:
     words = re.sub(r"[^A-Za-z0-9.=-]+", "_", "-".join(f"{k.split('.')[-1]}={v}" for k, v in run.varied.items()))
     return Experiment(f"{words[:80]}-{run.digest}-{repeat}", run.varied, run.ranks, run.arguments, run.digest, repeat)
-
-
-def _flat(values: Mapping[str, Any], at: str = "") -> dict[str, Any]:
-    """Return nested settings by `section.key`: TOML nests what is written as cache.ratio = 0.1."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        found.update(_flat(value, f"{at}{key}.") if isinstance(value, Mapping) else {f"{at}{key}": value})
-    return found
 
 
 def _shown(varied: Mapping[str, Any]) -> str:
