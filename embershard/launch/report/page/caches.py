@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ def caches(runs: Sequence[Run]) -> Section:
 def _hit_rates(runs: Sequence[Run]) -> Figure:
     """Draw a heat map: a row for each table, a column for each rank of each run."""
     columns = [(_rank_name(run, rank), rank["tables"]) for run in runs for rank in run.cache["ranks"]]
-    tables = sorted({table for _, found in columns for table in found}, reverse=True)
+    tables = sorted({table for _, found in columns for table in found}, key=_natural, reverse=True)
     rates = [[found.get(table, {}).get("hit_rate_lookups") for _, found in columns] for table in tables]
     drawn = go.Heatmap(
         z=rates,
@@ -48,6 +49,11 @@ def _hit_rates(runs: Sequence[Run]) -> Figure:
     figure.update_xaxes(type="category", automargin=True, showgrid=False)
     note = "Share of the lookups whose row was on the device, over the whole run. Empty: not in a cache of that rank."
     return Figure("Hit rate per table and rank", figure, note)
+
+
+def _natural(name: str) -> list[tuple[str, int]]:
+    """Sort key: numbers in names by their value, so that t10 follows t9."""
+    return [(word, int(digits or 0)) for word, digits in re.findall(r"(\D*)(\d*)", name)]
 
 
 def _memory(runs: Sequence[Run]) -> Figure:

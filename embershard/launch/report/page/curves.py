@@ -25,7 +25,9 @@ def training(runs: Sequence[Run]) -> Section:
         for run in runs:
             _draw(figure, run, "train", trained)
             _draw(figure, run, "eval", held_out, mode="markers", symbol="diamond", suffix=", held out")
-        note = "Lines: training samples since the last report. Diamonds: held-out samples."
+        note = (
+            "Lines: training samples since the last report. Diamonds: held-out samples. Equal lines cover each other."
+        )
         if trained == "auc":
             note = "Lines: the newest training samples, at most 16,384 of each rank. Diamonds: held-out samples."
         parts.append(Figure(title, figure, note))
@@ -47,13 +49,20 @@ def moved(runs: Sequence[Run]) -> Section:
             _draw(rates, run, "train", "hit_rate_lookups", panel=1)
             _draw(rates, run, "train", "hit_rate_unique", panel=2)
         rates.update_yaxes(tickformat=".0%")
-        parts.append(Figure("Hit rate", rates, "Share of them whose rows were on the device, on all ranks."))
+        parts.append(
+            Figure(
+                "Hit rate",
+                rates,
+                "Share of the lookups, and of the distinct ids of a batch, whose rows were on the device; all ranks.",
+            )
+        )
         rows = _figure("fills", "write-backs")
         for run in cached:
             _draw(rows, run, "train", "fills", panel=1)
             _draw(rows, run, "train", "write_backs", panel=2)
         rows.update_yaxes(rangemode="tozero")
-        parts.append(Figure("Rows moved", rows, "Rows to the device and back to the host, of a rank in a step."))
+        note = "Rows to the device and back to the host, of a rank in a step. The warm-up counts in the first report."
+        parts.append(Figure("Rows moved", rows, note))
     else:
         missing.append("No run has a cache: no hit rates, no fills.")
     kinds = [field.name for field in fields(SentBytes)]
@@ -64,7 +73,10 @@ def moved(runs: Sequence[Run]) -> Section:
             for panel, kind in enumerate(kinds, 1):
                 _draw(sent, run, "train", f"sent_bytes_{kind}", panel=panel)
         sent.update_yaxes(rangemode="tozero", tickformat="~s", ticksuffix="B")
-        note = "Sent by a rank in a step, mean of the ranks. other: agreements, reports, checkpoints, evaluations."
+        note = (
+            "Sent by a rank in a step, mean of the ranks. Ids are sent as batches become known: with look-ahead, the "
+            "first report has more of them, the last one fewer. other: agreements, reports, checkpoints, evaluations."
+        )
         parts.append(Figure("Bytes between ranks", sent, note))
     else:
         missing.append("No run sent bytes between ranks: all have one rank.")

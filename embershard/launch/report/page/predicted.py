@@ -16,7 +16,7 @@ from embershard.planning.verify.notes import notes
 from embershard.sharding.plan import Prediction
 from embershard.units import size
 
-_COUNTS = ("unique_ids", "fills", "write_backs")
+_COUNTS = {"unique_ids": "unique ids", "fills": "fills", "write_backs": "write-backs"}
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,13 @@ def predicted(runs: Sequence[Run]) -> Section:
                 said.append(f"{run.name}: {error}")
     if not compared:
         return Section("Predicted beside measured", (), said or ["No run that ended had a plan."])
-    parts = [_verdicts(compared), _ratios(compared), _hit_rates(compared), _step_parts(compared), _memory(compared)]
+    parts: list[Figure | Table] = [
+        _verdicts(compared),
+        _ratios(compared),
+        _hit_rates(compared),
+        _step_parts(compared),
+        _memory(compared),
+    ]
     return Section("Predicted beside measured", parts, said)
 
 
@@ -90,7 +96,7 @@ def _pairs(found: Comparison) -> Iterator[tuple[str, Pair]]:
     for kind, pair in found.sent_bytes.items():
         yield f"bytes sent: {kind.replace('_', ' ')}", pair
     for name in _COUNTS:
-        yield name.replace("_", " "), _sum([getattr(rank.traffic, name) for rank in found.ranks])
+        yield _COUNTS[name], _sum([getattr(rank.traffic, name) for rank in found.ranks])
     yield "device bytes of caches", _sum([rank.cache_device_bytes for rank in found.ranks])
     yield "host bytes", _sum([rank.host_bytes for rank in found.ranks])
 

@@ -43,8 +43,8 @@ class Run:
 
 def summary(runs: Sequence[Run]) -> Section:
     """Return the section of all runs' results."""
-    header = ("run", "ranks", "steps", "samples", "samples/s", "step ms, median", "95 %", "loss", "AUC", "NE")
-    header += ("hits", "device", "host", "sent")
+    header = ["run", "ranks", "steps", "samples", "samples/s", "step ms, median", "95 %", "loss", "AUC", "NE"]
+    header += ["hits", "device", "host", "sent"]
     note = (
         "loss: of training, mean since the last report; AUC and NE: of the held-out samples; hits: share of lookups; "
         "device and host: bytes of the caches on all ranks; sent: to other ranks, by a rank in a step."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -76,11 +76,19 @@ def _run_sections(runs: Sequence[Run]) -> Iterator[Section]:
         try:
             yield make(runs)
         except (KeyError, TypeError) as error:
-            paths = ", ".join(str(run.folder.path) for run in runs)
+            path = next((run.folder.path for run in runs if _fails(make, run)), "a run")
             raise ConfigError(
-                f"{paths}: a result.json or metrics.jsonl has no {error}, or another kind of value there; needed is "
+                f"{path}: its result.json or metrics.jsonl has no {error}, or another kind of value there; needed is "
                 "what this version of embershard train writes."
             ) from error
+
+
+def _fails(make: Callable[[Sequence[Run]], Section], run: Run) -> bool:
+    try:
+        make([run])
+    except (KeyError, TypeError):
+        return True
+    return False
 
 
 def _is_alone(folder: Path, folders: Sequence[Path]) -> bool:
