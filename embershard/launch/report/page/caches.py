@@ -14,6 +14,8 @@ from embershard.launch.report.page.section import Figure, Section, colour, new_f
 #: Cells of a heat map with fewer columns show their number.
 _COLUMNS_WITH_NUMBERS = 10
 _ROW_PIXELS, _LEAST_PIXELS = 20, 200
+# Above the heat map: at its right are Plotly's buttons.
+_COLOUR_BAR = {"orientation": "h", "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom", "len": 0.4, "thickness": 10}
 
 
 def caches(runs: Sequence[Run]) -> Section:
@@ -36,7 +38,7 @@ def _hit_rates(runs: Sequence[Run]) -> Figure:
         zmin=0,
         zmax=1,
         colorscale="Blues",
-        colorbar={"tickformat": ".0%", "title": "hits"},
+        colorbar={**_COLOUR_BAR, "tickformat": ".0%"},
         xgap=2,
         ygap=1,
         texttemplate="%{z:.1%}" if len(columns) <= _COLUMNS_WITH_NUMBERS else None,
@@ -57,22 +59,23 @@ def _natural(name: str) -> list[tuple[str, int]]:
 
 
 def _memory(runs: Sequence[Run]) -> Figure:
-    figure = new_figure("device: slots and maps", "host: rows and scores")
+    ranks = [(run, rank) for run in runs for rank in run.cache["ranks"]]
+    figure = new_figure(
+        "device: slots and maps", "host: rows and scores", height=_LEAST_PIXELS + _ROW_PIXELS * len(ranks)
+    )
     for panel, name in enumerate(("device_bytes", "host_bytes"), 1):
-        for run in runs:
-            ranks = run.cache["ranks"]
-            bars = go.Bar(
-                x=[_rank_name(run, rank) for rank in ranks],
-                y=[rank[name] for rank in ranks],
-                name=text(run.name),
-                legendgroup=text(run.name),
-                showlegend=panel == 1,
-                marker={"color": colour(run.number)},
-                hovertemplate="%{x}: %{y:.4s}B<extra></extra>",
-            )
-            figure.add_trace(bars, row=1, col=panel)
-    figure.update_yaxes(tickformat="~s", ticksuffix="B")
-    figure.update_xaxes(type="category", automargin=True)
+        bars = go.Bar(
+            x=[rank[name] for _, rank in ranks],
+            y=[_rank_name(run, rank) for run, rank in ranks],
+            orientation="h",
+            showlegend=False,
+            marker={"color": [colour(run.number) for run, _ in ranks]},
+            hovertemplate="%{y}: %{x:.4s}B<extra></extra>",
+        )
+        figure.add_trace(bars, row=1, col=panel)
+    figure.update_xaxes(tickformat="~s", ticksuffix="B", nticks=6)
+    figure.update_yaxes(type="category", autorange="reversed", automargin=True)
+    figure.update_yaxes(showticklabels=False, col=2)
     note = "Of the caches, at the end. Not measured: dense layers, activations, input buffers, the programs themselves."
     return Figure("Memory per tier and rank", figure, note)
 

@@ -58,7 +58,7 @@ def predicted(runs: Sequence[Run]) -> Section:
 
 def _verdicts(compared: Sequence[_Compared]) -> Table:
     rows = [(each.run.name, *_verdict_row(verdict)) for each in compared for verdict in each.found.verdicts]
-    return Table("Promises", ("run", "of", "off by", "promised at most", "", "detail"), rows)
+    return Table("Promises", ("run", "of", "off by", "promised at most", "outcome", "detail"), rows)
 
 
 def _verdict_row(verdict: Verdict) -> tuple[str, ...]:

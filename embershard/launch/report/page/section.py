@@ -56,10 +56,11 @@ def new_figure(*panels: str, height: int = 380, columns: int | None = None) -> g
     figure.update_layout(
         template="plotly_white",
         height=height * rows,
-        margin={"l": 70, "r": 20, "t": 60 if panels else 40, "b": 50},
+        margin={"l": 70, "r": 50, "t": 60 if panels else 40, "b": 50},
         font={"family": "system-ui, sans-serif", "size": 13},
         legend={"orientation": "h", "yanchor": "bottom", "y": 1.0 + 0.12 / rows, "x": 0},
         colorway=_COLOURS,
+        modebar={"orientation": "v"},
     )
     return figure
 

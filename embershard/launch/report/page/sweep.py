@@ -182,9 +182,7 @@ def _scaling(lines: Sequence[Sequence[Configuration]]) -> Figure:
         efficiency = go.Scatter(y=share, mode="lines+markers", name=name, line=look(number), showlegend=False, **group)
         figure.add_traces([speed, perfect, efficiency], rows=[1, 1, 1], cols=[1, 1, 2])
     figure.add_hline(y=1, line={"color": "#888888", "dash": "dot", "width": 1}, row=1, col=2)
-    figure.update_xaxes(
-        title="ranks", type="log", tickvals=sorted({each.outcomes[0].ranks for line in lines for each in line})
-    )
+    figure.update_xaxes(title="ranks", tickvals=sorted({each.outcomes[0].ranks for line in lines for each in line}))
     figure.update_yaxes(rangemode="tozero", row=1, col=1)
     figure.update_yaxes(tickformat=".0%", rangemode="tozero", row=1, col=2)
     note = (
@@ -207,4 +205,6 @@ def _failures(outcomes: Sequence[Outcome]) -> Table:
         )
         for outcome in outcomes
     ]
-    return Table("Runs that did not finish", ("run", "repeat", "attempt", "", "seconds", "reason", "its output"), rows)
+    return Table(
+        "Runs that did not finish", ("run", "repeat", "attempt", "ended", "seconds", "reason", "its output"), rows
+    )
