@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from embershard.decoding import decode, read_toml, to_toml, toml
+from embershard.decoding import decode, flat, read_toml, to_toml, toml
 from embershard.errors import ConfigError
 from embershard.launch.config import load_config
 from embershard.launch.ranks.number import planned_ranks
@@ -105,18 +105,18 @@ class Sweep:
 
 
 def _combinations(file: _File) -> Iterator[dict[str, Any]]:
-    grid = _flat(file.grid)
+    grid = flat(file.grid)
     for name, values in grid.items():
         if not isinstance(values, list) or not values:
             raise ConfigError(f"grid.{name}: got {values!r}, needed a list of values.")
     for run in file.runs:
-        given = _flat(run)
+        given = flat(run)
         for values in itertools.product(*grid.values()):
             yield {**given, **dict(zip(grid, values, strict=True))}
 
 
 def _experiment(config: Path, common: Mapping[str, Any], varied: Mapping[str, Any]) -> Experiment:
-    settings = {**_flat(common), **varied}
+    settings = {**flat(common), **varied}
     ranks = settings.pop(_RANKS, None)
     if ranks is not None and (not isinstance(ranks, int) or ranks < 1):
         raise ConfigError(f"ranks: got {ranks!r}, needed a whole number, 1 or more.")
@@ -132,14 +132,6 @@ def _experiment(config: Path, common: Mapping[str, Any], varied: Mapping[str, An
 
 def _repeated(run: Experiment, repeat: int) -> Experiment:
     return replace(run, name=f"{run.digest}-{repeat}", repeat=repeat)
-
-
-def _flat(values: Mapping[str, Any], at: str = "") -> dict[str, Any]:
-    """Return nested settings by `section.key`: TOML nests what is written as cache.ratio = 0.1."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        found.update(_flat(value, f"{at}{key}.") if isinstance(value, Mapping) else {f"{at}{key}": value})
-    return found
 
 
 def shown(varied: Mapping[str, Any]) -> str:
