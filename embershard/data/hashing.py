@@ -40,18 +40,6 @@ def make_key(*parts: int) -> int:
     return int(key[0])
 
 
-def pad_texts(text: NDArray[np.uint8], lengths: NDArray[np.int32], width: int) -> NDArray[np.uint8]:
-    """Return texts of at most `width` bytes as rows [N, width], filled up with zeros.
-
-    Args:
-        text: the bytes of all texts, one after another.
-        lengths: [N], bytes of each; they sum to `len(text)`.
-    """
-    padded = np.zeros((len(lengths), width), np.uint8)
-    padded[np.arange(width) < lengths[:, None]] = text
-    return padded
-
-
 def text_keys(text: NDArray[np.uint8], lengths: NDArray[np.int32]) -> Words:
     """Return one 64-bit key [N] of each text: `make_key` of its length and its bytes as little-endian words.
 
@@ -63,9 +51,13 @@ def text_keys(text: NDArray[np.uint8], lengths: NDArray[np.int32]) -> Words:
     True
 
     Args:
-        text, lengths: as in `pad_texts`.
+        text: the bytes of all texts, one after another.
+        lengths: [N], bytes of each; they sum to `len(text)`.
     """
-    words = pad_texts(text, lengths, -(-int(lengths.max(initial=0)) // 8) * 8).view("<u8")
+    width = -(-int(lengths.max(initial=0)) // 8) * 8
+    padded = np.zeros((len(lengths), width), np.uint8)
+    padded[np.arange(width) < lengths[:, None]] = text
+    words = padded.view("<u8")
     keys = _add_part(np.zeros(len(lengths), np.uint64), lengths.astype(np.uint64))
     for number in range(words.shape[1]):
         keys = np.where(lengths > 8 * number, _add_part(keys, words[:, number]), keys)

@@ -70,13 +70,6 @@ CASES = [
         "Train without the plan, or set another `sharding.mode`.",
     ),
     Case(
-        "Data-parallel tables are planned",
-        command("plan", "--config", "run.toml", "--ranks", "2", files=_FILES),
-        "embershard: sharding.mode='data_parallel' takes no plan: every rank has all tables. Train without a plan, or "
-        "plan with --set sharding.mode=sharded.",
-        "Train without a plan.",
-    ),
-    Case(
         "An exchange of rows between data-parallel tables",
         command(*_DRY, "sharding.exchange=rows", files=_FILES),
         f"embershard: sharding.exchange='rows' {_NO_EFFECT}",
