@@ -87,7 +87,7 @@ def _ratios(compared: Sequence[_Compared]) -> Figure:
     figure.update_xaxes(title="predicted / measured")
     figure.update_yaxes(autorange="reversed", automargin=True)
     return Figure(
-        "Predicted over measured", figure, "1: as predicted. Counts and bytes are means over ranks and steps."
+        "Predicted over measured", figure, "1: as predicted. Means over steps; memory at the end; of all ranks."
     )
 
 

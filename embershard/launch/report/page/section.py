@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import plotly.graph_objects as go
 import plotly.io
@@ -45,7 +45,7 @@ class Section:
 
     title: str
     parts: Sequence[Figure | Table] = ()
-    text: Sequence[str] = field(default=())
+    text: Sequence[str] = ()
 
 
 def new_figure(*panels: str, height: int = 380, columns: int | None = None) -> go.Figure:
