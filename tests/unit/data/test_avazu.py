@@ -82,7 +82,7 @@ def test_plain_packed_and_folder_as_a_slow_reader_sees_them(open_stream, tmp_pat
     windows.write_text("\n".join((HEADER, *lines)), newline="\r\n")
     for path in (write(tmp_path / "train.csv", lines), write(tmp_path / "train.gz", lines), folder, windows):
         for chunk_rows in (1, 7, 4096):
-            labels, rows = read_all(open_stream, path, chunk_rows=chunk_rows)
+            labels, rows = read_all(open_stream, path, batch_size=20, chunk_rows=chunk_rows)
             assert labels.tolist() == [label for label, _ in wanted]
             assert rows.tolist() == [row for _, row in wanted]
 
