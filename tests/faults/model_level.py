@@ -60,7 +60,16 @@ TRAININGS = {
 
 
 #: The exchange of ids. A rank that begins it again makes a collective that the others are not in.
-_COLLECTIVE = {"PipelinedForward.start", "ModuleInput.send", "ModuleInput.receive", "tensors_of"}
+_COLLECTIVE = {
+    "StagedBatch.__init__",
+    "PipelinedForward.start",
+    "ModuleInput.send",
+    "ModuleInput.receive",
+    "tensors_of",
+    "_reader",
+    "_parts_of_features",
+    "_attributes",
+}
 
 
 @dataclass(frozen=True)
