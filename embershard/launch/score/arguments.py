@@ -41,8 +41,11 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_config(arguments: argparse.Namespace) -> RunConfig:
+def run_config(arguments: argparse.Namespace, *, needs_samples: bool = True) -> RunConfig:
     """Return the settings of the run, with the data that were asked for as its held-out part.
+
+    Args:
+        needs_samples: False: it may hold nothing out.
 
     Raises:
         ConfigError: there is no run, a setting has no effect here, or nothing is held out.
@@ -60,7 +63,7 @@ def run_config(arguments: argparse.Namespace) -> RunConfig:
     config = load_config(RunConfig, file, ["train.eval_every=none", *overrides])
     if arguments.data is not None:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval_path=None, eval_fraction=1.0))
-    if not config.holds_out:
+    if needs_samples and not config.holds_out:
         raise ConfigError("The run holds nothing out (data.eval_fraction is 0). Give the samples: --data PATH.")
     return config
 

@@ -55,7 +55,8 @@ class ScoresFile:
     def _write(self) -> None:
         logits, labels = (torch.cat(parts) for parts in zip(*self._waiting, strict=True))
         columns = {"logit": logits.numpy(), "score": torch.sigmoid(logits).numpy(), "label": labels.numpy()}
-        if self._writer is not None and "label" not in self._writer.schema.names or labels.isnan().all():
+        has_labels = not labels.isnan().all() if self._writer is None else "label" in self._writer.schema.names
+        if not has_labels:
             del columns["label"]
         table = pa.table({name: pa.array(values, pa.float32()) for name, values in columns.items()})
         with naming_file(self._partial):
