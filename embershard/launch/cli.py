@@ -20,7 +20,11 @@ _COMMANDS = (
     ("verify", "verify.start", "train the first steps with the cache and with stock TorchRec, and compare every bit"),
     ("predict", "score.predict", "score samples with a trained model, into a Parquet file"),
     ("eval", "score.evaluate", "measure a trained model on held-out or other samples"),
-    ("export", "export.command", "write tables, a plain torch module and the mapping of ids, to serve without embershard"),
+    (
+        "export",
+        "export.command",
+        "write tables, a plain torch module and the mapping of ids, to serve without embershard",
+    ),
     ("sweep", "sweep.command", "train many runs from one file, and gather their results in a table"),
     ("report", "report.command", "set what a plan predicted beside what a run measured"),
     ("ckpt", "ckpt.command", "list, verify, prune or compare the checkpoints of a run"),

@@ -31,7 +31,7 @@ class Scorer:
     """
 
     def __init__(self, trained: TrainedRun, source: Source, ranks: Ranks, supervision: Supervision) -> None:
-        config = for_scoring(trained.config)
+        config = for_scoring(trained.config, ranks.device.type)
         self._config, self._source, self._ranks, self._supervision = config, source, ranks, supervision
         self.memory_warning = check_memory_for_run(config, None, ranks)
         self.model = build_sharded_model(config, None, None, source.schema, ranks)

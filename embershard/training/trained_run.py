@@ -49,9 +49,9 @@ def open_trained(config: RunConfig, checkpoints: Path, ranks: Ranks, step: int |
     found = ranks.from_first(lambda: complete_checkpoints(checkpoints))
     candidates = [path for path in found if step is None or path.name == f"step_{step}"]
     if not candidates:
-        there = ", ".join(path.name for path in found) or "no complete checkpoint"
+        there = f"; there is {', '.join(path.name for path in found)}" if found else ""
         of = "" if step is None else f" of step {step}"
-        raise CheckpointError(f"{checkpoints}: no checkpoint{of}; there is {there}.")
+        raise CheckpointError(f"{checkpoints}: no complete checkpoint{of}{there}.")
     skipped: list[str] = []
     for checkpoint in reversed(candidates):
         try:
@@ -65,18 +65,20 @@ def open_trained(config: RunConfig, checkpoints: Path, ranks: Ranks, step: int |
     raise InvalidCheckpointError(f"No checkpoint to use is valid: {'; '.join(skipped)}. Train the run again.")
 
 
-def for_scoring(config: RunConfig) -> RunConfig:
-    """Return the settings with which a trained model scores: where it trains nothing and exchanges no rounded numbers,
-    no optimizer state takes memory, and no profile is needed.
+def for_scoring(config: RunConfig, device: str) -> RunConfig:
+    """Return the settings with which a trained model scores on a "cpu" or "cuda": nothing is trained, no rounded
+    numbers are exchanged, no optimizer state takes memory, and no profile is needed. On a CPU, a cache would only copy
+    rows within the same memory.
 
-    >>> for_scoring(RunConfig()).embedding_optimizer.kind
-    'sgd'
+    >>> for_scoring(RunConfig(), "cpu").cache.enabled
+    False
     """
     cache = config.cache
     policy = "lfu" if cache.policy in ("frequency", "static") else cache.policy
+    is_cached = cache.enabled and device != "cpu"
     return replace(
         config,
-        cache=replace(cache, policy=policy, warmup=None) if cache.enabled else CacheConfig(enabled=False),
+        cache=replace(cache, policy=policy, warmup=None) if is_cached else CacheConfig(enabled=False),
         profile=ProfileConfig(),
         sharding=ShardingConfig(),
         embedding_optimizer=EmbeddingOptimizerConfig(kind="sgd"),

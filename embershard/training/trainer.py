@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 

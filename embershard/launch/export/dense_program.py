@@ -65,7 +65,9 @@ def dense_layers(config: ModelConfig, schema: Schema, checkpoint: Path) -> Dense
     return layers
 
 
-def dense_program(layers: DenseLayers, num_dense: int, num_sparse: int, embedding_dim: int) -> torch.export.ExportedProgram:
+def dense_program(
+    layers: DenseLayers, num_dense: int, num_sparse: int, embedding_dim: int
+) -> torch.export.ExportedProgram:
     """Return the layers as a program for any number of samples."""
     example = (torch.zeros(_EXAMPLES, num_dense), torch.zeros(_EXAMPLES, num_sparse, embedding_dim))
     with torch.no_grad():

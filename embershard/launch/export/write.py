@@ -98,8 +98,10 @@ def _write(request: ExportRequest, trained: TrainedRun, folder: Path) -> dict[st
     schema = schema_of(config.data)
     layers = dense_layers(config.model, schema, trained.checkpoint)
     with naming_file(folder / "dense.pt2"):
-        torch.export.save(dense_program(layers, schema.num_dense, len(schema.sparse), config.model.embedding_dim),
-                          folder / "dense.pt2")
+        torch.export.save(
+            dense_program(layers, schema.num_dense, len(schema.sparse), config.model.embedding_dim),
+            folder / "dense.pt2",
+        )
     shutil.copyfile(str(serving_model.__file__), folder / "model.py")
     error = _write_tables(request, trained.checkpoint, folder, inputs, layers)
     _write_json(folder / "export.json", {**about, "error": error})

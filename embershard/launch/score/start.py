@@ -13,9 +13,7 @@ def parser_of(command: str, description: str) -> argparse.ArgumentParser:
     """Return the parser of a command that scores."""
     parser = make_parser(command, description)
     add_run(parser)
-    parser.add_argument(
-        "--nproc", type=positive, default=1, metavar="N", help="number of ranks (default: %(default)s)"
-    )
+    parser.add_argument("--nproc", type=positive, default=1, metavar="N", help="number of ranks (default: %(default)s)")
     return parser
 
 
