@@ -11,6 +11,7 @@ from embershard.errors import ConfigError
 from embershard.launch.arguments import make_parser, positive
 
 if TYPE_CHECKING:
+    from embershard.launch.export.tables import TableDtype
     from embershard.launch.export.write import ExportRequest
 
 _SAMPLES = 4096
@@ -56,7 +57,7 @@ def _request(arguments: argparse.Namespace) -> ExportRequest:
     from embershard.launch.export.write import ExportRequest
     from embershard.launch.score.arguments import checkpoints_of, run_config
 
-    dtype = arguments.dtype or "fp32"
+    dtype: TableDtype = arguments.dtype or "fp32"
     return ExportRequest(
         config=run_config(arguments, needs_samples=dtype != "fp32"),
         checkpoints=checkpoints_of(arguments),

@@ -79,7 +79,7 @@ def test_a_failure_leaves_no_file(trained, tmp_path, monkeypatch):
     good = pq.read_table(trained.data)
     bad = good.set_column(3, "click", pa.array([*good["click"].to_pylist()[:-1], 7], pa.int8()))
     pq.write_table(bad, tmp_path / "bad.parquet", row_group_size=200)
-    with pytest.raises(DataError, match="row 1000"):
+    with pytest.raises(DataError, match=r"parquet:1000 click=7.0"):
         command.main([str(trained.run_dir), "-o", str(tmp_path / "s.parquet"), "--data", str(tmp_path / "bad.parquet")])
     assert [path.name for path in tmp_path.iterdir()] == ["bad.parquet"]
 
