@@ -60,7 +60,7 @@ def write_safetensors(path: Path, blocks: Iterable[Tensor], num_rows: int, dtype
 
 
 def write_parquet(path: Path, blocks: Iterable[Tensor]) -> None:
-    """Write a table as a Parquet file with the columns `row` (int64) and `embedding` (a list of dim numbers).
+    """Write a table as a Parquet file with the columns `row` (int64) and `embedding` (a list of dim numbers, fp32).
 
     Args:
         blocks: its rows in order, [r, dim].
@@ -68,7 +68,7 @@ def write_parquet(path: Path, blocks: Iterable[Tensor]) -> None:
     first_row, writer = 0, None
     try:
         for rows in blocks:
-            numbers = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1).numpy()), rows.shape[1])
+            numbers = pa.FixedSizeListArray.from_arrays(pa.array(rows.float().reshape(-1).numpy()), rows.shape[1])
             numbered = pa.array(range(first_row, first_row + len(rows)), pa.int64())
             table = pa.table({"row": numbered, "embedding": numbers})
             with naming_file(path):

@@ -79,7 +79,7 @@ def _write(request: ExportRequest, trained: TrainedRun, folder: Path) -> dict[st
     config = request.config
     inputs = serving_inputs(config.data)
     for feature in inputs["sparse"]:
-        feature |= {"table": table_name(feature["name"]), "dim": config.model.embedding_dim}
+        feature.update(table=table_name(feature["name"]), dim=config.model.embedding_dim)
     about = {
         "run": str(request.checkpoints.parent.absolute()),
         "step": trained.saved.step,
