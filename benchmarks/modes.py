@@ -16,7 +16,8 @@ clicks in Criteo's format with --path. Modes (docs/modes.md):
 All modes of a round see the same samples, in turn, in alternating order; each round has another seed. Reported per data
 set, number of ranks and mode: samples per second (median of rounds), CPU milliseconds per step (all ranks, with
 start-up), bytes that a rank sends in a step by kind, fills and fills that a step waited for, and AUC of every round.
-Modes but resident, hot_cold and data_parallel train by a plan of `embershard plan`. The table on stderr names, for each mode, the modes that are more than 5 % faster, and those that send less.
+Modes but resident, hot_cold and data_parallel train by a plan of `embershard plan`. The table on stderr names, for each
+mode, the modes that are more than 5 % faster, and those that send less.
 """
 
 from __future__ import annotations

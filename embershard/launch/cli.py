@@ -26,7 +26,7 @@ _COMMANDS = (
         "write tables, a plain torch module and the mapping of ids, to serve without embershard",
     ),
     ("sweep", "sweep.command", "train many runs from one file, and gather their results in a table"),
-    ("report", "report.command", "set what a plan predicted beside what a run measured"),
+    ("report", "report.command", "show what a run gave beside its plan, or draw runs and sweeps on a page"),
     ("ckpt", "ckpt.command", "list, verify, prune or compare the checkpoints of a run"),
     ("doctor", "doctor.command", "check whether this machine can train, and say what to do if not"),
 )

@@ -6,9 +6,10 @@ import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from embershard.data import Schema
+from embershard.data.config import DataKind
 from embershard.data.fingerprint import FileIdentity, identify_files
 from embershard.decoding import toml
 from embershard.errors import ConfigError
@@ -32,6 +33,7 @@ COMPARED = frozenset(
     | _names("data.synthetic", "num_samples scale num_dense bag_sizes drift locality correlation rarity_logit signal")
     | _names("data.synthetic", "click_rate")
     | _names("data.criteo", "num_rows id_mapping dense_transform")
+    | _names("data.avazu", "num_rows")
     | _names("data.parquet", "dense sparse num_rows label id_mapping dense_transform max_bag_size")
     | _names("model", "arch embedding_dim dense_arch_layer_sizes over_arch_layer_sizes table_dtype")
     | _names("model", "dcn_num_layers dcn_low_rank_dim")
@@ -47,6 +49,7 @@ COMPARED = frozenset(
 COMPARED_AS = {
     "data.path": "data.files",
     "data.criteo.files": "data.files",
+    "data.avazu.files": "data.files",
     "data.parquet.files": "data.files",
     "data.eval_path": "data.eval_files",
     "train.batch_size": BATCH,
@@ -71,7 +74,10 @@ FREE = frozenset(
 
 #: Beginnings of the settings that say what a model's weights and inputs mean. Samples of any kind that it scores must
 #: have the same values of them; the label's name and the size of bags may be others.
-_MEANING = ("data.kind", "data.criteo.", "data.parquet.", "data.synthetic.scale", "data.synthetic.num_dense", "model.")
+_MEANING = (
+    *("data.kind", "data.criteo.", "data.avazu.", "data.parquet.", "data.synthetic.scale", "data.synthetic.num_dense"),
+    "model.",
+)
 _NO_MEANING = ("data.parquet.label", "data.parquet.max_bag_size")
 
 
@@ -118,7 +124,7 @@ def meaning_of(config: RunConfig) -> dict[str, Any]:
 
 
 def _compared(config: RunConfig) -> dict[str, Any]:
-    other_kinds = tuple(f"data.{kind}." for kind in ("synthetic", "criteo", "parquet") if kind != config.data.kind)
+    other_kinds = tuple(f"data.{kind}." for kind in get_args(DataKind) if kind != config.data.kind)
     return {key: _value(config, key) for key in sorted(COMPARED) if not key.startswith(other_kinds)}
 
 

@@ -26,7 +26,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RATIOS), choices=list(RATIOS))
     failed = 0
     for world_size in parser.parse_args().ranks:
-        pool = RankPool(world_size)
+        pool = RankPool(world_size, timeout_seconds=600)
         for optimizer, pooling, lookahead in itertools.product(OPTIMIZERS, POOLINGS, (0, 4)):
             case = replace(
                 POOLINGS[pooling],

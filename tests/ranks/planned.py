@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from embershard.cache import CacheConfig
 from embershard.data import DataConfig, open_source
 from embershard.data.config import SyntheticConfig
 from embershard.distributed import CheckpointConfig, Ranks, complete_checkpoints
@@ -154,8 +155,8 @@ def refused(plan: Path, **changes: Any) -> str:
 
 
 def refused_with_dense(plan: Path, dense_optimizer: DenseOptimizerConfig) -> str:
-    """As :func:`refused`, with another optimizer of the dense layers."""
-    return refused(plan, dense_optimizer=dense_optimizer)
+    """As :func:`refused`, without a cache and with another optimizer of the dense layers."""
+    return refused(plan, dense_optimizer=dense_optimizer, cache=CacheConfig(enabled=False))
 
 
 def refused_with_a_wrong_slot_on_one_rank(plan: Path) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch.distributed import TCPStore
 
+from embershard.errors import ConfigError
 from embershard.launch.ranks.rank_group import RankGroup
 from embershard.launch.ranks.stop_signals import stop_asked
 
@@ -60,7 +61,15 @@ def start_ranks(
         restarts: starts ranks that failed again, unless the same error would end them again.
         hang_seconds: ranks that hang so long (`HangWatch`) are stopped, and the one that hangs is named. None: never.
         stacks: file for the stacks of ranks that hang.
+
+    Raises:
+        ConfigError: torchrun started this process as a rank.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ConfigError(
+            "torchrun starts ranks, and this command starts ranks, too: each of torchrun's would start all of them. "
+            f"Give torchrun the program of a rank (-m {module}), or call this command without torchrun."
+        )
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
     if os.path.exists("/sys/class/net/lo"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

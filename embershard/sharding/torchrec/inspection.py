@@ -62,8 +62,7 @@ def pools_with_features(
             lookup = lookup.module
         pools = [getattr(kernel, "emb_module", None) for kernel in getattr(lookup, "_emb_modules", ())]
         if any(isinstance(pool, CachedTableBatchedEmbeddings) for pool in pools):
-            groups = [features] if len(pools) == 1 else features.split(lookup._feature_splits)
-            for pool, group in zip(pools, groups, strict=True):
+            for pool, group in zip(pools, features.split(lookup._feature_splits), strict=True):
                 if isinstance(pool, CachedTableBatchedEmbeddings):
                     yield pool, group
 

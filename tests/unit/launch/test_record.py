@@ -39,7 +39,7 @@ KEYS = {
 
 def train_report(step: int) -> TrainReport:
     sent = SentBytes(ids=1e6, gradients=2e6, other=9e9)
-    return TrainReport(step, 0, step * 8, 0.5, None, 1234.5, 0.25, 0.75, 1.0, sent)
+    return TrainReport(step, 0, step * 8, 0.5, None, None, 1234.5, 0.25, 0.75, 30.0, 20.0, 1.0, sent)
 
 
 def eval_report(step: int) -> EvalReport:
@@ -52,6 +52,8 @@ def result(step_seconds=(*[9.0] * 10, *[0.1] * 30), **changes):
         config=RunConfig(train=TrainConfig(batch_size=10)),
         ranks=Ranks(0, 2, 0, 2, torch.device("cpu")),
         plan=None,
+        hot=None,
+        stream=None,
         steps=40,
         state=SimpleNamespace(changes=()),
         loss_monitor=SimpleNamespace(num_skipped=3),

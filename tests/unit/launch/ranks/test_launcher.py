@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from embershard.errors import ConfigError
 from embershard.launch.ranks import rank_group
 from embershard.launch.ranks.launcher import Restarts, loopback_store, start_ranks
 from embershard.launch.ranks.rank_group import Ended, RankGroup
@@ -211,3 +212,9 @@ def test_a_pause_of_the_launcher_is_not_one_of_the_ranks(monkeypatch):
     run("time.sleep(1)", hang_seconds=60.0)
     assert seen
     assert max(seen) <= 2 * rank_group._LOOK_SECONDS
+
+
+def test_under_torchrun_it_names_the_program_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    with pytest.raises(ConfigError, match=r"-m some\.program"):
+        start_ranks(2, "some.program", [])
