@@ -95,6 +95,8 @@ class Model(nn.Module):
         values = [sample.get(feature["name"]) for sample in samples]
         bags = [value if isinstance(value, (list, tuple)) else [value] for value in values]
         offsets = torch.tensor([0, *(len(bag) for bag in bags)]).cumsum(0)
+        if feature["mapping"] not in ("none", "modulo", "hash"):
+            raise ValueError(f"{feature['name']}: {feature['mapping']!r} is not mapped here; give rows to the model")
         raw = [value for bag in bags for value in bag]
         if feature["id_base"] == 16:
             raw = [int(value, 16) if value else None for value in raw]

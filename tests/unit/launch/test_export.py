@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from embershard.data import DataConfig, ParquetConfig, Schema, SparseFeature, open_source
 from embershard.data.hashing import map_ids
+from embershard.data.serving_inputs import serving_inputs
 from embershard.distributed.checkpoint.load import load_group
 from embershard.errors import ConfigError
 from embershard.launch import cli
@@ -175,6 +176,12 @@ def test_criteo_ids_are_hexadecimal():
     assert rows.tolist() == [1 + 0x68FD1E64 % 99, 0, 0, 0]
     with pytest.raises(ValueError, match=r"needed a row in 0..99"):
         model._bags({**feature, "mapping": "none"}, [{"C1": "ff"}])
+
+
+def test_values_that_are_not_mapped_are_refused():
+    (feature, *_) = serving_inputs(DataConfig("avazu", "x"))["sparse"]
+    with pytest.raises(ValueError, match="'avazu' is not mapped here"):
+        serving_model.Model([], torch.nn.Identity(), {})._bags(feature, [{"hour_of_day": 3}])
 
 
 @pytest.mark.parametrize(
