@@ -173,7 +173,8 @@ class DataConfig:
     eval_path: str | None = None
     """Held-out file or folder. Without it the tail of every file is held out (`eval_fraction`)."""
     eval_fraction: float = 0.1
-    """Share of every file, at its end, that is held out. Not used when `eval_path` is given."""
+    """Share of every file, at its end, that is held out; with 1, nothing is left to train on. Not used when `eval_path`
+    is given."""
     seed: int = 0
     """Fixes the order of the samples and, for "synthetic", the samples themselves."""
     shuffle: bool = True
@@ -208,7 +209,7 @@ class DataConfig:
             "",
             path=(reads_files or self.path is None, no_effect),
             eval_path=(reads_files or self.eval_path is None, no_effect),
-            eval_fraction=(0 <= self.eval_fraction < 1, "a number in [0, 1)"),
+            eval_fraction=(0 <= self.eval_fraction <= 1, "a number in [0, 1]"),
             seed=(0 <= self.seed < 2**63, "an integer in [0, 2**63)"),
             chunk_rows=(self.chunk_rows >= 1, "at least 1"),
             bad_rows=(

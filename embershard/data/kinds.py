@@ -21,8 +21,11 @@ _SOURCES: dict[DataKind, type[SyntheticSource] | type[CriteoSource] | type[Avazu
 }
 
 
-def open_source(config: DataConfig) -> Source:
+def open_source(config: DataConfig, *, needs_labels: bool = True) -> Source:
     """Open the source that `config` describes.
+
+    Args:
+        needs_labels: False: labels are NaN where Parquet files have no column of labels.
 
     >>> open_source(DataConfig(kind="synthetic")).chunks("train").num_samples
     900000
@@ -33,6 +36,8 @@ def open_source(config: DataConfig) -> Source:
     """
     if config.kind != "synthetic" and config.path is None:
         raise ConfigError(f'data.kind = "{config.kind}" needs data.path: a file, or a folder of files')
+    if config.kind == "parquet":
+        return ParquetSource(config, needs_labels=needs_labels)
     return _SOURCES[config.kind](config)
 
 

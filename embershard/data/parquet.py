@@ -29,13 +29,16 @@ class ParquetSource(FileSource):
 
     A chunk is a row group, which is decoded as a whole: row groups of about a batch are best. Missing ids and missing
     bags become row 0 of their table, missing (or NaN) dense values 0; an empty list is an empty bag.
+
+    Args:
+        needs_labels: False: the samples of a file without the column of labels have the label NaN.
     """
 
-    def __init__(self, config: DataConfig) -> None:
+    def __init__(self, config: DataConfig, *, needs_labels: bool = True) -> None:
         schema = self.schema_of(config)
         self._settings = config.parquet
         inputs, held_out = list_files(config, self._settings.files)
-        files = [_File.open(file, self._settings) for file in inputs]
+        files = [_File.open(file, self._settings, needs_labels) for file in inputs]
         self._has_bags = any(file.has_bags for file in files)
         self._num_unverifiable = sum(not file.has_page_checksums() for file in files)
         self._num_files = len(files)
@@ -73,13 +76,14 @@ class _File:
     metadata: pq.FileMetaData
     group_rows: Ids
     has_bags: bool
+    has_labels: bool
 
     @property
     def path(self) -> Path:
         return self.input.path
 
     @staticmethod
-    def open(file: InputFile, settings: ParquetConfig) -> _File:
+    def open(file: InputFile, settings: ParquetConfig, needs_labels: bool) -> _File:
         path = file.path
         try:
             with pq.ParquetFile(path) as opened:
@@ -90,13 +94,14 @@ class _File:
             raise DataError(f"{path}: not a sound Parquet file ({what}); fetch it again") from None
         if metadata.num_rows == 0:
             raise DataError(f"{path}: no row in it; remove it, or fetch it again")
-        for name in (settings.label, *settings.dense):
+        has_labels = needs_labels or settings.label in schema.names
+        for name in ([settings.label] if has_labels else []) + [*settings.dense]:
             _check_column(path, schema, name, _is_number, "a number")
         for name in settings.sparse:
             _check_column(path, schema, name, _is_id, "an integer, or a list of integers")
         rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         has_bags = any(_is_list(schema.field(name).type) for name in settings.sparse)
-        return _File(file, metadata, np.array(rows, np.int64), has_bags)
+        return _File(file, metadata, np.array(rows, np.int64), has_bags, has_labels)
 
     def has_page_checksums(self) -> bool:
         """Return True if the file's first page has one; writers give one to every page, or to none.
@@ -123,10 +128,10 @@ class _Group:
     """Decodes one row group."""
 
     def __init__(self, file: _File, group: int, settings: ParquetConfig) -> None:
-        self._path, self._settings = file.path, settings
+        self._path, self._settings, self._has_labels = file.path, settings, file.has_labels
         self._first_row = int(file.group_rows[:group].sum())
         self._bad: dict[int, BadRow] = {}
-        columns = [settings.label, *settings.dense, *settings.sparse]
+        columns = [*settings.dense, *settings.sparse] + ([settings.label] if file.has_labels else [])
         place = file.place(group)
         try:
             with pq.ParquetFile(file.path, metadata=file.metadata, page_checksum_verification=True) as opened:
@@ -147,8 +152,10 @@ class _Group:
     def parse(self, has_bags: bool) -> ParsedChunk:
         """Return samples and bad rows; the samples have a length for every bag when any file has bags."""
         settings = self._settings
-        labels = self._numbers(settings.label)
-        self._note(~np.isin(labels, (0, 1)), settings.label, labels, "a label must be 0 or 1")
+        labels = np.full(self._table.num_rows, np.nan, np.float32)
+        if self._has_labels:
+            labels = self._numbers(settings.label)
+            self._note(~np.isin(labels, (0, 1)), settings.label, labels, "a label must be 0 or 1")
         dense = np.array([self._numbers(name) for name in settings.dense], np.float32)
         dense = dense.reshape(len(settings.dense), len(labels)).T.copy()
         for name, numbers in zip(settings.dense, dense.T, strict=True):

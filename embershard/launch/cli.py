@@ -18,6 +18,13 @@ _COMMANDS = (
     ("plan", "plan.command", "place tables and size caches, without a GPU at hand; predict memory and speed"),
     ("data", "data.command", "read a whole data set and say what training would do with it"),
     ("verify", "verify.start", "train the first steps with the cache and with stock TorchRec, and compare every bit"),
+    ("predict", "score.predict", "score samples with a trained model, into a Parquet file"),
+    ("eval", "score.evaluate", "measure a trained model on held-out or other samples"),
+    (
+        "export",
+        "export.command",
+        "write tables, a plain torch module and the mapping of ids, to serve without embershard",
+    ),
     ("sweep", "sweep.command", "train many runs from one file, and gather their results in a table"),
     ("report", "report.command", "show what a run gave beside its plan, or draw runs and sweeps on a page"),
     ("ckpt", "ckpt.command", "list, verify, prune or compare the checkpoints of a run"),

@@ -72,6 +72,15 @@ FREE = frozenset(
 )
 
 
+#: Beginnings of the settings that say what a model's weights and inputs mean. Samples of any kind that it scores must
+#: have the same values of them; the label's name and the size of bags may be others.
+_MEANING = (
+    *("data.kind", "data.criteo.", "data.avazu.", "data.parquet.", "data.synthetic.scale", "data.synthetic.num_dense"),
+    "model.",
+)
+_NO_MEANING = ("data.parquet.label", "data.parquet.max_bag_size")
+
+
 @dataclass(frozen=True)
 class Change:
     """A difference between a saved run and the one that goes on from it.
@@ -101,13 +110,27 @@ def identity_of(config: RunConfig, world_size: int, hot_samples: str | None = No
 
     The settings of other kinds of data than `data.kind` are left out: they have no effect.
     """
-    other_kinds = tuple(f"data.{kind}." for kind in get_args(DataKind) if kind != config.data.kind)
-    values = {key: _value(config, key) for key in sorted(COMPARED) if not key.startswith(other_kinds)}
+    values = _compared(config)
     values |= {f"data.{name}": files for name, files in identify_files(config.data).items()}
     values[BATCH] = global_batch(config, world_size)
     values[ORDER] = PLAIN if hot_samples is None else f"hot_cold {hot_samples[:12]}"
-    as_saved: dict[str, Any] = json.loads(json.dumps(values))
-    return as_saved
+    return _as_saved(values)
+
+
+def meaning_of(config: RunConfig) -> dict[str, Any]:
+    """Return the values of the settings that say what a model's weights and inputs mean, as JSON values by name."""
+    values = _compared(config)
+    return _as_saved({k: v for k, v in values.items() if k.startswith(_MEANING) and k not in _NO_MEANING})
+
+
+def _compared(config: RunConfig) -> dict[str, Any]:
+    other_kinds = tuple(f"data.{kind}." for kind in get_args(DataKind) if kind != config.data.kind)
+    return {key: _value(config, key) for key in sorted(COMPARED) if not key.startswith(other_kinds)}
+
+
+def _as_saved(values: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(json.dumps(values))
+    return found
 
 
 def global_batch(config: RunConfig, world_size: int) -> int:

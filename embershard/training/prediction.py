@@ -12,6 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.data import Batch
 from embershard.distributed import Ranks, Supervision
+from embershard.training.config import TrainConfig
 from embershard.training.metrics import PredictionBuffer
 
 #: An evaluation asks so often whether a rank must stop.
@@ -27,28 +28,44 @@ def until_stopped(batches: Iterable[Batch], supervision: Supervision, ranks: Ran
         supervision.beat()
 
 
+def autocast(settings: TrainConfig, device: torch.device) -> AbstractContextManager[Any]:
+    """Return the context of a forward, in the precision of the settings."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=settings.precision == "bf16")
+
+
 @torch.no_grad()
-def predict(
+def logits_of(
     model: nn.Module,
     batches: Iterable[Batch],
     device: torch.device,
     autocast: Callable[[], AbstractContextManager[Any]],
-) -> PredictionBuffer:
-    """Return the predictions and labels of all batches; the model trains again afterwards. Collective.
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the logits [B] and labels [B] of each batch; the model trains again afterwards. Collective.
 
     Args:
         batches: as many on every rank; some may be empty.
         autocast: returns the context of each forward.
     """
-    predictions = PredictionBuffer()
     model.eval()
     for batch in batches:
         count = batch.num_samples
         batch = _never_empty(batch).to(device, non_blocking=True)
         with autocast():
             _, (_, logits, labels) = model(batch)
-        predictions.add(logits[:count], labels[:count])
+        yield logits[:count], labels[:count]
     model.train()
+
+
+def predict(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    device: torch.device,
+    autocast: Callable[[], AbstractContextManager[Any]],
+) -> PredictionBuffer:
+    """Return the predictions and labels of all batches; see `logits_of`."""
+    predictions = PredictionBuffer()
+    for logits, labels in logits_of(model, batches, device, autocast):
+        predictions.add(logits, labels)
     return predictions
 
 

@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
@@ -33,7 +32,7 @@ from embershard.training.loss_monitor import LossMonitor, in_float64
 from embershard.training.memory_check import check_memory_for_run
 from embershard.training.metrics import PredictionBuffer
 from embershard.training.optimizers import set_learning_rate
-from embershard.training.prediction import predict, until_stopped
+from embershard.training.prediction import autocast, predict, until_stopped
 from embershard.training.reports import (
     EvalReport,
     FailedSaveReport,
@@ -332,8 +331,7 @@ class Trainer:
         self.stream.observe(loss)  # the stream that is open by then
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        enabled = self.config.train.precision == "bf16"
-        return torch.autocast(self.ranks.device.type, dtype=torch.bfloat16, enabled=enabled)
+        return autocast(self.config.train, self.ranks.device)
 
     def _set_learning_rates(self) -> None:
         factor = self.config.schedule.factor(self.steps)

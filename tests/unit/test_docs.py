@@ -86,7 +86,7 @@ def check_embershard(words: list[str]) -> None:
         assert leaves.value.code == 0
     elif name == "train":
         assert cli.main([name, *_without_plan(arguments), "--dry-run"]) == 0
-    elif name in ("profile", "plan", "report", "ckpt", "data", "verify", "sweep"):
+    elif name in ("profile", "plan", "report", "ckpt", "data", "verify", "sweep", "predict", "eval", "export"):
         check_arguments(name, arguments)
     else:
         assert name == "doctor", f"embershard has no command {name}"

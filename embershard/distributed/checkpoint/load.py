@@ -128,7 +128,7 @@ def load_tensors(checkpoint: Path, tensors: dict[str, Any]) -> None:
     >>> tensors["w"]
     tensor([1., 1.])
     """
-    reader = _Reader(checkpoint, read_metadata(checkpoint))
+    reader = checked_reader(checkpoint)
     try:
         with without_known_warnings():
             dcp.load(tensors, storage_reader=reader)
@@ -184,6 +184,15 @@ def _entries(checkpoint: Path, group: str) -> list[tuple[str, TensorStorageMetad
         for name, entry in found
         if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
     ]
+
+
+def checked_reader(checkpoint: Path) -> FileSystemReader:
+    """Return torch's reader of a checkpoint, which runs nothing in it. Verify the checkpoint first.
+
+    Raises:
+        InvalidCheckpointError: its `.metadata` is damaged, or would run code.
+    """
+    return _Reader(checkpoint, read_metadata(checkpoint))
 
 
 class _Reader(FileSystemReader):

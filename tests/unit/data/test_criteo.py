@@ -238,4 +238,4 @@ def test_wrong_settings_are_named():
     with pytest.raises(ConfigError, match=r"data.path"):
         DataConfig(kind="synthetic", path="somewhere")
     with pytest.raises(ConfigError, match=r"data.eval_fraction"):
-        DataConfig(eval_fraction=1.0)
+        DataConfig(eval_fraction=1.1)

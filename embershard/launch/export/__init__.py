@@ -1,0 +1,1 @@
+"""`embershard export`: a trained model as files that need no embershard."""

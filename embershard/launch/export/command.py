@@ -1,0 +1,86 @@
+"""`embershard export`: tables, a plain torch module, and the mapping of ids, from a run's newest valid checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from embershard.errors import ConfigError
+from embershard.launch.arguments import make_parser, positive
+
+if TYPE_CHECKING:
+    from embershard.launch.export.tables import TableDtype
+    from embershard.launch.export.write import ExportRequest
+
+_SAMPLES = 4096
+
+_HELP = """Write a trained model to a new folder, for programs without embershard. See docs/serving.md.
+
+  embershard export runs/mine -o exported
+  embershard export runs/mine -o exported8 --dtype int8
+  embershard export runs/mine -o tables --format parquet
+
+module:   model.py, dense.pt2, inputs.json, export.json, and tables/NAME.safetensors: a torch module on the CPU. In fp32
+          it scores as embershard predict does, bit for bit. Of other types, the error on samples is in export.json.
+parquet:  tables/NAME.parquet with the columns row and embedding, inputs.json and export.json.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `embershard export`; return the exit code."""
+    arguments = _parser().parse_args(argv)
+    _check(arguments)
+    from embershard.launch.export.write import write_export
+    from embershard.launch.screen import plain_console, say, silence_libraries
+
+    silence_libraries()
+    say(plain_console(), *write_export(_request(arguments), arguments.output))
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if arguments.format == "parquet" and arguments.dtype is not None:
+        raise ConfigError("--dtype has no effect with --format parquet, which has fp32 numbers. Leave it out.")
+    is_exact = arguments.dtype in (None, "fp32")
+    for name in ("samples", "data"):
+        if is_exact and getattr(arguments, name) is not None:
+            raise ConfigError(f"--{name} has no effect: without rounding, no error is measured. Leave it out.")
+    output: Path = arguments.output
+    if output.exists() or not output.absolute().parent.is_dir():
+        problem = "exists" if output.exists() else "is in a folder that does not exist"
+        raise ConfigError(f"{output} {problem}; give the name of a new folder in a folder that exists.")
+
+
+def _request(arguments: argparse.Namespace) -> ExportRequest:
+    from embershard.launch.export.write import ExportRequest
+    from embershard.launch.score.arguments import checkpoints_of, run_config
+
+    dtype: TableDtype = arguments.dtype or "fp32"
+    return ExportRequest(
+        config=run_config(arguments, needs_samples=dtype != "fp32"),
+        checkpoints=checkpoints_of(arguments),
+        step=arguments.step,
+        is_module=arguments.format == "module",
+        dtype=dtype,
+        num_samples=arguments.samples or _SAMPLES,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    from embershard.launch.score.arguments import add_run
+
+    parser = make_parser("export", _HELP)
+    add_run(parser)
+    parser.add_argument("-o", dest="output", type=Path, required=True, metavar="DIR", help="the new folder")
+    parser.add_argument(
+        "--format", choices=["module", "parquet"], default="module", help="what is written (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--dtype", choices=["fp32", "fp16", "int8", "int4"], help="number type of the tables (default: fp32)"
+    )
+    parser.add_argument(
+        "--samples", type=positive, metavar="N", help=f"samples to measure the error on (default: {_SAMPLES})"
+    )
+    return parser

@@ -1,0 +1,72 @@
+"""The error of a model with rounded tables, beside the trained one, on samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from embershard.data import DataConfig, open_source
+from embershard.data.block import Block
+from embershard.data.reader import SampleReader
+from embershard.launch.export.serving_model import Model, Table
+from embershard.launch.export.tables import KeptRows
+from embershard.training.metrics import judge
+
+_BATCH = 1024
+
+
+class RoundingSample:
+    """Held-out samples, and the rows of the trained tables that they look up.
+
+    Args:
+        config: of the data; the first held-out samples are read.
+        most_samples: to read.
+
+    Attributes:
+        kept: of each table, the rows to keep while the table is written.
+    """
+
+    def __init__(self, config: DataConfig, most_samples: int) -> None:
+        source = open_source(config, needs_labels=False)
+        count = min(most_samples, source.chunks("eval").num_samples)
+        self._blocks = list(SampleReader(source, "eval", config).blocks(count, _BATCH))
+        self._schema = source.schema
+        columns = zip(*(block.values for block in self._blocks), strict=True)
+        self.kept = [KeptRows(torch.cat([torch.from_numpy(ids) for ids in column]).unique()) for column in columns]
+
+    def error(self, model: nn.Module, layers: nn.Module) -> dict[str, Any]:
+        """Return the error of the exported `model` on the samples, as JSON values.
+
+        The distances of logits and of scores from the trained model's are the largest and the mean one; the AUCs are
+        None where labels are missing or all equal.
+
+        Args:
+            layers: of the trained model, behind its tables.
+        """
+        trained = Model([Table(kept.rows, "fp32") for kept in self.kept], layers, {})
+        with torch.no_grad():
+            pairs = [self._score(block, trained, model) for block in self._blocks]
+        before, after, labels = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+        logit, score = (after - before).abs(), (after.sigmoid() - before.sigmoid()).abs()
+        has_labels = not labels.isnan().any()
+        aucs = [judge(logits, labels).auc if has_labels else None for logits in (before, after)]
+        return {
+            "samples": len(before),
+            "logit_max": float(logit.max()),
+            "logit_mean": float(logit.mean()),
+            "score_max": float(score.max()),
+            "score_mean": float(score.mean()),
+            "auc_trained": aucs[0],
+            "auc_exported": aucs[1],
+        }
+
+    def _score(self, block: Block, trained: nn.Module, exported: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
+        batch = block.to_batch(self._schema)
+        bags = [batch.sparse_features[key] for key in self._schema.keys]
+        offsets = [bag.offsets().long() for bag in bags]
+        ids = [bag.values() for bag in bags]
+        kept = [torch.searchsorted(kept.wanted, rows) for kept, rows in zip(self.kept, ids, strict=True)]
+        dense = batch.dense_features
+        return trained(dense, kept, offsets), exported(dense, ids, offsets), batch.labels

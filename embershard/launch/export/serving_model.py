@@ -1,0 +1,134 @@
+"""A model that `embershard export` wrote, for a program that serves. Needs torch and numpy, nothing else.
+
+    model = load("exported")                       # the folder of this file
+    logits = model(*model.encode([{"age": 31, "item": 4711}, {"item": [3, 5]}]))
+    scores = logits.sigmoid()
+
+The tables are mapped into memory, so they are read from disk as their rows are used, and processes share them.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_INT8_TAIL, _INT4_TAIL = 8, 4  # bytes of scale and offset at the end of a row: two float32, or two float16
+_TYPES = {"F32": torch.float32, "F16": torch.float16, "U8": torch.uint8}
+
+
+def load(folder: str | Path) -> Model:
+    """Return the model in an export's folder, on the CPU.
+
+    It is a torch module from dense features [B, D], and for each sparse feature its rows [N] and the places [B + 1] at
+    which the bags begin and the last one ends, to logits [B].
+    """
+    root = Path(folder)
+    about = json.loads((root / "export.json").read_text())
+    inputs = json.loads((root / "inputs.json").read_text())
+    paths = [root / "tables" / f"{feature['table']}.safetensors" for feature in inputs["sparse"]]
+    tables = [Table(read_tensor(path), about["dtype"]) for path in paths]
+    dense = torch.export.load(root / "dense.pt2").module()
+    return Model(tables, dense, inputs)
+
+
+class Table(nn.Module):
+    """Rows of an embedding table: float32, float16, or quantized to int8 or int4 row by row."""
+
+    stored: Tensor
+
+    def __init__(self, rows: Tensor, dtype: str) -> None:
+        super().__init__()
+        self.register_buffer("stored", rows)
+        self.dtype = dtype
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return the rows `ids` [N] as float32 [N, dim]."""
+        rows = self.stored.index_select(0, ids)
+        if self.dtype == "int8":
+            scale, offset = rows[:, -_INT8_TAIL:].contiguous().view(torch.float32).split(1, dim=1)
+            return rows[:, :-_INT8_TAIL].float() * scale + offset
+        if self.dtype == "int4":
+            scale, offset = rows[:, -_INT4_TAIL:].contiguous().view(torch.float16).float().split(1, dim=1)
+            pairs = rows[:, :-_INT4_TAIL]
+            return torch.stack([pairs & 15, pairs >> 4], dim=2).flatten(1).float() * scale + offset
+        return rows.float()
+
+    def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        """Return the sum of the rows of each bag, float32 [B, dim]."""
+        places = torch.arange(ids.shape[0])
+        return nn.functional.embedding_bag(places, self.rows(ids), offsets, mode="sum", include_last_offset=True)
+
+
+class Model(nn.Module):
+    """Tables, and the layers behind them."""
+
+    def __init__(self, tables: Iterable[Table], dense: nn.Module, inputs: dict[str, Any]) -> None:
+        super().__init__()
+        self.tables, self.dense, self.inputs = nn.ModuleList(tables), dense, inputs
+
+    def forward(self, dense: Tensor, ids: Sequence[Tensor], offsets: Sequence[Tensor]) -> Tensor:
+        pooled = [table(*bag) for table, bag in zip(self.tables, zip(ids, offsets, strict=True), strict=True)]
+        return self.dense(dense, torch.stack(pooled, dim=1))
+
+    def encode(self, samples: Sequence[dict[str, Any]]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Return the inputs of the model for samples as dicts of raw values, as the training read them.
+
+        A missing value is absent or None; a bag of ids is a list.
+        """
+        names, transform = self.inputs["dense"], self.inputs["dense_transform"]
+        numbers = [[0 if sample.get(name) is None else sample[name] for name in names] for sample in samples]
+        dense = np.array(numbers, np.float32).reshape(len(samples), len(names))
+        dense[np.isnan(dense)] = 0
+        if transform == "log1p":
+            dense = np.log1p(np.maximum(dense, 0))
+        bags = [self._bags(feature, samples) for feature in self.inputs["sparse"]]
+        return torch.from_numpy(dense), [ids for ids, _ in bags], [offsets for _, offsets in bags]
+
+    def _bags(self, feature: dict[str, Any], samples: Sequence[dict[str, Any]]) -> tuple[Tensor, Tensor]:
+        values = [sample.get(feature["name"]) for sample in samples]
+        bags = [value if isinstance(value, (list, tuple)) else [value] for value in values]
+        offsets = torch.tensor([0, *(len(bag) for bag in bags)]).cumsum(0)
+        if feature["mapping"] not in ("none", "modulo", "hash"):
+            raise ValueError(f"{feature['name']}: {feature['mapping']!r} is not mapped here; give rows to the model")
+        raw = [value for bag in bags for value in bag]
+        if feature["id_base"] == 16:
+            raw = [int(value, 16) if value else None for value in raw]
+        ids = np.array([0 if value is None else value & (2**64 - 1) for value in raw], np.uint64)
+        rows = map_ids(ids, feature["num_rows"], feature["mapping"])
+        rows[[value is None for value in raw]] = 0
+        return torch.from_numpy(rows), offsets
+
+
+def map_ids(ids: np.ndarray, num_rows: int, mapping: str) -> np.ndarray:
+    """Return the rows (int64) of ids (uint64): row 0 is that of a missing id.
+
+    "none": an id is its row. "modulo": 1 + id mod (num_rows - 1). "hash": the same of SplitMix64's finaliser.
+    """
+    if mapping == "none":
+        if len(ids) and ids.max() >= num_rows:
+            raise ValueError(f"id {ids.max()}: needed a row in 0..{num_rows - 1}")
+        return ids.astype(np.int64)
+    if mapping == "hash":
+        ids = (ids ^ (ids >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        ids = (ids ^ (ids >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        ids = ids ^ (ids >> np.uint64(31))
+    if num_rows == 1:
+        return np.zeros(len(ids), np.int64)
+    return (ids % np.uint64(num_rows - 1)).astype(np.int64) + 1
+
+
+def read_tensor(path: str | Path) -> Tensor:
+    """Return the tensor "rows" of a safetensors file, mapped into memory; changes of it stay in this process."""
+    with open(path, "rb") as file:
+        size = struct.unpack("<Q", file.read(8))[0]
+        entry = json.loads(file.read(size))["rows"]
+    start, stop = (8 + size + place for place in entry["data_offsets"])
+    data = torch.from_file(str(path), shared=False, size=stop, dtype=torch.uint8)
+    return data[start:stop].view(_TYPES[entry["dtype"]]).view(entry["shape"])

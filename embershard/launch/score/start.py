@@ -1,0 +1,28 @@
+"""Starts the ranks of `embershard predict` and `embershard eval`."""
+
+from __future__ import annotations
+
+import argparse
+
+from embershard.launch.arguments import make_parser, positive
+from embershard.launch.ranks import launcher
+from embershard.launch.score.arguments import add_run, run_config
+
+
+def parser_of(command: str, description: str) -> argparse.ArgumentParser:
+    """Return the parser of a command that scores."""
+    parser = make_parser(command, description)
+    add_run(parser)
+    parser.add_argument("--nproc", type=positive, default=1, metavar="N", help="number of ranks (default: %(default)s)")
+    return parser
+
+
+def start(arguments: argparse.Namespace, more: list[str]) -> int:
+    """Check the settings, start the ranks, and return the exit code."""
+    config = run_config(arguments)
+    config.train.rank_batch_size(arguments.nproc)  # raises before any rank starts
+    given = [str(arguments.run_dir), *more]
+    given += [] if arguments.step is None else ["--step", str(arguments.step)]
+    given += [] if arguments.data is None else ["--data", arguments.data]
+    given += [word for override in arguments.overrides for word in ("--set", override)]
+    return launcher.start_ranks(arguments.nproc, "embershard.launch.score.command", given)

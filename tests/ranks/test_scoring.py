@@ -1,0 +1,48 @@
+"""What two ranks trained, with tables split in every way: scored by one rank and by two, and exported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from embershard.data import open_source
+from embershard.distributed import CheckpointConfig
+from embershard.launch.export import serving_model
+from embershard.launch.export.write import ExportRequest, write_export
+from tests.ranks import scoring
+from tests.ranks.planned import make_config, mixed_plan
+from tests.ranks.workers import RankPool
+
+pytestmark = pytest.mark.ranks
+_BATCH = 20
+
+
+def test_any_number_of_ranks_scores_as_the_export_does(one_rank: RankPool, two_ranks: RankPool, tmp_path: Path):
+    mixed_plan(["row_wise", "column_wise", "table_wise"], 2, 2).save(tmp_path / "plan.json")
+    config = make_config(tmp_path / "plan.json", checkpoint=CheckpointConfig(at_end=True))
+    checkpoints = tmp_path / "run" / "checkpoints"
+    two_ranks.run(scoring.train, config, checkpoints)
+    for pool, name in ((one_rank, "one"), (two_ranks, "two")):
+        pool.run(scoring.score, config, checkpoints, tmp_path / name)
+    one, two = (pq.read_table(tmp_path / name) for name in ("one", "two"))
+    assert len(one) == 120
+    assert one.equals(two), "the same batches of 20, one id per bag: the same bits"
+
+    list(write_export(ExportRequest(config, checkpoints, None, True, "fp32", 0), tmp_path / "exported"))
+    model = serving_model.load(tmp_path / "exported")
+    source = open_source(config.data)
+    logits = []
+    for chunk in range(len(source.chunks("eval").rows)):
+        block = source.read("eval", chunk, torch.arange(int(source.chunks("eval").rows[chunk])).numpy())
+        batch = block.to_batch(source.schema)
+        ids = [batch.sparse_features[key].values() for key in source.schema.keys]
+        for start in range(0, block.num_samples, _BATCH):
+            stop = min(start + _BATCH, block.num_samples)
+            with torch.no_grad():
+                part = [each[start:stop] for each in ids]
+                offsets = [torch.arange(stop - start + 1) for _ in ids]
+                logits.append(model(batch.dense_features[start:stop], part, offsets))
+    assert torch.cat(logits).tolist() == one["logit"].to_pylist()

@@ -1,0 +1,67 @@
+"""A small trained run on Parquet files with bags, missing values and raw ids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from embershard.cache import CacheConfig
+from embershard.data import DataConfig, ParquetConfig
+from embershard.distributed import Supervision, process_group
+from embershard.launch.train.command import train_run
+from embershard.models import ModelConfig
+from embershard.training.config import RunConfig, TrainConfig
+
+NUM_ROWS, NUM_HELD_OUT = 1000, 200
+
+
+class Trained(NamedTuple):
+    """The run's folder, its data, and other data with the same columns but the label."""
+
+    run_dir: Path
+    data: Path
+    unlabelled: Path
+
+
+def clicks(num_rows: int = NUM_ROWS, seed: int = 0) -> pa.Table:
+    """Raw ids of all sizes, bags of 0 to 4 ids, and in each column missing values."""
+    random = np.random.default_rng(seed)
+    users = random.integers(-(2**40), 2**40, 60)[random.integers(0, 60, num_rows)]
+    bags = [random.integers(0, 500, random.integers(0, 5)).tolist() for _ in range(num_rows)]
+    ages = random.gamma(2.0, 15.0, num_rows).astype(np.float32)
+    missing = random.random((3, num_rows)) < 0.05
+    return pa.table(
+        {
+            "user": pa.array(users, pa.int64(), mask=missing[0]),
+            "items": pa.array([None if gone else bag for gone, bag in zip(missing[1], bags, strict=True)]),
+            "age": pa.array(ages, mask=missing[2]),
+            "click": pa.array((random.random(num_rows) < 1 / (1 + ages / 30)).astype(np.int8)),
+        }
+    )
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp("trained")
+    data, unlabelled = folder / "clicks.parquet", folder / "new.parquet"
+    pq.write_table(clicks(), data, row_group_size=128, write_page_checksum=True)
+    pq.write_table(clicks(300, seed=1).drop_columns("click"), unlabelled, write_page_checksum=True)
+    columns = ParquetConfig(
+        dense=("age",), sparse=("user", "items"), num_rows=(40, 70), label="click",
+        id_mapping="hash", dense_transform="log1p",
+    )  # fmt: skip
+    config = RunConfig(
+        data=DataConfig("parquet", str(data), eval_fraction=NUM_HELD_OUT / NUM_ROWS, num_workers=0, parquet=columns),
+        model=ModelConfig(embedding_dim=8, dense_arch_layer_sizes=(16, 8), over_arch_layer_sizes=(16, 1)),
+        cache=CacheConfig(ratio=0.9, policy="frequency"),
+        train=TrainConfig(batch_size=64, max_steps=12),
+    )
+    given = {"resume": None, "unverified": False, "changes": (), "same_run": "", "go_on": ""}
+    with process_group("cpu") as ranks:
+        train_run(config, ranks, folder / "run", supervision=Supervision(), **given)
+    return Trained(folder / "run", data, unlabelled)

@@ -1,0 +1,203 @@
+"""`embershard export`: what it writes equals what was trained, and needs no embershard."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from embershard.data import DataConfig, ParquetConfig, Schema, SparseFeature, open_source
+from embershard.data.hashing import map_ids
+from embershard.data.serving_inputs import serving_inputs
+from embershard.distributed.checkpoint.load import load_group
+from embershard.errors import ConfigError
+from embershard.launch import cli
+from embershard.launch.export import command, serving_model
+from embershard.launch.export.dense_program import DenseLayers, dense_program, table_tensor
+from embershard.launch.export.tables import stored
+from embershard.models import ModelConfig, build_model
+from tests.unit.launch.conftest import Trained
+from tests.unit.launch.test_score import scores
+from tests.unit.test_docs import blocks
+
+# Runs a program where embershard and what it is made of cannot be imported.
+_WITHOUT = """
+import runpy, sys
+sys.modules.update(dict.fromkeys(["embershard", "torchrec", "fbgemm_gpu"]))
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def exported(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exports")
+    for dtype in ("fp32", "fp16", "int8", "int4"):
+        command.main([str(trained.run_dir), "-o", str(folder / dtype), "--dtype", dtype])
+    return folder
+
+
+def logits(folder: Path, data: Path, batch_size: int = 64) -> torch.Tensor:
+    """Logits of raw samples, in batches as `embershard predict` makes them."""
+    model = serving_model.load(folder)
+    samples = pq.read_table(data).to_pylist()
+    with torch.no_grad():
+        parts = [
+            model(*model.encode(samples[start : start + batch_size])) for start in range(0, len(samples), batch_size)
+        ]
+    return torch.cat(parts)
+
+
+def test_module_scores_bit_for_bit(trained, exported, tmp_path):
+    found = scores(trained, tmp_path / "s.parquet", "--data", str(trained.data))
+    expected = torch.from_numpy(found["logit"].to_numpy())
+    assert torch.equal(logits(exported / "fp32", trained.data), expected)
+    assert not torch.equal(logits(exported / "fp16", trained.data), expected), "rounded tables must be noticed"
+
+
+def test_it_is_served_without_embershard(trained, exported, tmp_path, project_dir):
+    """The example, in a process that cannot import embershard, TorchRec or FBGEMM."""
+    samples = pq.read_table(trained.unlabelled).slice(0, 64)
+    (tmp_path / "samples.json").write_text(json.dumps(samples.to_pylist()))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    program = str(project_dir / "examples" / "serve.py")
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT, program, str(exported / "fp32"), "samples.json"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    expected = scores(trained, tmp_path / "s.parquet", "--data", str(trained.unlabelled))["score"].to_pylist()[:64]
+    assert json.loads(done.stdout) == expected
+    blocked = subprocess.run([sys.executable, "-c", _WITHOUT, str(project_dir / "embershard" / "__main__.py")],
+                             cwd=tmp_path, env=environment, capture_output=True, text=True)  # fmt: skip
+    assert "ModuleNotFoundError" in blocked.stderr or "ImportError" in blocked.stderr
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("fp16", 1e-4), ("int8", 2e-3), ("int4", 3e-2)])
+def test_error_is_stated_and_bounded(trained, exported, dtype, most):
+    error = json.loads((exported / dtype / "export.json").read_text())["error"]
+    assert error["samples"] == 200
+    assert 0 < error["score_mean"] <= error["score_max"] < most
+    held_out = slice(-200, None)
+    distance = logits(exported / dtype, trained.data) - logits(exported / "fp32", trained.data)
+    assert error["logit_max"] == pytest.approx(float(distance[held_out].abs().max()), rel=0.05)
+    assert abs(error["auc_trained"] - error["auc_exported"]) < 0.01
+
+
+@given(rows=st.integers(1, 9), dim=st.sampled_from([4, 8, 64]), spread=st.floats(1e-3, 1e3), seed=st.integers(0, 99))
+def test_rows_are_rounded_by_half_a_step_at_most(rows, dim, spread, seed):
+    table = torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed)) * spread
+    width = table.max(dim=1).values - table.min(dim=1).values
+    for dtype, steps, slack in (("int8", 255, 1e-5), ("int4", 15, 1e-2)):
+        kept = serving_model.Table(stored(table, dtype), dtype).rows(torch.arange(rows))
+        allowed = width / steps / 2 + slack * table.abs().max()
+        assert ((kept - table).abs() <= allowed[:, None]).all(), dtype
+
+
+def test_tables_are_those_of_the_checkpoint(trained, exported, tmp_path):
+    command.main([str(trained.run_dir), "-o", str(tmp_path / "tables"), "--format", "parquet"])
+    checkpoint = trained.run_dir / "checkpoints" / "step_12"
+    weights = load_group(checkpoint, "model")
+    for feature, num_rows in (("user", 40), ("items", 70)):
+        expected = weights[table_tensor(feature).removeprefix("model.")]
+        assert expected.shape == (num_rows, 8)
+        kept = serving_model.read_tensor(exported / "fp32" / "tables" / f"t_{feature}.safetensors")
+        assert torch.equal(kept, expected)
+        found = pq.read_table(tmp_path / "tables" / "tables" / f"t_{feature}.parquet")
+        assert found["row"].to_pylist() == list(range(num_rows))
+        assert found["embedding"].to_pylist() == expected.tolist()
+
+
+def test_a_checkpoint_is_read_as_the_page_shows(trained, tmp_path, monkeypatch, project_dir):
+    checkpoints = tmp_path / "runs" / "mine" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    (checkpoints / "step_500").symlink_to(trained.run_dir / "checkpoints" / "step_12")
+    monkeypatch.chdir(tmp_path)
+    (block,) = (text for text in blocks((project_dir / "docs" / "serving.md").read_text(), "python") if "dcp" in text)
+    shown: dict[str, torch.Tensor] = {}
+    exec(block, shown)
+    assert torch.equal(shown["table"], load_group(checkpoints / "step_500", "model")[table_tensor("user")[6:]])
+
+
+def test_module_passes_torch_export(trained, exported):
+    model = serving_model.load(exported / "int4")
+    inputs = model.encode(pq.read_table(trained.data).slice(0, 8).to_pylist())
+    with torch.no_grad():
+        program = torch.export.export(model, inputs)
+        assert torch.equal(program.module()(*inputs), model(*inputs))
+
+
+@pytest.mark.parametrize("arch", ["dlrm", "dlrm_dcn", "deepfm"])
+def test_dense_program_equals_its_model(arch):
+    schema = Schema(("a", "b"), (SparseFeature("x", 9), SparseFeature("y", 7)))
+    config = ModelConfig(arch=arch, embedding_dim=8, dense_arch_layer_sizes=(16, 8), over_arch_layer_sizes=(8, 1))
+    layers = DenseLayers(build_model(config, schema, torch.device("cpu")).model, schema, 8).eval()
+    program = dense_program(layers, 2, 2, 8).module()
+    for num_samples in (1, 2, 33):
+        inputs = torch.randn(num_samples, 2), torch.randn(num_samples, 2, 8)
+        assert torch.equal(program(*inputs), layers(*inputs))
+
+
+@given(
+    ids=st.lists(st.integers(-(2**63), 2**64 - 1), max_size=20),
+    num_rows=st.integers(1, 10_000),
+    mapping=st.sampled_from(["modulo", "hash"]),
+)
+def test_ids_are_mapped_as_in_training(ids, num_rows, mapping):
+    words = np.array([each % 2**64 for each in ids], np.uint64)
+    assert (serving_model.map_ids(words, num_rows, mapping) == map_ids(words, num_rows, mapping)).all()
+
+
+def test_samples_are_encoded_as_in_training(trained, exported):
+    columns = ParquetConfig(("age",), ("user", "items"), (40, 70), "click", "hash", dense_transform="log1p")
+    source = open_source(DataConfig("parquet", str(trained.data), eval_fraction=0.0, parquet=columns))
+    batch = source.read("train", 0, np.arange(128)).to_batch(source.schema)
+    samples = pq.read_table(trained.data).slice(0, 128).to_pylist()
+    dense, ids, offsets = serving_model.load(exported / "fp32").encode(samples)
+    assert torch.equal(dense, batch.dense_features)
+    for number, key in enumerate(source.schema.keys):
+        assert torch.equal(ids[number], batch.sparse_features[key].values())
+        assert torch.equal(offsets[number], batch.sparse_features[key].offsets().long())
+
+
+def test_criteo_ids_are_hexadecimal():
+    feature = {"name": "C1", "num_rows": 100, "mapping": "modulo", "id_base": 16}
+    model = serving_model.Model([], torch.nn.Identity(), {})
+    rows, _ = model._bags(feature, [{"C1": "68fd1e64"}, {"C1": ""}, {}, {"C1": None}])
+    assert rows.tolist() == [1 + 0x68FD1E64 % 99, 0, 0, 0]
+    with pytest.raises(ValueError, match=r"needed a row in 0..99"):
+        model._bags({**feature, "mapping": "none"}, [{"C1": "ff"}])
+
+
+def test_values_that_are_not_mapped_are_refused():
+    (feature, *_) = serving_inputs(DataConfig("avazu", "x"))["sparse"]
+    with pytest.raises(ValueError, match="'avazu' is not mapped here"):
+        serving_model.Model([], torch.nn.Identity(), {})._bags(feature, [{"hour_of_day": 3}])
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--format", "parquet", "--dtype", "int8"], "--dtype has no effect"),
+        (["--samples", "5"], "--samples has no effect"),
+        (["--data", "x", "--dtype", "fp32"], "--data has no effect"),
+        (["--set", "train.seed=1"], "train.seed has no effect"),
+    ],
+)
+def test_options_without_an_effect_are_errors(trained, tmp_path, words, problem):
+    with pytest.raises(ConfigError, match=problem):
+        command.main([str(trained.run_dir), "-o", str(tmp_path / "new"), *words])
+
+
+def test_the_folder_must_be_new(trained, tmp_path, capsys):
+    assert cli.main(["export", str(trained.run_dir), "-o", str(tmp_path)]) == 2
+    assert "exists; give the name of a new folder" in capsys.readouterr().err

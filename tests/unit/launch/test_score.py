@@ -1,0 +1,96 @@
+"""`embershard predict` and `embershard eval` on one rank, in this process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from embershard.distributed import complete_checkpoints
+from embershard.errors import CheckpointError, ConfigError, DataError
+from embershard.launch.score import command, predict
+from tests.unit.distributed.checkpoints import flip_bit
+from tests.unit.launch.conftest import NUM_HELD_OUT, NUM_ROWS, Trained
+
+
+def scores(trained: Trained, output: Path, *words: str) -> pa.Table:
+    command.main([str(trained.run_dir), "-o", str(output), *words])
+    return pq.read_table(output)
+
+
+def test_eval_shows_what_training_measured(trained, capsys):
+    command.main([str(trained.run_dir)])
+    shown = dict(line.strip("│ ").split("│") for line in capsys.readouterr().out.splitlines() if line.startswith("│"))
+    result = json.loads((trained.run_dir / "result.json").read_text())
+    for name in ("auc", "ne", "logloss", "accuracy", "calibration"):
+        assert shown[next(key for key in shown if key.strip() == name)].strip() == f"{result[name]:.6f}"
+
+
+def test_scores_are_in_the_order_of_the_samples(trained, tmp_path):
+    data = ["--data", str(trained.data)]
+    found = scores(trained, tmp_path / "all.parquet", *data)
+    assert found.column_names == ["logit", "score", "label"]
+    assert found["label"].to_pylist() == pq.read_table(trained.data)["click"].to_pylist()
+    assert len(found) == NUM_ROWS
+    held_out = scores(trained, tmp_path / "held_out.parquet")
+    assert held_out["label"].to_pylist() == found["label"].to_pylist()[-NUM_HELD_OUT:]
+    assert held_out["logit"].to_numpy() == pytest.approx(found["logit"].to_numpy()[-NUM_HELD_OUT:], abs=1e-6)
+    alone = tmp_path / "one.parquet"  # a sample's score is its own: the last one, without the others
+    pq.write_table(pq.read_table(trained.data).slice(NUM_ROWS - 1), alone)
+    single = scores(trained, tmp_path / "single.parquet", "--data", str(alone))
+    assert single["logit"].to_numpy() == pytest.approx(found["logit"].to_numpy()[-1:], abs=1e-6)
+
+
+def test_without_labels(trained, tmp_path):
+    found = scores(trained, tmp_path / "new.parquet", "--data", str(trained.unlabelled))
+    assert found.column_names == ["logit", "score"]
+    assert len(found) == 300
+    with pytest.raises(DataError, match="no column 'click'"):
+        command.main([str(trained.run_dir), "--data", str(trained.unlabelled)])
+
+
+def test_what_cannot_be_scored_is_refused(trained, tmp_path):
+    run, output = str(trained.run_dir), ["-o", str(tmp_path / "no.parquet")]
+    with pytest.raises(CheckpointError, match=r'id_mapping = "hash", and "modulo" was asked for'):
+        command.main([run, *output, "--set", "data.parquet.id_mapping=modulo"])
+    with pytest.raises(CheckpointError, match="over_arch_layer_sizes"):
+        command.main([run, *output, "--set", "model.over_arch_layer_sizes=8,1"])
+    with pytest.raises(ConfigError, match=r"embedding_optimizer.lr has no effect"):
+        command.main([run, *output, "--set", "embedding_optimizer.lr=1"])
+    with pytest.raises(CheckpointError, match="no complete checkpoint of step 7; there is step_12"):
+        command.main([run, *output, "--step", "7"])
+    other = tmp_path / "other.parquet"
+    pq.write_table(pq.read_table(trained.data).drop_columns("user"), other)
+    with pytest.raises(DataError, match="no column 'user'"):
+        command.main([run, *output, "--data", str(other)])
+    assert not list(tmp_path.glob("no.parquet*"))
+    with pytest.raises(ConfigError, match="is not overwritten"):
+        predict.main([run, "-o", str(other)])
+    with pytest.raises(ConfigError, match=r"has no config.toml"):
+        predict.main([str(tmp_path), *output])
+
+
+def test_a_failure_leaves_no_file(trained, tmp_path, monkeypatch):
+    monkeypatch.setattr("embershard.launch.score.scores_file._GROUP_ROWS", 100)
+    good = pq.read_table(trained.data)
+    bad = good.set_column(3, "click", pa.array([*good["click"].to_pylist()[:-1], 7], pa.int8()))
+    pq.write_table(bad, tmp_path / "bad.parquet", row_group_size=200)
+    with pytest.raises(DataError, match=r"parquet:1000 click=7.0"):
+        command.main([str(trained.run_dir), "-o", str(tmp_path / "s.parquet"), "--data", str(tmp_path / "bad.parquet")])
+    assert [path.name for path in tmp_path.iterdir()] == ["bad.parquet"]
+
+
+def test_the_newest_valid_checkpoint_is_used(trained, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(trained.run_dir, run)
+    newest = complete_checkpoints(run / "checkpoints")[-1]
+    damaged = newest.with_name("step_99")
+    shutil.copytree(newest, damaged)
+    flip_bit(damaged / "__0_0.distcp", damaged)
+    command.main([str(run), "-o", str(tmp_path / "s.parquet")])
+    assert "Not used: " in (out := capsys.readouterr().out)
+    assert f"by {newest}" in out.replace("\n", "")
