@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 def test_a_stopped_rank_is_named_restarted_and_asked_to_end(tmp_path: Path) -> None:
     """In one run: each start of ranks takes seconds. `python -m tests.faults --kills 20` tries all kinds."""
-    run = Training(tmp_path / "run", "--max-restarts", "1", "--hang-seconds", "3")
+    run = Training(tmp_path / "run", "--max-restarts", "1", "--hang-seconds", "6")
     try:
         run.wait_for_step(2 * SAVE_EVERY - 2)
         first = run.ranks()
