@@ -159,6 +159,8 @@ def test_another_order_is_refused_and_allowed_on_request(ranks, tmp_path):
         assert "sharding.mode, sharding.hot_bytes and the profile" in str(caught.value)
         _, comparison = trainer.resume(checkpoint, allow_changes=[ORDER])
         assert comparison.stream.packed is None
+        (note,) = [note for note in comparison.notes if "come twice" in note]
+        assert "step_13 is 260 samples into an epoch of hot and cold batches" in note
         assert trainer.stream.num_steps == 90 - 13
         assert next(trainer.train()).step == 14
         trainer.close()
@@ -171,7 +173,8 @@ def test_a_plain_run_s_checkpoint_goes_on_packed_on_request(ranks, tmp_path):
     trainer = Trainer(hot_config(checkpoint=CheckpointConfig(at_end=False)), ranks, None)
     with pytest.raises(CheckpointError, match=r"data\.order +\"plain\" +\"hot_cold"):
         trainer.resume(tmp_path / "step_12")
-    trainer.resume(tmp_path / "step_12", allow_changes=[ORDER])
+    _, comparison = trainer.resume(tmp_path / "step_12", allow_changes=[ORDER])
+    assert not any("come twice" in note for note in comparison.notes)
     assert len(losses(list(itertools.islice(trainer.train(), 10)))) == 10
     trainer.close()
 
