@@ -142,6 +142,11 @@ def test_the_bits_are_kept_and_used_again_only_for_the_same_data_and_rows(ranks,
     path.write_bytes(path.read_bytes()[:30])
     find(config)
     assert len(calls) == 2, "a damaged file is made again"
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(DataError, match="got no file of hot samples .*Is a directory.*; remove it, and it is made"):
+        find(config)
+    assert len(calls) == 2, "refused before the data are read"
 
 
 def test_another_order_is_refused_and_allowed_on_request(ranks, tmp_path):
