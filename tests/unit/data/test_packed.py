@@ -173,7 +173,8 @@ def test_a_plain_epoch_goes_on_packed_without_a_sample_twice(kit, shape, place, 
     plain = kit.opened(source, None, **options)
     before = [kit.numbers(next(plain)) for _ in range(second_epoch * (total // size) + 1 + place % (total // size))]
     after = kit.run(source, hot, state=plain.state, **options)
-    epoch = [*itertools.chain(*before[second_epoch * (total // size) :]), *itertools.chain(*(step for step, _ in after))]
+    of_epoch = before[second_epoch * (total // size) :] + [samples for samples, _ in after]
+    epoch = list(itertools.chain(*of_epoch))
     assert len(epoch) == len(set(epoch)) == total // size * size
 
 

@@ -111,7 +111,7 @@ def test_the_command_that_trains_keeps_the_settings(files, tmp_path, capsys):
     assert f"Train with it: embershard train --config {files}/run.toml {kept} --plan '{file}' --nproc 2" in said
     plan = Plan.load(file)
     assert (plan.settings["sharding.mode"], plan.settings["sharding.hot_bytes"]) == ("hot_cold", 9000)
-    assert any("predicted for sharding.mode=\"sharded\", without hot rows" in note for note in plan.notes)
+    assert any('predicted for sharding.mode="sharded", without hot rows' in note for note in plan.notes)
     assert main(given(files, "--ranks", "2", "-o", str(file))) == 0
     assert not any("hot rows" in note for note in Plan.load(file).notes)
 

@@ -24,6 +24,7 @@ from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.config import ShardingConfig
 from embershard.training import hot_cold
 from embershard.training.build import find_profile
+from embershard.training.cache_report import CacheReader
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.hot_cold import FILE, find_hot_set
 from embershard.training.identity import ORDER, check_keys
@@ -120,6 +121,30 @@ def test_the_samples_of_an_epoch_are_those_of_the_plain_order(ranks):
     assert found[0] == found[1]
 
 
+def test_lookups_and_bytes_of_hot_rows_are_reported(ranks):
+    found = {}
+    for mode in (ShardingConfig(), hot_config().sharding):
+        config = hot_config(train=TrainConfig(batch_size=20, max_steps=40, log_every=20), sharding=mode)
+        trainer = Trainer(config, ranks, None)
+        list(trainer.train())
+        trainer.close()
+        totals = trainer.cache_reader.totals(0.1)
+        assert totals is not None
+        (rank,) = totals["ranks"]
+        for whole in (totals, rank):
+            of_tables = {key: sum(t[key] for t in whole["tables"].values()) for key in ("device_bytes", "lookups")}
+            assert whole["device_bytes"] == of_tables["device_bytes"] + whole["hot_rows_bytes"]
+            assert whole["lookups"] == of_tables["lookups"] + whole["hot_lookups"]
+        assert CacheReader(trainer.model, ranks).since_last().hit_rate_lookups == totals["hit_rate_lookups"]
+        found[mode.mode] = totals
+    sharded, packed = found["sharded"], found["hot_cold"]
+    assert packed["lookups"] == sharded["lookups"] > packed["hot_lookups"] > 0
+    assert sharded["hot_lookups"] == sharded["hot_rows_bytes"] == 0
+    assert trainer.hot is not None
+    map_bytes = 4 * (sum(table_rows(config).values()) + 1)
+    assert packed["hot_rows_bytes"] == trainer.hot.rows.num_bytes + map_bytes
+
+
 def test_the_bits_are_kept_and_used_again_only_for_the_same_data_and_rows(ranks, tmp_path, monkeypatch):
     config = hot_config()
     source = open_source(config.data)
@@ -144,7 +169,7 @@ def test_the_bits_are_kept_and_used_again_only_for_the_same_data_and_rows(ranks,
     assert len(calls) == 2, "a damaged file is made again"
     path.unlink()
     path.mkdir()
-    with pytest.raises(DataError, match="got no file of hot samples .*Is a directory.*; remove it, and it is made"):
+    with pytest.raises(DataError, match=r"got no file of hot samples .*Is a directory.*; remove it, and it is made"):
         find(config)
     assert len(calls) == 2, "refused before the data are read"
 
