@@ -148,6 +148,18 @@ def to_toml(values: Any, at: str = "") -> str:
     return "\n".join(part for part in parts if part)
 
 
+def flat(values: Mapping[str, Any], at: str = "") -> dict[str, Any]:
+    """Return nested settings by `section.key`.
+
+    >>> flat({"cache": {"ratio": 0.1}, "seed": 1})
+    {'cache.ratio': 0.1, 'seed': 1}
+    """
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found.update(flat(value, f"{at}{key}.") if isinstance(value, Mapping) else {f"{at}{key}": value})
+    return found
+
+
 def toml(value: Any) -> str:
     """Return one value as TOML."""
     if isinstance(value, (list, tuple)):

@@ -154,7 +154,7 @@ class CacheConfig:
             ConfigError: a setting needs a profile and there is none, or contradicts the policy that follows.
 
         >>> CacheConfig().policy_for(has_profile=True)
-        CachePolicy(scoring='frequency', by_next_use=True, warmup=True, decay=None)
+        CachePolicy(scoring='frequency', by_next_use=True, warmup=True, decay=None, is_static=False)
         """
         policy = self.policy or "lookahead"
         if not has_profile and policy in ("frequency", "static"):

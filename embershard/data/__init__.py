@@ -8,7 +8,7 @@ from embershard.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from embershard.data.batch import Batch, Schema, SparseFeature
-    from embershard.data.config import CriteoConfig, DataConfig, ParquetConfig, SyntheticConfig
+    from embershard.data.config import AvazuConfig, CriteoConfig, DataConfig, ParquetConfig, SyntheticConfig
     from embershard.data.kinds import kind_of_files, open_source, schema_of
     from embershard.data.source import Source
     from embershard.data.stream import BatchStream, StreamState
@@ -17,7 +17,7 @@ else:
         __name__,
         {
             "batch": ["Batch", "Schema", "SparseFeature"],
-            "config": ["CriteoConfig", "DataConfig", "ParquetConfig", "SyntheticConfig"],
+            "config": ["AvazuConfig", "CriteoConfig", "DataConfig", "ParquetConfig", "SyntheticConfig"],
             "kinds": ["kind_of_files", "open_source", "schema_of"],
             "source": ["Source"],
             "stream": ["BatchStream", "StreamState"],
@@ -25,6 +25,7 @@ else:
     )
 
 __all__ = [
+    "AvazuConfig",
     "Batch",
     "BatchStream",
     "CriteoConfig",

@@ -7,9 +7,10 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 from embershard.errors import ConfigError
 
-DataKind = Literal["synthetic", "criteo", "parquet"]
+DataKind = Literal["synthetic", "criteo", "avazu", "parquet"]
 NUM_CRITEO_DENSE = 13
 NUM_CRITEO_SPARSE = 26
+NUM_AVAZU_HASHED = 21
 
 
 @dataclass(frozen=True)
@@ -85,15 +86,38 @@ class CriteoConfig:
 
     def __post_init__(self) -> None:
         _freeze_lists(self)
-        rows = self.rows_per_table
-        needed = f"one number or {NUM_CRITEO_SPARSE} numbers, each at least 1"
-        is_rows = len(rows) == NUM_CRITEO_SPARSE and all(n >= 1 for n in rows)
-        _check(self, "criteo.", num_rows=(is_rows, needed), files=(len(self.files) > 0, _ONE_PATTERN))
+        num_rows = _row_need(self.rows_per_table, NUM_CRITEO_SPARSE)
+        _check(self, "criteo.", num_rows=num_rows, files=(len(self.files) > 0, _ONE_PATTERN))
 
     @property
     def rows_per_table(self) -> tuple[int, ...]:
         """Rows of each of the 26 tables."""
         return self.num_rows if isinstance(self.num_rows, tuple) else (self.num_rows,) * NUM_CRITEO_SPARSE
+
+
+@dataclass(frozen=True)
+class AvazuConfig:
+    """Avazu CSV: a header, then id, click, hour and 21 categoricals, whose values are hashed.
+
+    >>> AvazuConfig(num_rows=1000).rows_per_table[:3]
+    (1000, 1000, 1000)
+    """
+
+    num_rows: int | tuple[int, ...] = 100_000
+    """Rows per table, the reserved row 0 included: one number for the 21 tables of C1 to C21, or 21 numbers. The tables
+    of hour_of_day and weekday have 25 and 8 rows."""
+    files: tuple[str, ...] = ("train*", "part-*")
+    """Shell patterns of the names of data files, where `path` is a folder."""
+
+    def __post_init__(self) -> None:
+        _freeze_lists(self)
+        num_rows = _row_need(self.rows_per_table, NUM_AVAZU_HASHED)
+        _check(self, "avazu.", num_rows=num_rows, files=(len(self.files) > 0, _ONE_PATTERN))
+
+    @property
+    def rows_per_table(self) -> tuple[int, ...]:
+        """Rows of each of the 21 tables of hashed values."""
+        return self.num_rows if isinstance(self.num_rows, tuple) else (self.num_rows,) * NUM_AVAZU_HASHED
 
 
 @dataclass(frozen=True)
@@ -143,9 +167,9 @@ class DataConfig:
     """
 
     kind: DataKind = "synthetic"
-    """The source: generated samples, Criteo TSV files, or Parquet files."""
+    """The source: generated samples, Criteo TSV files, Avazu CSV files, or Parquet files."""
     path: str | None = None
-    """A file, or a folder of files. Needed by "criteo" and "parquet"."""
+    """A file, or a folder of files. Needed by all kinds but "synthetic"."""
     eval_path: str | None = None
     """Held-out file or folder. Without it the tail of every file is held out (`eval_fraction`)."""
     eval_fraction: float = 0.1
@@ -170,6 +194,8 @@ class DataConfig:
     """Settings of kind "synthetic"."""
     criteo: CriteoConfig = field(default_factory=CriteoConfig)
     """Settings of kind "criteo"."""
+    avazu: AvazuConfig = field(default_factory=AvazuConfig)
+    """Settings of kind "avazu"."""
     parquet: ParquetConfig = field(default_factory=ParquetConfig)
     """Settings of kind "parquet"."""
 
@@ -198,7 +224,13 @@ class DataConfig:
 _ONE_PATTERN = 'at least one pattern ("*" takes every file)'
 
 
-def _freeze_lists(owner: SyntheticConfig | CriteoConfig | ParquetConfig) -> None:
+def _row_need(rows: tuple[int, ...], num_tables: int) -> tuple[bool, str]:
+    """Return whether there are as many row counts as tables, and the words for what is needed."""
+    is_met = len(rows) == num_tables and all(n >= 1 for n in rows)
+    return is_met, f"one number or {num_tables} numbers, each at least 1"
+
+
+def _freeze_lists(owner: SyntheticConfig | CriteoConfig | AvazuConfig | ParquetConfig) -> None:
     """Turn lists, which TOML gives, into tuples, so that a frozen config is hashable and cannot be edited."""
     for each in fields(owner):
         value = getattr(owner, each.name)

@@ -36,8 +36,36 @@ def make_key(*parts: int) -> int:
     """Return one 64-bit key of several integers, for example (seed, epoch, chunk)."""
     key = np.zeros(1, np.uint64)
     for part in parts:
-        key = mix64((key + np.uint64(part & _MASK) + np.uint64(1)) * _STEP)
+        key = _add_part(key, np.full(1, part & _MASK, np.uint64))
     return int(key[0])
+
+
+def text_keys(text: NDArray[np.uint8], lengths: NDArray[np.int32]) -> Words:
+    """Return one 64-bit key [N] of each text: `make_key` of its length and its bytes as little-endian words.
+
+    The last word is filled up with zeros. Texts of equal length up to 8 bytes never share a key.
+
+    >>> text_keys(np.frombuffer(b"1fbe01fe", np.uint8), np.array([8])).tolist() == [
+    ...     make_key(8, int.from_bytes(b"1fbe01fe", "little"))
+    ... ]
+    True
+
+    Args:
+        text: the bytes of all texts, one after another.
+        lengths: [N], bytes of each; they sum to `len(text)`.
+    """
+    width = -(-int(lengths.max(initial=0)) // 8) * 8
+    padded = np.zeros((len(lengths), width), np.uint8)
+    padded[np.arange(width) < lengths[:, None]] = text
+    words = padded.view("<u8")
+    keys = _add_part(np.zeros(len(lengths), np.uint64), lengths.astype(np.uint64))
+    for number in range(words.shape[1]):
+        keys = np.where(lengths > 8 * number, _add_part(keys, words[:, number]), keys)
+    return keys
+
+
+def _add_part(keys: Words, parts: Words) -> Words:
+    return mix64((keys + parts + np.uint64(1)) * _STEP)
 
 
 def random_words(key: int, counters: Ids) -> Words:

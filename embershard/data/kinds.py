@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from embershard.data.avazu import AvazuSource
 from embershard.data.batch import Schema
 from embershard.data.config import DataConfig, DataKind
 from embershard.data.criteo import CriteoSource
@@ -12,9 +13,10 @@ from embershard.data.source import Source
 from embershard.data.synthetic import SyntheticSource
 from embershard.errors import ConfigError
 
-_SOURCES: dict[DataKind, type[SyntheticSource] | type[CriteoSource] | type[ParquetSource]] = {
+_SOURCES: dict[DataKind, type[SyntheticSource] | type[CriteoSource] | type[AvazuSource] | type[ParquetSource]] = {
     "synthetic": SyntheticSource,
     "criteo": CriteoSource,
+    "avazu": AvazuSource,
     "parquet": ParquetSource,
 }
 
@@ -49,8 +51,10 @@ def schema_of(config: DataConfig) -> Schema:
 def kind_of_files(path: Path) -> DataKind:
     """Guess the kind of data in a file or folder from names.
 
-    >>> kind_of_files(Path("clicks.parquet"))
-    'parquet'
+    >>> kind_of_files(Path("clicks.parquet")), kind_of_files(Path("train.csv"))
+    ('parquet', 'avazu')
     """
-    is_parquet = path.suffix == ".parquet" or (path.is_dir() and any(path.glob("*.parquet")))
-    return "parquet" if is_parquet else "criteo"
+    names = [each.name for each in path.iterdir()] if path.is_dir() else [path.name]
+    if any(name.endswith(".parquet") for name in names):
+        return "parquet"
+    return "avazu" if any(name.endswith((".csv", ".csv.gz")) for name in names) else "criteo"

@@ -147,30 +147,41 @@ class TextFiles:
         files: plain ones, or gzip.
         chunk_rows: lines per chunk; a file's last chunk may have fewer.
         num_workers: threads that scan files at the same time.
+        has_header: the first line of every file is a header, which no chunk has.
 
     Attributes:
         file: int64 [C], each chunk's file.
         rows: int64 [C], its lines.
-        first_row: int64 [C], the number of its first line in the file, from 0.
+        first_row: int64 [C], the number of its first line in the file, from 0; a header counts.
+        headers: each file's header, its newline included; b"" where there is none.
 
     Raises:
-        DataError: a file has no line, or is damaged.
+        DataError: a file has no line (but a header), or is damaged.
     """
 
-    def __init__(self, files: list[InputFile], chunk_rows: int, num_workers: int) -> None:
+    def __init__(self, files: list[InputFile], chunk_rows: int, num_workers: int, *, has_header: bool = False) -> None:
         kept: RecentlyUsed[tuple[GzipFile, int], bytes]
         kept = RecentlyUsed(lambda place: place[0].segment(place[1]), _KEPT_SEGMENTS)
         self._paths = [file.path for file in files]
         self._files = [GzipFile(file, kept) if file.is_gzip() else PlainFile(file) for file in files]
+        found = [bytearray() for _ in files]
+
+        def scan(number: int) -> tuple[Ids, Ids]:
+            blocks = self._files[number].blocks()
+            borders, rows = scan_lines(_cut_header(blocks, found[number]) if has_header else blocks, chunk_rows)
+            return borders + len(found[number]), rows
+
         with ThreadPoolExecutor(max(1, num_workers), "embershard-scan") as pool:
-            scanned = list(pool.map(lambda file: scan_lines(file.blocks(), chunk_rows), self._files))
+            scanned = list(pool.map(scan, range(len(files))))
         for path, (_, rows) in zip(self._paths, scanned, strict=True):
             if not len(rows):
-                raise DataError(f"{path}: no line in it; remove it, or fetch it again")
+                what = "no line behind its header" if has_header else "no line in it"
+                raise DataError(f"{path}: {what}; remove it, or fetch it again")
+        self.headers = [bytes(header) for header in found]
         self._borders = np.concatenate([np.stack([b[:-1], b[1:]], axis=1) for b, _ in scanned])
         self.rows = np.concatenate([rows for _, rows in scanned])
         self.file = np.repeat(np.arange(len(files)), [len(rows) for _, rows in scanned])
-        self.first_row = np.concatenate([np.arange(len(rows)) * chunk_rows for _, rows in scanned])
+        self.first_row = np.concatenate([np.arange(len(rows)) * chunk_rows + has_header for _, rows in scanned])
 
     def read(self, chunk: int) -> memoryview:
         start, stop = self._borders[chunk].tolist()
@@ -178,6 +189,18 @@ class TextFiles:
 
     def path(self, chunk: int) -> Path:
         return self._paths[self.file[chunk]]
+
+
+def _cut_header(blocks: Iterable[NDArray[np.uint8]], header: bytearray) -> Iterator[NDArray[np.uint8]]:
+    """Put the first line into `header`, and yield what is behind it."""
+    for block in blocks:
+        if not header.endswith(b"\n"):
+            ends = np.flatnonzero(block == _NEWLINE)
+            end = int(ends[0]) + 1 if len(ends) else len(block)
+            header += block[:end].tobytes()
+            block = block[end:]
+        if len(block):
+            yield block
 
 
 def _new_inflater() -> _Decompress:

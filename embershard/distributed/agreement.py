@@ -52,7 +52,8 @@ class Agreement:
         self._group = group
         self._alone = not ranked or dist.get_world_size(group) == 1
         self._values = torch.empty(3, dtype=torch.int64)
-        self._wait: Callable[[], list[int]] | None = None  # for the numbers that the ranks agreed on
+        self._own: list[int] = []  # the numbers of this rank in the round
+        self._wait: Callable[[], Any] | None = None
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda" and not self._alone and "cpu:" not in dist.get_backend_config(group):
             # A stream of its own: the host then waits for this all-reduce, not for the training step in flight.
@@ -64,14 +65,14 @@ class Agreement:
     def start(self, state: int, wish: int = 0) -> None:
         """Tell the other ranks this rank's `Supply` and its wish. Does not wait."""
         assert self._wait is None, "result() of the round before comes first"
-        numbers = [int(state), self._rank if state == Supply.FAILED else self._nobody, -wish]
+        self._own = numbers = [int(state), self._rank if state == Supply.FAILED else self._nobody, -wish]
         if self._alone:
-            self._wait = lambda: numbers
+            self._wait = lambda: None
             return
         if self._stream is None:
             for place, value in enumerate(numbers):
                 self._values[place] = value
-            self._wait_for(dist.all_reduce(self._values, dist.ReduceOp.MIN, self._group, async_op=True).wait)
+            self._wait = dist.all_reduce(self._values, dist.ReduceOp.MIN, self._group, async_op=True).wait
             return
         with torch.cuda.stream(self._stream):
             for place, value in enumerate(numbers):
@@ -80,20 +81,14 @@ class Agreement:
             self._values.copy_(self._on_device, non_blocking=True)
             done = torch.cuda.Event()
             done.record(self._stream)
-        self._wait_for(done.synchronize)
-
-    def _wait_for(self, done: Callable[[], Any]) -> None:
-        def wait() -> list[int]:
-            done()
-            return self._values.tolist()
-
-        self._wait = wait
+        self._wait = done.synchronize
 
     def result(self) -> Supply:
         """Wait until every rank has called `start`; return the least `Supply`, the same on every rank."""
         assert self._wait is not None, "start() comes first"
         wait, self._wait = self._wait, None
-        state, self._failed, least = wait()
+        wait()
+        state, self._failed, least = self._own if self._alone else self._values.tolist()
         self.wish = -least
         return Supply(state)
 

@@ -17,6 +17,13 @@ from embershard.frequency.trace import Ints
 class HotRows:
     """The hot rows of all tables (FAE: Adnan et al., arXiv 2103.00686, section 4.1).
 
+    >>> import torch
+    >>> profile = FrequencyProfile.count([{"user": torch.tensor([3, 1, 3]), "ad": torch.tensor([0] * 3)}],
+    ...     {"user": 5, "ad": 1})
+    >>> hot = HotRows.choose(profile, {"user": 8, "ad": 8}, most_bytes=23)
+    >>> hot.rows["user"].tolist(), hot.threshold, hot.is_whole("ad")
+    ([3], 2, True)
+
     Attributes:
         rows: by table: its hot rows, int64 ascending.
         num_rows: by table: all of its rows.
@@ -40,13 +47,6 @@ class HotRows:
 
         Raises:
             ConfigError: not even the most frequent rows fit.
-
-        >>> import torch
-        >>> profile = FrequencyProfile.count([{"user": torch.tensor([3, 1, 3]), "ad": torch.tensor([0] * 3)}],
-        ...     {"user": 5, "ad": 1})
-        >>> hot = HotRows.choose(profile, {"user": 8, "ad": 8}, most_bytes=23)
-        >>> hot.rows["user"].tolist(), hot.threshold, hot.is_whole("ad")
-        ([3], 2, True)
         """
         counts = {table: profile.sparse(table) for table in row_bytes}
         hits = np.concatenate([found.hits for found in counts.values()])

@@ -19,7 +19,7 @@ _COMMANDS = (
     ("data", "data.command", "read a whole data set and say what training would do with it"),
     ("verify", "verify.start", "train the first steps with the cache and with stock TorchRec, and compare every bit"),
     ("sweep", "sweep.command", "train many runs from one file, and gather their results in a table"),
-    ("report", "report.command", "set what a plan predicted beside what a run measured"),
+    ("report", "report.command", "show what a run gave beside its plan, or draw runs and sweeps on a page"),
     ("ckpt", "ckpt.command", "list, verify, prune or compare the checkpoints of a run"),
     ("doctor", "doctor.command", "check whether this machine can train, and say what to do if not"),
 )

@@ -74,8 +74,8 @@ def _torchrun_job() -> str:
     return f"{os.uname().nodename} {torchrun.pid} {torchrun.create_time()}"
 
 
-def lock_run_dir(folder: Path) -> None:
-    """Reserve `folder` for this process until it ends. (The ranks of a killed launcher run on for a while.)
+def lock_run_dir(folder: Path, option: str = "--run-dir") -> None:
+    """Reserve `folder` for this process until it ends; messages name the `option` that chose it.
 
     Raises:
         ConfigError: another process writes into the folder, or this one cannot.
@@ -84,12 +84,12 @@ def lock_run_dir(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / ".lock").open("w")
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be written ({error.strerror}). Use another --run-dir.") from error
+        raise ConfigError(f"{folder} cannot be written ({error.strerror}). Use another {option}.") from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         file.close()
         raise ConfigError(
-            f"{folder} is in use by another run. Wait for it, stop it, or use another --run-dir."
+            f"{folder} is in use by another run. Wait for it, stop it, or use another {option}."
         ) from error
     _held_locks.append(file)

@@ -82,12 +82,10 @@ def compare_with_stock(config: RunConfig, ranks: Ranks, steps: int) -> Verdict:
     Raises:
         ConfigError: nothing is cached, or the run adds up in another order than stock TorchRec.
 
-    >>> from embershard.data import DataConfig
-    >>> from embershard.data.config import SyntheticConfig
-    >>> from embershard.distributed import process_group
-    >>> config = RunConfig(data=DataConfig(synthetic=SyntheticConfig(num_samples=4000, scale=0.0001)))
-    >>> with process_group("cpu") as ranks:
-    ...     compare_with_stock(config, ranks, steps=2).is_equal
+    With a run's settings, in a process group (`embershard verify` is the command):
+
+    >>> verdict = Verdict(steps=4, evictions=7, num_tensors=9, loss_step=None, step=None, differences=())
+    >>> verdict.is_equal
     True
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -135,7 +133,7 @@ class _Runs:
         stock = Trainer(self._without_cache(cached), self._ranks)
         pairs = list(zip(losses, _train(stock, steps), strict=True))
         stock.close()
-        loss_step = next((number for number, (ours, theirs) in enumerate(pairs, 1) if ours != theirs), None)
+        loss_step = next((number for number, (a, b) in enumerate(pairs, 1) if repr(a) != repr(b)), None)
         differences = list(_differences(tensors, _tensors_of(stock), self._ranks.rank))
         self._num_tensors = int(self._sum(len(tensors)))
         gathered: list[list[Difference]] = self._ranks.all_gather_objects(differences)
@@ -147,7 +145,8 @@ class _Runs:
         if config.sharding.plan is not None:
             return config
         ranks, dim = self._ranks, config.model.embedding_dim
-        shapes = {table_name(each.name): (each.num_rows, dim, "fp32") for each in cached.source.schema.sparse}
+        dtype = config.model.table_dtype
+        shapes = {table_name(each.name): (each.num_rows, dim, dtype) for each in cached.source.schema.sparse}
         pools = ranks.all_gather_objects(built_pools(cached.model, ranks.rank))
         plan = Plan(
             world_size=ranks.world_size,
@@ -175,10 +174,21 @@ def _check(config: RunConfig, ranks: Ranks) -> None:
             f'sharding.mode = "{config.sharding.mode}" adds up in another order than stock TorchRec, or trains on '
             'another one, so bits may differ. Compare in mode "sharded".'
         )
-    if config.sharding.exchange != "pooled" and ranks.world_size > 1:
+    path, exchanges = config.sharding.plan, {config.sharding.exchange}
+    if path is not None:
+        tables = ranks.from_first(lambda: Plan.load(path)).tables
+        exchanges = {table.exchange for table in tables}
+        replicated = [table.table for table in tables if table.kernel == "replicated"]
+        if replicated:
+            raise ConfigError(
+                f"{path} replicates the tables {replicated[:5]}, which stock TorchRec trains in another way. Compare "
+                'with a plan that has none (edit their kernel to "device", or plan without them).'
+            )
+    if exchanges != {"pooled"} and ranks.world_size > 1:
         raise ConfigError(
-            f'sharding.exchange = "{config.sharding.exchange}" adds gradients up in another order than stock TorchRec, '
-            'so bits may differ on several ranks. Compare with "pooled", or on one rank (--nproc 1).'
+            'sharding.exchange is "rows" or "auto", or the plan has tables that exchange rows, which adds gradients up '
+            'in another order than stock TorchRec, so bits may differ on several ranks. Compare with "pooled", or on '
+            "one rank (--nproc 1)."
         )
 
 
@@ -220,8 +230,9 @@ def _differences(cached: _Tensors, stock: _Tensors, rank: int) -> Iterator[Diffe
         is_other = (_bits(ours) != _bits(theirs)).any(dim=1)
         rows = is_other.nonzero().flatten().tolist()
         if rows:
-            pair = zip(*(tensor.reshape(len(is_other), -1)[rows[0]].tolist() for tensor in (ours, theirs)), strict=True)
-            values = next((a, b) for a, b in pair if repr(a) != repr(b))
+            row = (tensor.reshape(len(is_other), -1)[rows[0]].tolist() for tensor in (ours, theirs))
+            pairs = list(zip(*row, strict=True))
+            values = next(((a, b) for a, b in pairs if repr(a) != repr(b)), pairs[0])  # two NaNs may differ in bits
             yield Difference(name, rank, first + rows[0], len(rows), *values)
 
 

@@ -6,9 +6,10 @@ import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from embershard.data import Schema
+from embershard.data.config import DataKind
 from embershard.data.fingerprint import FileIdentity, identify_files
 from embershard.decoding import toml
 from embershard.errors import ConfigError
@@ -32,6 +33,7 @@ COMPARED = frozenset(
     | _names("data.synthetic", "num_samples scale num_dense bag_sizes drift locality correlation rarity_logit signal")
     | _names("data.synthetic", "click_rate")
     | _names("data.criteo", "num_rows id_mapping dense_transform")
+    | _names("data.avazu", "num_rows")
     | _names("data.parquet", "dense sparse num_rows label id_mapping dense_transform max_bag_size")
     | _names("model", "arch embedding_dim dense_arch_layer_sizes over_arch_layer_sizes table_dtype")
     | _names("model", "dcn_num_layers dcn_low_rank_dim")
@@ -47,6 +49,7 @@ COMPARED = frozenset(
 COMPARED_AS = {
     "data.path": "data.files",
     "data.criteo.files": "data.files",
+    "data.avazu.files": "data.files",
     "data.parquet.files": "data.files",
     "data.eval_path": "data.eval_files",
     "train.batch_size": BATCH,
@@ -98,7 +101,7 @@ def identity_of(config: RunConfig, world_size: int, hot_samples: str | None = No
 
     The settings of other kinds of data than `data.kind` are left out: they have no effect.
     """
-    other_kinds = tuple(f"data.{kind}." for kind in ("synthetic", "criteo", "parquet") if kind != config.data.kind)
+    other_kinds = tuple(f"data.{kind}." for kind in get_args(DataKind) if kind != config.data.kind)
     values = {key: _value(config, key) for key in sorted(COMPARED) if not key.startswith(other_kinds)}
     values |= {f"data.{name}": files for name, files in identify_files(config.data).items()}
     values[BATCH] = global_batch(config, world_size)

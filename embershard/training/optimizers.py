@@ -37,8 +37,9 @@ _STATE_BYTES: dict[str, tuple[int, int]] = {
 }
 _FUSED_ON_CPU = ("sgd", "rowwise_adagrad", "adagrad")
 _WITH_BETAS = ("adam", "adamw", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb")
-#: FBGEMM's exact SGD and Adagrad ignore weight decay.
-_FUSED_WITHOUT_WEIGHT_DECAY = ("sgd", "adagrad")
+#: FBGEMM's exact SGD and Adagrad ignore weight decay. Its row-wise Adagrad does unless it is given a mode, which
+#: TorchRec does not do here; and on a CPU, whatever the mode, in tables of one feature, as ours are.
+_FUSED_WITHOUT_WEIGHT_DECAY = ("sgd", "rowwise_adagrad", "adagrad")
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class EmbeddingOptimizerConfig:
     """Added to the denominator of the adaptive optimizers; FBGEMM's default is 1e-8. Not for "sgd"."""
 
     weight_decay: float | None = None
-    """L2 penalty on the touched rows. Not for "sgd" and "adagrad", whose fused kernels have none."""
+    """Weight decay of the touched rows. Only for the Adam and LAMB kinds: FBGEMM's others ignore it."""
 
     betas: tuple[float, float] | None = None
     """Decay of the first and second moment. Only for the Adam and LAMB kinds."""

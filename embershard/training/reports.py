@@ -12,7 +12,9 @@ from embershard.training.metrics import Quality
 
 @dataclass(frozen=True)
 class TrainReport:
-    """Progress since the last such report, over all ranks; `sent_bytes` of one rank in one step, on average.
+    """Progress since the last such report, over all ranks.
+
+    `fills`, `write_backs` (rows of the caches) and `sent_bytes` are of one rank in one step, on average.
 
     `batches`: in the mode "hot_cold", batches by kind that this process has trained on so far.
     """
@@ -26,6 +28,8 @@ class TrainReport:
     samples_per_second: float
     hit_rate_unique: float | None
     hit_rate_lookups: float | None
+    fills: float
+    write_backs: float
     learning_rate_factor: float
     sent_bytes: SentBytes
 

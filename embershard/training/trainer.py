@@ -214,10 +214,11 @@ class Trainer:
         return None
 
     def report(self) -> TrainReport:
-        """Return loss, AUC, speed, hit rate and bytes between ranks since the last report."""
+        """Return loss, AUC, speed, and what caches and links moved, since the last report."""
         seconds = self.step_seconds[self._reported_steps - self.steps :]
         self._reported_steps = self.steps
-        hits = self.cache_reader.since_last()
+        parts = len(seconds) * self.ranks.world_size  # steps of ranks
+        cached = self.cache_reader.since_last()
         return TrainReport(
             step=self.steps,
             epoch=self.upcoming.state.epoch,
@@ -226,10 +227,12 @@ class Trainer:
             batches=None if (schedule := self.stream.schedule) is None else dict(schedule.num_trained),
             auc=self.window.quality(self.ranks).auc,
             samples_per_second=len(seconds) * global_batch(self.config, self.ranks.world_size) / sum(seconds),
-            hit_rate_unique=hits.hit_rate_unique,
-            hit_rate_lookups=hits.hit_rate_lookups,
+            hit_rate_unique=cached.hit_rate_unique,
+            hit_rate_lookups=cached.hit_rate_lookups,
+            fills=cached.fills / parts,
+            write_backs=cached.write_backs / parts,
             learning_rate_factor=self._learning_rate_factor or 1.0,
-            sent_bytes=self.traffic_reader.since_last().over(len(seconds) * self.ranks.world_size),
+            sent_bytes=self.traffic_reader.since_last().over(parts),
         )
 
     @counted_as_other()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from pathlib import Path
 import psutil
 import pyarrow.parquet as pq
 import pytest
+
+from embershard.launch import cli
 
 pytestmark = pytest.mark.ranks
 
@@ -69,6 +72,11 @@ def test_a_killed_sweep_goes_on_without_running_anything_twice(project_dir: Path
     assert {row["status"] for row in rows} == {"finished"}
     assert len({row["loss"] for row in rows}) == 1  # the cache's size changes no loss
     assert all(path.read_text() == text for path, text in before.items())
+
+    pytest.importorskip("plotly", reason="Plotly is not installed (the extra [report])")
+    assert cli.main(["report", str(tmp_path / "out"), "-o", str(tmp_path / "report.html")]) == 0
+    titles = set(re.findall(r"<h3>([^<]*)</h3>", (tmp_path / "report.html").read_text()))
+    assert {"Comparison", "Loss", "Rows moved", "Hit rate per table and rank", "Step time"} <= titles
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed (the extra [ray])")

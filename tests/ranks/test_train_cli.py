@@ -185,7 +185,8 @@ def test_verify_finds_the_examples_equal_to_stock_torchrec(
 ) -> None:
     small = ["--set", "data.synthetic.scale=0.01", "--set", "profile.samples=5000", "--set", "train.batch_size=128"]
     given = settings if example == "criteo" else ["--config", "examples/quickstart.toml", *small]
-    done = run(project_dir, *EMBERSHARD, "verify", *given, "--nproc", "2", "--steps", "12")
+    small_cache = ["--set", "cache.ratio=0.01"]
+    done = run(project_dir, *EMBERSHARD, "verify", *given, *small_cache, "--nproc", "2", "--steps", "12")
     assert "EQUAL: 12 steps on 2 ranks" in done.stdout
     assert "No row was evicted" not in done.stdout
 

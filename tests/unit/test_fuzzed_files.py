@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from embershard.data import CriteoConfig, DataConfig, ParquetConfig, open_source
+from embershard.data import AvazuConfig, CriteoConfig, DataConfig, ParquetConfig, open_source
+from embershard.data.avazu import HASHED
 from embershard.data.source import FileSource
 from embershard.decoding import to_toml
 from embershard.errors import DataError, EmbershardError
@@ -84,6 +85,10 @@ def read_criteo(path: Path) -> None:
     scan(DataConfig("criteo", str(path), chunk_rows=4, bad_rows=0.5, num_workers=1, criteo=rows))
 
 
+def read_avazu(path: Path) -> None:
+    scan(DataConfig("avazu", str(path), chunk_rows=4, bad_rows=0.5, num_workers=1, avazu=AvazuConfig(num_rows=50)))
+
+
 def read_parquet(path: Path) -> None:
     columns = ParquetConfig(dense=("age",), sparse=("user", "seen"), num_rows=(9, 99), max_bag_size=100)
     scan(DataConfig("parquet", str(path), bad_rows=0.5, parquet=columns))
@@ -101,6 +106,12 @@ def read_result(path: Path) -> None:
 
 def make_criteo(path: Path) -> None:
     path.write_bytes(criteo_lines())
+
+
+def make_avazu(path: Path) -> None:
+    columns = ("id", "click", "hour", *HASHED)
+    lines = [",".join([str(row), str(row % 2), f"141021{row:02d}", *[f"{row * 7919:x}"] * 21]) for row in range(12)]
+    path.write_text("\n".join([",".join(columns), *lines, ""]))
 
 
 def make_gzip(path: Path) -> None:
@@ -140,6 +151,7 @@ def make_result(path: Path) -> None:
 KINDS: dict[str, tuple[Callable[[Path], None], Callable[[Path], object]]] = {
     "day_0": (make_criteo, read_criteo),
     "day_0.gz": (make_gzip, read_criteo),
+    "train.csv": (make_avazu, read_avazu),
     "a.parquet": (make_parquet, read_parquet),
     "run.toml": (make_settings, lambda path: load_config(RunConfig, path)),
     "plan.json": (make_a_plan, Plan.load),

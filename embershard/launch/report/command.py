@@ -1,18 +1,17 @@
-"""`embershard report`: shows what a run gave, beside what its plan predicted."""
+"""`embershard report`: shows what a run gave, beside what its plan predicted; or runs and sweeps as a page."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from embershard.errors import ConfigError
-from embershard.launch.arguments import make_parser, positive
-from embershard.launch.screen import wide_console
+from embershard.errors import ConfigError, SetupError
+from embershard.launch.arguments import check_output, make_parser, positive
+from embershard.launch.report.run_folder import RunFolder
+from embershard.launch.screen import say, wide_console
 from embershard.planning.cost.recalibrate import Recalibration, recalibrated
 from embershard.planning.cost.topology import Topology, load_topology, save_topology
 from embershard.planning.verify.compare import compare
@@ -20,14 +19,17 @@ from embershard.planning.verify.measured import MeasuredRun
 from embershard.planning.verify.notes import notes
 from embershard.sharding.plan import Plan
 
-_HELP = """Show what a run gave; set what its plan predicted beside what was measured.
+_HELP = """Show what a run gave; set what its plan predicted beside what was measured; or make a page with figures of
+runs and sweeps.
 
   embershard report runs/mine
+  embershard report runs/mine runs/other sweeps/ratios -o report.html
   embershard report runs/mine --predicted
   embershard report runs/mine --recalibrate machine.toml
   embershard plan --config run.toml --profile profile.npz --topology machine.toml
 """
 _TOP = 12
+_SCREEN_OPTIONS = ("predicted", "plan", "recalibrate", "topology", "json", "top")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,75 +40,34 @@ def main(argv: Sequence[str]) -> int:
     """
     arguments = _parser().parse_args(argv)
     _check_usage(arguments)
-    _report(arguments)
+    if arguments.output is None:
+        _report(arguments)
+    else:
+        _write_page(arguments)
     return 0
 
 
-@dataclass(frozen=True)
-class _Run:
-    """A finished run's folder."""
-
-    folder: Path
-    result: Mapping[str, Any]
-
-    @classmethod
-    def read(cls, folder: Path) -> _Run:
-        file = folder / "result.json"
-        try:
-            result = json.loads(file.read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            what = "the run has not ended, or it failed" if folder.is_dir() else "there is no such folder"
-            raise ConfigError(f"{file}: not found; {what}. Give the --run-dir of a run that ended.") from error
-        except ValueError as error:
-            raise ConfigError(f"{file}: cannot be read ({error}). Needed is what embershard train wrote.") from error
-        if not isinstance(result, dict):
-            raise ConfigError(f"{file}: got a JSON {type(result).__name__}, needed what embershard train wrote.")
-        return cls(folder, result)
-
-    def plan(self, given: Path | None) -> Plan:
-        """Return the plan to compare with: the run's own unless another one is given."""
-        if given is not None:
-            return Plan.load(given)
-        if not (self.folder / "plan.json").exists():
-            raise ConfigError(
-                f"{self.folder} was trained without a plan, so nothing was predicted. Train with one (embershard train "
-                "--plan FILE), or name a plan to compare with (--plan FILE)."
-            )
-        return Plan.load(self.folder / "plan.json")
-
-    def other_settings(self, plan: Plan) -> list[str]:
-        """Return the settings that differ from those that the plan's prediction assumed, as sentences.
-
-        Raises:
-            ConfigError: its config.toml is missing, or of another version.
-        """
-        from embershard.launch.config import RUN_CONFIG, load_config
-        from embershard.training.config import RunConfig  # loads torch
-
-        config = load_config(RunConfig, self.folder / RUN_CONFIG)
-        return plan.other_settings(config.predicted_from(self.result.get("device"), self.result.get("world_size", 1)))
-
-    def num_checkpoints(self, run: MeasuredRun) -> int:
-        """Return the checkpoints written in the counted steps."""
-        try:
-            lines = (self.folder / "metrics.jsonl").read_bytes().splitlines()
-        except OSError:
-            return 0
-        num_checkpoints = 0
-        for line in lines:
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged line
-                report = json.loads(line)
-                num_checkpoints += report["kind"] == "checkpoint" and report["step"] > run.all_steps - run.steps
-        return num_checkpoints
+def _write_page(arguments: argparse.Namespace) -> None:
+    check_output(arguments.output)
+    try:
+        from embershard.launch.report.page.write import write_page
+    except ModuleNotFoundError as error:
+        if error.name not in ("plotly", "jinja2"):
+            raise
+        raise SetupError(
+            f'-o needs Plotly and Jinja2, and {error.name} is not installed. Try: pip install "plotly>=6" "jinja2>=3.1"'
+        ) from error
+    write_page(arguments.folders, arguments.output)
+    say(wide_console(), f"Written to {arguments.output}: open it in a browser.")
 
 
 def _report(arguments: argparse.Namespace) -> None:
-    run = _Run.read(arguments.run_dir)
+    run = RunFolder.read(arguments.folders[0])
     from embershard.launch.report import view  # loads torch, and --help must answer at once
 
     console = wide_console()
     console.quiet = arguments.json
-    values: dict[str, Any] = {"run": str(run.folder)}
+    values: dict[str, Any] = {"run": str(run.path)}
     top = arguments.top or _TOP
     if arguments.predicted:
         plan = run.plan(arguments.plan)
@@ -116,7 +77,7 @@ def _report(arguments: argparse.Namespace) -> None:
         values["predicted"] = view.comparison_values(comparison, lines)
         view.show_comparison(comparison, lines, console, top)
         if comparison.is_step_time_off and measured.plan_digest == plan.digest and arguments.recalibrate is None:
-            view.show_advice(run.folder, console)
+            view.show_advice(run.path, console)
     if arguments.recalibrate is not None:
         changed = _recalibrate(arguments, run)
         values["recalibrated"] = view.recalibration_values(changed, arguments.recalibrate)
@@ -124,19 +85,19 @@ def _report(arguments: argparse.Namespace) -> None:
     if not arguments.predicted and arguments.recalibrate is None:
         values["result"] = run.result
         if not arguments.json:
-            view.show_run(run.folder, run.result, console, top)
+            view.show_run(run.path, run.result, console, top)
     if arguments.json:
         print(json.dumps(values, indent=2, allow_nan=False))
 
 
-def _other_settings(run: _Run, plan: Plan) -> list[str]:
+def _other_settings(run: RunFolder, plan: Plan) -> list[str]:
     try:
         return run.other_settings(plan)
     except ConfigError as error:
         return [f"not known, since the run's config cannot be read: {error}"]
 
 
-def _recalibrate(arguments: argparse.Namespace, run: _Run) -> Recalibration:
+def _recalibrate(arguments: argparse.Namespace, run: RunFolder) -> Recalibration:
     plan, output = run.plan(arguments.plan), arguments.recalibrate
     others = [text for text in run.other_settings(plan) if text.startswith(("train.batch_size", "model.", "train.dev"))]
     if others:
@@ -145,7 +106,7 @@ def _recalibrate(arguments: argparse.Namespace, run: _Run) -> Recalibration:
             "Recalibrate with a run as it was planned."
         )
     changed = recalibrated(
-        _topology(arguments.topology, plan), plan, run.result, name=output.stem, run_name=run.folder.resolve().name
+        _topology(arguments.topology, plan), plan, run.result, name=output.stem, run_name=run.path.resolve().name
     )
     save_topology(changed.topology, output)
     return changed
@@ -168,7 +129,18 @@ def _topology(given: str | None, plan: Plan) -> Topology:
 
 
 def _check_usage(arguments: argparse.Namespace) -> None:
-    """Raise where an option has no effect."""
+    """Raise where an option has no effect, or what is given does not fit together."""
+    if arguments.output is not None:
+        given = [f"--{name}" for name in _SCREEN_OPTIONS if getattr(arguments, name)]
+        if given:
+            raise ConfigError(f"{given[0]} has no effect with -o; the page has all that is known.")
+        if arguments.output.suffix != ".html":
+            raise ConfigError(f"-o {arguments.output}: needed a file name that ends in .html.")
+        return
+    if len(arguments.folders) > 1:
+        raise ConfigError(f"got {len(arguments.folders)} folders, which need -o FILE.html; without it, give one run.")
+    if (arguments.folders[0] / "states").is_dir():
+        raise ConfigError(f"{arguments.folders[0]} is the folder of a sweep, which needs -o FILE.html; or give a run.")
     if arguments.plan is not None and not arguments.predicted and arguments.recalibrate is None:
         raise ConfigError("--plan has no effect without --predicted or --recalibrate.")
     if arguments.topology is not None and arguments.recalibrate is None:
@@ -181,7 +153,12 @@ def _check_usage(arguments: argparse.Namespace) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("report", _HELP)
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run that ended")
+    parser.add_argument(
+        "folders", type=Path, nargs="+", metavar="RUN_OR_SWEEP", help="folder of a run; with -o also of a sweep"
+    )
+    parser.add_argument(
+        "-o", dest="output", type=Path, metavar="FILE.html", help="write a page of all these, which opens offline"
+    )
     parser.add_argument("--predicted", action="store_true", help="set what the plan predicted beside what was measured")
     parser.add_argument("--plan", type=Path, metavar="FILE", help="compare with this plan (default: the run's own)")
     parser.add_argument(

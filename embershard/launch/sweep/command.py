@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     run_all = _engine(arguments.on)
     folder = arguments.out or Path("sweeps") / arguments.file.stem
-    lock_run_dir(folder)
+    lock_run_dir(folder, "--out")
     ended = {each.name: found for each in sweep.experiments if (found := find_outcome(each, folder)) is not None}
     if arguments.retry_failed:
         ended = {name: outcome for name, outcome in ended.items() if outcome.status == "finished"}
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
         console.print(display.table())
     failed = [outcome for outcome in ended.values() if outcome.status != "finished"]
     for outcome in failed:
-        say(console, f"{outcome.status}: {outcome.name}: {outcome.reason} (outputs/{outcome.name}.txt)")
+        say(console, f"{outcome.status}: {outcome.shown}: {outcome.reason} (outputs/{outcome.name}.txt)")
     say(console, f"Results: {folder / 'results.parquet'} and {folder / 'results.csv'}")
     return 1 if failed else 0
 

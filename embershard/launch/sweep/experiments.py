@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from embershard.decoding import decode, read_toml, to_toml, toml
+from embershard.decoding import decode, flat, read_toml, to_toml, toml
 from embershard.errors import ConfigError
 from embershard.launch.config import load_config
 from embershard.launch.ranks.number import planned_ranks
@@ -52,7 +51,7 @@ class Experiment:
     """One run of a sweep.
 
     Attributes:
-        name: what differs from the others, and the digest, in characters for a file name.
+        name: digest and repeat: what is trained, whatever else the sweep varies.
         varied: the settings that the sweep varies, `ranks` among them.
         ranks: number of ranks.
         arguments: of `embershard train`.
@@ -95,8 +94,8 @@ class Sweep:
         for run in runs:
             if run.digest in seen:
                 raise ConfigError(
-                    f"{path}: two runs have the same settings: {_shown(seen[run.digest].varied)}, and "
-                    f"{_shown(run.varied)}. Remove one; `repeats` repeats all."
+                    f"{path}: two runs have the same settings: {shown(seen[run.digest].varied)}, and "
+                    f"{shown(run.varied)}. Remove one; `repeats` repeats all."
                 )
             seen[run.digest] = run
         experiments = [
@@ -106,18 +105,18 @@ class Sweep:
 
 
 def _combinations(file: _File) -> Iterator[dict[str, Any]]:
-    grid = _flat(file.grid)
+    grid = flat(file.grid)
     for name, values in grid.items():
         if not isinstance(values, list) or not values:
             raise ConfigError(f"grid.{name}: got {values!r}, needed a list of values.")
     for run in file.runs:
-        given = _flat(run)
+        given = flat(run)
         for values in itertools.product(*grid.values()):
             yield {**given, **dict(zip(grid, values, strict=True))}
 
 
 def _experiment(config: Path, common: Mapping[str, Any], varied: Mapping[str, Any]) -> Experiment:
-    settings = {**_flat(common), **varied}
+    settings = {**flat(common), **varied}
     ranks = settings.pop(_RANKS, None)
     if ranks is not None and (not isinstance(ranks, int) or ranks < 1):
         raise ConfigError(f"ranks: got {ranks!r}, needed a whole number, 1 or more.")
@@ -132,17 +131,13 @@ def _experiment(config: Path, common: Mapping[str, Any], varied: Mapping[str, An
 
 
 def _repeated(run: Experiment, repeat: int) -> Experiment:
-    words = re.sub(r"[^A-Za-z0-9.=-]+", "_", "-".join(f"{k.split('.')[-1]}={v}" for k, v in run.varied.items()))
-    return Experiment(f"{words[:80]}-{run.digest}-{repeat}", run.varied, run.ranks, run.arguments, run.digest, repeat)
+    return replace(run, name=f"{run.digest}-{repeat}", repeat=repeat)
 
 
-def _flat(values: Mapping[str, Any], at: str = "") -> dict[str, Any]:
-    """Return nested settings by `section.key`: TOML nests what is written as cache.ratio = 0.1."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        found.update(_flat(value, f"{at}{key}.") if isinstance(value, Mapping) else {f"{at}{key}": value})
-    return found
+def shown(varied: Mapping[str, Any]) -> str:
+    """Return what a sweep varies, for people.
 
-
-def _shown(varied: Mapping[str, Any]) -> str:
+    >>> shown({"ranks": 2, "cache.ratio": 0.1})
+    'ranks=2, cache.ratio=0.1'
+    """
     return ", ".join(f"{key}={value}" for key, value in varied.items())

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from embershard.distributed.supervision import end_with_parent
-from embershard.errors import naming_file
-from embershard.launch.sweep.experiments import Experiment
+from embershard.errors import ConfigError, naming_file
+from embershard.launch.sweep.experiments import Experiment, shown
 
-Status = Literal["finished", "failed", "timed out"]
+Status = Literal["finished", "failed", "timed out", "interrupted"]
+_STOPPED = {0, 130, 143}  # in order, or at once, by a signal
 _GRACE_SECONDS = 30.0
 _RUNS, _STATES, _OUTPUTS = "runs", "states", "outputs"
 
@@ -48,38 +49,40 @@ class Outcome:
     started_at: str
     attempt: int
 
+    @property
+    def shown(self) -> str:
+        """What the sweep varies, for people."""
+        return shown(self.varied)
+
 
 def run_folder(sweep: Path, name: str) -> Path:
     """Return the folder of a run."""
     return sweep / _RUNS / name
 
 
-def read_outcome(sweep: Path, name: str) -> Outcome | None:
-    """Return what became of a run; None where it has not ended."""
-    try:
-        return Outcome(**json.loads((sweep / _STATES / f"{name}.json").read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return None
-
-
 def find_outcome(experiment: Experiment, sweep: Path) -> Outcome | None:
     """Return what became of an experiment; None where it has not ended.
 
     A run whose sweep was killed before it could note the end has its result, and counts as finished.
+
+    Raises:
+        ConfigError: what was noted cannot be read.
     """
-    outcome, folder = read_outcome(sweep, experiment.name), run_folder(sweep, experiment.name)
+    outcome, folder = _read(sweep / _STATES / f"{experiment.name}.json"), run_folder(sweep, experiment.name)
     if outcome is None and (folder / "result.json").exists():
         started, ended = ((folder / name).stat().st_mtime for name in ("config.toml", "result.json"))
-        attempt = 1 + len(list(folder.parent.glob(f"{folder.name}.aside-*")))
+        attempt = 1 + max(_earlier(folder), default=0)
         outcome = _outcome(experiment, "finished", "", ended - started, _utc(started), attempt)
+        _keep(outcome, sweep)
+    if outcome is not None and outcome.varied != experiment.varied:  # the sweep's file varies other settings now
+        outcome = dataclasses.replace(outcome, varied=dict(experiment.varied))
         _keep(outcome, sweep)
     return outcome
 
 
 def read_outcomes(sweep: Path) -> list[Outcome]:
     """Return what became of all runs of a sweep's folder that ended, in the order of their starts."""
-    names = [path.stem for path in (sweep / _STATES).glob("*.json")]
-    found = [outcome for name in names if (outcome := read_outcome(sweep, name)) is not None]
+    found = [outcome for path in (sweep / _STATES).glob("*.json") if (outcome := _read(path)) is not None]
     return sorted(found, key=lambda outcome: outcome.started_at)
 
 
@@ -108,10 +111,16 @@ def run_experiment(experiment: Experiment, sweep: Path, time_limit_seconds: floa
             code = None
         finally:
             _end(process)
-    status: Status = "timed out" if code is None else "failed" if code else "finished"
-    reason = f"took longer than {time_limit_seconds:g} s" if code is None else _reason(output, code)
+    has_result = (folder / "result.json").exists()
+    status: Status = "failed"
+    if code is None:
+        status = "timed out"
+    elif code in _STOPPED:
+        status = "finished" if code == 0 and has_result else "interrupted"
+    reason = f"took longer than {time_limit_seconds:g} s" if code is None else _reason(output, code, status)
     outcome = _outcome(experiment, status, reason, time.monotonic() - started, started_at, attempt)
-    _keep(outcome, sweep)
+    if status != "interrupted":  # it has not ended: the next sweep starts it again
+        _keep(outcome, sweep)
     return outcome
 
 
@@ -151,12 +160,30 @@ def run_here(
 
 
 def _set_aside(path: Path) -> int:
-    """Rename what an earlier attempt left; return how many attempts left something."""
-    earlier = len(list(path.parent.glob(f"{path.name}.aside-*")))
+    """Rename what an earlier attempt left; return the number of attempts before this one."""
+    earlier = max(_earlier(path), default=0)
     if path.exists():
         earlier += 1
         path.rename(path.with_name(f"{path.name}.aside-{earlier}"))
     return earlier
+
+
+def _earlier(path: Path) -> list[int]:
+    """Return the numbers of the attempts that were set aside."""
+    numbers = [found.name.rpartition("-")[2] for found in path.parent.glob(f"{path.name}.aside-*")]
+    return [int(number) for number in numbers if number.isdecimal()]
+
+
+def _read(path: Path) -> Outcome | None:
+    try:
+        return Outcome(**json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{path}: cannot be read ({error}). Remove it: its run counts as finished if it has a result.json, and is "
+            "trained again otherwise."
+        ) from error
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -170,13 +197,15 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait()
 
 
-def _reason(output: Path, code: int) -> str:
-    """Return the line of the output that says why the run failed; empty for exit code 0."""
-    if not code:
+def _reason(output: Path, code: int, status: Status) -> str:
+    """Return the line of the output that says why the run did not finish; empty if it did."""
+    if status == "finished":
         return ""
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
     lines = [line.strip() for line in output.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if "Error: " in line or line.startswith("embershard: ")]
-    return (errors or lines or [f"exit code {code}"])[0]
+    errors = [line for line in lines if "Error: " in line]
+    return errors[0] if errors else lines[-1] if lines else f"exit code {code}"
 
 
 def _keep(outcome: Outcome, sweep: Path) -> None:
@@ -184,5 +213,8 @@ def _keep(outcome: Outcome, sweep: Path) -> None:
     partial = path.with_suffix(".partial")
     with naming_file(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(dataclasses.asdict(outcome)), encoding="utf-8")
+        with partial.open("w", encoding="utf-8") as file:
+            json.dump(dataclasses.asdict(outcome), file)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(partial, path)

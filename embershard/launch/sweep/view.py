@@ -55,7 +55,8 @@ class SweepDisplay:
         self._outcomes[outcome.name] = outcome
         if not self._console.is_terminal:
             what = f"{outcome.status}{': ' + outcome.reason if outcome.reason else ''}"
-            say(self._console, f"[{len(self._outcomes)}/{len(self._experiments)}] {outcome.name}: {what}")
+            place = f"[{len(self._outcomes)}/{len(self._experiments)}]"
+            say(self._console, f"{place} {outcome.shown}, repeat {outcome.repeat + 1}: {what}")
         self._refresh()
 
     def table(self) -> Table:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from embershard.data import BatchStream, CriteoConfig, DataConfig, ParquetConfig, StreamState, open_source
 from embershard.data.bad_rows import BadRow, BadRowTally, ParsedChunk
 from embershard.data.block import Block
-from embershard.data.criteo import parse_criteo
+from embershard.data.criteo import CriteoSource
 from embershard.errors import ConfigError, DataError
 
 BAD = {3, 4, 5, 17, 39, 40, 77}
@@ -117,15 +117,15 @@ def test_replacements_are_good_rows_of_the_same_part(is_bad, data):
     assert np.concatenate(halves).tolist() == taken.values[0].tolist()
 
 
-def test_a_line_is_bad_whatever_is_beside_it(criteo_line):
+def test_a_line_is_bad_whatever_is_beside_it(criteo_line, tmp_path):
     lines = [criteo_line(I1=str(row)) for row in range(20)]
     for row, cells in {2: {"I2": "1_0"}, 3: {"I2": " 7"}, 9: {"C3": "\r"}, 19: {"label": "1.0"}}.items():
         lines[row] = criteo_line(**cells)
-    config = CriteoConfig()
+    config = DataConfig("criteo", str(tmp_path / "day_0"), bad_rows=0.5)
 
     def bad(text: list[str], first: int) -> list[int]:
-        data = memoryview(("\n".join(text) + "\n").encode())
-        return [row + first for row in parse_criteo(data, config, Path("a"), first).bad]
+        (tmp_path / "day_0").write_text("\n".join(text) + "\n", newline="")
+        return [row + first for row in CriteoSource(config).parse(0).bad]
 
     alone = [row for number, line in enumerate(lines) for row in bad([line], number)]
     assert bad(lines, 0) == alone

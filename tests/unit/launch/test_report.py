@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,24 +14,11 @@ from embershard.launch.config import load_config
 from embershard.planning.cost.topology import load_topology
 from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
+from tests.unit.launch.reported_runs import write_run
 from tests.unit.planning.runs import STEPS, changed, predicted_plan, result_of, without_cache
 from tests.unit.sharding.plans import small_plan
 
 ReportOf = Callable[..., tuple[int, str, str]]
-
-
-def write_run(folder: Path, plan: Plan | None, result: dict[str, Any], checkpoints: tuple[int, ...] = ()) -> Path:
-    """A run's folder as training leaves it."""
-    folder.mkdir(exist_ok=True)
-    config = folder / "given.toml"
-    config.write_text("[train]\nbatch_size = 128\n[cache]\npolicy = 'lfu'\n[model]\nover_arch_layer_sizes = [8, 1]\n")
-    (folder / "config.toml").write_text(to_toml(load_config(RunConfig, config)))
-    (folder / "result.json").write_text(json.dumps(result))
-    lines = [{"kind": "train", "step": 20}, *({"kind": "checkpoint", "step": step} for step in checkpoints)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    if plan is not None:
-        plan.save(folder / "plan.json")
-    return folder
 
 
 @pytest.fixture
@@ -151,6 +137,10 @@ def test_a_dropped_prediction_is_an_error_that_names_the_way_out(run_dir, report
         (["--json", "--top", "3"], "--top has no effect with --json"),
         (["--recalibrate", "machine.json"], "needed a file name that ends in .toml"),
         (["--recalibrate", "nowhere/machine.toml"], "nowhere/machine.toml: No such file or directory"),
+        (["other"], "got 2 folders, which need -o FILE.html"),
+        (["-o", "page.html", "--top", "3"], "--top has no effect with -o"),
+        (["-o", "page.pdf"], "needed a file name that ends in .html"),
+        (["-o", "nowhere/page.html"], "is in a folder that does not exist"),
     ],
 )
 def test_options_without_an_effect_are_errors(run_dir, report, arguments, says):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -114,6 +115,54 @@ def test_a_failure_keeps_its_reason(sweep_file: Path, monkeypatch: pytest.Monkey
     assert (outcome.status, outcome.reason) == ("failed", "[rank0]: ConfigError: cache.ratio: got 7, needed less.")
 
 
+def test_a_run_that_a_signal_stopped_has_not_ended(
+    sweep_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`embershard train` ends with 0 after SIGTERM, without a result."""
+    train_by(monkeypatch, "print('stopped before the first step.')")
+    folder, experiment = tmp_path / "out", one(sweep_file)
+    outcome = run_experiment(experiment, folder, None)
+    assert (outcome.status, outcome.reason) == ("interrupted", "stopped before the first step.")
+    assert find_outcome(experiment, folder) is None
+    train_by(monkeypatch, "import sys; print('dlrm: 26 tables'); print('stopped at once.'); sys.exit(143)")
+    outcome = run_experiment(experiment, folder, None)
+    assert (outcome.status, outcome.reason, outcome.attempt) == ("interrupted", "stopped at once.", 2)
+
+
+def test_an_edited_file_repeats_no_run(sweep_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    train_by(monkeypatch, TRAINS)
+    folder = tmp_path / "out"
+    run_experiment(one(sweep_file), folder, None)
+    text = GRID.replace("train.max_steps = 4\n", "").replace("[grid]", "[grid]\ntrain.max_steps = [4, 5]")
+    found = [find_outcome(each, folder) for each in of_file(sweep_file, text)]
+    ended = [outcome for outcome in found if outcome is not None]
+    assert len(ended) == 1
+    assert ended[0].varied == {"ranks": 1, "cache.ratio": 0.1, "train.max_steps": 4}
+
+
+def test_a_damaged_state_is_named(sweep_file: Path, tmp_path: Path) -> None:
+    experiment = one(sweep_file)
+    state = tmp_path / "out" / "states" / f"{experiment.name}.json"
+    state.parent.mkdir(parents=True)
+    state.touch()
+    with pytest.raises(ConfigError, match="Remove it"):
+        find_outcome(experiment, tmp_path / "out")
+
+
+def test_attempts_are_counted_by_their_highest_number(
+    sweep_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    train_by(monkeypatch, TRAINS)
+    folder, experiment = tmp_path / "out", one(sweep_file)
+    for _ in range(3):
+        outcome = run_experiment(experiment, folder, None)
+    (folder / "outputs" / f"{experiment.name}.txt.aside-1").unlink()
+    shutil.rmtree(folder / "runs" / f"{experiment.name}.aside-1")
+    outcome = run_experiment(experiment, folder, None)
+    assert outcome.attempt == 4
+    assert len(list((folder / "runs").iterdir())) == 3
+
+
 def test_a_run_that_takes_too_long_is_ended(sweep_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     train_by(monkeypatch, WAITS)
     started = time.monotonic()
@@ -174,7 +223,7 @@ def test_the_same_command_goes_on(
     sweep_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started: list[str] = []
-    monkeypatch.setattr("embershard.launch.run_dir.lock_run_dir", lambda folder: folder.mkdir(exist_ok=True))
+    monkeypatch.setattr("embershard.launch.run_dir.lock_run_dir", lambda folder, option: folder.mkdir(exist_ok=True))
 
     def program(experiment: Experiment, folder: Path) -> Sequence[str]:
         started.append(experiment.name)

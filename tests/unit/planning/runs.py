@@ -98,6 +98,7 @@ def result_of(plan: Plan, /, **changes: Any) -> dict[str, Any]:
         "cache": cache,
         "look_ahead": None,
         "sent_bytes": sent_bytes(prediction),
+        "hot_cold": None,
         "plan": {"path": "plan.json", "digest": plan.digest},
         **changes,
     }
@@ -130,6 +131,8 @@ def _measured(tables: list[TablePrediction]) -> dict[str, Any]:
         "evictions": counts["fills"],
         "overflow_growths": 0,
         "critical_path_fills": 0,
+        "seconds": 0.002 * STEPS,
+        "stall_seconds": 0.001 * STEPS,
     }
 
 

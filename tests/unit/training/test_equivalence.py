@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,9 +21,12 @@ from embershard.launch.verify.command import lines
 from embershard.models import ModelConfig
 from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.config import ShardingConfig
+from embershard.sharding.plan import TablePlacement
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.equivalence import Verdict, compare_with_stock
+from embershard.training.optimizers import DenseOptimizerConfig
 from embershard.training.trainer import Trainer
+from tests.unit.sharding.plans import make_plan
 
 STEPS = 12
 
@@ -128,3 +132,30 @@ def test_what_cannot_be_compared_is_refused(ranks: Ranks) -> None:
         compare_with_stock(rows, dataclasses.replace(ranks, world_size=2), 2)
     with pytest.raises(ConfigError, match=r"sharding\.mode"):
         compare_with_stock(dataclasses.replace(config, sharding=ShardingConfig(mode="data_parallel")), ranks, 2)
+
+
+def test_two_losses_that_are_no_numbers_are_equal(ranks: Ranks) -> None:
+    """Both runs skip the same batches."""
+    config = make_config(0, on_non_finite="skip")
+    config = dataclasses.replace(config, dense_optimizer=DenseOptimizerConfig(lr=1e30))
+    assert compare_with_stock(config, ranks, 4).is_equal
+
+
+def test_tables_of_half_precision_are_compared(ranks: Ranks) -> None:
+    config = make_config(4)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, table_dtype="fp16"))
+    assert compare_with_stock(config, ranks, 4).is_equal
+
+
+@pytest.mark.parametrize(("change", "message"), [("exchange", "exchange rows"), ("kernel", "replicates the tables")])
+def test_a_plan_that_trains_in_another_way_is_refused(ranks: Ranks, tmp_path: Path, change: str, message: str) -> None:
+    table = TablePlacement("t_C1", 100, 4, "fp32", "table_wise", "device", (0,))
+    other = {
+        "exchange": {"exchange": "rows"},
+        "kernel": {"kernel": "replicated", "sharding": "data_parallel", "ranks": ()},
+    }
+    plan = make_plan([dataclasses.replace(table, **other[change])], 2, 2, batch_size=50)
+    plan.save(tmp_path / "plan.json")
+    config = dataclasses.replace(make_config(0), sharding=ShardingConfig(plan=str(tmp_path / "plan.json")))
+    with pytest.raises(ConfigError, match=message):
+        compare_with_stock(config, dataclasses.replace(ranks, world_size=2), 2)

@@ -233,7 +233,7 @@ def test_every_compared_setting_is_in_the_identity():
         ("train.batch_size", "it is compared as train.global_batch_size"),
         ("data.path", "it is compared as data.files"),
         ("data.suffle", "Did you mean data.shuffle?"),
-        ("x", "no such setting is compared. These are: data.chunk_rows, "),
+        ("x", "no such setting is compared. These are: data.avazu.num_rows, "),
     ],
 )
 def test_a_key_that_cannot_be_allowed_is_refused(key, said):

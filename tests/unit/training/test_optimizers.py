@@ -6,6 +6,12 @@ from typing import get_args, get_type_hints
 
 import pytest
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    SplitTableBatchedEmbeddingBagsCodegen,
+    WeightDecayMode,
+)
 from torch import nn
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -22,6 +28,7 @@ from tests.ranks.parity import OPTIMIZERS
         (lambda: EmbeddingOptimizerConfig(kind="sgd", eps=1e-6), "eps has no effect"),
         (lambda: EmbeddingOptimizerConfig(kind="sgd", weight_decay=0.1), "weight_decay has no effect"),
         (lambda: EmbeddingOptimizerConfig(kind="adagrad", weight_decay=0.1), "weight_decay has no effect"),
+        (lambda: EmbeddingOptimizerConfig(weight_decay=0.1), "weight_decay has no effect with kind='rowwise_adagrad'"),
         (lambda: EmbeddingOptimizerConfig(betas=(0.9, 0.99)), "betas has no effect"),
         (lambda: EmbeddingOptimizerConfig(lr=0.0), "needed more than 0"),
         (lambda: EmbeddingOptimizerConfig(lr=float("nan")), "needed more than 0"),
@@ -45,6 +52,7 @@ def test_settings_that_cannot_be_meant(make, said):
 
 
 KINDS = get_args(get_type_hints(EmbeddingOptimizerConfig)["kind"])
+WITHOUT_DECAY = ("sgd", "rowwise_adagrad", "adagrad")
 
 
 def test_the_size_of_every_kind_is_known():
@@ -62,11 +70,42 @@ def test_every_kind_becomes_fbgemm_s_own(kind):
     """With its settings: TorchRec hands both to the table."""
     tables = [EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=10, feature_names=["f"])]
     collection = EmbeddingBagCollection(tables, device=torch.device("meta"))
-    decay = {} if kind in ("sgd", "adagrad") else {"weight_decay": 0.125}
+    decay = {} if kind in WITHOUT_DECAY else {"weight_decay": 0.125}
     EmbeddingOptimizerConfig(kind=kind, lr=0.5, **decay).apply(collection, torch.device("cuda"))
     (parameter,) = collection.parameters()
     assert [optimizer_type_to_emb_opt_type(found) for found in parameter._optimizer_classes] == [OPTIMIZERS[kind]]
     assert parameter._optimizer_kwargs == [{"lr": 0.5, **decay}]
+
+
+def trained_on_cpu(kind: str, features: list[int], decay: float, mode: WeightDecayMode) -> list[torch.Tensor]:
+    """Weights and states after a step of FBGEMM's; all features are looked up in one table, but only the first has an
+    id."""
+    table = SplitTableBatchedEmbeddingBagsCodegen(
+        [(4, 8, EmbeddingLocation.HOST, ComputeDevice.CPU)],
+        feature_table_map=features,
+        optimizer=OPTIMIZERS[kind],
+        learning_rate=0.5,
+        weight_decay=decay,
+        weight_decay_mode=mode,
+    )
+    table.split_embedding_weights()[0].fill_(0.5)
+    pooled = table(torch.tensor([1]), torch.tensor([0, *[1] * len(features)]))
+    pooled.backward(torch.full_like(pooled, 2.0))
+    states = [] if kind == "sgd" else [state for of_table in table.split_optimizer_states() for state in of_table]
+    return [table.split_embedding_weights()[0].clone(), *states]
+
+
+@pytest.mark.parametrize("kind", WITHOUT_DECAY)
+def test_fbgemm_ignores_the_weight_decay_that_is_refused(kind):
+    """By default everywhere; with a mode, too, on a CPU in tables of one feature."""
+    for features, mode in (([0], WeightDecayMode.NONE), ([0, 0], WeightDecayMode.NONE), ([0], WeightDecayMode.L2)):
+        plain, decayed = (trained_on_cpu(kind, features, decay, mode) for decay in (0.0, 0.25))
+        assert all(torch.equal(a, b) for a, b in zip(plain, decayed, strict=True)), (features, mode)
+
+
+def test_a_weight_decay_with_effect_would_be_seen():
+    plain, decayed = (trained_on_cpu("rowwise_adagrad", [0, 0], decay, WeightDecayMode.L2) for decay in (0.0, 0.25))
+    assert not torch.equal(plain[1], decayed[1])
 
 
 def test_schedule_rises_holds_falls_and_stays():

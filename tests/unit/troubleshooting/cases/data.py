@@ -24,6 +24,18 @@ enabled = false
 """
 
 
+_AVAZU = ",".join(["1", "0", "14102100", *["a"] * 21]) + "\n"
+_AVAZU_HEADER = (
+    "id,click,hour,C1,banner_pos,site_id,site_domain,site_category,app_id,app_domain,app_category,device_id,device_ip,"
+    "device_model,device_type,device_conn_type,C14,C15,C16,C17,C18,C19,C20,C21"
+)
+
+
+def _avazu(first: str, *lines: str) -> Provoke:
+    settings = ("--config", "run.toml", "--run-dir", "mine", "--set", "data.kind=avazu")
+    return rank(*settings, files={"run.toml": _SETTINGS, "logs/train.csv": "".join([f"{first}\n", *lines])})
+
+
 def _files(*lines: str) -> Files:
     return {"run.toml": _SETTINGS, "logs/day_0": "".join(lines)}
 
@@ -62,6 +74,27 @@ CASES = [
         code=1,
     ),
     Case(
+        "An hour of Avazu's format is none",
+        _avazu(_AVAZU_HEADER, _AVAZU, _AVAZU.replace("14102100", "14102124"), _AVAZU, _AVAZU),
+        "[rank<number>]: DataError: logs/train.csv:3 hour='14102124': needed YYMMDDHH, a date and an hour, or nothing",
+        _BAD,
+        code=1,
+    ),
+    Case(
+        "A value of Avazu's format is too long",
+        _avazu(_AVAZU_HEADER, _AVAZU, _AVAZU.replace("a", "x" * 65, 1), _AVAZU, _AVAZU),
+        "[rank<number>]: DataError: logs/train.csv:3 C1='<value>': needed at most 64 bytes",
+        _BAD,
+        code=1,
+    ),
+    Case(
+        "A file of Avazu's format without its header, or with another one, as that of the test set",
+        _avazu(_AVAZU_HEADER.replace("click,", ""), _AVAZU),
+        f"[rank<number>]: DataError: logs/train.csv:1 the header is <first line>; needed {_AVAZU_HEADER}",
+        "Put the header there. A file without labels (`click`) is not for training: leave it out (`data.avazu.files`).",
+        code=1,
+    ),
+    Case(
         "More bad rows than `data.bad_rows` allows",
         _train(*[_LINE, _LINE, _LINE, "1\n"] * 2, settings="data.bad_rows=0.1"),
         "[rank<number>]: DataError: <number> bad rows in 8 samples (<share>) of the training data; "
@@ -89,7 +122,7 @@ CASES = [
         command("data", "validate", "logs", files={"logs/notes.md": "x"}),
         "embershard: logs: none of its 1 files matches day_*, train*, part-*, *.tsv, *.tsv.gz (there are: notes.md); "
         "set data.criteo.files to the names of your files",
-        "Set `data.criteo.files` or `data.parquet.files`.",
+        "Set `data.criteo.files`, `data.avazu.files` or `data.parquet.files`.",
     ),
     Case(
         "A file is empty",

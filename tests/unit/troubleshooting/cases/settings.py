@@ -38,6 +38,12 @@ CASES = [
         "Give a finite number.",
     ),
     Case(
+        "A weight decay that the optimizer would ignore",
+        command(*_TRAIN, "--set", "embedding_optimizer.weight_decay=0.01", files=_EMPTY),
+        "embershard: embedding_optimizer.weight_decay has no effect with kind='rowwise_adagrad'; remove it.",
+        "Remove it. A run that had it goes on with `--allow-change embedding_optimizer.weight_decay`.",
+    ),
+    Case(
         "A number in a plan is too large (1e999)",
         command(
             "train", "--config", "run.toml", "--plan", "plan.json", files=_EMPTY | {"plan.json": '{"format": 1e999}'}

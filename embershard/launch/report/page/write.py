@@ -1,0 +1,95 @@
+"""Writes a page: all sections, Plotly's code and every number in one HTML file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from plotly.offline import get_plotlyjs
+
+from embershard import __version__
+from embershard.errors import ConfigError, naming_file
+from embershard.launch.report.page.caches import caches, step_time
+from embershard.launch.report.page.curves import moved, training
+from embershard.launch.report.page.predicted import predicted
+from embershard.launch.report.page.runs import Run, differences, summary
+from embershard.launch.report.page.section import Section
+from embershard.launch.report.page.sweep import is_sweep, read_sweep, sweep_section
+from embershard.launch.report.run_folder import RunFolder
+
+#: Runs of sweeps that are drawn one by one; more lines could not be told apart.
+_MOST_RUNS_OF_SWEEPS = 8
+
+
+def write_page(folders: Sequence[Path], output: Path) -> None:
+    """Write the page of runs and sweeps, given by their folders.
+
+    Raises:
+        ConfigError: a folder is neither, or one of its files cannot be read.
+    """
+    sections, runs, text = [], [], []
+    for folder in folders:
+        if not is_sweep(folder):
+            runs.append((folder.name if _is_alone(folder, folders) else str(folder), RunFolder.read_begun(folder)))
+            continue
+        configurations = read_sweep(folder)
+        sections.append(sweep_section(folder, configurations))
+        finished = [each for each in configurations if each.folders]
+        prefix = f"{folder.name}: " if len(folders) > 1 else ""
+        runs += [(prefix + each.name, each.folders[0]) for each in finished[:_MOST_RUNS_OF_SWEEPS]]
+        text.append(
+            f"Of {folder}, the first finished repeat of {min(len(finished), _MOST_RUNS_OF_SWEEPS)} of {len(finished)} "
+            "configurations is drawn below. Give the folders of runs to see others."
+        )
+    sections += _run_sections([Run(name, number, folder) for number, (name, folder) in enumerate(runs)])
+    names = ", ".join(map(str, folders))
+    environment = Environment(
+        loader=PackageLoader("embershard.launch.report", "page"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    page = environment.get_template("page.html.jinja").render(
+        title=f"embershard: {names}",
+        made_at=f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
+        version=__version__,
+        text=text,
+        sections=[section for section in sections if section.parts or section.text],
+        plotly=get_plotlyjs(),
+    )
+    partial = output.with_name(f"{output.name}.partial")
+    with naming_file(output):
+        partial.write_text(page, encoding="utf-8")
+        os.replace(partial, output)
+
+
+def _run_sections(runs: Sequence[Run]) -> Iterator[Section]:
+    if not runs:
+        return
+    for make in (summary, differences, training, moved, caches, step_time, predicted):
+        if make is differences and len(runs) == 1:
+            continue
+        try:
+            yield make(runs)
+        except (KeyError, TypeError) as error:
+            path = next((run.folder.path for run in runs if _fails(make, run)), "a run")
+            raise ConfigError(
+                f"{path}: its result.json or metrics.jsonl has no {error}, or another kind of value there; needed is "
+                "what this version of embershard train writes."
+            ) from error
+
+
+def _fails(make: Callable[[Sequence[Run]], Section], run: Run) -> bool:
+    try:
+        make([run])
+    except (KeyError, TypeError):
+        return True
+    return False
+
+
+def _is_alone(folder: Path, folders: Sequence[Path]) -> bool:
+    return [other.name for other in folders].count(folder.name) == 1

@@ -1,0 +1,77 @@
+"""The page of `embershard report -o` in headless Chromium: it draws everything, and needs nothing but itself."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("plotly", reason="Plotly is not installed (the extra [report])")
+
+from embershard.launch import cli
+from tests.unit.launch.browser import CHROMIUM, open_page
+from tests.unit.launch.reported_runs import reports, write_run, write_sweep
+from tests.unit.planning.runs import predicted_plan, result_of
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium (Debian: apt-get install chromium)"),
+]
+#: Element that a drawn figure has, by its title.
+_DRAWN = {
+    "Comparison": "<td",
+    "Throughput, every run": 'class="point',
+    "Scaling": 'class="js-line"',
+    "Runs that did not finish": "<td",
+    "Results": "<td",
+    "Settings that differ": "<td",
+    "Loss": 'class="js-line"',
+    "AUC": 'class="js-line"',
+    "Throughput": 'class="js-line"',
+    "Hit rate": 'class="js-line"',
+    "Rows moved": 'class="js-line"',
+    "Bytes between ranks": 'class="js-line"',
+    "Hit rate per table and rank": 'class="hm"',
+    "Memory per tier and rank": 'class="point',
+    "Step time": 'class="point',
+    "Promises": "<td",
+    "Predicted over measured": 'class="point',
+    "Hit rates of tables": 'class="point',
+    "Predicted parts of a step": 'class="point',
+    "Predicted memory": "<td",
+}
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, plan = tmp_path_factory.mktemp("page"), predicted_plan()
+    run = write_run(folder / "<run> & more", plan, result_of(plan), reports=reports([10, 20]))
+    output = folder / "page.html"
+    assert cli.main(["report", str(run), str(write_sweep(folder / "s")), "-o", str(output)]) == 0
+    return output
+
+
+def test_every_figure_is_drawn_without_an_error_or_a_request(page: Path, tmp_path: Path):
+    """A request would be an error: the page's own policy refuses all."""
+    found = open_page(page, tmp_path)
+    assert found.console == []
+    parts = re.split(r"<h3>([^<]*)</h3>", found.elements.replace("<h2", "<h3></h3><h2"))[1:]
+    by_title = {title: part for title, part in zip(parts[::2], parts[1::2], strict=True) if title}
+    assert set(by_title) == set(_DRAWN)
+    assert [title for title, element in _DRAWN.items() if element not in by_title[title]] == []
+
+
+@pytest.mark.parametrize(
+    ("added", "noticed"),
+    [
+        ("<script>throw new Error('broken')</script>", "Uncaught Error: broken"),
+        ("<script>fetch('http://elsewhere.example/x')</script>", "elsewhere.example/x"),
+        ("<img src='http://elsewhere.example/x.png'>", "elsewhere.example/x.png"),
+    ],
+)
+def test_an_error_or_a_request_would_be_noticed(page: Path, tmp_path: Path, added: str, noticed: str):
+    head = page.read_text().split("<script>")[0]  # with the policy
+    (tmp_path / "broken.html").write_text(f"{head}</head><body>{added}")
+    found = open_page(tmp_path / "broken.html", tmp_path / "chromium")
+    assert noticed in " ".join(found.console)

@@ -1,0 +1,186 @@
+"""The page of `embershard report -o`: what it has of runs and sweeps."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("plotly", reason="Plotly is not installed (the extra [report])")
+
+from embershard.launch import cli
+from embershard.launch.report.page import caches, curves, predicted, runs, sweep
+from embershard.launch.report.page.runs import Run
+from embershard.launch.report.page.section import Figure, Section, Table
+from embershard.launch.report.run_folder import RunFolder
+from tests.unit.launch.reported_runs import reports, write_run, write_sweep
+from tests.unit.planning.runs import changed, predicted_plan, result_of, without_cache
+
+
+@pytest.fixture
+def planned(tmp_path: Path) -> Path:
+    plan = predicted_plan()
+    result = changed(result_of(plan), 1, "b", hit_rate_lookups=0.25)
+    return write_run(tmp_path / "planned", plan, result, reports=reports([10, 20]))
+
+
+@pytest.fixture
+def uncached(tmp_path: Path) -> Path:
+    folder = write_run(
+        tmp_path / "uncached", None, without_cache(result_of(predicted_plan())), reports=reports([10, 20])
+    )
+    config = folder / "config.toml"
+    config.write_text(config.read_text().replace("batch_size = 128", "batch_size = 64"))
+    return folder
+
+
+def runs_of(*folders: Path) -> list[Run]:
+    return [Run(folder.name, number, RunFolder.read_begun(folder)) for number, folder in enumerate(folders)]
+
+
+def part(section: Section, title: str) -> Any:
+    (found,) = [each for each in section.parts if each.title == title]
+    return found.drawn if isinstance(found, Figure) else found
+
+
+def lines_of(figure: Any, name: str) -> list[tuple[list[float], list[float]]]:
+    return [(list(trace.x), list(trace.y)) for trace in figure.data if trace.name == name]
+
+
+def test_curves_are_over_the_samples_trained(planned: Path):
+    section = curves.training(runs_of(planned))
+    assert lines_of(part(section, "Loss"), "planned") == [([2560.0, 5120.0], [0.5, 0.5])]
+    assert lines_of(part(section, "Loss"), "planned, held out") == [([5120.0], [0.4])]
+    assert lines_of(part(section, "AUC"), "planned, held out") == [([5120.0], [0.7])]
+    assert lines_of(part(section, "Throughput"), "planned") == [([2560.0, 5120.0], [1e3, 1e3])]
+    moved = curves.moved(runs_of(planned))
+    assert [y for _, y in lines_of(part(moved, "Rows moved"), "planned")] == [[30.0, 30.0], [20.0, 20.0]]
+    assert len(part(moved, "Bytes between ranks").data) == 5  # a panel for each kind
+
+
+def test_the_heat_map_has_every_table_of_every_rank(planned: Path):
+    figure = part(caches.caches(runs_of(planned)), "Hit rate per table and rank")
+    (heat,) = figure.data
+    assert list(heat.x) == ["planned · rank 0", "planned · rank 1"]
+    cells = dict(zip(heat.y, heat.z, strict=True))
+    assert list(cells) == ["b", "a"]  # drawn from below
+    assert cells["a"][1] is None  # the table is on the first rank
+    assert list(cells["b"]) == pytest.approx([0.7, 0.25])
+
+
+def test_tables_are_in_the_order_of_their_numbers():
+    assert sorted(["t_10", "t_9", "u", "t_1b"], key=caches._natural) == ["t_1b", "t_9", "t_10", "u"]
+
+
+def test_memory_and_step_time_are_what_was_measured(planned: Path, uncached: Path):
+    found = runs_of(planned, uncached)
+    device, _ = part(caches.caches(found), "Memory per tier and rank").data
+    assert list(device.x) == [rank["device_bytes"] for rank in found[0].cache["ranks"]]
+    section = caches.step_time(found)
+    cached, plain = part(section, "Step time").data
+    assert list(cached.x) == pytest.approx([10.0, 20.0, 1.0, 0.5])  # ms; 0.2 s on caches, 2 ranks, 100 steps
+    assert list(plain.x)[2:] == [None, None]
+    assert "Not measured apart: input" in " ".join(section.text)
+
+
+def test_predicted_values_are_divided_by_the_measured_ones(planned: Path, uncached: Path):
+    section = predicted.predicted(runs_of(planned, uncached))
+    (dots,) = part(section, "Predicted over measured").data
+    ratios = dict(zip(dots.y, dots.x, strict=True))
+    assert ratios["step time"] == pytest.approx(1.0)
+    assert ratios["fills"] == pytest.approx(1.0)
+    outcomes = {row[1]: row[4] for row in part(section, "Promises").rows}
+    assert outcomes["hit rate per lookup"] == "NOT kept"  # 45 points off in one of three
+    assert outcomes["device bytes"] == "kept"
+    assert predicted.predicted(runs_of(uncached)).text == ["No run that ended had a plan."]
+
+
+def test_only_settings_that_differ_are_shown(planned: Path, uncached: Path):
+    table = part(runs.differences(runs_of(planned, uncached)), "Settings that differ")
+    assert [tuple(row) for row in table.rows] == [("train.batch_size", "128", "64")]
+    assert runs.differences(runs_of(planned, planned)).text == ["No setting differs."]
+
+
+def test_a_run_that_has_not_ended_has_its_curves(planned: Path):
+    (planned / "result.json").unlink()
+    found = runs_of(planned)
+    assert "Not ended, so without a result: planned." in runs.summary(found).text
+    assert len(part(curves.training(found), "Loss").data[0].y) == 2
+    assert caches.caches(found).parts == ()
+
+
+def test_a_sweep_has_means_and_their_spread(tmp_path: Path):
+    configurations = sweep.read_sweep(write_sweep(tmp_path / "s"))
+    section = sweep.sweep_section(tmp_path / "s", configurations)
+    table = part(section, "Comparison")
+    rows = {tuple(row[:2]): dict(zip(table.header, row, strict=True)) for row in table.rows}
+    assert rows["1", "0.1"]["samples/s"] == "1,000 (950 to 1,050)"
+    assert rows["2", "0.2"]["finished"] == "1 of 2"
+    assert rows["2", "0.2"]["samples/s"] == "1,850"
+    figure = part(section, "Throughput, every run")
+    assert len(figure.data[0].x) == 11  # one failed
+
+
+def test_scaling_has_its_ideal_and_its_efficiency(tmp_path: Path):
+    section = sweep.sweep_section(tmp_path, sweep.read_sweep(write_sweep(tmp_path)))
+    figure = part(section, "Scaling")
+    (speed, efficiency), (ideal,) = lines_of(figure, "cache.ratio=0.1"), lines_of(figure, "cache.ratio=0.1: ideal")
+    assert speed == ([1, 2, 4], [1000.0, 1900.0, 3000.0])
+    assert ideal == ([1, 2, 4], [1000.0, 2000.0, 4000.0])
+    assert efficiency == ([1, 2, 4], [1.0, 0.95, 0.75])
+
+
+def test_failures_have_their_reasons(tmp_path: Path):
+    section = sweep.sweep_section(tmp_path, sweep.read_sweep(write_sweep(tmp_path)))
+    table = part(section, "Runs that did not finish")
+    assert isinstance(table, Table)
+    assert [(row[0], row[3], row[5]) for row in table.rows] == [
+        ("ranks=2, cache.ratio=0.2", "failed", "ConfigError: <i>no room</i>")
+    ]
+
+
+def test_names_are_texts_not_html(tmp_path: Path):
+    name = "<b>bold<"
+    folder = write_run(tmp_path / name, predicted_plan(), result_of(predicted_plan()), reports=reports([10, 20]))
+    output = tmp_path / "page.html"
+    assert cli.main(["report", str(folder), "-o", str(output)]) == 0
+    page = output.read_text().split("<body>")[1]
+    assert name not in page
+    assert "&lt;b&gt;bold&lt;" in page
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_the_page_has_every_section(planned: Path, uncached: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder, output = write_sweep(tmp_path / "s"), tmp_path / "page.html"
+    assert cli.main(["report", str(planned), str(uncached), str(folder), "-o", str(output)]) == 0
+    assert "open it in a browser" in capsys.readouterr().out
+    titles = re.findall(r"<h2[^>]*>([^<]*)</h2>", output.read_text())
+    wanted = ["Runs", "Settings", "Training", "Rows and bytes moved", "Caches"]
+    assert titles == [f"Sweep {folder}", *wanted, "Where a step&#39;s time goes", "Predicted beside measured"]
+
+
+def test_what_is_missing_says_so(
+    planned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    output = str(tmp_path / "page.html")
+    assert cli.main(["report", str(tmp_path / "none"), "-o", output]) == 2
+    assert "there is no such folder" in capsys.readouterr().err
+    assert cli.main(["report", str(write_sweep(tmp_path / "s"))]) == 2
+    assert "is the folder of a sweep, which needs -o" in capsys.readouterr().err
+    (planned / "result.json").write_text('{"steps": 1}')
+    assert cli.main(["report", str(planned), "-o", output]) == 2
+    assert f"{planned}: its result.json or metrics.jsonl has no 'sent_bytes'" in capsys.readouterr().err
+    (tmp_path / "s" / "states" / "bad.json").write_text("{")
+    assert cli.main(["report", str(tmp_path / "s"), "-o", output]) == 2
+    assert "a file cannot be read" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "embershard.launch.report.page.write", None)
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.delitem(sys.modules, "embershard.launch.report.page.write")
+    for module in [name for name in sys.modules if name.startswith("embershard.launch.report.page.")]:
+        monkeypatch.delitem(sys.modules, module)
+    assert cli.main(["report", str(planned), "-o", output]) == 2
+    assert "plotly is not installed. Try: pip install" in capsys.readouterr().err
+    assert not (tmp_path / "page.html").exists()
