@@ -26,7 +26,7 @@ class PackedOrder:
     """
 
     def __init__(self, order: EpochOrder, hot: HotChunks) -> None:
-        self._order = order
+        self._order, self._hot = order, hot
         num_hot = hot.num_hot[order.chunks]
         self._sizes = np.concatenate([num_hot, hot.num_rows[order.chunks] - num_hot])
         self._ends = np.cumsum(self._sizes)
@@ -38,6 +38,16 @@ class PackedOrder:
             return rows[hot.flags(chunk)[rows] == is_hot]
 
         self._rows_of = rows_of
+
+    def hot_among_first(self, count: int) -> int:
+        """Return how many of the first `count` samples of the order without kinds are hot."""
+        chunks = self._order.chunks
+        ends, num_hot = np.cumsum(self._hot.num_rows[chunks]), self._hot.num_hot[chunks]
+        whole = int(np.searchsorted(ends, count, side="right"))  # chunks
+        found = int(num_hot[:whole].sum())
+        for chunk, rows in self._order.locate(int(ends[whole - 1]) if whole else 0, count):
+            found += int(self._hot.flags(chunk)[rows].sum())
+        return found
 
     def locate(self, start: int, stop: int) -> list[tuple[int, Ids]]:
         """Return the places of the samples at positions [start, stop): pairs of a chunk and rows of it, in order."""

@@ -44,6 +44,11 @@ class SampleReader:
         """Hot samples of an epoch; 0 in the plain order."""
         return 0 if self._hot is None else int(self._hot.num_hot.sum())
 
+    def hot_among_first(self, epoch: int, count: int) -> int:
+        """Return how many of the first `count` samples of an epoch's plain order are hot; 0 without hot samples."""
+        order = self._orders.get(epoch)
+        return order.hot_among_first(count) if isinstance(order, PackedOrder) else 0
+
     def blocks(self, stop: int, size: int, start: int = 0) -> Iterator[Block]:
         """Yield the samples [start, stop) of epoch 0, in order, in blocks of `size`; threads read ahead."""
         num_threads = max(1, self._config.num_workers)

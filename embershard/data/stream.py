@@ -247,13 +247,13 @@ class BatchStream:
             epoch, start = epoch + 1, 0
 
     def _start_packed(self, samples: SampleReader, digest: str) -> PackedState:
-        """Return the position to start from. A schedule of other global batches begins anew; of a position in another
-        order, the samples before it count as hot and cold ones in the proportion of the epoch's."""
-        start, packed = self._state.global_sample, self._state.packed
-        if packed is not None and packed.global_batch == self._global_size:
-            return packed
-        hot = start * samples.num_hot // max(1, self.num_samples) if packed is None else packed.hot_samples
-        return PackedState(digest, self._global_size, hot)
+        """Return the position to start from. A schedule of other global batches begins anew. A position without a
+        schedule is one of the plain order, whose hot and cold samples so far are the first ones of their kinds."""
+        state, packed = self._state, self._state.packed
+        if packed is None:
+            return PackedState(digest, self._global_size, samples.hot_among_first(state.epoch, state.global_sample))
+        same_batches = packed.global_batch == self._global_size
+        return packed if same_batches else PackedState(digest, self._global_size, packed.hot_samples)
 
     def _plan_packed(self, schedule: SegmentSchedule, packed: PackedState, num_hot: int) -> Iterator[_Step]:
         epoch, start = self._state.epoch, self._state.global_sample

@@ -56,8 +56,9 @@ def find_plan(config: RunConfig, ranks: Ranks) -> Plan | None:
 
     Raises:
         ShardingError: the file is no plan, or one for other ranks.
-        ConfigError: the optimizers cannot train its replicated tables.
+        ConfigError: the optimizers cannot train its replicated tables; or a setting needs a plan.
     """
+    config.check_exchange()
     path = config.sharding.plan
     if path is None:
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from statistics import fmean
 from typing import Any
 
@@ -15,6 +15,7 @@ from embershard.cache.statistics import TableStats
 from embershard.distributed import Ranks
 from embershard.pipeline import LookAheadStats
 from embershard.sharding.torchrec import cache_stats, pools_by_module
+from embershard.sharding.torchrec.hot_cold import hot_totals
 
 #: Totals of a run's record, in its order.
 _TOTALS = (
@@ -38,7 +39,10 @@ _Pool = tuple[str, dict[str, Any]]
 
 
 class CacheReader:
-    """Reads the counters of all ranks' caches. Its methods are collective."""
+    """Reads the counters of all ranks' caches. Its methods are collective.
+
+    In the mode "hot_cold" the rows that every rank has count, too: each lookup of one is a hit.
+    """
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
         self._model, self._ranks = model, ranks
@@ -46,22 +50,26 @@ class CacheReader:
 
     def since_last(self) -> CacheReport:
         """Report what all ranks' caches did since the last call."""
-        mine = astuple(CacheReport.total(cache_stats(self._model)))
+        found = CacheReport.total(cache_stats(self._model))
+        hot = hot_totals(self._model)[1]
+        mine = astuple(replace(found, lookups=found.lookups + hot, hits_lookups=found.hits_lookups + hot))
         counts = self._ranks.all_gather(torch.tensor(mine, device=self._ranks.device)).sum(dim=0)
         last, self._last = self._last, CacheReport(*counts.tolist())
         return self._last - last
 
     def totals(self, ratio: float | None) -> dict[str, Any] | None:
         """Return the run's cache block: totals, also per table and per rank, and there per table and pool.
+        Bytes and lookups of hot rows are in the totals and in those of ranks, not in those of tables and pools.
 
         None without a cached table. Where modules have tables of one name, they are called `module.table`.
 
         Args:
             ratio: the configured ratio; None when a byte budget or a plan gives the size.
         """
-        mine = (cache_stats(self._model), _pools(self._model))
-        gathered: list[tuple[list[TableStats], list[_Pool]]] = self._ranks.all_gather_objects(mine)
-        tables = [table for on_rank, _ in gathered for table in on_rank]
+        mine = (cache_stats(self._model), _pools(self._model), hot_totals(self._model))
+        gathered: list[tuple[list[TableStats], list[_Pool], tuple[int, int]]] = self._ranks.all_gather_objects(mine)
+        tables = [table for on_rank, _, _ in gathered for table in on_rank]
+        hot_bytes, hot_lookups = (sum(of_ranks) for of_ranks in zip(*(hot for _, _, hot in gathered), strict=True))
         if not tables:
             return None
         namesakes = {table for table, modules in _modules_by_table(tables).items() if len(modules) > 1}
@@ -74,19 +82,19 @@ class CacheReader:
             by_name.setdefault(name_of(table.module, table.table), []).append(table)
         return {
             "ratio": ratio,
-            **summed(tables),
+            **with_hot_rows(summed(tables), hot_bytes, hot_lookups),
             "tables": {name: summed(shards) for name, shards in sorted(by_name.items())},
             "ranks": [
                 {
                     "rank": rank,
-                    **summed(shards),
+                    **with_hot_rows(summed(shards), *hot),
                     "tables": {name_of(shard.module, shard.table): summed([shard]) for shard in shards},
                     "pools": [
                         {**pool, "tables": sorted(name_of(module, table) for table in pool["tables"])}
                         for module, pool in pools
                     ],
                 }
-                for rank, (shards, pools) in enumerate(gathered)
+                for rank, (shards, pools, hot) in enumerate(gathered)
             ],
         }
 
@@ -151,4 +159,18 @@ def summed(tables: Sequence[TableStats]) -> dict[str, Any]:
         "hit_rate_unique": total.hit_rate_unique,
         "hit_rate_lookups": total.hit_rate_lookups,
         **sums,
+    }
+
+
+def with_hot_rows(totals: dict[str, Any], hot_bytes: int, hot_lookups: int) -> dict[str, Any]:
+    """Return totals of `summed` with the bytes and the lookups, all hits, of rows that every rank has."""
+    lookups, hits = totals["lookups"] + hot_lookups, totals["hits_lookups"] + hot_lookups
+    return {
+        **totals,
+        "device_bytes": totals["device_bytes"] + hot_bytes,
+        "lookups": lookups,
+        "hits_lookups": hits,
+        "hit_rate_lookups": hits / lookups if lookups else None,
+        "hot_rows_bytes": hot_bytes,
+        "hot_lookups": hot_lookups,
     }

@@ -75,7 +75,14 @@ def compare(
             f"{checkpoint} was written by an earlier version, without {len(missing)} settings that are compared now "
             f"({', '.join(missing[:3])}, ...): whether they changed is not known."
         )
-    is_same_order = was[ORDER] == now[ORDER]
+    is_same_order, position = was[ORDER] == now[ORDER], saved.stream
+    is_inside = 0 < position.global_sample <= source.chunks("train").num_samples - now[BATCH]
+    if is_inside and not is_same_order and was[ORDER] != PLAIN:
+        notes.append(
+            f"{checkpoint} is {position.global_sample:,} samples into an epoch of hot and cold batches, and the rest "
+            "of the epoch is in another order: some samples come twice in it, and others not at all. Later epochs have "
+            "every sample once. To avoid it, go on from a checkpoint at the end of an epoch."
+        )
     stream = replace(saved.stream, seed=config.data.seed, packed=saved.stream.packed if is_same_order else None)
     return Comparison(kept, now, tuple(replace(change, step=saved.step) for change in found), tuple(notes), stream)
 

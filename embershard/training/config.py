@@ -151,6 +151,14 @@ class RunConfig:
                 '"hot_cold", whose order of batches follows from losses. Lower one of them.'
             )
 
+    def check_exchange(self) -> None:
+        """Raise `ConfigError` if training has no plan that says what `sharding.exchange="auto"` comes to."""
+        if self.sharding.exchange == "auto" and self.sharding.plan is None and self.cache.enabled:
+            raise ConfigError(
+                'sharding.exchange: got "auto" without a plan, needed "pooled" or "rows". To choose per table, make a '
+                "plan (embershard plan --set sharding.exchange=auto) and train with it (--plan FILE)."
+            )
+
     @property
     def holds_out(self) -> bool:
         """True if there is a held-out part to evaluate on."""
@@ -183,7 +191,7 @@ class RunConfig:
             "embedding_optimizer": ("kind",),
             "dense_optimizer": ("kind",),
             "train": ("precision",),
-            "sharding": ("forward_dtype", "backward_dtype"),
+            "sharding": ("forward_dtype", "backward_dtype", "mode", "hot_bytes"),
         }
         found = {
             f"{part}.{name}": getattr(getattr(self, part), name) for part, names in depends.items() for name in names

@@ -69,7 +69,7 @@ def find_hot_set(
 
     Raises:
         ConfigError: see `find_hot_rows`.
-        DataError: the data cannot be read, by this rank or by another one.
+        DataError: the data cannot be read, by this rank or by another one; or a folder is where the file belongs.
     """
     if config.sharding.hot_bytes is None or profile is None:
         return None
@@ -108,8 +108,10 @@ def _digest(config: RunConfig, ranks: Ranks, rows: HotRows) -> str:
 def _is_of(path: Path, digest: str) -> bool:
     try:
         return path.exists() and HotSamples.load(path).digest == digest
-    except DataError:  # it is made again
-        return False
+    except DataError:
+        if path.is_dir():  # which no file replaces
+            raise
+        return False  # it is made again
 
 
 def _all_bits(config: RunConfig, source: Source, ranks: Ranks, rows: HotRowsFilter) -> Bits:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from embershard.cache.config import CacheConfig
 from embershard.cache.key_map import map_kind
 from embershard.data import DataConfig, schema_of
 from embershard.distributed import Ranks
@@ -142,7 +143,8 @@ def _host_bytes(
 def _settings(config: RunConfig, ranks: RanksHere) -> MemorySettings:
     depths, batch_size = config.look_ahead, config.train.rank_batch_size(ranks.world_size)
     known = min(config.lookahead, config.train.max_steps or config.lookahead)  # no batch after the last step
-    policy = config.cache.policy_for(config.has_profile and config.cache.enabled)
+    cache = config.cache if config.cache.enabled else CacheConfig()  # a disabled one's policy is not asked for
+    policy = cache.policy_for(config.cache.enabled and config.has_profile)
     hot_bytes = config.sharding.hot_bytes or 0
     return MemorySettings(policy, known, depths.prefetch, batch_size, config.cache.slot_map, ranks.device, hot_bytes)
 

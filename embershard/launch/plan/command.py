@@ -35,6 +35,12 @@ _HELP = """Place tables and size caches; predict memory, hit rates and step time
   embershard train --config run.toml --plan plan.json
 """
 _MOST_RANKS = 4096
+#: Settings without effect beside `--plan`, which gives them.
+_OF_PLANNING = ("cache.ratio", "cache.device_bytes", "sharding.exchange", "sharding.plan")
+_HOT_COLD_NOTE = (
+    'Hit rates, bytes and times are predicted for sharding.mode="sharded", without hot rows: with them, hot batches '
+    "send no embeddings, and the caches see lookups of cold rows only. Memory has room for the hot rows."
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -73,7 +79,7 @@ class _Setup:
             device_bytes = topology.device_memory_bytes
         if host_bytes is None:
             host_bytes = topology.host_memory_bytes
-        note = topology.note(num_ranks)
+        notes = (topology.note(num_ranks), _HOT_COLD_NOTE if config.sharding.mode == "hot_cold" else None)
         most_ranks = None if topology.device == "cpu" else self.topology.ranks_per_node
         return PlanRequest(
             workload=make_workload(
@@ -89,7 +95,7 @@ class _Setup:
                 **{name: str(getattr(arguments, name)) for name in ("config", "profile", "topology")},
                 "command": self.command,
             },
-            notes=() if note is None else (note,),
+            notes=[note for note in notes if note is not None],
         )
 
     def _shaped(self, num_ranks: int) -> Topology:
@@ -130,10 +136,17 @@ def _plan(arguments: argparse.Namespace, command: str) -> int:
         plan.save(arguments.output)
         say(
             console,
-            f"Written to {arguments.output}. Train with it:  embershard train --config {arguments.config} "
-            f"--plan {arguments.output} --nproc {ranks[0]}",
+            f"Written to {arguments.output}. Train with it:  {_train_command(arguments, ranks[0])}",
         )
     return 0
+
+
+def _train_command(arguments: argparse.Namespace, num_ranks: int) -> str:
+    """Return the command that trains with the plan, with all settings but those that the plan has instead."""
+    kept = [text for text in arguments.overrides if text.partition("=")[0].strip() not in _OF_PLANNING]
+    words = ["--config", str(arguments.config), *(word for text in kept for word in ("--set", text))]
+    words += ["--plan", str(arguments.output), "--nproc", str(num_ranks)]
+    return f"embershard train {shlex.join(words)}"
 
 
 def _what_if(setup: _Setup, ranks: Sequence[int], ratios: Sequence[float | None], console: Console) -> int:

@@ -24,9 +24,10 @@ def planned_ranks(config: RunConfig, nproc: int | None, *, is_started: bool = Tr
         is_started: they will be started on this machine.
 
     Raises:
-        ConfigError: a command for one machine may not start so many.
+        ConfigError: a command for one machine may not start so many; a setting needs a plan.
         ShardingError: the plan is for another number.
     """
+    config.check_exchange()
     if config.sharding.plan is None:
         return nproc
     plan = Plan.load(config.sharding.plan)

@@ -115,23 +115,24 @@ def closing_table(result: dict[str, Any], what: str) -> Table:
     speed = f"{number(result['samples_per_second'], ',.0f')} samples/s"
     table.add_row("speed", speed, f"a step takes {p50} ms (median), {p95} ms (95 %)")
     for row in [
-        *_cache_rows(result["cache"]),
+        *_cache_rows(result["cache"], result["hot_cold"]),
         *_look_ahead_rows(result["look_ahead"], result["cache"]),
         *_sent_rows(result),
-        *_hot_cold_rows(result["hot_cold"]),
+        *_hot_cold_rows(result["hot_cold"], result["cache"]),
     ]:
         table.add_row(*row)
     return table
 
 
-def _cache_rows(cache: dict[str, Any] | None) -> list[tuple[str, str, str]]:
+def _cache_rows(cache: dict[str, Any] | None, packed: dict[str, Any] | None) -> list[tuple[str, str, str]]:
     if cache is None:
         return [("cache", "off", "all embedding rows are on the device")]
-    share = cache["slots"] / cache["rows"]
+    on_device = cache["slots"] + (0 if packed is None else packed["hot_rows"])  # hot rows are in no cache
+    share = on_device / cache["rows"]
     moved = cache["fills"] + cache["write_backs"]
     moved_bytes = cache["bytes_to_device"] + cache["bytes_to_host"]
     return [
-        ("rows on device", f"{cache['slots']:,} of {cache['rows']:,}", f"{share:.1%} of the embedding rows"),
+        ("rows on device", f"{on_device:,} of {cache['rows']:,}", f"{share:.1%} of the embedding rows"),
         ("hit rate", number(cache["hit_rate_lookups"], ".1%"), "lookups whose row was on the device already"),
         ("rows moved", f"{moved:,}", f"{_megabytes(moved_bytes)} to and from the device"),
         ("evictions", f"{cache['evictions']:,}", "rows that left the device for other rows"),
@@ -159,12 +160,16 @@ def _sent_rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
     return [("between ranks", f"{size(sum(kinds))}", f"sent by a rank in a step: {shares}")] if sum(kinds) else []
 
 
-def _hot_cold_rows(packed: dict[str, Any] | None) -> list[tuple[str, str, str]]:
-    if packed is None:
+def _hot_cold_rows(packed: dict[str, Any] | None, cache: dict[str, Any] | None) -> list[tuple[str, str, str]]:
+    if packed is None or cache is None:
         return []
     batches = ", ".join(f"{count:,} {kind}" for kind, count in packed["batches"].items())
     hot = f"{packed['hot_samples']:.1%} of the samples look up {packed['hot_rows']:,} hot rows only"
-    return [("batches", batches, hot)]
+    cold = cache["lookups"] - cache["hot_lookups"]
+    rate = (cache["hits_lookups"] - cache["hot_lookups"]) / cold if cold else None
+    found = f"{cache['hot_lookups']:,} lookups, all hits; the hit rate of other rows is {number(rate, '.1%')}"
+    copies = f"{_megabytes(cache['hot_rows_bytes'])} device"
+    return [("batches", batches, hot), ("hot rows", copies, f"of all ranks; {found}")]
 
 
 def _megabytes(num_bytes: int) -> str:

@@ -43,11 +43,13 @@ class HotColdContext(EmbeddingBagCollectionContext):
 
     Attributes:
         hot: its hot ids, by group of copies.
+        num_hot_ids: how many these are, with repetitions.
         is_hot: it has hot ids only, on all ranks.
         lengths: [F, B], ids of each bag, in the order of the input's features; empty where nothing is averaged.
     """
 
     hot: list[ReplicatedBags] = field(default_factory=list)
+    num_hot_ids: int = 0
     is_hot: bool = False
     lengths: Tensor = field(default_factory=lambda: torch.empty(0))
 
@@ -99,6 +101,11 @@ class HotIds:
         """Features that are told apart."""
         return self._first_key.keys()
 
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of the map."""
+        return self._numbers.num_bytes
+
     def split(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, KeyedJaggedTensor]:
         """Return the cold ids and the hot ones, each with all of the features; hot ids as numbers of hot rows."""
         keys, ids, offsets = tuple(features.keys()), features.values(), features.offsets()
@@ -123,9 +130,14 @@ class HotIds:
 
 
 class HotColdShardedEmbeddingBagCollection(CachedShardedEmbeddingBagCollection):
-    """A cached `ShardedEmbeddingBagCollection` with copies of its hot rows on every rank."""
+    """A cached `ShardedEmbeddingBagCollection` with copies of its hot rows on every rank.
+
+    Attributes:
+        num_hot_lookups: ids of hot rows that this rank looked up so far, in training.
+    """
 
     is_in_hot_batch = False
+    num_hot_lookups = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -195,6 +207,11 @@ class HotColdShardedEmbeddingBagCollection(CachedShardedEmbeddingBagCollection):
             info.embedding_config.pooling = PoolingType.SUM
         return grouped
 
+    @property
+    def hot_bytes(self) -> int:
+        """Device memory of the hot rows, their optimizer states and the map that finds them."""
+        return self._hot.num_bytes + self._ids.num_bytes
+
     def create_context(self) -> HotColdContext:
         return HotColdContext()
 
@@ -217,6 +234,7 @@ class HotColdShardedEmbeddingBagCollection(CachedShardedEmbeddingBagCollection):
             features = features.permute([list(features.keys()).index(name) for name in known])
         with torch.no_grad():
             cold, hot = self._ids.split(features)
+            ctx.num_hot_ids = hot.values().numel()
             ctx.hot, ctx.is_hot = self._hot.prepare(hot), self.is_in_hot_batch
             if any(self._is_mean):
                 order = [known.index(name) for name in self._output_names]
@@ -233,6 +251,8 @@ class HotColdShardedEmbeddingBagCollection(CachedShardedEmbeddingBagCollection):
 
     def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
         """Look up; run TorchRec's output all-to-all, if cold ids travelled; add hot and cold embeddings."""
+        if torch.is_grad_enabled():  # caches do not count evaluations either
+            self.num_hot_lookups += ctx.num_hot_ids
         if not ctx.is_hot:
             awaitable = super().compute_and_output_dist(ctx, input)
             awaitable.callbacks.append(partial(self._add, hot=self._hot.pool(ctx.hot), ctx=ctx))
@@ -270,6 +290,12 @@ def in_hot_batch(module: Any, batch: Any) -> Iterator[None]:
         yield
     finally:
         module.is_in_hot_batch = before
+
+
+def hot_totals(model: nn.Module) -> tuple[int, int]:
+    """Return the bytes of this rank's hot rows, and how many ids of hot rows it looked up so far."""
+    modules = [each for each in model.modules() if isinstance(each, HotColdShardedEmbeddingBagCollection)]
+    return sum(module.hot_bytes for module in modules), sum(module.num_hot_lookups for module in modules)
 
 
 def follow_hot_batches(model: nn.Module) -> None:

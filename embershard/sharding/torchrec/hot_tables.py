@@ -143,6 +143,11 @@ class HotTables:
         self._is_behind = True
         self.optimizer = _HotOptimizer(self)
 
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of the copies and their optimizer states."""
+        return sum(rows.nbytes for group in self._groups for rows in group.rows.payload)
+
     # -- a batch
 
     def prepare(self, hot: KeyedJaggedTensor) -> list[ReplicatedBags]:

@@ -161,6 +161,23 @@ def test_a_state_of_another_order_or_batch_begins_a_new_schedule(kit):
     assert back.num_steps == len(list(back)) == 19
 
 
+@given(shapes, st.integers(0, 10**6), st.booleans())
+@settings(max_examples=40)
+def test_a_plain_epoch_goes_on_packed_without_a_sample_twice(kit, shape, place, second_epoch):
+    source = kit.source(shape["file_rows"], shape["chunk_rows"])
+    _, hot = kit.hot_of(source, shape["share"], shape["seed"])
+    size, total = shape["global_batch"], hot.num_samples
+    if total < size:
+        return
+    options = {"global_batch": size, "shuffle": shape["shuffle"], "seed": shape["seed"], "epochs": 1 + second_epoch}
+    plain = kit.opened(source, None, **options)
+    before = [kit.numbers(next(plain)) for _ in range(second_epoch * (total // size) + 1 + place % (total // size))]
+    after = kit.run(source, hot, state=plain.state, **options)
+    of_epoch = before[second_epoch * (total // size) :] + [samples for samples, _ in after]
+    epoch = list(itertools.chain(*of_epoch))
+    assert len(epoch) == len(set(epoch)) == total // size * size
+
+
 def test_is_hot_stays_with_a_batch(kit):
     source = kit.source([40], 10)
     _, hot = kit.hot_of(source, 1.0)

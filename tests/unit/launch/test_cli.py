@@ -141,6 +141,10 @@ _GLOBAL_BATCH = ("--set", "train.batch_size=none", "--set", "train.global_batch_
             "train.global_batch_size: got 1000, needed a multiple of the 3 ranks, for instance 999.",
         ),
         (["--config", QUICK, "--run-dir", "a\udcffb"], r"--run-dir 'a\udcffb' is not UTF-8, as TensorBoard needs."),
+        (
+            ["--config", QUICK, "--set", "sharding.exchange=auto"],
+            'sharding.exchange: got "auto" without a plan, needed "pooled" or "rows". To choose per table, make a plan',
+        ),
         (["--config", QUICK, "--resume"], "--resume needs --run-dir"),
         (["--config", QUICK, "--allow-change", "data.seed"], "--allow-change has no effect without --resume"),
         (["--config", QUICK, "--run-dir", "x", "--resume", "--allow-change", "data.sed"], "Did you mean data.seed?"),

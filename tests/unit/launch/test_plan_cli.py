@@ -101,6 +101,21 @@ def test_a_plan_is_shown_and_written(files, tmp_path, capsys):
     assert Plan.load(f"{file}2").digest == plan.digest
 
 
+def test_the_command_that_trains_keeps_the_settings(files, tmp_path, capsys):
+    settings = ("sharding.mode=hot_cold", "sharding.hot_bytes=9000", "cache.ratio=0.2", "sharding.exchange=rows")
+    words = [word for text in settings for word in ("--set", text)]
+    file = tmp_path / "a plan.json"
+    assert main(given(files, "--ranks", "2", "-o", str(file), *words)) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    kept = "--set sharding.mode=hot_cold --set sharding.hot_bytes=9000"
+    assert f"Train with it: embershard train --config {files}/run.toml {kept} --plan '{file}' --nproc 2" in said
+    plan = Plan.load(file)
+    assert (plan.settings["sharding.mode"], plan.settings["sharding.hot_bytes"]) == ("hot_cold", 9000)
+    assert any('predicted for sharding.mode="sharded", without hot rows' in note for note in plan.notes)
+    assert main(given(files, "--ranks", "2", "-o", str(file))) == 0
+    assert not any("hot rows" in note for note in Plan.load(file).notes)
+
+
 def test_several_ranks_are_compared_and_drawn(files, tmp_path, capsys):
     picture = tmp_path / "scaling.png"
     assert main(given(files, "--ranks", "1,2,4", "--topology", "cpu", "--png", str(picture))) == 0

@@ -26,7 +26,7 @@ from embershard.launch.record import RunRecord, has_result, make_result, steady_
 from embershard.launch.run_dir import check_run_dir, lock_run_dir
 from embershard.launch.train.progress import ProgressDisplay, closing_table, eval_line, train_line
 from embershard.launch.versions import git_commit, versions
-from embershard.training.cache_report import summed
+from embershard.training.cache_report import summed, with_hot_rows
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.metrics import Quality
 from embershard.training.reports import BadRowsReport, EvalReport, FailedSaveReport, SaveReport, TrainReport
@@ -217,6 +217,11 @@ def test_closing_table_with_and_without_a_cache():
         assert said in text
     for said in ("63.5 batches known", "1.8 of them on the device", "2.00 ms a step"):
         assert said in text
+    packed = {"hot_rows": 30, "hot_samples": 0.4, "batches": {"cold": 3, "hot": 2}}
+    hot = with_hot_rows(cache, hot_bytes=2**21, hot_lookups=300)
+    console.print(closing_table(result(cache=hot) | {"hot_cold": packed}, "dlrm"))
+    for said in ("50 of 200", "25.0%", "95.0%", "6.0 MiB device", "2.0 MiB device", "300 lookups, all hits", "80.0%"):
+        assert said in screen.getvalue()[len(text) :]
     console.print(closing_table(result(), "dlrm"))
     assert "all embedding rows are on the device" in screen.getvalue()
 

@@ -216,6 +216,11 @@ def test_settings_that_the_prediction_did_not_assume_are_named():
         "look_ahead.lookahead is 8; the plan's prediction assumed 64",
         "train.batch_size is 7; the plan's prediction assumed 1024",
     ]
+    packed = RunConfig(cache=config.cache, sharding=ShardingConfig(mode="hot_cold", hot_bytes=9))
+    assert plan.other_settings(packed.predicted_from("cpu", 2)) == [
+        "sharding.hot_bytes is 9; the plan's prediction assumed None",
+        "sharding.mode is 'hot_cold'; the plan's prediction assumed 'sharded'",
+    ]
     read_back = dataclasses.replace(plan, settings=json.loads(json.dumps(plan.settings)))
     assert read_back.other_settings(config.predicted_from("cpu", 2)) == []
 

@@ -24,6 +24,7 @@ from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.config import ShardingConfig
 from embershard.training import hot_cold
 from embershard.training.build import find_profile
+from embershard.training.cache_report import CacheReader
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.hot_cold import FILE, find_hot_set
 from embershard.training.identity import ORDER, check_keys
@@ -120,6 +121,30 @@ def test_the_samples_of_an_epoch_are_those_of_the_plain_order(ranks):
     assert found[0] == found[1]
 
 
+def test_lookups_and_bytes_of_hot_rows_are_reported(ranks):
+    found = {}
+    for mode in (ShardingConfig(), hot_config().sharding):
+        config = hot_config(train=TrainConfig(batch_size=20, max_steps=40, log_every=20), sharding=mode)
+        trainer = Trainer(config, ranks, None)
+        list(trainer.train())
+        trainer.close()
+        totals = trainer.cache_reader.totals(0.1)
+        assert totals is not None
+        (rank,) = totals["ranks"]
+        for whole in (totals, rank):
+            of_tables = {key: sum(t[key] for t in whole["tables"].values()) for key in ("device_bytes", "lookups")}
+            assert whole["device_bytes"] == of_tables["device_bytes"] + whole["hot_rows_bytes"]
+            assert whole["lookups"] == of_tables["lookups"] + whole["hot_lookups"]
+        assert CacheReader(trainer.model, ranks).since_last().hit_rate_lookups == totals["hit_rate_lookups"]
+        found[mode.mode] = totals
+    sharded, packed = found["sharded"], found["hot_cold"]
+    assert packed["lookups"] == sharded["lookups"] > packed["hot_lookups"] > 0
+    assert sharded["hot_lookups"] == sharded["hot_rows_bytes"] == 0
+    assert trainer.hot is not None
+    map_bytes = 4 * (sum(table_rows(config).values()) + 1)
+    assert packed["hot_rows_bytes"] == trainer.hot.rows.num_bytes + map_bytes
+
+
 def test_the_bits_are_kept_and_used_again_only_for_the_same_data_and_rows(ranks, tmp_path, monkeypatch):
     config = hot_config()
     source = open_source(config.data)
@@ -142,6 +167,11 @@ def test_the_bits_are_kept_and_used_again_only_for_the_same_data_and_rows(ranks,
     path.write_bytes(path.read_bytes()[:30])
     find(config)
     assert len(calls) == 2, "a damaged file is made again"
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(DataError, match=r"got no file of hot samples .*Is a directory.*; remove it, and it is made"):
+        find(config)
+    assert len(calls) == 2, "refused before the data are read"
 
 
 def test_another_order_is_refused_and_allowed_on_request(ranks, tmp_path):
@@ -159,6 +189,8 @@ def test_another_order_is_refused_and_allowed_on_request(ranks, tmp_path):
         assert "sharding.mode, sharding.hot_bytes and the profile" in str(caught.value)
         _, comparison = trainer.resume(checkpoint, allow_changes=[ORDER])
         assert comparison.stream.packed is None
+        (note,) = [note for note in comparison.notes if "come twice" in note]
+        assert "step_13 is 260 samples into an epoch of hot and cold batches" in note
         assert trainer.stream.num_steps == 90 - 13
         assert next(trainer.train()).step == 14
         trainer.close()
@@ -171,7 +203,8 @@ def test_a_plain_run_s_checkpoint_goes_on_packed_on_request(ranks, tmp_path):
     trainer = Trainer(hot_config(checkpoint=CheckpointConfig(at_end=False)), ranks, None)
     with pytest.raises(CheckpointError, match=r"data\.order +\"plain\" +\"hot_cold"):
         trainer.resume(tmp_path / "step_12")
-    trainer.resume(tmp_path / "step_12", allow_changes=[ORDER])
+    _, comparison = trainer.resume(tmp_path / "step_12", allow_changes=[ORDER])
+    assert not any("come twice" in note for note in comparison.notes)
     assert len(losses(list(itertools.islice(trainer.train(), 10)))) == 10
     trainer.close()
 

@@ -67,6 +67,11 @@ def changes_in(message: str) -> list[list[str]]:
     return [found for change in proposed if (found := re.findall(r"--set ([\w.]+=[\w.]*\w)", change))]
 
 
+@pytest.mark.parametrize("setting", ["cache.policy=static", "cache.policy=frequency", "cache.warmup=true"])
+def test_settings_of_a_disabled_cache_are_not_asked_for_a_profile(setting: str) -> None:
+    assert needs_of(*LAZY, setting, "cache.enabled=false") == needs_of(*LAZY, "cache.enabled=false")
+
+
 def test_data_parallel_tables_are_there_once_and_their_caches_on_every_rank() -> None:
     sharded, alike = needs_of(*EAGER), needs_of(*EAGER, "sharding.mode=data_parallel")
     for part in ("weights", "optimizer_states"):
