@@ -24,14 +24,12 @@ def add_settings(parser: argparse.ArgumentParser, *, required: bool) -> None:
     parser.add_argument(
         "--config", type=Path, required=required, metavar="FILE", help="the run's settings, a TOML file"
     )
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override a setting, for instance train.batch_size=512; may be repeated",
-    )
+    add_overrides(parser, "override a setting, for instance train.batch_size=512; may be repeated")
+
+
+def add_overrides(parser: argparse.ArgumentParser, text: str) -> None:
+    """Add `--set KEY=VALUE` with this help; the overrides become the list `overrides`."""
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help=text)
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:

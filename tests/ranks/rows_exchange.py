@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed import embeddingbag
-from torchrec.distributed.comm_ops import get_gradient_division, set_gradient_division
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -33,6 +32,7 @@ from embershard.sharding.torchrec.rows_exchange import RowsInput
 from tests.ranks import parity
 from tests.ranks.look_ahead import Batch
 from tests.ranks.parity import LinearModel, differences, snapshot
+from tests.ranks.replicated_rows import division_missing
 
 #: Of losses and weights after 30 steps of a real loss at a learning rate of 0.1, on weights of up to 1/sqrt(333).
 LOSS_BOUND, WEIGHT_BOUND = 2e-6, 1e-4
@@ -215,16 +215,6 @@ def _one_rank_left_out() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _division_missing() -> Iterator[None]:
-    before = get_gradient_division()
-    set_gradient_division(False)
-    try:
-        yield
-    finally:
-        set_gradient_division(before)
-
-
-@contextlib.contextmanager
 def _means_not_divided() -> Iterator[None]:
     """Row-wise tables: by TorchRec; the others: by us."""
     with (
@@ -265,7 +255,7 @@ def _neighbouring_rows() -> Iterator[None]:
 
 FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "one rank left out": _one_rank_left_out,
-    "division missing": _division_missing,
+    "division missing": division_missing,
     "means not divided": _means_not_divided,
     "repeats dropped": _repeats_dropped,
     "neighbouring rows": _neighbouring_rows,

@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 
 from embershard.errors import ConfigError
-from embershard.launch.arguments import check_output, text_override, whole
+from embershard.launch.arguments import add_overrides, check_output, text_override, whole
 from embershard.launch.config import CHECKPOINTS, RUN_CONFIG, load_config
 from embershard.training.config import RunConfig
 
@@ -24,14 +24,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", metavar="PATH", help="a file or folder, all of it (default: what the run's settings hold out)"
     )
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override a setting of the run's data, cache or batch; may be repeated",
-    )
+    add_overrides(parser, "override a setting of the run's data, cache or batch; may be repeated")
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
