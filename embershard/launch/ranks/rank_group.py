@@ -177,12 +177,14 @@ class RankGroup:
 
 
 def _collect_stacks(ranks: Sequence[RankProcess]) -> None:
-    """Have ranks write their stacks, and wait for that."""
+    """Have ranks write their stacks, thread after thread, and wait until all wrote and none writes more."""
     for rank in ranks:
         rank.ask_for_stacks()
     ends_at = time.monotonic() + _STACKS_SECONDS
-    while time.monotonic() < ends_at and not all(rank.stacks() for rank in ranks):
+    before, now = [""], [rank.stacks() for rank in ranks]
+    while time.monotonic() < ends_at and not (all(now) and now == before):
         time.sleep(_POLL_SECONDS)
+        before, now = now, [rank.stacks() for rank in ranks]
 
 
 def _environment(rank: int, num_ranks: int, address: tuple[str, int]) -> dict[str, str]:

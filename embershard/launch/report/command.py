@@ -10,7 +10,7 @@ from typing import Any
 
 from embershard.errors import ConfigError, SetupError
 from embershard.launch.arguments import check_output, make_parser, positive
-from embershard.launch.report.run_folder import RunFolder
+from embershard.launch.report.run_folder import RunFolder, is_sweep
 from embershard.launch.screen import say, wide_console
 from embershard.planning.cost.recalibrate import Recalibration, recalibrated
 from embershard.planning.cost.topology import Topology, load_topology, save_topology
@@ -139,7 +139,7 @@ def _check_usage(arguments: argparse.Namespace) -> None:
         return
     if len(arguments.folders) > 1:
         raise ConfigError(f"got {len(arguments.folders)} folders, which need -o FILE.html; without it, give one run.")
-    if (arguments.folders[0] / "states").is_dir():
+    if is_sweep(arguments.folders[0]):
         raise ConfigError(f"{arguments.folders[0]} is the folder of a sweep, which needs -o FILE.html; or give a run.")
     if arguments.plan is not None and not arguments.predicted and arguments.recalibrate is None:
         raise ConfigError("--plan has no effect without --predicted or --recalibrate.")

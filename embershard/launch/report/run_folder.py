@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,3 +114,8 @@ class RunFolder:
     def num_checkpoints(self, run: MeasuredRun) -> int:
         """Return the checkpoints written in the counted steps."""
         return sum(report["step"] > run.all_steps - run.steps for report in self.reports("checkpoint"))
+
+
+def is_sweep(path: Path) -> bool:
+    """Return whether a folder is that of a sweep; one that cannot be read is not."""
+    return os.path.isdir(path / "states")

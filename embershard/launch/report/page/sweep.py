@@ -55,11 +55,6 @@ class Configuration:
         return [value for folder in self.folders if (value := _results(folder.result)[what]) is not None]
 
 
-def is_sweep(path: Path) -> bool:
-    """Return whether a folder is that of a sweep."""
-    return (path / "states").is_dir()
-
-
 def read_sweep(path: Path) -> list[Configuration]:
     """Read the runs of a sweep that ended.
 

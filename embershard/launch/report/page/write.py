@@ -17,8 +17,8 @@ from embershard.launch.report.page.curves import moved, training
 from embershard.launch.report.page.predicted import predicted
 from embershard.launch.report.page.runs import Run, differences, summary
 from embershard.launch.report.page.section import Section
-from embershard.launch.report.page.sweep import is_sweep, read_sweep, sweep_section
-from embershard.launch.report.run_folder import RunFolder
+from embershard.launch.report.page.sweep import read_sweep, sweep_section
+from embershard.launch.report.run_folder import RunFolder, is_sweep
 
 #: Runs of sweeps that are drawn one by one; more lines could not be told apart.
 _MOST_RUNS_OF_SWEEPS = 8
