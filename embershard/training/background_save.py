@@ -17,7 +17,7 @@ from embershard.training.run_state import PreparedSave
 _LOWEST_PRIORITY = 19  # "niceness"
 _GIVEN_UP_SECONDS = 5.0
 #: Pause before a block, as a multiple of the CPU time that the block before took.
-_PAUSE = 1.0
+_PAUSE = 3.0
 
 
 class BackgroundSave:
