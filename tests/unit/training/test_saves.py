@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,18 @@ from torch.serialization import get_crc32_options
 from embershard.cache import CacheConfig
 from embershard.data import DataConfig
 from embershard.data.config import SyntheticConfig
-from embershard.distributed import CheckpointConfig, Ranks, TensorBlocks, complete_checkpoints, process_group
+from embershard.distributed import (
+    CheckpointConfig,
+    Ranks,
+    TensorBlocks,
+    complete_checkpoints,
+    process_group,
+    save_checkpoint,
+)
 from embershard.errors import CacheError, CheckpointError, ConfigError, FailedSaveError
 from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.torchrec import FrozenRows, cached_embeddings
-from embershard.training import background_save, saves
+from embershard.training import background_save, run_state, saves
 from embershard.training.background_save import BackgroundSave
 from embershard.training.config import TrainConfig
 from embershard.training.optimizers import EmbeddingOptimizerConfig
@@ -94,7 +102,12 @@ def test_without_copies_it_would_be_another_state(ranks, tmp_path, broken):
     patched = mock.patch.object(FrozenRows, "put_aside")
     if broken == "dense":
         patched = mock.patch("embershard.distributed.checkpoint.blocks.TensorBlocks._copy", return_value=True)
-    with patched:
+
+    def late(*arguments: Any, **named: Any) -> Path:
+        time.sleep(1)  # training goes on
+        return save_checkpoint(*arguments, **named)
+
+    with patched, mock.patch.object(run_state, "save_checkpoint", late):
         train(config_of(tmp_path), ranks, tmp_path / "beside")
     assert different(tmp_path / "at_once" / "step_6", tmp_path / "beside" / "step_6")
 
