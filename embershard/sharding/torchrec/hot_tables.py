@@ -15,14 +15,13 @@ import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from torch import Tensor
 from torchrec.modules.embedding_configs import DataType, data_type_to_sparse_type
-from torchrec.optim.fused import FusedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.cache.rows.host_store import HostStore
 from embershard.distributed.traffic import counted_as_other
 from embershard.errors import CacheError
 from embershard.sharding.torchrec.feature_keys import add_per_feature
-from embershard.sharding.torchrec.replicated_rows import ReplicatedBags, ReplicatedRows
+from embershard.sharding.torchrec.replicated_rows import CopiesOptimizer, ReplicatedBags, ReplicatedRows
 
 
 @dataclass(frozen=True)
@@ -222,32 +221,13 @@ class HotTables:
                 )
 
 
-class _HotOptimizer(FusedOptimizer):
+class _HotOptimizer(CopiesOptimizer):
     """The fused optimizer of the copies. Their states are in no state dict: the host tier's are."""
 
     def __init__(self, tables: HotTables) -> None:
         self._tables = tables
-        self._tbes = [group.rows.slots.tbe for group in tables._groups]
-        super().__init__({}, {}, [{"params": [], "lr": tbe.get_learning_rate()} for tbe in self._tbes])
-
-    def step(self, closure: Any = None) -> None:
-        """Hand the learning rates on; rows are trained by the backward."""
-        for tbe, group in zip(self._tbes, self.param_groups, strict=True):
-            tbe.set_learning_rate(group["lr"])
-
-    def zero_grad(self, set_to_none: bool = False) -> None:
-        """Hand the learning rates on."""
-        self.step()
-
-    def set_optimizer_step(self, step: int) -> None:
-        """Set the optimizer's step number."""
-        for tbe in self._tbes:
-            tbe.set_optimizer_step(step)
-
-    def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
-        """Set the optimizer's parameters."""
-        for tbe in self._tbes:
-            tbe.update_hyper_parameters(params_dict)
+        slots = [group.rows.slots for group in tables._groups]
+        super().__init__(slots, [[] for _ in slots], {}, {})
 
     def post_load_state_dict(self) -> None:
         """Take the rows from the host tier again: it has new states."""

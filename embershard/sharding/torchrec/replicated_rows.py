@@ -15,6 +15,7 @@ from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from torch import Tensor, nn
 from torchrec.distributed.comm_ops import get_gradient_division
+from torchrec.optim.fused import FusedOptimizer
 
 from embershard.distributed.row_gradients import sum_rows
 from embershard.sharding.torchrec.bags import Bags
@@ -145,3 +146,46 @@ class ReplicatedRows(nn.Module):
         if not torch.is_grad_enabled():
             self.slots.count_reading()
         return bags.pool(look_up(self.slots, slots, self._group)).to(self.slots.output_dtype)
+
+
+class CopiesOptimizer(FusedOptimizer):
+    """The fused optimizer of FBGEMM tables whose rows have equal copies: a backward trains the rows, and this hands
+    settings on.
+
+    Args:
+        tables: each a parameter group.
+        params_of_table: the parameters of each.
+        params, state: by name and by parameter, as TorchRec's keyed optimizers have them.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[SlotTable],
+        params_of_table: Sequence[list[Tensor]],
+        params: Mapping[str, Tensor],
+        state: Mapping[Any, Any],
+    ) -> None:
+        self._tbes = [table.tbe for table in tables]
+        groups = [
+            {"params": own, "lr": tbe.get_learning_rate()} for tbe, own in zip(self._tbes, params_of_table, strict=True)
+        ]
+        super().__init__(params, state, groups)  # type: ignore[arg-type]
+
+    def step(self, closure: Any = None) -> None:
+        """Hand the learning rates on."""
+        for tbe, group in zip(self._tbes, self.param_groups, strict=True):
+            tbe.set_learning_rate(group["lr"])
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Hand the learning rates on."""
+        self.step()
+
+    def set_optimizer_step(self, step: int) -> None:
+        """Set the optimizer's step number."""
+        for tbe in self._tbes:
+            tbe.set_optimizer_step(step)
+
+    def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
+        """Set the optimizer's parameters."""
+        for tbe in self._tbes:
+            tbe.update_hyper_parameters(params_dict)

@@ -24,13 +24,13 @@ from torchrec.distributed.sharding.dp_sharding import (
     DpSparseFeaturesDist,
 )
 from torchrec.modules.embedding_configs import PoolingType, data_type_to_sparse_type
-from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizer
+from torchrec.optim.fused import EmptyFusedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.errors import ConfigError, ShardingError
 from embershard.sharding.torchrec.feature_keys import add_per_feature
 from embershard.sharding.torchrec.kernels import check_dims
-from embershard.sharding.torchrec.replicated_rows import ReplicatedRows
+from embershard.sharding.torchrec.replicated_rows import CopiesOptimizer, ReplicatedRows
 from embershard.sharding.torchrec.spec import REPLICATED_KERNEL
 from embershard.sharding.torchrec.table_arguments import check_table_arguments
 
@@ -205,11 +205,10 @@ class ReplicatedTables(nn.Module):
         """Do nothing: there is no cache."""
 
 
-class _ReplicatedOptimizer(FusedOptimizer):
+class _ReplicatedOptimizer(CopiesOptimizer):
     """The optimizer of a group of replicated tables, with the names that TorchRec gives to sharded tables' states."""
 
     def __init__(self, config: GroupedEmbeddingConfig, tables: ReplicatedTables) -> None:
-        self._tbe = tables.rows.slots.tbe
         names = [table.name for table in config.embedding_tables]
         params = dict(zip(names, tables.split_embedding_weights(), strict=True))
         state: dict[Tensor, dict[str, Tensor]] = {}
@@ -219,21 +218,5 @@ class _ReplicatedOptimizer(FusedOptimizer):
                 f"{name}.{'momentum1' if number == 0 else key}": value
                 for number, (key, value) in enumerate(states.items())
             }
-        group = {"params": list(params.values()), "lr": self._tbe.get_learning_rate()}
-        super().__init__({f"{name}.weight": weight for name, weight in params.items()}, state, [group])
-
-    def step(self, closure: Any = None) -> None:
-        """Hand the learning rate on; rows are trained by the backward."""
-        self._tbe.set_learning_rate(self.param_groups[0]["lr"])  # type: ignore[index]
-
-    def zero_grad(self, set_to_none: bool = False) -> None:
-        """Hand the learning rate on."""
-        self.step()
-
-    def set_optimizer_step(self, step: int) -> None:
-        """Set the optimizer's step number."""
-        self._tbe.set_optimizer_step(step)
-
-    def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
-        """Set the optimizer's parameters."""
-        self._tbe.update_hyper_parameters(params_dict)
+        keyed = {f"{name}.weight": weight for name, weight in params.items()}
+        super().__init__([tables.rows.slots], [list(params.values())], keyed, state)
