@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -30,6 +31,15 @@ def add_settings(parser: argparse.ArgumentParser, *, required: bool) -> None:
 def add_overrides(parser: argparse.ArgumentParser, text: str) -> None:
     """Add `--set KEY=VALUE` with this help; the overrides become the list `overrides`."""
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help=text)
+
+
+def set_words(overrides: Iterable[str]) -> list[str]:
+    """Return the words of a command that have these overrides.
+
+    >>> set_words(["train.epochs=2", "data.seed=4"])
+    ['--set', 'train.epochs=2', '--set', 'data.seed=4']
+    """
+    return [word for override in overrides for word in ("--set", override)]
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar, get_args
 from rich.console import Console
 
 from embershard.errors import ConfigError
-from embershard.launch.arguments import add_settings, check_output, make_parser
+from embershard.launch.arguments import add_settings, check_output, make_parser, set_words
 from embershard.launch.screen import progress_bar, say, wide_console
 from embershard.units import parse_bytes
 
@@ -144,7 +144,7 @@ def _plan(arguments: argparse.Namespace, command: str) -> int:
 def _train_command(arguments: argparse.Namespace, num_ranks: int) -> str:
     """Return the command that trains with the plan, with all settings but those that the plan has instead."""
     kept = [text for text in arguments.overrides if text.partition("=")[0].strip() not in _OF_PLANNING]
-    words = ["--config", str(arguments.config), *(word for text in kept for word in ("--set", text))]
+    words = ["--config", str(arguments.config), *set_words(kept)]
     words += ["--plan", str(arguments.output), "--nproc", str(num_ranks)]
     return f"embershard train {shlex.join(words)}"
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from embershard.decoding import decode, flat, read_toml, to_toml, toml
 from embershard.errors import ConfigError
+from embershard.launch.arguments import set_words
 from embershard.launch.config import load_config
 from embershard.launch.ranks.number import planned_ranks
 from embershard.training.config import RunConfig
@@ -125,8 +126,7 @@ def _experiment(config: Path, common: Mapping[str, Any], varied: Mapping[str, An
     ranks = planned_ranks(resolved, ranks) or _DEFAULT_RANKS
     resolved.train.rank_batch_size(ranks)
     digest = hashlib.sha256(f"{ranks}\n{to_toml(resolved)}".encode()).hexdigest()[:12]
-    words = (word for override in overrides for word in ("--set", override))
-    arguments = ("--config", str(config), *words, "--nproc", str(ranks))
+    arguments = ("--config", str(config), *set_words(overrides), "--nproc", str(ranks))
     return Experiment("", {_RANKS: ranks, **varied}, ranks, arguments, digest, 0)
 
 

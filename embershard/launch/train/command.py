@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from embershard.distributed import Ranks, Supervision, process_group
 from embershard.errors import FailedSaveError
-from embershard.launch.arguments import NEWEST, add_run_arguments, check_resume
+from embershard.launch.arguments import NEWEST, add_run_arguments, check_resume, set_words
 from embershard.launch.config import CHECKPOINTS, load_config
 from embershard.launch.ranks.rank_errors import show_errors_of_rank
 from embershard.launch.ranks.stop_signals import stop_code, stop_training_on_signals
@@ -56,7 +56,7 @@ def _train_command(arguments: argparse.Namespace, overrides: Sequence[str], num_
     if num_ranks is None:
         return "torchrun as before, with"
     words = ["train", "--config", str(arguments.config)]
-    words += [word for text in overrides for word in ("--set", text)]
+    words += set_words(overrides)
     words += ["--nproc", str(num_ranks)]
     return f"{_program('embershard', 'embershard.launch.cli')} {shlex.join(words)}"
 

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 
 from embershard.decoding import to_toml
-from embershard.launch.arguments import NEWEST, add_run_arguments, check_resume, make_parser, positive, whole
+from embershard.launch.arguments import NEWEST, add_run_arguments, check_resume, make_parser, positive, set_words, whole
 from embershard.launch.config import describe, load_config
 from embershard.launch.ranks import launcher
 from embershard.launch.ranks.number import default_ranks, planned_ranks
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     num_ranks = num_ranks or default_ranks(config)
     config.train.rank_batch_size(num_ranks)  # raises before any rank starts
     given = ["--config", str(arguments.config), "--run-dir", str(run_dir)]
-    given += [word for override in arguments.overrides for word in ("--set", override)]
+    given += set_words(arguments.overrides)
     allowed = ["--unverified"] if arguments.unverified else []
     allowed += [word for key in arguments.allow_change for word in ("--allow-change", key)]
     resume = [] if arguments.resume is None else _resume_words(arguments.resume, allowed)

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from embershard.launch.arguments import add_plan, add_settings, make_parser, positive
+from embershard.launch.arguments import add_plan, add_settings, make_parser, positive, set_words
 from embershard.launch.config import load_config
 from embershard.launch.ranks import launcher
 from embershard.launch.ranks.number import default_ranks, planned_ranks
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     num_ranks = planned_ranks(config, arguments.nproc) or default_ranks(config)
     config.train.rank_batch_size(num_ranks)  # raises before any rank starts
     given = ["--config", str(arguments.config), "--steps", str(arguments.steps)]
-    given += [word for override in arguments.overrides for word in ("--set", override)]
+    given += set_words(arguments.overrides)
     with tempfile.TemporaryDirectory() as folder:
         different = Path(folder) / "different"
         code = launcher.start_ranks(
