@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from embershard.distributed import complete_checkpoints, set_aside
+from embershard.distributed.checkpoint.load import newest_valid
 from embershard.errors import CheckpointError, InvalidCheckpointError
 from embershard.training.comparison import Comparison
 from embershard.training.trainer import Trainer
@@ -59,15 +61,10 @@ def resume_run(
     if step is not None and not candidates:
         there = ", ".join(path.name for path in found) or "no complete checkpoint"
         raise CheckpointError(f"{folder}: no checkpoint of step {step}; there is {there}.")
-    skipped: list[str] = []
-    for checkpoint in reversed(candidates):
-        try:
-            is_verified, comparison = trainer.resume(
-                checkpoint, allow_unverified=allow_unverified, allow_changes=allow_changes
-            )
-        except InvalidCheckpointError as error:
-            skipped.append(str(error).removesuffix("."))
-            continue
+    resume = partial(trainer.resume, allow_unverified=allow_unverified, allow_changes=allow_changes)
+    used, skipped = newest_valid(candidates, resume)
+    if used is not None:
+        checkpoint, (is_verified, comparison) = used
         after = ranks.from_first(lambda: set_aside(folder, trainer.steps))
         return Resumed(checkpoint, is_verified, tuple(skipped), tuple(after), comparison)
     if skipped:

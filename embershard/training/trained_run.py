@@ -8,6 +8,7 @@ from pathlib import Path
 from embershard.cache import CacheConfig
 from embershard.data.kinds import schema_of
 from embershard.distributed import Ranks, complete_checkpoints, verify_checkpoint
+from embershard.distributed.checkpoint.load import newest_valid
 from embershard.earlier_settings import with_current_names
 from embershard.errors import CheckpointError, InvalidCheckpointError
 from embershard.frequency.config import ProfileConfig
@@ -52,17 +53,16 @@ def open_trained(config: RunConfig, checkpoints: Path, ranks: Ranks, step: int |
         there = f"; there is {', '.join(path.name for path in found)}" if found else ""
         of = "" if step is None else f" of step {step}"
         raise CheckpointError(f"{checkpoints}: no complete checkpoint{of}{there}.")
-    skipped: list[str] = []
-    for checkpoint in reversed(candidates):
-        try:
-            verify_checkpoint(checkpoint, ranks)
-            saved = ranks.from_first(lambda path=checkpoint: SavedRun.read(path))  # type: ignore[misc]
-        except InvalidCheckpointError as error:
-            skipped.append(str(error).removesuffix("."))
-            continue
-        _check_meaning(config, checkpoint, saved)
-        return TrainedRun(config, checkpoint, saved, tuple(skipped))
-    raise InvalidCheckpointError(f"No checkpoint to use is valid: {'; '.join(skipped)}. Train the run again.")
+
+    def read(checkpoint: Path) -> SavedRun:
+        verify_checkpoint(checkpoint, ranks)
+        return ranks.from_first(lambda: SavedRun.read(checkpoint))
+
+    used, skipped = newest_valid(candidates, read)
+    if used is None:
+        raise InvalidCheckpointError(f"No checkpoint to use is valid: {'; '.join(skipped)}. Train the run again.")
+    _check_meaning(config, *used)
+    return TrainedRun(config, *used, tuple(skipped))
 
 
 def for_scoring(config: RunConfig, device: str) -> RunConfig:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -18,6 +18,8 @@ from embershard.distributed.checkpoint.manifest import MANIFEST, Manifest
 from embershard.distributed.checkpoint.metadata import METADATA, read_metadata
 from embershard.distributed.process_group import Ranks
 from embershard.errors import CheckpointError, InvalidCheckpointError
+
+T = TypeVar("T")
 
 SCALARS = "scalars.json"
 
@@ -184,6 +186,26 @@ def _entries(checkpoint: Path, group: str) -> list[tuple[str, TensorStorageMetad
         for name, entry in found
         if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
     ]
+
+
+def newest_valid(checkpoints: Sequence[Path], use: Callable[[Path], T]) -> tuple[tuple[Path, T] | None, list[str]]:
+    """Return the newest checkpoint that `use` does not find invalid, with what `use` returned; None if there is none.
+    And why newer ones were not used, as sentences without a full stop. Collective if `use` is.
+
+    Args:
+        checkpoints: oldest first.
+        use: raises `InvalidCheckpointError` on all ranks, or on none.
+
+    >>> newest_valid([Path("step_1"), Path("step_2")], lambda path: path.name)
+    ((PosixPath('step_2'), 'step_2'), [])
+    """
+    skipped: list[str] = []
+    for checkpoint in reversed(checkpoints):
+        try:
+            return (checkpoint, use(checkpoint)), skipped
+        except InvalidCheckpointError as error:
+            skipped.append(str(error).removesuffix("."))
+    return None, skipped
 
 
 def checked_reader(checkpoint: Path) -> FileSystemReader:
