@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,8 @@ from numpy.typing import NDArray
 from embershard.data.block import Block
 from embershard.data.hashing import Ids
 from embershard.data.order import ChunkTable
-from embershard.errors import DataError, naming_file
+from embershard.errors import DataError
+from embershard.whole_file import whole_file
 
 Bits = NDArray[np.uint8]
 Flags = NDArray[np.bool_]
@@ -94,13 +94,9 @@ class HotSamples:
 
     def save(self, path: Path) -> None:
         """Write a `.npz` file; an earlier one is replaced when the new one is complete."""
-        new = path.with_name(f"{path.name}.new")
         path.parent.mkdir(parents=True, exist_ok=True)
-        with naming_file(new), new.open("wb") as file:
+        with whole_file(path) as partial, partial.open("wb") as file:
             np.savez(file, bits=self.bits, num_samples=self.num_samples, digest=self.digest)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> HotSamples:

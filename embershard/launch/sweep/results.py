@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 from pyarrow import csv, parquet
 
-from embershard.errors import naming_file
-from embershard.launch.sweep.run import Outcome, read_outcomes, run_folder
+from embershard.decoding import flat
+from embershard.launch.sweep.run import Outcome, read_outcomes, read_result
+from embershard.whole_file import whole_file
 
 _LEFT_OUT = {"versions", "changes", "plan", "world_size"}
 
@@ -27,34 +25,21 @@ def write_results(sweep: Path) -> pa.Table:
     names = dict.fromkeys(name for row in rows for name in row)
     table = pa.table({name: _column([row.get(name) for row in rows]) for name in names})
     for name, write in (("results.parquet", parquet.write_table), ("results.csv", csv.write_csv)):
-        partial = sweep / f"{name}.partial"
-        with naming_file(sweep / name):
+        with whole_file(sweep / name) as partial:
             write(table, partial)
-            os.replace(partial, sweep / name)
     return table
 
 
 def _row(sweep: Path, outcome: Outcome) -> dict[str, Any]:
     values = dataclasses.asdict(outcome)
     varied = values.pop("varied")
-    try:
-        result = json.loads((run_folder(sweep, outcome.name) / "result.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        result = {}
-    kept = {key: value for key, value in result.items() if key not in _LEFT_OUT}
-    return {**varied, **values, **_numbers(kept)}
+    kept = {key: value for key, value in read_result(sweep, outcome.name).items() if key not in _LEFT_OUT}
+    return {**varied, **values, **{key: value for key, value in flat(kept).items() if _is_number(key, value)}}
 
 
-def _numbers(values: Mapping[str, Any], at: str = "") -> dict[str, Any]:
-    """Return nested values by `section.key`, without lists and what is per table."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            if key != "tables":
-                found.update(_numbers(value, f"{at}{key}."))
-        elif not isinstance(value, list):
-            found[f"{at}{key}"] = value
-    return found
+def _is_number(key: str, value: Any) -> bool:
+    """Return whether a value of result.json is a column: no list, and not of one table."""
+    return not isinstance(value, list) and "tables" not in key.split(".")
 
 
 def _column(values: list[Any]) -> pa.Array:

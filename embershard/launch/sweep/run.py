@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from typing import Any, Literal
 from embershard.distributed.supervision import end_with_parent
 from embershard.errors import ConfigError, naming_file
 from embershard.launch.sweep.experiments import Experiment, shown
+from embershard.whole_file import whole_file
 
 Status = Literal["finished", "failed", "timed out", "interrupted"]
 _STOPPED = {0, 130, 143}  # in order, or at once, by a signal
@@ -58,6 +58,15 @@ class Outcome:
 def run_folder(sweep: Path, name: str) -> Path:
     """Return the folder of a run."""
     return sweep / _RUNS / name
+
+
+def read_result(sweep: Path, name: str) -> dict[str, Any]:
+    """Return the contents of a run's result.json; empty where it has none that can be read."""
+    try:
+        found = json.loads((run_folder(sweep, name) / "result.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def find_outcome(experiment: Experiment, sweep: Path) -> Outcome | None:
@@ -210,11 +219,7 @@ def _reason(output: Path, code: int, status: Status) -> str:
 
 def _keep(outcome: Outcome, sweep: Path) -> None:
     path = sweep / _STATES / f"{outcome.name}.json"
-    partial = path.with_suffix(".partial")
     with naming_file(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("w", encoding="utf-8") as file:
-            json.dump(dataclasses.asdict(outcome), file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
+    with whole_file(path) as partial:
+        partial.write_text(json.dumps(dataclasses.asdict(outcome)), encoding="utf-8")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -14,7 +12,7 @@ from rich.table import Table
 
 from embershard.launch.screen import make_table, number, say
 from embershard.launch.sweep.experiments import Experiment
-from embershard.launch.sweep.run import Outcome, run_folder
+from embershard.launch.sweep.run import Outcome, read_result
 
 
 class SweepDisplay:
@@ -66,7 +64,7 @@ class SweepDisplay:
         for experiment in self._experiments:
             outcome = self._outcomes.get(experiment.name)
             waiting = "running" if experiment.name in self._running else "waiting"
-            result = _result(run_folder(self._sweep, experiment.name)) if outcome else {}
+            result = read_result(self._sweep, experiment.name) if outcome else {}
             table.add_row(
                 waiting if outcome is None else outcome.status,
                 *(str(experiment.varied.get(key, "")) for key in varied),
@@ -81,11 +79,3 @@ class SweepDisplay:
     def _refresh(self) -> None:
         if self._live is not None:
             self._live.update(self.table())
-
-
-def _result(folder: Path) -> dict[str, Any]:
-    try:
-        found = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -11,7 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from plotly.offline import get_plotlyjs
 
 from embershard import __version__
-from embershard.errors import ConfigError, naming_file
+from embershard.errors import ConfigError
 from embershard.launch.report.page.caches import caches, step_time
 from embershard.launch.report.page.curves import moved, training
 from embershard.launch.report.page.predicted import predicted
@@ -19,6 +18,7 @@ from embershard.launch.report.page.runs import Run, differences, summary
 from embershard.launch.report.page.section import Section
 from embershard.launch.report.page.sweep import read_sweep, sweep_section
 from embershard.launch.report.run_folder import RunFolder, is_sweep
+from embershard.whole_file import whole_file
 
 #: Runs of sweeps that are drawn one by one; more lines could not be told apart.
 _MOST_RUNS_OF_SWEEPS = 8
@@ -61,10 +61,8 @@ def write_page(folders: Sequence[Path], output: Path) -> None:
         sections=[section for section in sections if section.parts or section.text],
         plotly=get_plotlyjs(),
     )
-    partial = output.with_name(f"{output.name}.partial")
-    with naming_file(output):
+    with whole_file(output) as partial:
         partial.write_text(page, encoding="utf-8")
-        os.replace(partial, output)
 
 
 def _run_sections(runs: Sequence[Run]) -> Iterator[Section]:

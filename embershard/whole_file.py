@@ -1,0 +1,35 @@
+"""Files that get their names when they are complete."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from embershard.errors import naming_file
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Return a context with another name to write to. At its end the file is synced and gets the name `path`, in place
+    of an earlier one; after an exception it is removed.
+
+    >>> with whole_file(Path("out.txt")) as partial:
+    ...     _ = partial.write_text("all")
+    >>> Path("out.txt").read_text(), partial.exists()
+    ('all', False)
+
+    Raises:
+        OSError: with a file's name, where a write fails.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    with naming_file(path):
+        try:
+            yield partial
+            with partial.open("rb") as file:
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
