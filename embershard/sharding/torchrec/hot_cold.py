@@ -7,7 +7,7 @@ batch that has hot ids only, on all ranks, nothing travels but the gradients of 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -152,7 +152,10 @@ class HotColdShardedEmbeddingBagCollection(CachedShardedEmbeddingBagCollection):
         self._hot = HotTables(output, device, self._env.process_group)
         self._ids = HotIds(list(self._hot.tables.values()), table_of_feature, device)
         pooling = {config.name: config.pooling for config in self._embedding_bag_configs}
-        self._is_mean = [pooling[feature.table.name] == PoolingType.MEAN for feature in output]
+        is_mean = [pooling[feature.table.name] == PoolingType.MEAN for feature in output]
+        self._has_means = any(is_mean)
+        self._is_mean = torch.tensor(is_mean, device=device).unsqueeze(1)
+        self._dims = torch.tensor(self._embedding_dims, device=device)
         self._output_names = names
         self._has_mean_pooling_callback = False  # sums are divided here, once hot and cold ones are added
         for tables_of_kernel, pool in cached_kernels(self):
@@ -236,7 +239,7 @@ class HotColdShardedEmbeddingBagCollection(CachedShardedEmbeddingBagCollection):
             cold, hot = self._ids.split(features)
             ctx.num_hot_ids = hot.values().numel()
             ctx.hot, ctx.is_hot = self._hot.prepare(hot), self.is_in_hot_batch
-            if any(self._is_mean):
+            if self._has_means:
                 order = [known.index(name) for name in self._output_names]
                 ctx.lengths = features.lengths().view(len(known), -1)[order]
         if not ctx.is_hot:
@@ -265,11 +268,9 @@ class HotColdShardedEmbeddingBagCollection(CachedShardedEmbeddingBagCollection):
         return self._output(cold.values() + hot.to(cold.values().dtype), ctx)
 
     def _output(self, values: Tensor, ctx: HotColdContext) -> KeyedTensor:
-        if any(self._is_mean):
-            is_mean = torch.tensor(self._is_mean, device=values.device).unsqueeze(1)
-            of_bag = torch.where(is_mean, ctx.lengths.clamp(min=1), 1).to(values.dtype).reciprocal()
-            dims = torch.tensor(self._embedding_dims, device=values.device)
-            values = values * of_bag.t().repeat_interleave(dims, dim=1, output_size=values.shape[1])
+        if self._has_means:
+            of_bag = torch.where(self._is_mean, ctx.lengths.clamp(min=1), 1).to(values.dtype).reciprocal()
+            values = values * of_bag.t().repeat_interleave(self._dims, dim=1, output_size=values.shape[1])
         return KeyedTensor(keys=self._embedding_names, length_per_key=self._embedding_dims, values=values)
 
     @staticmethod
@@ -279,13 +280,19 @@ class HotColdShardedEmbeddingBagCollection(CachedShardedEmbeddingBagCollection):
         module._hot.host_was_loaded()
 
 
-@contextmanager
-def in_hot_batch(module: Any, batch: Any) -> Iterator[None]:
+_OTHER_MODULE = nullcontext()
+
+
+def in_hot_batch(module: Any, batch: Any) -> AbstractContextManager[None]:
     """Return a context in which `module` gets ids of `batch`, whose `is_hot` says that they are hot on all ranks."""
     if not isinstance(module, HotColdShardedEmbeddingBagCollection):
-        yield
-        return
-    before, module.is_in_hot_batch = module.is_in_hot_batch, getattr(batch, "is_hot", False)
+        return _OTHER_MODULE
+    return _in_batch(module, getattr(batch, "is_hot", False))
+
+
+@contextmanager
+def _in_batch(module: HotColdShardedEmbeddingBagCollection, is_hot: bool) -> Iterator[None]:
+    before, module.is_in_hot_batch = module.is_in_hot_batch, is_hot
     try:
         yield
     finally:

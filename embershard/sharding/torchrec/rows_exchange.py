@@ -60,11 +60,16 @@ class RowsInput(nn.Module):
         is_mean: for each feature, whether its bags are averaged here.
     """
 
-    def __init__(self, inner: nn.Module, num_features: Sequence[int], is_mean: Sequence[bool]) -> None:
+    _is_mean: Tensor
+
+    def __init__(
+        self, inner: nn.Module, num_features: Sequence[int], is_mean: Sequence[bool], device: torch.device | None = None
+    ) -> None:
         super().__init__()
         self._inner = inner
         self._num_features = num_features
-        self._is_mean = is_mean
+        self._has_means = any(is_mean)
+        self.register_buffer("_is_mean", torch.tensor(is_mean, device=device).unsqueeze(1), persistent=False)
         self._context: RowsContext | None = None
 
     def forward(self, features: KeyedJaggedTensor) -> Any:
@@ -109,12 +114,11 @@ class RowsInput(nn.Module):
         return context
 
     def _scales(self, features: KeyedJaggedTensor) -> Tensor | None:
-        if not any(self._is_mean):
+        if not self._has_means:
             weights = features.weights_or_none()
             return weights if weights is not None and torch.is_floating_point(weights) else None
         lengths = features.lengths().view(len(self._is_mean), -1)
-        is_mean = torch.tensor(self._is_mean, device=lengths.device).unsqueeze(1)
-        of_bag = torch.where(is_mean, lengths, 1).float().reciprocal().flatten()
+        of_bag = torch.where(self._is_mean, lengths, 1).float().reciprocal().flatten()
         return of_bag.repeat_interleave(lengths.flatten(), output_size=features.values().numel())
 
 
@@ -170,7 +174,7 @@ class ExchangesRows:
                 '(which divide by the number of ids, and by the sum of weights). Use SUM, or exchange "pooled"'
             )
         inner = super().create_input_dist(device)  # type: ignore[misc]
-        return RowsInput(inner, [len(table.feature_names) for table in tables], is_mean)
+        return RowsInput(inner, [len(table.feature_names) for table in tables], is_mean, device)
 
     def create_output_dist(self, device: torch.device | None = None) -> RowsOutput:
         inner = super().create_output_dist(device)  # type: ignore[misc]
