@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from embershard.launch.arguments import positive
+from embershard.launch.arguments import add_plan, add_settings, positive
 
 
-def add_steps(parser: argparse.ArgumentParser) -> None:
-    """Add `--steps N`."""
+def add_comparison(parser: argparse.ArgumentParser) -> None:
+    """Add `--config FILE`, `--set KEY=VALUE`, `--plan FILE` and `--steps N`."""
+    add_settings(parser, required=True)
+    add_plan(parser)
     parser.add_argument(
         "--steps", type=positive, default=32, metavar="N", help="steps to train with each (default: %(default)s)"
     )

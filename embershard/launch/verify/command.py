@@ -10,11 +10,10 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from embershard.distributed import Supervision, process_group
-from embershard.launch.arguments import add_plan, add_settings
 from embershard.launch.config import load_config
 from embershard.launch.ranks.rank_errors import show_errors_of_rank
 from embershard.launch.screen import plain_console, say, silence_libraries
-from embershard.launch.verify.arguments import add_steps
+from embershard.launch.verify.arguments import add_comparison
 from embershard.training.config import RunConfig
 from embershard.training.equivalence import Verdict, compare_with_stock
 
@@ -25,9 +24,7 @@ _SHOWN = 8  # differences
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare as one rank of a group, or alone; return 0 for equal, 1 for different."""
     parser = argparse.ArgumentParser(prog="python -m embershard.launch.verify.command", description=__doc__)
-    add_settings(parser, required=True)
-    add_plan(parser)
-    add_steps(parser)
+    add_comparison(parser)
     parser.add_argument("--mark-difference", type=Path, help=argparse.SUPPRESS)  # for the launcher; the exit code is 0
     arguments = parser.parse_args(argv)
     silence_libraries()

@@ -6,11 +6,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from embershard.launch.arguments import add_plan, add_settings, make_parser, positive, set_words
+from embershard.launch.arguments import make_parser, positive, set_words
 from embershard.launch.config import load_config
 from embershard.launch.ranks import launcher
 from embershard.launch.ranks.number import default_ranks, planned_ranks
-from embershard.launch.verify.arguments import add_steps
+from embershard.launch.verify.arguments import add_comparison
 from embershard.training.config import RunConfig
 
 _HELP = """Train the first steps of a run twice, with the cache and with stock TorchRec, and compare every bit of
@@ -27,9 +27,7 @@ Exit codes: 0 equal; 1 different; 2 wrong usage, settings or data. On several ma
 def main(argv: Sequence[str]) -> int:
     """Run `embershard verify`; return the exit code."""
     parser = make_parser("verify", _HELP)
-    add_settings(parser, required=True)
-    add_plan(parser)
-    add_steps(parser)
+    add_comparison(parser)
     parser.add_argument("--nproc", type=positive, metavar="N", help="number of ranks (default: as embershard train)")
     arguments = parser.parse_args(argv)
     config = load_config(RunConfig, arguments.config, arguments.overrides)
