@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,11 @@ class RunFolder:
         return flat(read_toml(self.path / RUN_CONFIG))
 
     def reports(self, kind: str) -> list[dict[str, Any]]:
-        """Return the reports of a kind from metrics.jsonl, in their order; damaged lines are left out."""
+        """Return the reports of a kind from metrics.jsonl, read once, in their order, without damaged lines."""
+        return [report for report in self._reports if report["kind"] == kind]
+
+    @cached_property
+    def _reports(self) -> list[dict[str, Any]]:
         try:
             lines = (self.path / METRICS).read_bytes().splitlines()
         except OSError:
@@ -107,7 +112,7 @@ class RunFolder:
         for line in lines:
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 report = json.loads(line)
-                if report["kind"] == kind and isinstance(report["step"], int):
+                if isinstance(report["kind"], str) and isinstance(report["step"], int):
                     found.append(report)
         return found
 
