@@ -90,7 +90,8 @@ def build_sharded_model(
         ShardingError: no plan fits, or the given one is for another model.
     """
     torch.manual_seed(config.train.seed)
-    model = build_model(config.model, schema, ranks.device)
+    dense_dtype = torch.float64 if config.train.precision == "fp64" else torch.float32
+    model = build_model(config.model, schema, ranks.device, dense_dtype)
     config.embedding_optimizer.apply(model.model.sparse_arch, ranks.device)
     sharder = _sharder(config, plan, profile, ranks.device, hot)
     sharders = [sharder]
