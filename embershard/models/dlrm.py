@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -50,20 +50,17 @@ def table_name(feature: str) -> str:
     return f"t_{feature}"
 
 
-def build_model(
-    config: ModelConfig, schema: SchemaLike, device: torch.device, dense_dtype: torch.dtype = torch.float32
-) -> DLRMTrain:
+def build_model(config: ModelConfig, schema: SchemaLike, device: torch.device) -> DLRMTrain:
     """Build a model with its tables on the meta device (sharding gives them memory and values).
 
     Args:
         config: sizes and architecture.
         schema: dense and sparse features, with the number of rows of each table.
         device: of the dense layers.
-        dense_dtype: float32 or float64, of the dense layers' weights and arithmetic. Both start from the same weights.
 
     Returns:
         A module from a batch with `dense_features` [B, num_dense], `sparse_features` and `labels` [B] to
-        `(loss [], (loss [], logits [B], labels [B]))`; loss and logits are of `dense_dtype`.
+        `(loss [], (loss [], logits [B], labels [B]))`.
 
     Raises:
         ConfigError: the schema has no dense or no sparse feature, a name twice, or a table without rows.
@@ -78,19 +75,12 @@ def build_model(
     layers = (list(config.dense_arch_layer_sizes), list(config.over_arch_layer_sizes))
     with device:
         if config.arch == "deepfm":
-            model: Any = _deepfm(config, collection, len(schema.dense))
-        elif config.arch == "dlrm":
-            model = DLRM(collection, len(schema.dense), *layers, dense_device=device)
-        else:
-            num_layers = config.dcn_num_layers or DCN_NUM_LAYERS
-            rank = config.dcn_low_rank_dim or DCN_LOW_RANK_DIM
-            model = DLRM_DCN(collection, len(schema.dense), *layers, num_layers, rank, dense_device=device)
-    if dense_dtype != torch.float32:
-        for part in (model.dense_arch, model.inter_arch, model.over_arch):
-            part.to(dense_dtype)
-        # The first layers take float32; behind them, torch widens what meets a wider number.
-        model.dense_arch.register_forward_pre_hook(lambda _, inputs: tuple(each.to(dense_dtype) for each in inputs))
-    return DLRMTrain(model)
+            return DLRMTrain(_deepfm(config, collection, len(schema.dense)))
+        if config.arch == "dlrm":
+            return DLRMTrain(DLRM(collection, len(schema.dense), *layers, dense_device=device))
+        num_layers = config.dcn_num_layers or DCN_NUM_LAYERS
+        rank = config.dcn_low_rank_dim or DCN_LOW_RANK_DIM
+        return DLRMTrain(DLRM_DCN(collection, len(schema.dense), *layers, num_layers, rank, dense_device=device))
 
 
 def _deepfm(config: ModelConfig, collection: EmbeddingBagCollection, num_dense: int) -> SimpleDeepFMNN:

@@ -55,7 +55,7 @@ class TrainConfig:
 
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"
     """Number format of the dense layers' arithmetic: "bf16" is automatic mixed precision. With "fp64" losses do not
-    depend on the number of ranks, up to the last digits (docs/training.md); slower, and twice the memory."""
+    depend on the number of ranks, up to the last digits (docs/training.md); it is slower, and takes more memory."""
 
     on_non_finite: Literal["stop", "skip"] = "stop"
     """Reaction of all ranks to a loss that is NaN or infinite on one of them. `stop`: the run ends, and no checkpoint

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.errors import ConfigError
 from embershard.models import ModelConfig, build_model
-from embershard.models.config import Arch
 
 
 @dataclass(frozen=True)
@@ -105,26 +103,6 @@ def test_deepfm_gives_the_logits_of_torchrecs():
     logits = built(dense, features)
     assert torch.equal(logits.sigmoid(), stock(dense, features))
     assert not torch.equal(logits, stock(dense, features))
-
-
-@pytest.mark.parametrize("arch", get_args(Arch))
-def test_dense_layers_in_float64_start_from_the_same_weights_and_give_closer_logits(arch) -> None:
-    """float32 logits are within rounding of them, and not equal."""
-    logits, weights = [], []
-    for dtype in (torch.float32, torch.float64):
-        torch.manual_seed(0)
-        model = build_model(ModelConfig(arch=arch, over_arch_layer_sizes=(6, 1)), SchemaStub(), CPU, dtype).model
-        collection = model.sparse_arch.embedding_bag_collection.to_empty(device=CPU)
-        for table in collection.parameters():
-            torch.nn.init.normal_(table)
-        features = KeyedJaggedTensor(["a", "b"], torch.arange(8), lengths=torch.ones(8, dtype=torch.int64))
-        logits.append(model(torch.arange(12.0).reshape(4, 3), features))
-        weights.append([p.float() for p in model.parameters()])
-        assert {p.dtype for p in collection.parameters()} == {torch.float32}
-    assert [each.dtype for each in logits] == [torch.float32, torch.float64]
-    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
-    assert torch.allclose(logits[0].double(), logits[1], atol=1e-5)
-    assert not torch.equal(logits[0], logits[1].float())
 
 
 def test_same_seed_gives_the_same_dense_layers():
