@@ -8,9 +8,11 @@ SHELL := /bin/bash
 VENV ?= $(or $(EMBERSHARD_VENV),.venv)
 ifdef PYTHON
   SETUP :=
+  SETUP_TESTS :=
 else
   override PYTHON := $(VENV)/bin/python
   SETUP := setup
+  SETUP_TESTS := setup-tests
 endif
 
 CONFIG ?= examples/quickstart.toml
@@ -18,31 +20,34 @@ NPROC ?=
 ARGS ?=
 CODE := embershard tests scripts benchmarks examples
 
-.PHONY: help setup train test test-fast check format bench doctor clean clean-venv
+.PHONY: help setup setup-tests train test test-fast check format bench doctor clean clean-venv
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
-setup: ## make .venv, or repair it; a second run is immediate
+setup: ## make .venv with what training needs, or repair it; a second run is immediate
 	@EMBERSHARD_VENV="$(VENV)" $(or $(EMBERSHARD_PYTHON),python3) scripts/setup_env.py
+
+setup-tests: ## the same, and what tests and checks need
+	@EMBERSHARD_VENV="$(VENV)" $(or $(EMBERSHARD_PYTHON),python3) scripts/setup_env.py --tests
 
 train: $(SETUP) ## train a small DLRM; a rank per GPU, or 2 on the CPU (CONFIG=..., NPROC=..., ARGS="--set key=value")
 	@$(PYTHON) -m embershard.launch.cli train --config $(CONFIG) $(if $(NPROC),--nproc $(NPROC)) $(ARGS)
 
-test: $(SETUP) ## the whole test suite (ARGS="-k cache" for a part)
+test: $(SETUP_TESTS) ## the whole test suite (ARGS="-k cache" for a part)
 	@$(PYTHON) -m pytest -q -n 2 $(ARGS)
 	@$(if $(ARGS),,$(PYTHON) -m tests.gpu)
 
-test-fast: $(SETUP) ## unit tests without the slow ones: under a minute (ARGS="-k cache" for a part)
+test-fast: $(SETUP_TESTS) ## unit tests without the slow ones: under a minute (ARGS="-k cache" for a part)
 	@$(PYTHON) -m pytest -q -n 2 tests/unit -m "not slow" $(ARGS)
 
-check: $(SETUP) ## lint, format, types and the import contract
+check: $(SETUP_TESTS) ## lint, format, types and the import contract
 	$(PYTHON) -m ruff check $(CODE)
 	$(PYTHON) -m ruff format --check $(CODE)
 	$(PYTHON) -m mypy
 	$(PYTHON) -c "from importlinter.cli import lint_imports_command as main; main()"
 
-format: $(SETUP) ## format the code, and fix what ruff can fix
+format: $(SETUP_TESTS) ## format the code, and fix what ruff can fix
 	$(PYTHON) -m ruff check --fix-only $(CODE)
 	$(PYTHON) -m ruff format $(CODE)
 

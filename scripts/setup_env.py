@@ -1,4 +1,4 @@
-"""Makes or repairs `.venv` with everything in it: `python3 scripts/setup_env.py [--force]`.
+"""Makes or repairs `.venv`: `python3 scripts/setup_env.py [--tests] [--force]`.
 
 Standard library only, because it runs before anything is installed. Versions that belong together are pinned in
 requirements.txt and in `setup_rules.PINS`. pip's own configuration decides where packages come from.
@@ -7,6 +7,8 @@ FBGEMM needs care. It comes as two distributions, `fbgemm-gpu` (CUDA) and `fbgem
 `fbgemm_gpu`: the second one installed overwrites the first, and uninstalling one breaks the other. torchrec requires
 `fbgemm-gpu` without a version, so a plain `pip install torchrec` puts the newest CUDA build over a CPU build. This
 script installs torchrec with `--no-deps`, and leaves exactly one FBGEMM: the one that this machine can load.
+
+Training needs requirements.txt. Tests and checks need requirements-dev.txt, too: `--tests` adds it.
 
 A stamp in the venv makes the second run immediate. It is void when a requirement file, these scripts, the GPU driver,
 or the torch, torchrec or FBGEMM files in the venv have changed.
@@ -50,9 +52,10 @@ from setup_rules import (
 )
 
 ROOT = Path(__file__).resolve().parent.parent
+TRAINING, TESTS = "requirements.txt", "requirements-dev.txt"
 INPUTS = (
-    "requirements.txt",
-    "requirements-dev.txt",
+    TRAINING,
+    TESTS,
     "setup.cfg",
     "pyproject.toml",
     "scripts/setup_env.py",
@@ -172,13 +175,13 @@ def inspect(venv: Path) -> dict[str, object]:
     return found
 
 
-def install(venv: Path, driver: bool) -> None:
-    """Install what the requirement files say; a package that is right already stays."""
+def install(venv: Path, driver: bool, files: Sequence[str]) -> None:
+    """Install what the requirement `files` say; a package that is right already stays."""
     pip = Pip(venv)
     if subprocess.run([str(venv_python(venv)), "-m", "pip", "--version"], capture_output=True).returncode:
         say("this environment has no pip; installing the one that comes with Python")
         subprocess.run([str(venv_python(venv)), "-m", "ensurepip"], capture_output=True)
-    torch_pin = torch_requirement((ROOT / "requirements.txt").read_text())
+    torch_pin = torch_requirement((ROOT / TRAINING).read_text())
     pip(f"install {torch_pin} (up to 3 GB with CUDA)", "install", torch_pin)
     found = inspect(venv)
     if found["error"]:
@@ -186,7 +189,6 @@ def install(venv: Path, driver: bool) -> None:
         found = inspect(venv)
     if found["error"]:
         raise SetupError(f"torch does not import: {found['error']}")
-    files = ("requirements.txt", "requirements-dev.txt")
     pip(f"install {' and '.join(files)}", "install", *(word for file in files for word in ("-r", file)))
 
     site_packages = site_packages_of(venv)
@@ -227,6 +229,7 @@ def say(text: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Set the venv up. Return 0, or 1 after printing the error."""
     parser = argparse.ArgumentParser(description="Make or repair embershard's virtual environment.")
+    parser.add_argument("--tests", action="store_true", help=f"install what tests and checks need, too: {TESTS}")
     parser.add_argument("--force", action="store_true", help="run all steps, even if the stamp is valid")
     arguments = parser.parse_args(argv)
     venv = Path(os.environ.get("EMBERSHARD_VENV") or ROOT / ".venv").absolute()
@@ -234,15 +237,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     want = digest({name: (ROOT / name).read_bytes() for name in INPUTS}, driver)
     try:
         with locked(venv.parent):
-            if not arguments.force and stamp_is_valid(venv, want):
+            if not arguments.force and stamp_is_valid(venv, want, tests=arguments.tests):
                 say(f"{venv} is up to date")
                 return 0
             start = time.monotonic()
             ensure_venv(venv, os.environ)
             (venv / STAMP).unlink(missing_ok=True)
-            install(venv, driver)
+            install(venv, driver, (TRAINING, TESTS) if arguments.tests else (TRAINING,))
             say(prove(venv))
-            (venv / STAMP).write_text(json.dumps({"digest": want, "snapshot": snapshot(venv)}, indent=1))
+            stamp = {"digest": want, "snapshot": snapshot(venv), "tests": arguments.tests}
+            (venv / STAMP).write_text(json.dumps(stamp, indent=1))
             say(f"done in {time.monotonic() - start:.0f} s")
     except SetupError as error:
         print(f"[setup] FAILED: {error}", file=sys.stderr)

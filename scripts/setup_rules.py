@@ -166,12 +166,16 @@ def snapshot(venv: Path) -> dict[str, str]:
     }
 
 
-def stamp_is_valid(venv: Path, want: str) -> bool:
-    """Return whether a set-up with the same inputs was completed here, and nothing has broken it since."""
+def stamp_is_valid(venv: Path, want: str, *, tests: bool) -> bool:
+    """Return whether a set-up with the same inputs was completed here, and nothing has broken it since.
+
+    Args:
+        tests: what tests need must be in it, too.
+    """
     try:
         stamp = json.loads((venv / STAMP).read_text())
-        runs = (venv / "bin" / "python").exists()
-        return bool(runs and stamp["digest"] == want and stamp["snapshot"] == snapshot(venv))
+        is_enough = (venv / "bin" / "python").exists() and (stamp["tests"] or not tests)
+        return bool(is_enough and stamp["digest"] == want and stamp["snapshot"] == snapshot(venv))
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

@@ -149,38 +149,45 @@ def test_torchrec_is_installed_without_what_it_pulls_in():
     assert rules.plan_torchrec({"torchrec": "1.8.0"}, ["torchrec"])
 
 
-def finished(site: FakeSite, want: str) -> Path:
+def finished(site: FakeSite, want: str, *, tests: bool = True) -> Path:
     venv = site.folder.parents[2]
     site.install(CPU, PIN)
     site.install("torchrec", rules.PINS["torchrec"])
-    stamp = {"digest": want, "snapshot": rules.snapshot(venv)}
+    stamp = {"digest": want, "snapshot": rules.snapshot(venv), "tests": tests}
     (venv / rules.STAMP).write_text(json.dumps(stamp))
     return venv
 
 
 def test_the_stamp_holds_until_something_changes(site: FakeSite):
     venv = finished(site, "a")
-    assert rules.stamp_is_valid(venv, "a")
-    assert not rules.stamp_is_valid(venv, "b"), "a requirement file changed"
+    assert rules.stamp_is_valid(venv, "a", tests=True)
+    assert not rules.stamp_is_valid(venv, "b", tests=True), "a requirement file changed"
 
 
 @pytest.mark.parametrize("accident", [trap, trap_then_uninstall, same_version_trap, lost_file])
 def test_the_stamp_does_not_hide_a_later_accident(site: FakeSite, accident: Callable[[FakeSite], None]):
     venv = finished(site, "a")
     accident(site)
-    assert not rules.stamp_is_valid(venv, "a")
+    assert not rules.stamp_is_valid(venv, "a", tests=True)
 
 
 def test_the_stamp_is_void_when_the_interpreter_is_gone(site: FakeSite):
     venv = finished(site, "a")
     (venv / "bin" / "python").unlink()
-    assert not rules.stamp_is_valid(venv, "a")
+    assert not rules.stamp_is_valid(venv, "a", tests=True)
 
 
 def test_a_torn_stamp_is_no_stamp(site: FakeSite):
     venv = finished(site, "a")
     (venv / rules.STAMP).write_text('{"digest": "a"')
-    assert not rules.stamp_is_valid(venv, "a")
+    assert not rules.stamp_is_valid(venv, "a", tests=True)
+
+
+def test_what_training_needs_is_not_enough_for_tests(site: FakeSite):
+    venv = finished(site, "a", tests=False)
+    assert rules.stamp_is_valid(venv, "a", tests=False)
+    assert not rules.stamp_is_valid(venv, "a", tests=True)
+    assert rules.stamp_is_valid(finished(site, "a"), "a", tests=False)
 
 
 def test_the_digest_sees_files_and_the_driver():
