@@ -15,7 +15,7 @@ from embershard.errors import ConfigError, SetupError
 from embershard.launch.plan import calibrate
 from embershard.launch.plan.calibrate import REFERENCE, reference_setting, run_calibration, summarize
 from embershard.launch.plan.reference_steps import Segment, Segments, measure
-from embershard.planning.cost.rates import Rates, StepWork, step_time
+from embershard.planning.cost.rates import Rates, StepWork, step_parts
 from embershard.planning.cost.topology import load_topology
 from embershard.training.config import RunConfig
 
@@ -66,7 +66,7 @@ def told(monkeypatch) -> list[tuple[int, Segments]]:
     def fake(num_ranks: int, segments: Segments) -> list[Segment]:
         asked.append((num_ranks, segments))
         works = [StepWork(dense_flops=(i + 1) * 1e9, planned_ids=i**2 * 1e4) for i in range(len(segments.settings))]
-        seconds = [step_time(work, RATES, "cpu").seconds * num_ranks for work in works]
+        seconds = [sum(step_parts(work, RATES).values()) * num_ranks for work in works]
         return [Segment(*each, 0.0) for each in zip(segments.settings, seconds, works, strict=True)]
 
     monkeypatch.setattr(calibrate, "measure", fake)
@@ -106,6 +106,12 @@ def test_tables_without_a_cache_are_not_run_where_one_would_be_empty(told) -> No
     run_calibration([2, 4], console=Console(file=io.StringIO()))
     (_, two), (_, four) = told
     assert set(two.settings) - set(four.settings) == {"no cache", "no cache, dim 128"}
+
+
+def test_distinct_rows_are_not_exchanged_by_one_rank(told) -> None:
+    run_calibration([1, 2], console=Console(file=io.StringIO()))
+    (_, one), (_, two) = told
+    assert set(two.settings) - set(one.settings) == {"distinct rows", "distinct rows, many ids"}
 
 
 @pytest.mark.parametrize("ranks", [[], [0], [2, -1]])
