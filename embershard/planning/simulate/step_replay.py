@@ -19,13 +19,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from embershard.planning.cost.rates import PARTS, TERMS, Rates, StepWork
-from embershard.sharding.plan import Plan
+
+if TYPE_CHECKING:
+    from embershard.sharding.plan import Plan
 
 Floats = NDArray[np.float64]
 
@@ -65,7 +67,8 @@ _BEFORE_LOOKUP = (("all_to_all", "ids"), ("planning", "plan"), ("write_backs", "
 #: DistributedDataParallel adds up gradients in buckets of 25 MiB while the backward goes on.
 _BUCKET_BYTES = 25 * 2**20
 _MOST_BUCKETS = 16
-_SETTLING_STEPS = 8
+#: What ran ahead at first is used up by then: the time of a step is off by a part in 32 at most.
+_SETTLING_STEPS = 32
 _STEPS, _JITTERED_STEPS = 4, 40
 _MOST_LOOKAHEAD = 8  # a longer one absorbs no more jitter than this
 
@@ -143,7 +146,8 @@ def replay_steps(
     [0.004, 0.003]
     """
     stages = _stage_parts(works, rates)
-    num_steps = _SETTLING_STEPS + (_JITTERED_STEPS if jitter else _STEPS)
+    settling = _SETTLING_STEPS if pipeline.device == "cuda" else 0
+    num_steps = settling + (_JITTERED_STEPS if jitter else _STEPS)
     noise = np.random.default_rng(seed).standard_normal((num_steps, len(works)))
     factors = np.exp(jitter * noise - jitter**2 / 2)
     if pipeline.device == "cpu":
