@@ -36,7 +36,7 @@ from embershard.planning.cost.topology import Topology, load_topology
 from embershard.planning.make_plan import make_plan
 from embershard.planning.request import Budget, PlanRequest
 from embershard.planning.simulate.replay import ReplaySettings
-from embershard.planning.simulate_scaling import simulate_plan
+from embershard.planning.simulate_scaling import simulate_plan, simulate_run
 from embershard.planning.workload import RunShape, Workload
 from embershard.sharding.plan import Plan
 from embershard.sharding.sizes import ModelSize, TableSize
@@ -189,25 +189,19 @@ def _public(name: str, machine_name: str, batch_size: int, published: float) -> 
     )
     ahead = ReplaySettings(lookahead=1, prefetch=1)
     shape = RunShape(topology.world_size, topology.ranks_per_node, batch_size, "cuda", ahead)
-    plan = make_plan(
-        PlanRequest(
-            Workload(size, assumed_statistics(tables, NUM_SAMPLES), shape),
-            topology.rates_for(),
-            Budget(device_bytes=topology.device_memory_bytes, host_bytes=topology.host_memory_bytes),
-            settings={"look_ahead.lookahead": 1, "look_ahead.prefetch": 1},
-        )
-    )
-    found = simulate_plan(plan, topology)
-    simulated = shape.global_batch_size / found.step_seconds
+    workload = Workload(size, assumed_statistics(tables, NUM_SAMPLES), shape)
+    limits = Budget(device_bytes=topology.device_memory_bytes, host_bytes=topology.host_memory_bytes)
+    found = simulate_run(PlanRequest(workload, topology.rates_for(), limits), topology)
+    assert found.parts is not None, found.problem
     return {
         "model": name,
         "machine": machine_name,
         "global_batch_size": shape.global_batch_size,
         "published_samples_per_second": round(published),
-        "simulated_samples_per_second": round(simulated),
-        "error": round(simulated / published - 1, 3),
-        "cached_tables": sum(table.kernel == "cached" for table in plan.tables),
-        "parts_ms": {part: round(seconds * 1e3, 2) for part, seconds in found.mean_parts.items() if seconds > 5e-6},
+        "simulated_samples_per_second": round(found.samples_per_second),
+        "error": round(found.samples_per_second / published - 1, 3),
+        "limited_by": found.limit,
+        "parts_ms": {part: round(seconds * 1e3, 2) for part, seconds in found.parts.items() if seconds > 5e-6},
     }
 
 

@@ -83,13 +83,15 @@ def simulate_scaling(
     for num_ranks in ranks:
         if progress is not None:
             progress(num_ranks)
-        found.append(_simulate(num_ranks, *make_request(num_ranks)))
+        found.append(simulate_run(*make_request(num_ranks)))
     return found
 
 
-def _simulate(num_ranks: int, request: PlanRequest, topology: Topology) -> SimulatedRun:
-    shape, is_searched = request.workload.shape, num_ranks <= MOST_SEARCHED_RANKS
-    samples = shape.global_batch_size
+def simulate_run(request: PlanRequest, topology: Topology) -> SimulatedRun:
+    """Plan and simulate training as requested, on a machine of so many ranks."""
+    shape = request.workload.shape
+    num_ranks, samples = shape.world_size, shape.global_batch_size
+    is_searched = num_ranks <= MOST_SEARCHED_RANKS
     try:
         candidate = best_candidate(request) if is_searched else plain_candidate(request)
     except ShardingError as error:
