@@ -66,7 +66,8 @@ CASES: dict[str, dict[str, Any]] = {
         "train.batch_size": 640,
     },
     "dim 48, batch 896, by rows": {
-        "model.embedding_dim": 48, "model.dense_arch_layer_sizes": [64, 48], "train.batch_size": 896, "cache.ratio": 0.3,
+        "model.embedding_dim": 48, "model.dense_arch_layer_sizes": [64, 48], "train.batch_size": 896,
+        "cache.ratio": 0.3,
     },
     "dim 32, batch 512, bags of 3, distinct rows": {
         **_BAGS, "model.embedding_dim": 32, "model.dense_arch_layer_sizes": [64, 32], "train.batch_size": 512,
@@ -86,9 +87,9 @@ PUBLIC = (
     ("mlperf_dcnv2", "h100x8x16", 1_056, 70.8e6),
 )
 SOURCES = {
-    "dlrm": "https://github.com/facebookresearch/dlrm torchrec_dlrm/README.MD, 'Preliminary Training Results' (TorchRec)",
-    "mlperf_dcnv2": "MLPerf Training v3.1, NVIDIA DGX H100, HugeCTR, mixed precision; samples per rank from the names of "
-    "the configurations 1x8x6912 and 16x8x1056 in mlcommons/training_results_v3.1",
+    "dlrm": "https://github.com/facebookresearch/dlrm torchrec_dlrm/README.MD, Preliminary Training Results (TorchRec)",
+    "mlperf_dcnv2": "MLPerf Training v3.1, NVIDIA DGX H100, HugeCTR, mixed precision; samples per rank from the names "
+    "of the configurations, 1x8x6912 and 16x8x1056, in NVIDIA's DLRM-DCNv2 submission",
 }
 #: Rows of the tables in the dlrm README's runs.
 DLRM_ROWS = (
@@ -151,9 +152,8 @@ def _profile(data: str, work: Path) -> FrequencyProfile:
         return FrequencyProfile.load(file)
     config = work / f"{data}.toml"
     bags = "bag_sizes = [3]" if data == "bags" else ""
-    config.write_text(
-        f'[data]\nkind = "synthetic"\neval_fraction = 0.0\n[data.synthetic]\nnum_samples = 2_000_000\nscale = 0.02\n{bags}\n'
-    )
+    generated = f"[data.synthetic]\nnum_samples = 2_000_000\nscale = 0.02\n{bags}\n"
+    config.write_text(f'[data]\nkind = "synthetic"\neval_fraction = 0.0\n{generated}')
     return profiled(config, work, file.name, ["--sample", "0.15"])
 
 

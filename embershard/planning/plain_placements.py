@@ -38,7 +38,7 @@ def plain_candidate(request: PlanRequest) -> Candidate:
     if not fitting:
         shape = request.workload.shape
         raise ShardingError(
-            f"no plain placement of {len(request.allowed)} tables on {shape.world_size} ranks fits. Give each rank more "
+            f"no plain placement of {len(request.allowed)} tables on {shape.world_size} ranks fits. Give them more "
             "memory (--device-memory, --host-memory), or simulate other numbers of ranks."
         )
     return min(fitting, key=lambda candidate: candidate.step_seconds)

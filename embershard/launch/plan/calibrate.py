@@ -66,9 +66,7 @@ REFERENCE: Mapping[str, Mapping[str, Any]] = {
     "slow input": {"data.synthetic.num_dense": 200, "data.synthetic.drift": 0.5},
 }
 #: Sharding type of all tables; else they are table-wise. More types in one plan mean more exchanges.
-SHARDING: Mapping[str, str] = {
-    name: "row_wise" for name in ("by rows", "by rows, dim 64", "distinct rows, many ids")
-}
+SHARDING: Mapping[str, str] = dict.fromkeys(("by rows", "by rows, dim 64", "distinct rows, many ids"), "row_wise")
 #: TorchRec's own tables fail on a rank where a group of them has no row; the smallest reference table has 3 rows.
 _MOST_STOCK_RANKS = 3
 _QUICK = ("base", "wide layers, small batch", "many ids")

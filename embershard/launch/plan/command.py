@@ -250,7 +250,7 @@ def _parser() -> argparse.ArgumentParser:
     add_settings(parser, required=False)
     parser.add_argument("--profile", type=Path, metavar="FILE", help="the data's frequencies, of embershard profile")
     parser.add_argument(
-        "--ranks", type=_ranks, metavar="N[,N...]", help="ranks; several: compare them; 1..64: each twice the one before"
+        "--ranks", type=_ranks, metavar="N[,N...]", help="ranks; several: compare them; 1..64 doubles from 1 to 64"
     )
     parser.add_argument("--ratios", type=_numbers(float), metavar="R[,R...]", help="shares of the rows on the device")
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="(default: the topology's)")
@@ -268,7 +268,7 @@ def _parser() -> argparse.ArgumentParser:
         help="replicate tables of up to N rows; without a cache, the dense optimizer must do what the tables' does",
     )
     parser.add_argument(
-        "--simulate", action="store_true", help="estimate how training scales: replay steps of all ranks, event by event"
+        "--simulate", action="store_true", help="estimate how training scales: replay the steps of all ranks"
     )
     parser.add_argument("--explain", action="append", metavar="TABLE", help="why that table is where it is")
     parser.add_argument("--top", type=int, default=12, metavar="N", help="tables to show, the largest first")

@@ -122,7 +122,7 @@ class _Timed:
             features = batch.sparse_features
             self._lookups.update(dict(zip(features.keys(), features.length_per_key(), strict=True)))
             if self._counts_distinct:
-                self._distinct.update({key: features[key].values().unique().numel() for key in features.keys()})
+                self._distinct.update({key: features[key].values().unique().numel() for key in list(features.keys())})
         return seconds
 
     def _counts(self) -> dict[str, int]:

@@ -64,5 +64,5 @@ def _notes(runs: Sequence[SimulatedRun], topology: Topology) -> list[str]:
         notes.append(
             f"Beyond {MOST_SEARCHED_RANKS} ranks placements are not searched: the best of four plain ones is simulated."
         )
-    notes.append("Hit rates are from the profile's counts, in the long run. docs/planning.md has the simulator's errors.")
+    notes.append("Hit rates are from the profile's counts, in the long run. docs/planning.md has the errors.")
     return [f"Note: {note}" for note in notes if note is not None]

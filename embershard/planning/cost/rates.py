@@ -42,7 +42,7 @@ class StepWork(Numbers):
         activation_bytes: activations and their gradients, written by the dense part.
         update_bytes: parameters that the dense optimizer updates, however few the samples.
         embedding_bytes: rows read and written in device memory, optimizer state included.
-        row_ids: ids of the B samples in tables that exchange distinct rows: the rank finds the distinct ones, and pools.
+        row_ids: ids of the B samples in tables that exchange distinct rows: found distinct, and pooled, by the rank.
         planned_ids, unique_ids: N ids for which the rank's caches find slots, and the distinct ones of them.
         fills, write_backs: rows copied to the device, and back to the host.
         bytes_to_device, bytes_to_host: their payloads.

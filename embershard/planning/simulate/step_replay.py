@@ -199,8 +199,8 @@ def _exchange(parts: Mapping[str, Floats], spent: Mapping[str, Floats]) -> None:
 def _shared(work: Floats, pipeline: Pipeline) -> Floats:
     """Return when each rank is done with its work [R], if all begin at 0.
 
-    Work is in seconds while all ranks of a node are at work. C cores give each of L > C ranks C/L of a core, and a whole
-    one once no more than C of them are left.
+    Work is in seconds while all ranks of a node are at work. C cores give each of L > C ranks C/L of a core, and a
+    whole one once no more than C of them are left.
     """
     local, cores = min(pipeline.ranks_per_node, len(work)), pipeline.cores_per_node
     if cores is None or pipeline.device != "cpu" or local <= cores or len(work) % local:
