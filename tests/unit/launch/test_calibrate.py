@@ -14,7 +14,7 @@ from embershard.distributed import process_group
 from embershard.errors import ConfigError, SetupError
 from embershard.launch.plan import calibrate
 from embershard.launch.plan.calibrate import REFERENCE, reference_setting, run_calibration, summarize
-from embershard.launch.plan.reference_steps import Segment, Segments, measure
+from embershard.launch.plan.reference_steps import Segment, Segments, measure, simple_plan
 from embershard.planning.cost.rates import Rates, StepWork, step_parts
 from embershard.planning.cost.topology import load_topology
 from embershard.training.config import RunConfig
@@ -120,6 +120,13 @@ def test_impossible_numbers_of_ranks_are_refused(ranks) -> None:
         run_calibration(ranks)
 
 
+@pytest.mark.parametrize(("ranks", "exchange"), [(2, "rows"), (1, "pooled")])
+def test_reference_plans_exchange_what_their_setting_says(ranks, exchange) -> None:
+    config = decode(RunConfig, reference_setting(REFERENCE["distinct rows"]))
+    plan = simple_plan(config, calibrate.SHARDING.get("distinct rows", "table_wise"), ranks)
+    assert {table.exchange for table in plan.tables} == {exchange}
+
+
 def test_ranks_that_fail_are_an_error(monkeypatch) -> None:
     monkeypatch.setattr(calibrate, "start_ranks", lambda *_: 1)
     with pytest.raises(SetupError, match="Calibration with 3 ranks failed"):
@@ -127,16 +134,22 @@ def test_ranks_that_fail_are_an_error(monkeypatch) -> None:
 
 
 @pytest.mark.slow
-def test_work_is_counted_in_steps_that_ran() -> None:
+def test_work_is_counted_in_steps_that_ran(tmp_path) -> None:
     small = {"data.synthetic.scale": 1e-4, "data.synthetic.bag_sizes": [2], "train.batch_size": 32}
     at_once = {"look_ahead.lookahead": 0, "cache.policy": "lfu", "cache.ratio": 0.5}  # each step plans its own batch
     settings = {
         "cached": reference_setting({**small, **at_once}),
         "stock": reference_setting({**small, "cache": {"enabled": False}}),
+        "planned": reference_setting({**small, **at_once}),
     }
+    all_rows = decode(RunConfig, reference_setting({**small, **at_once, "cache.ratio": 1.0}))
+    simple_plan(all_rows, "table_wise", 1).save(tmp_path / "plan.json")
+    plans = {"planned": str(tmp_path / "plan.json")}
     with process_group("cpu") as ranks:
-        found = measure(Segments(settings, num_quiet=1, skip=1, steps=3, seconds=0), ranks)
-    cached, stock = (next(each for each in found if each.setting == name) for name in settings)
+        found = measure(Segments(settings, num_quiet=1, skip=1, steps=3, seconds=0, plans=plans), ranks)
+    cached, stock, planned = (next(each for each in found if each.setting == name) for name in settings)
+    assert planned.work.planned_ids == cached.work.planned_ids
+    assert planned.work.fills < cached.work.fills  # the plan keeps all rows
     assert min(cached.step_seconds, stock.step_seconds) > 0
     ids = 26 * 2 * 32
     assert (cached.work.planned_ids, stock.work.planned_ids) == (ids, 0)
