@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from embershard.cache.pinned_tables import pinned_tables
 from embershard.cache.report import CacheReport
 from embershard.planning.cost import work
-from embershard.planning.cost.rates import Rates, StepWork, step_time
+from embershard.planning.cost.rates import Rates, StepWork, step_parts
 from embershard.planning.simulate.pool_report import RowRange, ShardReport
 from embershard.planning.simulate.replay import replay_pool
 from embershard.planning.simulate.steady_state import steady_state
+from embershard.planning.simulate.step_replay import StepReplay, replay_steps
 from embershard.planning.workload import COMPLETE, Workload, by_pool, by_rank
 from embershard.sharding import memory_model
 from embershard.sharding.plan import PoolPlacement, Prediction, RankPrediction, TablePlacement, TablePrediction
@@ -135,6 +136,12 @@ def rank_work(workload: Workload, shards: Sequence[PlacedShard], reports: Sequen
     return StepWork.total([dense, *(shard_work(workload, *pair) for pair in zip(shards, reports, strict=True))])
 
 
+def _row_ids(workload: Workload, shards: Sequence[PlacedShard]) -> float:
+    """Return the ids of a rank's samples in the tables that exchange distinct rows, wherever those tables are."""
+    tables = {shard.table.table for shard in shards if shard.exchange == "rows"}
+    return sum(workload.lookups_per_sample[table] for table in tables) * workload.shape.batch_size
+
+
 @dataclass(frozen=True)
 class _Simulated:
     """A shard, what happens to its rows, and the device bytes that they take."""
@@ -167,24 +174,30 @@ def predict(
     shards = place_shards(workload.model, tables, shape)
     steps = 0 if from_counts else workload.steps_to_replay(len(pools))
     simulated, pool_bytes = _simulate(workload, shards, pools, steps, progress)
-    rank_predictions: list[RankPrediction] = []
+    of_ranks = by_rank(shards, shape.world_size)
+    own_ids = _row_ids(workload, shards)
+    works = [
+        replace(rank_work(workload, here, [simulated[id(shard)].report for shard in here]), row_ids=own_ids)
+        for here in of_ranks
+    ]
+    replayed = replay_steps(works, rates, shape.pipeline)
     table_predictions: list[TablePrediction] = []
-    for rank, here in enumerate(by_rank(shards, shape.world_size)):
+    for here in of_ranks:
         of_table: dict[str, list[_Simulated]] = {}
         for shard in here:
             of_table.setdefault(shard.table.table, []).append(simulated[id(shard)])
-        its_work = rank_work(workload, here, [simulated[id(shard)].report for shard in here])
-        rank_predictions.append(_rank(workload, rank, here, pool_bytes[rank], its_work, rates))
         table_predictions += [_table(workload, parts) for parts in of_table.values()]
-    slowest = max(rank_predictions, key=lambda each: each.step_seconds)
     return Prediction(
         method="replay" if steps else "counts",
         num_steps=shape.num_steps or steps,
-        step_seconds=slowest.step_seconds,
-        samples_per_second=shape.global_batch_size / slowest.step_seconds if slowest.step_seconds else 0.0,
-        bottleneck=slowest.bottleneck,
+        step_seconds=replayed.step_seconds,
+        samples_per_second=shape.global_batch_size / replayed.step_seconds if replayed.step_seconds else 0.0,
+        bottleneck=replayed.bottleneck(replayed.slowest),
         tables=tuple(table_predictions),
-        ranks=tuple(rank_predictions),
+        ranks=tuple(
+            _rank(workload, rank, here, pool_bytes[rank], works[rank], rates, replayed)
+            for rank, here in enumerate(of_ranks)
+        ),
     )
 
 
@@ -224,16 +237,16 @@ def _rank(
     pool_bytes: Mapping[str, int],
     its_work: StepWork,
     rates: Rates,
+    replayed: StepReplay,
 ) -> RankPrediction:
-    time = step_time(its_work, rates, workload.shape.device)
     return RankPrediction(
         rank=rank,
         device_bytes={**pool_bytes, **memory_model.resident_bytes(shards), **workload.step_bytes(shards)},
         host_bytes=memory_model.host_bytes(shards, workload.shape.memory),
         work=its_work.to_dict(),
-        seconds=dict(time.parts),
-        step_seconds=time.seconds,
-        bottleneck=time.bottleneck,
+        seconds=step_parts(its_work, rates),
+        step_seconds=float(replayed.own_seconds[rank]),
+        bottleneck=replayed.bottleneck(rank),
     )
 
 

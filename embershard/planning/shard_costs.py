@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from embershard.cache.config import LEAST_SLOTS
-from embershard.planning.cost.rates import Rates, step_time
+from embershard.planning.cost.rates import Rates, step_parts
 from embershard.planning.exchange import exchange_of
 from embershard.planning.predict import as_exchanged, counted_reports, shard_work
 from embershard.planning.search import ShardCost
@@ -52,7 +52,7 @@ class ShardCosts:
             memory = memory_model.pool_memory([shard], shape.memory)
             least = min(shard.rows, max(LEAST_SLOTS, math.ceil(1.1 * report.unique_ids)))
             row_bytes = memory.map_bytes + least * memory.slot_bytes  # the maps, and the rows of one batch
-        parts = step_time(shard_work(workload, shard, report), self._rates, shape.device).parts
+        parts = step_parts(shard_work(workload, shard, report), self._rates)
         return ShardCost(
             seconds={
                 "lookup": parts["embedding"],

@@ -16,6 +16,7 @@ from embershard.frequency import DataStatistics, SampledTrace
 from embershard.frequency.curves import distinct_rows
 from embershard.planning.simulate.pool_report import RowRange
 from embershard.planning.simulate.replay import ReplaySettings
+from embershard.planning.simulate.step_replay import Pipeline
 from embershard.sharding import memory_model
 from embershard.sharding.config import ExchangeChoice
 from embershard.sharding.memory_model import MemorySettings
@@ -53,6 +54,7 @@ class RunShape:
         slot_map: kind of the caches' maps; None where each pool's size decides.
         exchange: what travels between ranks; "auto": of each table what takes fewer bytes.
         hot_bytes: memory of each rank for copies of hot rows.
+        cores_per_node: that a CPU's ranks share; None: every rank has its own.
     """
 
     world_size: int
@@ -65,11 +67,18 @@ class RunShape:
     slot_map: MapKind | None = None
     exchange: ExchangeChoice = "pooled"
     hot_bytes: int = 0
+    cores_per_node: int | None = None
 
     @property
     def global_batch_size(self) -> int:
         """Samples of a step, over all ranks."""
         return self.batch_size * self.world_size
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """What decides which parts of a step overlap."""
+        ahead = (self.cache.lookahead, self.cache.prefetch)
+        return Pipeline(self.device, min(self.ranks_per_node, self.world_size), self.cores_per_node, *ahead)
 
     @property
     def memory(self) -> MemorySettings:

@@ -62,8 +62,9 @@ class RankPrediction:
             "input_buffers"; in the mode "hot_cold" also "hot_rows".
         host_bytes: "rows" and "scores".
         work: work of one step, by the fields of `StepWork`.
-        seconds: parts of one step.
-        bottleneck: the largest part of the longest stream.
+        seconds: parts of one step, if nothing ran at the same time.
+        step_seconds: of a step, without waiting for slower ranks.
+        bottleneck: the part that takes the most of `step_seconds`.
     """
 
     rank: int
@@ -92,7 +93,7 @@ class Prediction:
     Attributes:
         method: source of the hit rates: a replay of real lookups, or counts alone.
         num_steps: steps over which the hit rates are means.
-        step_seconds, samples_per_second: of all ranks together, at the pace of the slowest.
+        step_seconds, samples_per_second: of all ranks together, which wait for each other.
         bottleneck: of the slowest rank.
         tables: per table and rank.
     """

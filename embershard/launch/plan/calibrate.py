@@ -41,6 +41,7 @@ _WIDE = {"model.dense_arch_layer_sizes": [512, 256, 16], "model.over_arch_layer_
 _DIM_64 = {"model.embedding_dim": 64, "model.dense_arch_layer_sizes": [64, 64]}
 _DIM_128 = {"model.embedding_dim": 128, "model.dense_arch_layer_sizes": [64, 128]}
 _SMALL_CACHE = {"data.synthetic.scale": 0.1, "cache.ratio": 0.02}
+_ROWS = {"sharding.exchange": "rows"}
 _STOCK = {"cache": {"enabled": False}}
 #: Reference settings. Each has much more of one kind of work than the others, or much less.
 REFERENCE: Mapping[str, Mapping[str, Any]] = {
@@ -60,10 +61,12 @@ REFERENCE: Mapping[str, Mapping[str, Any]] = {
     "cross layers, large batch": {"model.arch": "dlrm_dcn", "train.batch_size": 3072},
     "by rows": {},
     "by rows, dim 64": _DIM_64,
+    "distinct rows": _ROWS,
+    "distinct rows, many ids": {**_ROWS, "data.synthetic.bag_sizes": [8]},
     "slow input": {"data.synthetic.num_dense": 200, "data.synthetic.drift": 0.5},
 }
 #: Sharding type of all tables; else they are table-wise. More types in one plan mean more exchanges.
-SHARDING: Mapping[str, str] = {"by rows": "row_wise", "by rows, dim 64": "row_wise"}
+SHARDING: Mapping[str, str] = dict.fromkeys(("by rows", "by rows, dim 64", "distinct rows, many ids"), "row_wise")
 #: TorchRec's own tables fail on a rank where a group of them has no row; the smallest reference table has 3 rows.
 _MOST_STOCK_RANKS = 3
 _QUICK = ("base", "wide layers, small batch", "many ids")
@@ -126,7 +129,8 @@ def _segments(num_ranks: int, quick: bool) -> Segments:
     if quick:
         settings = {name: reference_setting(REFERENCE[name]) for name in _QUICK}
         return Segments(settings, num_quiet=1, skip=3, steps=4, seconds=0)
-    names = [n for n, changes in REFERENCE.items() if num_ranks <= _MOST_STOCK_RANKS or "cache" not in changes]
+    left_out = {key for key, is_out in (("cache", num_ranks > _MOST_STOCK_RANKS), (*_ROWS, num_ranks == 1)) if is_out}
+    names = [name for name, changes in REFERENCE.items() if not left_out & set(changes)]
     settings = {name: reference_setting(REFERENCE[name]) for name in names}
     return Segments(settings, num_quiet=3, skip=3, steps=8, seconds=60, sharding=SHARDING)
 
@@ -200,6 +204,7 @@ def _topology(name: str, rates: Mapping[int, Rates], busy: float, quick: bool) -
         device="cpu",
         ranks_per_node=max(rates),
         host_memory_bytes=psutil.virtual_memory().total,
+        cores_per_node=psutil.cpu_count(),
         rates=dict(rates),
     )
 

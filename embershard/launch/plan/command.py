@@ -30,6 +30,7 @@ _HELP = """Place tables and size caches; predict memory, hit rates and step time
       --topology h100x8 -o plan.json
   embershard plan --config run.toml --profile profile.npz --ranks 1,2,4,8,16 --topology h200x8 --png scaling.png
   embershard plan --config run.toml --profile profile.npz --explain t_C3
+  embershard plan --config run.toml --profile profile.npz --simulate --ranks 1..4096 --topology h100x8
   embershard plan --calibrate -o machine.toml --ranks 1,2,4
   embershard plan diff a.json b.json
   embershard train --config run.toml --plan plan.json
@@ -73,7 +74,7 @@ class _Setup:
         from embershard.planning.request import PlanRequest
 
         config, arguments = self.config, self.arguments
-        topology = self._shaped(num_ranks)
+        topology = self.shaped(num_ranks)
         device_bytes, host_bytes = arguments.device_memory, arguments.host_memory
         if device_bytes is None:
             device_bytes = topology.device_memory_bytes
@@ -83,7 +84,12 @@ class _Setup:
         most_ranks = None if topology.device == "cpu" else self.topology.ranks_per_node
         return PlanRequest(
             workload=make_workload(
-                config, self.data, num_ranks, ranks_per_node=topology.ranks_per_node, device=topology.device
+                config,
+                self.data,
+                num_ranks,
+                ranks_per_node=topology.ranks_per_node,
+                device=topology.device,
+                cores_per_node=topology.cores_per_node,
             ),
             rates=topology.rates_for(num_ranks),
             budget=budget(config, device_bytes, host_bytes, ratio),
@@ -98,10 +104,12 @@ class _Setup:
             notes=[note for note in notes if note is not None],
         )
 
-    def _shaped(self, num_ranks: int) -> Topology:
+    def shaped(self, num_ranks: int) -> Topology:
+        """Return the machine with so many ranks. A CPU's ranks are all on one node, unless they are simulated."""
         topology, per_node = self.topology, self.arguments.ranks_per_node
         if per_node is None:
-            per_node = num_ranks if topology.device == "cpu" else min(num_ranks, topology.ranks_per_node)
+            on_one_node = topology.device == "cpu" and not self.arguments.simulate
+            per_node = num_ranks if on_one_node else min(num_ranks, topology.ranks_per_node)
         if num_ranks % per_node:
             raise ConfigError(f"--ranks {num_ranks}: needed a multiple of {per_node}, the ranks per node.")
         return topology.shaped(per_node, num_ranks // per_node)
@@ -121,6 +129,8 @@ def _plan(arguments: argparse.Namespace, command: str) -> int:
     if any(ratio > 1 for ratio in arguments.ratios or ()):
         raise ConfigError(f"--ratios {max(arguments.ratios):g}: needed shares of the rows, in (0, 1].")
     console = wide_console()
+    if arguments.simulate:
+        return _simulate(setup, ranks, ratios, console)
     if len(ranks) > 1 or len(ratios) > 1:
         return _what_if(setup, ranks, ratios, console)
     if arguments.png is not None:
@@ -163,6 +173,27 @@ def _what_if(setup: _Setup, ranks: Sequence[int], ratios: Sequence[float | None]
         draw_what_if(outcomes, arguments.png)
         say(console, f"Drawn to {arguments.png}.")
     return 0 if any(outcome.plan is not None for outcome in outcomes) else 2
+
+
+def _simulate(setup: _Setup, ranks: Sequence[int], ratios: Sequence[float | None], console: Console) -> int:
+    from embershard.launch.plan.simulation import show_simulation, write_simulation
+    from embershard.planning.simulate_scaling import simulate_scaling
+
+    arguments = setup.arguments
+    if arguments.png is not None or arguments.explain or len(ratios) > 1:
+        raise ConfigError("--simulate takes -o FILE.json, and neither --png, nor --explain, nor several --ratios.")
+    with console.status("") as status:
+        runs = simulate_scaling(
+            sorted(set(ranks)),
+            lambda num_ranks: (setup.request(num_ranks, ratios[0]), setup.shaped(num_ranks)),
+            lambda num_ranks: status.update(f"{num_ranks} ranks"),
+        )
+    topology = setup.shaped(max(ranks))
+    show_simulation(runs, topology, console)
+    if arguments.output is not None:
+        write_simulation(runs, topology, arguments.output)
+        say(console, f"Written to {arguments.output}.")
+    return 0 if any(not run.problem for run in runs) else 2
 
 
 def _read(arguments: argparse.Namespace, command: str) -> _Setup:
@@ -218,7 +249,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = make_parser("plan", _HELP)
     add_settings(parser, required=False)
     parser.add_argument("--profile", type=Path, metavar="FILE", help="the data's frequencies, of embershard profile")
-    parser.add_argument("--ranks", type=_numbers(int), metavar="N[,N...]", help="ranks; several: compare them")
+    parser.add_argument(
+        "--ranks", type=_ranks, metavar="N[,N...]", help="ranks; several: compare them; 1..64 doubles from 1 to 64"
+    )
     parser.add_argument("--ratios", type=_numbers(float), metavar="R[,R...]", help="shares of the rows on the device")
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="(default: the topology's)")
     parser.add_argument("--device-memory", type=parse_bytes, metavar="SIZE", help="of one rank, a hard limit: 80GB")
@@ -234,10 +267,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="replicate tables of up to N rows; without a cache, the dense optimizer must do what the tables' does",
     )
+    parser.add_argument(
+        "--simulate", action="store_true", help="estimate how training scales: replay the steps of all ranks"
+    )
     parser.add_argument("--explain", action="append", metavar="TABLE", help="why that table is where it is")
     parser.add_argument("--top", type=int, default=12, metavar="N", help="tables to show, the largest first")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the comparison of several --ranks or --ratios")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="where the plan (or the topology) goes")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="where the plan (topology, simulation) goes")
     parser.add_argument("--calibrate", action="store_true", help="measure this machine and write a topology")
     parser.add_argument("--quick", action="store_true", help="with --calibrate: a rough measurement")
     return parser
@@ -254,6 +290,17 @@ def _numbers(kind: Callable[[str], N]) -> Callable[[str], list[N]]:
         return values
 
     return parse
+
+
+def _ranks(text: str) -> list[int]:
+    """Parse numbers of ranks, or a range like `1..64`, whose numbers double."""
+    first, dots, last = text.partition("..")
+    if not dots:
+        return _numbers(int)(text)
+    (low,), (high,) = _numbers(int)(first), _numbers(int)(last)
+    if low > high:
+        raise argparse.ArgumentTypeError(f"got {text!r}; needed FEWEST..MOST, for instance 1..64")
+    return [low * 2**power for power in range((high // low).bit_length())]
 
 
 def _sharding_types(text: str) -> list[str]:

@@ -21,6 +21,7 @@ def make_workload(
     ranks_per_node: int,
     device: Literal["cpu", "cuda"],
     batch_size: int | None = None,
+    cores_per_node: int | None = None,
 ) -> Workload:
     """Return the model, data and run of a config on `world_size` ranks.
 
@@ -44,6 +45,7 @@ def make_workload(
         slot_map=config.cache.slot_map,
         exchange=config.sharding.exchange if config.cache.enabled else "pooled",
         hot_bytes=config.sharding.hot_bytes or 0,
+        cores_per_node=cores_per_node,
     )
     return Workload(model_size(config, {name: table.num_rows for name, table in data.tables.items()}), data, shape)
 

@@ -49,6 +49,7 @@ class Segments:
         skip, steps: uncounted first steps of a segment (other settings ran between), and counted steps.
         seconds: time limit in all, after which no segment is repeated.
         sharding: name -> sharding type of all tables, where it is not "table_wise".
+        plans: name -> file of the plan to obey, in place of `sharding`.
     """
 
     settings: Mapping[str, Mapping[str, Any]]
@@ -57,6 +58,7 @@ class Segments:
     steps: int
     seconds: float
     sharding: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    plans: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -78,24 +80,27 @@ class Segment:
 class _Timed:
     """The trainer of one setting on this rank."""
 
-    def __init__(self, name: str, values: Mapping[str, Any], sharding: str, ranks: Ranks) -> None:
+    def __init__(self, name: str, values: Mapping[str, Any], sharding: str, ranks: Ranks, plan: str | None) -> None:
         self.name, self._ranks = name, ranks
         config = decode(RunConfig, values)
         self._input_seconds = ranks.from_first(lambda: _input_seconds(config))
         with tempfile.TemporaryDirectory() as folder:
-            plan = Path(folder) / "plan.json"
-            if ranks.is_first:
-                simple_plan(config, sharding, ranks.world_size).save(plan)
-            self._config = dataclasses.replace(config, sharding=ShardingConfig(plan=str(plan)))
+            made = Path(folder) / "plan.json"
+            if ranks.is_first and plan is None:
+                simple_plan(config, sharding, ranks.world_size).save(made)
+            self._config = dataclasses.replace(config, sharding=ShardingConfig(plan=plan or str(made)))
             self._trainer = Trainer(self._config, ranks)
             ranks.barrier()
+        self._counts_distinct = config.sharding.exchange == "rows" and ranks.world_size > 1
         self._lookups: Counter[str] = Counter()
+        self._distinct: Counter[str] = Counter()
         self._run(1)
 
     def measure(self, skip: int, steps: int) -> Segment:
         """Time one segment. Collective."""
         self._run(skip)
         self._lookups.clear()
+        self._distinct.clear()
         counts, clock = self._counts(), _Clock()
         seconds = self._run(steps)
         foreign = clock.foreign(self._ranks)
@@ -116,6 +121,8 @@ class _Timed:
             seconds.append(time.perf_counter() - began)
             features = batch.sparse_features
             self._lookups.update(dict(zip(features.keys(), features.length_per_key(), strict=True)))
+            if self._counts_distinct:
+                self._distinct.update({key: features[key].values().unique().numel() for key in list(features.keys())})
         return seconds
 
     def _counts(self) -> dict[str, int]:
@@ -131,6 +138,7 @@ class _Timed:
         params = {name: param for plan in self._trainer.model.plan.plan.values() for name, param in plan.items()}
         num_groups = len({param.sharding_type for param in params.values()} - {"data_parallel"})
         ids = {table_name(key): count / steps / batch_size for key, count in self._lookups.items()}
+        distinct = {table_name(key): count / steps for key, count in self._distinct.items()}
         embedding_bytes, sent = 0.0, Counter[str]()
         for name, param in params.items():
             shards = param.sharding_spec.shards if param.sharding_spec else []
@@ -139,7 +147,8 @@ class _Timed:
             for shard in shards:
                 if shard.placement.rank() != self._ranks.rank:
                     continue
-                columns, num_ids = shard.shard_sizes[1], ids_per_sample * rank_share * batch_size * world_size
+                columns = shard.shard_sizes[1]
+                num_ids = distinct.get(name, ids_per_sample * batch_size) * rank_share * world_size
                 embedding_bytes += formulas.embedding_bytes(num_ids, sizes[name], columns)
                 of_shard = formulas.exchanged_bytes(
                     param.sharding_type,
@@ -149,6 +158,7 @@ class _Timed:
                     columns=columns,
                     rank_share=rank_share,
                     ranks_per_node=self._ranks.local_world_size,
+                    distinct_ids=distinct.get(name),
                 )
                 sent.update(dataclasses.asdict(of_shard))
         return StepWork(
@@ -156,6 +166,7 @@ class _Timed:
             activation_bytes=model.activation_bytes_per_sample * batch_size,
             update_bytes=model.dense_parameter_bytes,
             embedding_bytes=embedding_bytes,
+            row_ids=sum(ids[name] for name in distinct) * batch_size,
             sent_id_bytes=sent["ids"] + formulas.sizes_bytes(num_groups, world_size),
             sent_embedding_bytes=sent["embeddings"],
             sent_gradient_bytes=sent["gradients"],
@@ -179,6 +190,7 @@ def simple_plan(config: RunConfig, sharding: str, world_size: int) -> Plan:
             sharding=sharding,  # type: ignore[arg-type]
             kernel="cached",
             ranks=tuple(range(world_size)) if sharding == "row_wise" else (turn % world_size,),
+            exchange="rows" if config.sharding.exchange == "rows" and world_size > 1 else "pooled",
         )
         for turn, feature in enumerate(in_turn)
     ]
@@ -240,7 +252,8 @@ def measure(plan: Segments, ranks: Ranks) -> list[Segment]:
     """Measure all segments, settings in turn: so passing load on the machine meets all of them. Collective."""
     ends = time.perf_counter() + plan.seconds
     timed = [
-        _Timed(name, values, plan.sharding.get(name, "table_wise"), ranks) for name, values in plan.settings.items()
+        _Timed(name, values, plan.sharding.get(name, "table_wise"), ranks, plan.plans.get(name))
+        for name, values in plan.settings.items()
     ]
     found: list[Segment] = []
     quiet = dict.fromkeys(plan.settings, 0)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from embershard.errors import ConfigError
-from embershard.planning.cost.rates import TERMS, Rates, StepWork, step_time
+from embershard.planning.cost.rates import TERMS, Rates, StepWork, step_parts
 
 Floats = NDArray[np.float64]
 
@@ -51,7 +51,7 @@ def fit_rates(measured: Sequence[tuple[StepWork, float]]) -> Fit:
     rate_of = {amount: rate for amount, rate, _ in TERMS}
     values = {rate_of[name]: float(found[i]) for i, names in enumerate(groups) for name in names}
     rates = Rates(**values, step_overhead_seconds=float(found[-1]))
-    return Fit(rates, tuple(step_time(work, rates, "cpu").seconds / value - 1 for work, value in measured))
+    return Fit(rates, tuple(sum(step_parts(work, rates).values()) / value - 1 for work, value in measured))
 
 
 def nonnegative_least_squares(matrix: Floats, target: Floats) -> Floats:

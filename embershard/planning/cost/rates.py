@@ -1,11 +1,11 @@
-"""The time of a training step: the work of one rank, times a machine's seconds for each kind of work."""
+"""The parts of a training step's time: the work of one rank, times a machine's seconds for each kind of work."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from embershard.errors import ConfigError
 
@@ -42,6 +42,7 @@ class StepWork(Numbers):
         activation_bytes: activations and their gradients, written by the dense part.
         update_bytes: parameters that the dense optimizer updates, however few the samples.
         embedding_bytes: rows read and written in device memory, optimizer state included.
+        row_ids: ids of the B samples in tables that exchange distinct rows: found distinct, and pooled, by the rank.
         planned_ids, unique_ids: N ids for which the rank's caches find slots, and the distinct ones of them.
         fills, write_backs: rows copied to the device, and back to the host.
         bytes_to_device, bytes_to_host: their payloads.
@@ -56,6 +57,7 @@ class StepWork(Numbers):
     activation_bytes: float = 0
     update_bytes: float = 0
     embedding_bytes: float = 0
+    row_ids: float = 0
     planned_ids: float = 0
     unique_ids: float = 0
     fills: float = 0
@@ -98,6 +100,7 @@ class Rates(Numbers):
     seconds_per_activation_byte: float = 0
     seconds_per_update_byte: float = 0
     seconds_per_embedding_byte: float = 0
+    seconds_per_row_id: float = 0
     seconds_per_planned_id: float = 0
     seconds_per_unique_id: float = 0
     seconds_per_fill: float = 0
@@ -115,8 +118,9 @@ class Rates(Numbers):
 TERMS: tuple[tuple[str, str, str], ...] = (
     ("dense_flops", "seconds_per_flop", "dense"),
     ("activation_bytes", "seconds_per_activation_byte", "dense"),
-    ("update_bytes", "seconds_per_update_byte", "dense"),
+    ("update_bytes", "seconds_per_update_byte", "optimizer"),
     ("embedding_bytes", "seconds_per_embedding_byte", "embedding"),
+    ("row_ids", "seconds_per_row_id", "embedding"),
     ("planned_ids", "seconds_per_planned_id", "planning"),
     ("unique_ids", "seconds_per_unique_id", "planning"),
     ("fills", "seconds_per_fill", "fills"),
@@ -131,47 +135,19 @@ TERMS: tuple[tuple[str, str, str], ...] = (
     ("input_seconds", "seconds_per_input_second", "input"),
 )
 
-#: Parts that run one after the other on a GPU; the streams run beside each other.
-STREAMS: Mapping[str, tuple[str, ...]] = {
-    "train": ("dense", "embedding", "all_to_all", "all_reduce", "latency", "overhead"),
-    "cache": ("planning", "fills", "write_backs"),
-    "input": ("input",),
-}
+#: All parts of a step's time.
+PARTS: tuple[str, ...] = (*dict.fromkeys(part for _, _, part in TERMS), "overhead")
 
 
-@dataclass(frozen=True)
-class StepTime:
-    """The time of a step, in seconds.
+def step_parts(work: StepWork, rates: Rates) -> dict[str, float]:
+    """Return the seconds of each of the `PARTS` of a rank's step. On a CPU, which does one thing after the other, their
+    sum is the time of a step of one rank; `embershard.planning.simulate.step_replay` has what overlaps on a GPU.
 
-    Attributes:
-        parts: name -> seconds: "dense", "embedding", "planning", "fills", "write_backs", "all_to_all", "all_reduce",
-            "latency", "input", "overhead".
-        streams: name -> seconds of the parts that run one after the other; on a CPU one stream, "all".
-        seconds: of the step: the longest stream.
-        bottleneck: the largest part of the longest stream.
-    """
-
-    parts: Mapping[str, float]
-    streams: Mapping[str, float]
-    seconds: float
-    bottleneck: str
-
-
-def step_time(work: StepWork, rates: Rates, device: Literal["cpu", "cuda"]) -> StepTime:
-    """Return the time of a step on one rank.
-
-    On a CPU all work shares the cores: the parts add up. On a GPU the rows of the next batches are planned and copied,
-    and the samples parsed, beside the training: the longest stream counts.
-
-    >>> step_time(StepWork(planned_ids=1000), Rates(seconds_per_planned_id=1e-6), "cpu").seconds
+    >>> step_parts(StepWork(planned_ids=1000), Rates(seconds_per_planned_id=1e-6))["planning"]
     0.001
     """
-    parts = dict.fromkeys((part for names in STREAMS.values() for part in names), 0.0)
+    parts = dict.fromkeys(PARTS, 0.0)
     for amount, rate, part in TERMS:
         parts[part] += getattr(work, amount) * getattr(rates, rate)
     parts["overhead"] = float(rates.step_overhead_seconds)
-    members = STREAMS if device == "cuda" else {"all": tuple(parts)}
-    streams = {stream: sum(parts[name] for name in names) for stream, names in members.items()}
-    longest = max(streams, key=lambda name: streams[name])
-    bottleneck = max(members[longest], key=lambda name: parts[name])
-    return StepTime(parts, streams, streams[longest], bottleneck)
+    return parts

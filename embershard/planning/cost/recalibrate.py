@@ -8,8 +8,9 @@ from typing import Any
 
 from embershard.decoding import decode
 from embershard.errors import ShardingError
-from embershard.planning.cost.rates import StepWork, step_time
+from embershard.planning.cost.rates import StepWork
 from embershard.planning.cost.topology import Topology
+from embershard.planning.simulate.step_replay import Pipeline, replay_steps
 from embershard.planning.verify.compare import predicted_for
 from embershard.planning.verify.measured import MeasuredRun
 from embershard.sharding.plan import Plan
@@ -84,7 +85,7 @@ def recalibrated(
     shape = topology.shaped(plan.ranks_per_node, plan.world_size // plan.ranks_per_node)
     rates = shape.rates_for(plan.world_size)
     works = measured_work(plan, run)
-    before = max(step_time(work, rates, plan.device).seconds for work in works)
+    before = replay_steps(works, rates, Pipeline.of(plan, topology.cores_per_node)).step_seconds
     if not before:
         raise ShardingError(f"topology {topology.name!r} gives this run no time at all. Use another --topology.")
     factor = run.step_seconds / before

@@ -45,9 +45,11 @@ class Assumptions(Numbers):
     """Assumptions for a machine without a calibration: shares of the peak figures that a step reaches, and costs.
 
     Attributes:
-        planned_id_bytes: device memory traffic of finding a slot for one id (sorting, maps).
+        planned_id_bytes: device memory traffic of finding a slot for one id (sorting, maps), or its distinct row.
         row_access_bytes: least memory traffic of a row: rows are read one by one.
         collective_seconds, network_collective_seconds: latency of a collective within a node and across nodes.
+        message_seconds: what a collective takes longer for each further rank.
+        jitter: of a rank's time for the same work, from step to step: standard deviation over mean.
         step_overhead_seconds: time to launch a step's kernels.
         input_threads: threads of a rank that parse during the training.
     """
@@ -62,6 +64,8 @@ class Assumptions(Numbers):
     row_access_bytes: float = 128
     collective_seconds: float = 3e-5
     network_collective_seconds: float = 6e-5
+    message_seconds: float = 5e-7
+    jitter: float = 0.03
     step_overhead_seconds: float = 5e-3
     input_threads: float = 2
 
@@ -74,6 +78,7 @@ class Topology:
         source: origin of the figures.
         device_memory_bytes: of one rank; None on a CPU, whose device tier is part of the host's memory.
         host_memory_bytes: of one node.
+        cores_per_node: of a CPU's node, which its ranks share; None: not known, or a GPU.
         rates: calibrated rates, by the number of ranks that ran.
         bandwidths, assumptions: for estimates, where nothing is calibrated.
 
@@ -88,13 +93,14 @@ class Topology:
     host_memory_bytes: int
     num_nodes: int = 1
     device_memory_bytes: int | None = None
+    cores_per_node: int | None = None
     rates: Mapping[int, Rates] = field(default_factory=dict)
     bandwidths: Bandwidths | None = None
     assumptions: Assumptions = field(default_factory=Assumptions)
 
     def __post_init__(self) -> None:
         memory = self.device_memory_bytes
-        for name in ("ranks_per_node", "num_nodes", "host_memory_bytes", "device_memory_bytes"):
+        for name in ("ranks_per_node", "num_nodes", "host_memory_bytes", "device_memory_bytes", "cores_per_node"):
             value = getattr(self, name)
             _need(value is None or value >= 1, name, value, "1 or more")
         _need(self.device == "cpu" or memory is not None, "device_memory_bytes", None, "the memory of one GPU in bytes")
@@ -108,11 +114,14 @@ class Topology:
         return self.ranks_per_node * self.num_nodes
 
     def rates_for(self, num_ranks: int | None = None) -> Rates:
-        """Return the rates of `num_ranks` (default: all): calibrated for that number or the nearest, else estimated."""
+        """Return the rates of `num_ranks` (default: all): calibrated for that number, or derived from the nearest, else
+        estimated."""
         num_ranks = num_ranks or self.world_size
-        if self.rates:
-            return self.rates[self._nearest(num_ranks)]
-        return _estimate(self, num_ranks)
+        return _derived(self, self._nearest(num_ranks), num_ranks) if self.rates else _estimate(self, num_ranks)
+
+    def jitter_for(self, num_ranks: int) -> float:
+        """Return the jitter of so many ranks' times: 0 where their rates were calibrated, which have it in them."""
+        return 0.0 if num_ranks in self.rates and self.num_nodes == 1 else self.assumptions.jitter
 
     def note(self, num_ranks: int | None = None) -> str | None:
         """Return a reservation about the rates of `num_ranks`; None where they were calibrated."""
@@ -123,6 +132,11 @@ class Topology:
                 "measurement; calibrate on the machine itself for better."
             )
         nearest = self._nearest(num_ranks)
+        if self.num_nodes > 1:
+            return (
+                f"{self.name} was calibrated on one node, for {nearest} ranks: its network was not. Bytes to other "
+                "nodes are taken to be as fast as those within."
+            )
         if nearest == num_ranks:
             return None
         return f"{self.name} was calibrated for {nearest} ranks, not for {num_ranks}: step times are less certain."
@@ -145,6 +159,7 @@ class Topology:
         return replace(self, ranks_per_node=ranks_per_node, num_nodes=num_nodes, host_memory_bytes=host)
 
     def _nearest(self, num_ranks: int) -> int:
+        num_ranks = num_ranks if self.num_nodes == 1 else min(num_ranks, self.ranks_per_node)
         return min(self.rates, key=lambda known: (abs(math.log(known / num_ranks)), -known))
 
 
@@ -203,6 +218,19 @@ def save_topology(topology: Topology, path: str | Path) -> None:
         Path(path).write_text(to_toml({name: values}), encoding="utf-8")
 
 
+def _derived(topology: Topology, calibrated: int, num_ranks: int) -> Rates:
+    """Return the rates of `num_ranks` from those calibrated for another number. Ranks beyond the node's cores share
+    them, and a collective has a message for each other rank."""
+    rates, cores = topology.rates[calibrated], topology.cores_per_node
+    if num_ranks == calibrated:
+        return rates
+    local = num_ranks if topology.num_nodes == 1 else min(num_ranks, topology.ranks_per_node)
+    share = max(1.0, local / cores) / max(1.0, calibrated / cores) if cores is not None else 1.0
+    messages = (num_ranks - 1) / (calibrated - 1) if calibrated > 1 else 1.0
+    rates = rates.scaled(share)
+    return replace(rates, seconds_per_collective=rates.seconds_per_collective * messages)
+
+
 def _estimate(topology: Topology, num_ranks: int) -> Rates:
     """Estimate rates from peak figures and the topology's assumptions."""
     peak, share = topology.bandwidths, topology.assumptions
@@ -220,6 +248,7 @@ def _estimate(topology: Topology, num_ranks: int) -> Rates:
         seconds_per_activation_byte=2 * device,
         seconds_per_update_byte=_UPDATE_PASSES * device,
         seconds_per_embedding_byte=device,
+        seconds_per_row_id=share.planned_id_bytes * device,
         seconds_per_planned_id=share.planned_id_bytes * device,
         seconds_per_unique_id=share.row_access_bytes * device,
         seconds_per_fill=share.row_access_bytes * host,
@@ -229,7 +258,8 @@ def _estimate(topology: Topology, num_ranks: int) -> Rates:
         seconds_per_all_to_all_byte=max((1 - outside) * within, outside * across if outside else 0.0),
         # A ring enters and leaves each node once per rank of it, over all of its network links.
         seconds_per_all_reduce_byte=max(within, across / local if outside else 0.0),
-        seconds_per_collective=share.network_collective_seconds if outside else share.collective_seconds,
+        seconds_per_collective=share.message_seconds * (num_ranks - 1)
+        + (share.network_collective_seconds if outside else share.collective_seconds),
         seconds_per_input_second=1 if topology.device == "cpu" else _inverse(share.input_threads),
         step_overhead_seconds=share.step_overhead_seconds,
     )

@@ -14,8 +14,8 @@ from embershard.distributed import process_group
 from embershard.errors import ConfigError, SetupError
 from embershard.launch.plan import calibrate
 from embershard.launch.plan.calibrate import REFERENCE, reference_setting, run_calibration, summarize
-from embershard.launch.plan.reference_steps import Segment, Segments, measure
-from embershard.planning.cost.rates import Rates, StepWork, step_time
+from embershard.launch.plan.reference_steps import Segment, Segments, measure, simple_plan
+from embershard.planning.cost.rates import Rates, StepWork, step_parts
 from embershard.planning.cost.topology import load_topology
 from embershard.training.config import RunConfig
 
@@ -66,7 +66,7 @@ def told(monkeypatch) -> list[tuple[int, Segments]]:
     def fake(num_ranks: int, segments: Segments) -> list[Segment]:
         asked.append((num_ranks, segments))
         works = [StepWork(dense_flops=(i + 1) * 1e9, planned_ids=i**2 * 1e4) for i in range(len(segments.settings))]
-        seconds = [step_time(work, RATES, "cpu").seconds * num_ranks for work in works]
+        seconds = [sum(step_parts(work, RATES).values()) * num_ranks for work in works]
         return [Segment(*each, 0.0) for each in zip(segments.settings, seconds, works, strict=True)]
 
     monkeypatch.setattr(calibrate, "measure", fake)
@@ -108,10 +108,23 @@ def test_tables_without_a_cache_are_not_run_where_one_would_be_empty(told) -> No
     assert set(two.settings) - set(four.settings) == {"no cache", "no cache, dim 128"}
 
 
+def test_distinct_rows_are_not_exchanged_by_one_rank(told) -> None:
+    run_calibration([1, 2], console=Console(file=io.StringIO()))
+    (_, one), (_, two) = told
+    assert set(two.settings) - set(one.settings) == {"distinct rows", "distinct rows, many ids"}
+
+
 @pytest.mark.parametrize("ranks", [[], [0], [2, -1]])
 def test_impossible_numbers_of_ranks_are_refused(ranks) -> None:
     with pytest.raises(ConfigError, match="needed numbers of ranks"):
         run_calibration(ranks)
+
+
+@pytest.mark.parametrize(("ranks", "exchange"), [(2, "rows"), (1, "pooled")])
+def test_reference_plans_exchange_what_their_setting_says(ranks, exchange) -> None:
+    config = decode(RunConfig, reference_setting(REFERENCE["distinct rows"]))
+    plan = simple_plan(config, calibrate.SHARDING.get("distinct rows", "table_wise"), ranks)
+    assert {table.exchange for table in plan.tables} == {exchange}
 
 
 def test_ranks_that_fail_are_an_error(monkeypatch) -> None:
@@ -121,16 +134,22 @@ def test_ranks_that_fail_are_an_error(monkeypatch) -> None:
 
 
 @pytest.mark.slow
-def test_work_is_counted_in_steps_that_ran() -> None:
+def test_work_is_counted_in_steps_that_ran(tmp_path) -> None:
     small = {"data.synthetic.scale": 1e-4, "data.synthetic.bag_sizes": [2], "train.batch_size": 32}
     at_once = {"look_ahead.lookahead": 0, "cache.policy": "lfu", "cache.ratio": 0.5}  # each step plans its own batch
     settings = {
         "cached": reference_setting({**small, **at_once}),
         "stock": reference_setting({**small, "cache": {"enabled": False}}),
+        "planned": reference_setting({**small, **at_once}),
     }
+    all_rows = decode(RunConfig, reference_setting({**small, **at_once, "cache.ratio": 1.0}))
+    simple_plan(all_rows, "table_wise", 1).save(tmp_path / "plan.json")
+    plans = {"planned": str(tmp_path / "plan.json")}
     with process_group("cpu") as ranks:
-        found = measure(Segments(settings, num_quiet=1, skip=1, steps=3, seconds=0), ranks)
-    cached, stock = (next(each for each in found if each.setting == name) for name in settings)
+        found = measure(Segments(settings, num_quiet=1, skip=1, steps=3, seconds=0, plans=plans), ranks)
+    cached, stock, planned = (next(each for each in found if each.setting == name) for name in settings)
+    assert planned.work.planned_ids == cached.work.planned_ids
+    assert planned.work.fills < cached.work.fills  # the plan keeps all rows
     assert min(cached.step_seconds, stock.step_seconds) > 0
     ids = 26 * 2 * 32
     assert (cached.work.planned_ids, stock.work.planned_ids) == (ids, 0)

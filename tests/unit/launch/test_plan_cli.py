@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -237,3 +238,44 @@ def test_topologies_in_files(files, tmp_path):
     plan = Plan.load(tmp_path / "plan.json")
     assert plan.world_size == 2, "all of the topology's ranks"
     assert plan.device_memory_bytes == 80_000_000_000
+
+
+def test_scaling_is_simulated_and_written(files, tmp_path, capsys):
+    file = tmp_path / "scaling.json"
+    arguments = given(files, "--simulate", "--ranks", "1..64", "--topology", "h100x8", "--device-memory", "4MB")
+    assert main([*arguments, "-o", str(file)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for expected in ("Simulated training (estimate)", "where a step's time goes", "Beyond 32 ranks placements are not"):
+        assert expected in said, expected
+    assert "The speed of h100x8 is an estimate" in said
+    runs = json.loads(file.read_text())["runs"]
+    assert [run["num_ranks"] for run in runs] == [1, 2, 4, 8, 16, 32, 64]
+    for run in runs:
+        assert sum(run["parts"].values()) == pytest.approx(run["step_seconds"])
+        assert f"{run['samples_per_second']:,.0f}" in said
+
+
+def test_simulated_ranks_of_a_cpu_fill_nodes(files, capsys):
+    assert main(given(files, "--simulate", "--ranks", "4", "--topology", "cpu", "--types", "table_row_wise")) == 0
+    assert "table_row_wise" not in capsys.readouterr().err
+    assert main(given(files, "--simulate", "--ranks", "3", "--topology", "cpu")) == 2
+    assert "--ranks 3: needed a multiple of 2, the ranks per node" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [["--png", "x.png"], ["--explain", "t_a"], ["--ratios", "0.1,0.2"]])
+def test_a_simulation_refuses_what_it_does_not_use(files, capsys, more):
+    assert "--simulate takes -o FILE.json" in refused(capsys, given(files, "--simulate", "--ranks", "2", *more))
+
+
+@pytest.mark.parametrize("text", ["8..4", "1..", "1..x", "0..8"])
+def test_a_range_of_ranks_that_is_none_is_refused(files, capsys, text):
+    with pytest.raises(SystemExit):
+        main(given(files, "--simulate", "--ranks", text))
+    assert "--ranks" in capsys.readouterr().err
+
+
+def test_a_simulation_of_what_does_not_fit_says_why(files, capsys):
+    assert main(given(files, "--simulate", "--ranks", "2", "--topology", "h100x8", "--device-memory", "1kB")) == 2
+    said = capsys.readouterr().out
+    assert "does not fit" in said
+    assert "2 ranks: the plan does not fit" in said

@@ -180,6 +180,32 @@ def test_a_block_of_hot_rows_makes_its_rank_the_slowest():
     assert scattered.step_seconds < 0.8 * found.step_seconds
 
 
+def test_every_rank_works_on_its_own_ids_where_rows_are_exchanged():
+    workload = make_workload((5000, 900), exchange="rows")
+    tables = [
+        dataclasses.replace(table, exchange=exchange)
+        for table, exchange in zip(placements(workload, [("table_wise", "cached")] * 2), ("rows", "pooled"), strict=True)
+    ]
+    found = predict(workload, tables, slots_of(workload, tables), Rates(seconds_per_row_id=1.0))
+    of_a_rank = workload.lookups_per_sample["t0"] * workload.shape.batch_size
+    assert of_a_rank > 0
+    assert [rank.work["row_ids"] for rank in found.ranks] == [of_a_rank] * 2  # one of them has no row of t0
+    assert found.step_seconds == pytest.approx(of_a_rank)
+    pooled = [dataclasses.replace(table, exchange="pooled") for table in tables]
+    assert predict(workload, pooled, slots_of(workload, pooled), Rates(seconds_per_row_id=1.0)).step_seconds == 0
+
+
+def test_ranks_that_share_cores_wait_less_for_the_slowest():
+    shares = {cores: dataclasses.replace(make_workload().shape, device="cpu", cores_per_node=cores) for cores in (1, 2)}
+    per_id = Rates(seconds_per_planned_id=1e-6)
+    seconds = {}
+    for cores, shape in shares.items():
+        workload = dataclasses.replace(make_workload(), shape=shape)
+        tables = placements(workload, [("table_wise", "cached")] * 4)
+        seconds[cores] = predict(workload, tables, slots_of(workload, tables), per_id).step_seconds
+    assert seconds[1] <= seconds[2]
+
+
 def test_nothing_takes_time_on_a_machine_without_rates():
     workload, tables, slots, _ = mixed()
     found = predict(workload, tables, slots, Rates())

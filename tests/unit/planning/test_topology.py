@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from embershard.errors import ConfigError
-from embershard.planning.cost.rates import Rates, StepWork, step_time
+from embershard.planning.cost.rates import Rates
 from embershard.planning.cost.topology import Bandwidths, Topology, load_topology, save_topology
 
 KINDS = ("a100-40", "a100-80", "h100", "h200", "b200", "cpu")
@@ -26,9 +26,7 @@ def test_the_catalogue_is_complete_and_says_that_it_was_not_measured(kind) -> No
     assert "never measured by us" in topology.source
     assert "estimate" in topology.note()
     rates = topology.rates_for()
-    work = StepWork(**{field.name: 1 for field in dataclasses.fields(StepWork)})
     assert all(rate > 0 for rate in rates.to_dict().values())
-    assert step_time(work, rates, topology.device).seconds > 0
 
 
 def test_names_give_the_number_of_ranks_and_nodes() -> None:
@@ -66,6 +64,19 @@ def test_across_nodes_the_network_limits_what_leaves_the_node() -> None:
     assert one.seconds_per_all_to_all_byte == pytest.approx(1 / (450e9 * 0.7))
     assert four.seconds_per_collective > one.seconds_per_collective
     assert four.seconds_per_embedding_byte == one.seconds_per_embedding_byte
+
+
+def test_ranks_beyond_the_calibrated_number_share_the_cores_and_send_more_messages() -> None:
+    rates = Rates(seconds_per_flop=1e-11, seconds_per_collective=1e-3)
+    here = Topology("here", "calibrated", "cpu", 2, 10**9, cores_per_node=2, rates={2: rates})
+    eight = here.shaped(8).rates_for(8)
+    assert (eight.seconds_per_flop, eight.seconds_per_collective) == pytest.approx((4e-11, 4 * 7e-3))
+    one = here.shaped(1).rates_for(1)
+    assert (one.seconds_per_flop, one.seconds_per_collective) == (1e-11, 0)
+    nodes = here.shaped(2, 4)
+    assert nodes.rates_for(8).seconds_per_flop == 1e-11
+    assert "its network was not" in str(nodes.note(8))
+    assert (here.jitter_for(2), nodes.jitter_for(8)) == (0, here.assumptions.jitter)
 
 
 def test_ranks_share_the_host_memory_and_a_cpus_cores() -> None:

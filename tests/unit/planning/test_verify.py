@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from embershard.errors import ShardingError
-from embershard.planning.cost.rates import Rates, StepWork, step_time
+from embershard.planning.cost.rates import Rates, StepWork, step_parts
 from embershard.planning.cost.recalibrate import measured_work, recalibrated
 from embershard.planning.cost.topology import Topology, load_topology, save_topology
 from embershard.planning.verify.compare import Comparison, Pair, compare
@@ -214,7 +214,7 @@ def test_recalibrated_rates_give_the_measured_step_for_the_measured_work(millise
     found = recalibrated(machine(), plan, result, name="new", run_name="r")
     works = measured_work(plan, MeasuredRun.from_result(result))
     assert [(work.fills, work.planned_ids) for work in works] == [(pytest.approx(fills), pytest.approx(ids))] * 2
-    seconds = max(step_time(work, found.topology.rates_for(2), "cpu").seconds for work in works)
+    seconds = max(sum(step_parts(work, found.topology.rates_for(2)).values()) for work in works)
     assert seconds == pytest.approx(milliseconds / 1e3)
     assert found.before_seconds * found.factor == pytest.approx(found.measured_seconds)
     assert found.topology.rates_for(4) == RATES  # of another number of ranks nothing is known

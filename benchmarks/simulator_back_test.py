@@ -1,0 +1,222 @@
+"""The simulator's step times against those of training that it has not seen, and against published figures.
+
+    embershard plan --calibrate -o benchmarks/results/simulator_machine.toml --ranks 1,2,4   # once; then frozen
+    python -m benchmarks.simulator_back_test [--output FILE]
+    python -m benchmarks.simulator_back_test --public [--output FILE]
+
+The first form plans and simulates every configuration of `CASES` on 1, 2 and 4 ranks with the committed machine file,
+and only then trains them by the same plans: the ranks of all configurations take turns in short segments, and a
+configuration's step time is the median of its undisturbed segments, as in a calibration. None of the configurations is
+one of the calibration's. Target: median error <= 15 %, largest <= 25 %. Run it on the machine that was calibrated.
+
+`--public` simulates configurations whose throughput others have published. All constants of those machines come from
+datasheets and assumptions (embershard/planning/cost/topology.py), none from a measurement of ours, and none was fitted
+to these figures.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.assumed import AssumedTable, assumed_statistics
+from benchmarks.common import machine, make_parser, report
+from benchmarks.plan_accuracy import profiled
+from benchmarks.plan_scale import NUM_SAMPLES, model
+from embershard.decoding import decode
+from embershard.frequency import FrequencyProfile
+from embershard.launch.plan.calibrate import Measured, measure, reference_setting, summarize
+from embershard.launch.plan.inputs import budget, make_workload
+from embershard.launch.plan.reference_steps import Segments
+from embershard.planning.cost.topology import Topology, load_topology
+from embershard.planning.make_plan import make_plan
+from embershard.planning.request import Budget, PlanRequest
+from embershard.planning.simulate.replay import ReplaySettings
+from embershard.planning.simulate_scaling import simulate_plan, simulate_run
+from embershard.planning.workload import RunShape, Workload
+from embershard.sharding.plan import Plan
+from embershard.sharding.sizes import ModelSize, TableSize
+from embershard.training.config import RunConfig
+
+MACHINE = Path(__file__).parent / "results" / "simulator_machine.toml"
+RANKS = (1, 2, 4)
+MEDIAN_TARGET, WORST_TARGET = 0.15, 0.25
+_BAGS = {"data.synthetic.bag_sizes": [3]}
+#: Configurations that are compared: changes of the calibration's base setting, none of which is among its settings.
+CASES: dict[str, dict[str, Any]] = {
+    "dim 32, batch 768": {
+        "model.embedding_dim": 32, "model.dense_arch_layer_sizes": [48, 32], "model.over_arch_layer_sizes": [96, 48, 1],
+        "train.batch_size": 768, "cache.ratio": 0.05,
+    },
+    "dim 96, batch 512, small cache": {
+        "model.embedding_dim": 96, "model.dense_arch_layer_sizes": [96, 96], "train.batch_size": 512,
+        "cache.ratio": 0.03,
+    },
+    "dim 24, batch 1536, cross layers": {
+        "model.arch": "dlrm_dcn", "model.embedding_dim": 24, "model.dense_arch_layer_sizes": [64, 24],
+        "model.over_arch_layer_sizes": [64, 1], "train.batch_size": 1536, "cache.ratio": 0.2,
+    },
+    "dim 16, batch 1280, bags of 3": {**_BAGS, "train.batch_size": 1280},
+    "wide layers, batch 640": {
+        "model.dense_arch_layer_sizes": [256, 128, 16], "model.over_arch_layer_sizes": [768, 512, 1],
+        "train.batch_size": 640,
+    },
+    "dim 48, batch 896, by rows": {
+        "model.embedding_dim": 48, "model.dense_arch_layer_sizes": [64, 48], "train.batch_size": 896,
+        "cache.ratio": 0.3,
+    },
+    "dim 32, batch 512, bags of 3, distinct rows": {
+        **_BAGS, "model.embedding_dim": 32, "model.dense_arch_layer_sizes": [64, 32], "train.batch_size": 512,
+        "sharding.exchange": "rows",
+    },
+}  # fmt: skip
+_TYPES = {"dim 48, batch 896, by rows": ["row_wise"]}
+
+#: What others measured: samples per second of a model on a machine, with so many samples per rank.
+PUBLIC = (
+    ("dlrm", "a100-40x1", 16_384, 740_065),
+    ("dlrm", "a100-40x4", 4_096, 1_458_176),
+    ("dlrm", "a100-40x8", 2_048, 1_671_168),
+    ("dlrm", "a100-40x8", 8_192, 5_373_952),
+    ("dlrm", "a100-40x8", 256, 284_615),
+    ("mlperf_dcnv2", "h100x8", 6_912, 15.3e6),
+    ("mlperf_dcnv2", "h100x8x16", 1_056, 70.8e6),
+)
+SOURCES = {
+    "dlrm": "https://github.com/facebookresearch/dlrm torchrec_dlrm/README.MD, Preliminary Training Results (TorchRec)",
+    "mlperf_dcnv2": "MLPerf Training v3.1, NVIDIA DGX H100, HugeCTR, mixed precision; samples per rank from the names "
+    "of the configurations, 1x8x6912 and 16x8x1056, in NVIDIA's DLRM-DCNv2 submission",
+}
+#: Rows of the tables in the dlrm README's runs.
+DLRM_ROWS = (
+    45833188, 36746, 17245, 7413, 20243, 3, 7114, 1441, 62, 29275261, 1572176, 345138, 10, 2209, 11267, 128, 4, 974, 14,
+    48937457, 11316796, 40094537, 452104, 12606, 104, 35,
+)  # fmt: skip
+
+
+def back_test(work: Path) -> dict[str, Any]:
+    topology = load_topology(str(MACHINE))
+    planned = {(name, ranks): _plan(name, ranks, topology, work) for name in CASES for ranks in RANKS}
+    predicted = {case: simulate_plan(plan, topology) for case, plan in planned.items()}
+    print("all step times are predicted; training begins", file=sys.stderr, flush=True)
+    cases = []
+    for ranks in RANKS:
+        files = {name: str(work / f"{number} on {ranks}.json") for number, name in enumerate(CASES)}
+        for name, file in files.items():
+            planned[name, ranks].save(file)
+        settings = {name: reference_setting(changes) for name, changes in CASES.items()}
+        segments = Segments(settings, num_quiet=4, skip=3, steps=12, seconds=75, plans=files)
+        for found in summarize(measure(ranks, segments), ranks >= (machine()["cores"] or 1)):
+            cases.append(_case(ranks, found, predicted[found.setting, ranks].step_seconds))
+    errors = sorted(abs(case["error"]) for case in cases)
+    summary = {"median_error": round(statistics.median(errors), 3), "largest_error": errors[-1]}
+    return {
+        "machine_file": {"path": MACHINE.name, "sha256": hashlib.sha256(MACHINE.read_bytes()).hexdigest()},
+        "cases": cases,
+        **summary,
+        "meets_targets": summary["median_error"] <= MEDIAN_TARGET and errors[-1] <= WORST_TARGET,
+    }
+
+
+def _plan(name: str, ranks: int, topology: Topology, work: Path) -> Plan:
+    config = decode(RunConfig, reference_setting(CASES[name]))
+    profile = _profile("bags" if "data.synthetic.bag_sizes" in CASES[name] else "base", work)
+    assert profile.statistics is not None, "made by embershard profile"
+    workload = make_workload(
+        config,
+        profile.statistics,
+        world_size=ranks,
+        ranks_per_node=ranks,
+        device="cpu",
+        cores_per_node=topology.cores_per_node,
+    )
+    return make_plan(
+        PlanRequest(
+            workload,
+            topology.rates_for(ranks),
+            budget(config, None, None),
+            types=_TYPES.get(name) if ranks > 1 else None,
+            settings=config.predicted_from("cpu", ranks),
+        )
+    )
+
+
+def _profile(data: str, work: Path) -> FrequencyProfile:
+    """Profile the samples that the segments read, and some more."""
+    file = work / f"{data}.npz"
+    if file.exists():
+        return FrequencyProfile.load(file)
+    config = work / f"{data}.toml"
+    bags = "bag_sizes = [3]" if data == "bags" else ""
+    generated = f"[data.synthetic]\nnum_samples = 2_000_000\nscale = 0.02\n{bags}\n"
+    config.write_text(f'[data]\nkind = "synthetic"\neval_fraction = 0.0\n{generated}')
+    return profiled(config, work, file.name, ["--sample", "0.15"])
+
+
+def _case(ranks: int, found: Measured, predicted_seconds: float) -> dict[str, Any]:
+    case = {
+        "configuration": found.setting,
+        "ranks": ranks,
+        "predicted_ms": round(predicted_seconds * 1e3, 2),
+        "measured_ms": round(found.step_seconds * 1e3, 2),
+        "error": round(predicted_seconds / found.step_seconds - 1, 3),
+        "other_programs": round(found.foreign, 2),
+    }
+    print(case, file=sys.stderr, flush=True)
+    return case
+
+
+def public_points() -> dict[str, Any]:
+    cases = [_public(*point) for point in PUBLIC]
+    return {"sources": SOURCES, "cases": cases}
+
+
+def _public(name: str, machine_name: str, batch_size: int, published: float) -> dict[str, Any]:
+    tables, dim, dense = model("mlperf_dcnv2" if name == "mlperf_dcnv2" else "criteo_1tb")
+    if name == "dlrm":
+        tables = [AssumedTable(table.table, rows) for table, rows in zip(tables, DLRM_ROWS, strict=True)]
+    topology = load_topology(machine_name)
+    size = ModelSize(
+        tables=tuple(TableSize(t.table, t.num_rows, dim, "fp32", state_bytes=4 * (name != "dlrm")) for t in tables),
+        dense_flops_per_sample=dense.flops_per_sample,
+        dense_parameter_bytes=dense.parameter_bytes,
+        dense_state_bytes=dense.parameter_bytes,
+        activation_bytes_per_sample=dense.activation_bytes_per_sample,
+    )
+    ahead = ReplaySettings(lookahead=1, prefetch=1)
+    shape = RunShape(topology.world_size, topology.ranks_per_node, batch_size, "cuda", ahead)
+    workload = Workload(size, assumed_statistics(tables, NUM_SAMPLES), shape)
+    limits = Budget(device_bytes=topology.device_memory_bytes, host_bytes=topology.host_memory_bytes)
+    found = simulate_run(PlanRequest(workload, topology.rates_for(), limits), topology)
+    assert found.parts is not None, found.problem
+    return {
+        "model": name,
+        "machine": machine_name,
+        "global_batch_size": shape.global_batch_size,
+        "published_samples_per_second": round(published),
+        "simulated_samples_per_second": round(found.samples_per_second),
+        "error": round(found.samples_per_second / published - 1, 3),
+        "limited_by": found.limit,
+        "parts_ms": {part: round(seconds * 1e3, 2) for part, seconds in found.parts.items() if seconds > 5e-6},
+    }
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--public", action="store_true", help="compare with published figures; nothing is trained")
+    arguments = parser.parse_args()
+    if arguments.public:
+        found = public_points()
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            found = back_test(Path(folder))
+    name = "simulator_back_test" + (" --public" if arguments.public else "")
+    report({"benchmark": name, "machine": machine(), **found}, arguments.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Simulates training on many numbers of ranks: a plan for each, and its steps replayed event by event."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from embershard.decoding import decode
+from embershard.errors import ShardingError
+from embershard.planning.cost.rates import StepWork
+from embershard.planning.cost.topology import Topology
+from embershard.planning.make_plan import best_candidate
+from embershard.planning.plain_placements import plain_candidate
+from embershard.planning.request import PlanRequest
+from embershard.planning.simulate.step_replay import STRAGGLERS, Pipeline, StepReplay, replay_steps
+from embershard.sharding.plan import Plan, Prediction
+
+#: Plans for more ranks are not searched: that takes minutes.
+MOST_SEARCHED_RANKS = 32
+
+
+@dataclass(frozen=True)
+class SimulatedRun:
+    """Training on one number of ranks, simulated: an estimate.
+
+    Attributes:
+        num_ranks, global_batch_size: ranks, and samples of a step over all of them.
+        step_seconds, samples_per_second: of all ranks together; 0 where no plan fits.
+        parts: mean seconds of a step in which a rank's training does that, or waits for it; they add up to the step.
+            "stragglers" is waiting for slower ranks.
+        limit: the part of the busiest rank that takes most.
+        is_searched: the planner searched the placement; False: the best of a few plain ones.
+        problem: why there is no plan; empty where there is one.
+    """
+
+    num_ranks: int
+    global_batch_size: int
+    step_seconds: float = 0.0
+    samples_per_second: float = 0.0
+    parts: dict[str, float] | None = None
+    limit: str = ""
+    is_searched: bool = True
+    problem: str = ""
+
+    def efficiency(self, runs: Sequence[SimulatedRun]) -> float | None:
+        """Return the samples per second and rank, relative to those of the fewest ranks with a plan."""
+        fitting = [run for run in runs if not run.problem]
+        if self.problem:
+            return None
+        first = min(fitting, key=lambda run: run.num_ranks)
+        return self.samples_per_second / self.num_ranks / (first.samples_per_second / first.num_ranks)
+
+
+def simulate_plan(plan: Plan, topology: Topology) -> StepReplay:
+    """Replay steps of a plan on a machine, with its ranks' jitter. An estimate.
+
+    Args:
+        plan: has a prediction, from which each rank's work is taken.
+        topology: of the plan's kind of device.
+
+    Raises:
+        ShardingError: the plan has no prediction.
+    """
+    if plan.prediction is None:
+        raise ShardingError("the plan has no prediction: it was edited. Make it again with embershard plan.")
+    shaped = topology.shaped(plan.ranks_per_node, plan.world_size // plan.ranks_per_node)
+    return _replay(plan.prediction, shaped, plan.world_size, Pipeline.of(plan, topology.cores_per_node))
+
+
+def simulate_scaling(
+    ranks: Sequence[int],
+    make_request: Callable[[int], tuple[PlanRequest, Topology]],
+    progress: Callable[[int], None] | None = None,
+) -> list[SimulatedRun]:
+    """Plan and simulate training on each of these numbers of ranks. Hit rates are from counts alone.
+
+    Args:
+        ranks: numbers of ranks.
+        make_request: returns the request for so many ranks, and their machine.
+        progress: called with each number of ranks before it is planned.
+    """
+    found = []
+    for num_ranks in ranks:
+        if progress is not None:
+            progress(num_ranks)
+        found.append(simulate_run(*make_request(num_ranks)))
+    return found
+
+
+def simulate_run(request: PlanRequest, topology: Topology) -> SimulatedRun:
+    """Plan and simulate training as requested, on a machine of so many ranks."""
+    shape = request.workload.shape
+    num_ranks, samples = shape.world_size, shape.global_batch_size
+    is_searched = num_ranks <= MOST_SEARCHED_RANKS
+    try:
+        candidate = best_candidate(request) if is_searched else plain_candidate(request)
+    except ShardingError as error:
+        return SimulatedRun(num_ranks, samples, is_searched=is_searched, problem=str(error))
+    replayed = _replay(candidate.quick, topology, num_ranks, shape.pipeline)
+    return SimulatedRun(
+        num_ranks=num_ranks,
+        global_batch_size=samples,
+        step_seconds=replayed.step_seconds,
+        samples_per_second=samples / replayed.step_seconds,
+        parts={name: seconds for name, seconds in replayed.mean_parts.items() if seconds},
+        limit=_limit(replayed),
+        is_searched=is_searched,
+    )
+
+
+def _replay(prediction: Prediction, topology: Topology, num_ranks: int, pipeline: Pipeline) -> StepReplay:
+    works = [decode(StepWork, rank.work) for rank in prediction.ranks]
+    return replay_steps(works, topology.rates_for(num_ranks), pipeline, jitter=topology.jitter_for(num_ranks))
+
+
+def _limit(replayed: StepReplay) -> str:
+    """Return what takes most of the busiest rank's step; "stragglers" where the ranks wait for each other longer."""
+    part = replayed.bottleneck(replayed.slowest)
+    waiting = replayed.mean_parts[STRAGGLERS]
+    return STRAGGLERS if waiting > replayed.parts[part][replayed.slowest] else part
