@@ -35,8 +35,8 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     from embershard.launch.run_dir import lock_run_dir  # these load torch, and --help must answer at once
     from embershard.launch.sweep.experiments import Sweep
+    from embershard.launch.sweep.outcomes import begin_attempt, find_outcome
     from embershard.launch.sweep.results import write_results
-    from embershard.launch.sweep.run import find_outcome
     from embershard.launch.sweep.view import SweepDisplay
 
     sweep, console = Sweep.read(arguments.file), wide_console()
@@ -49,12 +49,14 @@ def main(argv: Sequence[str]) -> int:
     lock_run_dir(folder, "--out")
     ended = {each.name: found for each in sweep.experiments if (found := find_outcome(each, folder)) is not None}
     if arguments.retry_failed:
-        ended = {name: outcome for name, outcome in ended.items() if outcome.status == "finished"}
+        for name in [name for name, outcome in ended.items() if outcome.status != "finished"]:
+            begin_attempt(folder, name)
+            del ended[name]
     left = [experiment for experiment in sweep.experiments if experiment.name not in ended]
     say(console, f"{len(sweep.experiments)} runs, {len(left)} of them to do; everything goes to {folder}")
     display = SweepDisplay(console, folder, sweep.experiments, ended)
     with display.shown():
-        for outcome in run_all(left, folder, sweep.time_limit_seconds, display.begin):
+        for outcome in run_all(sweep, left, folder, display.begin):
             ended[outcome.name] = outcome
             write_results(folder)
             display.end(outcome)
