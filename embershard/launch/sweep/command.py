@@ -5,11 +5,16 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from embershard.errors import ConfigError
 from embershard.launch.arguments import make_parser
 from embershard.launch.screen import say, wide_console
+
+if TYPE_CHECKING:  # it loads torch, and --help must answer at once
+    from embershard.launch.sweep.outcomes import Outcome
 
 _HELP = """Train all runs that a TOML file describes, each in a folder of its own, and gather their results in
 results.parquet and results.csv. Repeats are interleaved. The same command goes on where an earlier one stopped: runs
@@ -30,6 +35,14 @@ Exit codes: 0 all runs finished; 1 some did not; 2 wrong usage or settings; 130 
 """
 
 
+_ENGINES = {
+    "local": "run.run_here",
+    "ray": "on_ray.run_on_ray",
+    "slurm": "on_slurm.run_on_slurm",
+    "kubernetes": "on_kubernetes.run_on_kubernetes",
+}
+
+
 def main(argv: Sequence[str]) -> int:
     """Run `embershard sweep`; return the exit code."""
     arguments = _parser().parse_args(argv)
@@ -40,12 +53,17 @@ def main(argv: Sequence[str]) -> int:
     from embershard.launch.sweep.view import SweepDisplay
 
     sweep, console = Sweep.read(arguments.file), wide_console()
+    folder = arguments.out or Path("sweeps") / arguments.file.stem
+    if arguments.dry_run and arguments.on == "kubernetes":
+        from embershard.launch.sweep.train_job import manifests
+
+        print(manifests(sweep, folder))
+        return 0
     if arguments.dry_run:
         for experiment in sweep.experiments:
             say(console, f"embershard train {shlex.join(experiment.arguments)}")
         return 0
     run_all = _engine(arguments.on)
-    folder = arguments.out or Path("sweeps") / arguments.file.stem
     lock_run_dir(folder, "--out")
     ended = {each.name: found for each in sweep.experiments if (found := find_outcome(each, folder)) is not None}
     if arguments.retry_failed:
@@ -70,14 +88,11 @@ def main(argv: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
-def _engine(name: str) -> Callable[..., Iterator]:  # type: ignore[type-arg]
-    if name == "ray":
-        from embershard.launch.sweep.on_ray import run_on_ray
-
-        return run_on_ray
-    from embershard.launch.sweep.run import run_here
-
-    return run_here
+def _engine(name: str) -> Callable[..., Iterator[Outcome]]:
+    """Return the function that runs the experiments of a sweep in one place."""
+    module, function = _ENGINES[name].split(".")
+    found: Callable[..., Iterator[Outcome]] = getattr(import_module(f"embershard.launch.sweep.{module}"), function)
+    return found
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -86,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the sweep (default: sweeps/NAME)")
     parser.add_argument("--dry-run", action="store_true", help="check all settings, print the commands, and stop")
     parser.add_argument("--retry-failed", action="store_true", help="start runs that failed again, too")
-    parser.add_argument("--on", choices=("local", "ray"), default="local", help="where to run (default: %(default)s)")
+    parser.add_argument("--on", choices=_ENGINES, default="local", help="where to run (default: %(default)s)")
     return parser
 
 

@@ -83,9 +83,7 @@ def find_outcome(experiment: Experiment, sweep: Path) -> Outcome | None:
     if outcome is None and (folder / "result.json").exists():
         started, ended = ((folder / name).stat().st_mtime for name in ("config.toml", "result.json"))
         attempt = 1 + max(_earlier(folder), default=0)
-        outcome = make_outcome(
-            experiment, "finished", "", started_at=started, seconds=ended - started, attempt=attempt
-        )
+        outcome = make_outcome(experiment, "finished", "", started_at=started, seconds=ended - started, attempt=attempt)
         keep_outcome(outcome, sweep)
     if outcome is not None and outcome.varied != experiment.varied:  # the sweep's file varies other settings now
         outcome = dataclasses.replace(outcome, varied=dict(experiment.varied))
