@@ -1,4 +1,4 @@
-"""One pass over the training data in several processes: from a data source to a profile."""
+"""One pass over the training data, in several processes or on Ray: from a data source to a profile."""
 
 from __future__ import annotations
 

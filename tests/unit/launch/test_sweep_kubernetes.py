@@ -1,4 +1,4 @@
-"""`embershard sweep --on kubernetes`: its manifests by Kubeflow's schema, and what it does on a cluster that is made up.
+"""`embershard sweep --on kubernetes`: its manifests by Kubeflow's schema, and what it does on a made-up cluster.
 
 No test runs on a real cluster.
 """
@@ -113,7 +113,7 @@ def test_the_section_is_asked_for(file: Path) -> None:
         command.main([str(file), "--on", "kubernetes", "--dry-run"])
 
 
-class ApiException(Exception):
+class ApiError(Exception):
     def __init__(self, status: int) -> None:
         super().__init__(status)
         self.status, self.reason, self.body = status, "Refused", ""
@@ -135,19 +135,19 @@ class Cluster:
 
     def get_namespaced_custom_object(self, name: str, **_: str) -> dict[str, Any]:
         if name not in self.jobs:
-            raise ApiException(404)
+            raise ApiError(404)
         return {"status": {"conditions": [self._ends(name)]}}
 
     def delete_namespaced_custom_object(self, name: str, **_: str) -> None:
         if self.jobs.pop(name, None) is None:
-            raise ApiException(404)
+            raise ApiError(404)
         self.deleted.append(name)
 
 
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Cluster], Cluster]:
     def use_cluster(cluster: Cluster) -> Cluster:
-        client = SimpleNamespace(CustomObjectsApi=lambda: cluster, ApiException=ApiException)
+        client = SimpleNamespace(CustomObjectsApi=lambda: cluster, ApiException=ApiError)
         config = SimpleNamespace(load_config=lambda: None, ConfigException=KeyError)
         monkeypatch.setitem(sys.modules, "kubernetes", SimpleNamespace(client=client, config=config))
         monkeypatch.setattr(on_kubernetes, "_POLL_SECONDS", 0.0)
