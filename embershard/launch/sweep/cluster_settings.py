@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from embershard.errors import ConfigError
@@ -76,6 +78,19 @@ class KubernetesJobs:
                 f"kubernetes.ranks_per_node = {per_node} does not divide {ranks} ranks; each pod has as many."
             )
         return max(1, ranks // per_node)
+
+
+def job_name(run: str, folder: Path) -> str:
+    """Return what a cluster calls the job of a run: the same for this run of this sweep, and for no other.
+
+    Args:
+        run: its name.
+        folder: of the sweep.
+
+    >>> job_name("8502745f01b5-0", Path("/sweeps/ratios"))
+    'embershard-146f7fbe-8502745f01b5-0'
+    """
+    return f"embershard-{hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:8]}-{run}"
 
 
 def _at_least(section: str, **values: tuple[int, int]) -> None:

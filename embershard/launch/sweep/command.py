@@ -1,4 +1,4 @@
-"""`embershard sweep`: trains all runs of a file, one after another or on a Ray cluster, and gathers their results."""
+"""`embershard sweep`: trains all runs of a file, here or on a cluster, and gathers their results."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ that ended are not started again.
 
   embershard sweep experiments.toml
   embershard sweep experiments.toml --out sweeps/ratios --retry-failed
+  embershard sweep experiments.toml --on kubernetes --dry-run
 
 Exit codes: 0 all runs finished; 1 some did not; 2 wrong usage or settings; 130 Ctrl-C.
 """
 
-
+#: By name, the module and the function that run the experiments of a sweep.
 _ENGINES = {
     "local": "run.run_here",
     "ray": "on_ray.run_on_ray",
@@ -89,7 +90,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _engine(name: str) -> Callable[..., Iterator[Outcome]]:
-    """Return the function that runs the experiments of a sweep in one place."""
     module, function = _ENGINES[name].split(".")
     found: Callable[..., Iterator[Outcome]] = getattr(import_module(f"embershard.launch.sweep.{module}"), function)
     return found
@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = make_parser("sweep", _HELP)
     parser.add_argument("file", type=_file, metavar="FILE", help="the sweep, a TOML file")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the sweep (default: sweeps/NAME)")
-    parser.add_argument("--dry-run", action="store_true", help="check all settings, print the commands, and stop")
+    parser.add_argument("--dry-run", action="store_true", help="check all settings, print commands or manifests, stop")
     parser.add_argument("--retry-failed", action="store_true", help="start runs that failed again, too")
     parser.add_argument("--on", choices=_ENGINES, default="local", help="where to run (default: %(default)s)")
     return parser

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from embershard.errors import ConfigError, SetupError
+from embershard.launch.sweep.cluster_settings import job_name
 from embershard.launch.sweep.experiments import Experiment, Sweep
 from embershard.launch.sweep.outcomes import Outcome, begin_attempt, find_outcome, keep_outcome, make_outcome
-from embershard.launch.sweep.train_job import GROUP, PLURAL, VERSION, job_name, train_job
+from embershard.launch.sweep.train_job import GROUP, PLURAL, VERSION, jobs_of, train_job
 
 _POLL_SECONDS = 5.0
 _MISSING = 404  # HTTP
@@ -33,12 +34,12 @@ def run_on_kubernetes(
         ConfigError: the sweep's file does not say what is needed, or Kubernetes refuses a job.
     """
     manifests = {experiment.name: train_job(experiment, sweep, folder) for experiment in experiments}
-    jobs = _Jobs("default" if sweep.kubernetes is None else sweep.kubernetes.namespace)
+    jobs = _Jobs(jobs_of(sweep).namespace)
     running: dict[str, tuple[Experiment, int, float]] = {}
     try:
         for experiment in experiments:
             begin(experiment)
-            name, attempt = job_name(experiment, folder), 1
+            name, attempt = job_name(experiment.name, folder), 1
             if not jobs.is_active(name):
                 attempt = begin_attempt(folder, experiment.name)
                 jobs.create(name, manifests[experiment.name])

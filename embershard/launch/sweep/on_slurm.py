@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 from embershard.errors import ConfigError, SetupError
+from embershard.launch.sweep.cluster_settings import job_name
 from embershard.launch.sweep.experiments import Experiment, Sweep
 from embershard.launch.sweep.outcomes import Outcome, find_outcome, make_outcome
 from embershard.launch.sweep.run import run_once
@@ -57,7 +57,7 @@ def run_on_slurm(
             jobs[job.job_id] = experiment, job
         left_at: dict[str, float] = {}
         while jobs:
-            queued = _queued_ids()
+            queued = _queued_ids(jobs.keys())
             for number in [number for number in jobs if number not in queued]:
                 waited = time.monotonic() - left_at.setdefault(number, time.monotonic())
                 outcome = find_outcome(jobs[number][0], folder)
@@ -92,7 +92,7 @@ def _parameters(experiment: Experiment, sweep: Sweep, folder: Path) -> Mapping[s
     if jobs.gpus_per_rank:
         options["gpus_per_node"] = jobs.gpus_per_rank * experiment.ranks
     return {
-        "name": f"{experiment.name}-{hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:8]}",
+        "name": job_name(experiment.name, folder),
         "timeout_min": math.ceil(sweep.time_limit_seconds / 60) + _EXTRA_MINUTES,
         "nodes": 1,
         "tasks_per_node": 1,
@@ -101,13 +101,14 @@ def _parameters(experiment: Experiment, sweep: Sweep, folder: Path) -> Mapping[s
     }
 
 
-def _queued_ids() -> set[str]:
-    """Return the jobs that wait or run. (submitit asks `sacct`, which needs a database that small clusters lack.)"""
+def _queued_ids(jobs: Set[str]) -> Set[str]:
+    """Return the jobs that wait or run; all `jobs` while Slurm does not answer.
+
+    (submitit asks `sacct`, which needs a database that small clusters lack.)
+    """
     command = ["squeue", "--me", "--noheader", "--format=%i"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SetupError(f"squeue failed: {done.stderr.strip()}. The same command goes on with the sweep.")
-    return set(done.stdout.split())
+    return jobs if done.returncode else set(done.stdout.split())
 
 
 def _lost(experiment: Experiment, job: Any) -> Outcome:

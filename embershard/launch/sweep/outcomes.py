@@ -119,7 +119,7 @@ def begin_attempt(sweep: Path, name: str) -> int:
     with naming_file(sweep):
         for path in (folder, output):
             path.parent.mkdir(parents=True, exist_ok=True)
-        _state_of(sweep, name).unlink(missing_ok=True)  # as `results.parquet`, which has it, will have the new one
+        _state_of(sweep, name).unlink(missing_ok=True)  # first: a sweep that is killed here starts the run again
         return 1 + max(_set_aside(folder), _set_aside(output))
 
 
@@ -151,10 +151,8 @@ def _read(path: Path) -> Outcome | None:
 
 
 def keep_outcome(outcome: Outcome, sweep: Path) -> None:
-    """Keep what became of a run that has ended; one that was interrupted has not, and is not kept.
-
-    So the next sweep starts it again.
-    """
+    """Keep what became of a run. One that was interrupted has not ended: nothing is kept, and the next sweep starts it
+    again."""
     if outcome.status == "interrupted":
         return
     path = _state_of(sweep, outcome.name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -10,13 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from embershard.errors import ConfigError
-from embershard.launch.sweep.cluster_settings import KubernetesJobs
+from embershard.launch.sweep.cluster_settings import KubernetesJobs, job_name
 from embershard.launch.sweep.experiments import Experiment, Sweep
 from embershard.launch.sweep.outcomes import run_folder
 
 GROUP, VERSION, PLURAL = "trainer.kubeflow.org", "v1alpha1", "trainjobs"
 _CONTAINER = "node"  # and the replicated job: in Kubeflow's runtimes for torch
 _PROGRAM = "embershard.launch.train.command"
+
+
+def jobs_of(sweep: Sweep) -> KubernetesJobs:
+    """Return what the runs of a sweep ask Kubernetes for; raise `ConfigError` where its file does not say it."""
+    if sweep.kubernetes is None:
+        raise ConfigError("--on kubernetes needs a section [kubernetes] in the sweep's file: image, claim and mount.")
+    return sweep.kubernetes
 
 
 def train_job(experiment: Experiment, sweep: Sweep, folder: Path) -> dict[str, Any]:
@@ -32,9 +38,7 @@ def train_job(experiment: Experiment, sweep: Sweep, folder: Path) -> dict[str, A
         ConfigError: the sweep's file has no section [kubernetes], pods would have different numbers of ranks, or what
             the run needs is not on the volume.
     """
-    jobs = sweep.kubernetes
-    if jobs is None:
-        raise ConfigError("--on kubernetes needs a section [kubernetes] in the sweep's file: image, claim and mount.")
+    jobs = jobs_of(sweep)
     nodes, started_in = jobs.nodes(experiment.ranks), Path.cwd()
     for path in (folder.absolute(), started_in):
         if not path.is_relative_to(jobs.mount):
@@ -62,17 +66,12 @@ def train_job(experiment: Experiment, sweep: Sweep, folder: Path) -> dict[str, A
         "apiVersion": f"{GROUP}/{VERSION}",
         "kind": "TrainJob",
         "metadata": {
-            "name": job_name(experiment, folder),
+            "name": job_name(experiment.name, folder),
             "namespace": jobs.namespace,
             "labels": {"app.kubernetes.io/name": "embershard", "embershard/run": experiment.name},
         },
         "spec": spec,
     }
-
-
-def job_name(experiment: Experiment, folder: Path) -> str:
-    """Return the name of a run's job: the same for the same run of the same sweep, and for no other."""
-    return f"embershard-{hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:8]}-{experiment.name}"
 
 
 def manifests(sweep: Sweep, folder: Path) -> str:

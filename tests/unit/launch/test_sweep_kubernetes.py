@@ -16,9 +16,10 @@ import pytest
 
 from embershard.errors import ConfigError, SetupError
 from embershard.launch.sweep import command, on_kubernetes
+from embershard.launch.sweep.cluster_settings import job_name
 from embershard.launch.sweep.experiments import Experiment, Sweep
 from embershard.launch.sweep.outcomes import find_outcome, read_outcomes, run_folder
-from embershard.launch.sweep.train_job import job_name, manifests, train_job
+from embershard.launch.sweep.train_job import manifests, train_job
 
 FILE = """
 config = "run.toml"
@@ -173,7 +174,7 @@ def test_jobs_become_outcomes(file: Path, use: Callable[[Cluster], Cluster]) -> 
     good, bad = sweep.experiments
 
     def ends(name: str) -> dict[str, Any]:
-        if name == job_name(bad, folder):
+        if name == job_name(bad.name, folder):
             return condition("Failed", "DeadlineExceeded", "it was active longer than specified")
         finish(good, folder)
         return condition("Complete")
@@ -191,11 +192,11 @@ def test_a_job_that_still_runs_is_waited_for_and_one_that_ended_is_replaced(
 ) -> None:
     sweep, folder = Sweep.read(file), Path("out").absolute()
     running, ended = sweep.experiments
-    looks = {job_name(each, folder): 0 for each in sweep.experiments}
+    looks = {job_name(each.name, folder): 0 for each in sweep.experiments}
 
     def ends(name: str) -> dict[str, Any]:
         looks[name] += 1
-        if name == job_name(running, folder):
+        if name == job_name(running.name, folder):
             if looks[name] < 3:
                 return condition("Suspended")
             finish(running, folder)
@@ -204,10 +205,10 @@ def test_a_job_that_still_runs_is_waited_for_and_one_that_ended_is_replaced(
         return condition("Complete")
 
     cluster = use(Cluster(ends))
-    cluster.jobs = {job_name(each, folder): train_job(each, sweep, folder) for each in sweep.experiments}
+    cluster.jobs = {job_name(each.name, folder): train_job(each, sweep, folder) for each in sweep.experiments}
     found = list(on_kubernetes.run_on_kubernetes(sweep, sweep.experiments, folder, lambda experiment: None))
     assert {each.status for each in found} == {"finished"}
-    assert cluster.created == [job_name(ended, folder)]  # the other one was there
+    assert cluster.created == [job_name(ended.name, folder)]  # the other one was there
 
 
 def test_jobs_end_with_a_sweep_that_is_stopped(file: Path, use: Callable[[Cluster], Cluster]) -> None:

@@ -3,8 +3,9 @@ tests/ranks/test_sweep.py has a real one."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,7 +55,7 @@ class Slurm:
             job_id=number, cancel=lambda: self.cancelled.append(number), stderr=lambda: "noise\nslurmstepd: killed\n"
         )
 
-    def queued(self) -> set[str]:
+    def queued(self, jobs: Set[str]) -> Set[str]:
         for arguments in self._waiting:
             self._work(*arguments)
         self._waiting.clear()
@@ -106,6 +107,14 @@ def test_a_job_without_a_result_has_not_ended(sweep: Sweep, use: Callable[[Slurm
         "interrupted",
         "Slurm's job 1 ended without a result: slurmstepd: killed",
     )
+
+
+def test_a_queue_that_does_not_answer_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for program, queued in (("exit 1", {"7"}), ("echo 8", {"8"})):
+        found = subprocess.run(["sh", "-c", program], capture_output=True, text=True, check=False)
+        monkeypatch.setattr("subprocess.run", lambda *_, found=found, **__: found)
+        assert on_slurm._queued_ids({"7"}) == queued
+        monkeypatch.undo()
 
 
 def test_jobs_end_with_a_sweep_that_is_stopped(sweep: Sweep, use: Callable[[Slurm], Slurm], tmp_path: Path) -> None:
