@@ -30,6 +30,7 @@ from embershard.training.hot_cold import find_hot_set
 from embershard.training.identity import global_batch
 from embershard.training.kept_batches import KeptBatches
 from embershard.training.loss_monitor import LossMonitor, in_float64
+from embershard.training.machines import check_machines
 from embershard.training.memory_check import check_memory_for_run
 from embershard.training.metrics import PredictionBuffer
 from embershard.training.optimizers import set_learning_rate
@@ -60,7 +61,8 @@ class Trainer:
         supervision: asks for the end of the training, and is told of each step.
 
     Raises:
-        ConfigError: the run does not fit the memory of a machine; `memory_warning` has what may not fit later.
+        ConfigError: the run does not fit the memory of a machine; `memory_warning` has what may not fit later. Or the
+            machines differ in settings or files.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Trainer:
     ) -> None:
         self.config, self.ranks, self.checkpoints = config, ranks, checkpoints
         self.supervision = supervision or Supervision()
+        check_machines(config, ranks, checkpoints and checkpoints.parent)
         self.plan = find_plan(config, ranks)
         self.source = open_source(config.data)
         self._first_step = 0  # of this process: it may go on from a checkpoint

@@ -11,11 +11,14 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.ranks.agents import two_agents, two_networks
+from tests.ranks.test_resharding import tensors_that_differ
 from tests.unit.distributed.checkpoints import flip_bit
 
 pytestmark = pytest.mark.ranks
@@ -36,7 +39,7 @@ def run(project: Path, *command: str, hash_seed: int = 0, code: int = 0) -> subp
     """Runs a command in the project, and shows what it said where its exit code is not `code`."""
     environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed), "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = os.pathsep.join([str(project), environment.get("PYTHONPATH", "")])
-    done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == code, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     return done
 
@@ -118,6 +121,52 @@ def test_uncached_run_of_the_same_command_has_the_same_losses(
     assert len(losses(cached)) == 105
     assert result(tmp_path / "r")["cache"] is None
     assert result(tmp_path / "r")["auc"] == result(cached)["auc"]
+
+
+def same_run(cached: Path, found: list[tuple[int, str]], run_dir: Path) -> None:
+    assert [code for code, _ in found] == [0, 0], "\n".join(output[-4000:] for _, output in found)
+    assert losses(run_dir) == losses(cached)
+    assert result(run_dir)["auc"] == result(cached)["auc"]
+    assert tensors_that_differ(cached / "checkpoints" / "step_105", run_dir / "checkpoints" / "step_105") == []
+
+
+def test_two_torchrun_agents_train_to_the_bits_of_one(
+    cached: Path, project_dir: Path, settings: list[str], tmp_path: Path
+) -> None:
+    same_run(cached, two_agents(project_dir, settings, [tmp_path, tmp_path], 1), tmp_path)
+
+
+@pytest.fixture
+def networks() -> Iterator[tuple[str, list[list[str]], list[str]]]:
+    try:
+        with two_networks() as found:
+            yield found
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"network namespaces cannot be made here: {error}")
+
+
+@pytest.mark.slow
+def test_two_machines_with_a_network_between_them_train_to_the_bits_of_one(
+    networks: tuple[str, list[list[str]], list[str]],
+    cached: Path,
+    project_dir: Path,
+    settings: list[str],
+    tmp_path: Path,
+) -> None:
+    address, within, interfaces = networks
+    folders = [tmp_path / "run", tmp_path / "run"]
+    found = two_agents(project_dir, settings, folders, 1, address=address, within=within, interfaces=interfaces)
+    same_run(cached, found, tmp_path / "run")
+    # The second machine has an empty folder of its own at the same place.
+    apart = tmp_path / "apart"
+    apart.mkdir()
+    hidden = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {apart} && exec "$@"', "sh"]
+    within = [within[0], [*within[1], *hidden]]
+    folders = [apart / "run", apart / "run"]
+    found = two_agents(project_dir, settings, folders, 1, address=address, within=within, interfaces=interfaces)
+    assert all(code for code, _ in found)
+    assert "does not see the run's folder" in found[0][1]
+    assert "Traceback" not in found[0][1].split("does not see")[0]
 
 
 def test_a_resumed_run_has_the_losses_of_the_uninterrupted_one(

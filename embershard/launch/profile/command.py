@@ -55,11 +55,13 @@ def collect(argv: Sequence[str]) -> None:
     console = plain_console()
     began = time.monotonic()
     reader = PartReader(config.data)
-    workers = arguments.workers
+    on_ray, workers = arguments.on == "ray", arguments.workers
+    if on_ray and workers is not None:
+        raise ConfigError("--workers has no effect with --on ray: Ray counts in as many tasks as it has CPUs.")
     if workers is None:
         parts = reader.num_samples * arguments.sample / PART_SAMPLES
         workers = max(1, min(len(os.sched_getaffinity(0)), int(parts / _PARTS_PER_WORKER)))
-    options = PassOptions(workers, arguments.sample, arguments.max_lookups, arguments.memory)
+    options = PassOptions(workers, arguments.sample, arguments.max_lookups, arguments.memory, on_ray)
     with progress_bar(console, "samples") as on_progress:
         profile = profile_data(config.data, options, on_progress, reader)
     seconds = time.monotonic() - began
@@ -70,7 +72,8 @@ def collect(argv: Sequence[str]) -> None:
     say(
         console,
         f"{statistics.num_samples:,} samples, {lookups:,} lookups in {len(statistics.tables)} tables: "
-        f"{seconds:.1f} s, {lookups / max(seconds, 1e-9) / 1e6:.1f}M lookups/s, processes: {workers}.",
+        f"{seconds:.1f} s, {lookups / max(seconds, 1e-9) / 1e6:.1f}M lookups/s, "
+        f"{'on Ray' if on_ray else f'processes: {workers}'}.",
         f"{arguments.output}: {arguments.output.stat().st_size / 1e6:,.1f} MB. "
         f"Look at it: embershard profile show {arguments.output} --png curves.png",
     )
@@ -191,6 +194,12 @@ def _collect_parser() -> argparse.ArgumentParser:
     _add_outputs(parser)
     parser.add_argument(
         "--workers", type=int, metavar="N", help="processes that read and count (default: cores, fewer for small data)"
+    )
+    parser.add_argument(
+        "--on",
+        choices=("local", "ray"),
+        default="local",
+        help="count on this machine, or in tasks of a Ray cluster: the same profile (default: %(default)s)",
     )
     parser.add_argument(
         "--sample",

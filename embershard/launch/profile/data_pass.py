@@ -1,4 +1,4 @@
-"""One pass over the training data in several processes: from a data source to a profile."""
+"""One pass over the training data, in several processes or on Ray: from a data source to a profile."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ class PassOptions:
     sample: float = 1.0  # share of the training samples to read
     max_lookups: int = 4_000_000  # most lookups to keep in the trace
     memory_bytes: int = 4 << 30  # about how much memory the counts may take
+    on_ray: bool = False  # in tasks of a Ray cluster, in place of processes
 
     def __post_init__(self) -> None:
         for name, low in (("num_workers", 1), ("max_lookups", 1000), ("memory_bytes", 1 << 20)):
@@ -114,7 +115,7 @@ def profile_data(
     )
     done = 0
     make = partial(_make_counter, dataclasses.replace(data, num_workers=0))
-    for part in in_parts(ranges, options.num_workers, make, reader.count, lambda: (collector.following,)):
+    for part in in_parts(ranges, options, make, reader.count, lambda: (collector.following,)):
         collector.add(part)
         done += part.num_samples
         if on_progress is not None:
@@ -170,16 +171,18 @@ def _run(*arguments: Any) -> Any:
 
 def in_parts(
     ranges: list[tuple[int, int]],
-    num_workers: int,
+    options: PassOptions,
     make: Callable[[], Callable[..., T]],
     here: Callable[..., T],
     others: Callable[[], tuple[Any, ...]] = tuple,
 ) -> Iterator[T]:
-    """Yield what a function of (start, stop) returns for each range, in their order, computed by several processes.
+    """Yield what a function of (start, stop) returns for each range, in their order, computed by several processes, or
+    by tasks of a Ray cluster.
 
     At most two ranges per process are in work or wait.
 
     Args:
+        options: where, and by how many processes.
         make: returns the function in a process of its own; both are pickled.
         here: the same function in this process, for one worker.
         others: returns further arguments, when a range is given out.
@@ -187,7 +190,12 @@ def in_parts(
     Raises:
         SetupError: a process ended by itself.
     """
-    num_workers = min(num_workers, len(ranges))
+    if options.on_ray:
+        from embershard.launch.profile.on_ray import in_parts_on_ray
+
+        yield from in_parts_on_ray(ranges, make, others)
+        return
+    num_workers = min(options.num_workers, len(ranges))
     if num_workers <= 1:
         for start, stop in ranges:
             yield here(start, stop, *others())

@@ -57,7 +57,7 @@ def count_clicks(data: DataConfig, rows: HotRows, options: PassOptions, reader: 
     ranges = part_ranges(reader.num_samples, options.sample, reader.part_samples())
     make = partial(_make_worker, dataclasses.replace(data, num_workers=0), of_tables)
     total = [ClickCounts(), ClickCounts()]
-    for part in in_parts(ranges, options.num_workers, make, _worker(reader, of_tables)):
+    for part in in_parts(ranges, options, make, _worker(reader, of_tables)):
         total = [before + more for before, more in zip(total, part, strict=True)]
     return total
 

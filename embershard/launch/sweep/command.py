@@ -1,15 +1,20 @@
-"""`embershard sweep`: trains all runs of a file, one after another or on a Ray cluster, and gathers their results."""
+"""`embershard sweep`: trains all runs of a file, here or on a cluster, and gathers their results."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from embershard.errors import ConfigError
 from embershard.launch.arguments import make_parser
 from embershard.launch.screen import say, wide_console
+
+if TYPE_CHECKING:  # it loads torch, and --help must answer at once
+    from embershard.launch.sweep.outcomes import Outcome
 
 _HELP = """Train all runs that a TOML file describes, each in a folder of its own, and gather their results in
 results.parquet and results.csv. Repeats are interleaved. The same command goes on where an earlier one stopped: runs
@@ -25,9 +30,18 @@ that ended are not started again.
 
   embershard sweep experiments.toml
   embershard sweep experiments.toml --out sweeps/ratios --retry-failed
+  embershard sweep experiments.toml --on kubernetes --dry-run
 
 Exit codes: 0 all runs finished; 1 some did not; 2 wrong usage or settings; 130 Ctrl-C.
 """
+
+#: By name, the module and the function that run the experiments of a sweep.
+_ENGINES = {
+    "local": "run.run_here",
+    "ray": "on_ray.run_on_ray",
+    "slurm": "on_slurm.run_on_slurm",
+    "kubernetes": "on_kubernetes.run_on_kubernetes",
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,26 +49,33 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     from embershard.launch.run_dir import lock_run_dir  # these load torch, and --help must answer at once
     from embershard.launch.sweep.experiments import Sweep
+    from embershard.launch.sweep.outcomes import begin_attempt, find_outcome
     from embershard.launch.sweep.results import write_results
-    from embershard.launch.sweep.run import find_outcome
     from embershard.launch.sweep.view import SweepDisplay
 
     sweep, console = Sweep.read(arguments.file), wide_console()
+    folder = arguments.out or Path("sweeps") / arguments.file.stem
+    if arguments.dry_run and arguments.on == "kubernetes":
+        from embershard.launch.sweep.train_job import manifests
+
+        print(manifests(sweep, folder))
+        return 0
     if arguments.dry_run:
         for experiment in sweep.experiments:
             say(console, f"embershard train {shlex.join(experiment.arguments)}")
         return 0
     run_all = _engine(arguments.on)
-    folder = arguments.out or Path("sweeps") / arguments.file.stem
     lock_run_dir(folder, "--out")
     ended = {each.name: found for each in sweep.experiments if (found := find_outcome(each, folder)) is not None}
     if arguments.retry_failed:
-        ended = {name: outcome for name, outcome in ended.items() if outcome.status == "finished"}
+        for name in [name for name, outcome in ended.items() if outcome.status != "finished"]:
+            begin_attempt(folder, name)
+            del ended[name]
     left = [experiment for experiment in sweep.experiments if experiment.name not in ended]
     say(console, f"{len(sweep.experiments)} runs, {len(left)} of them to do; everything goes to {folder}")
     display = SweepDisplay(console, folder, sweep.experiments, ended)
     with display.shown():
-        for outcome in run_all(left, folder, sweep.time_limit_seconds, display.begin):
+        for outcome in run_all(sweep, left, folder, display.begin):
             ended[outcome.name] = outcome
             write_results(folder)
             display.end(outcome)
@@ -68,23 +89,19 @@ def main(argv: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
-def _engine(name: str) -> Callable[..., Iterator]:  # type: ignore[type-arg]
-    if name == "ray":
-        from embershard.launch.sweep.on_ray import run_on_ray
-
-        return run_on_ray
-    from embershard.launch.sweep.run import run_here
-
-    return run_here
+def _engine(name: str) -> Callable[..., Iterator[Outcome]]:
+    module, function = _ENGINES[name].split(".")
+    found: Callable[..., Iterator[Outcome]] = getattr(import_module(f"embershard.launch.sweep.{module}"), function)
+    return found
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("sweep", _HELP)
     parser.add_argument("file", type=_file, metavar="FILE", help="the sweep, a TOML file")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the sweep (default: sweeps/NAME)")
-    parser.add_argument("--dry-run", action="store_true", help="check all settings, print the commands, and stop")
+    parser.add_argument("--dry-run", action="store_true", help="check all settings, print commands or manifests, stop")
     parser.add_argument("--retry-failed", action="store_true", help="start runs that failed again, too")
-    parser.add_argument("--on", choices=("local", "ray"), default="local", help="where to run (default: %(default)s)")
+    parser.add_argument("--on", choices=_ENGINES, default="local", help="where to run (default: %(default)s)")
     return parser
 
 

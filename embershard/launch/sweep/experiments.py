@@ -14,6 +14,7 @@ from embershard.errors import ConfigError
 from embershard.launch.arguments import set_words
 from embershard.launch.config import load_config
 from embershard.launch.ranks.number import planned_ranks
+from embershard.launch.sweep.cluster_settings import KubernetesJobs, SlurmJobs
 from embershard.training.config import RunConfig
 
 _RANKS = "ranks"  # not a setting of a run: how many are started
@@ -31,6 +32,7 @@ class _File:
         runs: settings of single runs, each combined with the grid.
         repeats: of every run.
         time_limit_seconds: of a run.
+        slurm, kubernetes: what the runs ask a cluster for.
     """
 
     config: str
@@ -39,6 +41,8 @@ class _File:
     runs: tuple[dict[str, Any], ...] = ({},)
     repeats: int = 1
     time_limit_seconds: float | None = None
+    slurm: SlurmJobs = field(default_factory=SlurmJobs)
+    kubernetes: KubernetesJobs | None = None
 
     def __post_init__(self) -> None:
         if self.repeats < 1:
@@ -55,7 +59,7 @@ class Experiment:
         name: digest and repeat: what is trained, whatever else the sweep varies.
         varied: the settings that the sweep varies, `ranks` among them.
         ranks: number of ranks.
-        arguments: of `embershard train`.
+        settings: arguments of the program of each rank.
         digest: of all settings and the number of ranks, hexadecimal.
         repeat: 0 for the first run of these settings.
     """
@@ -63,17 +67,24 @@ class Experiment:
     name: str
     varied: Mapping[str, Any]
     ranks: int
-    arguments: tuple[str, ...]
+    settings: tuple[str, ...]
     digest: str
     repeat: int
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Arguments of `embershard train`."""
+        return (*self.settings, "--nproc", str(self.ranks))
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """The experiments in the order of their execution, and the time that each may take."""
+    """The experiments in the order of their execution, the time that each may take, and what it asks a cluster for."""
 
     experiments: tuple[Experiment, ...]
     time_limit_seconds: float | None
+    slurm: SlurmJobs = field(default_factory=SlurmJobs)
+    kubernetes: KubernetesJobs | None = None
 
     @classmethod
     def read(cls, path: Path) -> Sweep:
@@ -102,7 +113,7 @@ class Sweep:
         experiments = [
             _repeated(run, repeat) for repeat in range(file.repeats) for run in (runs[::-1] if repeat % 2 else runs)
         ]
-        return cls(tuple(experiments), file.time_limit_seconds)
+        return cls(tuple(experiments), file.time_limit_seconds, file.slurm, file.kubernetes)
 
 
 def _combinations(file: _File) -> Iterator[dict[str, Any]]:
@@ -126,8 +137,8 @@ def _experiment(config: Path, common: Mapping[str, Any], varied: Mapping[str, An
     ranks = planned_ranks(resolved, ranks) or _DEFAULT_RANKS
     resolved.train.rank_batch_size(ranks)
     digest = hashlib.sha256(f"{ranks}\n{to_toml(resolved)}".encode()).hexdigest()[:12]
-    arguments = ("--config", str(config), *set_words(overrides), "--nproc", str(ranks))
-    return Experiment("", {_RANKS: ranks, **varied}, ranks, arguments, digest, 0)
+    words = ("--config", str(config), *set_words(overrides))
+    return Experiment("", {_RANKS: ranks, **varied}, ranks, words, digest, 0)
 
 
 def _repeated(run: Experiment, repeat: int) -> Experiment:

@@ -3,56 +3,67 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from embershard.errors import SetupError
-from embershard.launch.sweep.experiments import Experiment
-from embershard.launch.sweep.run import Outcome, find_outcome, run_experiment
-
-_RETRIES = 3  # of a run whose worker or machine died
+from embershard.errors import EmbershardError
+from embershard.launch.ray_cluster import RETRIES, ray_cluster
+from embershard.launch.sweep.experiments import Experiment, Sweep
+from embershard.launch.sweep.outcomes import Outcome, make_outcome
+from embershard.launch.sweep.run import run_once
 
 
 def run_on_ray(
-    experiments: Sequence[Experiment],
-    sweep: Path,
-    time_limit_seconds: float | None,
-    begin: Callable[[Experiment], None],
+    sweep: Sweep, experiments: Sequence[Experiment], folder: Path, begin: Callable[[Experiment], None]
 ) -> Iterator[Outcome]:
-    """Run experiments on the Ray cluster of RAY_ADDRESS, or on one started here; yield each outcome as it ends.
+    """Run experiments of a sweep on a Ray cluster (`ray_cluster`); yield each outcome as it ends.
 
     A run takes a CPU, and where the cluster has GPUs a GPU, for each of its ranks, all on one machine. The sweep's
-    folder, the settings and the data must be at the same paths on all machines. Ray starts a run again whose worker
-    died; what that one left is set aside.
+    folder, the settings and the data must be at the same paths on all machines. Ray starts a run again whose worker or
+    machine died; what that one left is set aside.
 
     Args:
+        folder: of the sweep.
         begin: called when an experiment is handed to Ray.
 
     Raises:
-        SetupError: Ray is not installed.
+        SetupError: Ray is not installed, or no cluster can be reached.
     """
-    try:
-        import ray
-    except ImportError as error:
-        raise SetupError('--on ray needs Ray, which is not installed. Try: pip install "ray>=2.40"') from error
-    ray.init(address=os.environ.get("RAY_ADDRESS"), log_to_driver=False, include_dashboard=None)
-    try:
+    with ray_cluster() as ray:
         has_gpus = ray.cluster_resources().get("GPU", 0) > 0
-        folder, started_in = sweep.absolute(), Path.cwd()
-
-        @ray.remote(max_retries=_RETRIES)
-        def run(experiment: Experiment) -> Outcome:
-            os.chdir(started_in)  # settings may have relative paths
-            done = find_outcome(experiment, folder)  # of a worker that died when it had ended the run
-            return done or run_experiment(experiment, folder, time_limit_seconds)
-
-        pending = []
+        _warn_of_size(ray.nodes(), experiments)
+        run = ray.remote(max_retries=RETRIES)(run_once)
+        common = (folder.absolute(), sweep.time_limit_seconds, Path.cwd(), os.environ.get("OMP_NUM_THREADS", "1"))
+        pending = {}
         for experiment in experiments:
             begin(experiment)
             gpus = {"num_gpus": experiment.ranks} if has_gpus else {}
-            pending.append(run.options(num_cpus=experiment.ranks, **gpus).remote(experiment))
+            pending[run.options(num_cpus=experiment.ranks, **gpus).remote(experiment, *common)] = experiment
         while pending:
-            ready, pending = ray.wait(pending)
-            yield from ray.get(ready)
-    finally:
-        ray.shutdown()
+            for task in ray.wait(list(pending))[0]:
+                experiment = pending.pop(task)
+                try:
+                    yield ray.get(task)
+                except ray.exceptions.RayTaskError as error:
+                    if isinstance(error.cause, (EmbershardError, OSError)):  # of the sweep's folder: no run can go on
+                        raise error.cause from error
+                    raise
+                except ray.exceptions.RayError as error:
+                    reason = f"Ray gave it up after {RETRIES} retries: {str(error).splitlines()[0]}"
+                    yield make_outcome(
+                        experiment, "interrupted", reason, started_at=time.time(), seconds=0.0, attempt=1 + RETRIES
+                    )
+
+
+def _warn_of_size(nodes: Sequence[dict], experiments: Sequence[Experiment]) -> None:  # type: ignore[type-arg]
+    """Tell of runs that no machine has room for: Ray lets them wait, since one that has may join."""
+    largest = max((node["Resources"].get("CPU", 0) for node in nodes if node["Alive"]), default=0)
+    ranks = max((experiment.ranks for experiment in experiments), default=0)
+    if ranks > largest:
+        print(
+            f"embershard: a run of {ranks} ranks needs a machine with {ranks} CPUs; the largest of the Ray cluster has "
+            f"{largest:g}. Such runs wait until a larger one joins.",
+            file=sys.stderr,
+        )

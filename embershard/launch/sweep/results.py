@@ -10,7 +10,7 @@ import pyarrow as pa
 from pyarrow import csv, parquet
 
 from embershard.decoding import flat
-from embershard.launch.sweep.run import Outcome, read_outcomes, read_result
+from embershard.launch.sweep.outcomes import Outcome, read_outcomes, read_result
 from embershard.whole_file import whole_file
 
 _LEFT_OUT = {"versions", "changes", "plan", "world_size"}

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from embershard.launch.screen import make_table, number, say
 from embershard.launch.sweep.experiments import Experiment
-from embershard.launch.sweep.run import Outcome, read_result
+from embershard.launch.sweep.outcomes import Outcome, read_result
 
 
 class SweepDisplay:

@@ -10,7 +10,7 @@ from typing import Any
 
 from embershard.decoding import to_toml
 from embershard.launch.config import load_config
-from embershard.launch.sweep.run import Outcome, Status, run_folder
+from embershard.launch.sweep.outcomes import Outcome, Status, run_folder
 from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
 from tests.unit.planning.runs import predicted_plan, result_of

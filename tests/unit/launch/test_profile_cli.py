@@ -77,6 +77,16 @@ def test_the_number_of_processes_changes_nothing(tmp_path, monkeypatch, capsys):
     assert set(one.need_statistics().preferences) >= {"frequency", "lfu", "lru"}
 
 
+def test_ray_changes_nothing(monkeypatch):
+    pytest.importorskip("ray", reason="Ray is not installed (the extra [ray])")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setattr(profile_pass, "PART_SAMPLES", 2048)
+    data = DataConfig(synthetic=SMALL)
+    one, other = (profile_data(data, PassOptions(on_ray=on_ray)) for on_ray in (False, True))
+    same(one, other)
+    assert one.num_batches == other.num_batches == 6
+
+
 def test_the_trace_is_what_the_trainer_reads(monkeypatch):
     monkeypatch.setattr(profile_pass, "PART_SAMPLES", 200)
     data = DataConfig(synthetic=dataclasses.replace(SMALL, num_samples=900), seed=3, chunk_rows=64, num_workers=0)

@@ -15,8 +15,9 @@ from pyarrow import csv
 from embershard.errors import ConfigError, SetupError
 from embershard.launch.sweep import command, run
 from embershard.launch.sweep.experiments import Experiment, Sweep
+from embershard.launch.sweep.outcomes import find_outcome, read_outcomes, run_folder
 from embershard.launch.sweep.results import write_results
-from embershard.launch.sweep.run import find_outcome, read_outcomes, run_experiment, run_folder
+from embershard.launch.sweep.run import run_experiment
 
 CONFIG = "[data.synthetic]\nscale = 0.001\n"
 GRID = (

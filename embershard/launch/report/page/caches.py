@@ -9,7 +9,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from embershard.launch.report.page.runs import Run
-from embershard.launch.report.page.section import Figure, Section, colour, new_figure, text
+from embershard.launch.report.page.section import Figure, Section, colour, fill, new_figure, text
 
 #: Cells of a heat map with fewer columns show their number.
 _COLUMNS_WITH_NUMBERS = 10
@@ -47,7 +47,7 @@ def _hit_rates(runs: Sequence[Run]) -> Figure:
     )
     figure = new_figure(height=_LEAST_PIXELS + _ROW_PIXELS * len(tables))
     figure.add_trace(drawn)
-    figure.update_yaxes(type="category", automargin=True, showgrid=False)
+    figure.update_yaxes(type="category", automargin=True, showgrid=False, dtick=1)
     figure.update_xaxes(type="category", automargin=True, showgrid=False)
     note = "Share of the lookups whose row was on the device, over the whole run. Empty: not in a cache of that rank."
     return Figure("Hit rate per table and rank", figure, note)
@@ -69,7 +69,10 @@ def _memory(runs: Sequence[Run]) -> Figure:
             y=[_rank_name(run, rank) for run, rank in ranks],
             orientation="h",
             showlegend=False,
-            marker={"color": [colour(run.number) for run, _ in ranks]},
+            marker={
+                "color": [colour(run.number) for run, _ in ranks],
+                "pattern": {"shape": [fill(run.number)["pattern"]["shape"] for run, _ in ranks]},
+            },
             hovertemplate="%{y}: %{x:.4s}B<extra></extra>",
         )
         figure.add_trace(bars, row=1, col=panel)
@@ -100,7 +103,7 @@ def step_time(runs: Sequence[Run]) -> Section:
             y=_TIMES,
             orientation="h",
             name=text(run.name),
-            marker={"color": colour(run.number)},
+            marker=fill(run.number),
             hovertemplate="%{y}: %{x:.3~f} ms",
         )
         figure.add_trace(bars)

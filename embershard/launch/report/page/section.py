@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import plotly.graph_objects as go
 import plotly.io
@@ -13,6 +14,7 @@ from plotly.subplots import make_subplots
 # Okabe and Ito's colours, which also readers with a colour vision deficiency can tell apart; then dashes.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _DASHES = ("solid", "dash", "dot", "dashdot")
+_PATTERNS = ("", "/", "x", ".")
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,11 @@ def look(number: int) -> dict[str, str]:
 def colour(number: int) -> str:
     """Return the colour of the run with this number."""
     return _COLOURS[number % len(_COLOURS)]
+
+
+def fill(number: int) -> dict[str, Any]:
+    """Return colour and pattern of the bars of the run with this number."""
+    return {"color": colour(number), "pattern": {"shape": _PATTERNS[number // len(_COLOURS) % len(_PATTERNS)]}}
 
 
 def text(value: str) -> str:

@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 from embershard.errors import ConfigError
 from embershard.launch.report.page.section import Figure, Section, Table, colour, look, new_figure, text
 from embershard.launch.report.run_folder import RunFolder
-from embershard.launch.sweep.run import Outcome, read_outcomes, run_folder
+from embershard.launch.sweep.outcomes import Outcome, read_outcomes, run_folder
 from embershard.units import size
 
 _RANKS = "ranks"

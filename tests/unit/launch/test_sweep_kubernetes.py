@@ -1,0 +1,227 @@
+"""`embershard sweep --on kubernetes`: its manifests by Kubeflow's schema, and what it does on a made-up cluster.
+
+No test runs on a real cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from embershard.errors import ConfigError, SetupError
+from embershard.launch.sweep import command, on_kubernetes
+from embershard.launch.sweep.cluster_settings import job_name
+from embershard.launch.sweep.experiments import Experiment, Sweep
+from embershard.launch.sweep.outcomes import find_outcome, read_outcomes, run_folder
+from embershard.launch.sweep.train_job import manifests, train_job
+
+FILE = """
+config = "run.toml"
+time_limit_seconds = 90.5
+grid.ranks = [1, 4]
+set.train.max_steps = 4
+[kubernetes]
+image = "registry/embershard:0.1"
+claim = "clicks"
+mount = "{mount}"
+ranks_per_node = 2
+gpus_per_rank = 1
+cpus_per_rank = 3
+memory_per_node = "64Gi"
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "run.toml").write_text("")
+    (tmp_path / "sweep.toml").write_text(FILE.format(mount=tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return Path("sweep.toml")
+
+
+def documents(text: str) -> list[dict[str, Any]]:
+    return [json.loads(document) for document in text.split("---\n") if document]
+
+
+def test_a_run_is_a_train_job(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main([str(file), "--on", "kubernetes", "--dry-run"]) == 0
+    one, four = documents(capsys.readouterr().out)
+    assert (one["apiVersion"], one["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    assert (one["spec"]["trainer"]["numNodes"], one["spec"]["trainer"]["numProcPerNode"]) == (1, 1)
+    trainer = four["spec"]["trainer"]
+    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 2)
+    gpus = {"nvidia.com/gpu": "2", "memory": "64Gi"}
+    assert trainer["resourcesPerNode"] == {"requests": {"cpu": "6", **gpus}, "limits": gpus}
+    assert trainer["command"][3:] == [
+        str(Path.cwd()), "torchrun", "-m", "embershard.launch.train.command", "--config", "run.toml",
+        "--set", "train.max_steps=4", "--run-dir", str(Path.cwd() / "sweeps/sweep/runs" / names(file)[1]),
+    ]  # fmt: skip
+    assert four["spec"]["activeDeadlineSeconds"] == 91
+    assert one["metadata"]["name"] != four["metadata"]["name"]
+    assert len(four["metadata"]["name"]) <= 63
+
+
+def names(file: Path) -> list[str]:
+    return [experiment.name for experiment in Sweep.read(file).experiments]
+
+
+def kept_by_the_schema(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The manifest as Kubeflow's own classes read and write it: they drop what they do not know."""
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed")
+    job = models.TrainerV1alpha1TrainJob.from_dict(manifest)
+    found: dict[str, Any] = json.loads(job.to_json())
+    return found
+
+
+def test_manifests_follow_the_published_schema(file: Path) -> None:
+    for manifest in documents(manifests(Sweep.read(file), Path("out"))):
+        assert kept_by_the_schema(manifest) == manifest
+
+
+def test_the_schema_finds_mistakes(file: Path) -> None:
+    manifest = documents(manifests(Sweep.read(file), Path("out")))[0]
+    misspelt = {**manifest, "spec": {**manifest["spec"], "numNode": 1}}
+    assert kept_by_the_schema(misspelt) != misspelt
+    wrong = {**manifest, "spec": {**manifest["spec"], "activeDeadlineSeconds": "soon"}}
+    with pytest.raises(ValueError, match="activeDeadlineSeconds"):
+        kept_by_the_schema(wrong)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("[kubernetes]", "[[runs]]\n[slurm]\noptions.x = 1\n[more]", "more"),
+        ("ranks_per_node = 2", "ranks_per_node = 3", "does not divide 4 ranks"),
+        ("ranks_per_node = 2", "ranks_per_node = 0", "needed at least 1"),
+        ("mount = ", 'mount = "/elsewhere" #', "is not below kubernetes.mount = /elsewhere"),
+    ],
+)
+def test_what_no_pod_could_do(file: Path, before: str, after: str, message: str) -> None:
+    file.write_text(file.read_text().replace(before, after))
+    with pytest.raises(ConfigError, match=message):
+        command.main([str(file), "--on", "kubernetes", "--dry-run"])
+
+
+def test_the_section_is_asked_for(file: Path) -> None:
+    file.write_text(file.read_text().partition("[kubernetes]")[0])
+    with pytest.raises(ConfigError, match=r"needs a section \[kubernetes\]"):
+        command.main([str(file), "--on", "kubernetes", "--dry-run"])
+
+
+class ApiError(Exception):
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status, self.reason, self.body = status, "Refused", ""
+
+
+class Cluster:
+    """Stands in for a cluster: `ends` says what becomes of a job, when its status is asked for."""
+
+    def __init__(self, ends: Callable[[str], dict[str, Any]]) -> None:
+        self.jobs: dict[str, dict[str, Any]] = {}
+        self.created: list[str] = []
+        self.deleted: list[str] = []
+        self._ends = ends
+
+    def create_namespaced_custom_object(self, body: dict[str, Any], **place: str) -> None:
+        assert place["plural"] == "trainjobs"
+        self.jobs[body["metadata"]["name"]] = body
+        self.created.append(body["metadata"]["name"])
+
+    def get_namespaced_custom_object(self, name: str, **_: str) -> dict[str, Any]:
+        if name not in self.jobs:
+            raise ApiError(404)
+        return {"status": {"conditions": [self._ends(name)]}}
+
+    def delete_namespaced_custom_object(self, name: str, **_: str) -> None:
+        if self.jobs.pop(name, None) is None:
+            raise ApiError(404)
+        self.deleted.append(name)
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Cluster], Cluster]:
+    def use_cluster(cluster: Cluster) -> Cluster:
+        client = SimpleNamespace(CustomObjectsApi=lambda: cluster, ApiException=ApiError)
+        config = SimpleNamespace(load_config=lambda: None, ConfigException=KeyError)
+        monkeypatch.setitem(sys.modules, "kubernetes", SimpleNamespace(client=client, config=config))
+        monkeypatch.setattr(on_kubernetes, "_POLL_SECONDS", 0.0)
+        return cluster
+
+    return use_cluster
+
+
+def condition(kind: str, reason: str = "", message: str = "") -> dict[str, str]:
+    return {"type": kind, "status": "True", "reason": reason, "message": message}
+
+
+def finish(experiment: Experiment, folder: Path) -> None:
+    """What the first pod leaves."""
+    run = run_folder(folder, experiment.name)
+    run.mkdir(parents=True, exist_ok=True)
+    for name in ("config.toml", "result.json"):
+        (run / name).write_text("{}")
+
+
+def test_jobs_become_outcomes(file: Path, use: Callable[[Cluster], Cluster]) -> None:
+    sweep, folder = Sweep.read(file), Path("out").absolute()
+    good, bad = sweep.experiments
+
+    def ends(name: str) -> dict[str, Any]:
+        if name == job_name(bad.name, folder):
+            return condition("Failed", "DeadlineExceeded", "it was active longer than specified")
+        finish(good, folder)
+        return condition("Complete")
+
+    cluster = use(Cluster(ends))
+    found = {each.name: each for each in on_kubernetes.run_on_kubernetes(sweep, sweep.experiments, folder, print)}
+    assert (found[good.name].status, found[bad.name].status) == ("finished", "timed out")
+    assert "DeadlineExceeded: it was active longer" in found[bad.name].reason
+    assert {each.name for each in read_outcomes(folder)} == {good.name, bad.name}
+    assert cluster.deleted == []
+
+
+def test_a_job_that_still_runs_is_waited_for_and_one_that_ended_is_replaced(
+    file: Path, use: Callable[[Cluster], Cluster]
+) -> None:
+    sweep, folder = Sweep.read(file), Path("out").absolute()
+    running, ended = sweep.experiments
+    looks = {job_name(each.name, folder): 0 for each in sweep.experiments}
+
+    def ends(name: str) -> dict[str, Any]:
+        looks[name] += 1
+        if name == job_name(running.name, folder):
+            if looks[name] < 3:
+                return condition("Suspended")
+            finish(running, folder)
+        elif cluster.created:
+            finish(ended, folder)
+        return condition("Complete")
+
+    cluster = use(Cluster(ends))
+    cluster.jobs = {job_name(each.name, folder): train_job(each, sweep, folder) for each in sweep.experiments}
+    found = list(on_kubernetes.run_on_kubernetes(sweep, sweep.experiments, folder, lambda experiment: None))
+    assert {each.status for each in found} == {"finished"}
+    assert cluster.created == [job_name(ended.name, folder)]  # the other one was there
+
+
+def test_jobs_end_with_a_sweep_that_is_stopped(file: Path, use: Callable[[Cluster], Cluster]) -> None:
+    sweep, folder = Sweep.read(file), Path("out").absolute()
+    cluster = use(Cluster(lambda name: condition("Failed", "Oops") if len(cluster.jobs) == 2 else condition("Created")))
+    outcomes = on_kubernetes.run_on_kubernetes(sweep, sweep.experiments, folder, lambda experiment: None)
+    assert next(outcomes).reason.startswith("Oops")
+    outcomes.close()  # as Ctrl-C does
+    assert len(cluster.deleted) == 2
+    assert find_outcome(sweep.experiments[1], folder) is None
+
+
+def test_the_client_is_asked_for_where_it_is_missing(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    with pytest.raises(SetupError, match="pip install kubernetes; or --dry-run"):
+        command.main([str(file), "--on", "kubernetes", "--out", "out"])
