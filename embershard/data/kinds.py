@@ -8,16 +8,17 @@ from embershard.data.avazu import AvazuSource
 from embershard.data.batch import Schema
 from embershard.data.config import DataConfig, DataKind
 from embershard.data.criteo import CriteoSource
-from embershard.data.parquet import ParquetSource
 from embershard.data.source import Source
 from embershard.data.synthetic import SyntheticSource
+from embershard.data.table.source import TableSource
 from embershard.errors import ConfigError
 
-_SOURCES: dict[DataKind, type[SyntheticSource] | type[CriteoSource] | type[AvazuSource] | type[ParquetSource]] = {
+_SOURCES: dict[DataKind, type[SyntheticSource] | type[CriteoSource] | type[AvazuSource] | type[TableSource]] = {
     "synthetic": SyntheticSource,
     "criteo": CriteoSource,
     "avazu": AvazuSource,
-    "parquet": ParquetSource,
+    "parquet": TableSource,
+    "table": TableSource,
 }
 
 
@@ -25,7 +26,7 @@ def open_source(config: DataConfig, *, needs_labels: bool = True) -> Source:
     """Open the source that `config` describes.
 
     Args:
-        needs_labels: False: labels are NaN where Parquet files have no column of labels.
+        needs_labels: False: labels are NaN where files of "parquet" or "table" have no column of labels.
 
     >>> open_source(DataConfig(kind="synthetic")).chunks("train").num_samples
     900000
@@ -36,8 +37,8 @@ def open_source(config: DataConfig, *, needs_labels: bool = True) -> Source:
     """
     if config.kind != "synthetic" and config.path is None:
         raise ConfigError(f'data.kind = "{config.kind}" needs data.path: a file, or a folder of files')
-    if config.kind == "parquet":
-        return ParquetSource(config, needs_labels=needs_labels)
+    if config.kind in ("parquet", "table"):
+        return TableSource(config, needs_labels=needs_labels)
     return _SOURCES[config.kind](config)
 
 
