@@ -6,12 +6,12 @@ from pathlib import Path
 
 from embershard.data.avazu import AvazuSource
 from embershard.data.batch import Schema
+from embershard.data.check import need_path
 from embershard.data.config import DataConfig, DataKind
 from embershard.data.criteo import CriteoSource
 from embershard.data.source import Source
 from embershard.data.synthetic import SyntheticSource
 from embershard.data.table.source import TableSource
-from embershard.errors import ConfigError
 
 _SOURCES: dict[DataKind, type[SyntheticSource] | type[CriteoSource] | type[AvazuSource] | type[TableSource]] = {
     "synthetic": SyntheticSource,
@@ -35,8 +35,7 @@ def open_source(config: DataConfig, *, needs_labels: bool = True) -> Source:
         ConfigError: a setting that this kind of source needs is missing.
         DataError: files are missing, empty, or damaged.
     """
-    if config.kind != "synthetic" and config.path is None:
-        raise ConfigError(f'data.kind = "{config.kind}" needs data.path: a file, or a folder of files')
+    need_path(config)
     if config.kind in ("parquet", "table"):
         return TableSource(config, needs_labels=needs_labels)
     return _SOURCES[config.kind](config)

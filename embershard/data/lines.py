@@ -17,7 +17,7 @@ from embershard.data.bad_rows import BadRow, ParsedChunk, short
 from embershard.data.batch import Schema
 from embershard.data.block import Block
 from embershard.data.config import DataConfig
-from embershard.data.hashing import Ids
+from embershard.data.hashing import Ids, cell_bytes
 from embershard.data.source import FileSource, SplitChunks, list_files
 from embershard.data.text import TextFiles
 from embershard.errors import DataError
@@ -174,14 +174,6 @@ def joined_cells(table: pa.Table, names: Sequence[str]) -> tuple[NDArray[np.uint
     """Return the bytes of all cells of some columns of bytes, column after column, and each cell's length [F * n]."""
     texts, lengths = zip(*(cell_bytes(table.column(name).chunk(0)) for name in names), strict=True)
     return np.concatenate(texts), np.concatenate(lengths)
-
-
-def cell_bytes(column: pa.BinaryArray) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
-    """Return the bytes of all cells of an array without nulls, and each cell's length."""
-    _, offsets, data = column.buffers()
-    borders = np.frombuffer(offsets, np.int32)[column.offset : column.offset + len(column) + 1]
-    text = np.frombuffer(data, np.uint8) if data is not None else np.empty(0, np.uint8)
-    return text[borders[0] : borders[-1]], np.diff(borders)
 
 
 def _label_problem(cell: str) -> str | None:

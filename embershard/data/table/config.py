@@ -9,7 +9,7 @@ from embershard.data.config_checks import ONE_PATTERN, check_fields, freeze_list
 from embershard.errors import ConfigError
 
 if TYPE_CHECKING:
-    from embershard.data.config import ParquetConfig
+    from embershard.data.config import DataConfig, ParquetConfig
 
 IdMapping = Literal["text", "hash", "modulo", "none", "hour", "weekday"]
 #: Rows of the tables of hours and of weekdays: row 0 is that of a missing time.
@@ -79,7 +79,7 @@ class TableFeature:
             ),
             num_rows=(
                 (self.num_rows is not None and self.num_rows >= 1) if needs_rows else self.num_rows is None,
-                "at least 1" if needs_rows else f'nothing: a {"time" if is_sparse else "dense feature"} needs none',
+                "at least 1" if needs_rows else f"nothing: a {'time' if is_sparse else 'dense feature'} needs none",
             ),
             mapping=(is_sparse or self.mapping == "text", no_effect),
             separator=(
@@ -118,9 +118,7 @@ class TableConfig:
     """Cells of text files that are missing values."""
     max_bag_size: int = 10_000
     """Most values of a bag. A row with a larger one is not a sample."""
-    files: tuple[str, ...] = (
-        *("*.parquet", "*.csv", "*.tsv", "*.txt", "*.csv.gz", "*.tsv.gz", "*.txt.gz"),
-    )
+    files: tuple[str, ...] = (*("*.parquet", "*.csv", "*.tsv", "*.txt", "*.csv.gz", "*.tsv.gz", "*.txt.gz"),)
     """Shell patterns of the names of data files, where `path` is a folder."""
 
     def __post_init__(self) -> None:
@@ -150,7 +148,29 @@ class TableConfig:
             {**dense, **sparse}, settings.label, max_bag_size=settings.max_bag_size, files=settings.files
         )
 
+    def need_sparse(self) -> None:
+        """Raise `ConfigError` unless there is a sparse feature, which models need."""
+        if not self.of_kind("sparse"):
+            raise ConfigError(
+                'data.kind = "table" needs data.table.features, one of them with kind = "sparse". '
+                "`embershard data inspect FILE -o run.toml` writes them"
+            )
+
     def of_kind(self, kind: Literal["dense", "sparse"]) -> dict[str, TableFeature]:
         """Return the features of a kind by name, in order, with their columns."""
         found = {name: feature for name, feature in self.features.items() if feature.kind == kind}
         return {name: replace(feature, column=feature.column or name) for name, feature in found.items()}
+
+
+def settings_of(config: DataConfig) -> TableConfig:
+    """Return the columns of either kind of data that has declared ones.
+
+    Raises:
+        ConfigError: there is no sparse feature, or a column twice.
+    """
+    if config.kind == "table":
+        config.table.need_sparse()
+        return config.table
+    if not config.parquet.sparse:
+        raise ConfigError('data.kind = "parquet" needs data.parquet.sparse and .num_rows: the id columns')
+    return TableConfig.of_parquet(config.parquet)

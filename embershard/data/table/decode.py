@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from pyarrow import types
 
 from embershard.data.bad_rows import BadRow, short
-from embershard.data.hashing import Ids, Words, map_ids, text_keys
-from embershard.data.lines import cell_bytes
-from embershard.data.table.config import TIME_ROWS, TableFeature
+from embershard.data.hashing import Ids, Words, cell_bytes, map_ids, text_keys
+from embershard.data.table.config import TIME_ROWS, TableConfig, TableFeature
 from embershard.data.table.raw import RawChunk, is_list, is_text, is_time
 from embershard.errors import DataError, IdOutOfRangeError
 
@@ -43,7 +42,7 @@ class ChunkDecoder:
         """Return a column as float64 [n]: NaN where a value is missing, seconds since 1970 of times."""
         column = self._column(name)
         if is_time(column.type):
-            column = _seconds(column)
+            column = seconds_since_1970(column)
         elif types.is_dictionary(column.type):
             column = column.dictionary_decode()
         numbers = self._cast(column, pa.float64(), name, "needed a number, or nothing")
@@ -52,6 +51,16 @@ class ChunkDecoder:
             is_too_large = np.isinf(found.astype(np.float32))
         self.note(is_too_large, name, found, "needed a finite number, below 3.4e38")
         return np.where(is_too_large, np.nan, found)
+
+    def labels(self, settings: TableConfig) -> NDArray[np.float32]:
+        """Return the labels [n], 0 or 1."""
+        name, least = settings.label, settings.label_at_least
+        numbers = self.numbers(name)
+        if least is None:
+            self.note(~np.isin(numbers, (0, 1)), name, numbers, "a label must be 0 or 1")
+            return numbers.astype(np.float32)
+        self.note(np.isnan(numbers), name, numbers, "a label must be a number")
+        return (numbers >= least).astype(np.float32)
 
     def bags(self, name: str, feature: TableFeature, most: tuple[int, str]) -> tuple[Ids, NDArray[np.int32]]:
         """Return the rows of a sparse feature's bags, and the size [n] of each. A single value is a bag of one.
@@ -144,7 +153,7 @@ class ChunkDecoder:
         if is_text(column.type):
             needed = "needed a time as 2024-12-31 or 2024-12-31 23:59:59, seconds since 1970, or nothing"
             column = self._cast(column, None, str(feature.column), needed)
-        seconds = _seconds(column) if is_time(column.type) else column
+        seconds = seconds_since_1970(column) if is_time(column.type) else column
         is_missing = seconds.is_null().to_numpy(zero_copy_only=False)
         whole = np.floor(pc.fill_null(seconds, 0).to_numpy(zero_copy_only=False).astype(np.float64)).astype(np.int64)
         hours = whole // _SECONDS_PER_HOUR
@@ -155,7 +164,12 @@ class ChunkDecoder:
         return np.where(is_missing, 0, rows)
 
     def _cast(
-        self, column: pa.Array, kind: pa.DataType | None, name: str, needed: str, lengths: NDArray[np.int32] | None = None
+        self,
+        column: pa.Array,
+        kind: pa.DataType | None,
+        name: str,
+        needed: str,
+        lengths: NDArray[np.int32] | None = None,
     ) -> pa.Array:
         """Return a column as another type (None: seconds since 1970, of text); values that are none are noted, and
         missing."""
@@ -206,7 +220,7 @@ def _decoded(column: pa.Array) -> pa.Array:
     return column.dictionary_decode() if types.is_dictionary(column.type) else column
 
 
-def _seconds(column: pa.Array) -> pa.Array:
+def seconds_since_1970(column: pa.Array) -> pa.Array:
     """Return times as float64 seconds since 1970."""
     micros = column.cast(pa.timestamp("us", column.type.tz if types.is_timestamp(column.type) else None), safe=False)
     return pc.divide(micros.cast(pa.int64()).cast(pa.float64()), 1e6)
@@ -221,13 +235,13 @@ def _text_seconds(column: pa.Array) -> pa.Array:
     text = column.cast(pa.string())
     for cast in (
         lambda: text.cast(pa.float64()),
-        lambda: _seconds(text.cast(pa.timestamp("us"))),
+        lambda: seconds_since_1970(text.cast(pa.timestamp("us"))),
     ):
         try:
             return cast()
         except pa.ArrowInvalid:
             continue
-    return _seconds(text.cast(pa.timestamp("us", "UTC")))
+    return seconds_since_1970(text.cast(pa.timestamp("us", "UTC")))
 
 
 def _shown(value: pa.Scalar) -> str:

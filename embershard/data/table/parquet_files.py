@@ -25,6 +25,19 @@ def is_parquet(file: InputFile) -> bool:
     return is_named or bytes(file.read(0, min(len(_PARQUET_MAGIC), file.num_bytes))) == _PARQUET_MAGIC
 
 
+def are_parquet(files: list[InputFile]) -> bool:
+    """Return whether all files are Parquet, or none is.
+
+    Raises:
+        DataError: some are.
+    """
+    parquet = [is_parquet(file) for file in files]
+    if any(parquet) and not all(parquet):
+        both = files[parquet.index(True)].path, files[parquet.index(False)].path
+        raise DataError(f"{both[0]} is Parquet and {both[1]} is not; needed one format. Set data.table.files")
+    return all(parquet)
+
+
 class ParquetFiles:
     """The row groups of Parquet files; see `TableFiles`."""
 

@@ -6,15 +6,17 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import pyarrow as pa
 from pyarrow import types
 
-from embershard.data.bad_rows import BadRow
 from embershard.data.hashing import Ids
 from embershard.data.table.config import TIME_ROWS, TableConfig, TableFeature
 from embershard.errors import DataError
+
+if TYPE_CHECKING:
+    from embershard.data.bad_rows import BadRow
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from embershard.data.bad_rows import ParsedChunk
 from embershard.data.batch import Schema, SparseFeature
@@ -11,13 +10,12 @@ from embershard.data.block import Block, Lengths
 from embershard.data.config import DataConfig
 from embershard.data.input_file import InputFile
 from embershard.data.source import FileSource, SplitChunks, list_files
-from embershard.data.table.config import TableConfig
+from embershard.data.table.config import TableConfig, settings_of
 from embershard.data.table.decode import ChunkDecoder
-from embershard.data.table.parquet_files import ParquetFiles, is_parquet
+from embershard.data.table.parquet_files import ParquetFiles, are_parquet
 from embershard.data.table.raw import TableFiles
 from embershard.data.table.scaling import scaled
 from embershard.data.table.text_files import TextTables
-from embershard.errors import ConfigError, DataError
 
 #: The dense feature of tables that have none, which models need: 1 in every sample.
 CONSTANT = "constant"
@@ -48,11 +46,6 @@ class TableSource(FileSource):
     def schema_of(config: DataConfig) -> Schema:
         settings = settings_of(config)
         sparse = settings.of_kind("sparse")
-        if not sparse:
-            needed = "data.parquet.sparse and .num_rows: the id columns"
-            if config.kind == "table":
-                needed = 'data.table.features with kind = "sparse". `embershard data inspect FILE -o run.toml` writes them'
-            raise ConfigError(f'data.kind = "{config.kind}" needs {needed}')
         dense = tuple(settings.of_kind("dense"))
         if config.kind == "table" and not dense:
             dense = (CONSTANT,)
@@ -65,7 +58,7 @@ class TableSource(FileSource):
         num_rows = chunk.table.num_rows
         labels = np.full(num_rows, np.nan, np.float32)
         if self._settings.label in chunk.table.column_names:
-            labels = self._labels(decoder)
+            labels = decoder.labels(self._settings)
         dense = np.ones((num_rows, self.schema.num_dense), np.float32)
         for column, (name, feature) in zip(dense.T, self._dense.items(), strict=False):
             column[:] = scaled(decoder.numbers(str(feature.column)), feature)
@@ -79,20 +72,6 @@ class TableSource(FileSource):
         is_good = ~np.isin(chunk.places, np.fromiter(bad, np.int64))
         return ParsedChunk(block.take(np.flatnonzero(is_good)), bad)
 
-    def _labels(self, decoder: ChunkDecoder) -> NDArray[np.float32]:
-        name, least = self._settings.label, self._settings.label_at_least
-        numbers = decoder.numbers(name)
-        if least is None:
-            decoder.note(~np.isin(numbers, (0, 1)), name, numbers, "a label must be 0 or 1")
-            return numbers.astype(np.float32)
-        decoder.note(np.isnan(numbers), name, numbers, "a label must be a number")
-        return (numbers >= least).astype(np.float32)
-
-
-def settings_of(config: DataConfig) -> TableConfig:
-    """Return the columns of either kind of data that this source reads."""
-    return TableConfig.of_parquet(config.parquet) if config.kind == "parquet" else config.table
-
 
 def _open(files: list[InputFile], settings: TableConfig, config: DataConfig, needs_labels: bool) -> TableFiles:
     """Return the chunks of the files, which are all of one format.
@@ -100,10 +79,6 @@ def _open(files: list[InputFile], settings: TableConfig, config: DataConfig, nee
     Raises:
         DataError: some are Parquet and some are text; or a file is damaged, or has not the columns.
     """
-    parquet = [config.kind == "parquet" or is_parquet(file) for file in files]
-    if all(parquet):
+    if config.kind == "parquet" or are_parquet(files):
         return ParquetFiles(files, settings, needs_labels=needs_labels)
-    if any(parquet):
-        both = files[parquet.index(True)].path, files[parquet.index(False)].path
-        raise DataError(f"{both[0]} is Parquet and {both[1]} is not; needed one format. Set data.table.files")
     return TextTables(files, settings, config.chunk_rows, config.num_workers, needs_labels=needs_labels)

@@ -82,8 +82,8 @@ class Model(nn.Module):
     def encode(self, samples: Sequence[dict[str, Any]]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Return the inputs of the model for samples as dicts of raw values, as the training read them.
 
-        A dict has the columns of the data. A missing value is absent or None; a bag of values is a list, or a text where
-        the data had such texts. Times are datetimes, texts, or seconds since 1970.
+        A dict has the columns of the data. A missing value is absent or None; a bag of values is a list, or a text
+        where the data had such texts. Times are datetimes, texts, or seconds since 1970.
         """
         columns = [[sample.get(each["column"]) for sample in samples] for each in self.inputs["dense"]]
         pairs = zip(self.inputs["dense"], columns, strict=True)

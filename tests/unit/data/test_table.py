@@ -129,7 +129,9 @@ def test_the_hash_is_that_of_the_text(values):
     data = [text.encode() for text in texts]
     assert sizes.tolist() == [len(each) for each in data]
     assert is_missing.tolist() == [not each for each in data]
-    parts = [[len(each), *(int.from_bytes(each[at : at + 8], "little") for at in range(0, len(each), 8))] for each in data]
+    parts = [
+        [len(each), *(int.from_bytes(each[at : at + 8], "little") for at in range(0, len(each), 8))] for each in data
+    ]
     assert words.tolist() == [make_key(*each) for each in parts] == [text_word(text) for text in texts]
     numbers = [value for value in values if isinstance(value, int)]
     assert text_words(pa.array(numbers, pa.int64()))[0].tolist() == [text_word(number) for number in numbers]
