@@ -97,6 +97,7 @@ def check_types(path: Path, schema: pa.Schema, settings: TableConfig) -> None:
 
 
 def is_list(kind: pa.DataType) -> bool:
+    """Return True for lists of any kind."""
     return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
 
 
@@ -108,6 +109,7 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def is_time(kind: pa.DataType) -> bool:
+    """Return True for times and dates."""
     return types.is_timestamp(kind) or types.is_date(kind)
 
 

@@ -21,7 +21,8 @@ def scaled(numbers: NDArray[np.float64], feature: TableFeature) -> NDArray[np.fl
     if feature.scale == "log1p":
         found = np.log1p(np.maximum(numbers.astype(np.float32), 0))
     elif feature.scale == "standardize":
-        assert feature.mean is not None and feature.std is not None
+        assert feature.mean is not None
+        assert feature.std is not None
         found = ((numbers - feature.mean) / feature.std).astype(np.float32)
     elif feature.scale == "quantile":
         missing = 0.5

@@ -60,7 +60,7 @@ class TableSource(FileSource):
         if self._settings.label in chunk.table.column_names:
             labels = decoder.labels(self._settings)
         dense = np.ones((num_rows, self.schema.num_dense), np.float32)
-        for column, (name, feature) in zip(dense.T, self._dense.items(), strict=False):
+        for column, feature in zip(dense.T, self._dense.values(), strict=False):  # none: the constant
             column[:] = scaled(decoder.numbers(str(feature.column)), feature)
         bags = [decoder.bags(name, feature, self._most) for name, feature in self._sparse.items()]
         values, lengths = zip(*bags, strict=True)

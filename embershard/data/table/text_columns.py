@@ -1,4 +1,4 @@
-"""How the lines of a text file are cut into cells. Cells are bytes; what they mean is decided where they are decoded."""
+"""How the lines of a text file are cut into cells. Cells are bytes; what they mean is decided later."""
 
 from __future__ import annotations
 

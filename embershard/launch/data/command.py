@@ -23,7 +23,7 @@ _HELP = """Look at data, convert them, and check them before training.
   embershard data convert clicks.csv --join users.csv -o clicks.parquet
   embershard data validate --config run.toml
 """
-_VALIDATE_HELP = """Read every row of a data set, without training: count bad rows by reason, and show what columns hold.
+_VALIDATE_HELP = """Read every row of a data set, without training: count bad rows by reason, show what columns hold.
 
 Exit codes: 0 when training would read all of it, 1 when it would stop, 2 for wrong usage, settings or files.
   embershard data validate --config run.toml
