@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from embershard.data.kinds import kind_of_files, open_source, schema_of
     from embershard.data.source import Source
     from embershard.data.stream import BatchStream, StreamState
+    from embershard.data.table.config import TableConfig, TableFeature
+    from embershard.data.sample_writer import write_samples
 else:
     __getattr__ = lazy_names(
         __name__,
@@ -21,6 +23,8 @@ else:
             "kinds": ["kind_of_files", "open_source", "schema_of"],
             "source": ["Source"],
             "stream": ["BatchStream", "StreamState"],
+            "table.config": ["TableConfig", "TableFeature"],
+            "sample_writer": ["write_samples"],
         },
     )
 
@@ -36,7 +40,10 @@ __all__ = [
     "SparseFeature",
     "StreamState",
     "SyntheticConfig",
+    "TableConfig",
+    "TableFeature",
     "kind_of_files",
     "open_source",
     "schema_of",
+    "write_samples",
 ]

@@ -6,12 +6,15 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from embershard.data.block import Block
 from embershard.data.hashing import Ids
 from embershard.errors import DataError
+
+if TYPE_CHECKING:  # it loads torch
+    from embershard.data.block import Block
 
 #: Bad rows that are kept for reports at a time; all are counted.
 MOST_KEPT = 1000

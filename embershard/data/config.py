@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Literal, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field
+from typing import Literal
 
-from embershard.errors import ConfigError
+from embershard.data.config_checks import ONE_PATTERN, check_fields, freeze_lists
+from embershard.data.table.config import TableConfig
 
-DataKind = Literal["synthetic", "criteo", "avazu", "parquet"]
+DataKind = Literal["synthetic", "criteo", "avazu", "parquet", "table"]
 NUM_CRITEO_DENSE = 13
 NUM_CRITEO_SPARSE = 26
 NUM_AVAZU_HASHED = 21
@@ -46,9 +47,9 @@ class SyntheticConfig:
     """Share of samples with label 1."""
 
     def __post_init__(self) -> None:
-        _freeze_lists(self)
+        freeze_lists(self)
         is_bags = len(self.bag_sizes) in (0, 1, NUM_CRITEO_SPARSE) and all(size >= 1 for size in self.bag_sizes)
-        _check(
+        check_fields(
             self,
             "synthetic.",
             num_samples=(self.num_samples >= 1, "at least 1"),
@@ -85,9 +86,9 @@ class CriteoConfig:
     """Shell patterns of the names of data files, where `path` is a folder."""
 
     def __post_init__(self) -> None:
-        _freeze_lists(self)
+        freeze_lists(self)
         num_rows = _row_need(self.rows_per_table, NUM_CRITEO_SPARSE)
-        _check(self, "criteo.", num_rows=num_rows, files=(len(self.files) > 0, _ONE_PATTERN))
+        check_fields(self, "criteo.", num_rows=num_rows, files=(len(self.files) > 0, ONE_PATTERN))
 
     @property
     def rows_per_table(self) -> tuple[int, ...]:
@@ -110,9 +111,9 @@ class AvazuConfig:
     """Shell patterns of the names of data files, where `path` is a folder."""
 
     def __post_init__(self) -> None:
-        _freeze_lists(self)
+        freeze_lists(self)
         num_rows = _row_need(self.rows_per_table, NUM_AVAZU_HASHED)
-        _check(self, "avazu.", num_rows=num_rows, files=(len(self.files) > 0, _ONE_PATTERN))
+        check_fields(self, "avazu.", num_rows=num_rows, files=(len(self.files) > 0, ONE_PATTERN))
 
     @property
     def rows_per_table(self) -> tuple[int, ...]:
@@ -146,15 +147,15 @@ class ParquetConfig:
     """Shell patterns of the names of data files, where `path` is a folder."""
 
     def __post_init__(self) -> None:
-        _freeze_lists(self)
+        freeze_lists(self)
         needed = f"{len(self.sparse)} numbers, one for each of data.parquet.sparse, each at least 1"
         is_rows = len(self.num_rows) == len(self.sparse) and all(n >= 1 for n in self.num_rows)
-        _check(
+        check_fields(
             self,
             "parquet.",
             num_rows=(is_rows, needed),
             max_bag_size=(self.max_bag_size >= 1, "at least 1"),
-            files=(len(self.files) > 0, _ONE_PATTERN),
+            files=(len(self.files) > 0, ONE_PATTERN),
         )
 
 
@@ -167,7 +168,8 @@ class DataConfig:
     """
 
     kind: DataKind = "synthetic"
-    """The source: generated samples, Criteo TSV files, Avazu CSV files, or Parquet files."""
+    """The source: generated samples, Criteo TSV files, Avazu CSV files, Parquet files of numbers and ids, or tables:
+    CSV, TSV and Parquet files of your own."""
     path: str | None = None
     """A file, or a folder of files. Needed by all kinds but "synthetic"."""
     eval_path: str | None = None
@@ -199,12 +201,14 @@ class DataConfig:
     """Settings of kind "avazu"."""
     parquet: ParquetConfig = field(default_factory=ParquetConfig)
     """Settings of kind "parquet"."""
+    table: TableConfig = field(default_factory=TableConfig)
+    """Settings of kind "table"."""
 
     def __post_init__(self) -> None:
         reads_files = self.kind != "synthetic"
         is_share = not isinstance(self.bad_rows, str) and 0 < self.bad_rows < 1
         no_effect = 'nothing: kind "synthetic" reads no file (set data.kind to use it)'
-        _check(
+        check_fields(
             self,
             "",
             path=(reads_files or self.path is None, no_effect),
@@ -222,28 +226,7 @@ class DataConfig:
         )
 
 
-_ONE_PATTERN = 'at least one pattern ("*" takes every file)'
-
-
 def _row_need(rows: tuple[int, ...], num_tables: int) -> tuple[bool, str]:
     """Return whether there are as many row counts as tables, and the words for what is needed."""
     is_met = len(rows) == num_tables and all(n >= 1 for n in rows)
     return is_met, f"one number or {num_tables} numbers, each at least 1"
-
-
-def _freeze_lists(owner: SyntheticConfig | CriteoConfig | AvazuConfig | ParquetConfig) -> None:
-    """Turn lists, which TOML gives, into tuples, so that a frozen config is hashable and cannot be edited."""
-    for each in fields(owner):
-        value = getattr(owner, each.name)
-        if isinstance(value, list):
-            object.__setattr__(owner, each.name, tuple(value))
-
-
-def _check(owner: object, section: str, **needs: tuple[bool, str]) -> None:
-    """Raise where a field has no value of its `Literal`, or does not meet its need: (is it met, the words for it)."""
-    hints = get_type_hints(type(owner))
-    choices = {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
-    among = {name: (getattr(owner, name) in values, f"one of {values}") for name, values in choices.items()}
-    for name, (is_met, needed) in (among | needs).items():
-        if not is_met:
-            raise ConfigError(f"data.{section}{name} = {getattr(owner, name)!r}; needed {needed}")

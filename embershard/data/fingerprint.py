@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from embershard.data.config import DataConfig
-from embershard.data.source import files_at
+from embershard.data.input_file import files_at
 
 _NUM_BLOCKS = 16
 _BLOCK_BYTES = 1 << 14

@@ -7,6 +7,7 @@ ranks, the batch size, or the version of numpy.
 from __future__ import annotations
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 Words = NDArray[np.uint64]
@@ -62,6 +63,14 @@ def text_keys(text: NDArray[np.uint8], lengths: NDArray[np.int32]) -> Words:
     for number in range(words.shape[1]):
         keys = np.where(lengths > 8 * number, _add_part(keys, words[:, number]), keys)
     return keys
+
+
+def cell_bytes(column: pa.BinaryArray) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
+    """Return the bytes of all cells of an array without nulls, and each cell's length."""
+    _, offsets, data = column.buffers()
+    borders = np.frombuffer(offsets, np.int32)[column.offset : column.offset + len(column) + 1]
+    text = np.frombuffer(data, np.uint8) if data is not None else np.empty(0, np.uint8)
+    return text[borders[0] : borders[-1]], np.diff(borders)
 
 
 def _add_part(keys: Words, parts: Words) -> Words:

@@ -1,7 +1,9 @@
-"""`InputFile`: a file of samples that must not change while a run reads it."""
+"""`InputFile`: a file of samples that must not change while a run reads it; and the files at a path."""
 
 from __future__ import annotations
 
+import fnmatch
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,6 +12,7 @@ from pathlib import Path
 from embershard.errors import DataError, os_problem
 
 _GZIP_MAGIC = b"\x1f\x8b"
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -89,3 +92,23 @@ class InputFile:
             f"{self.path}: changed while it was read, at byte {place:,}: it had {self.num_bytes:,} bytes, and {now}. "
             "Bring it back as it was, time of modification included, or start a new run"
         )
+
+
+def files_at(path: str, patterns: tuple[str, ...], kind: str) -> list[InputFile]:
+    """Return the file at `path`, or the folder's files that match a pattern, by name."""
+    root = Path(path).expanduser()
+    if not root.exists():
+        raise DataError(f"{root}: no such file or folder; check data.path and data.eval_path")
+    files = [root]
+    if root.is_dir():
+        there = sorted(p for p in root.iterdir() if p.is_file() and not p.name.startswith((".", "_")))
+        files = [p for p in there if any(fnmatch.fnmatch(p.name, pattern) for pattern in patterns)]
+        skipped = [p.name for p in there if p not in files]
+        if not files:
+            raise DataError(
+                f"{root}: none of its {len(there)} files matches {', '.join(patterns)} "
+                f"(there are: {', '.join(skipped[:5]) or 'none'}); set data.{kind}.files to the names of your files"
+            )
+        if skipped:
+            _log.info("%s: not read, as no pattern of data.%s.files matches: %s", root, kind, ", ".join(skipped))
+    return [InputFile.at(file) for file in files]

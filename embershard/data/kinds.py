@@ -6,18 +6,19 @@ from pathlib import Path
 
 from embershard.data.avazu import AvazuSource
 from embershard.data.batch import Schema
+from embershard.data.check import need_path
 from embershard.data.config import DataConfig, DataKind
 from embershard.data.criteo import CriteoSource
-from embershard.data.parquet import ParquetSource
 from embershard.data.source import Source
 from embershard.data.synthetic import SyntheticSource
-from embershard.errors import ConfigError
+from embershard.data.table.source import TableSource
 
-_SOURCES: dict[DataKind, type[SyntheticSource] | type[CriteoSource] | type[AvazuSource] | type[ParquetSource]] = {
+_SOURCES: dict[DataKind, type[SyntheticSource] | type[CriteoSource] | type[AvazuSource] | type[TableSource]] = {
     "synthetic": SyntheticSource,
     "criteo": CriteoSource,
     "avazu": AvazuSource,
-    "parquet": ParquetSource,
+    "parquet": TableSource,
+    "table": TableSource,
 }
 
 
@@ -25,7 +26,7 @@ def open_source(config: DataConfig, *, needs_labels: bool = True) -> Source:
     """Open the source that `config` describes.
 
     Args:
-        needs_labels: False: labels are NaN where Parquet files have no column of labels.
+        needs_labels: False: labels are NaN where files of "parquet" or "table" have no column of labels.
 
     >>> open_source(DataConfig(kind="synthetic")).chunks("train").num_samples
     900000
@@ -34,10 +35,9 @@ def open_source(config: DataConfig, *, needs_labels: bool = True) -> Source:
         ConfigError: a setting that this kind of source needs is missing.
         DataError: files are missing, empty, or damaged.
     """
-    if config.kind != "synthetic" and config.path is None:
-        raise ConfigError(f'data.kind = "{config.kind}" needs data.path: a file, or a folder of files')
-    if config.kind == "parquet":
-        return ParquetSource(config, needs_labels=needs_labels)
+    need_path(config)
+    if config.kind in ("parquet", "table"):
+        return TableSource(config, needs_labels=needs_labels)
     return _SOURCES[config.kind](config)
 
 

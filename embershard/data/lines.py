@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -16,12 +17,13 @@ from embershard.data.bad_rows import BadRow, ParsedChunk, short
 from embershard.data.batch import Schema
 from embershard.data.block import Block
 from embershard.data.config import DataConfig
-from embershard.data.hashing import Ids
+from embershard.data.hashing import Ids, cell_bytes
 from embershard.data.source import FileSource, SplitChunks, list_files
 from embershard.data.text import TextFiles
 from embershard.errors import DataError
 
 _NEWLINE = 10
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -95,27 +97,14 @@ class LineSource(FileSource):
     def parse(self, number: int, most_bad: int | None = None) -> ParsedChunk:
         """Return samples and bad lines of a chunk.
 
-        Halves of the lines are parsed, and halves of those, until bad lines stand alone: so a line is bad exactly if
-        it cannot be parsed, whatever lines are beside it.
+        A line is bad exactly if it cannot be parsed, whatever lines are beside it.
         """
-        data, first_row = self._text.read(number), int(self._text.first_row[number])
-        ends = np.flatnonzero(np.frombuffer(data, np.uint8) == _NEWLINE) + 1
-        borders = np.unique(np.concatenate([[0], ends, [len(data)]]))
-        blocks: list[Block] = []
+        first_row = int(self._text.first_row[number])
+        blocks, failed = parse_lines(self._text.read(number), self._parse_lines, most_bad)
         bad: dict[int, BadRow] = {}
-        parts = [(0, len(borders) - 1)]
-        while parts and (most_bad is None or len(bad) < most_bad):
-            start, stop = parts.pop()
-            lines = data[borders[start] : borders[stop]]
-            try:
-                blocks.append(self._parse_lines(lines, stop - start))
-            except (pa.ArrowException, ValueError, OverflowError) as error:
-                if stop - start == 1:
-                    column, problem = self._explain(bytes(lines), error)
-                    bad[start] = BadRow(self._text.path(number), first_row + start + 1, column, problem)
-                else:
-                    middle = (start + stop) // 2
-                    parts += [(middle, stop), (start, middle)]  # the first half is next
+        for line, (text, error) in failed.items():
+            column, problem = self._explain(text, error)
+            bad[line] = BadRow(self._text.path(number), first_row + line + 1, column, problem)
         return ParsedChunk(Block.join(blocks) if blocks else self._no_samples(), bad)
 
     def _parse_lines(self, lines: memoryview, num_rows: int) -> Block:
@@ -146,18 +135,45 @@ class LineSource(FileSource):
         return "", f"cannot be parsed: {' '.join(str(error).split())}"
 
 
+def parse_lines(
+    data: memoryview, parse: Callable[[memoryview, int], T], most_bad: int | None = None
+) -> tuple[list[T], dict[int, tuple[bytes, Exception]]]:
+    """Parse lines by a function of some whole lines and their number, which raises if one of them is bad.
+
+    Halves of the lines are parsed, and halves of those, until bad lines stand alone.
+
+    >>> parse_lines(memoryview(b"1\\n2\\nx\\n4\\n"), lambda lines, count: sum(map(int, bytes(lines).split())))[0]
+    [3, 4]
+
+    Args:
+        most_bad: stop once so many bad lines are found; None: parse all.
+
+    Returns:
+        What `parse` returned, in order; and each bad line by its number, with its exception.
+    """
+    ends = np.flatnonzero(np.frombuffer(data, np.uint8) == _NEWLINE) + 1
+    borders = np.unique(np.concatenate([[0], ends, [len(data)]]))
+    good: list[T] = []
+    bad: dict[int, tuple[bytes, Exception]] = {}
+    parts = [(0, len(borders) - 1)]
+    while parts and (most_bad is None or len(bad) < most_bad):
+        start, stop = parts.pop()
+        lines = data[borders[start] : borders[stop]]
+        try:
+            good.append(parse(lines, stop - start))
+        except (pa.ArrowException, ValueError, OverflowError) as error:
+            if stop - start == 1:
+                bad[start] = bytes(lines), error
+            else:
+                middle = (start + stop) // 2
+                parts += [(middle, stop), (start, middle)]  # the first half is next
+    return good, bad
+
+
 def joined_cells(table: pa.Table, names: Sequence[str]) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
     """Return the bytes of all cells of some columns of bytes, column after column, and each cell's length [F * n]."""
-    texts, lengths = zip(*(_cells(table.column(name).chunk(0)) for name in names), strict=True)
+    texts, lengths = zip(*(cell_bytes(table.column(name).chunk(0)) for name in names), strict=True)
     return np.concatenate(texts), np.concatenate(lengths)
-
-
-def _cells(column: pa.BinaryArray) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
-    """Return the bytes of all cells of an array without nulls, and each cell's length."""
-    _, offsets, data = column.buffers()
-    borders = np.frombuffer(offsets, np.int32)[column.offset : column.offset + len(column) + 1]
-    text = np.frombuffer(data, np.uint8) if data is not None else np.empty(0, np.uint8)
-    return text[borders[0] : borders[-1]], np.diff(borders)
 
 
 def _label_problem(cell: str) -> str | None:

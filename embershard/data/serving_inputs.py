@@ -6,28 +6,45 @@ from typing import Any
 
 from embershard.data.config import DataConfig
 from embershard.data.kinds import schema_of
+from embershard.data.table.config import settings_of
+from embershard.data.table.source import CONSTANT
 
 
 def serving_inputs(config: DataConfig) -> dict[str, Any]:
-    """Return the columns of a sample in their order, and how their values become numbers and rows.
+    """Return the features of a sample in their order, and how the values of columns become numbers and rows.
 
-    `dense_transform` is that of the dense columns. Of a sparse column, `id_base` is 16 where ids are hexadecimal texts,
-    and `mapping` is "modulo", "hash" or "none" (`map_ids`), or "avazu": as `AvazuSource` makes rows of texts. A missing
-    id is row 0, a missing number 0 before the transform.
+    Of a dense feature, `scale` is as in `TableFeature`, with its numbers; or "constant": 1 in every sample. Of a sparse
+    one, `id_base` is 16 where ids are hexadecimal texts, and `mapping` is as in `TableFeature`, or "avazu": as
+    `AvazuSource` makes rows of texts. `separator` is that of the values in a text. A missing id is row 0, a missing
+    number 0 after scaling, and 0.5 after "quantile".
 
     >>> serving_inputs(DataConfig(kind="criteo"))["sparse"][0]
-    {'name': 'C1', 'num_rows': 100000, 'mapping': 'modulo', 'id_base': 16}
+    {'name': 'C1', 'column': 'C1', 'num_rows': 100000, 'mapping': 'modulo', 'id_base': 16}
     """
-    mapping, transform, id_base = "none", "none", 10
-    if config.kind == "criteo":
-        mapping, transform, id_base = config.criteo.id_mapping, config.criteo.dense_transform, 16
-    elif config.kind == "avazu":
-        mapping = "avazu"
-    elif config.kind == "parquet":
-        mapping, transform = config.parquet.id_mapping, config.parquet.dense_transform
     schema = schema_of(config)
-    sparse = [
-        {"name": feature.name, "num_rows": feature.num_rows, "mapping": mapping, "id_base": id_base}
-        for feature in schema.sparse
-    ]
-    return {"dense": list(schema.dense), "dense_transform": transform, "sparse": sparse}
+    rows = {feature.name: feature.num_rows for feature in schema.sparse}
+    if config.kind in ("parquet", "table"):
+        settings = settings_of(config)
+        dense = [
+            {"name": name, "column": feature.column, "scale": feature.scale}
+            | {key: value for key in ("mean", "std", "quantiles") if (value := getattr(feature, key)) not in (None, ())}
+            for name, feature in settings.of_kind("dense").items()
+        ]
+        sparse = [
+            {"name": name, "column": feature.column, "num_rows": rows[name], "mapping": feature.mapping, "id_base": 10}
+            | ({} if feature.separator is None else {"separator": feature.separator})
+            for name, feature in settings.of_kind("sparse").items()
+        ]
+        return {"dense": dense or [{"name": CONSTANT, "column": CONSTANT, "scale": CONSTANT}], "sparse": sparse}
+    mapping, scale, id_base = "none", "none", 10
+    if config.kind == "criteo":
+        mapping, scale, id_base = config.criteo.id_mapping, config.criteo.dense_transform, 16
+    elif config.kind == "avazu":
+        mapping, scale = "avazu", CONSTANT
+    return {
+        "dense": [{"name": name, "column": name, "scale": scale} for name in schema.dense],
+        "sparse": [
+            {"name": name, "column": name, "num_rows": num_rows, "mapping": mapping, "id_base": id_base}
+            for name, num_rows in rows.items()
+        ],
+    }

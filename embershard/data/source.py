@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import fnmatch
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from functools import lru_cache, partial
-from pathlib import Path
 from threading import Lock
 from typing import Generic, Literal, Protocol, TypeVar
 
@@ -18,14 +15,12 @@ from embershard.data.bad_rows import ParsedChunk
 from embershard.data.batch import Schema
 from embershard.data.block import Block, Ids
 from embershard.data.config import DataConfig
-from embershard.data.input_file import InputFile
+from embershard.data.input_file import InputFile, files_at
 from embershard.data.order import ChunkTable
-from embershard.errors import DataError
 
 Split = Literal["train", "eval"]
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
-_log = logging.getLogger(__name__)
 
 
 class Source(Protocol):
@@ -115,26 +110,6 @@ def list_files(config: DataConfig, patterns: tuple[str, ...]) -> tuple[list[Inpu
         return paths, [config.eval_fraction] * len(paths)
     held_out = files_at(config.eval_path, patterns, config.kind)
     return paths + held_out, [0.0] * len(paths) + [1.0] * len(held_out)
-
-
-def files_at(path: str, patterns: tuple[str, ...], kind: str) -> list[InputFile]:
-    """Return the file at `path`, or the folder's files that match a pattern, by name."""
-    root = Path(path).expanduser()
-    if not root.exists():
-        raise DataError(f"{root}: no such file or folder; check data.path and data.eval_path")
-    files = [root]
-    if root.is_dir():
-        there = sorted(p for p in root.iterdir() if p.is_file() and not p.name.startswith((".", "_")))
-        files = [p for p in there if any(fnmatch.fnmatch(p.name, pattern) for pattern in patterns)]
-        skipped = [p.name for p in there if p not in files]
-        if not files:
-            raise DataError(
-                f"{root}: none of its {len(there)} files matches {', '.join(patterns)} "
-                f"(there are: {', '.join(skipped[:5]) or 'none'}); set data.{kind}.files to the names of your files"
-            )
-        if skipped:
-            _log.info("%s: not read, as no pattern of data.%s.files matches: %s", root, kind, ", ".join(skipped))
-    return [InputFile.at(file) for file in files]
 
 
 class SplitChunks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from embershard.training.config import RunConfig
 BATCH, SEED = "train.global_batch_size", "data.seed"
 #: Whether batches are packed of hot and cold samples, and of which; "plain": they are not.
 ORDER, PLAIN = "data.order", "plain"
+FEATURES = "data.table.features"
 _FILES = ("data.files", "data.eval_files")
 _MOST_FILES_SHOWN = 5
 
@@ -35,6 +37,7 @@ COMPARED = frozenset(
     | _names("data.criteo", "num_rows id_mapping dense_transform")
     | _names("data.avazu", "num_rows")
     | _names("data.parquet", "dense sparse num_rows label id_mapping dense_transform max_bag_size")
+    | _names("data.table", "features label label_at_least separator columns quoted null_values max_bag_size")
     | _names("model", "arch embedding_dim dense_arch_layer_sizes over_arch_layer_sizes table_dtype")
     | _names("model", "dcn_num_layers dcn_low_rank_dim")
     | _names("sharding", "forward_dtype backward_dtype")
@@ -51,6 +54,7 @@ COMPARED_AS = {
     "data.criteo.files": "data.files",
     "data.avazu.files": "data.files",
     "data.parquet.files": "data.files",
+    "data.table.files": "data.files",
     "data.eval_path": "data.eval_files",
     "train.batch_size": BATCH,
     "sharding.mode": ORDER,
@@ -73,10 +77,10 @@ FREE = frozenset(
 
 
 #: Beginnings of the settings that say what a model's weights and inputs mean. Samples of any kind that it scores must
-#: have the same values of them; the label's name and the size of bags may be others.
+#: have the same values of them; the label's name, the size of bags and the form of text files may be others.
 _MEANING = (
     *("data.kind", "data.criteo.", "data.avazu.", "data.parquet.", "data.synthetic.scale", "data.synthetic.num_dense"),
-    "model.",
+    *("data.table.features", "model."),
 )
 _NO_MEANING = ("data.parquet.label", "data.parquet.max_bag_size")
 
@@ -129,8 +133,14 @@ def _compared(config: RunConfig) -> dict[str, Any]:
 
 
 def _as_saved(values: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(json.dumps(values))
+    found: dict[str, Any] = json.loads(json.dumps(values, default=_non_defaults))
     return found
+
+
+def _non_defaults(section: Any) -> dict[str, Any]:
+    """Return what a feature's settings say; a setting that a later version adds makes no difference."""
+    fields = dataclasses.fields(section)
+    return {each.name: value for each in fields if (value := getattr(section, each.name)) != each.default}
 
 
 def global_batch(config: RunConfig, world_size: int) -> int:
@@ -148,6 +158,8 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     for key in sorted(saved.keys() & now.keys()):
         if key in _FILES:
             found += _changed_files(key, saved[key], now[key])
+        elif isinstance(saved[key], dict):
+            found += _changed_features(key, saved[key], now[key])
         elif saved[key] != now[key]:
             found.append(Change(key, _text(saved[key]), _text(now[key])))
     return found
@@ -183,7 +195,8 @@ def refusal(found: Sequence[Change]) -> str:
     rows = [("setting", "saved", "now"), *((change.key, change.saved, change.now) for change in found)]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     table = [f"  {key:{widths[0]}}  {saved:{widths[1]}}  {now}" for key, saved, now in rows]
-    back = [_set_back(change) for change in found if change.key not in (*_FILES, ORDER)]
+    back = [_set_back(change) for change in found if change.key not in (*_FILES, ORDER, FEATURES)]
+    back += ["the features"] if any(change.key == FEATURES for change in found) else []
     back += (
         ["sharding.mode, sharding.hot_bytes and the profile"] if any(change.key == ORDER for change in found) else []
     )
@@ -216,6 +229,20 @@ def _changed_files(key: str, saved: Sequence[Sequence[Any]], now: Sequence[Seque
     found = [Change(key, _file_text(was.get(name)), _file_text(new.get(name))) for name in names[:_MOST_FILES_SHOWN]]
     more = len(names) - len(found)
     return [*found, Change(key, f"{more} more files", "")] if more else found
+
+
+def _changed_features(key: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """Return a change per feature that differs; or one, where they come in another order."""
+    if [*saved] != [*now] and saved == now:
+        return [Change(key, _text([*saved]), _text([*now]))]
+    names = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
+    return [Change(key, _feature_text(name, saved), _feature_text(name, now)) for name in names]
+
+
+def _feature_text(name: str, features: Mapping[str, Any]) -> str:
+    if name not in features:
+        return f"no {name}"
+    return f"{name} = {{{', '.join(f'{key} = {_text(value)}' for key, value in features[name].items())}}}"
 
 
 def _file_text(file: FileIdentity | None) -> str:

@@ -84,8 +84,11 @@ def check_embershard(words: list[str]) -> None:
         with pytest.raises(SystemExit) as leaves:
             cli.main([name, *arguments])
         assert leaves.value.code == 0
+    elif name == "train" and not (PROJECT / arguments[arguments.index("--config") + 1]).exists():
+        check_arguments(name, arguments)  # a file that an earlier command of the page writes
     elif name == "train":
-        assert cli.main([name, *_without_plan(arguments), "--dry-run"]) == 0
+        with mock.patch("embershard.data.check.check_data"):  # the reader's
+            assert cli.main([name, *_without_plan(arguments), "--dry-run"]) == 0
     elif name in ("profile", "plan", "report", "ckpt", "data", "verify", "sweep", "predict", "eval", "export"):
         check_arguments(name, arguments)
     else:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable, Sequence
+from datetime import date, datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 _INT8_TAIL, _INT4_TAIL = 8, 4  # bytes of scale and offset at the end of a row: two float32, or two float16
+_MASK = 2**64 - 1
 _TYPES = {"F32": torch.float32, "F16": torch.float16, "U8": torch.uint8}
 
 
@@ -80,30 +82,89 @@ class Model(nn.Module):
     def encode(self, samples: Sequence[dict[str, Any]]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Return the inputs of the model for samples as dicts of raw values, as the training read them.
 
-        A missing value is absent or None; a bag of ids is a list.
+        A dict has the columns of the data. A missing value is absent or None; a bag of values is a list, or a text
+        where the data had such texts. Times are datetimes, texts, or seconds since 1970.
         """
-        names, transform = self.inputs["dense"], self.inputs["dense_transform"]
-        numbers = [[0 if sample.get(name) is None else sample[name] for name in names] for sample in samples]
-        dense = np.array(numbers, np.float32).reshape(len(samples), len(names))
-        dense[np.isnan(dense)] = 0
-        if transform == "log1p":
-            dense = np.log1p(np.maximum(dense, 0))
+        columns = [[sample.get(each["column"]) for sample in samples] for each in self.inputs["dense"]]
+        pairs = zip(self.inputs["dense"], columns, strict=True)
+        dense = np.stack([scaled(values, feature) for feature, values in pairs], axis=1)
         bags = [self._bags(feature, samples) for feature in self.inputs["sparse"]]
         return torch.from_numpy(dense), [ids for ids, _ in bags], [offsets for _, offsets in bags]
 
     def _bags(self, feature: dict[str, Any], samples: Sequence[dict[str, Any]]) -> tuple[Tensor, Tensor]:
-        values = [sample.get(feature["name"]) for sample in samples]
+        values = [sample.get(feature["column"]) for sample in samples]
+        if separator := feature.get("separator"):
+            values = [value.split(separator) if isinstance(value, str) and value else value for value in values]
         bags = [value if isinstance(value, (list, tuple)) else [value] for value in values]
         offsets = torch.tensor([0, *(len(bag) for bag in bags)]).cumsum(0)
-        if feature["mapping"] not in ("none", "modulo", "hash"):
-            raise ValueError(f"{feature['name']}: {feature['mapping']!r} is not mapped here; give rows to the model")
-        raw = [value for bag in bags for value in bag]
+        mapping = feature["mapping"]
+        if mapping not in ("none", "modulo", "hash", "text", "hour", "weekday"):
+            raise ValueError(f"{feature['name']}: {mapping!r} is not mapped here; give rows to the model")
+        raw = [None if value == "" else value for bag in bags for value in bag]
         if feature["id_base"] == 16:
-            raw = [int(value, 16) if value else None for value in raw]
-        ids = np.array([0 if value is None else value & (2**64 - 1) for value in raw], np.uint64)
-        rows = map_ids(ids, feature["num_rows"], feature["mapping"])
+            raw = [None if value is None else int(value, 16) for value in raw]
+        if mapping in ("hour", "weekday"):
+            raw, mapping = [None if value is None else time_row(value, mapping) for value in raw], "none"
+        elif mapping == "text":
+            raw, mapping = [None if value is None else text_word(value) for value in raw], "modulo"
+        ids = np.array([0 if value is None else int(value) & _MASK for value in raw], np.uint64)
+        rows = map_ids(ids, feature["num_rows"], mapping)
         rows[[value is None for value in raw]] = 0
         return torch.from_numpy(rows), offsets
+
+
+def scaled(values: Sequence[Any], feature: dict[str, Any]) -> np.ndarray:
+    """Return a dense feature's values as the model gets them, float32."""
+    if feature["scale"] == "constant":
+        return np.ones(len(values), np.float32)
+    numbers = np.array([np.nan if value in (None, "") else number(value) for value in values], np.float64)
+    missing = 0.0
+    if feature["scale"] == "log1p":
+        found = np.log1p(np.maximum(numbers.astype(np.float32), 0))
+    elif feature["scale"] == "standardize":
+        found = ((numbers - feature["mean"]) / feature["std"]).astype(np.float32)
+    elif feature["scale"] == "quantile":
+        missing, places = 0.5, np.linspace(0, 1, len(feature["quantiles"]))
+        found = np.interp(numbers, feature["quantiles"], places).astype(np.float32)
+    else:
+        found = numbers.astype(np.float32)
+    found[np.isnan(numbers)] = missing
+    return found
+
+
+def number(value: Any) -> float:
+    """Return a number; of a date or a time (in UTC where it names no zone) the seconds since 1970."""
+    if isinstance(value, date) and not isinstance(value, datetime):
+        value = datetime(value.year, value.month, value.day)
+    if isinstance(value, datetime):
+        value = (value if value.tzinfo else value.replace(tzinfo=timezone.utc)).timestamp()
+    return float(value)
+
+
+def time_row(value: Any, mapping: str) -> int:
+    """Return 1 + the hour of a time in UTC, or its weekday (1: Monday)."""
+    try:
+        seconds = number(value)
+    except ValueError:
+        seconds = number(datetime.fromisoformat(value))
+    hours = int(seconds // 3600)
+    return 1 + (hours % 24 if mapping == "hour" else (hours // 24 + 3) % 7)
+
+
+def text_word(value: Any) -> int:
+    """Return the 64-bit hash of a value as text: of the number of its bytes, then of each 8 of them, little-endian."""
+    if isinstance(value, (bool, np.bool_)):
+        value = str(value).lower()
+    elif isinstance(value, float):
+        value = int(value)
+    data = value if isinstance(value, bytes) else str(value).encode()
+    word = 0
+    for part in (len(data), *(int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8))):
+        z = ((word + part + 1) * 0x9E3779B97F4A7C15) & _MASK
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+        word = z ^ (z >> 31)
+    return word
 
 
 def map_ids(ids: np.ndarray, num_rows: int, mapping: str) -> np.ndarray:

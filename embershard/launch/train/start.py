@@ -31,6 +31,9 @@ def main(argv: Sequence[str]) -> int:
     run_dir = arguments.run_dir or default_run_dir(arguments.config)
     check_run_dir(run_dir, resume=arguments.resume is not None or arguments.dry_run)
     if arguments.dry_run:
+        from embershard.data.check import check_data  # it loads pyarrow
+
+        check_data(config.data)
         print(to_toml(config))
         return 0
     num_ranks = num_ranks or default_ranks(config)
@@ -77,7 +80,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="end ranks that do nothing for so long, and name the one that hangs (default: %(default)s; 0: never)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="check the settings, print all of them, and stop")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check the settings and the columns of the data, print all settings, and stop",
+    )
     parser.epilog = "settings, for the TOML file and --set:\n\n" + _settings_reference()
     return parser
 

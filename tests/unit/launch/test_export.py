@@ -170,7 +170,7 @@ def test_samples_are_encoded_as_in_training(trained, exported):
 
 
 def test_criteo_ids_are_hexadecimal():
-    feature = {"name": "C1", "num_rows": 100, "mapping": "modulo", "id_base": 16}
+    feature = {"name": "C1", "column": "C1", "num_rows": 100, "mapping": "modulo", "id_base": 16}
     model = serving_model.Model([], torch.nn.Identity(), {})
     rows, _ = model._bags(feature, [{"C1": "68fd1e64"}, {"C1": ""}, {}, {"C1": None}])
     assert rows.tolist() == [1 + 0x68FD1E64 % 99, 0, 0, 0]

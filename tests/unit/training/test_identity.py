@@ -219,7 +219,7 @@ def test_every_setting_is_compared_or_free():
 
 
 def test_every_compared_setting_is_in_the_identity():
-    for kind in ("synthetic", "criteo", "parquet"):
+    for kind in ("synthetic", "criteo", "parquet", "table"):
         config = RunConfig(data=DataConfig(kind=kind))  # type: ignore[arg-type]
         found = identity_of(config, world_size=1).keys()
         other = {key for key in COMPARED if key.count(".") == 2 and not key.startswith(f"data.{kind}.")}

@@ -24,6 +24,13 @@ enabled = false
 """
 
 
+_TABLE = """
+[data]
+kind = "table"
+path = "a.csv"
+[data.table.features]
+usr = {kind = "sparse", num_rows = 9, mapping = "hash"}
+"""
 _AVAZU = ",".join(["1", "0", "14102100", *["a"] * 21]) + "\n"
 _AVAZU_HEADER = (
     "id,click,hour,C1,banner_pos,site_id,site_domain,site_category,app_id,app_domain,app_category,device_id,device_ip,"
@@ -122,7 +129,37 @@ CASES = [
         command("data", "validate", "logs", files={"logs/notes.md": "x"}),
         "embershard: logs: none of its 1 files matches day_*, train*, part-*, *.tsv, *.tsv.gz (there are: notes.md); "
         "set data.criteo.files to the names of your files",
-        "Set `data.criteo.files`, `data.avazu.files` or `data.parquet.files`.",
+        "Set `data.criteo.files`, `data.avazu.files`, `data.parquet.files` or `data.table.files`.",
+    ),
+    Case(
+        "A column that a feature needs is not in the files",
+        command("train", "--config", "run.toml", "--dry-run", files={"run.toml": _TABLE, "a.csv": "label,user\n1,7\n"}),
+        "embershard: a.csv: no column 'usr'; did you mean 'user'?",
+        "Correct the feature's `column`, or its name. `embershard data inspect` shows the columns.",
+    ),
+    Case(
+        "A cell of a table is not what its feature needs",
+        command(
+            *("train", "--config", "run.toml", "--dry-run", "--set", "data.table.features.usr.column=user"),
+            files={"run.toml": _TABLE, "a.csv": "label,user\n1,7\n0,x\n"},
+        ),
+        "embershard: a.csv:3 usr='x': needed an integer, or nothing",
+        "Correct the cell, set another `mapping`, or tolerate such rows (`data.bad_rows`).",
+    ),
+    Case(
+        "No column looks like a label",
+        command("data", "inspect", "a.csv", "-o", "run.toml", files={"a.csv": "user,price\n1,2.5\n2,7\n"}),
+        "embershard: --label: no column looks like a label. Name the column to predict; columns of numbers: user, price.",
+        "Give `--label NAME`.",
+    ),
+    Case(
+        "A file cannot be joined: a value of the common column is in it twice",
+        command(
+            *("data", "convert", "a.csv", "--join", "users.csv", "-o", "all.parquet"),
+            files={"a.csv": "user,label\n1,0\n", "users.csv": "user,age\n1,30\n1,31\n"},
+        ),
+        "embershard: users.csv: user=1 is in 2 rows; needed each value once",
+        "Keep one row per value; a file with several is the one to join the others to.",
     ),
     Case(
         "A file is empty",

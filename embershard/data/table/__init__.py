@@ -1,0 +1,1 @@
+"""Tables: text files with columns, and Parquet files. Columns are declared by name."""

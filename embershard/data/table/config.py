@@ -1,0 +1,176 @@
+"""The settings of `data.kind = "table"`: which columns a sample has, and how their values are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+from embershard.data.config_checks import ONE_PATTERN, check_fields, freeze_lists
+from embershard.errors import ConfigError
+
+if TYPE_CHECKING:
+    from embershard.data.config import DataConfig, ParquetConfig
+
+IdMapping = Literal["text", "hash", "modulo", "none", "hour", "weekday"]
+#: Rows of the tables of hours and of weekdays: row 0 is that of a missing time.
+TIME_ROWS = {"hour": 25, "weekday": 8}
+_LEAST_QUANTILES = 2
+
+
+@dataclass(frozen=True)
+class TableFeature:
+    """One feature of a sample, and the column that it is read from.
+
+    >>> TableFeature(kind="sparse", num_rows=1000).mapping
+    'text'
+    """
+
+    kind: Literal["dense", "sparse"]
+    """A number, or a category (or several: a bag) that looks up rows of an embedding table."""
+    column: str | None = None
+    """Name of the column. Default: the feature's name. Several features may read one column."""
+    scale: Literal["none", "log1p", "standardize", "quantile"] = "none"
+    """Of a dense feature: log(1 + max(x, 0)); (x - mean) / std; or x's place among `quantiles`, in [0, 1]."""
+    mean: float | None = None
+    """For scale = "standardize". `embershard data inspect` finds it."""
+    std: float | None = None
+    """For scale = "standardize"; above 0."""
+    quantiles: tuple[float, ...] = ()
+    """For scale = "quantile": rising numbers. The first becomes 0, the last 1."""
+    num_rows: int | None = None
+    """Rows of a sparse feature's table, the reserved row 0 included. Not for "hour" and "weekday"."""
+    mapping: IdMapping = "text"
+    """Row of a sparse value. "text": by the 64-bit hash of the value as text. Of integers: "hash" by a 64-bit mix,
+    "modulo" by the remainder, "none": they are rows. Of a time, in UTC: "hour" and "weekday"."""
+    separator: str | None = None
+    """Between the values of a cell of text: the cell is a bag of them then, in their order."""
+
+    def __post_init__(self) -> None:
+        freeze_lists(self)
+
+    def check(self, name: str) -> None:
+        """Raise `ConfigError` where a setting of the feature `name` is missing, wrong, or has no effect."""
+        is_sparse, at = self.kind == "sparse", f"table.features.{name}."
+        is_time = self.mapping in TIME_ROWS
+        rising = all(a < b for a, b in zip(self.quantiles, self.quantiles[1:], strict=False))
+        needs_rows = is_sparse and not is_time
+        found_by = "`embershard data inspect` finds it"
+
+        def only(scale: str) -> str:
+            return f'a number where scale = "{scale}" ({found_by}), and nothing otherwise'
+
+        no_effect = f"nothing: it has no effect on a {self.kind} feature"
+        check_fields(
+            self,
+            at,
+            column=(self.column != "", "the name of a column"),
+            scale=(not is_sparse or self.scale == "none", no_effect),
+            mean=((self.mean is not None) == (self.scale == "standardize"), only("standardize")),
+            std=(
+                (self.std is not None) == (self.scale == "standardize") and (self.std is None or self.std > 0),
+                f"{only('standardize')}, above 0",
+            ),
+            quantiles=(
+                (len(self.quantiles) >= _LEAST_QUANTILES and rising)
+                if self.scale == "quantile"
+                else not self.quantiles,
+                f'at least {_LEAST_QUANTILES} rising numbers where scale = "quantile" (`embershard data inspect` finds '
+                "them), and none otherwise",
+            ),
+            num_rows=(
+                (self.num_rows is not None and self.num_rows >= 1) if needs_rows else self.num_rows is None,
+                "at least 1" if needs_rows else f"nothing: a {'time' if is_sparse else 'dense feature'} needs none",
+            ),
+            mapping=(is_sparse or self.mapping == "text", no_effect),
+            separator=(
+                self.separator is None or (is_sparse and not is_time and self.separator != ""),
+                "nothing, or the text between the values of a cell of a sparse feature that is no time",
+            ),
+        )
+
+    @property
+    def table_rows(self) -> int:
+        """Rows of a sparse feature's table."""
+        return TIME_ROWS.get(self.mapping) or self.num_rows or 0
+
+
+@dataclass(frozen=True)
+class TableConfig:
+    """CSV, TSV and Parquet files with declared columns.
+
+    >>> TableConfig(features={"user": TableFeature("sparse", num_rows=1000)}).label
+    'label'
+    """
+
+    features: dict[str, TableFeature] = field(default_factory=dict)
+    """The features of a sample by name, in order: a section per feature."""
+    label: str = "label"
+    """Name of the column of labels: 0 or 1, or any number with `label_at_least`."""
+    label_at_least: float | None = None
+    """A label is 1 where the column's number is at least this, else 0. Default: the column has 0 and 1."""
+    separator: str = ","
+    """Between the cells of a line of a text file: one character."""
+    columns: tuple[str, ...] = ()
+    """Names of the columns of text files without a header, in order. Default: the first line names them."""
+    quoted: bool = True
+    """Cells of text files may be in double quotes, which may hold the separator. False: a quote is text."""
+    null_values: tuple[str, ...] = ("",)
+    """Cells of text files that are missing values."""
+    max_bag_size: int = 10_000
+    """Most values of a bag. A row with a larger one is not a sample."""
+    files: tuple[str, ...] = (*("*.parquet", "*.csv", "*.tsv", "*.txt", "*.csv.gz", "*.tsv.gz", "*.txt.gz"),)
+    """Shell patterns of the names of data files, where `path` is a folder."""
+
+    def __post_init__(self) -> None:
+        freeze_lists(self)
+        check_fields(
+            self,
+            "table.",
+            separator=(len(self.separator.encode()) == 1, 'one character, for instance "\\t"'),
+            columns=(len(set(self.columns)) == len(self.columns), "every name once"),
+            max_bag_size=(self.max_bag_size >= 1, "at least 1"),
+            files=(len(self.files) > 0, ONE_PATTERN),
+        )
+        for name, feature in self.features.items():
+            feature.check(name)
+
+    @staticmethod
+    def of_parquet(settings: ParquetConfig) -> TableConfig:
+        """Return the same columns as `data.kind = "parquet"` has them."""
+        dense = {name: TableFeature("dense", scale=settings.dense_transform) for name in settings.dense}
+        pairs = zip(settings.sparse, settings.num_rows, strict=True)
+        sparse = {name: TableFeature("sparse", num_rows=rows, mapping=settings.id_mapping) for name, rows in pairs}
+        if len({*dense, *sparse}) < len(settings.dense) + len(settings.sparse):
+            twice = [*settings.dense, *settings.sparse]
+            names = sorted({name for name in twice if twice.count(name) > 1})
+            raise ConfigError(f"the schema has columns twice: {', '.join(names)}; every name must be unique")
+        return TableConfig(
+            {**dense, **sparse}, settings.label, max_bag_size=settings.max_bag_size, files=settings.files
+        )
+
+    def need_sparse(self) -> None:
+        """Raise `ConfigError` unless there is a sparse feature, which models need."""
+        if not self.of_kind("sparse"):
+            raise ConfigError(
+                'data.kind = "table" needs data.table.features, one of them with kind = "sparse". '
+                "`embershard data inspect FILE -o run.toml` writes them"
+            )
+
+    def of_kind(self, kind: Literal["dense", "sparse"]) -> dict[str, TableFeature]:
+        """Return the features of a kind by name, in order, with their columns."""
+        found = {name: feature for name, feature in self.features.items() if feature.kind == kind}
+        return {name: replace(feature, column=feature.column or name) for name, feature in found.items()}
+
+
+def settings_of(config: DataConfig) -> TableConfig:
+    """Return the columns of either kind of data that has declared ones.
+
+    Raises:
+        ConfigError: there is no sparse feature, or a column twice.
+    """
+    if config.kind == "table":
+        config.table.need_sparse()
+        return config.table
+    if not config.parquet.sparse:
+        raise ConfigError('data.kind = "parquet" needs data.parquet.sparse and .num_rows: the id columns')
+    return TableConfig.of_parquet(config.parquet)

@@ -1,0 +1,227 @@
+"""What a column holds: type, missing values, distinct values, numbers. In one pass, in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+from pyarrow import types
+
+from embershard.data.hashing import Words, mix64
+from embershard.data.table.decode import seconds_since_1970, text_words
+from embershard.data.table.raw import is_list, is_text, is_time
+
+#: Hashes that are kept of each column. The estimate of distinct values is exact up to so many, then within 3 %.
+KEPT_HASHES = 4096
+_KEPT_NUMBERS = 1 << 16
+_INTEGER = r"^-?(0|[1-9][0-9]{0,17})$"
+_NUMBER = r"^-?(0|[1-9][0-9]*)?(\.[0-9]*)?([eE][-+]?[0-9]+)?$"  # 02139 is a code, not a number
+_TIME = r"^\d{4}-\d\d-\d\d([ T]\d\d:\d\d(:\d\d(\.\d{1,6})?)?)?$"
+_SEPARATORS = ("|", ";")
+
+
+@dataclass
+class DistinctCount:
+    """Estimates the number of distinct values from the smallest of their 64-bit hashes.
+
+    Attributes:
+        kept: the smallest hashes, rising; all of them where there are fewer than `KEPT_HASHES`.
+    """
+
+    kept: Words = field(default_factory=lambda: np.zeros(0, np.uint64))
+
+    def add(self, words: Words) -> None:
+        if len(self.kept) == KEPT_HASHES:
+            words = words[words < self.kept[-1]]
+        self.kept = np.union1d(self.kept, words)[:KEPT_HASHES]
+
+    @property
+    def is_exact(self) -> bool:
+        return len(self.kept) < KEPT_HASHES
+
+    @property
+    def estimate(self) -> int:
+        """Distinct values.
+
+        >>> count = DistinctCount()
+        >>> count.add(mix64(np.arange(100_000, dtype=np.uint64)))
+        >>> 97_000 < count.estimate < 103_000
+        True
+        """
+        if self.is_exact:
+            return len(self.kept)
+        return round((KEPT_HASHES - 1) / (float(self.kept[-1]) / 2.0**64))
+
+
+@dataclass
+class Numbers:
+    """Mean, spread and range of numbers, and an evenly spaced sample of them."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+    least: float = np.inf
+    largest: float = -np.inf
+    are_whole: bool = True
+    _sample: list[NDArray[np.float64]] = field(default_factory=list)
+    _step: int = 1
+    _num_sampled: int = 0
+
+    def add(self, numbers: NDArray[np.float64]) -> None:
+        """Add finite numbers."""
+        if not len(numbers):
+            return
+        first = -self.count % self._step
+        total = self.count + len(numbers)
+        change = float(numbers.mean()) - self.mean
+        self.squares += float(((numbers - numbers.mean()) ** 2).sum()) + change**2 * self.count * len(numbers) / total
+        self.mean += change * len(numbers) / total
+        self.count = total
+        self.least, self.largest = min(self.least, float(numbers.min())), max(self.largest, float(numbers.max()))
+        self.are_whole = self.are_whole and bool((numbers == np.trunc(numbers)).all())
+        self._sample.append(numbers[first :: self._step].copy())
+        self._num_sampled += len(self._sample[-1])
+        while self._num_sampled > 2 * _KEPT_NUMBERS:
+            self._sample = [np.concatenate(self._sample)[::2]]
+            self._num_sampled, self._step = len(self._sample[0]), 2 * self._step
+
+    @property
+    def std(self) -> float:
+        return float(np.sqrt(self.squares / self.count)) if self.count else 0.0
+
+    def quantiles(self, parts: int) -> list[float]:
+        """Return the distinct ones of the `parts + 1` quantiles of the sample, rising."""
+        return np.unique(np.quantile(np.concatenate(self._sample), np.linspace(0, 1, parts + 1))).tolist()
+
+    def share_at_least(self, number: float) -> float:
+        """Return the share of the sample that is at least `number`."""
+        return float((np.concatenate(self._sample) >= number).mean())
+
+
+@dataclass
+class ColumnSurvey:
+    """What a column holds.
+
+    Attributes:
+        name: of the column.
+        type: in the file; texts in text files.
+        rows: of the file; `missing` of them have no value.
+        most: values of a row, at most.
+        values: distinct values as `mapping = "text"` takes them; of lists, those in them.
+        ids: the same as "hash" takes them, where all values are integers.
+        numbers: of numbers, and of texts that are numbers; of times the seconds since 1970.
+        parts: per separator, the distinct values between it, and in how many cells it is.
+        can_be: of texts: "integer", "number" and "time", where all of them are.
+    """
+
+    name: str
+    type: pa.DataType
+    rows: int = 0
+    missing: int = 0
+    most: int = 0
+    values: DistinctCount = field(default_factory=DistinctCount)
+    ids: DistinctCount = field(default_factory=DistinctCount)
+    numbers: Numbers = field(default_factory=Numbers)
+    parts: dict[str, tuple[DistinctCount, int, int]] = field(default_factory=dict)
+    can_be: set[str] = field(default_factory=lambda: {"integer", "number", "time"})
+
+    def add(self, column: pa.Array) -> None:
+        """Add some rows."""
+        self.rows += len(column)
+        self.missing += column.null_count
+        if is_list(column.type):
+            self.most = max(self.most, pc.max(pc.list_value_length(column)).as_py() or 0)
+            column = column.flatten()
+        else:
+            self.most = max(self.most, 1)
+        if types.is_dictionary(column.type):
+            column = column.dictionary_decode()
+        column = column.drop_null()
+        if is_text(column.type):
+            self._add_texts(column)
+        elif is_time(column.type):
+            self._add_numbers(seconds_since_1970(column))
+            self.values.add(
+                mix64(column.cast(pa.timestamp("us"), safe=False).cast(pa.int64()).to_numpy().view(np.uint64))
+            )
+        elif types.is_integer(column.type) or types.is_boolean(column.type):
+            self._add_integers(column)
+        elif types.is_floating(column.type) or types.is_decimal(column.type):
+            numbers = self._add_numbers(column)
+            self.values.add(mix64(numbers.view(np.uint64)))
+
+    def _add_integers(self, column: pa.Array) -> None:
+        self._add_numbers(column)
+        self.values.add(text_words(column)[0])
+        self.ids.add(mix64(column.cast(pa.int64(), safe=False).to_numpy(zero_copy_only=False).view(np.uint64)))
+
+    def _add_texts(self, column: pa.Array) -> None:
+        words, _, is_empty = text_words(column)
+        self.missing += int(is_empty.sum())
+        if not len(column):
+            return
+        self.values.add(words[~is_empty])
+        column = column.filter(pa.array(~is_empty)).cast(pa.string())
+        self.can_be -= set() if _all_match(column, _INTEGER) else {"integer"}
+        self.can_be -= set() if _all_match(column, _TIME) else {"time"}
+        self.can_be -= set() if _all_match(column, _NUMBER) else {"number"}
+        if "number" in self.can_be:
+            try:
+                self._add_numbers(column.cast(pa.float64()))
+            except pa.ArrowInvalid:  # a point, or nothing before an exponent
+                self.can_be -= {"number"}
+        if "integer" in self.can_be:
+            self.ids.add(mix64(column.cast(pa.int64()).to_numpy(zero_copy_only=False).view(np.uint64)))
+        if not self.can_be:
+            self._add_parts(column)
+
+    def _add_parts(self, column: pa.Array) -> None:
+        for separator in _SEPARATORS:
+            count = int(pc.sum(pc.match_substring(column, separator)).as_py() or 0)
+            if not count:
+                continue
+            found, cells, most = self.parts.get(separator, (DistinctCount(), 0, 0))
+            lists = pc.split_pattern(column, separator)
+            words, _, is_empty = text_words(lists.flatten())
+            found.add(words[~is_empty])
+            self.parts[separator] = found, cells + count, max(most, pc.max(pc.list_value_length(lists)).as_py())
+
+    def _add_numbers(self, column: pa.Array) -> NDArray[np.float64]:
+        numbers: NDArray[np.float64] = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+        is_finite = np.isfinite(numbers)
+        self.missing += int(np.isnan(numbers).sum())
+        self.numbers.add(numbers[is_finite])
+        return numbers[is_finite]
+
+    @property
+    def present(self) -> int:
+        """Rows with a value."""
+        return self.rows - self.missing
+
+    @property
+    def inner(self) -> pa.DataType:
+        """The type of a value: of lists, that in them; of texts that are all integers or numbers, that."""
+        kind = self.type.value_type if is_list(self.type) else self.type
+        kind = kind.value_type if types.is_dictionary(kind) else kind
+        if is_text(kind) and self.present:
+            for what, found in (("integer", pa.int64()), ("number", pa.float64()), ("time", pa.timestamp("us"))):
+                if what in self.can_be:
+                    return found
+        return kind
+
+
+def survey(schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> dict[str, ColumnSurvey]:
+    """Return what each column holds, by name, in order."""
+    found = {each.name: ColumnSurvey(each.name, each.type) for each in schema}
+    for batch in batches:
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            found[name].add(column)
+    return found
+
+
+def _all_match(column: pa.Array, pattern: str) -> bool:
+    return bool(pc.all(pc.match_substring_regex(column, pattern), min_count=0).as_py())

@@ -1,0 +1,171 @@
+"""`embershard data inspect`: looks at the columns of files, and writes the settings of a run on them."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from embershard.decoding import toml, toml_key
+from embershard.errors import ConfigError, DataError
+from embershard.launch.arguments import check_output
+from embershard.launch.data.form import add_form, columns_of_files
+from embershard.launch.screen import make_table, plain_console, say, wide_console
+
+if TYPE_CHECKING:
+    from embershard.data.table.survey import ColumnSurvey
+    from embershard.data.table.whole_columns import WholeColumns
+    from embershard.launch.data.suggest import LabelSuggestion, Suggestion
+
+INSPECT_HELP = """Look at the columns of CSV, TSV or Parquet files, and write a run's settings for them.
+
+  embershard data inspect clicks.parquet -o run.toml
+  embershard train --config run.toml
+  embershard data inspect ratings.txt --columns user,item,rating,time --label rating
+"""
+_LEAST_BATCH, _MOST_BATCH, _STEPS_OF_AN_EPOCH = 16, 1024, 64
+
+
+def add_inspect(actions: Any) -> None:
+    """Add the action to `embershard data`."""
+    action = actions.add_parser(
+        "inspect",
+        help="look at the columns of files, and write a run's settings for them",
+        description=INSPECT_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    action.add_argument("data", type=Path, metavar="FILE_OR_FOLDER", help="CSV, TSV or Parquet")
+    action.add_argument("-o", dest="output", type=Path, metavar="FILE", help="TOML file for the settings")
+    action.add_argument("--label", metavar="NAME", help="column to predict (default: the one that looks like it)")
+    add_form(action)
+    action.set_defaults(run=inspect)
+
+
+def inspect(arguments: argparse.Namespace) -> int:
+    """Run the action; return 0.
+
+    Raises:
+        DataError: a file cannot be read, or files have other columns than the first.
+        ConfigError: no column looks like a label, and a file is to be written.
+    """
+    from embershard.launch.data.suggest import suggest_features, suggest_label
+
+    output: Path | None = arguments.output
+    if output is not None:
+        check_output(output)
+        if output.exists():
+            raise ConfigError(f"{output} exists and is not overwritten; give another file, or remove it.")
+    files = columns_of_files(arguments.data, arguments)
+    columns, num_bad = survey_files(files)
+    label = None
+    if output is not None or arguments.label is not None:
+        label = suggest_label(columns, arguments.label)
+    suggested: list[Suggestion] = []
+    for name, column in columns.items():
+        if label is None or name != label.column:
+            taken = [each for suggestion in suggested for each in suggestion.features]
+            suggested.append(suggest_features(column, taken))
+    _show(columns, num_bad)
+    if output is not None and label is not None:
+        num_rows = next(iter(columns.values())).rows
+        if not any(each["kind"] == "sparse" for suggestion in suggested for each in suggestion.features.values()):
+            raise ConfigError(f"{arguments.data}: no column is a category, and a model needs one: text, or ids.")
+        output.write_text(_settings(arguments.data, files[0], label, suggested, num_rows), encoding="utf-8")
+        say(plain_console(), f"Settings are in {output}. Check the label, then: embershard train --config {output}")
+    return 0
+
+
+def survey_files(files: list[WholeColumns]) -> tuple[dict[str, ColumnSurvey], int]:
+    """Return what the columns of all files hold, and the number of lines that are no rows.
+
+    Raises:
+        DataError: a file cannot be read, or has other columns than the first.
+    """
+    from embershard.data.table.survey import survey
+
+    schema = files[0].schema()
+    for file in files:
+        if (other := file.schema()) != schema:
+            raise DataError(
+                f"{file.file.path} has the columns {', '.join(map(str, other))[:300]}; needed those of "
+                f"{files[0].file.path}: {', '.join(map(str, schema))[:300]}"
+            )
+    bad: Counter[str] = Counter()
+
+    def skip(row: Any) -> str:
+        bad["lines"] += 1
+        return "skip"
+
+    batches = (batch for file in files for batch in file.batches(on_bad=skip))
+    return survey(schema, batches), bad["lines"]
+
+
+def _show(columns: dict[str, ColumnSurvey], num_bad: int) -> None:
+    first = next(iter(columns.values()))
+    table = make_table(
+        f"{first.rows:,} rows", ["column", "type"], ["distinct", "missing", "most", "least", "largest", "mean", "std"]
+    )
+    for name, column in columns.items():
+        distinct = f"{'' if column.values.is_exact else '~'}{column.values.estimate:,}"
+        numbers = column.numbers
+        shown = ["", "", "", ""]
+        if numbers.count and str(column.inner) != "string":
+            shown = [f"{each:g}" for each in (numbers.least, numbers.largest, numbers.mean, numbers.std)]
+        kind = str(column.type) if column.inner == column.type else f"{column.type} ({column.inner})"
+        table.add_row(name, kind, distinct, f"{column.missing:,}", f"{column.most:,}", *shown)
+    wide_console().print(table)
+    if num_bad:
+        say(plain_console(), f"{num_bad:,} lines have not as many cells as there are columns (data.bad_rows).")
+
+
+def _settings(
+    data: Path, form: WholeColumns, label: LabelSuggestion, suggested: list[Suggestion], num_rows: int
+) -> str:
+    """Return the TOML file."""
+    lines = [
+        f"# Written by embershard data inspect: {num_rows:,} rows. Check the label and the features. Then:",
+        "#   embershard train --config FILE",
+        "",
+        "[data]",
+        'kind = "table"',
+        f"path = {toml(str(data.absolute()))}",
+        "eval_fraction = 0.1             # the last tenth of every file is held out",
+        "",
+        "[data.table]",
+        f"label = {toml(label.column)}    # {label.why}",
+    ]
+    if label.at_least is not None:
+        lines.append(f"label_at_least = {label.at_least:g}    # labels are 1 from here on, else 0")
+    if form.is_text:
+        lines.append(f"separator = {toml(form.form.separator)}")
+        lines += [f"{name} = {toml(value)}" for name, value in (
+            ("columns", form.form.columns), ("null_values", form.form.null_values)
+        ) if value not in ((), ("",))]  # fmt: skip
+        lines += [] if form.form.quoted else ["quoted = false"]
+    lines += ["", "[data.table.features]"]
+    for suggestion in suggested:
+        lines.append(f"# {suggestion.column}: {suggestion.why}")
+        lines += [f"{toml_key(name)} = {toml(settings)}" for name, settings in suggestion.features.items()]
+    batch = _LEAST_BATCH
+    while batch < _MOST_BATCH and 2 * batch * _STEPS_OF_AN_EPOCH <= num_rows:
+        batch *= 2
+    lines += [
+        "",
+        "[model]",
+        "embedding_dim = 16",
+        "",
+        "[embedding_optimizer]",
+        'kind = "rowwise_adagrad"',
+        "lr = 0.02",
+        "",
+        "[dense_optimizer]",
+        'kind = "adam"',
+        "lr = 0.001",
+        "",
+        "[train]",
+        f"batch_size = {batch}    # per rank",
+        "epochs = 1",
+        "",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,204 @@
+"""From what columns hold to the settings of a run: suggestions, each with its reason."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import exp, floor
+from typing import Any
+
+import numpy as np
+from pyarrow import types
+
+from embershard.data.table.config import TIME_ROWS
+from embershard.data.table.raw import is_list, is_text, is_time
+from embershard.data.table.survey import ColumnSurvey, DistinctCount
+from embershard.errors import ConfigError
+
+_LABELS = ("label", "click", "clicked", "is_click", "target", "converted", "conversion", "purchase", "y", "rating")
+_ID_WORDS = {"id", "ids", "uid", "uuid", "key", "code", "zip", "hash", "user", "users", "item", "items"}
+_TIME_WORDS = {"time", "timestamp", "ts", "date", "datetime"}
+_EPOCH_SECONDS = (1e8, 1e10)  # 1973 to 2286
+#: A column of which nearly every row has another value is no feature.
+_UNIQUE_SHARE, _UNIQUE_ROWS = 0.95, 1000
+_ROWS_PER_VALUE, _MANY_VALUES, _ROWS_PER_ONE_OF_MANY = 10, 1_000_000, 2
+_LEAST_ROWS = 16
+_TRIED = 200
+_SKEWED = 5.0  # standard deviations from the mean to the largest number
+_QUANTILE_PARTS = 16
+_PARTS_SHARE = 0.05
+_DIGITS = 6
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A column as features of a run.
+
+    Attributes:
+        features: settings of each feature, by its name; none where the column is left out.
+        why: what the column holds, and what follows from it.
+    """
+
+    column: str
+    features: dict[str, dict[str, Any]]
+    why: str
+
+
+@dataclass(frozen=True)
+class LabelSuggestion:
+    """The column of labels, from which number on a label is 1 (None: it has 0 and 1), and what it holds."""
+
+    column: str
+    at_least: float | None
+    why: str
+
+
+def suggest_label(columns: Mapping[str, ColumnSurvey], wanted: str | None) -> LabelSuggestion:
+    """Return the column of labels: `wanted`, or one that is named as labels are, or the only one of 0 and 1.
+
+    Raises:
+        ConfigError: none is, or `wanted` is no column of numbers.
+    """
+    numeric = {name: each for name, each in columns.items() if each.numbers.count and not is_list(each.type)}
+    numeric = {name: each for name, each in numeric.items() if not is_text(each.inner) and not is_time(each.inner)}
+    binary = [name for name, each in numeric.items() if (each.numbers.least, each.numbers.largest) == (0, 1)]
+    binary = [name for name in binary if numeric[name].numbers.are_whole]
+    named = [each for name in _LABELS for each in numeric if each.lower() == name]
+    found = wanted or next(iter(named or (binary if len(binary) == 1 else [])), None)
+    if found is None or found not in numeric:
+        what = "no column looks like a label" if found is None else f"{found!r} is no column of numbers"
+        some = ", ".join(list(numeric)[:20]) or "none"
+        raise ConfigError(f"--label: {what}. Name the column to predict; columns of numbers: {some}.")
+    numbers = numeric[found].numbers
+    said = f"{numeric[found].inner}, {numbers.least:g} to {numbers.largest:g}, mean {numbers.mean:.4g}"
+    if found in binary:
+        return LabelSuggestion(found, None, said)
+    middle = (numbers.least + numbers.largest) / 2
+    least = float(floor(middle) + 1) if numbers.are_whole else middle
+    return LabelSuggestion(found, least, f"{said}; {numbers.share_at_least(least):.1%} are at least {least:g}")
+
+
+def suggest_features(column: ColumnSurvey, taken: Sequence[str]) -> Suggestion:
+    """Return how to use a column; `taken` are the names of features that are there already."""
+    name = _feature_name(column.name, taken)
+    values = column.values
+    about = "~" if not values.is_exact else ""
+    said = f"{column.type}; {about}{values.estimate:,} distinct, {column.missing:,} missing"
+    words = set(re.split(r"[\W_]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", column.name).lower()))
+    is_unique = column.present >= _UNIQUE_ROWS and values.estimate >= _UNIQUE_SHARE * column.present
+    inner, numbers = column.inner, column.numbers
+
+    def used(features: dict[str, dict[str, Any]], why: str) -> Suggestion:
+        named = {each: settings | ({"column": column.name} if each != column.name else {})
+                 for each, settings in features.items()}  # fmt: skip
+        return Suggestion(column.name, named, f"{said}; {why}" if why else said)
+
+    def left_out(why: str) -> Suggestion:
+        return Suggestion(column.name, {}, f"{said}; left out: {why}")
+
+    if values.estimate <= 1 and not column.parts:
+        return left_out("it says nothing")
+    is_epoch = bool(words & _TIME_WORDS) and types.is_integer(inner)
+    is_epoch = is_epoch and _EPOCH_SECONDS[0] <= numbers.least <= numbers.largest <= _EPOCH_SECONDS[1]
+    if (is_time(inner) or is_epoch) and not is_list(column.type):
+        times = {_feature_name(f"{column.name}_{unit}", taken): unit for unit in TIME_ROWS}
+        settings = {each: {"kind": "sparse", "mapping": unit, "column": column.name} for each, unit in times.items()}
+        return used(settings, "a time, in UTC")
+    if is_text(inner):
+        parted = _parts(column)
+        if parted is not None:
+            separator, distinct, most = parted
+            settings, why = _category("text", distinct, None)
+            settings["separator"] = separator
+            return used({name: settings}, f"up to {most} values in a cell, {distinct.estimate:,} distinct; {why}")
+        if is_unique:
+            return left_out("nearly every row has another value")
+        settings, why = _category("text", values, None)
+        return used({name: settings}, why)
+    is_id = bool(words & _ID_WORDS) or is_list(column.type)
+    if not (types.is_integer(inner) or types.is_floating(inner) or types.is_boolean(inner) or types.is_decimal(inner)):
+        return left_out(f"no feature is made of {inner}")
+    if is_id and numbers.are_whole and not types.is_boolean(inner):
+        if is_unique and not is_list(column.type):
+            return left_out("nearly every row has another value")
+        bag = f"up to {column.most} values in a row; " if is_list(column.type) else ""
+        if types.is_integer(inner):
+            settings, why = _category("hash", column.ids, (numbers.least, numbers.largest))
+        else:
+            settings, why = _category("text", values, None)
+        return used({name: settings}, bag + why)
+    if is_list(column.type):
+        return left_out("no feature is made of lists of such numbers")
+    return used(*_number(name, column))
+
+
+def _number(name: str, column: ColumnSurvey) -> tuple[dict[str, dict[str, Any]], str]:
+    numbers = column.numbers
+    why = f"{numbers.least:g} to {numbers.largest:g}, mean {numbers.mean:.4g}, standard deviation {numbers.std:.4g}"
+    settings: dict[str, Any] = {"kind": "dense"}
+    if (numbers.least, numbers.largest) != (0, 1) or not numbers.are_whole:
+        quantiles = [_rounded(each) for each in numbers.quantiles(_QUANTILE_PARTS)]
+        is_skewed = numbers.largest > numbers.mean + _SKEWED * numbers.std
+        if is_skewed and numbers.least >= 0:
+            settings["scale"] = "log1p"
+        elif is_skewed and len(set(quantiles)) > 1:
+            settings |= {"scale": "quantile", "quantiles": sorted(set(quantiles))}
+        elif _rounded(numbers.std) > 0:
+            settings |= {"scale": "standardize", "mean": _rounded(numbers.mean), "std": _rounded(numbers.std)}
+    return {name: settings}, why
+
+
+def _category(mapping: str, distinct: DistinctCount, span: tuple[float, float] | None) -> tuple[dict[str, Any], str]:
+    """Return the settings of a sparse feature, and what they do to its values.
+
+    Args:
+        mapping: "text" or "hash", of whose values `distinct` has the hashes.
+        span: least and largest integer; None: values are no integers.
+    """
+    count = distinct.estimate
+    if span is not None and span[0] >= 0 and span[1] + 2 <= max(4 * count, _LEAST_ROWS):
+        last = int(span[1])
+        return {"kind": "sparse", "mapping": "modulo", "num_rows": last + 2}, f"a row for each of 0 to {last:,}"
+    each = _ROWS_PER_VALUE if count <= _MANY_VALUES else _ROWS_PER_ONE_OF_MANY
+    num_rows = max(each * count, _LEAST_ROWS)
+    if not distinct.is_exact:
+        num_rows = _two_digits(num_rows)
+        why = f"about {1 - exp(-count / num_rows):.0%} of them share a row with another"
+    else:
+        num_rows, sharing = _fewest_collisions(distinct, num_rows)
+        why = f"{sharing:,} of them share a row with another" if sharing else "no two share a row"
+    return {"kind": "sparse", "mapping": mapping, "num_rows": num_rows}, why
+
+
+def _fewest_collisions(distinct: DistinctCount, num_rows: int) -> tuple[int, int]:
+    """Return a number of rows, `num_rows` or a few more, by which the fewest values share a row; and how many do."""
+    best = (len(distinct.kept) + 1, num_rows)
+    for tried in range(num_rows, num_rows + _TRIED):
+        rows, counts = np.unique(distinct.kept % np.uint64(tried - 1), return_counts=True)
+        best = min(best, (int(counts[counts > 1].sum()), tried))
+        if len(rows) == len(distinct.kept):
+            break
+    return best[1], best[0]
+
+
+def _parts(column: ColumnSurvey) -> tuple[str, DistinctCount, int] | None:
+    """Return the separator of the values in a column's cells, those values, and the most in a cell."""
+    for separator, (distinct, cells, most) in column.parts.items():
+        if cells >= _PARTS_SHARE * column.present and distinct.estimate < column.values.estimate:
+            return separator, distinct, most
+    return None
+
+
+def _feature_name(column: str, taken: Sequence[str]) -> str:
+    """Return a name that tables and files can have, and no other feature has."""
+    name = re.sub(r"[^\w-]+", "_", column).strip("_") or "feature"
+    return name if name not in taken else next(f"{name}_{n}" for n in range(2, 99) if f"{name}_{n}" not in taken)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}")
+
+
+def _two_digits(count: int) -> int:
+    return int(float(f"{count:.1e}"))

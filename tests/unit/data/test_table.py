@@ -1,0 +1,295 @@
+"""Tables: text and Parquet files give the same samples, and values become what the page says."""
+
+from __future__ import annotations
+
+import gzip
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import csv
+
+from embershard.data import BatchStream, DataConfig, open_source, schema_of
+from embershard.data.hashing import make_key, mix64
+from embershard.data.serving_inputs import serving_inputs
+from embershard.data.table.config import TableConfig, TableFeature
+from embershard.data.table.decode import text_words
+from embershard.errors import ConfigError, DataError
+from embershard.launch.export.serving_model import Model, text_word
+
+FEATURES = {
+    "age": TableFeature("dense", scale="standardize", mean=30.0, std=10.0),
+    "price": TableFeature("dense", scale="log1p"),
+    "place": TableFeature("dense", column="price", scale="quantile", quantiles=(0.0, 10.0, 1000.0)),
+    "user": TableFeature("sparse", num_rows=50, mapping="hash"),
+    "city": TableFeature("sparse", num_rows=100),
+    "genres": TableFeature("sparse", num_rows=20, separator="|"),
+    "hour": TableFeature("sparse", column="time", mapping="hour"),
+    "weekday": TableFeature("sparse", column="time", mapping="weekday"),
+}
+SETTINGS = TableConfig(FEATURES, label="rating", label_at_least=4)
+COLUMNS = {
+    "rating": pa.array([5, 1, 4, 3]),
+    "age": pa.array([20, 30, None, 45]),
+    "price": pa.array([0.5, None, 505.0, -3.0]),
+    "user": pa.array([7, 8, None, 7]),
+    "city": pa.array(["Oslo, N", "7", None, "Bern"]),
+    "genres": pa.array(["War|Action", "Action", None, "War"]),
+    "time": pa.array([0, 3600 * 24 * 4 + 7200, None, 881250949], pa.timestamp("s")),
+    "unused": pa.array(["x"] * 4),
+}
+
+
+def as_lists(table: pa.Table) -> pa.Table:
+    """The texts of genres as lists."""
+    lists = [None if each is None else each.split("|") for each in table["genres"].to_pylist()]
+    return table.set_column(table.column_names.index("genres"), "genres", pa.array(lists))
+
+
+def write(path: Path, table: pa.Table, separator: str = ",") -> Path:
+    if path.suffix == ".parquet":
+        pq.write_table(table, path, row_group_size=2)
+    else:
+        csv.write_csv(table, path, csv.WriteOptions(delimiter=separator))
+    return path
+
+
+def config_of(path: Path, settings: TableConfig = SETTINGS, **options: Any) -> DataConfig:
+    options = {"eval_fraction": 0.0, "shuffle": False, "chunk_rows": 2} | options
+    return DataConfig("table", str(path), table=settings, **options)
+
+
+def read(path: Path, settings: TableConfig = SETTINGS, **options: Any):
+    """All samples, as one block."""
+    source = open_source(config_of(path, settings, **options))
+    blocks = [source.parse(number).samples for number in range(source.num_physical)]
+    return type(blocks[0]).join(blocks)
+
+
+def bags(block: Any, feature: str) -> list[list[int]]:
+    number = [name for name, each in FEATURES.items() if each.kind == "sparse"].index(feature)
+    sizes = np.asarray(block.lengths[number])
+    return [part.tolist() for part in np.split(block.values[number], np.cumsum(sizes)[:-1])]
+
+
+def row(text: str, num_rows: int) -> int:
+    return 1 + text_word(text) % (num_rows - 1)
+
+
+def test_values_become_what_the_page_says(tmp_path):
+    block = read(write(tmp_path / "a.parquet", pa.table(COLUMNS)))
+    assert block.labels.tolist() == [1, 0, 1, 0]
+    assert block.dense[:, 0].tolist() == [-1.0, 0.0, 0.0, 1.5]
+    assert block.dense[:, 1].tolist() == np.log1p(np.array([0.5, 0, 505, 0], np.float32)).tolist()
+    assert block.dense[:, 2].tolist() == [np.float32(0.025), 0.5, 0.75, 0.0]
+    hashed = (1 + mix64(np.array([7, 8], np.uint64)) % np.uint64(49)).tolist()
+    assert bags(block, "user") == [[hashed[0]], [hashed[1]], [0], [hashed[0]]]
+    assert bags(block, "city") == [[row("Oslo, N", 100)], [row("7", 100)], [0], [row("Bern", 100)]]
+    war, action = row("War", 20), row("Action", 20)
+    assert bags(block, "genres") == [[war, action], [action], [0], [war]], "in their order"
+    assert bags(block, "hour") == [[1], [3], [0], [16]]  # 881250949 is 1997-12-04 15:55:49, a Thursday
+    assert bags(block, "weekday") == [[4], [1], [0], [4]]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.csv.gz", "lists.parquet", "dictionary.parquet", "headless.csv"])
+def test_every_format_gives_the_same_samples(tmp_path, name):
+    table = pa.table(COLUMNS)
+    expected = read(write(tmp_path / "expected.parquet", table))
+    settings = SETTINGS
+    if name == "lists.parquet":
+        table = as_lists(table)
+    elif name == "dictionary.parquet":
+        table = table.set_column(4, "city", table["city"].dictionary_encode())
+        table = table.set_column(3, "user", table["user"].cast(pa.int16()))
+    separator = "\t" if name == "a.tsv" else ","
+    path = write(tmp_path / name, table, separator)
+    if name == "headless.csv":
+        path.write_bytes(path.read_bytes().partition(b"\n")[2])
+        settings = replace(settings, columns=tuple(COLUMNS))
+    elif name == "a.csv.gz":
+        path.write_bytes(gzip.compress(path.read_bytes()))
+    found = read(path, replace(settings, separator=separator))
+    assert found.labels.tolist() == expected.labels.tolist()
+    assert found.dense.tobytes() == expected.dense.tobytes()
+    assert [each.tolist() for each in found.values] == [each.tolist() for each in expected.values]
+    assert np.array_equal(found.lengths, expected.lengths)
+
+
+@given(st.lists(st.one_of(st.text(max_size=40), st.integers(-(2**63), 2**63 - 1)), max_size=20))
+def test_the_hash_is_that_of_the_text(values):
+    texts = [str(value) for value in values]
+    words, sizes, is_missing = text_words(pa.array(texts, pa.string()))
+    data = [text.encode() for text in texts]
+    assert sizes.tolist() == [len(each) for each in data]
+    assert is_missing.tolist() == [not each for each in data]
+    parts = [
+        [len(each), *(int.from_bytes(each[at : at + 8], "little") for at in range(0, len(each), 8))] for each in data
+    ]
+    assert words.tolist() == [make_key(*each) for each in parts] == [text_word(text) for text in texts]
+    numbers = [value for value in values if isinstance(value, int)]
+    assert text_words(pa.array(numbers, pa.int64()))[0].tolist() == [text_word(number) for number in numbers]
+
+
+def test_hashes_stay_as_they_are():
+    """The vectors of docs/own_data.md: rows of trained tables depend on them."""
+    expected = {"a": 0x9B44D8EECE61CD2C, "7": 0x93B8F4A3BA040867, "Action": 0xB45C2A9BA0742903}
+    assert {text: text_word(text) for text in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "said"),
+    [
+        ("age", ["20", "x", "", "45"], "a.csv:3 age='x': needed a number, or nothing"),
+        ("age", ["20", "1e39", "", "45"], r"a.csv:3 age=1e\+39: needed a finite number"),
+        ("rating", ["5", "", "4", "3"], "a.csv:3 rating=nan: a label must be a number"),
+        ("user", ["7", "8.5", "", "7"], "a.csv:3 user='8.5': needed an integer, or nothing"),
+        ("time", ["0", "31.12.1999", "", "0"], "a.csv:3 time='31.12.1999': needed a time as 2024-12-31"),
+        ("genres", ["a", "|" * 4, "", "b"], "a.csv:3 genres=5 ids: needed at most 4 .data.table.max_bag_size"),
+        ("city", ["a", "x" * 1025, "", "b"], "a.csv:3 city has 1,025 bytes: needed at most 1,024 bytes"),
+    ],
+)
+def test_bad_cells_are_named_and_replaced(tmp_path, column, values, said):
+    table = pa.table({**COLUMNS, column: pa.array(values)})
+    path, settings = write(tmp_path / "a.csv", table), replace(SETTINGS, max_bag_size=4)
+    config = config_of(path, settings, bad_rows=0.5, chunk_rows=4)
+    parsed = open_source(config).parse(0)
+    assert list(parsed.bad) == [1]
+    assert str(parsed.bad[1]).startswith(str(tmp_path))
+    assert parsed.samples.num_samples == 3
+    with pytest.raises(DataError, match=said), BatchStream(
+        open_source(replace(config, bad_rows="stop")),
+        batch_size=4, rank=0, world_size=1, split="train", epochs=1, config=config,
+    ) as stream:  # fmt: skip
+        next(stream)
+
+
+def test_lines_that_are_no_rows_are_bad_rows(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text('label,user\n1,a\n0\n1,"b\n0,"c,d"\n1,x,y\n0,e\n')
+    settings = TableConfig({"user": TableFeature("sparse", num_rows=9)})
+    parsed = open_source(config_of(path, settings, bad_rows=0.9, chunk_rows=9)).parse(0)
+    assert parsed.samples.num_samples == 3
+    said = [str(bad).removeprefix(str(path)) for bad in parsed.bad.values()]
+    assert said[0] == ":3 has 1 comma-separated columns; needed 2: label, user"
+    assert said[1].startswith(""":4 '1,"b': a quote opens a cell that does not end in this line""")
+    assert said[2].startswith(":6 has 3 comma-separated columns")
+    plain = open_source(config_of(path, replace(settings, quoted=False), bad_rows=0.9, chunk_rows=9)).parse(0)
+    assert list(plain.bad) == [1, 3, 4]
+
+
+def test_floats_are_ids_where_they_are_whole(tmp_path):
+    table = pa.table({"label": [1, 0, 1], "user": pa.array([7.0, None, 7.5])})
+    settings = TableConfig({"user": TableFeature("sparse", num_rows=99)})
+    parsed = open_source(config_of(write(tmp_path / "a.parquet", table), settings, bad_rows=0.9))
+    assert parsed.parse(0).samples.values[0].tolist() == [row("7", 99), 0]
+    assert str(parsed.parse(1).bad[0]).endswith("a.parquet:3 user=7.5: needed text or a whole number, or nothing")
+
+
+@pytest.mark.parametrize(
+    ("feature", "said"),
+    [
+        (TableFeature("dense", column="city"), "column 'city' is of type string; needed a number"),
+        (TableFeature("sparse", column="city", num_rows=9, mapping="hash"), "needed an integer, or a list of integers"),
+        (TableFeature("sparse", column="price", mapping="hour"), "needed a time, seconds since 1970, or text"),
+        (TableFeature("dense", column="agee"), r"no column 'agee'; did you mean 'age'\?"),
+    ],
+)
+def test_columns_that_do_not_fit_are_named(tmp_path, feature, said):
+    path = write(tmp_path / "a.parquet", pa.table(COLUMNS))
+    with pytest.raises(DataError, match=said):
+        open_source(config_of(path, TableConfig({"user": FEATURES["user"], "x": feature}, label="rating")))
+
+
+def test_files_that_do_not_fit_are_named(tmp_path):
+    write(tmp_path / "a.parquet", pa.table(COLUMNS))
+    write(tmp_path / "b.csv", pa.table(COLUMNS))
+    with pytest.raises(DataError, match=r"a.parquet is Parquet and .*b.csv is not; needed one format"):
+        open_source(config_of(tmp_path))
+    (tmp_path / "b.csv").write_text("a,a\n1,2\n")
+    with pytest.raises(DataError, match=r"b.csv:1 the header has 'a' twice"):
+        open_source(config_of(tmp_path / "b.csv"))
+
+
+@pytest.mark.parametrize(
+    ("feature", "said"),
+    [
+        (TableFeature("dense", scale="standardize"), r"x.mean = None; needed a number where scale = \"standardize\""),
+        (TableFeature("dense", std=1.0), r"x.std = 1.0; needed"),
+        (TableFeature("dense", scale="quantile", quantiles=(1.0, 1.0)), "at least 2 rising numbers"),
+        (TableFeature("dense", num_rows=5), "a dense feature needs none"),
+        (TableFeature("sparse"), "x.num_rows = None; needed at least 1"),
+        (TableFeature("sparse", mapping="hour", num_rows=9), "a time needs none"),
+        (TableFeature("sparse", num_rows=9, scale="log1p"), "no effect on a sparse feature"),
+        (TableFeature("dense", separator="|"), "x.separator = '|'; needed nothing"),
+        (TableFeature("dense", mapping="modulo"), "no effect on a dense feature"),
+        (TableFeature("spares", num_rows=9), "x.kind = 'spares'; needed one of"),  # type: ignore[arg-type]
+    ],
+)
+def test_settings_without_an_effect_are_refused(feature, said):
+    with pytest.raises(ConfigError, match=rf"data\.table\.features\.{said}" if said[0] == "x" else said):
+        TableConfig({"x": feature})
+
+
+def test_a_table_without_dense_features_gets_a_constant(tmp_path):
+    config = config_of(write(tmp_path / "a.csv", pa.table({"label": [1], "u": ["a"]})))
+    config = replace(config, table=TableConfig({"u": TableFeature("sparse", num_rows=9)}))
+    assert schema_of(config).dense == ("constant",)
+    assert read(tmp_path / "a.csv", config.table).dense.tolist() == [[1.0]]
+    with pytest.raises(ConfigError, match=r"embershard data inspect FILE -o run.toml"):
+        open_source(replace(config, table=TableConfig()))
+
+
+def test_labels_may_be_absent_where_none_are_needed(tmp_path):
+    for name in ("a.csv", "a.parquet"):
+        path = write(tmp_path / name, pa.table(COLUMNS).drop_columns(["rating"]))
+        source = open_source(config_of(path), needs_labels=False)
+        assert np.isnan(source.parse(0).samples.labels).all()
+        with pytest.raises(DataError, match="no column 'rating'"):
+            open_source(config_of(path))
+
+
+def test_an_export_encodes_as_training_did(tmp_path):
+    path = write(tmp_path / "a.parquet", as_lists(pa.table(COLUMNS)))
+    config = config_of(path)
+    block = read(path)
+    model = Model([], np.array, serving_inputs(config))  # type: ignore[arg-type]
+    samples = pq.read_table(path).to_pylist()
+    samples[0]["time"] = datetime(1970, 1, 1, tzinfo=timezone.utc)
+    samples[3]["time"] = "1997-12-04 15:55:49"
+    samples[1]["genres"] = "Action"
+    dense, ids, offsets = model.encode(samples)
+    assert dense.numpy().tobytes() == block.dense.tobytes()
+    for found, expected, places, sizes in zip(ids, block.values, offsets, block.lengths, strict=True):
+        assert found.tolist() == expected.tolist()
+        assert np.diff(places.numpy()).tolist() == list(sizes)
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet"])
+def test_a_stream_goes_on_at_the_row(tmp_path, name):
+    """The same samples on one rank and on two, and after a restart in the middle of an epoch."""
+    num_rows = 101
+    table = pa.table({"label": [1] * num_rows, "n": range(num_rows), "u": [f"u{n}" for n in range(num_rows)]})
+    settings = TableConfig({"n": TableFeature("dense"), "u": TableFeature("sparse", num_rows=99)})
+    config = config_of(write(tmp_path / name, table), settings, shuffle=True, chunk_rows=7, eval_fraction=0.1)
+
+    def numbers(batch_size: int, rank: int, world_size: int, state: Any = None) -> list[list[int]]:
+        with BatchStream(
+            open_source(config), batch_size=batch_size, rank=rank, world_size=world_size, split="train", epochs=2,
+            config=config, state=state,
+        ) as stream:  # fmt: skip
+            batches = [(batch.dense_features[:, 0].int().tolist(), stream.state) for batch in stream]
+        states.append(batches[4][1])
+        return [found for found, _ in batches]
+
+    states: list[Any] = []
+    alone = numbers(10, 0, 1)
+    halves = [numbers(5, rank, 2) for rank in range(2)]
+    assert [a + b for a, b in zip(*halves, strict=True)] == alone
+    assert numbers(10, 0, 1, states[0]) == alone[5:]

@@ -1,0 +1,196 @@
+"""From files on disk to scores by commands alone; and what `inspect`, `convert` and `--dry-run` say on the way."""
+
+from __future__ import annotations
+
+import runpy
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from embershard.data import DataConfig, open_source
+from embershard.data.hashing import mix64
+from embershard.data.table.survey import DistinctCount, survey
+from embershard.launch import cli
+from embershard.launch.config import load_config
+from embershard.launch.data.suggest import suggest_features, suggest_label
+from embershard.launch.score import command as score
+from embershard.launch.train import command as train
+from embershard.training.config import RunConfig
+from tests.unit.test_docs import blocks, commands
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_three_files_become_scores_by_the_commands_of_the_page(folder, project_dir, capsys):
+    """MovieLens-100k's layout. The commands are those of docs/own_data.md, which are four."""
+    page = blocks((project_dir / "docs" / "own_data.md").read_text(), "bash")[0]
+    make, *rest = [shlex.split(line) for line in commands(page)]
+    assert make == ["python", "examples/ratings.py", "ratings"]
+    assert len(rest) == 4
+    runpy.run_path(str(project_dir / "examples" / "ratings.py"))["main"](folder / "ratings")
+    for words in rest:
+        extra = ["--nproc", "1", "--hang-seconds", "0"] if words[1] == "train" else []
+        assert cli.main([*words[1:], *extra]) == 0, words
+    assert "6,000 rows with 10 columns are in ratings.parquet" in capsys.readouterr().out
+    found = pq.read_table("scores.parquet")
+    assert len(found) == 600
+    ratings = pq.read_table("ratings.parquet")["rating"].to_numpy()[-600:]
+    assert found["label"].to_pylist() == (ratings >= 4).astype(float).tolist()
+    clicked, others = (found["score"].to_numpy()[found["label"].to_numpy() == label] for label in (1, 0))
+    assert (clicked[:, None] > others).mean() > 0.6, "the model has learned from the joined columns"
+
+
+def clicks(num_rows: int = 600) -> pa.Table:
+    """Texts, lists, times, and in each column missing values."""
+    draw = np.random.default_rng(0)
+    cities = np.array(["Oslo", "Bern", "Rome, IT", "Łódź"])[draw.integers(0, 4, num_rows)]
+    tags = [[f"t{n}" for n in draw.integers(0, 30, draw.integers(0, 4))] for _ in range(num_rows)]
+    missing = draw.random((5, num_rows)) < 0.1
+    seen = [draw.integers(0, 10**12, draw.integers(1, 4)).tolist() for _ in range(num_rows)]
+    return pa.table(
+        {
+            "click": pa.array(draw.integers(0, 2, num_rows), pa.int8()),
+            "city": pa.array(cities, mask=missing[0]).dictionary_encode(),
+            "tags": pa.array([None if gone else each for gone, each in zip(missing[1], tags, strict=True)]),
+            "seen": pa.array([None if gone else each for gone, each in zip(missing[2], seen, strict=True)]),
+            "price": pa.array(draw.gamma(0.3, 100, num_rows), mask=missing[3]),
+            "at": pa.array(draw.integers(0, 2**30, num_rows), pa.timestamp("s"), mask=missing[4]),
+            "is.new": pa.array(draw.random(num_rows) < 0.5),
+            "always": pa.array(["x"] * num_rows),
+            "request": pa.array([f"r{n}" for n in range(num_rows)]),
+        }
+    )
+
+
+def test_a_parquet_file_of_texts_lists_and_nulls_becomes_scores(folder):
+    pq.write_table(clicks(), "clicks.parquet", row_group_size=128, write_page_checksum=True)
+    assert cli.main(["data", "inspect", "clicks.parquet", "-o", "run.toml"]) == 0
+    config = load_config(RunConfig, Path("run.toml"))
+    features = config.data.table.features
+    assert list(features) == ["city", "tags", "seen", "price", "at_hour", "at_weekday", "is_new", "request"]
+    assert (features["tags"].mapping, features["seen"].mapping, features["is_new"].column) == ("text", "hash", "is.new")
+    assert features["price"].scale == "log1p"
+    given = ["--config", "run.toml", "--run-dir", "run", "--set", "train.max_steps=3"]
+    assert cli.main(["train", "--dry-run", *given]) == 0
+    train.main.__wrapped__(given)
+    score.main.__wrapped__(["run", "--data", "clicks.parquet", "-o", "scores.parquet"])
+    assert len(pq.read_table("scores.parquet")) == 600
+    assert cli.main(["export", "run", "-o", "exported"]) == 0
+    from embershard.launch.export import serving_model
+
+    model = serving_model.load("exported")
+    logits = model(*model.encode(pq.read_table("clicks.parquet").to_pylist()[:32])).detach().numpy()
+    assert logits == pytest.approx(pq.read_table("scores.parquet")["logit"].to_numpy()[:32], abs=1e-5)
+
+
+def test_scaling_is_compared_and_used_again(folder):
+    """The statistics stand in the run's settings: a resume with others is refused, and so are other features."""
+    pq.write_table(clicks(), "clicks.parquet", row_group_size=128, write_page_checksum=True)
+    Path("run.toml").write_text(
+        '[data]\nkind = "table"\npath = "clicks.parquet"\n[data.table]\nlabel = "click"\n[data.table.features]\n'
+        'price = {kind = "dense", scale = "standardize", mean = 30.0, std = 50.0}\n'
+        'city = {kind = "sparse", num_rows = 40}\n[train]\nbatch_size = 32\nmax_steps = 2\n'
+    )
+    given = ["--config", "run.toml", "--run-dir", "run"]
+    train.main.__wrapped__(given)
+    assert load_config(RunConfig, Path("run/config.toml")).data.table.features["price"].mean == 30.0
+    again = [*given, "--resume", "--set", "train.max_steps=4"]
+    with pytest.raises(Exception, match=r"(?s)data.table.features .*mean = 30.0.*mean = 31.0"):
+        train.main.__wrapped__([*again, "--set", "data.table.features.price.mean=31.0"])
+    with pytest.raises(Exception, match=r"data.table.features = price = .*model cannot score such data"):
+        score.main.__wrapped__(["run", "-o", "x.parquet", "--set", "data.table.features.price.std=51.0"])
+    train.main.__wrapped__(again)
+
+
+def test_joins_keep_rows_and_name_what_does_not_fit(folder, capsys):
+    Path("clicks.csv").write_text("user,item,label\n2,a,1\n1,b,0\n,a,1\n9,a,0\n")
+    Path("users.csv").write_text('user,zip,note\n1,02139,"x\ny"\n2,10001,z\n')
+    assert cli.main(["data", "convert", "clicks.csv", "--join", "users.csv", "-o", "all.parquet"]) == 0
+    assert "2 rows have no user in users.csv." in capsys.readouterr().out
+    found = pq.read_table("all.parquet")
+    assert found["user"].to_pylist() == [2, 1, None, 9]
+    assert found["zip"].to_pylist() == ["10001", "02139", None, None], "a code keeps its zero"
+    assert found["note"].to_pylist() == ["z", "x\ny", None, None]
+    for text, said in (
+        ("user,zip\n1,a\n1,b\n", "users.csv: user=1 is in 2 rows; needed each value once"),
+        ("id,zip\n1,a\n", "needs one column in common with the rows, and has none: id, zip beside user, item, label"),
+    ):
+        Path("users.csv").write_text(text)
+        assert cli.main(["data", "convert", "clicks.csv", "--join", "users.csv", "-o", "other.parquet"]) == 2
+        assert said in capsys.readouterr().err
+        assert not Path("other.parquet").exists()
+    assert cli.main(["data", "convert", "clicks.csv", "-o", "all.parquet"]) == 2
+    assert "all.parquet exists and is not overwritten" in capsys.readouterr().err
+
+
+def test_converted_files_give_the_same_samples(folder):
+    """Row groups as they were asked for, and every row once and in its place."""
+    rows = "".join(f"{n % 2},u{n % 7},{n / 8}\n" for n in range(1000))
+    Path("a.csv").write_text("label,user,price\n" + rows)
+    assert cli.main(["data", "convert", "a.csv", "--rows", "300", "-o", "a.parquet"]) == 0
+    assert cli.main(["data", "inspect", "a.csv", "-o", "run.toml"]) == 0
+    written = load_config(RunConfig, Path("run.toml")).data
+    for path in ("a.csv", "a.parquet"):
+        source = open_source(DataConfig("table", path, eval_fraction=0.0, chunk_rows=300, table=written.table))
+        assert source.num_physical == 4
+        blocks = [source.parse(number).samples for number in range(4)]
+        assert np.concatenate([block.labels for block in blocks]).tolist() == [n % 2 for n in range(1000)]
+        users = np.concatenate([block.values[0] for block in blocks])
+        assert len(np.unique(users)) == 7
+        assert users.tolist() == (users[:7].tolist() * 143)[:1000]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            'user = {kind = "sparse", num_rows = 9}\nprise = {kind = "dense"}',
+            "no column 'prise'; did you mean 'price'?",
+        ),
+        ('user = {kind = "dense"}\nlabel2 = {kind = "sparse", num_rows = 9, column = "user"}', "a.csv:2 user='u0'"),
+        ('price = {kind = "dense"}', "`embershard data inspect FILE -o run.toml` writes them"),
+    ],
+)
+def test_a_dry_run_checks_the_columns(folder, capsys, settings, said):
+    Path("a.csv").write_text("label,user,price\n1,u0,2.5\n0,u1,\n")
+    text = f'[data]\nkind = "table"\npath = "a.csv"\n[data.table.features]\n{settings}\n'
+    Path("run.toml").write_text(text)
+    assert cli.main(["train", "--config", "run.toml", "--dry-run"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_distinct_values_are_counted_and_do_not_share_rows():
+    count = DistinctCount()
+    for start in range(0, 50_000, 5000):
+        count.add(mix64(np.arange(start, start + 6000, dtype=np.uint64)))
+    assert abs(count.estimate / 51_000 - 1) < 0.05
+    columns = {"rating": pa.array([1, 5, 3, 4] * 30), "sex": pa.array(["M", "F", None, "M"] * 30)}
+    table = pa.table({**columns, "user id": pa.array([10**12 * n for n in range(40)] * 3)})
+    found = survey(table.schema, iter(table.to_batches()))
+    label = suggest_label(found, None)
+    assert (label.column, label.at_least) == ("rating", 4.0)
+    sex = suggest_features(found["sex"], [])
+    assert "2 distinct, 30 missing; no two share a row" in sex.why
+    user = suggest_features(found["user id"], ["user_id"])
+    assert user.features["user_id_2"]["column"] == "user id"
+    assert user.features["user_id_2"]["mapping"] == "hash"
+
+
+def test_a_label_must_be_found_or_named(folder, capsys):
+    Path("a.csv").write_text("kind,price\na,2.5\nb,3\n")
+    assert cli.main(["data", "inspect", "a.csv", "-o", "run.toml"]) == 2
+    assert "--label: no column looks like a label. Name the column to predict; columns of numbers: price." in (
+        capsys.readouterr().err
+    )
+    assert cli.main(["data", "inspect", "a.csv", "--label", "price", "-o", "run.toml"]) == 0
+    assert "label_at_least = 2.75" in Path("run.toml").read_text()
