@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from embershard.data.avazu import AvazuSource
-from embershard.data.batch import Schema
 from embershard.data.config import DataConfig, DataKind
 from embershard.data.criteo import CriteoSource
 from embershard.data.parquet import ParquetSource
+from embershard.data.schema import Schema
 from embershard.data.source import Source
 from embershard.data.synthetic import SyntheticSource
 from embershard.errors import ConfigError

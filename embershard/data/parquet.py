@@ -15,11 +15,11 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from embershard.data.bad_rows import BadRow, ParsedChunk
-from embershard.data.batch import Schema, SparseFeature
 from embershard.data.block import Block, Ids, Lengths, transform_dense
 from embershard.data.config import DataConfig, ParquetConfig
 from embershard.data.hashing import map_ids
 from embershard.data.input_file import InputFile
+from embershard.data.schema import Schema, SparseFeature
 from embershard.data.source import FileSource, SplitChunks, list_files
 from embershard.errors import ConfigError, DataError, IdOutOfRangeError
 

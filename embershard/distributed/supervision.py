@@ -8,12 +8,12 @@ import mmap
 import os
 import signal
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
-from embershard.distributed.process_group import Ranks
+if TYPE_CHECKING:  # it loads torch, and a launcher needs it not
+    from embershard.distributed.ranks import Ranks
 
 #: Set by the launcher for its ranks: its process id, and descriptors of the pulses and of a file for stacks.
 LAUNCHER_VARIABLE = "EMBERSHARD_LAUNCHER"
@@ -108,6 +108,8 @@ class Supervision:
 
     def agree(self, ranks: Ranks) -> bool:
         """Ask all ranks for their `signal`; return `must_stop`. Collective; not for every step."""
+        import torch
+
         self.hear(int(ranks.all_gather(torch.tensor(self.signal)).max()))
         return self.must_stop
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from embershard.cache import TableStats
 from embershard.data.bad_rows import BadRow
 from embershard.distributed import Ranks
-from embershard.distributed.traffic import SentBytes
+from embershard.distributed.sent_bytes import SentBytes
 from embershard.errors import ConfigError
 from embershard.launch.record import RunRecord, has_result, make_result, steady_steps
 from embershard.launch.run_dir import check_run_dir, lock_run_dir
@@ -28,7 +28,7 @@ from embershard.launch.train.progress import ProgressDisplay, closing_table, eva
 from embershard.launch.versions import git_commit, versions
 from embershard.training.cache_report import summed, with_hot_rows
 from embershard.training.config import RunConfig, TrainConfig
-from embershard.training.metrics import Quality
+from embershard.training.quality import Quality
 from embershard.training.reports import BadRowsReport, EvalReport, FailedSaveReport, SaveReport, TrainReport
 
 KEYS = {
