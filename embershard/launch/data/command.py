@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from embershard.errors import ConfigError
-from embershard.launch.arguments import add_settings, make_parser, positive
+from embershard.launch.arguments import add_settings, help_parts, make_parser, positive
 from embershard.launch.screen import make_table, plain_console, progress_bar, say, wide_console
 
 if TYPE_CHECKING:  # it loads torch, and --help must answer at once
@@ -80,9 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = make_parser("data", _HELP)
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     text = "read all rows, and say what training would do with them"
-    action = actions.add_parser(
-        "validate", help=text, description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    action = actions.add_parser("validate", help=text, **help_parts(_HELP))
     action.add_argument("data", nargs="?", metavar="DATA", help="file or folder; default: that of the settings")
     add_settings(action, required=False)
     action.add_argument("--workers", type=positive, metavar="N", help="threads that parse (default: cores)")

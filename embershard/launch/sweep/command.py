@@ -13,7 +13,7 @@ from embershard.launch.screen import say, wide_console
 
 _HELP = """Train all runs that a TOML file describes, each in a folder of its own, and gather their results in
 results.parquet and results.csv. Repeats are interleaved. The same command goes on where an earlier one stopped: runs
-that ended are not started again.
+that ended are not started again. Exit codes: 0 all runs finished; 1 some did not; 2 wrong usage; 130 Ctrl-C.
 
   config = "quickstart.toml"         # what all runs have in common, relative to this file
   repeats = 2
@@ -25,8 +25,6 @@ that ended are not started again.
 
   embershard sweep experiments.toml
   embershard sweep experiments.toml --out sweeps/ratios --retry-failed
-
-Exit codes: 0 all runs finished; 1 some did not; 2 wrong usage or settings; 130 Ctrl-C.
 """
 
 
