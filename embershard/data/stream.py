@@ -22,6 +22,7 @@ from embershard.data.schema import Schema
 from embershard.data.segments import PackedState, SegmentSchedule
 from embershard.data.source import Source, Split
 from embershard.errors import ConfigError, DataError
+from embershard.stages import is_stage
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,7 @@ class BatchStream:
     def __iter__(self) -> Iterator[Batch]:
         return self
 
+    @is_stage("input")
     def __next__(self) -> Batch:
         while len(self._ahead) < self._depth and (step := next(self._steps, None)) is not None:
             self._ahead.append((step, self._begin(step)))

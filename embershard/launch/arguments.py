@@ -179,6 +179,12 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, required: bool = True)
         "--run-dir", type=Path, metavar="DIR", help="folder for the run's files (default: runs/NAME-TIME)"
     )
     parser.add_argument(
+        "--profile-steps",
+        type=_steps,
+        metavar="A:B",
+        help="trace steps A to B of each rank, for Perfetto, into the run folder",
+    )
+    parser.add_argument(
         "--resume",
         nargs="?",
         type=_step,
@@ -198,6 +204,22 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, required: bool = True)
         metavar="KEY",
         help="with --resume: go on though this setting is another one than in the checkpoint; may be repeated",
     )
+
+
+def profile_words(steps: tuple[int, int] | None) -> list[str]:
+    """Return the words of a command that traces these steps.
+
+    >>> profile_words((20, 25))
+    ['--profile-steps', '20:25']
+    """
+    return [] if steps is None else ["--profile-steps", f"{steps[0]}:{steps[1]}"]
+
+
+def _steps(text: str) -> tuple[int, int]:
+    first, _, last = text.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+        raise argparse.ArgumentTypeError(f"got {text!r}; needed the first and the last step, for instance 20:25")
+    return int(first), int(last)
 
 
 def check_resume(arguments: argparse.Namespace) -> None:

@@ -37,6 +37,7 @@ from embershard.training.config import RunConfig
 from embershard.training.identity import global_batch
 from embershard.training.reports import EvalReport, Report, TrainReport
 from embershard.training.resume import resume_run
+from embershard.training.step_trace import TRACES, StepTrace
 from embershard.training.trainer import Trainer
 
 
@@ -92,6 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 same_run=same_run_command(arguments, num_ranks),
                 go_on=resume_command(arguments, run_dir, num_ranks),
                 supervision=supervision,
+                profile_steps=arguments.profile_steps,
             )
     return stop_code(supervision.agreed)
 
@@ -115,6 +117,7 @@ def train_run(
     same_run: str,
     go_on: str,
     supervision: Supervision,
+    profile_steps: tuple[int, int] | None = None,
 ) -> None:
     """Train a whole run on this rank; the first rank shows and records it.
 
@@ -125,6 +128,7 @@ def train_run(
         same_run: the command of this run.
         go_on: the command that resumes it.
         supervision: by which the training may be asked to stop.
+        profile_steps: the first and the last step that are traced.
     """
     ranks.from_first(lambda: check_run_dir(run_dir, resume=resume is not None))
     ranks.from_first(lambda: lock_run_dir(run_dir))
@@ -139,6 +143,8 @@ def train_run(
         say(console, f"{run_dir} is finished: step {trainer.steps} was its last. Nothing was changed.")
         return
     _announce(trainer, console, run_dir)
+    if profile_steps is not None:
+        trainer.trace = StepTrace(*profile_steps, run_dir / TRACES, ranks.rank)
     outputs_of_first: AbstractContextManager[_Outputs | None] = nullcontext()
     if ranks.is_first:
         outputs_of_first = _Outputs(trainer, run_dir, resumed_at, console)
@@ -147,6 +153,9 @@ def train_run(
         supervision.is_training = True
         failed_save = _train_and_report(trainer, outputs)
         trainer.close()
+        if trainer.trace is not None:
+            trainer.trace.close()
+            say(console, trainer.trace.describe())
         if supervision.must_stop:
             say(console, f"Go on with:    {go_on}")
             return
