@@ -54,6 +54,7 @@ class Supervision:
         signal: the signal that asked this rank to stop; 0 for none.
         agreed: the largest `signal` of all ranks, as far as they have told each other.
         is_training: a signal ends the training after its step; before, it ends the process at once.
+        notice: a line that a signal shows at once: torchrun ends a rank 30 s after it, perhaps within a save.
 
     >>> supervision = Supervision()
     >>> supervision.signal = signal.SIGTERM
@@ -67,6 +68,7 @@ class Supervision:
         self.has_launcher = pulse is not None
         self.signal = self.agreed = 0
         self.is_training = False
+        self.notice = ""
 
     @classmethod
     def of_this_process(cls) -> Supervision:

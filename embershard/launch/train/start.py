@@ -21,6 +21,7 @@ from embershard.launch.examples import needed_config
 from embershard.launch.ranks import launcher
 from embershard.launch.ranks.number import default_ranks, planned_ranks
 from embershard.launch.run_dir import check_run_dir, default_run_dir
+from embershard.launch.trackers.trackers import check_trackers
 from embershard.training.config import RunConfig
 
 _HELP = """Train a model on this machine: one process per GPU, or 2 on the CPU.
@@ -38,6 +39,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_intermixed_args(argv)
     check_resume(arguments)
     config = load_config(RunConfig, needed_config(arguments), arguments.overrides)
+    check_trackers(config.tracking)
     num_ranks = planned_ranks(config, arguments.nproc, is_started=not arguments.dry_run)
     run_dir = arguments.run_dir or default_run_dir(arguments.config)
     check_run_dir(run_dir, resume=arguments.resume is not None or arguments.dry_run)
