@@ -1,16 +1,40 @@
 """Device cache of embedding rows. It depends on tensors only, not on TorchRec or process groups."""
 
-from embershard.cache.config import CacheConfig
-from embershard.cache.growth import CacheGrowthWarning
-from embershard.cache.next_use import KnownBatch, NextUseIndex
-from embershard.cache.planner import CachePlan, CachePlanner
-from embershard.cache.policies import make_scores
-from embershard.cache.row_cache import RowCache
-from embershard.cache.rows.host_store import HostStore
-from embershard.cache.slot_map import SlotMap
-from embershard.cache.slot_state import SlotState
-from embershard.cache.statistics import TableStats
-from embershard.cache.tickets import Ticket
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from embershard.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from embershard.cache.config import CacheConfig
+    from embershard.cache.growth import CacheGrowthWarning
+    from embershard.cache.next_use import KnownBatch, NextUseIndex
+    from embershard.cache.planner import CachePlan, CachePlanner
+    from embershard.cache.policies import make_scores
+    from embershard.cache.row_cache import RowCache
+    from embershard.cache.rows.host_store import HostStore
+    from embershard.cache.slot_map import SlotMap
+    from embershard.cache.slot_state import SlotState
+    from embershard.cache.statistics import TableStats
+    from embershard.cache.tickets import Ticket
+else:
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "config": ["CacheConfig"],
+            "growth": ["CacheGrowthWarning"],
+            "next_use": ["KnownBatch", "NextUseIndex"],
+            "planner": ["CachePlan", "CachePlanner"],
+            "policies": ["make_scores"],
+            "row_cache": ["RowCache"],
+            "rows.host_store": ["HostStore"],
+            "slot_map": ["SlotMap"],
+            "slot_state": ["SlotState"],
+            "statistics": ["TableStats"],
+            "tickets": ["Ticket"],
+        },
+    )
 
 __all__ = [
     "CacheConfig",

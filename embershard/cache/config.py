@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from embershard.cache.key_map import MapKind
 from embershard.errors import ConfigError
 
 #: Scoring rules; `make_scores` in `policies.py` makes the scores of each.
@@ -13,11 +12,14 @@ Scoring = Literal["frequency", "lfu", "lru"]
 Policy = Literal["lookahead", Scoring, "static"]
 TransferKind = Literal["plain", "staged", "triton_uva"]
 Overflow = Literal["grow", "raise"]
+MapKind = Literal["array", "hashed"]
 
 DEFAULT_RATIO = 0.05
 # Without a least size, a pool of three rows at a ratio of 3 % would have no slot.
 LEAST_SLOTS = 16
 SCORE_BYTES = 4
+#: Most rows of a pool, because keys are int32. Planning keeps to it, too.
+MOST_POOL_ROWS = 2**31 - 1
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,13 @@ on any device.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from embershard.cache.config import MapKind
 from embershard.cache.rows import memory
-
-MapKind = Literal["array", "hashed"]
 
 ARRAY_ROW_BYTES = 4
 HASHED_SLOT_BYTES = 24

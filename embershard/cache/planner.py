@@ -23,6 +23,7 @@ from embershard.cache import loops
 from embershard.cache.eviction import VictimQueue
 from embershard.cache.next_use import KnownBatch
 from embershard.cache.slot_state import SlotState
+from embershard.stages import is_stage
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,6 +160,7 @@ class CachePlanner(Planner):
         self._queue = VictimQueue(state)
         super().__init__(state, self._queue)
 
+    @is_stage("plan")
     def plan(self, keys: Tensor, batch: int, oldest_pinned: int) -> CachePlan | Shortage:
         self._begin()
         slots, first_hits, missed = self._map.find(keys, batch)

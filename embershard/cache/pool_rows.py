@@ -25,6 +25,7 @@ from embershard.cache.tickets import InFlight, Ticket
 from embershard.cache.update_gate import UpdateGate
 from embershard.errors import CacheError
 from embershard.frequency.counts import RowCounts
+from embershard.stages import is_stage
 
 
 class PoolRows:
@@ -100,6 +101,7 @@ class PoolRows:
         self._scores.restore(absent.rows, absent.scores)
         self._warmup = partial(absent.best, by_age=self._scores.of_slots() is None)
 
+    @is_stage("fills")
     def execute(
         self,
         plan: CachePlan,

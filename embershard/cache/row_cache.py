@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from embershard.cache.config import CachePolicy, Overflow, TransferKind
+from embershard.cache.config import CachePolicy, MapKind, Overflow, TransferKind
 from embershard.cache.contents import CacheContents
 from embershard.cache.gpu.choose import planning_classes
-from embershard.cache.key_map import MapKind
 from embershard.cache.next_use import KnownBatch
 from embershard.cache.one_at_a_time import one_at_a_time
 from embershard.cache.pinned_tables import OtherTables

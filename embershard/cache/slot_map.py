@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from embershard.cache import loops
-from embershard.cache.key_map import ArrayKeyMap, HashedKeyMap, KeyMap, MapKind
+from embershard.cache.config import MOST_POOL_ROWS, MapKind
+from embershard.cache.key_map import ArrayKeyMap, HashedKeyMap, KeyMap
 from embershard.cache.rows import memory
 from embershard.errors import CacheError
 
 NULL_SLOT = 0
-#: Most rows of a pool, because keys are int32. Planning keeps to it, too.
-MOST_POOL_ROWS = 2**31 - 1
 _FREE = -1
 _NOBODYS_STAMP = torch.iinfo(torch.int64).max  # of an emptied slot: newer than any batch, so it is never a victim
 _BATCH_SHIFT = 32  # a use stamp is (batch << 32) | position in the batch

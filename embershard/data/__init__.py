@@ -7,20 +7,22 @@ from typing import TYPE_CHECKING
 from embershard.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from embershard.data.batch import Batch, Schema, SparseFeature
+    from embershard.data.batch import Batch
     from embershard.data.config import AvazuConfig, CriteoConfig, DataConfig, ParquetConfig, SyntheticConfig
     from embershard.data.kinds import kind_of_files, open_source, schema_of
+    from embershard.data.sample_writer import write_samples
+    from embershard.data.schema import Schema, SparseFeature
     from embershard.data.source import Source
     from embershard.data.stream import BatchStream, StreamState
     from embershard.data.table.config import TableConfig, TableFeature
-    from embershard.data.sample_writer import write_samples
 else:
     __getattr__ = lazy_names(
         __name__,
         {
-            "batch": ["Batch", "Schema", "SparseFeature"],
+            "batch": ["Batch"],
             "config": ["AvazuConfig", "CriteoConfig", "DataConfig", "ParquetConfig", "SyntheticConfig"],
             "kinds": ["kind_of_files", "open_source", "schema_of"],
+            "schema": ["Schema", "SparseFeature"],
             "source": ["Source"],
             "stream": ["BatchStream", "StreamState"],
             "table.config": ["TableConfig", "TableFeature"],

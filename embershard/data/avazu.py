@@ -8,10 +8,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from embershard.data.batch import Schema, SparseFeature
 from embershard.data.config import DataConfig
 from embershard.data.hashing import Ids, map_ids, text_keys
 from embershard.data.lines import LineFormat, LineSource, joined_cells
+from embershard.data.schema import Schema, SparseFeature
 
 HASHED = (
     *("C1", "banner_pos", "site_id", "site_domain", "site_category", "app_id", "app_domain", "app_category"),

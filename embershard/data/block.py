@@ -8,15 +8,16 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from embershard.data.batch import Batch, Schema
 from embershard.data.hashing import Ids
+from embershard.data.schema import Schema
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # torch takes seconds to import, and only batches need it
+    from torch import Tensor
+
     from embershard.data.bad_rows import BadRow
+    from embershard.data.batch import Batch
 
 Lengths = NDArray[np.int32] | tuple[int, ...]
 
@@ -69,6 +70,11 @@ class Block:
 
     def to_batch(self, schema: Schema) -> Batch:
         """Return the same samples as tensors, which share the memory of `dense` and `labels`."""
+        import torch
+        from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+        from embershard.data.batch import Batch
+
         if isinstance(self.lengths, tuple):
             lengths = _equal_lengths(self.lengths, self.num_samples)
         else:
@@ -100,6 +106,8 @@ def transform_dense(dense: NDArray[np.float32], transform: str) -> None:
 
 
 @lru_cache(maxsize=8)
-def _equal_lengths(sizes: tuple[int, ...], num_samples: int) -> torch.Tensor:
+def _equal_lengths(sizes: tuple[int, ...], num_samples: int) -> Tensor:
     """Return the lengths [F * B] of bags of equal sizes; shared by batches, read only."""
+    import torch
+
     return torch.tensor(sizes, dtype=torch.int32).repeat_interleave(num_samples)

@@ -9,11 +9,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from embershard.data.batch import Schema, SparseFeature
 from embershard.data.block import transform_dense
 from embershard.data.config import NUM_CRITEO_DENSE, NUM_CRITEO_SPARSE, DataConfig
 from embershard.data.hashing import Ids, map_ids
 from embershard.data.lines import LineFormat, LineSource, joined_cells
+from embershard.data.schema import Schema, SparseFeature
 
 DENSE = tuple(f"I{i + 1}" for i in range(NUM_CRITEO_DENSE))
 SPARSE = tuple(f"C{i + 1}" for i in range(NUM_CRITEO_SPARSE))

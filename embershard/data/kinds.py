@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from embershard.data.avazu import AvazuSource
-from embershard.data.batch import Schema
 from embershard.data.check import need_path
 from embershard.data.config import DataConfig, DataKind
 from embershard.data.criteo import CriteoSource
+from embershard.data.schema import Schema
 from embershard.data.source import Source
 from embershard.data.synthetic import SyntheticSource
 from embershard.data.table.source import TableSource

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from pyarrow import csv
 
 from embershard.data.bad_rows import BadRow, ParsedChunk, short
-from embershard.data.batch import Schema
 from embershard.data.block import Block
 from embershard.data.config import DataConfig
 from embershard.data.hashing import Ids, cell_bytes
+from embershard.data.schema import Schema
 from embershard.data.source import FileSource, SplitChunks, list_files
 from embershard.data.text import TextFiles
 from embershard.errors import DataError

@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from embershard.data.bad_rows import ParsedChunk
-from embershard.data.batch import Schema
 from embershard.data.block import Block, Ids
 from embershard.data.config import DataConfig
 from embershard.data.input_file import InputFile, files_at
 from embershard.data.order import ChunkTable
+from embershard.data.schema import Schema
 
 Split = Literal["train", "eval"]
 K = TypeVar("K", bound=Hashable)

@@ -13,14 +13,16 @@ from typing import Any
 import torch
 
 from embershard.data.bad_rows import BadRow, BadRowTally
-from embershard.data.batch import Batch, Schema
+from embershard.data.batch import Batch
 from embershard.data.config import DataConfig
 from embershard.data.hot_samples import HotSamples
 from embershard.data.packed_batches import Ranges, batches_of_epoch, part_of
 from embershard.data.reader import SampleReader
+from embershard.data.schema import Schema
 from embershard.data.segments import PackedState, SegmentSchedule
 from embershard.data.source import Source, Split
 from embershard.errors import ConfigError, DataError
+from embershard.stages import is_stage
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,7 @@ class BatchStream:
     def __iter__(self) -> Iterator[Batch]:
         return self
 
+    @is_stage("input")
     def __next__(self) -> Batch:
         while len(self._ahead) < self._depth and (step := next(self._steps, None)) is not None:
             self._ahead.append((step, self._begin(step)))

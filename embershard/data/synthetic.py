@@ -8,15 +8,14 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from embershard.data.batch import Schema, SparseFeature
 from embershard.data.block import Block, Ids
 from embershard.data.config import DataConfig, SyntheticConfig
 from embershard.data.hashing import make_key, mix64, random_words, unit_floats
 from embershard.data.order import ChunkTable
 from embershard.data.popularity import CRITEO_KAGGLE, Popularity, PublishedTable, bisect
+from embershard.data.schema import Schema, SparseFeature
 from embershard.data.source import Split, SplitChunks
 
 MLPERF_BAG_SIZES = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
@@ -215,12 +214,16 @@ def scatter(key: int, num_ids: int) -> tuple[int, int]:
 def correlated(uniform: Floats, rarity: Floats, correlation: float) -> Floats:
     """Return uniform numbers in [0, 1) of one feature, from independent ones [n] and what all features of a sample
     share (standard normal [n]): a Gaussian copula of one factor, so each feature keeps its distribution."""
+    import torch  # takes seconds, and independent features need it not
+
     mixed = math.sqrt(correlation) * rarity + math.sqrt(1.0 - correlation) * _normal(uniform)
     return np.minimum(torch.special.ndtr(torch.from_numpy(mixed)).numpy(), 1.0 - 2.0**-53)
 
 
 def _normal(uniform: Floats) -> Floats:
     """Return the standard normal quantiles of numbers in [0, 1)."""
+    import torch
+
     return torch.special.ndtri(torch.from_numpy(np.maximum(uniform, 2.0**-60))).numpy()
 
 

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from embershard.distributed.process_group import (  # the function has its module's name
-    Ranks,
-    is_lost_connection,
-    process_group,
-)
 from embershard.lazy_names import lazy_names
 
 if TYPE_CHECKING:
@@ -29,6 +24,7 @@ if TYPE_CHECKING:
     from embershard.distributed.checkpoint.save import save_checkpoint, without_empty
     from embershard.distributed.config import CheckpointConfig
     from embershard.distributed.empty_batch import empty_like
+    from embershard.distributed.ranks import Ranks, is_lost_connection, process_group
     from embershard.distributed.supervision import Supervision
 else:
     __getattr__ = lazy_names(
@@ -51,6 +47,7 @@ else:
             "checkpoint.save": ["save_checkpoint", "without_empty"],
             "config": ["CheckpointConfig"],
             "empty_batch": ["empty_like"],
+            "ranks": ["Ranks", "is_lost_connection", "process_group"],
             "supervision": ["Supervision"],
         },
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from embershard.distributed.process_group import Ranks
+from embershard.distributed.ranks import Ranks
 from embershard.errors import ConfigError
 
 

@@ -8,12 +8,12 @@ import mmap
 import os
 import signal
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
-from embershard.distributed.process_group import Ranks
+if TYPE_CHECKING:  # it loads torch, and a launcher needs it not
+    from embershard.distributed.ranks import Ranks
 
 #: Set by the launcher for its ranks: its process id, and descriptors of the pulses and of a file for stacks.
 LAUNCHER_VARIABLE = "EMBERSHARD_LAUNCHER"
@@ -54,6 +54,7 @@ class Supervision:
         signal: the signal that asked this rank to stop; 0 for none.
         agreed: the largest `signal` of all ranks, as far as they have told each other.
         is_training: a signal ends the training after its step; before, it ends the process at once.
+        notice: a line that a signal shows at once: torchrun ends a rank 30 s after it, perhaps within a save.
 
     >>> supervision = Supervision()
     >>> supervision.signal = signal.SIGTERM
@@ -67,6 +68,7 @@ class Supervision:
         self.has_launcher = pulse is not None
         self.signal = self.agreed = 0
         self.is_training = False
+        self.notice = ""
 
     @classmethod
     def of_this_process(cls) -> Supervision:
@@ -108,6 +110,8 @@ class Supervision:
 
     def agree(self, ranks: Ranks) -> bool:
         """Ask all ranks for their `signal`; return `must_stop`. Collective; not for every step."""
+        import torch
+
         self.hear(int(ranks.all_gather(torch.tensor(self.signal)).max()))
         return self.must_stop
 

@@ -3,34 +3,120 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from embershard.decoding import toml
 from embershard.errors import ConfigError
+from embershard.launch.examples import config_file, examples
 
 NEWEST = -1  # --resume without a step
+#: Set where argcomplete asks for completions.
+ASKS = "_ARGCOMPLETE"
 
 
-def make_parser(command: str, description: str) -> argparse.ArgumentParser:
-    """Return the parser of `embershard COMMAND`; its help shows the description as it is written."""
-    return argparse.ArgumentParser(
-        prog=f"embershard {command}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+class Parser(argparse.ArgumentParser):
+    """A parser that, where argcomplete asks, prints what the word at the cursor may become, and ends the process."""
+
+    _answers = False
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+        """Parse, or answer argcomplete."""
+        self._answer()
+        return super().parse_known_args(args, namespace)
+
+    def parse_known_intermixed_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+        """Parse, or answer argcomplete."""
+        self._answer()
+        return super().parse_known_intermixed_args(args, namespace)
+
+    def _answer(self) -> None:
+        if ASKS in os.environ and not Parser._answers:
+            import argcomplete
+
+            Parser._answers = True  # argcomplete parses, too
+            os.environ[ASKS] = str(len(self.prog.split()))  # the words of the line that this parser does not see
+            argcomplete.autocomplete(self)
+
+
+def make_parser(command: str, text: str, usage: str | None = None) -> Parser:
+    """Return the parser of `embershard COMMAND`.
+
+    Args:
+        text: of its help, as for `help_parts`.
+        usage: what follows the command in the line of usage; None: all arguments.
+    """
+    return Parser(prog=f"embershard {command}", usage=usage and f"embershard {command} {usage}", **help_parts(text))
+
+
+def help_parts(text: str) -> dict[str, Any]:
+    """Return arguments for a parser whose help shows a text as it is written: from its first indented line on, which
+    begins the examples, below the options.
+
+    >>> help_parts("Count.\\n\\n  embershard count\\n")["epilog"]
+    '  embershard count\\n'
+    """
+    lines = text.splitlines(keepends=True)
+    end = next((number for number, line in enumerate(lines) if line.startswith("  ")), len(lines))
+    parts = {"description": "".join(lines[:end]), "epilog": "".join(lines[end:])}
+    return {**parts, "formatter_class": argparse.RawDescriptionHelpFormatter}
+
+
+class _OneConfig(argparse.Action):
+    """Stores the settings' file, and refuses a second one."""
+
+    def __call__(self, parser, namespace, values, option_string=None):  # type: ignore[no-untyped-def]
+        before = getattr(namespace, self.dest, None)
+        if before is not None and values is not None:
+            parser.error(f"got two files of settings, {before} and {values}; give one")
+        setattr(namespace, self.dest, values or before)
 
 
 def add_settings(parser: argparse.ArgumentParser, *, required: bool) -> None:
     """Add `--config FILE` and `--set KEY=VALUE`; the overrides become the list `overrides`."""
-    parser.add_argument(
-        "--config", type=Path, required=required, metavar="FILE", help="the run's settings, a TOML file"
+    option = parser.add_argument(
+        "--config",
+        type=config_file,
+        action=_OneConfig,
+        required=required,
+        metavar="FILE",
+        help="the run's settings: a TOML file, or the name of an example (quickstart)",
     )
+    option.completer = _config_names  # type: ignore[attr-defined]
     add_overrides(parser, "override a setting, for instance train.batch_size=512; may be repeated")
+
+
+def add_config_word(parser: argparse.ArgumentParser) -> None:
+    """Let `--config` be left out: `embershard train run.toml`. Parse with `parse_intermixed_args`."""
+    word = parser.add_argument(
+        "config",
+        nargs="?",
+        type=config_file,
+        action=_OneConfig,
+        metavar="CONFIG",
+        help="the same as --config CONFIG",
+    )
+    word.completer = _config_names  # type: ignore[attr-defined]
+
+
+def _config_names(**_: object) -> list[str]:
+    return [*map(str, Path().glob("*.toml")), *examples()]
+
+
+def _setting_names(**_: object) -> list[str]:
+    from embershard.launch.config import describe
+    from embershard.training.config import RunConfig
+
+    return [f"{setting.key}=" for setting in describe(RunConfig())]
 
 
 def add_overrides(parser: argparse.ArgumentParser, text: str) -> None:
     """Add `--set KEY=VALUE` with this help; the overrides become the list `overrides`."""
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help=text)
+    option = parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help=text)
+    option.completer = _setting_names  # type: ignore[attr-defined]
 
 
 def set_words(overrides: Iterable[str]) -> list[str]:
@@ -85,12 +171,18 @@ def check_output(path: Path) -> None:
         raise ConfigError(f"{path} {problem}; give the name of a file in a folder that exists.")
 
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that `embershard train` and the program of each rank have in common."""
-    add_settings(parser, required=True)
+def add_run_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """Add the arguments that `embershard train` and the program of each rank have in common; `required`: --config."""
+    add_settings(parser, required=required)
     add_plan(parser)
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="folder for the run's files (default: runs/NAME-TIME)"
+    )
+    parser.add_argument(
+        "--profile-steps",
+        type=_steps,
+        metavar="A:B",
+        help="trace steps A to B of each rank, for Perfetto, into the run folder",
     )
     parser.add_argument(
         "--resume",
@@ -112,6 +204,22 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         help="with --resume: go on though this setting is another one than in the checkpoint; may be repeated",
     )
+
+
+def profile_words(steps: tuple[int, int] | None) -> list[str]:
+    """Return the words of a command that traces these steps.
+
+    >>> profile_words((20, 25))
+    ['--profile-steps', '20:25']
+    """
+    return [] if steps is None else ["--profile-steps", f"{steps[0]}:{steps[1]}"]
+
+
+def _steps(text: str) -> tuple[int, int]:
+    first, _, last = text.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+        raise argparse.ArgumentTypeError(f"got {text!r}; needed the first and the last step, for instance 20:25")
+    return int(first), int(last)
 
 
 def check_resume(arguments: argparse.Namespace) -> None:

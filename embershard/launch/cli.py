@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -13,7 +12,8 @@ from embershard.errors import EmbershardError, os_problem
 
 #: Name, module below `embershard.launch` with the function `main(argv) -> int`, and help of each command.
 _COMMANDS = (
-    ("train", "train.start", "train a model (embershard train --help lists all settings)"),
+    ("train", "train.start", "train a model"),
+    ("settings", "settings", "list all settings of a run, with their meanings"),
     ("profile", "profile.command", "count how often every row of a data set is looked up, or show such a profile"),
     ("plan", "plan.command", "place tables and size caches, without a GPU at hand; predict memory and speed"),
     ("data", "data.command", "read a whole data set and say what training would do with it"),
@@ -29,12 +29,13 @@ _COMMANDS = (
     ("report", "report.command", "show what a run gave beside its plan, or draw runs and sweeps on a page"),
     ("ckpt", "ckpt.command", "list, verify, prune or compare the checkpoints of a run"),
     ("doctor", "doctor.command", "check whether this machine can train, and say what to do if not"),
+    ("completion", "completion", "print what makes Tab complete commands in bash, zsh or fish"),
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return the exit code: 0 done, 1 failed, 2 wrong usage, settings or data, 130 Ctrl-C."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments = _words() if argv is None else list(argv)
     for name, module, _ in _COMMANDS:
         if arguments[:1] == [name]:
             # Imported here: most commands load torch and TorchRec, the others answer at once.
@@ -52,9 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             except KeyboardInterrupt:
                 print("embershard: stopped.", file=sys.stderr)
                 return 130
-    parser = argparse.ArgumentParser(
+    from embershard.launch.arguments import Parser
+
+    parser = Parser(
         prog="embershard",
         description="Train recommendation models whose embedding tables are larger than device memory.",
+        epilog="For instance:  embershard train quickstart",
     )
     parser.add_argument("--version", action="version", version=f"embershard {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -62,6 +66,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         commands.add_parser(name, help=text)
     parser.parse_args(arguments)  # shows the help or the version, or refuses the command
     return 2
+
+
+def _words() -> list[str]:
+    """Return the words behind the program: those of the command line, or those before the cursor where argcomplete asks
+    for completions."""
+    if "_ARGCOMPLETE" not in os.environ:
+        return sys.argv[1:]
+    before = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])]
+    words = before.split()
+    return words[1:] if len(words) > 2 or before.endswith(" ") else []  # the command itself may be unfinished
 
 
 if __name__ == "__main__":

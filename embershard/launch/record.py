@@ -1,4 +1,4 @@
-"""The files of a run: config.toml, plan.json, metrics.jsonl, bad_rows.jsonl, TensorBoard events, result.json.
+"""The files of a run: config.toml, plan.json, metrics.jsonl, bad_rows.jsonl, result.json.
 
 The first rank writes them.
 """
@@ -76,22 +76,15 @@ class RunRecord:
         new.replace(metrics)  # a full disk leaves the earlier lines as they are
         self._bad_rows = BadRowFile(folder / _BAD_ROWS)
         self._metrics = metrics.open("a", encoding="utf-8")
-        from torch.utils.tensorboard import SummaryWriter  # takes a second to import
-
-        self._board = SummaryWriter(str(folder), purge_step=None if resumed_at is None else resumed_at + 1)
 
     def add(self, report: Report) -> None:
-        """Append a line to metrics.jsonl, bad rows to their file, and the report's numbers to TensorBoard."""
+        """Append a line to metrics.jsonl, and bad rows to their file."""
         if isinstance(report, BadRowsReport):
             self._bad_rows.add(report.rows)
-        kind, values = _flat(report)
+        kind, values = flat_report(report)
         with naming_file(self._metrics.name):
             self._metrics.write(json.dumps({"kind": kind, **values}) + "\n")
             self._metrics.flush()
-        with naming_file(self._board.log_dir):  # its thread's errors come with a later number
-            for name, value in values.items():
-                if name != "step" and isinstance(value, (int, float)):
-                    self._board.add_scalar(f"{kind}/{name}", value, report.step)
 
     def finish(self, result: dict[str, Any]) -> None:
         """Write result.json."""
@@ -103,8 +96,6 @@ class RunRecord:
         """Close the files."""
         with naming_file(self._metrics.name):
             self._metrics.close()
-        with naming_file(self._board.log_dir):
-            self._board.close()
 
 
 class BadRowFile:
@@ -201,7 +192,8 @@ def make_result(
     }
 
 
-def _flat(report: Report) -> tuple[str, dict[str, Any]]:
+def flat_report(report: Report) -> tuple[str, dict[str, Any]]:
+    """Return the kind of a report and its values, as a line of metrics.jsonl has them."""
     if isinstance(report, TrainReport):
         values = dataclasses.asdict(report)
         sent, batches = values.pop("sent_bytes"), values.pop("batches") or {}

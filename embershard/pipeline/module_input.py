@@ -16,6 +16,7 @@ from embershard.pipeline.announced import Announced, features_among
 from embershard.pipeline.batch_tensors import tensor_bytes
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.inspection import pools_with_features
+from embershard.stages import is_stage
 
 
 class ModuleInput:
@@ -39,11 +40,13 @@ class ModuleInput:
         self._announced: Announced | None = None
         self.is_used = False
 
+    @is_stage("id exchange")
     def send(self) -> None:
         """Send the ids, once the ranks know how many each of them sends. A second call does nothing."""
         if not self._is_sent:
             self._waiting, self._is_sent = self._waiting.wait(), True
 
+    @is_stage("id exchange")
     def receive(self) -> None:
         """Wait for the ids of this rank's tables. A second call does nothing."""
         if self._waiting is not None:
@@ -56,6 +59,7 @@ class ModuleInput:
             self._groups = list(pools_with_features(self._module, self._received))
         return self._groups
 
+    @is_stage("know")
     def know(self) -> None:
         """Tell the caches when the batch's rows are used."""
         for number, (pool, features) in enumerate(self._pools):

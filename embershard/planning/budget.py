@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from embershard.cache.slot_map import MOST_POOL_ROWS
+from embershard.cache.config import MOST_POOL_ROWS
 from embershard.cache.statistics import apportion
 from embershard.errors import ShardingError
 from embershard.planning.cost.rates import Rates

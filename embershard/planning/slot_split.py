@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-from embershard.cache.slot_map import MOST_POOL_ROWS
+from embershard.cache.config import MOST_POOL_ROWS
 from embershard.planning.predict import counted_reports
 from embershard.planning.request import Budget
 from embershard.planning.workload import PoolKey, Workload, by_pool, by_rank

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from embershard.cache.key_map import MapKind
+from embershard.cache.config import MapKind
 from embershard.errors import ShardingError
 from embershard.frequency import DataStatistics, SampledTrace
 from embershard.frequency.curves import distinct_rows

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from embershard.cache.config import LEAST_SLOTS, CachePolicy
-from embershard.cache.key_map import ARRAY_ROW_BYTES, HASHED_SLOT_BYTES, MapKind, map_kind
+from embershard.cache.config import LEAST_SLOTS, CachePolicy, MapKind
+from embershard.cache.key_map import ARRAY_ROW_BYTES, HASHED_SLOT_BYTES, map_kind
 from embershard.sharding.sizes import ModelSize, PlacedShard
 
 _MAP_SLOT_BYTES = 4 + 8  # slot -> key, use stamp

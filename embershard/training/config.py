@@ -16,6 +16,7 @@ from embershard.models import ModelConfig
 from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.config import ShardingConfig
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig, ScheduleConfig
+from embershard.training.tracking import TrackingConfig
 
 _BATCH_SIZE = 1024
 #: Batches that are read, beside those of the look-ahead and those that were parsed ahead, when a loss is known.
@@ -131,6 +132,7 @@ class RunConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     def __post_init__(self) -> None:
         if self.train.eval_every is not None and not self.holds_out:

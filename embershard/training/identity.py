@@ -73,6 +73,7 @@ FREE = frozenset(
     | _names("sharding", "plan exchange")
     | _names("train", "epochs max_steps eval_every log_every on_non_finite device")
     | _names("checkpoint", "every_steps at_end keep_last on_failed_save asynchronous")
+    | _names("tracking", "trackers project prometheus_port prometheus_host")
 )
 
 

@@ -7,24 +7,19 @@ optimizer trains the dense layers after it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import nn
-
 from embershard.errors import ConfigError
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # they take seconds to import, and settings need them not
+    import torch
+    from torch import nn
     from torchrec.optim.keyed import KeyedOptimizerWrapper
 
-_DENSE: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD,
-    "adagrad": torch.optim.Adagrad,
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-}
+#: Classes of torch.optim.
+_DENSE = {"sgd": "SGD", "adagrad": "Adagrad", "adam": "Adam", "adamw": "AdamW"}
 #: Bytes of FBGEMM's optimizer state per row, and per column of a row.
 _STATE_BYTES: dict[str, tuple[int, int]] = {
     "sgd": (0, 0),
@@ -127,9 +122,11 @@ class DenseOptimizerConfig:
 
     def build(self, parameters: Mapping[str, nn.Parameter]) -> KeyedOptimizerWrapper:
         """Return an optimizer whose state dict is keyed by parameter name, as checkpoints need it."""
+        import torch
         from torchrec.optim.keyed import KeyedOptimizerWrapper
 
-        return KeyedOptimizerWrapper(dict(parameters), lambda params: _DENSE[self.kind](params, **_arguments(self)))
+        optimizer = getattr(torch.optim, _DENSE[self.kind])
+        return KeyedOptimizerWrapper(dict(parameters), lambda params: optimizer(params, **_arguments(self)))
 
 
 @dataclass(frozen=True)
@@ -190,7 +187,8 @@ class ScheduleConfig:
 
 
 def _fused_class(kind: str) -> type[torch.optim.Optimizer]:
-    from torchrec.optim import optimizers as fused  # takes seconds to import, and settings need it not
+    import torch
+    from torchrec.optim import optimizers as fused
     from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
     classes: dict[str, type[torch.optim.Optimizer]] = {

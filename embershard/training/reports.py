@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from embershard.data.bad_rows import BadRow
-from embershard.distributed.traffic import SentBytes
-from embershard.training.metrics import Quality
+from embershard.distributed.sent_bytes import SentBytes
+from embershard.training.quality import Quality
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from embershard.distributed import Ranks, Supervision, load_tensors, shortest, w
 from embershard.distributed.checkpoint.load import without_known_warnings
 from embershard.training.build import build_sharded_model
 from embershard.training.memory_check import check_memory_for_run
-from embershard.training.metrics import PredictionBuffer, Quality
+from embershard.training.metrics import PredictionBuffer
 from embershard.training.prediction import autocast, logits_of
+from embershard.training.quality import Quality
 from embershard.training.steps import open_stream
 from embershard.training.trained_run import TrainedRun, for_scoring
 

@@ -19,6 +19,7 @@ from embershard.distributed.traffic import counted_as_other
 from embershard.errors import CheckpointError, FailedSaveError
 from embershard.pipeline import LookAheadPipeline
 from embershard.sharding.torchrec import cached_embeddings
+from embershard.stages import stage
 from embershard.training.bad_rows import BadRowCount
 from embershard.training.build import build_sharded_model, find_plan, find_profile
 from embershard.training.cache_report import CacheReader
@@ -46,6 +47,7 @@ from embershard.training.reports import (
 )
 from embershard.training.run_state import PreparedSave, RunState
 from embershard.training.saves import Saves
+from embershard.training.step_trace import StepTrace
 from embershard.training.steps import InputFailure, Steps, open_stream
 from embershard.training.traffic_report import TrafficReader
 
@@ -96,6 +98,7 @@ class Trainer:
         self.step_seconds = array("d")
         self._reported_steps = 0
         self._learning_rate_factor: float | None = None
+        self.trace: StepTrace | None = None
         self.run_id = ranks.from_first(lambda: uuid.uuid4().hex)
 
     @property
@@ -127,6 +130,8 @@ class Trainer:
             return steps is not None and self.steps % steps == 0
 
         while self.steps < self.total_steps and not self.supervision.must_stop:
+            if self.trace is not None:
+                self.trace.before(self.steps + 1)
             started = time.perf_counter()
             try:
                 upcoming = self.upcoming.next()
@@ -200,7 +205,7 @@ class Trainer:
     def _step(self, batch: Batch) -> SkippedBatchReport | None:
         self._set_learning_rates()
         self.dense_optimizer.zero_grad()
-        with self._autocast():
+        with stage("forward"), self._autocast():
             loss, (_, logits, labels) = self.model(batch)
         exact = in_float64(loss, logits, labels)
         problem = self.loss_monitor.add(self.steps + 1, exact, batch, signal=self.supervision.signal)
@@ -211,10 +216,12 @@ class Trainer:
             if self.config.embedding_optimizer.counts_steps:  # the forward counted one
                 self.model.fused_optimizer.set_optimizer_step(self.steps)
             return SkippedBatchReport(self.steps, problem)
-        loss.backward()  # trains the embedding rows too
-        if self.config.dense_optimizer.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.dense_parameters.values(), self.config.dense_optimizer.clip_norm)
-        self.dense_optimizer.step()
+        with stage("backward"):
+            loss.backward()  # trains the embedding rows too
+        with stage("optimizer"):
+            if self.config.dense_optimizer.clip_norm is not None:
+                nn.utils.clip_grad_norm_(self.dense_parameters.values(), self.config.dense_optimizer.clip_norm)
+            self.dense_optimizer.step()
         self.window.add(logits, labels)
         self.steps += 1
         self.samples += batch.num_samples * self.ranks.world_size

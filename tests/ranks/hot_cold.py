@@ -17,7 +17,8 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from embershard import cache_stats
 from embershard.distributed import without_empty
-from embershard.distributed.traffic import SentBytes, count_sent_bytes, sent_bytes
+from embershard.distributed.sent_bytes import SentBytes
+from embershard.distributed.traffic import count_sent_bytes, sent_bytes
 from embershard.errors import EmbershardError
 from embershard.sharding.torchrec.hot_cold import HotColdShardedEmbeddingBagCollection, follow_hot_batches
 from embershard.sharding.torchrec.hot_tables import HotTables

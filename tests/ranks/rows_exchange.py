@@ -24,7 +24,8 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard import LookAheadPipeline, cache_stats
-from embershard.distributed.traffic import SentBytes, count_sent_bytes, sent_bytes
+from embershard.distributed.sent_bytes import SentBytes
+from embershard.distributed.traffic import count_sent_bytes, sent_bytes
 from embershard.errors import EmbershardError
 from embershard.sharding.torchrec.bags import Bags
 from embershard.sharding.torchrec.distinct_ids import DistinctIds

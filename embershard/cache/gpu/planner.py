@@ -14,6 +14,7 @@ from embershard.cache.gpu.slot_map import KernelSlotMap
 from embershard.cache.gpu.victim_queue import KernelVictimQueue
 from embershard.cache.planner import CachePlan, Planner, Shortage
 from embershard.cache.slot_state import SlotState
+from embershard.stages import is_stage
 
 
 class KernelPlanner(Planner):
@@ -27,6 +28,7 @@ class KernelPlanner(Planner):
         assert isinstance(state.map, KernelSlotMap), "a map of another kind"
         self._places = state.map
 
+    @is_stage("plan")
     def plan(self, keys: Tensor, batch: int, oldest_pinned: int) -> CachePlan | Shortage:
         self._begin()
         numbers = keys.new_zeros(kernels.NUM_NUMBERS)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from embershard.cache.config import MapKind
 from embershard.cache.gpu import batch_kernels
 from embershard.cache.gpu.key_map import PlacedArrayMap, PlacedHashedMap, PlacedKeyMap
-from embershard.cache.key_map import MapKind
 from embershard.cache.slot_map import SlotMap
 
 

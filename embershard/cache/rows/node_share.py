@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from embershard.distributed.process_group import TIMEOUT
+from embershard.distributed.ranks import TIMEOUT
 from embershard.errors import CacheError
 
 _SPINS, _PAUSE_SECONDS = 200, 5e-5

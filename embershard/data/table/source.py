@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from embershard.data.bad_rows import ParsedChunk
-from embershard.data.batch import Schema, SparseFeature
 from embershard.data.block import Block, Lengths
 from embershard.data.config import DataConfig
 from embershard.data.input_file import InputFile
+from embershard.data.schema import Schema, SparseFeature
 from embershard.data.source import FileSource, SplitChunks, list_files
 from embershard.data.table.config import TableConfig, settings_of
 from embershard.data.table.decode import ChunkDecoder

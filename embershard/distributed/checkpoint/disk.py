@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from embershard.distributed.checkpoint.folder import complete_checkpoints, leftovers
-from embershard.distributed.process_group import Ranks
 from embershard.errors import CheckpointError, os_problem
+
+if TYPE_CHECKING:  # it loads torch
+    from embershard.distributed.ranks import Ranks
 
 
 def check_disk(

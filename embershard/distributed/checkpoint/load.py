@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMeta
 
 from embershard.distributed.checkpoint.manifest import MANIFEST, Manifest
 from embershard.distributed.checkpoint.metadata import METADATA, read_metadata
-from embershard.distributed.process_group import Ranks
+from embershard.distributed.ranks import Ranks
 from embershard.errors import CheckpointError, InvalidCheckpointError
 
 T = TypeVar("T")

@@ -16,11 +16,12 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from embershard.distributed.checkpoint.blocks import TensorBlocks
-from embershard.distributed.checkpoint.digests import DigestingFileSystem, FileEntry, file_entry
+from embershard.distributed.checkpoint.digesting_files import DigestingFileSystem
+from embershard.distributed.checkpoint.digests import FileEntry, file_entry
 from embershard.distributed.checkpoint.folder import PARTIAL, leftovers, prune, sync_folder
 from embershard.distributed.checkpoint.load import SCALARS, causes
 from embershard.distributed.checkpoint.manifest import MANIFEST, Manifest
-from embershard.distributed.process_group import Ranks
+from embershard.distributed.ranks import Ranks
 from embershard.errors import CheckpointError, FailedSaveError, os_problem
 
 

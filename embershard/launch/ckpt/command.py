@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from embershard.errors import ConfigError, InvalidCheckpointError
-from embershard.launch.arguments import make_parser, positive
+from embershard.launch.arguments import help_parts, make_parser, positive
 from embershard.launch.screen import make_table, say, wide_console
 from embershard.units import size
 
@@ -109,12 +109,13 @@ def _checkpoints(run_dir: Path) -> Path:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("ckpt", _HELP)
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    for name, text in (
-        ("ls", "list checkpoints; contents are not read"),
-        ("verify", "compare every byte with the checksums"),
-        ("prune", "remove old checkpoints, and what runs left that died; the newest valid ones stay"),
+    for name, more, text in (
+        ("ls", "", "list checkpoints; contents are not read"),
+        ("verify", "", "compare every byte with the checksums"),
+        ("prune", " --keep 1", "remove old checkpoints, and what runs left that died; the newest valid ones stay"),
     ):
-        action = actions.add_parser(name, help=text, description=text)
+        example = f"  embershard ckpt {name} runs/mine{more}\n"
+        action = actions.add_parser(name, help=text, **help_parts(f"{text}\n\n{example}"))
         action.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of the run")
         if name == "verify":
             action.add_argument("step", type=int, nargs="?", metavar="STEP", help="only the checkpoint of this step")
@@ -122,7 +123,8 @@ def _parser() -> argparse.ArgumentParser:
             action.add_argument("--keep", type=positive, required=True, metavar="N", help="valid checkpoints to keep")
             action.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     text = "compare two checkpoints: position, settings, and the values of all tensors"
-    diff = actions.add_parser("diff", help=text, description=text)
+    example = "  embershard ckpt diff runs/mine/checkpoints/step_100 runs/mine/checkpoints/step_200\n"
+    diff = actions.add_parser("diff", help=text, **help_parts(f"{text}\n\n{example}"))
     diff.add_argument("first", type=Path, metavar="CHECKPOINT", help="folder step_N")
     diff.add_argument("second", type=Path, metavar="CHECKPOINT", help="folder step_N")
     return parser

@@ -7,13 +7,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from embershard.distributed import Manifest, complete_checkpoints, load_tensors, read_scalars, step_of
+from embershard.distributed import Manifest, complete_checkpoints, step_of
 from embershard.distributed.checkpoint.disk import folder_bytes
 from embershard.distributed.checkpoint.folder import ASIDE, leftovers, remove
-from embershard.distributed.checkpoint.load import verify_alone
-from embershard.distributed.checkpoint.metadata import read_metadata
 from embershard.errors import InvalidCheckpointError
 from embershard.units import size
 
@@ -44,6 +40,8 @@ def to_prune(folder: Path, keep: int) -> tuple[list[Path], list[Path]]:
     Raises:
         InvalidCheckpointError: no checkpoint is valid: then none goes.
     """
+    from embershard.distributed.checkpoint.load import verify_alone  # loads torch, and a list needs it not
+
     kept: list[Path] = []
     for path in reversed(complete_checkpoints(folder)):
         try:
@@ -59,6 +57,10 @@ def to_prune(folder: Path, keep: int) -> tuple[list[Path], list[Path]]:
 
 def differences(first: Path, second: Path) -> Iterator[tuple[str, str, str]]:
     """Yield how two valid checkpoints differ: name, in the first, in the second. Reads one tensor at a time."""
+    from embershard.distributed import read_scalars
+    from embershard.distributed.checkpoint.load import verify_alone
+    from embershard.distributed.checkpoint.metadata import read_metadata
+
     manifests = [verify_alone(path) for path in (first, second)]
     if manifests[0].run_id != manifests[1].run_id:
         yield "run", manifests[0].run_id, manifests[1].run_id
@@ -77,6 +79,10 @@ def differences(first: Path, second: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def _changed(name: str, entry: Any, first: Path, second: Path) -> str | None:
+    import torch
+
+    from embershard.distributed import load_tensors
+
     tensors = []
     for path in (first, second):
         tensors.append(torch.empty(entry.size, dtype=entry.properties.dtype))

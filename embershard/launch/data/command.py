@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from embershard.errors import ConfigError
-from embershard.launch.arguments import add_settings, make_parser, positive
+from embershard.launch.arguments import add_settings, help_parts, make_parser, positive
 from embershard.launch.data.convert import add_convert
 from embershard.launch.data.inspect import add_inspect
 from embershard.launch.screen import make_table, plain_console, progress_bar, say, wide_console
@@ -100,9 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     add_inspect(actions)
     add_convert(actions)
     text = "read all rows, and say what training would do with them"
-    action = actions.add_parser(
-        "validate", help=text, description=_VALIDATE_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    action = actions.add_parser("validate", help=text, **help_parts(_VALIDATE_HELP))
     action.add_argument("data", nargs="?", metavar="DATA", help="file or folder; default: that of the settings")
     add_settings(action, required=False)
     action.add_argument("--workers", type=positive, metavar="N", help="threads that parse (default: cores)")

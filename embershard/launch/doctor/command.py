@@ -6,7 +6,6 @@ processes of their own: a library that crashes or hangs costs one line of the re
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import json
@@ -20,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 
+from embershard.launch.arguments import make_parser
 from embershard.launch.doctor import checks
 from embershard.launch.doctor.checks import CheckResult
 from embershard.launch.versions import installed_version
@@ -162,7 +162,7 @@ def summary(results: Sequence[CheckResult]) -> str:
 
 def main(argv: list[str], examine: Callable[[float], Iterator[CheckResult]] = examine) -> int:
     """Print the report. Return 1 when a check failed, else 0."""
-    parser = argparse.ArgumentParser(prog="embershard doctor", description="Check that this machine can train.")
+    parser = make_parser("doctor", "Check that this machine can train.\n\n  embershard doctor\n")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds for each two-rank test (60)")
     arguments = parser.parse_args(argv)

@@ -18,13 +18,13 @@ _SAMPLES = 4096
 
 _HELP = """Write a trained model to a new folder, for programs without embershard. See docs/serving.md.
 
+module:   model.py, dense.pt2, inputs.json, export.json, and tables/NAME.safetensors: a torch module on the CPU. In fp32
+it scores as embershard predict does, bit for bit. Of other types, the error on samples is in export.json.
+parquet:  tables/NAME.parquet with the columns row and embedding, inputs.json and export.json.
+
   embershard export runs/mine -o exported
   embershard export runs/mine -o exported8 --dtype int8
   embershard export runs/mine -o tables --format parquet
-
-module:   model.py, dense.pt2, inputs.json, export.json, and tables/NAME.safetensors: a torch module on the CPU. In fp32
-          it scores as embershard predict does, bit for bit. Of other types, the error on samples is in export.json.
-parquet:  tables/NAME.parquet with the columns row and embedding, inputs.json and export.json.
 """
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar, get_args
 from rich.console import Console
 
 from embershard.errors import ConfigError
-from embershard.launch.arguments import add_settings, check_output, make_parser, set_words
+from embershard.launch.arguments import add_config_word, add_settings, check_output, make_parser, set_words
 from embershard.launch.screen import progress_bar, say, wide_console
 from embershard.units import parse_bytes
 
@@ -26,14 +26,12 @@ N = TypeVar("N", int, float)
 
 _HELP = """Place tables and size caches; predict memory, hit rates and step time.
 
-  embershard plan --config run.toml --profile profile.npz --ranks 8 --device-memory 80GB --host-memory 512GB \\
-      --topology h100x8 -o plan.json
-  embershard plan --config run.toml --profile profile.npz --ranks 1,2,4,8,16 --topology h200x8 --png scaling.png
-  embershard plan --config run.toml --profile profile.npz --explain t_C3
-  embershard plan --config run.toml --profile profile.npz --simulate --ranks 1..4096 --topology h100x8
+  embershard plan run.toml --profile profile.npz --ranks 8 --device-memory 80GB --topology h100x8 -o plan.json
+  embershard plan run.toml --profile profile.npz --ranks 1,2,4,8,16 --topology h200x8 --png scaling.png
+  embershard plan run.toml --profile profile.npz --explain C3
+  embershard plan run.toml --profile profile.npz --simulate --ranks 1..4096 --topology h100x8
   embershard plan --calibrate -o machine.toml --ranks 1,2,4
   embershard plan diff a.json b.json
-  embershard train --config run.toml --plan plan.json
 """
 _MOST_RANKS = 4096
 #: Settings without effect beside `--plan`, which gives them.
@@ -52,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     """
     if argv[:1] == ["diff"]:
         return _diff(argv[1:])
-    arguments = _parser().parse_args(argv)
+    arguments = _parser().parse_intermixed_args(argv)
     if arguments.calibrate:
         return _calibrate(arguments)
     return _plan(arguments, shlex.join(["embershard", "plan", *argv]))
@@ -223,7 +221,7 @@ def _read(arguments: argparse.Namespace, command: str) -> _Setup:
 
 
 def _diff(argv: Sequence[str]) -> int:
-    parser = make_parser("plan diff", "Say how two plans differ.")
+    parser = make_parser("plan diff", "Say how two plans differ.\n\n  embershard plan diff a.json b.json\n")
     parser.add_argument("before", type=Path, metavar="A", help="a plan")
     parser.add_argument("after", type=Path, metavar="B", help="another one")
     arguments = parser.parse_args(argv)
@@ -246,8 +244,9 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = make_parser("plan", _HELP)
+    parser = make_parser("plan", _HELP, "[CONFIG] --profile FILE [options]")
     add_settings(parser, required=False)
+    add_config_word(parser)
     parser.add_argument("--profile", type=Path, metavar="FILE", help="the data's frequencies, of embershard profile")
     parser.add_argument(
         "--ranks", type=_ranks, metavar="N[,N...]", help="ranks; several: compare them; 1..64 doubles from 1 to 64"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 
-from embershard.errors import ShardingError
+from embershard.errors import ConfigError
 from embershard.launch.plan.what_if import Outcome, efficiency
 from embershard.launch.screen import make_table, say
 from embershard.planning.exchange import exchange_reason
@@ -35,13 +36,32 @@ def show(plan: Plan, console: Console, top: int) -> None:
 def show_explanations(request: PlanRequest, plan: Plan, tables: Sequence[str], console: Console) -> None:
     """Print why each of these tables is where it is."""
     workload = request.workload
-    for name in tables:
-        chosen = next((placed for placed in plan.tables if placed.table == name), None)
-        if chosen is None:
-            raise ShardingError(f"no table {name!r}; tables are {', '.join(t.table for t in plan.tables[:8])}, ...")
+    placements = {placed.table: placed for placed in plan.tables}
+    for called in tables:
+        name = table_called(called, list(placements))
+        chosen = placements[name]
         say(console, *sentences(chosen, alternatives(request, name, chosen)))
         if workload.shape.world_size > 1 and chosen.sharding != "data_parallel":
             say(console, f"Between ranks, bytes of all ranks in a step: {exchange_reason(workload, chosen)}.")
+
+
+def table_called(name: str, tables: Sequence[str]) -> str:
+    """Return the table with this name, or that of the feature with this name, in capitals or not.
+
+    Raises:
+        ConfigError: there is none.
+
+    >>> table_called("C3", ["t_C3", "t_C30"])
+    't_C3'
+    """
+    known = {table.lower().removeprefix("t_"): table for table in tables}
+    found = name if name in tables else known.get(name.lower().removeprefix("t_"))
+    if found is None:
+        near = [known[each] for each in difflib.get_close_matches(name.lower(), known, n=3)]
+        some = ", ".join(tables[:8]) + (", ..." if len(tables) > 8 else ".")
+        hint = f"Did you mean {' or '.join(near)}?" if near else f"Tables are {some}"
+        raise ConfigError(f"no table is called {name!r}. {hint}")
+    return found
 
 
 def show_what_if(outcomes: Sequence[Outcome], console: Console) -> None:

@@ -27,6 +27,14 @@ The profile is what the planner, the policy "frequency" and the warm-up of a cac
   embershard profile merge monday.npz tuesday.npz -o both.npz
   embershard profile compare monday.npz tuesday.npz
 """
+_MERGE_HELP = """Make one profile of several (of days or ranks), in the order in which they are given.
+
+  embershard profile merge monday.npz tuesday.npz -o both.npz
+"""
+_COMPARE_HELP = """Say how well rows that profile A chose serve the data of profile B.
+
+  embershard profile compare monday.npz tuesday.npz
+"""
 #: Lookups on which policies are compared.
 _PREFERENCE_LOOKUPS = 1_000_000
 #: Parts that keep a process busy longer than it takes to start.
@@ -87,7 +95,9 @@ def collect(argv: Sequence[str]) -> None:
 
 def show(argv: Sequence[str]) -> None:
     """Run `embershard profile show FILE`."""
-    parser = make_parser("profile show", "Show what a profile found.")
+    parser = make_parser(
+        "profile show", "Show what a profile found.\n\n  embershard profile show profile.npz --png curves.png\n"
+    )
     parser.add_argument("profile", type=Path, help="file of a profile")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw hit rates against the size of the cache")
     parser.add_argument("--top", type=int, default=20, metavar="N", help="show the N tables with most rows (20)")
@@ -111,9 +121,7 @@ def show(argv: Sequence[str]) -> None:
 
 def merge(argv: Sequence[str]) -> None:
     """Run `embershard profile merge FILE... -o FILE`."""
-    parser = make_parser(
-        "profile merge", "Make one profile of several (of days or ranks), in the order in which they are given."
-    )
+    parser = make_parser("profile merge", _MERGE_HELP)
     parser.add_argument("profiles", type=Path, nargs="+", metavar="FILE", help="files of profiles")
     _add_outputs(parser)
     parser.add_argument("--batch-size", type=int, default=1024, metavar="N", help="samples of a step (1024)")
@@ -130,7 +138,7 @@ def merge(argv: Sequence[str]) -> None:
 
 def compare(argv: Sequence[str]) -> None:
     """Run `embershard profile compare A B`."""
-    parser = make_parser("profile compare", "Say how well rows that profile A chose serve the data of profile B.")
+    parser = make_parser("profile compare", _COMPARE_HELP)
     parser.add_argument("a", type=Path, metavar="A", help="file of a profile, say of the day before")
     parser.add_argument("b", type=Path, metavar="B", help="file of a profile, say of today")
     parser.add_argument("--top", type=int, default=20, metavar="N", help="show the N tables with most lookups (20)")

@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
-from torch.distributed import TCPStore
+from typing import TYPE_CHECKING
 
 from embershard.errors import ConfigError
 from embershard.launch.ranks.rank_group import RankGroup
 from embershard.launch.ranks.stop_signals import stop_asked
+
+if TYPE_CHECKING:  # it takes seconds to import: once ranks are started
+    from torch.distributed import TCPStore
 
 LOOPBACK = "127.0.0.1"
 #: Ranks that do nothing for so long are stopped; with what follows, within a minute.
@@ -37,6 +38,8 @@ class Restarts:
 
 def default_num_ranks() -> int:
     """Return one rank per GPU, or 2 on a machine without one."""
+    import torch
+
     return torch.cuda.device_count() if torch.cuda.is_available() else 2
 
 
@@ -94,6 +97,8 @@ def start_ranks(
 def loopback_store() -> TCPStore:
     """Return the server of a store that only this machine can reach. torchrun's listens on every network interface,
     unprotected."""
+    from torch.distributed import TCPStore
+
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
     # The store owns the socket's descriptor from here on.

@@ -170,6 +170,7 @@ class RankGroup:
         if self._stacks_file is None:
             return ""
         try:
+            self._stacks_file.parent.mkdir(parents=True, exist_ok=True)  # ranks that hang early made none
             self._stacks_file.write_text(text)
         except OSError as error:
             return f" Their stacks could not be written to {self._stacks_file} ({error.strerror})."

@@ -82,6 +82,9 @@ def stop_training_on_signals(supervision: Supervision) -> Iterator[None]:
                 with suppress(BrokenPipeError):
                     os.write(2, b"embershard: stopped before the first step. Nothing was trained.\n")
             os._exit(stop_code(asked.number))
+        if supervision.notice and not supervision.signal:
+            with suppress(BrokenPipeError):
+                os.write(2, f"{supervision.notice}\n".encode())
         supervision.signal = asked.number
 
     with stop_asked(then):

@@ -9,11 +9,11 @@ from embershard.launch.score.start import parser_of, start
 
 _HELP = """Score samples with a trained model: from the newest valid checkpoint of a run to a Parquet file, streamed.
 
-  embershard predict runs/mine --data new.parquet -o scores.parquet
-  embershard predict runs/mine -o held_out.parquet --nproc 2
-
 A row of the file is a sample, in the order of the samples: logit and score (the probability), both float32, and label
 where the data have labels. See docs/serving.md.
+
+  embershard predict runs/mine --data new.parquet -o scores.parquet
+  embershard predict runs/mine -o held_out.parquet --nproc 2
 """
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # it loads torch, and --help must answer at once
 
 _HELP = """Train all runs that a TOML file describes, each in a folder of its own, and gather their results in
 results.parquet and results.csv. Repeats are interleaved. The same command goes on where an earlier one stopped: runs
-that ended are not started again.
+that ended are not started again. Exit codes: 0 all runs finished; 1 some did not; 2 wrong usage; 130 Ctrl-C.
 
   config = "quickstart.toml"         # what all runs have in common, relative to this file
   repeats = 2
@@ -31,8 +31,6 @@ that ended are not started again.
   embershard sweep experiments.toml
   embershard sweep experiments.toml --out sweeps/ratios --retry-failed
   embershard sweep experiments.toml --on kubernetes --dry-run
-
-Exit codes: 0 all runs finished; 1 some did not; 2 wrong usage or settings; 130 Ctrl-C.
 """
 
 #: By name, the module and the function that run the experiments of a sweep.

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import shlex
 import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from embershard.decoding import flat
 from embershard.distributed import Ranks, Supervision, process_group
 from embershard.errors import FailedSaveError
 from embershard.launch.arguments import NEWEST, add_run_arguments, check_resume, set_words
 from embershard.launch.config import CHECKPOINTS, load_config
 from embershard.launch.ranks.rank_errors import show_errors_of_rank
 from embershard.launch.ranks.stop_signals import stop_code, stop_training_on_signals
-from embershard.launch.record import RunRecord, has_result, make_result
+from embershard.launch.record import RunRecord, flat_report, has_result, make_result
 from embershard.launch.run_dir import (
     check_run_dir,
     default_run_dir,
@@ -30,6 +33,8 @@ from embershard.launch.run_dir import (
     was_resumed_by_this_job,
 )
 from embershard.launch.screen import plain_console, say, silence_libraries
+from embershard.launch.trackers.tracker import TrackedRun
+from embershard.launch.trackers.trackers import Trackers
 from embershard.launch.train.progress import ProgressDisplay, closing_table
 from embershard.sharding.plan import Plan
 from embershard.training.cache_report import look_ahead_totals
@@ -37,6 +42,7 @@ from embershard.training.config import RunConfig
 from embershard.training.identity import global_batch
 from embershard.training.reports import EvalReport, Report, TrainReport
 from embershard.training.resume import resume_run
+from embershard.training.step_trace import TRACES, StepTrace
 from embershard.training.trainer import Trainer
 
 
@@ -92,6 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 same_run=same_run_command(arguments, num_ranks),
                 go_on=resume_command(arguments, run_dir, num_ranks),
                 supervision=supervision,
+                profile_steps=arguments.profile_steps,
             )
     return stop_code(supervision.agreed)
 
@@ -115,6 +122,7 @@ def train_run(
     same_run: str,
     go_on: str,
     supervision: Supervision,
+    profile_steps: tuple[int, int] | None = None,
 ) -> None:
     """Train a whole run on this rank; the first rank shows and records it.
 
@@ -125,6 +133,7 @@ def train_run(
         same_run: the command of this run.
         go_on: the command that resumes it.
         supervision: by which the training may be asked to stop.
+        profile_steps: the first and the last step that are traced.
     """
     ranks.from_first(lambda: check_run_dir(run_dir, resume=resume is not None))
     ranks.from_first(lambda: lock_run_dir(run_dir))
@@ -139,16 +148,24 @@ def train_run(
         say(console, f"{run_dir} is finished: step {trainer.steps} was its last. Nothing was changed.")
         return
     _announce(trainer, console, run_dir)
+    if profile_steps is not None:
+        trainer.trace = StepTrace(*profile_steps, run_dir / TRACES, ranks.rank)
     outputs_of_first: AbstractContextManager[_Outputs | None] = nullcontext()
     if ranks.is_first:
         outputs_of_first = _Outputs(trainer, run_dir, resumed_at, console)
     with outputs_of_first as outputs:
+        if ranks.is_first and not supervision.has_launcher:
+            supervision.notice = f"embershard: stopping after this step. Go on with:    {go_on}"
         ranks.barrier()  # the first one made its files: a signal finds all ranks before the training, or all in it
         supervision.is_training = True
         failed_save = _train_and_report(trainer, outputs)
         trainer.close()
+        if trainer.trace is not None:
+            trainer.trace.close()
+            say(console, trainer.trace.describe())
         if supervision.must_stop:
-            say(console, f"Go on with:    {go_on}")
+            if not supervision.notice:
+                say(console, f"Go on with:    {go_on}")
             return
         cache = trainer.cache_reader.totals(None if trainer.plan else config.cache.slot_ratio)
         look_ahead = look_ahead_totals(trainer.upcoming.stats(), ranks)
@@ -178,12 +195,16 @@ class _Outputs:
     def __init__(self, trainer: Trainer, run_dir: Path, resumed_at: int | None, console: Console) -> None:
         self._trainer, self._folder, self._console = trainer, run_dir, console
         self._record = RunRecord(run_dir, trainer.config, resumed_at, trainer.plan)
+        settings = flat(dataclasses.asdict(trainer.config))
+        run = TrackedRun(run_dir, settings, trainer.config.tracking, resumed_at)
+        self._trackers = Trackers(run, partial(say, console))
         self._display = ProgressDisplay(console, trainer.total_steps, trainer.steps)
         self._loss: float | None = None
         self._evaluation: EvalReport | None = None
 
     def add(self, report: Report) -> None:
         self._record.add(report)
+        self._trackers.add(*flat_report(report))
         self._display.show(report)
         if isinstance(report, TrainReport):
             self._loss = report.loss
@@ -200,14 +221,19 @@ class _Outputs:
         self._display.close()
         result = make_result(self._trainer, self._loss, self._evaluation, cache, look_ahead, sent_bytes)
         self._record.finish(result)
+        self._trackers.finish(result)
         config, is_cached = self._trainer.config, cache is not None
         self._console.print(closing_table(result, f"{config.model.arch} on {config.data.kind} data"))
         other, change = _next_run(config.sharding.mode, is_cached)
+        curves = (
+            f"{_program('embershard', 'embershard.launch.cli')} report {shlex.quote(str(self._folder))} -o report.html"
+        )
+        if "tensorboard" in config.tracking.trackers:
+            curves = f"{_program('tensorboard', 'tensorboard.main')} --logdir {shlex.quote(str(self._folder))}"
         say(
             self._console,
             f"Everything is in {self._folder}: result.json, metrics.jsonl, config.toml, checkpoints/.",
-            f"See the curves:    {_program('tensorboard', 'tensorboard.main')} --logdir "
-            f"{shlex.quote(str(self._folder))}",
+            f"See the curves:    {curves}",
             f"Next, the same run {other}:    {same_run} {change}",
         )
 
@@ -216,6 +242,7 @@ class _Outputs:
 
     def __exit__(self, *_: object) -> None:
         self._display.close()
+        self._trackers.close()
         self._record.close()
 
 

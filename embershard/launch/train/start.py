@@ -3,30 +3,43 @@
 from __future__ import annotations
 
 import argparse
-import textwrap
 from collections.abc import Sequence
 
 from embershard.decoding import to_toml
-from embershard.launch.arguments import NEWEST, add_run_arguments, check_resume, make_parser, positive, set_words, whole
-from embershard.launch.config import describe, load_config
+from embershard.launch.arguments import (
+    NEWEST,
+    add_config_word,
+    add_run_arguments,
+    check_resume,
+    make_parser,
+    positive,
+    set_words,
+    whole,
+)
+from embershard.launch.config import load_config
+from embershard.launch.examples import needed_config
 from embershard.launch.ranks import launcher
 from embershard.launch.ranks.number import default_ranks, planned_ranks
 from embershard.launch.run_dir import check_run_dir, default_run_dir
+from embershard.launch.trackers.trackers import check_trackers
 from embershard.training.config import RunConfig
 
 _HELP = """Train a model on this machine: one process per GPU, or 2 on the CPU.
 
-On several machines, start the ranks with torchrun instead:
-  torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 \\
-      -m embershard.launch.train.command --config run.toml --run-dir /shared/run1
+All settings: embershard settings. On several machines, start the ranks with torchrun (docs/training.md).
+
+  embershard train quickstart --set train.max_steps=100
+  embershard train run.toml --plan plan.json --run-dir runs/mine --max-restarts 3
+  embershard train run.toml --run-dir runs/mine --resume
 """
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `embershard train`; return 0 when all ranks ended well."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parser().parse_intermixed_args(argv)
     check_resume(arguments)
-    config = load_config(RunConfig, arguments.config, arguments.overrides)
+    config = load_config(RunConfig, needed_config(arguments), arguments.overrides)
+    check_trackers(config.tracking)
     num_ranks = planned_ranks(config, arguments.nproc, is_started=not arguments.dry_run)
     run_dir = arguments.run_dir or default_run_dir(arguments.config)
     check_run_dir(run_dir, resume=arguments.resume is not None or arguments.dry_run)
@@ -63,8 +76,9 @@ def _resume_words(step: int, allowed: Sequence[str]) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = make_parser("train", _HELP)
-    add_run_arguments(parser)
+    parser = make_parser("train", _HELP, "[CONFIG] [options]")
+    add_run_arguments(parser, required=False)
+    add_config_word(parser)
     parser.add_argument("--nproc", type=positive, metavar="N", help="number of ranks (default: GPUs, or 2)")
     parser.add_argument(
         "--max-restarts",
@@ -85,13 +99,4 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="check the settings and the columns of the data, print all settings, and stop",
     )
-    parser.epilog = "settings, for the TOML file and --set:\n\n" + _settings_reference()
     return parser
-
-
-def _settings_reference() -> str:
-    lines = []
-    for setting in describe(RunConfig()):
-        lines.append(f"  {setting.key}    {setting.type}    (default: {setting.default})")
-        lines += textwrap.wrap(setting.doc, width=100, initial_indent=" " * 8, subsequent_indent=" " * 8)
-    return "\n".join(lines).replace("%", "%%")

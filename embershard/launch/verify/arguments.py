@@ -7,9 +7,9 @@ import argparse
 from embershard.launch.arguments import add_plan, add_settings, positive
 
 
-def add_comparison(parser: argparse.ArgumentParser) -> None:
-    """Add `--config FILE`, `--set KEY=VALUE`, `--plan FILE` and `--steps N`."""
-    add_settings(parser, required=True)
+def add_comparison(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """Add `--config FILE`, which may be `required`, `--set KEY=VALUE`, `--plan FILE` and `--steps N`."""
+    add_settings(parser, required=required)
     add_plan(parser)
     parser.add_argument(
         "--steps", type=positive, default=32, metavar="N", help="steps to train with each (default: %(default)s)"

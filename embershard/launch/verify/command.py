@@ -24,7 +24,7 @@ _SHOWN = 8  # differences
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare as one rank of a group, or alone; return 0 for equal, 1 for different."""
     parser = argparse.ArgumentParser(prog="python -m embershard.launch.verify.command", description=__doc__)
-    add_comparison(parser)
+    add_comparison(parser, required=True)
     parser.add_argument("--mark-difference", type=Path, help=argparse.SUPPRESS)  # for the launcher; the exit code is 0
     arguments = parser.parse_args(argv)
     silence_libraries()

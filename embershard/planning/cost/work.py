@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from embershard.distributed.traffic import SentBytes
+from embershard.distributed.sent_bytes import SentBytes
 from embershard.errors import ConfigError
 from embershard.sharding.sizes import PlacedShard, TableSize
 

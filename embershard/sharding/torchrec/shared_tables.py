@@ -12,7 +12,7 @@ from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, Sharded
 from embershard.cache.config import CacheConfig
 from embershard.cache.rows.node_share import CELLS_PER_RANK, Meetings, NodeShare
 from embershard.distributed.node_memory import NodeMemory
-from embershard.distributed.process_group import Ranks
+from embershard.distributed.ranks import Ranks
 from embershard.errors import ConfigError
 from embershard.sharding.torchrec.spec import first_row
 

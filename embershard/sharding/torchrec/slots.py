@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from embershard.cache.rows import memory
 from embershard.sharding.torchrec.table_arguments import FBGEMM_CACHE_ARGUMENTS
+from embershard.stages import is_stage
 
 # FBGEMM's names for tensors that it may keep per row.
 _PER_ROW_TENSORS = ("weights", "momentum1", "momentum2", "prev_iter", "row_counter")
@@ -103,6 +104,7 @@ class SlotTable(nn.Module):
         states = _payload(self.tbe)[1:]
         return [(name, state.shape[1:], state.dtype) for name, state in zip(names, states, strict=True)]
 
+    @is_stage("lookup")
     def forward(self, slots: Tensor, offsets: Tensor, **arguments: Any) -> Tensor:
         """Run FBGEMM's forward over `slots` int64 [N]; its backward trains the rows in them."""
         return self.tbe(indices=slots, offsets=offsets, **arguments)

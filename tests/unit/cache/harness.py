@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from embershard.cache import CacheGrowthWarning, HostStore, KnownBatch, RowCache, Ticket
-from embershard.cache.config import CachePolicy, Policy, TransferKind
-from embershard.cache.key_map import MapKind
+from embershard.cache.config import CachePolicy, MapKind, Policy, TransferKind
 from embershard.cache.rows import lazy_rows
 from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.cache.rows.transfer import MakeTransfer

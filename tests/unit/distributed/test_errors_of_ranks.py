@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from embershard.distributed import Supervision, process_group
-from embershard.distributed.process_group import _was_raised_before
+from embershard.distributed.ranks import _was_raised_before
 from embershard.errors import ConfigError, DataError, EmbershardError, StepError
 from embershard.launch.ranks.rank_errors import _show_error
 

@@ -166,15 +166,6 @@ def test_a_folder_with_a_run_is_refused_before_ranks_start(started, tmp_path, ca
     assert len(started) == 1
 
 
-def test_help_lists_every_setting_with_its_meaning(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["train", "--help"])
-    assert stopped.value.code == 0
-    text = capsys.readouterr().out
-    for said in ("data.criteo.num_rows", "cache.ratio", "Learning rate after warm-up", "--dry-run"):
-        assert said in text
-
-
 def test_version_and_unknown_command(capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["--version"])

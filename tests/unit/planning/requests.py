@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from embershard.cache.config import CachePolicy
-from embershard.cache.key_map import MapKind
+from embershard.cache.config import CachePolicy, MapKind
 from embershard.frequency import DataStatistics
 from embershard.planning.cost.rates import Rates
 from embershard.planning.cost.topology import load_topology

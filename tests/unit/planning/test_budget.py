@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from embershard.cache.slot_map import MOST_POOL_ROWS
+from embershard.cache.config import MOST_POOL_ROWS
 from embershard.errors import ConfigError, ShardingError
 from embershard.frequency import DataStatistics
 from embershard.planning.budget import least_need

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embershard.data.batch import Schema, SparseFeature
+from embershard.data.schema import Schema, SparseFeature
 from embershard.decoding import decode
-from embershard.distributed.traffic import SentBytes
+from embershard.distributed.sent_bytes import SentBytes
 from embershard.errors import ConfigError
 from embershard.models import ModelConfig, build_model
 from embershard.models.config import Arch

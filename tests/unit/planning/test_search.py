@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
 
-from embershard.cache.slot_map import MOST_POOL_ROWS
+from embershard.cache.config import MOST_POOL_ROWS
 from embershard.planning.request import LEAST_COLUMNS, column_block
 from embershard.planning.search import ShardCost, place
 from embershard.sharding.shards import TablePlacement, shards_of

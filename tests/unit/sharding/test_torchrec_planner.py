@@ -20,7 +20,7 @@ from embershard import (
     FrequencyProfile,
     plan_sharding,
 )
-from embershard.cache.slot_map import MOST_POOL_ROWS
+from embershard.cache.config import MOST_POOL_ROWS
 from embershard.errors import ConfigError, ShardingError
 from embershard.machine import HostMemory
 from embershard.sharding.torchrec import StockEmbeddingBagCollectionSharder, torchrec_planner

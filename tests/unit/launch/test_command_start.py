@@ -1,0 +1,199 @@
+"""How commands answer: help on one screen, settings without torch, examples by name, Tab."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from embershard.errors import ConfigError
+from embershard.launch import cli, examples
+from embershard.launch.arguments import add_config_word, add_settings, make_parser
+from embershard.launch.plan.view import table_called
+
+COMMANDS = [name for name, _, _ in cli._COMMANDS]
+SUBCOMMANDS = [
+    *("profile show", "profile merge", "profile compare", "plan diff", "data validate"),
+    *("ckpt ls", "ckpt verify", "ckpt prune", "ckpt diff"),
+]
+#: What these commands do needs no tensor, so nobody waits for torch, or for libraries of tables and pictures.
+LIGHT_COMMANDS = [
+    ["--help"],
+    ["--version"],
+    ["trian"],
+    *([*name.split(), "--help"] for name in [*COMMANDS, *SUBCOMMANDS]),
+    ["train", "--confg"],
+    ["train", "nowhere.toml"],
+    ["train", "quickstart", "--set", "train.batchsize=3"],
+    ["train", "quickstart", "--dry-run"],
+    ["verify", "quickstart", "--set", "train.batchsize=3"],
+    ["predict", "runs/nowhere", "-o", "scores.parquet"],
+    ["settings", "cache"],
+    ["report", "nowhere"],
+    ["ckpt", "ls", "nowhere"],
+    ["plan", "diff", "a.json", "b.json"],
+]
+HEAVY = ["torch", "torchrec", "fbgemm_gpu", "pandas", "pyarrow", "numba", "scipy", "matplotlib", "plotly"]
+_RUN_ALL = """
+import contextlib, io, sys
+from embershard.launch.cli import main
+for arguments in {commands!r}:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.suppress(SystemExit):
+            main(arguments)
+    heavy = [name for name in {heavy!r} if name in sys.modules]
+    if heavy:
+        sys.exit(f"{{arguments}} imports {{heavy}}")
+"""
+
+
+def heavy_command(commands: list[list[str]], folder: Path) -> str:
+    """Run commands in one new process; return the first that imports one of `HEAVY`, with what it imports."""
+    code = _RUN_ALL.format(commands=commands, heavy=HEAVY)
+    return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True).stderr
+
+
+def test_commands_without_tensors_import_no_torch(tmp_path):
+    assert heavy_command(LIGHT_COMMANDS, tmp_path) == ""
+
+
+@pytest.mark.slow
+def test_the_probe_sees_torch(tmp_path):
+    (tmp_path / "nowhere").touch()
+    assert "['profile', 'show', 'nowhere']" in heavy_command([["--help"], ["profile", "show", "nowhere"]], tmp_path)
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS), *(name.split() for name in SUBCOMMANDS)])
+def test_help_fits_a_screen_and_ends_with_an_example(command, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([*command, "--help"])
+    assert stopped.value.code == 0
+    lines = capsys.readouterr().out.rstrip().splitlines()
+    assert len(lines) <= 40
+    assert "embershard" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["run.toml"], "run.toml"),
+        (["--config", "run.toml"], "run.toml"),
+        (["--set", "data.seed=1", "run.toml"], "run.toml"),
+        (["run.toml", "--set", "data.seed=1"], "run.toml"),
+        ([], None),
+    ],
+)
+def test_the_settings_may_be_named_without_an_option(words, found):
+    parser = make_parser("x", "text")
+    add_settings(parser, required=False)
+    add_config_word(parser)
+    config = parser.parse_intermixed_args(words).config
+    assert (config and str(config)) == found
+
+
+def test_two_files_of_settings_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train", "a.toml", "--config", "b.toml"])
+    assert "got two files of settings, b.toml and a.toml" in capsys.readouterr().err
+
+
+def test_no_settings(capsys):
+    assert cli.main(["train"]) == 2
+    assert "which settings? Give a TOML file, or the name of an example: " in capsys.readouterr().err
+
+
+def test_an_own_file_goes_before_an_example(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert examples.config_file("quickstart.toml") == examples.examples()["quickstart"]
+    (tmp_path / "quickstart.toml").touch()
+    assert examples.config_file("quickstart.toml") == Path("quickstart.toml")
+    assert examples.config_file("no_example") == Path("no_example")
+    assert examples.config_file("folder/quickstart.toml") == Path("folder/quickstart.toml")
+
+
+@pytest.mark.slow
+def test_a_wheel_has_the_examples(project_dir, tmp_path):
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    ran = subprocess.run([*build, str(project_dir)], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        wheel.extractall(tmp_path / "unpacked")
+    unpacked = tmp_path / "unpacked"
+    (data,) = unpacked.glob("*.data/data/share/embershard/examples")
+    assert sorted(path.name for path in data.iterdir()) == sorted(p.name for p in examples.examples().values())
+
+
+def test_settings_are_found_by_section_name_and_part(capsys):
+    assert cli.main(["settings", "cache", "train.seed"]) == 0
+    keys = [line.split()[0] for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
+    assert {key.partition(".")[0] for key in keys} == {"cache", "train"}
+    assert "train.seed" in keys
+    assert cli.main(["settings", "warmup"]) == 0
+    assert "schedule.warmup_steps    integer    (default: 0)\n" in capsys.readouterr().out
+    assert cli.main(["settings", "rateo"]) == 2
+    assert "Did you mean cache.ratio?" in capsys.readouterr().err
+
+
+def test_all_settings_are_listed_with_their_meanings(capsys):
+    assert cli.main(["settings"]) == 0
+    text = capsys.readouterr().out
+    for said in ("data.criteo.num_rows", "cache.ratio", "Learning rate after warm-up"):
+        assert said in text
+
+
+@pytest.mark.parametrize("name", ["t_C3", "C3", "c3"])
+def test_a_table_is_found_by_its_feature(name):
+    assert table_called(name, ["t_C3", "t_C30", "t_user"]) == "t_C3"
+
+
+def test_tables_like_the_name_are_offered():
+    with pytest.raises(ConfigError, match=r"no table is called 'usr'. Did you mean t_user\?"):
+        table_called("usr", ["t_C3", "t_user"])
+    with pytest.raises(ConfigError, match=r"Tables are t_a, t_b\."):
+        table_called("zzzzzz", ["t_a", "t_b"])
+
+
+argcomplete = pytest.mark.skipif(
+    importlib.util.find_spec("argcomplete") is None, reason="argcomplete, which completes commands, is not installed"
+)
+
+
+@argcomplete
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("embershard pl", "plan"),
+        ("embershard train --max", "--max-restarts"),
+        ("embershard train --set cache.rat", "cache.ratio="),
+        ("embershard train quick", "quickstart"),
+        ("embershard ckpt pru", "prune"),
+        ("embershard plan diff mine", "mine.json"),
+    ],
+)
+def test_tab_in_a_real_bash(line, found, tmp_path):
+    (tmp_path / "mine.json").touch()
+    program = tmp_path / "embershard"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m embershard "$@"\n')
+    program.chmod(0o755)
+    code = f"""
+eval "$(embershard completion bash)"
+COMP_LINE='{line}' COMP_POINT={len(line)} COMP_TYPE=9 COMP_KEY=9 COMP_WORDBREAKS=$' \\t\\n"\\'><=;|&(:'
+_python_argcomplete embershard
+printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    ran = subprocess.run(["bash", "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert found in [word.strip() for word in ran.stdout.splitlines()], ran.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("argcomplete") is not None, reason="argcomplete is installed")
+def test_without_argcomplete_it_says_what_to_install(capsys):
+    assert cli.main(["completion", "bash"]) == 2
+    assert 'pip install "argcomplete>=3.1"' in capsys.readouterr().err

@@ -1,0 +1,210 @@
+"""Trackers: what each gets, and that none of them can end a training."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embershard.decoding import flat
+from embershard.errors import ConfigError, SetupError
+from embershard.launch.trackers import trackers as module
+from embershard.launch.trackers.tracker import TrackedRun
+from embershard.launch.trackers.trackers import Trackers, check_trackers
+from embershard.training.tracking import TrackingConfig
+
+SETTINGS = flat({"train": {"batch_size": 8, "epochs": None}, "data": {"path": "/a b", "bag_sizes": (1, 2)}})
+
+
+def tracked(folder: Path, *names: Any, resumed_at: int | None = None, **config: Any) -> TrackedRun:
+    return TrackedRun(folder, SETTINGS, TrackingConfig(trackers=names, **config), resumed_at)
+
+
+def tell(trackers: Trackers) -> None:
+    """A short run."""
+    for step, loss in ((10, 0.7), (20, 0.6)):
+        trackers.add("train", {"step": step, "loss": loss, "auc": None, "path": "x", "batches": {"hot": 3}})
+    trackers.finish({"steps": 20, "step_ms": {"p50": 5.0}, "auc": 0.75, "ranks": [1, 2], "device": "cpu"})
+    trackers.close()
+
+
+class Fake:
+    """Notes what it gets; fails where it is told to."""
+
+    def __init__(self, fails_at: str = "") -> None:
+        self.got: list[Any] = []
+        self._fails_at = fails_at
+
+    def _note(self, name: str, *what: Any) -> None:
+        self.got.append((name, *what))
+        if name == self._fails_at:
+            raise RuntimeError("the network is away\nand more")
+
+    def add(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._note("add", step, dict(numbers))
+
+    def finish(self, result: Mapping[str, float]) -> None:
+        self._note("finish", dict(result))
+
+    def close(self) -> None:
+        self._note("close")
+
+
+def with_fakes(monkeypatch: pytest.MonkeyPatch, **fakes: Any) -> None:
+    def make(fake: Any) -> Any:
+        def begin(_: TrackedRun) -> Any:
+            if fake is None:
+                raise PermissionError("no key")
+            return fake
+
+        return begin
+
+    monkeypatch.setattr(module, "_KINDS", {name: (make(fake), "json", "x") for name, fake in fakes.items()})
+
+
+def test_numbers_of_reports_and_result(monkeypatch, tmp_path):
+    fake = Fake()
+    with_fakes(monkeypatch, wandb=fake)
+    warnings: list[str] = []
+    tell(Trackers(tracked(tmp_path, "wandb"), warnings.append))
+    assert fake.got == [
+        ("add", 10, {"train/loss": 0.7, "train/batches.hot": 3}),
+        ("add", 20, {"train/loss": 0.6, "train/batches.hot": 3}),
+        ("finish", {"result/steps": 20, "result/step_ms.p50": 5.0, "result/auc": 0.75}),
+        ("close",),
+    ]
+    assert warnings == []
+
+
+@pytest.mark.parametrize("fails_at", ["add", "finish", "close"])
+def test_a_tracker_that_fails_is_left_out_after_one_warning(fails_at, monkeypatch, tmp_path):
+    broken, whole = Fake(fails_at), Fake()
+    with_fakes(monkeypatch, wandb=broken, mlflow=whole)
+    warnings: list[str] = []
+    tell(Trackers(tracked(tmp_path, "wandb", "mlflow"), warnings.append))
+    assert warnings == ["Warning: wandb failed and gets nothing more (RuntimeError: the network is away)."]
+    assert [call[0] for call in whole.got] == ["add", "add", "finish", "close"]
+    assert [call[0] for call in broken.got].count(fails_at) == 1
+
+
+def test_a_tracker_that_cannot_begin(monkeypatch, tmp_path):
+    with_fakes(monkeypatch, wandb=None)
+    warnings: list[str] = []
+    tell(Trackers(tracked(tmp_path, "wandb"), warnings.append))
+    assert warnings == ["Warning: wandb failed and gets nothing more (PermissionError: no key)."]
+
+
+def test_one_that_is_not_installed_is_refused_with_the_remedy(monkeypatch):
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    with pytest.raises(SetupError, match=r'"wandb"|\'wandb\', which is not installed. Try: pip install "wandb>='):
+        check_trackers(TrackingConfig(trackers=("wandb",)))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"trackers": ("wanbd",)}, "got 'wanbd', needed some of tensorboard"),
+        ({"trackers": ("wandb", "wandb")}, "got 'wandb' twice"),
+        ({"prometheus_port": 80}, 'no effect without "prometheus"'),
+        ({"prometheus_port": 0, "trackers": ("prometheus",)}, "needed 1 to 65535"),
+        ({"project": ""}, "empty name"),
+    ],
+)
+def test_wrong_settings(given, said):
+    with pytest.raises(ConfigError, match=said):
+        TrackingConfig(**given)
+
+
+@pytest.mark.slow
+def test_tensorboard_has_reports_and_result(tmp_path):
+    tell(Trackers(tracked(tmp_path, "tensorboard"), pytest.fail))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(each.step, round(each.value, 3)) for each in events.Scalars("train/loss")] == [(10, 0.7), (20, 0.6)]
+    assert [each.value for each in events.Scalars("result/auc")] == [0.75]
+
+
+@pytest.mark.slow
+def test_weights_and_biases_offline(tmp_path):
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    code = (
+        "import sys; from pathlib import Path; from tests.unit.launch.test_trackers import *; "
+        "tell(Trackers(tracked(Path(sys.argv[1]), 'wandb'), sys.exit))"
+    )
+    environment = {**os.environ, "WANDB_MODE": "offline", "HOME": str(tmp_path), "WANDB_SILENT": "true"}
+    ran = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    content = file.read_bytes()
+    for said in (b"train/loss", b"result/auc", b"train.batch_size"):
+        assert said in content
+
+
+@pytest.mark.slow
+def test_mlflow_in_files(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    tell(Trackers(tracked(tmp_path / "mine", "mlflow", project="clicks"), pytest.fail))
+    client = mlflow.tracking.MlflowClient((tmp_path / "mlruns").as_uri())
+    (found,) = client.search_runs([client.get_experiment_by_name("clicks").experiment_id])
+    assert found.data.params["train.batch_size"] == "8"
+    assert found.info.run_name == "mine"
+    assert [(each.step, each.value) for each in client.get_metric_history(found.info.run_id, "train/loss")] == [
+        (10, 0.7),
+        (20, 0.6),
+    ]
+    assert found.data.metrics["result/auc"] == 0.75
+
+
+@pytest.mark.slow
+def test_trackio_on_this_machine(tmp_path):
+    pytest.importorskip("trackio", reason="trackio is not installed")
+    code = (
+        "import sys; from pathlib import Path; from tests.unit.launch.test_trackers import *; "
+        "tell(Trackers(tracked(Path(sys.argv[1]), 'trackio', project='clicks'), sys.exit))"
+    )
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "HOME": str(tmp_path)}
+    ran = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    (file,) = (tmp_path / "trackio").glob("clicks*.db")
+    import sqlite3
+
+    rows = sqlite3.connect(file).execute("select step, metrics from metrics order by id").fetchall()
+    assert [(step, json.loads(values)["train/loss"]) for step, values in rows[:2]] == [(10, 0.7), (20, 0.6)]
+
+
+def test_prometheus_reads_the_newest_numbers_on_this_machine_only(tmp_path):
+    pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    trackers = Trackers(tracked(tmp_path / "mine", "prometheus", prometheus_port=port), pytest.fail)
+    for step in (10, 20):
+        trackers.add("train", {"step": step, "loss": 1 / step})
+    text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
+    assert 'embershard_train_loss{run="mine"} 0.05\n' in text
+    assert 'embershard_step{run="mine"} 20.0\n' in text
+    with pytest.raises(OSError):
+        socket.create_connection((socket.gethostname(), port), timeout=1).close() if is_elsewhere() else refuse()
+    trackers.close()
+    with pytest.raises(OSError):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=1)
+
+
+def is_elsewhere() -> bool:
+    """This machine's name is an address beside the loopback."""
+    return not socket.gethostbyname(socket.gethostname()).startswith("127.")
+
+
+def refuse() -> None:
+    raise OSError
