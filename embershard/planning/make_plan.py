@@ -22,6 +22,7 @@ from embershard.planning.shard_costs import ShardCosts
 from embershard.planning.slot_split import split_slots
 from embershard.planning.workload import by_pool
 from embershard.sharding.plan import Plan, PoolPlacement, Prediction, TablePlacement
+from embershard.sharding.shards import no_rows_problem
 from embershard.sharding.sizes import place_shards
 
 _ORDERS: tuple[Literal["seconds", "device_bytes"], ...] = ("seconds", "device_bytes")
@@ -122,8 +123,10 @@ def _candidates(request: PlanRequest, need: LeastNeed) -> list[Candidate]:
     """Return placements that fit, among them the one that needs the least memory. First come those without a cache:
     where all rows fit the devices, nothing need be planned or moved."""
     found = list(dict.fromkeys([*_searched(request, need), *_round_robin(request), need.tables]))
-    tried = [*_searched(request, need, resident=True), *(tuple(map(_on_device, tables)) for tables in found), *found]
-    candidates = [sized(request, tables) for tables in dict.fromkeys(tried)]
+    tried = [*_searched(request, need, resident=True), *map(_without_caches, found), *found]
+    ranks_per_node = min(request.workload.shape.ranks_per_node, request.workload.shape.world_size)
+    trained = [tables for tables in dict.fromkeys(tried) if not no_rows_problem(tables, ranks_per_node)]
+    candidates = [sized(request, tables) for tables in trained]
     return [candidate for candidate in candidates if candidate is not None]
 
 
@@ -161,8 +164,12 @@ def _searched(request: PlanRequest, need: LeastNeed, resident: bool = False) -> 
         )
         if placements is not None:
             tables = placed(request, placements)
-            found.append(tuple(map(_on_device, tables)) if resident else tables)
+            found.append(_without_caches(tables) if resident else tables)
     return found
+
+
+def _without_caches(tables: Sequence[TablePlacement]) -> tuple[TablePlacement, ...]:
+    return tuple(table.without_cache for table in tables)
 
 
 def _searches(request: PlanRequest) -> list[tuple[Literal["seconds", "device_bytes"], dict[str, list[str]]]]:
@@ -191,10 +198,6 @@ def _shared(request: PlanRequest, fixed_bytes: int) -> int:
     model, batch = request.workload.model, request.workload.shape.batch_size
     dense = model.dense_parameter_bytes + model.dense_state_bytes + round(model.activation_bytes_per_sample * batch)
     return min(dense, fixed_bytes)
-
-
-def _on_device(table: TablePlacement) -> TablePlacement:
-    return table if table.kernel == "replicated" else replace(table, kernel="device")
 
 
 def _advice(request: PlanRequest, candidate: Candidate, exact: Prediction) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from embershard.cache.config import MOST_POOL_ROWS
@@ -42,6 +42,11 @@ class TablePlacement:
     kernel: Literal["cached", "device", "replicated"]
     ranks: tuple[int, ...]
     exchange: Exchange = "pooled"
+
+    @property
+    def without_cache(self) -> TablePlacement:
+        """The same place; a cached table is whole on the device."""
+        return replace(self, kernel="device") if self.kernel == "cached" else self
 
 
 @dataclass(frozen=True)
@@ -172,3 +177,34 @@ def largest_pool_problem(tables: Sequence[TablePlacement], ranks_per_node: int) 
     found = _rows_by_pool(tables, ranks_per_node)
     largest = max(sorted(found), key=lambda pool: sum(found[pool].values()), default=None)
     return "" if largest is None else rows_problem(largest[0], largest[1], found[largest])
+
+
+def no_rows_problem(tables: Iterable[TablePlacement], ranks_per_node: int) -> str:
+    """Return the problem of a rank whose shards on the device, of one sharding type and dtype, have no row in all;
+    empty where there is none. On a CPU, FBGEMM takes the empty tensor of such a group for one on a GPU, and fails.
+
+    >>> tiny = TablePlacement("t0", 3, 16, "fp32", "row_wise", "device", (0, 1, 2, 3))
+    >>> no_rows_problem([tiny], ranks_per_node=4)
+    "rank 3 has no row of its row_wise tables on the device ['t0']"
+    >>> no_rows_problem([tiny, TablePlacement("t1", 4, 16, "fp32", "row_wise", "device", (0, 1, 2, 3))], ranks_per_node=4)
+    ''
+    """
+    groups: dict[tuple[int, Sharding, Dtype], dict[str, int]] = {}
+    for table in tables:
+        for shard in shards_of(table, ranks_per_node) if table.kernel == "device" else ():
+            rows = groups.setdefault((shard.rank, table.sharding, table.dtype), {})
+            rows[table.table] = rows.get(table.table, 0) + shard.rows
+    for (rank, sharding, _), rows in sorted(groups.items()):
+        if not any(rows.values()):
+            return f"rank {rank} has no row of its {sharding} tables on the device {sorted(rows)[:5]}"
+    return ""
+
+
+def is_cut_too_small(rows: int, sharding: str, world_size: int, ranks_per_node: int) -> bool:
+    """Return True if a rank would get no row of a table that is cut so.
+
+    >>> is_cut_too_small(5, "row_wise", 4, 4), is_cut_too_small(7, "row_wise", 4, 4)
+    (True, False)
+    """
+    blocks = {"row_wise": world_size, "table_row_wise": ranks_per_node, "grid_shard": ranks_per_node}.get(sharding, 1)
+    return -(-rows // blocks) * (blocks - 1) >= rows

@@ -180,7 +180,7 @@ def _placed_tables(config: RunConfig, plan: Plan) -> list[TablePlacement]:
     """Return the tables as they are built: without a cache, cached ones are whole on the device."""
     if config.cache.enabled:
         return list(plan.tables)
-    return [replace(table, kernel="device") if table.kernel == "cached" else table for table in plan.tables]
+    return [table.without_cache for table in plan.tables]
 
 
 def _pool_memory(model: ModelSize, pool: Pool, settings: MemorySettings) -> PoolMemory:

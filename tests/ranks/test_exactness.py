@@ -15,7 +15,7 @@ from embershard.cache.config import Scoring
 from tests.ranks import faults, initial_weights, rows_exchange
 from tests.ranks.parity import ROWS, Case, Outcome, compare, compare_all, losses_of
 from tests.ranks.rows_exchange_matrix import case_of, with_look_ahead
-from tests.ranks.workers import RankPool
+from tests.ranks.workers import RankError, RankPool
 
 pytestmark = pytest.mark.ranks
 
@@ -113,6 +113,15 @@ def test_four_ranks_exchange_distinct_rows(four_ranks: RankPool) -> None:
         assert [outcome.different for outcome in outcomes] == [[]] * 4
         assert all(outcome.num_compared > 0 for outcome in outcomes)
         assert sum(outcome.evictions for outcome in outcomes) > 50
+
+
+def test_tables_with_fewer_rows_than_ranks(four_ranks: RankPool) -> None:
+    """Where we place them, with and without a cache; cut by rows, FBGEMM fails without one."""
+    tiny = rows_exchange.Case(rows=(3, 2, 5, 1), dims=(16,) * 4, sharding=(), exchange="pooled", ratio=1.0)
+    for outcome in four_ranks.run(rows_exchange.compare_dyadic, tiny):
+        assert outcome.different == []
+    with pytest.raises(RankError, match="must be a GPU"):
+        four_ranks.run(rows_exchange.compare_dyadic, dataclasses.replace(tiny, sharding="row_wise"))
 
 
 def test_four_ranks_on_two_nodes_start_from_a_counters_weights(four_ranks: RankPool) -> None:

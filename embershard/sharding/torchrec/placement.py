@@ -31,7 +31,7 @@ from torchrec.distributed.types import (
 
 from embershard.errors import ShardingError
 from embershard.sharding.plan import Plan
-from embershard.sharding.shards import PoolPlacement, Shard, TablePlacement, shards_of
+from embershard.sharding.shards import PoolPlacement, Shard, TablePlacement, no_rows_problem, shards_of
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.kernels import CachedEmbedding, CachedEmbeddingBag
 from embershard.sharding.torchrec.replicated_tables import ReplicatedEmbeddingBag
@@ -89,6 +89,12 @@ def torchrec_plan(
     """
     plan.check_model(model_tables(model, sharders))
     device_type = torch.device(device).type
+    on_device = plan.tables if cached else [table.without_cache for table in plan.tables]
+    if device_type == "cpu" and (problem := no_rows_problem(on_device, plan.ranks_per_node)):
+        raise ShardingError(
+            f"{problem}, and FBGEMM cannot train that on a CPU. Place one of them table_wise in the plan, or train them "
+            'with a cache (kernel "cached", cache.enabled = true).'
+        )
     by_name = {table.table: table for table in plan.tables}
     modules: dict[str, Any] = {}
     for table in shardable_tables(model, sharders):
@@ -169,7 +175,7 @@ class _Part:
 
 def _planned_parts(plan: Plan, rank: int, cached: bool) -> Iterator[_Part]:
     for table in plan.tables:
-        kernel = table.kernel if cached or table.kernel != "cached" else "device"
+        kernel = (table if cached else table.without_cache).kernel
         if table.kernel == "replicated":
             yield _Part(Shard(table.table, rank, table.rows, table.dim, 0, 0), table.sharding, kernel)
         for shard in shards_of(table, plan.ranks_per_node):

@@ -16,21 +16,27 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.proposers import GreedyProposer, GridSearchProposer, UniformProposer
 from torchrec.distributed.planner.types import Enumerator, Proposer, ShardingOption
 
+from embershard.sharding.shards import is_cut_too_small
+
 _TABLE, _ROW, _COLUMN = ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value, ShardingType.COLUMN_WISE.value
 _ROW_OF_NODE, _COLUMN_OF_NODE = ShardingType.TABLE_ROW_WISE.value, ShardingType.TABLE_COLUMN_WISE.value
 _PREFERENCE = [t.value for t in ShardingType]
 _MOST_GRID_PROPOSALS = 500
 
 
-def distinct_types(constraint: ParameterConstraints, columns: int, topology: Topology) -> ParameterConstraints:
-    """Return the constraint without sharding types that place a table of so many columns as another allowed one does.
+def distinct_types(
+    constraint: ParameterConstraints, rows: int, columns: int, topology: Topology
+) -> ParameterConstraints:
+    """Return the constraint without sharding types that place a table of such a size as another allowed one does, and
+    without those that leave a rank without a row, where others are allowed.
 
     On one rank, every type holds the table whole. Within a node, `table_row_wise` is `row_wise`, and
     `table_column_wise` is `column_wise`; a table that is too narrow to cut is `table_wise` with either of the latter.
 
     >>> wanted = ParameterConstraints(sharding_types=["table_wise", "row_wise", "table_row_wise", "column_wise"])
-    >>> distinct_types(wanted, 16, Topology(world_size=2, compute_device="cpu")).sharding_types
-    ['table_wise', 'row_wise']
+    >>> topology = Topology(world_size=2, compute_device="cpu")
+    >>> distinct_types(wanted, 100, 16, topology).sharding_types, distinct_types(wanted, 1, 16, topology).sharding_types
+    (['table_wise', 'row_wise'], ['table_wise'])
     """
     same_as: list[tuple[str, str]] = []
     if topology.world_size == 1:
@@ -42,7 +48,9 @@ def distinct_types(constraint: ParameterConstraints, columns: int, topology: Top
     allowed = constraint.sharding_types or []
     left_out = {name for name, other in same_as if other in allowed}
     fewer = copy.copy(constraint)
-    fewer.sharding_types = [name for name in allowed if name not in left_out]
+    distinct = [name for name in allowed if name not in left_out]
+    ranks = topology.world_size, topology.local_world_size
+    fewer.sharding_types = [name for name in distinct if not is_cut_too_small(rows, name, *ranks)] or distinct
     return fewer
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -106,7 +107,7 @@ def test_pools_are_those_that_torchrec_groups(plan):
 @settings(max_examples=25)
 def test_to_torchrec_and_back(plan):
     model, sharder = model_of(plan.tables), CachedEmbeddingBagCollectionSharder(plan=plan)
-    placed = torchrec_plan(plan, model, [sharder], "cpu")
+    placed = torchrec_plan(plan, model, [sharder], "cuda")
     assert placements_of(placed, model_tables(model, [sharder])) == plan.tables
 
 
@@ -139,6 +140,21 @@ def test_the_planner_s_plan_comes_back_as_it_was(device, ranks):
     plan = make_plan(placed, world_size, ranks_per_node)
     again = torchrec_plan(plan, model, [CachedEmbeddingBagCollectionSharder(plan=plan)], device)
     assert again.plan == planned.plan
+
+
+@pytest.mark.parametrize("rows", [3, 5])
+def test_a_rank_without_rows_needs_a_cache(rows):
+    """On a CPU; FBGEMM cannot train a group of tables without rows there."""
+    tables = [TablePlacement(f"t{n}", rows, 16, "fp32", "row_wise", "cached", (0, 1, 2, 3)) for n in range(2)]
+    plan, stock = make_plan(tables, 4, 4), StockEmbeddingBagCollectionSharder()
+    model = model_of(plan.tables)
+    cached = torchrec_plan(plan, model, [CachedEmbeddingBagCollectionSharder(plan=plan)], "cpu")
+    assert placements_of(cached, model_tables(model, [stock])) == plan.tables
+    for device, rows_of_another in (("cpu", 300), ("cuda", rows)):
+        enough = make_plan([*tables, dataclasses.replace(tables[0], table="t2", rows=rows_of_another)], 4, 4)
+        torchrec_plan(enough, model_of(enough.tables), [stock], device, cached=False)
+    with pytest.raises(ShardingError, match=r"rank 3 has no row of its row_wise tables on the device \['t0', 't1'\]"):
+        torchrec_plan(plan, model, [stock], "cpu", cached=False)
 
 
 def test_what_a_plan_cannot_say():

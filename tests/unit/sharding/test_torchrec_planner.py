@@ -316,9 +316,20 @@ def test_the_search_of_a_plan_is_bounded(monkeypatch):
 def test_types_that_place_a_table_in_the_same_way_are_tried_once(dim, world_size, ranks_per_node, types):
     topology = Topology(world_size=world_size, local_world_size=ranks_per_node, compute_device="cpu")
     every = ["table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise"]
-    assert distinct_types(ParameterConstraints(sharding_types=every), dim, topology).sharding_types == types
+    assert distinct_types(ParameterConstraints(sharding_types=every), 100, dim, topology).sharding_types == types
     for only in (every[1:2], every[2:3], every[3:4], every[4:]):
-        assert distinct_types(ParameterConstraints(sharding_types=only), dim, topology).sharding_types == only
+        assert distinct_types(ParameterConstraints(sharding_types=only), 100, dim, topology).sharding_types == only
+
+
+def test_tables_with_fewer_rows_than_ranks_are_not_cut_by_rows():
+    """Nor those whose last blocks are empty: 5 rows in blocks of two leave none for the fourth rank."""
+    topology = Topology(world_size=4, local_world_size=2, compute_device="cpu")
+    every = ParameterConstraints(sharding_types=["table_wise", "row_wise", "table_row_wise"])
+    found = [distinct_types(every, rows, 16, topology).sharding_types for rows in (1, 3, 5, 7)]
+    whole, by_node = ["table_wise"], ["table_wise", "table_row_wise"]
+    assert found == [whole, by_node, by_node, every.sharding_types]
+    only = ParameterConstraints(sharding_types=["row_wise"])
+    assert distinct_types(only, 3, 16, topology).sharding_types == ["row_wise"], "a user's own choice"
 
 
 def large(rows: int = 10**9) -> nn.ModuleDict:
