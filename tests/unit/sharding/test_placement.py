@@ -21,7 +21,7 @@ from embershard.sharding.plan import Plan, TablePlacement, pools_of, shards_of
 from embershard.sharding.torchrec import StockEmbeddingBagCollectionSharder
 from embershard.sharding.torchrec.lookups import POOLED_SHARDINGS
 from embershard.sharding.torchrec.modules import CachedShardedEmbeddingBagCollection
-from embershard.sharding.torchrec.placement import model_tables, placements_of, torchrec_plan
+from embershard.sharding.torchrec.placement import model_groups, model_tables, placements_of, torchrec_plan
 from embershard.sharding.torchrec.spec import CACHED_KERNEL, SPEC_KEY, CacheSpec
 from tests.unit.sharding.plans import SHARDED, make_plan, plans, ranks_for
 
@@ -107,7 +107,7 @@ def test_pools_are_those_that_torchrec_groups(plan):
 def test_to_torchrec_and_back(plan):
     model, sharder = model_of(plan.tables), CachedEmbeddingBagCollectionSharder(plan=plan)
     placed = torchrec_plan(plan, model, [sharder], "cpu")
-    assert placements_of(placed, model_tables(model, [sharder])) == plan.tables
+    assert placements_of(placed, model_tables(model, [sharder]), model_groups(model, [sharder])) == plan.tables
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -133,7 +133,7 @@ def test_the_planner_s_plan_comes_back_as_it_was(device, ranks):
         device=device,
         constraints=constraints,
     )
-    placed = placements_of(planned, model_tables(model, [sharder]))
+    placed = placements_of(planned, model_tables(model, [sharder]), model_groups(model, [sharder]))
     assert sorted(t.sharding for t in placed) == sorted(kinds)
     assert {t.kernel for t in placed} == {"cached", "device", "replicated"}
     plan = make_plan(placed, world_size, ranks_per_node)
@@ -167,7 +167,7 @@ def test_what_a_plan_cannot_say():
     assert placed.plan["tables"]["t0"].compute_kernel == "fused"
     placed.plan["tables"]["t0"].compute_kernel = "key_value"
     with pytest.raises(ShardingError, match="plans do not know the compute kernel 'key_value'"):
-        placements_of(placed, model_tables(bags, [pooled]))
+        placements_of(placed, model_tables(bags, [pooled]), {})
 
 
 _ANY = ("table_wise", "cached", (0,))
