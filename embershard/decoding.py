@@ -164,6 +164,8 @@ def toml(value: Any) -> str:
     """Return one value as TOML."""
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(toml, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{toml(str(key))} = {toml(each)}' for key, each in value.items())}}}"
     if isinstance(value, (str, bool)):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f")  # the one that TOML escapes, too
     return repr(value)

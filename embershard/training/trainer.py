@@ -20,7 +20,7 @@ from embershard.errors import CheckpointError, FailedSaveError
 from embershard.pipeline import LookAheadPipeline
 from embershard.sharding.torchrec import cached_embeddings
 from embershard.training.bad_rows import BadRowCount
-from embershard.training.build import build_sharded_model, find_plan, find_profile
+from embershard.training.build import build_sharded_model, features_of, find_plan, find_profile
 from embershard.training.cache_report import CacheReader
 from embershard.training.comparison import Comparison
 from embershard.training.config import RunConfig
@@ -179,9 +179,8 @@ class Trainer:
             depths, device = self.config.look_ahead, self.ranks.device
             pipeline = None
             if self.config.lookahead:
-                pipeline = LookAheadPipeline(
-                    self.model, self.dense_optimizer, device, depths.lookahead, depths.prefetch
-                )
+                args = (self.model, self.dense_optimizer, device, depths.lookahead, depths.prefetch)
+                pipeline = LookAheadPipeline(*args, features=features_of(self.model))
             self._upcoming = Steps(self.stream, self.total_steps - self.steps, device, pipeline, self._input_failure)
         return self._upcoming
 

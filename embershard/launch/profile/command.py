@@ -54,7 +54,7 @@ def collect(argv: Sequence[str]) -> None:
     config = run_config(arguments.data, arguments.config, arguments.overrides)
     console = plain_console()
     began = time.monotonic()
-    reader = PartReader(config.data)
+    reader = PartReader(config.data, config.model)
     workers = arguments.workers
     if workers is None:
         parts = reader.num_samples * arguments.sample / PART_SAMPLES

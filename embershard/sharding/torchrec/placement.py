@@ -144,8 +144,8 @@ def placements_of(
             is_replicated = param.sharding_type == ShardingType.DATA_PARALLEL.value
             kernel: Any = "replicated" if is_replicated else _OUR_KERNELS[param.compute_kernel]
             rows, dim, dtype = tables[name]
-            placement: Any = (name, rows, dim, dtype, param.sharding_type, kernel, ranks)
-            placements.append(TablePlacement(*placement, group=groups[name]))
+            placement: Any = (name, rows, dim, dtype, param.sharding_type, kernel, ranks, "pooled", groups[name])
+            placements.append(TablePlacement(*placement))
     return tuple(sorted(placements, key=lambda placement: placement.table))
 
 
