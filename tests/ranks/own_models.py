@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from embershard.cache import CacheConfig
-from embershard.data import DataConfig, ParquetConfig
 from embershard.data.config import SyntheticConfig
+from embershard.decoding import to_toml
 from embershard.launch.config import load_config
-from embershard.models import ModelConfig
 from embershard.pipeline.config import LookAheadConfig
-from embershard.sharding.config import ShardingConfig
+from embershard.sharding.torchrec import cache_stats
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.equivalence import Verdict, compare_with_stock
 from embershard.training.trainer import Trainer
@@ -34,6 +33,11 @@ def own_config(**changes: Any) -> RunConfig:
         "train": TrainConfig(batch_size=20, max_steps=STEPS, log_every=1, device="cpu"),
     }
     return replace(config, **{**parts, **changes})
+
+
+def as_toml(config: RunConfig) -> str:
+    """The settings as a file; the example's module is beside the example."""
+    return to_toml(config)
 
 
 def history_config(arch: Any, folder: Path, **changes: Any) -> RunConfig:
@@ -64,8 +68,6 @@ class LateRows:
 
 def trained(config: RunConfig, checkpoints: Path | None = None) -> LateRows:
     """Train the whole run."""
-    from embershard.sharding.torchrec import cache_stats
-
     trainer = Trainer(config, here(), checkpoints)
     losses = [report.loss for report in trainer.train() if hasattr(report, "batches")]
     stats = cache_stats(trainer.model)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from embershard.errors import ConfigError
 from embershard.launch.arguments import add_settings, make_parser, positive
+from embershard.launch.data.events import add_actions, main as main_of_events
 from embershard.launch.screen import make_table, plain_console, progress_bar, say, wide_console
 
 if TYPE_CHECKING:  # it loads torch, and --help must answer at once
@@ -29,6 +30,8 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         EmbershardError: the settings are wrong, or a file cannot be opened.
     """
+    if argv[:1] in (["events"], ["sessions"]):
+        return main_of_events(argv)
     arguments = _parser().parse_args(argv)
     if arguments.data is None and arguments.config is None:
         raise ConfigError("what is to be validated? Give DATA (a file or a folder), or --config.")
@@ -86,4 +89,5 @@ def _parser() -> argparse.ArgumentParser:
     action.add_argument("data", nargs="?", metavar="DATA", help="file or folder; default: that of the settings")
     add_settings(action, required=False)
     action.add_argument("--workers", type=positive, metavar="N", help="threads that parse (default: cores)")
+    add_actions(actions)
     return parser

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, get_args
 
@@ -84,7 +85,9 @@ class _Cached:
         dense optimizer or the fused one trains."""
         if sharding_type == ShardingType.DATA_PARALLEL.value:
             return self._REPLICATED_KERNELS
-        return [CACHED_KERNEL, EmbeddingComputeKernel.FUSED.value]
+        fused = EmbeddingComputeKernel.FUSED.value
+        # TorchRec's planner fails on cached tables on a CPU, for which it has no bandwidth: see `plan_sharding`.
+        return [fused] if compute_device_type == "cpu" else [CACHED_KERNEL, fused]
 
     def _shard(
         self,
@@ -95,6 +98,7 @@ class _Cached:
         device: Any,
         **rest: Any,
     ) -> Any:
+        self._warn_without_cache(params)
         init = None if self._init_seed is None else CounterInit.of_module(module, self._init_seed)
         spec = CacheSpec.make(
             self._cache,
@@ -123,6 +127,19 @@ class _Cached:
         if init is not None:
             init.write(sharded)
         return sharded
+
+
+    def _warn_without_cache(self, params: dict[str, ParameterSharding]) -> None:
+        """Warn if TorchRec's plan caches none of a module's tables, unless a plan of ours says so."""
+        kernels = {param.compute_kernel for param in params.values()}
+        if self._plan is not None or CACHED_KERNEL in kernels:
+            return
+        warnings.warn(
+            f"{type(self).__name__} caches none of the tables {sorted(params)[:5]}: the sharding plan gives them the "
+            f"compute kernels {sorted(kernels)}. Make the plan with embershard.plan_sharding, or give tables "
+            f"compute_kernel={CACHED_KERNEL!r} in it",
+            stacklevel=2,
+        )
 
 
 class CachedEmbeddingBagCollectionSharder(_Cached, EmbeddingBagCollectionSharder):
