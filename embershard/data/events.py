@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.csv
+import pyarrow.compute as pc
+import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -183,10 +184,10 @@ def _read(log: Path) -> Iterator[Events]:
     types = {name: pa.string() if name == "behaviour" else pa.int64() for name in _COLUMNS}
     first = 0
     try:
-        with pa.csv.open_csv(
+        with pa_csv.open_csv(
             log,
-            read_options=pa.csv.ReadOptions(column_names=list(_COLUMNS), use_threads=False),
-            convert_options=pa.csv.ConvertOptions(column_types=types, null_values=[], strings_can_be_null=False),
+            read_options=pa_csv.ReadOptions(column_names=list(_COLUMNS), use_threads=False),
+            convert_options=pa_csv.ConvertOptions(column_types=types, null_values=[], strings_can_be_null=False),
         ) as reader:
             for batch in reader:
                 yield _events(log, first, batch)
@@ -201,7 +202,7 @@ def _read(log: Path) -> Iterator[Events]:
 
 def _events(log: Path, first: int, batch: Any) -> Events:
     columns = [batch.column(name) for name in _COLUMNS]
-    numbers = pa.compute.index_in(columns[_BEHAVIOUR], value_set=pa.array(BEHAVIOURS))
+    numbers = pc.index_in(columns[_BEHAVIOUR], value_set=pa.array(BEHAVIOURS))
     columns[_BEHAVIOUR] = numbers.fill_null(-1)
     found = np.stack([np.asarray(column, np.int64) for column in columns], axis=1)
     found[:, _BEHAVIOUR] += 1

@@ -55,9 +55,7 @@ class SessionOptions:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: got {getattr(self, name)}, needed at least 1.")
         if self.num_items < self.num_categories:
-            raise ConfigError(
-                f"num_items: got {self.num_items}, needed at least the {self.num_categories} categories."
-            )
+            raise ConfigError(f"num_items: got {self.num_items}, needed at least the {self.num_categories} categories.")
         for name in ("session_end", "drift", "follow"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name}: got {getattr(self, name)}, needed a share in [0, 1].")
@@ -74,7 +72,9 @@ def session_log(options: SessionOptions) -> Iterator[str]:
         users = np.arange(first, min(first + _USERS_AT_ONCE, options.num_users + 1))
         columns = _Events(options, users).columns()
         rows = zip(*(column.tolist() for column in (*columns[:3], names[columns[3]], columns[4])), strict=True)
-        yield "".join(f"{user},{item},{category},{behaviour},{time}\n" for user, item, category, behaviour, time in rows)
+        yield "".join(
+            f"{user},{item},{category},{behaviour},{time}\n" for user, item, category, behaviour, time in rows
+        )
 
 
 class _Events:

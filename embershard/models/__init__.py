@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from embershard.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from embershard.models.config import ModelConfig
     from embershard.models.build import build_model, model_tables, num_parameters
+    from embershard.models.config import ModelConfig
     from embershard.models.schema import table_name
     from embershard.models.tables import ModelTable
 else:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torchrec.modules.mlp import MLP
 
-
 _NO_EVENT = -1e4  # as a score; not minus infinity: a history may be empty
 
 

@@ -31,7 +31,7 @@ from embershard.training.kept_batches import KeptBatches
 from embershard.training.loss_monitor import LossMonitor, in_float64
 from embershard.training.memory_check import check_memory_for_run
 from embershard.training.metrics import PredictionBuffer
-from embershard.training.optimizers import set_learning_rate
+from embershard.training.optimizers import LearningRates
 from embershard.training.prediction import autocast, predict, until_stopped
 from embershard.training.reports import (
     EvalReport,
@@ -52,7 +52,15 @@ WINDOW_SAMPLES = 16_384
 
 
 class Trainer:
-    """Trains one model. All ranks call its methods in the same order.
+    """Trains one model. All ranks call its methods in the same order, in a process group (`embershard.process_group`).
+
+    >>> from embershard import process_group
+    >>> from embershard.training.config import TrainConfig
+    >>> with process_group("cpu") as ranks:
+    ...     trainer = Trainer(RunConfig(train=TrainConfig(max_steps=2, batch_size=8)), ranks)
+    ...     print(next(trainer.train()).step)
+    ...     trainer.close()
+    2
 
     Args:
         checkpoints: folder for the checkpoints, shared by all ranks; None: save none.
@@ -91,7 +99,11 @@ class Trainer:
         self.steps = self.samples = 0
         self.step_seconds = array("d")
         self._reported_steps = 0
-        self._learning_rate_factor: float | None = None
+        self._learning_rates = LearningRates(
+            config.schedule,
+            fused=(self.model.fused_optimizer, config.embedding_optimizer.lr),
+            dense=(self.dense_optimizer, config.dense_optimizer.lr),
+        )
         self.run_id = ranks.from_first(lambda: uuid.uuid4().hex)
 
     @property
@@ -189,7 +201,7 @@ class Trainer:
 
         Nothing in it waits for a GPU, unless batches may be skipped.
         """
-        self._set_learning_rates()
+        self._learning_rates.set(self.steps)
         self.dense_optimizer.zero_grad()
         with self._autocast():
             loss, (_, logits, labels) = self.model(batch)
@@ -229,7 +241,7 @@ class Trainer:
             hit_rate_lookups=cached.hit_rate_lookups,
             fills=cached.fills / parts,
             write_backs=cached.write_backs / parts,
-            learning_rate_factor=self._learning_rate_factor or 1.0,
+            learning_rate_factor=self._learning_rates.factor or 1.0,
             sent_bytes=self.traffic_reader.since_last().over(parts),
         )
 
@@ -331,12 +343,3 @@ class Trainer:
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         return autocast(self.config.train, self.ranks.device)
-
-    def _set_learning_rates(self) -> None:
-        factor = self.config.schedule.factor(self.steps)
-        if factor == self._learning_rate_factor:
-            return
-        self._learning_rate_factor = factor
-        set_learning_rate(self.dense_optimizer, self.config.dense_optimizer.lr * factor)
-        set_learning_rate(self.model.fused_optimizer, self.config.embedding_optimizer.lr * factor)
-        self.model.fused_optimizer.step()  # only hands the rate to the kernels

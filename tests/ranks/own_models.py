@@ -26,7 +26,9 @@ def own_config(**changes: Any) -> RunConfig:
     """The example of a model of one's own, made small: two collections of bags, and one of sequences."""
     config = load_config(RunConfig, PROJECT / "examples" / "own_model.toml")
     parts: dict[str, Any] = {
-        "data": replace(config.data, synthetic=SyntheticConfig(num_samples=4000, scale=2e-4, bag_sizes=(2,)), num_workers=0),
+        "data": replace(
+            config.data, synthetic=SyntheticConfig(num_samples=4000, scale=2e-4, bag_sizes=(2,)), num_workers=0
+        ),
         "model": replace(config.model, options={"hidden": 8, "dim": 8}),
         "cache": CacheConfig(ratio=0.25),
         "look_ahead": LookAheadConfig(lookahead=4, prefetch=2),

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from embershard.errors import ConfigError
 from embershard.launch.arguments import add_settings, make_parser, positive
-from embershard.launch.data.events import add_actions, main as main_of_events
+from embershard.launch.data.events import add_actions
+from embershard.launch.data.events import main as main_of_events
 from embershard.launch.screen import make_table, plain_console, progress_bar, say, wide_console
 
 if TYPE_CHECKING:  # it loads torch, and --help must answer at once

@@ -148,9 +148,7 @@ def part_ranges(num_samples: int, sample: float, part_samples: int) -> list[tupl
     return ranges
 
 
-def _lookups(
-    blocks: list[Block], features: Sequence[int]
-) -> tuple[NDArray[np.int64], int | NDArray[np.integer]]:
+def _lookups(blocks: list[Block], features: Sequence[int]) -> tuple[NDArray[np.int64], int | NDArray[np.integer]]:
     """Return the rows that samples look up in a table, in their order, and how many each looks up (an int: all so
     many)."""
     sizes = [_bag_sizes(blocks, feature) for feature in features]

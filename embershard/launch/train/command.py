@@ -35,9 +35,9 @@ from embershard.sharding.plan import Plan
 from embershard.training.cache_report import look_ahead_totals
 from embershard.training.config import RunConfig
 from embershard.training.identity import global_batch
+from embershard.training.model_size import tables_of_run
 from embershard.training.reports import EvalReport, Report, TrainReport
 from embershard.training.resume import resume_run
-from embershard.training.model_size import tables_of_run
 from embershard.training.trainer import Trainer
 
 

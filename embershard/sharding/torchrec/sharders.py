@@ -128,7 +128,6 @@ class _Cached:
             init.write(sharded)
         return sharded
 
-
     def _warn_without_cache(self, params: dict[str, ParameterSharding]) -> None:
         """Warn if TorchRec's plan caches none of a module's tables, unless a plan of ours says so."""
         kernels = {param.compute_kernel for param in params.values()}

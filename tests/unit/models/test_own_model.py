@@ -166,10 +166,13 @@ def test_the_loss_is_the_cross_entropy_or_one_s_own():
     loss, (shown, found, labels) = OwnModel(Returns(logits), "m")(batch(3))
     expected = torch.nn.functional.binary_cross_entropy_with_logits(logits.flatten(), torch.tensor([0.0, 1.0, 0.0]))
     assert torch.equal(loss, expected)
-    assert torch.equal(shown, expected) and not shown.requires_grad
-    assert found.tolist() == [0.5, -1.0, 2.0] and labels.tolist() == [0, 1, 0]
+    assert torch.equal(shown, expected)
+    assert not shown.requires_grad
+    assert found.tolist() == [0.5, -1.0, 2.0]
+    assert labels.tolist() == [0, 1, 0]
     own, (_, found, _) = OwnModel(Returns((logits.sum(), logits)), "m")(batch(3))
-    assert torch.equal(own, logits.sum()) and found.shape == (3,)
+    assert torch.equal(own, logits.sum())
+    assert found.shape == (3,)
 
 
 @pytest.mark.parametrize("found", [torch.zeros(4), torch.zeros(3, 2), "text", (torch.zeros(3), torch.zeros(3)), None])
