@@ -12,57 +12,55 @@ import torch
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, PoolingType
 
-META = torch.device("meta")  # the rows get their memory where they are placed
-NUM_SEQUENCES = 4
-
 
 class BagsAndSequences(nn.Module):
-    """A bag per feature, rare features in wider rows; and attention within the sequences of the last features."""
+    """The ids of four features are read as sequences, with attention; those of the others are pooled, every second
+    feature in rows of half the dim."""
 
     def __init__(self, schema: Any, hidden: int, dim: int) -> None:
         super().__init__()
-        *bags, third, second, first, last = schema.sparse
-        bags.sort(key=lambda feature: feature.num_rows)
-        half = len(bags) // 2
-        small = [
+        features, meta = list(schema.sparse), torch.device("meta")  # rows get their memory where they are placed
+        self.read, pooled = features[2:6], features[:2] + features[6:]
+        wide = [
             EmbeddingBagConfig(
-                name=f"small_{f.name}",
+                name=f"wide_{f.name}", num_embeddings=f.num_rows, embedding_dim=dim, feature_names=[f.name]
+            )
+            for f in pooled[::2]
+        ]
+        narrow = [
+            EmbeddingBagConfig(
+                name=f"narrow_{f.name}",
                 num_embeddings=f.num_rows,
                 embedding_dim=dim // 2,
                 feature_names=[f.name],
                 pooling=PoolingType.MEAN,
             )
-            for f in bags[:half]
+            for f in pooled[1::2]
         ]
-        large = [
-            EmbeddingBagConfig(
-                name=f"large_{f.name}", num_embeddings=f.num_rows, embedding_dim=dim, feature_names=[f.name]
-            )
-            for f in bags[half:]
-        ]
-        self.names = [f.name for f in (third, second, first, last)]
         sequences = [
             EmbeddingConfig(name=f"seq_{f.name}", num_embeddings=f.num_rows, embedding_dim=dim, feature_names=[f.name])
-            for f in (third, second, first, last)
+            for f in self.read
         ]
-        self.small = EmbeddingBagCollection(small, device=META)
-        self.large = EmbeddingBagCollection(large, device=META)
-        self.sequences = EmbeddingCollection(sequences, device=META)
+        self.wide = EmbeddingBagCollection(wide, device=meta)
+        self.narrow = EmbeddingBagCollection(narrow, device=meta)
+        self.sequences = EmbeddingCollection(sequences, device=meta)
         self.score = nn.Linear(dim, 1)
-        width = len(schema.dense) + len(small) * (dim // 2) + (len(large) + NUM_SEQUENCES) * dim
+        width = len(schema.dense) + (len(wide) + len(self.read)) * dim + len(narrow) * (dim // 2)
         self.over = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, 1))
 
     def forward(self, batch: Any) -> Tensor:
         """Return the logits [B, 1] of a batch: dense_features [B, num_dense], sparse_features, labels [B]."""
-        small = self.small(batch.sparse_features).to_dict()  # each collection gets all sparse features, once
-        large = self.large(batch.sparse_features).to_dict()
+        wide = self.wide(batch.sparse_features).to_dict()  # each collection gets all sparse features, once
+        narrow = self.narrow(batch.sparse_features).to_dict()
         found = self.sequences(batch.sparse_features)
-        read = []
-        for name in self.names:
-            rows = found[name].to_padded_dense(max(1, int(found[name].lengths().max())))  # [B, L, dim]
-            read.append((self.score(rows).softmax(dim=1) * rows).sum(dim=1))
-        parts = [batch.dense_features, *small.values(), *large.values(), *read]
-        return self.over(torch.cat(parts, dim=1))
+        attended = []
+        for feature in self.read:
+            ids = found[feature.name]
+            rows = ids.to_padded_dense(max(1, int(ids.lengths().max())))  # [B, L, dim]
+            attended.append((self.score(rows).softmax(dim=1) * rows).sum(dim=1))
+        # By name: the order of the pooled embeddings depends on the plan.
+        pooled = [each[name] for each in (wide, narrow) for name in sorted(each)]
+        return self.over(torch.cat([batch.dense_features, *pooled, *attended], dim=1))
 
 
 def build(schema: Any, options: dict[str, Any]) -> nn.Module:

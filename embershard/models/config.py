@@ -71,6 +71,7 @@ class ModelConfig:
     """Settings of one's own, which `build`'s function gets: any names and values."""
 
     def __post_init__(self) -> None:
+        self._check_own()
         if self.arch not in get_args(Arch):
             raise ConfigError(f"model.arch: got {self.arch!r}, needed one of {', '.join(map(repr, get_args(Arch)))}.")
         if self.table_dtype not in ("fp32", "fp16"):
@@ -98,7 +99,6 @@ class ModelConfig:
             if value is not None and value < 1:
                 raise ConfigError(f"model.{name}: got {value}, needed at least 1.")
         self._check_history()
-        self._check_own()
 
     def _check_history(self) -> None:
         given = [name for name in ("target", "history", "history_layer_sizes") if getattr(self, name)]

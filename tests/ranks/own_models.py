@@ -1,8 +1,8 @@
-"""Models with several collections of tables and with histories: training beside stock TorchRec, as one rank of a pool."""
+"""Models with several collections of tables, and with histories, trained as one rank of a pool of processes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,10 @@ def own_config(**changes: Any) -> RunConfig:
     config = load_config(RunConfig, PROJECT / "examples" / "own_model.toml")
     parts: dict[str, Any] = {
         "data": replace(
-            config.data, synthetic=SyntheticConfig(num_samples=4000, scale=2e-4, bag_sizes=(2,)), num_workers=0
+            config.data, synthetic=SyntheticConfig(num_samples=4000, scale=1e-3, bag_sizes=(2,)), num_workers=0
         ),
         "model": replace(config.model, options={"hidden": 8, "dim": 8}),
-        "cache": CacheConfig(ratio=0.25),
+        "cache": CacheConfig(ratio=0.3),
         "look_ahead": LookAheadConfig(lookahead=4, prefetch=2),
         "train": TrainConfig(batch_size=20, max_steps=STEPS, log_every=1, device="cpu"),
     }
@@ -59,22 +59,14 @@ def verdict(config: RunConfig) -> Verdict:
     return compare_with_stock(config, here(), STEPS)
 
 
-@dataclass(frozen=True)
-class LateRows:
-    """What a run with look-ahead did: `late` rows were not resident when their step began."""
-
-    late: int
-    evictions: int
-    losses: list[float]
-
-
-def trained(config: RunConfig, checkpoints: Path | None = None) -> LateRows:
-    """Train the whole run."""
-    trainer = Trainer(config, here(), checkpoints)
-    losses = [report.loss for report in trainer.train() if hasattr(report, "batches")]
-    stats = cache_stats(trainer.model)
+def late_rows(config: RunConfig) -> int:
+    """Train the whole run; return the rows that a step waited for, but for the first one, before which nothing is
+    known."""
+    trainer, late = Trainer(config, here()), []
+    for _ in trainer.train():
+        late.append(sum(table.critical_path_fills for table in cache_stats(trainer.model)))
     trainer.close()
-    return LateRows(sum(table.critical_path_fills for table in stats), sum(table.evictions for table in stats), losses)
+    return late[-1] - late[0]
 
 
 def resumed_equals_whole(config: RunConfig, checkpoints: Path) -> list[str]:

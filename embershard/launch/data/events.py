@@ -1,4 +1,4 @@
-"""`embershard data events`: a log of events becomes windows to train on. `embershard data sessions`: generates a log."""
+"""`embershard data events`: windows to train on, of a log of events. `embershard data sessions`: generates a log."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from embershard.whole_file import whole_file
 if TYPE_CHECKING:
     from embershard.data.events import Windows
 
-_EVENTS = """Make samples of a log of events: a window of a user's history, and the item that came next (label 1) or one of
-a random event (label 0). Each user's last event is held out.
+_EVENTS = """Make samples of a log of events: a window of a user's history, and the item that came next (label 1)
+or one of a random event (label 0). Each user's last event is held out.
 
 FILE is CSV without a header: user,item,category,behaviour,time (Alibaba's UserBehavior.csv). Written are train.parquet,
 eval.parquet and run.toml, which trains a DIN on them.
@@ -25,8 +25,8 @@ eval.parquet and run.toml, which trains a DIN on them.
   embershard data events UserBehavior.csv -o windows
   embershard train --config windows/run.toml
 """
-_SESSIONS = """Generate a log of events, to try models of sequences: users with favourite categories that drift, in sessions of
-one interest each.
+_SESSIONS = """Generate a log of events, to try models of sequences: users with favourite categories that drift, in
+sessions of one interest each.
 
   embershard data sessions -o log.csv --users 20000
   embershard data events log.csv -o windows

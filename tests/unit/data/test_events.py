@@ -146,7 +146,12 @@ def test_ids_that_are_far_apart_are_hashed():
     near = events.Windows(9, 2, 4, 2, {"user": 50, "item": 9, "category": 3}, {"user": 50, "item": 9, "category": 3})
     assert near.id_mapping == "modulo"
     assert near.num_rows == {
-        "user": 52, "item": 11, "category": 5, "hist_item": 11, "hist_category": 5, "hist_behaviour": 6
+        "user": 52,
+        "item": 11,
+        "category": 5,
+        "hist_item": 11,
+        "hist_category": 5,
+        "hist_behaviour": 6,
     }
     far = events.Windows(9, 2, 4, 2, {"user": 10**9, "item": 9, "category": 3}, {"user": 50, "item": 9, "category": 3})
     assert far.id_mapping == "hash"
