@@ -19,7 +19,7 @@ from tests.ranks.parity import differences, snapshot
 from tests.ranks.planned import here
 
 PROJECT = Path(__file__).resolve().parents[2]
-STEPS = 12
+STEPS = 16
 
 
 def own_config(**changes: Any) -> RunConfig:
@@ -30,7 +30,7 @@ def own_config(**changes: Any) -> RunConfig:
             config.data, synthetic=SyntheticConfig(num_samples=4000, scale=1e-3, bag_sizes=(2,)), num_workers=0
         ),
         "model": replace(config.model, options={"hidden": 8, "dim": 8}),
-        "cache": CacheConfig(ratio=0.3),
+        "cache": CacheConfig(ratio=0.05),
         "look_ahead": LookAheadConfig(lookahead=4, prefetch=2),
         "train": TrainConfig(batch_size=20, max_steps=STEPS, log_every=1, device="cpu"),
     }
@@ -47,9 +47,9 @@ def history_config(arch: Any, folder: Path, **changes: Any) -> RunConfig:
     config = load_config(RunConfig, folder / "run.toml")
     parts: dict[str, Any] = {
         "model": replace(config.model, arch=arch, embedding_dim=8, dense_arch_layer_sizes=(8,)),
-        "cache": CacheConfig(ratio=0.3),
+        "cache": CacheConfig(ratio=0.2),
         "look_ahead": LookAheadConfig(lookahead=4, prefetch=2),
-        "train": TrainConfig(batch_size=16, max_steps=STEPS, log_every=1, device="cpu"),
+        "train": TrainConfig(batch_size=8, max_steps=STEPS, log_every=1, device="cpu"),
     }
     return replace(config, **{**parts, **changes})
 

@@ -88,7 +88,7 @@ def test_an_own_model_is_trained_scored_and_resumed(tmp_path):
 
     (tmp_path / "own_copy.py").write_text((tmp_path / "own_copy.py").read_text() + "\n# changed\n")
     with process_group("cpu") as ranks:
-        with pytest.raises(CheckpointError, match=r"model.source .*--allow-change model.source"):
+        with pytest.raises(CheckpointError, match=r"(?s)model.source .*--allow-change model.source"):
             resume(ranks)
         assert resume(ranks, ("model.source",)).steps == 6
         other = load_config(RunConfig, tmp_path / "own_copy.toml", [*overrides, "model.options.hidden=9"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from torchrec.distributed.embedding_sharding import group_tables
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from embershard import CacheConfig, CachedEmbeddingBagCollectionSharder, CachedEmbeddingCollectionSharder, plan_sharding
@@ -161,13 +162,50 @@ def test_what_a_plan_cannot_say():
         torchrec_plan(plan, model_of((table, TablePlacement("t1", 5, 16, "fp32", *_ANY))), [pooled], "cpu")
     two = make_plan([table, TablePlacement("t1", 10, 16, "fp32", *_ANY)], 1, 1)
     both = nn.ModuleDict({"a": bags, "b": model_of((two.tables[1],))})
-    with pytest.raises(ShardingError, match=r"pools are those of one module; cached tables are in \['a.tables', 'b"):
+    with pytest.raises(ShardingError, match=r"the group '', and the model in 'a.tables \(sum\)': tables of two modules"):
         torchrec_plan(two, both, [pooled], "cpu")
     placed = torchrec_plan(plan, bags, [StockEmbeddingBagCollectionSharder()], "cpu", cached=False)
     assert placed.plan["tables"]["t0"].compute_kernel == "fused"
     placed.plan["tables"]["t0"].compute_kernel = "key_value"
     with pytest.raises(ShardingError, match="plans do not know the compute kernel 'key_value'"):
-        placements_of(placed, model_tables(bags, [pooled]), {})
+        placements_of(placed, model_tables(bags, [pooled]), {"t0": ""})
+
+
+def test_a_plan_of_several_modules_and_poolings():
+    """Tables that could share a cache do not, where TorchRec gives them kernels of their own."""
+    bags = [
+        EmbeddingBagConfig(10, 16, name=f"t{number}", feature_names=[f"f{number}"], pooling=pooling)
+        for number, pooling in enumerate([PoolingType.SUM, PoolingType.MEAN, PoolingType.SUM])
+    ]
+    sequence = EmbeddingConfig(10, 16, name="t3", feature_names=["f3"])
+    model = nn.ModuleDict(
+        {
+            "a": EmbeddingBagCollection(tables=bags[:2], device=META),
+            "b": EmbeddingBagCollection(tables=bags[2:], device=META),
+            "c": EmbeddingCollection(tables=[sequence], device=META),
+        }
+    )
+    groups = {"t0": "a (sum)", "t1": "a (mean)", "t2": "b (sum)", "t3": "c"}
+    tables = [
+        TablePlacement(name, 10, 16, "fp32", "row_wise", "cached", (0, 1), group=group)
+        for name, group in groups.items()
+    ]
+    plan = make_plan(tables, 2, 2)
+    assert [pool.tables for pool in plan.pools] == [(name,) for name in ("t1", "t0", "t2", "t3")] * 2
+    sharders = [CachedEmbeddingBagCollectionSharder(plan=plan), CachedEmbeddingCollectionSharder(plan=plan)]
+    assert model_groups(model, sharders) == groups
+    placed = torchrec_plan(plan, model, sharders, "cpu")
+    assert {path: set(part) for path, part in placed.plan.items()} == {"a": {"t0", "t1"}, "b": {"t2"}, "c": {"t3"}}
+    assert placements_of(placed, model_tables(model, sharders), groups) == plan.tables
+
+
+def test_a_group_is_in_a_plan_s_file_only_where_there_are_several(tmp_path):
+    table = TablePlacement("t0", 10, 16, "fp32", "table_wise", "cached", (0,))
+    for number, group in enumerate(("", "a (sum)")):
+        plan = make_plan([replace(table, group=group)], 1, 1)
+        plan.save(tmp_path / f"{number}.json")
+        assert ("group" in (tmp_path / f"{number}.json").read_text()) == bool(group)
+        assert Plan.load(tmp_path / f"{number}.json") == plan
 
 
 _ANY = ("table_wise", "cached", (0,))
