@@ -74,7 +74,8 @@ def _dense_part(config: RunConfig, num_tables: int) -> tuple[float, int, float]:
     """Return operations of a sample, bytes of the parameters, and bytes that a sample's forward keeps."""
     schema = schema_of(config.data)
     if config.model.build is None and config.model.arch not in WITH_HISTORY:
-        dense = DenseSize.of(config.model, schema.num_dense, num_tables)
+        number_bytes = 8 if config.train.precision == "fp64" else 4
+        dense = DenseSize.of(config.model, schema.num_dense, num_tables, number_bytes)
         return dense.flops_per_sample, dense.parameter_bytes, dense.activation_bytes_per_sample
     parameters = num_parameters(config.model, schema)
     kept = sum(table.dim * len(table.features) for table in tables_of_run(config))

@@ -25,6 +25,7 @@ from embershard.training.cache_report import CacheReader
 from embershard.training.comparison import Comparison
 from embershard.training.config import RunConfig
 from embershard.training.disk_needs import check_disk_for_run
+from embershard.training.float64 import divided_once
 from embershard.training.hot_cold import find_hot_set
 from embershard.training.identity import global_batch
 from embershard.training.kept_batches import KeptBatches
@@ -54,13 +55,10 @@ WINDOW_SAMPLES = 16_384
 class Trainer:
     """Trains one model. All ranks call its methods in the same order, in a process group (`embershard.process_group`).
 
-    >>> from embershard import process_group
-    >>> from embershard.training.config import TrainConfig
+    >>> from embershard import process_group  # examples/own_script.py is a whole program
     >>> with process_group("cpu") as ranks:
-    ...     trainer = Trainer(RunConfig(train=TrainConfig(max_steps=2, batch_size=8)), ranks)
-    ...     print(next(trainer.train()).step)
+    ...     trainer = Trainer(RunConfig(), ranks)
     ...     trainer.close()
-    2
 
     Args:
         checkpoints: folder for the checkpoints, shared by all ranks; None: save none.
@@ -99,11 +97,8 @@ class Trainer:
         self.steps = self.samples = 0
         self.step_seconds = array("d")
         self._reported_steps = 0
-        self._learning_rates = LearningRates(
-            config.schedule,
-            fused=(self.model.fused_optimizer, config.embedding_optimizer.lr),
-            dense=(self.dense_optimizer, config.dense_optimizer.lr),
-        )
+        fused = (self.model.fused_optimizer, config.embedding_optimizer.lr)
+        self._learning_rates = LearningRates(config.schedule, fused, (self.dense_optimizer, config.dense_optimizer.lr))
         self.run_id = ranks.from_first(lambda: uuid.uuid4().hex)
 
     @property
@@ -201,6 +196,10 @@ class Trainer:
 
         Nothing in it waits for a GPU, unless batches may be skipped.
         """
+        with divided_once(self.config, self.plan):
+            return self._step(batch)
+
+    def _step(self, batch: Batch) -> SkippedBatchReport | None:
         self._learning_rates.set(self.steps)
         self.dense_optimizer.zero_grad()
         with self._autocast():

@@ -162,7 +162,7 @@ def test_what_a_plan_cannot_say():
         torchrec_plan(plan, model_of((table, TablePlacement("t1", 5, 16, "fp32", *_ANY))), [pooled], "cpu")
     two = make_plan([table, TablePlacement("t1", 10, 16, "fp32", *_ANY)], 1, 1)
     both = nn.ModuleDict({"a": bags, "b": model_of((two.tables[1],))})
-    with pytest.raises(ShardingError, match=r"the group '', and the model in 'a.tables \(sum\)': tables of two modules"):
+    with pytest.raises(ShardingError, match=r"group '', and the model in 'a.tables \(sum\)': tables of two modules"):
         torchrec_plan(two, both, [pooled], "cpu")
     placed = torchrec_plan(plan, bags, [StockEmbeddingBagCollectionSharder()], "cpu", cached=False)
     assert placed.plan["tables"]["t0"].compute_kernel == "fused"
