@@ -13,6 +13,7 @@ from embershard.lazy_names import lazy_names
 if TYPE_CHECKING:
     from embershard.cache.config import CacheConfig
     from embershard.cache.statistics import TableStats
+    from embershard.distributed import process_group
     from embershard.frequency.profile import FrequencyProfile
     from embershard.pipeline import LookAheadPipeline
     from embershard.sharding.torchrec import (
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
         host_rows_changed,
         plan_sharding,
     )
+    from embershard.training.config import RunConfig
+    from embershard.training.trainer import Trainer
 
 __version__ = "0.1.0"
 
@@ -32,12 +35,15 @@ __all__ = [
     "CachedEmbeddingCollectionSharder",
     "FrequencyProfile",
     "LookAheadPipeline",
+    "RunConfig",
     "TableStats",
+    "Trainer",
     "__version__",
     "cache_stats",
     "flush",
     "host_rows_changed",
     "plan_sharding",
+    "process_group",
 ]
 
 
@@ -47,6 +53,7 @@ __getattr__ = lazy_names(
     {
         "cache.config": ["CacheConfig"],
         "cache.statistics": ["TableStats"],
+        "distributed": ["process_group"],
         "frequency.profile": ["FrequencyProfile"],
         "pipeline": ["LookAheadPipeline"],
         "sharding.torchrec": [
@@ -57,5 +64,7 @@ __getattr__ = lazy_names(
             "host_rows_changed",
             "plan_sharding",
         ],
+        "training.config": ["RunConfig"],
+        "training.trainer": ["Trainer"],
     },
 )

@@ -49,6 +49,9 @@ def load_config(cls: type[C], path: Path, overrides: Sequence[str] = ()) -> C:
     bring_up_to_date(values, rename=is_record)
     for override in overrides:
         apply_override(cls, values, override)
+    model = values.get("model")
+    if isinstance(model, dict) and "build" in model:  # its module may be beside the file
+        model.setdefault("folder", str(path.absolute().parent))
     return decode(cls, values)
 
 
@@ -72,6 +75,8 @@ def apply_override(cls: type, values: dict[str, Any], override: str) -> None:
         at = ".".join(sections[:number])
         if get_origin(hint) is dict:  # of sections, by names that the user chose
             hint = get_args(hint)[1]
+            continue
+        if hint is Any:
             continue
         if not is_section(hint):
             raise ConfigError(f"{at} is a setting, not a section.")

@@ -7,15 +7,19 @@ from typing import TYPE_CHECKING
 from embershard.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from embershard.models.build import build_model, model_tables, num_parameters
     from embershard.models.config import ModelConfig
-    from embershard.models.dlrm import build_model, table_name
+    from embershard.models.schema import table_name
+    from embershard.models.tables import ModelTable
 else:
     __getattr__ = lazy_names(
         __name__,
         {
             "config": ["ModelConfig"],
-            "dlrm": ["build_model", "table_name"],
+            "build": ["build_model", "model_tables", "num_parameters"],
+            "schema": ["table_name"],
+            "tables": ["ModelTable"],
         },
     )
 
-__all__ = ["ModelConfig", "build_model", "table_name"]
+__all__ = ["ModelConfig", "ModelTable", "build_model", "model_tables", "num_parameters", "table_name"]

@@ -1,20 +1,23 @@
-"""Architecture and sizes of a model. `build_model` checks what depends on the data."""
+"""Architecture and sizes of a model, or where one's own is. `build_model` checks what depends on the data."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
 
 from embershard.errors import ConfigError
 
-Arch = Literal["dlrm", "dlrm_dcn", "deepfm"]
+Arch = Literal["dlrm", "dlrm_dcn", "deepfm", "din", "tbsm"]
+#: Those that look at a user's history.
+WITH_HISTORY = ("din", "tbsm")
 _DEEPFM_LAYERS = 2
 _DIM_MULTIPLE = 4  # FBGEMM stores rows as vectors of four numbers
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A DLRM or DeepFM: embedding tables, a dense MLP, an interaction of both, and an MLP over it.
+    """A DLRM or DeepFM: embedding tables, a dense MLP, an interaction of both, and an MLP over it. Or a model with
+    attention over a user's history (DIN, TBSM), or one of one's own.
 
     >>> ModelConfig(embedding_dim=32, dense_arch_layer_sizes=(64, 32)).arch
     'dlrm'
@@ -22,7 +25,9 @@ class ModelConfig:
 
     arch: Arch = "dlrm"
     """Interaction of the features: "dlrm" takes dot products of all pairs, "dlrm_dcn" a low-rank cross
-    network (DLRM-DCNv2, as in MLPerf Training), "deepfm" a factorization machine beside a layer over all embeddings."""
+    network (DLRM-DCNv2, as in MLPerf Training), "deepfm" a factorization machine beside a layer over all embeddings.
+    "din" and "tbsm" have attention over a user's history, by the item that is scored: DIN over the history's
+    embeddings, TBSM over the outputs of a DLRM for each event."""
 
     embedding_dim: int = 16
     """Numbers per embedding row, the same for all tables. A multiple of 4."""
@@ -43,7 +48,30 @@ class ModelConfig:
     dcn_low_rank_dim: int | None = None
     """Rank of each cross layer's weight. Only for arch "dlrm_dcn"; there the default is 32."""
 
+    target: tuple[str, ...] = ()
+    """Sparse features of the item that is scored: one id each. Only for arch "din" and "tbsm", which need them."""
+
+    history: tuple[str, ...] = ()
+    """Sparse features of the user's history, oldest event first: the same property as the feature at the same place in
+    `target`, and in the same table. All have an id for each event. Only for arch "din" and "tbsm"."""
+
+    history_layer_sizes: tuple[int, ...] | None = None
+    """Layer widths of the MLP that sees one event of the history: DIN's activation unit (before its layer of width 1),
+    or the MLP over the interaction of a time step of TBSM, whose last width is that of a step's vector. Only for arch
+    "din" and "tbsm"; there the default is [32, 16]."""
+
+    build: str | None = None
+    """A model of one's own, "module:function": the function takes the schema and `model.options`, and returns a module
+    with TorchRec's embedding collections. No other setting of the model then has an effect."""
+
+    folder: str | None = None
+    """Folder in which `build`'s module is looked up besides the Python path. Default: that of the settings' file."""
+
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Settings of one's own, which `build`'s function gets: any names and values."""
+
     def __post_init__(self) -> None:
+        self._check_own()
         if self.arch not in get_args(Arch):
             raise ConfigError(f"model.arch: got {self.arch!r}, needed one of {', '.join(map(repr, get_args(Arch)))}.")
         if self.table_dtype not in ("fp32", "fp16"):
@@ -70,6 +98,49 @@ class ModelConfig:
                 )
             if value is not None and value < 1:
                 raise ConfigError(f"model.{name}: got {value}, needed at least 1.")
+        self._check_history()
+
+    def _check_history(self) -> None:
+        given = [name for name in ("target", "history", "history_layer_sizes") if getattr(self, name)]
+        if self.arch not in WITH_HISTORY:
+            if given:
+                raise ConfigError(
+                    f"model.{given[0]} has no effect with arch={self.arch!r}. Remove it, or set model.arch to "
+                    '"din" or "tbsm".'
+                )
+            return
+        if not self.target or len(self.target) != len(self.history):
+            raise ConfigError(
+                f'model.target and model.history: got {list(self.target)} and {list(self.history)}, arch="{self.arch}" '
+                "needs a feature of the history for each of the target, at least one. For instance "
+                'target = ["item"], history = ["hist_item"].'
+            )
+        sizes = self.history_layer_sizes
+        if sizes is not None and (not sizes or min(sizes) < 1):
+            raise ConfigError(f"model.history_layer_sizes: got {list(sizes)}, needed layers of width 1 or more.")
+
+    def _check_own(self) -> None:
+        if self.build is None:
+            given = [name for name in ("folder", "options") if getattr(self, name)]
+            if given:
+                raise ConfigError(f"model.{given[0]} has no effect without model.build. Remove it, or set model.build.")
+            return
+        module, _, function = self.build.partition(":")
+        if not module or not function.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+            raise ConfigError(
+                f'model.build: got {self.build!r}, needed "module:function", for instance "my_model:build" for the '
+                "function build in my_model.py."
+            )
+        for each in fields(self):
+            if each.name not in ("build", "folder", "options") and getattr(self, each.name) != each.default:
+                raise ConfigError(
+                    f"model.{each.name} has no effect with model.build, whose function gets model.options. Remove one."
+                )
+
+    @property
+    def title(self) -> str:
+        """The model in a few words."""
+        return self.build or self.arch
 
 
 def _check_layers(name: str, sizes: tuple[int, ...], last: int, what: str) -> None:

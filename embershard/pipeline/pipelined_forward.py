@@ -147,11 +147,16 @@ def pipelined_forwards(
     return list(forwards.values())
 
 
-def _named_forwards(model: nn.Module, batch: Any, step: OpenStep, features: Features) -> list[PipelinedForward]:
+def sharded_modules(model: nn.Module) -> dict[str, ShardedModule]:
+    """Return the sharded modules of a `DistributedModelParallel`, by name."""
     inner: Any = model.module
     while isinstance(inner, DistributedDataParallel):
         inner = inner.module
-    sharded = {name: m for name, m in inner.named_modules() if isinstance(m, ShardedModule)}
+    return {name: module for name, module in inner.named_modules() if isinstance(module, ShardedModule)}
+
+
+def _named_forwards(model: nn.Module, batch: Any, step: OpenStep, features: Features) -> list[PipelinedForward]:
+    sharded = sharded_modules(model)
     given = set(features(batch))
     if given != set(sharded):
         raise ShardingError(

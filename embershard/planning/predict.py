@@ -105,6 +105,7 @@ def shard_work(workload: Workload, shard: PlacedShard, report: ShardReport) -> S
         ranks_per_node=shape.ranks_per_node,
         distinct_ids=distinct,
         number_bytes=shape.number_bytes,
+        vectors_per_sample=workload.vectors_per_sample(size),
     )
     return StepWork(
         embedding_bytes=work.embedding_bytes(report.lookups, size, shard.columns),

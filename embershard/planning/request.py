@@ -15,6 +15,8 @@ from embershard.sharding.sizes import TableSize
 #: On one node the other types do the same as these.
 ONE_NODE_TYPES = ("table_wise", "row_wise", "column_wise")
 NODES_TYPES = (*ONE_NODE_TYPES, "table_row_wise", "table_column_wise")
+#: Those that TorchRec has for sequences (an EmbeddingCollection).
+SEQUENCE_TYPES = ONE_NODE_TYPES
 #: Of a column shard: FBGEMM is slow on narrow rows.
 LEAST_COLUMNS = 32
 
@@ -92,7 +94,10 @@ class PlanRequest:
     @property
     def sharded(self) -> list[TableSize]:
         """Tables that are placed on ranks, not replicated."""
-        return [table for table in self.workload.model.tables if table.rows > self.replicate_rows]
+        return [table for table in self.workload.model.tables if not self._is_replicated(table)]
+
+    def _is_replicated(self, table: TableSize) -> bool:
+        return table.rows <= self.replicate_rows and not table.is_sequence
 
     @property
     def allowed(self) -> dict[str, list[str]]:
@@ -103,6 +108,8 @@ class PlanRequest:
         for table in self.sharded:
             is_cut = column_block(table.dim, shape.world_size) < table.dim  # else it is table-wise by another name
             own = [name for name in types if is_cut or name not in ("column_wise", "table_column_wise")]
+            if table.is_sequence:
+                own = [name for name in own if name in SEQUENCE_TYPES] or list(SEQUENCE_TYPES[:2])
             if shape.exchange == "rows" and self.types is None:
                 own = [name for name in own if name in ROWS_TYPES]
             found[table.table] = list(self.only.get(table.table, own or types))
@@ -112,7 +119,9 @@ class PlanRequest:
     def replicated(self) -> list[TablePlacement]:
         """Placements of the tables that every rank has a copy of."""
         return [
-            TablePlacement(table.table, table.rows, table.dim, table.dtype, "data_parallel", "replicated", ())
+            TablePlacement(
+                table.table, table.rows, table.dim, table.dtype, "data_parallel", "replicated", (), group=table.group
+            )
             for table in self.workload.model.tables
-            if table.rows <= self.replicate_rows
+            if self._is_replicated(table)
         ]

@@ -34,7 +34,7 @@ from embershard.sharding.shards import Sharding, TablePlacement
 from embershard.sharding.sizes import PlacedShard, TableSize
 from embershard.sharding.torchrec.partitioner import PoolRowsPartitioner
 from embershard.sharding.torchrec.proposals import OrderedEnumerator, proposers
-from embershard.sharding.torchrec.sharders import StockEmbeddingBagCollectionSharder
+from embershard.sharding.torchrec.stock_sharders import StockEmbeddingBagCollectionSharder
 
 _EVERYTHING = 2**62
 _MOST_PLACED_SHARDS = 400_000  # by one proposer: the search is not part of a run's start
@@ -66,7 +66,9 @@ CostOfShards = Callable[[Sequence[PlacedShard]], Sequence[ShardCost]]
 def cached(table: TableSize, sharding: str, ranks: Sequence[int]) -> TablePlacement:
     """Return the placement of a cached table; `ranks` are its shards' in TorchRec's order."""
     kind = cast(Sharding, sharding)
-    return TablePlacement(table.table, table.rows, table.dim, table.dtype, kind, "cached", tuple(ranks))
+    return TablePlacement(
+        table.table, table.rows, table.dim, table.dtype, kind, "cached", tuple(ranks), group=table.group
+    )
 
 
 def place(
@@ -101,7 +103,7 @@ def place(
     order = SortBy.PERF if sort_by == "seconds" else SortBy.STORAGE
     partitioner: Partitioner = GreedyPerfPartitioner(sort_by=order)
     if limit_rows:
-        partitioner = PoolRowsPartitioner(lambda option: by_name[option.name].dtype, order)
+        partitioner = PoolRowsPartitioner(lambda option: _pool_of(by_name[option.name]), order)
     with _quiet():
         topology = _topology(world_size, ranks_per_node, device_bytes, host_bytes)
         planner = _torchrec_planner(by_name, _Estimator(by_name, costs, by_memory), allowed, topology, partitioner)
@@ -116,6 +118,10 @@ def place(
                 raise
             return None
     return _placements(plan, tables)
+
+
+def _pool_of(table: TableSize) -> tuple[str, str]:
+    return table.dtype, table.group
 
 
 def _topology(world_size: int, ranks_per_node: int, device_bytes: int | None, host_bytes: int | None) -> Topology:

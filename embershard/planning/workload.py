@@ -20,7 +20,7 @@ from embershard.planning.simulate.step_replay import Pipeline
 from embershard.sharding import memory_model
 from embershard.sharding.config import ExchangeChoice
 from embershard.sharding.memory_model import MemorySettings
-from embershard.sharding.sizes import ModelSize, PlacedShard
+from embershard.sharding.sizes import ModelSize, PlacedShard, TableSize
 
 #: A replay of fewer batches than this says too little; then counts alone must do.
 LEAST_REPLAYED_STEPS = 12
@@ -38,6 +38,7 @@ class PoolKey(NamedTuple):
     columns: int
     dtype: str
     exchange: str
+    group: str
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,10 @@ class Workload:
     def distinct_per_rank(self, table: str) -> float:
         """Return the expected distinct rows of a table in one rank's batch."""
         return distinct_rows(self.data.tables[table], self.shape.batch_size, self.data.num_samples)
+
+    def vectors_per_sample(self, table: TableSize) -> float | None:
+        """Return the embeddings of a sequence that travel for a sample: one for each lookup; None: a pooled one."""
+        return self.lookups_per_sample[table.table] if table.is_sequence else None
 
     @property
     def is_sample(self) -> bool:
@@ -225,6 +230,7 @@ def by_pool(shards: Sequence[PlacedShard]) -> dict[PoolKey, list[PlacedShard]]:
     found: dict[PoolKey, list[PlacedShard]] = {}
     for shard in shards:
         if shard.kernel == "cached":
-            key = PoolKey(shard.rank, shard.sharding, shard.columns, shard.table.dtype, shard.exchange)
+            table = shard.table
+            key = PoolKey(shard.rank, shard.sharding, shard.columns, table.dtype, shard.exchange, table.group)
             found.setdefault(key, []).append(shard)
     return dict(sorted(found.items()))

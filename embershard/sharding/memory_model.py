@@ -139,8 +139,9 @@ def step_bytes(
 
 def vector_bytes(shard: PlacedShard, num_samples: int, lookups: float) -> float:
     """Return the bytes of what a shard gives the ranks in a step, and of the gradients: pooled embeddings of so many
-    samples, or the distinct rows of so many lookups. Rows count twice: a rank receives about as many as it sends."""
-    vectors = 2 * lookups if shard.exchange == "rows" else num_samples
+    samples, or the rows of so many lookups (distinct ones, or those of sequences). Rows count twice: a rank receives
+    about as many as it sends."""
+    vectors = 2 * lookups if shard.exchange == "rows" or shard.table.is_sequence else num_samples
     return 2 * shard.columns * vectors * _FLOAT_BYTES
 
 

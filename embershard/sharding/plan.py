@@ -17,7 +17,7 @@ from embershard.decoding import decode
 from embershard.earlier_settings import with_current_names
 from embershard.errors import ShardingError, naming_file
 from embershard.sharding.plan_checks import FORMAT, check_plan
-from embershard.sharding.plan_text import from_text, to_text
+from embershard.sharding.plan_text import described, from_text, to_text
 from embershard.sharding.shards import Pool, PoolPlacement, Shard, TablePlacement, pools_of, shards_of
 
 __all__ = [
@@ -156,7 +156,7 @@ class Plan:
     def digest(self) -> str:
         """Hash of everything that a prediction depends on: placement, slots, sizes, settings."""
         values = {name: getattr(self, name) for name in _PREDICTED_FROM}
-        text = json.dumps(values, sort_keys=True, allow_nan=False, default=vars)
+        text = json.dumps(values, sort_keys=True, allow_nan=False, default=described)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property

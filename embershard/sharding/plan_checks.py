@@ -155,7 +155,7 @@ def _pool_problem(placed: PoolPlacement, of_table: dict[tuple[int, str], Pool]) 
     if pool.tables != placed.tables:
         return (
             f"tables: got {list(placed.tables)}, needed {list(pool.tables)}: shards of a rank with the same sharding "
-            "type, columns, dtype and exchange share one pool."
+            "type, columns, dtype, exchange and group share one pool."
         )
     if not 1 <= placed.slots <= max(1, pool.rows):
         return f"slots: got {placed.slots}, needed 1 to {max(1, pool.rows)}, the rows of its shards."

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from embershard.errors import ShardingError
+from embershard.sharding.shards import TablePlacement
 
 
 def to_text(values: Mapping[str, Any]) -> str:
@@ -55,7 +56,12 @@ def _value_lines(value: Any, indent: str) -> list[str]:
 
 
 def _one_line(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, default=vars)
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, default=described)
+
+
+def described(value: Any) -> Mapping[str, Any]:
+    """Return a dataclass as a JSON object."""
+    return value.described if isinstance(value, TablePlacement) else vars(value)
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ Sharding = Literal[
 ]
 Dtype = Literal["fp32", "fp16"]
 Exchange = Literal["pooled", "rows"]
-_PoolKey = tuple[int, Sharding, int, Dtype, Exchange]  # rank, sharding type, columns, dtype, exchange
+_PoolKey = tuple[int, Sharding, int, Dtype, Exchange, str]  # rank, sharding type, columns, dtype, exchange, group
 #: Types whose tables can exchange distinct rows.
 ROWS_TYPES: tuple[Sharding, ...] = ("table_wise", "row_wise", "column_wise", "table_column_wise")
 #: FBGEMM stores rows as vectors of four numbers.
@@ -27,6 +27,7 @@ class TablePlacement:
 
     Attributes:
         rows, dim: size of the whole table.
+        group: tables of different groups share no cache: see `groups_of`.
         sharding: TorchRec's sharding type.
         kernel: "cached": host memory behind device slots; "device": whole on the device; "replicated": a copy on every
             rank, which goes with "data_parallel".
@@ -42,6 +43,12 @@ class TablePlacement:
     kernel: Literal["cached", "device", "replicated"]
     ranks: tuple[int, ...]
     exchange: Exchange = "pooled"
+    group: str = ""
+
+    @property
+    def described(self) -> dict[str, object]:
+        """The fields as they stand in a plan's file: without a group where there is one only."""
+        return {name: value for name, value in vars(self).items() if name != "group" or value}
 
     @property
     def without_cache(self) -> TablePlacement:
@@ -98,6 +105,23 @@ class Pool:
         return PoolPlacement(self.rank, self.tables, self.sharding, self.dim, slots)
 
 
+def groups_of(places: Mapping[str, tuple[str, str]]) -> dict[str, str]:
+    """Return the group of each table: TorchRec gives tables of two modules, or of two poolings, no common kernel.
+
+    Args:
+        places: by table, the path of its module in the model, and its pooling ("" for sequences).
+
+    >>> groups_of({"t0": ("bags", "sum"), "t1": ("bags", "sum")})
+    {'t0': '', 't1': ''}
+    >>> groups_of({"t0": ("bags", "sum"), "t1": ("sequences", "")})
+    {'t0': 'bags (sum)', 't1': 'sequences'}
+    """
+    is_one = len(set(places.values())) < 2
+    return {
+        table: "" if is_one else f"{path} ({pooling})" if pooling else path for table, (path, pooling) in places.items()
+    }
+
+
 def shards_of(table: TablePlacement, ranks_per_node: int) -> tuple[Shard, ...]:
     """Return the shards of a table in TorchRec's order; none for a replicated one.
 
@@ -143,7 +167,7 @@ def _blocks(table: TablePlacement, ranks_per_node: int) -> tuple[int, int]:
 
 def pools_of(tables: Iterable[TablePlacement], ranks_per_node: int) -> list[Pool]:
     """Return the pools that TorchRec makes of the cached tables, by rank: one for the cached shards of a rank with the
-    same sharding type, number of columns, dtype and exchange."""
+    same sharding type, number of columns, dtype, exchange and group."""
     found = _rows_by_pool(tables, ranks_per_node)
     return [Pool(*key[:4], tables=tuple(sorted(rows)), rows=sum(rows.values())) for key, rows in sorted(found.items())]
 
@@ -153,7 +177,8 @@ def _rows_by_pool(tables: Iterable[TablePlacement], ranks_per_node: int) -> dict
     found: dict[_PoolKey, dict[str, int]] = {}
     for table in tables:
         for shard in shards_of(table, ranks_per_node) if table.kernel == "cached" else ():
-            rows = found.setdefault((shard.rank, table.sharding, shard.columns, table.dtype, table.exchange), {})
+            key = (shard.rank, table.sharding, shard.columns, table.dtype, table.exchange, table.group)
+            rows = found.setdefault(key, {})
             rows[table.table] = rows.get(table.table, 0) + shard.rows
     return found
 

@@ -18,6 +18,8 @@ class TableSize:
     Attributes:
         state_bytes: optimizer state of a row that does not depend on its columns (row-wise Adagrad: 4).
         state_bytes_per_column: optimizer state per column (Adagrad: 4, Adam: 8).
+        group: tables of different groups share no cache: see `groups_of`.
+        is_sequence: of an EmbeddingCollection: every lookup's row travels, and fewer sharding types can hold it.
     """
 
     table: str
@@ -26,6 +28,8 @@ class TableSize:
     dtype: Literal["fp32", "fp16"] = "fp32"
     state_bytes: int = 0
     state_bytes_per_column: int = 0
+    group: str = ""
+    is_sequence: bool = False
 
     def weight_bytes(self, columns: int | None = None) -> int:
         """Return the bytes of a row's weights, with so many columns (default: all)."""

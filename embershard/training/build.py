@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 
-from embershard.data import Schema, Source
+from embershard.data import Batch, Schema, Source
+from embershard.data.block import Block
 from embershard.data.reader import SampleReader
 from embershard.distributed import Ranks
 from embershard.errors import ConfigError, ShardingError
 from embershard.frequency import FrequencyProfile
-from embershard.models import build_model, table_name
+from embershard.models import ModelTable, build_model
+from embershard.models.tables import collections_of
+from embershard.pipeline.pipelined_forward import sharded_modules
 from embershard.sharding.plan import Plan
 from embershard.sharding.torchrec import (
     CachedEmbeddingBagCollectionSharder,
+    CachedEmbeddingCollectionSharder,
     StockEmbeddingBagCollectionSharder,
+    StockEmbeddingCollectionSharder,
     plan_sharding,
 )
 from embershard.sharding.torchrec.communication import comm_codecs
@@ -27,6 +34,7 @@ from embershard.sharding.torchrec.placement import check_built, torchrec_plan
 from embershard.training.config import RunConfig
 from embershard.training.float64 import compute_in_float64
 from embershard.training.hot_cold import HotSet
+from embershard.training.model_size import table_rows, tables_of_run
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig
 
 #: Samples that are read and counted at a time.
@@ -46,10 +54,14 @@ def find_profile(config: RunConfig, source: Source) -> FrequencyProfile | None:
     if not config.counts_a_profile:
         return None
     samples = config.profile.num_counted(source.chunks("train").num_samples)
-    rows = {table_name(feature.name): feature.num_rows for feature in source.schema.sparse}
     blocks = SampleReader(source, "train", config.data).blocks(samples, _COUNTED_AT_ONCE)
-    ids = (dict(zip(rows, map(torch.from_numpy, block.values), strict=True)) for block in blocks)
-    return FrequencyProfile.count(ids, rows)
+    ids = (_ids_by_table(tables_of_run(config), source.schema, block) for block in blocks)
+    return FrequencyProfile.count(ids, table_rows(config))
+
+
+def _ids_by_table(tables: Sequence[ModelTable], schema: Schema, block: Block) -> dict[str, torch.Tensor]:
+    values = dict(zip(schema.keys, map(torch.from_numpy, block.values), strict=True))
+    return {table.name: torch.cat([values[feature] for feature in table.features]) for table in tables}
 
 
 def find_plan(config: RunConfig, ranks: Ranks) -> Plan | None:
@@ -94,9 +106,9 @@ def build_sharded_model(
     model = build_model(config.model, schema, ranks.device)
     if config.train.precision == "fp64":
         compute_in_float64(model, ranks.world_size)
-    config.embedding_optimizer.apply(model.model.sparse_arch, ranks.device)
-    sharder = _sharder(config, plan, profile, ranks.device, hot)
-    sharders = [sharder]
+    for _, collection in collections_of(model):
+        config.embedding_optimizer.apply(collection, ranks.device)
+    sharders = _sharders(config, plan, profile, ranks.device, hot)
 
     def placement() -> ShardingPlan:
         if plan is not None:
@@ -115,8 +127,9 @@ def build_sharded_model(
     torch.manual_seed(config.train.seed + 1 + ranks.rank)
     env = ShardingEnv.from_process_group(dist.group.WORLD)
     sharded = DistributedModelParallel(model, env=env, device=ranks.device, plan=placed, sharders=sharders)
-    if isinstance(sharder, CachedEmbeddingBagCollectionSharder):
-        sharder.drop_profile()
+    for sharder in sharders:
+        if isinstance(sharder, CachedEmbeddingBagCollectionSharder | CachedEmbeddingCollectionSharder):
+            sharder.drop_profile()
     if hot is not None:
         follow_hot_batches(sharded)
     if plan is not None:
@@ -124,26 +137,36 @@ def build_sharded_model(
     return sharded
 
 
-def _sharder(
+def features_of(model: DistributedModelParallel) -> Callable[[Batch], Mapping[str, Any]]:
+    """Return a function from a batch to the input of each sharded module: all sparse features."""
+    names = list(sharded_modules(model))
+    return lambda batch: dict.fromkeys(names, batch.sparse_features)
+
+
+def _sharders(
     config: RunConfig, plan: Plan | None, profile: FrequencyProfile | None, device: torch.device, hot: HotSet | None
-) -> ModuleSharder:
+) -> list[ModuleSharder]:
+    """Return the sharders of bags and of sequences."""
     codecs = comm_codecs(config.sharding, device)
     init_seed = config.train.seed if config.train.init == "counter" else None
     if not config.cache.enabled:
-        return StockEmbeddingBagCollectionSharder(qcomm_codecs_registry=codecs, init_seed=init_seed)
+        return [
+            StockEmbeddingBagCollectionSharder(qcomm_codecs_registry=codecs, init_seed=init_seed),
+            StockEmbeddingCollectionSharder(qcomm_codecs_registry=codecs, init_seed=init_seed),
+        ]
     cache = config.cache
     if plan is not None:  # which was made for the size in the settings, or for a budget instead of it
         cache = dataclasses.replace(cache, ratio=None, device_bytes=None)
-    return CachedEmbeddingBagCollectionSharder(
+    common: dict[str, Any] = {"qcomm_codecs_registry": codecs, "plan": plan, "init_seed": init_seed}
+    bags = CachedEmbeddingBagCollectionSharder(
         cache,
         profile,
-        qcomm_codecs_registry=codecs,
-        plan=plan,
-        init_seed=init_seed,
+        **common,
         exchange="pooled" if plan is not None else config.sharding.exchange,  # type: ignore[arg-type]
         mode="data_parallel" if config.sharding.mode == "data_parallel" else "sharded",
         hot_rows=None if hot is None else {table: torch.from_numpy(rows) for table, rows in hot.rows.rows.items()},
     )
+    return [bags, CachedEmbeddingCollectionSharder(cache, profile, **common)]
 
 
 def _check_replicated(plan: Plan, embedding: EmbeddingOptimizerConfig, dense: DenseOptimizerConfig) -> None:

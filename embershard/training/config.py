@@ -13,6 +13,7 @@ from embershard.distributed import CheckpointConfig
 from embershard.errors import ConfigError
 from embershard.frequency.config import ProfileConfig
 from embershard.models import ModelConfig
+from embershard.models.config import WITH_HISTORY
 from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.config import ShardingConfig
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig, ScheduleConfig
@@ -145,6 +146,23 @@ class RunConfig:
             )
         if self.sharding.mode == "hot_cold":
             self._check_hot_cold()
+        self._check_model()
+
+    def _check_model(self) -> None:
+        """Raise where the model's tables cannot be placed in the way that the settings ask for."""
+        if self.model.build is None and self.model.arch not in WITH_HISTORY:
+            return
+        if self.train.precision == "fp64":
+            raise ConfigError(
+                f'train.precision: got "fp64" with the model {self.model.title!r}, needed "fp32" or "bf16": only the '
+                "layers of dlrm, dlrm_dcn and deepfm are widened."
+            )
+        for name, needed in (("mode", "sharded"), ("exchange", "pooled")):
+            if (got := getattr(self.sharding, name)) != needed:
+                raise ConfigError(
+                    f'sharding.{name}: got "{got}" with the model {self.model.title!r}, needed "{needed}": the others '
+                    "are for models with one EmbeddingBagCollection."
+                )
 
     def _check_hot_cold(self) -> None:
         ahead, most = self.lookahead + self.data.prefetch_batches, READ_AHEAD - _IN_WORK

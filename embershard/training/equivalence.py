@@ -15,11 +15,11 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from embershard.distributed import Ranks
 from embershard.errors import ConfigError
-from embershard.models import table_name
 from embershard.sharding.plan import Plan
 from embershard.sharding.torchrec import cache_stats, flush
 from embershard.sharding.torchrec.placement import built_pools, placements_of
 from embershard.training.config import RunConfig
+from embershard.training.model_size import table_groups, tables_of_run
 from embershard.training.trainer import Trainer
 
 #: Tensors of a rank by name, each with the number of its first row in the whole tensor.
@@ -144,9 +144,8 @@ class _Runs:
         config = dataclasses.replace(self._config, cache=dataclasses.replace(self._config.cache, enabled=False))
         if config.sharding.plan is not None:
             return config
-        ranks, dim = self._ranks, config.model.embedding_dim
-        dtype = config.model.table_dtype
-        shapes = {table_name(each.name): (each.num_rows, dim, dtype) for each in cached.source.schema.sparse}
+        ranks = self._ranks
+        shapes = {table.name: (table.num_rows, table.dim, table.dtype) for table in tables_of_run(config)}
         pools = ranks.all_gather_objects(built_pools(cached.model, ranks.rank))
         plan = Plan(
             world_size=ranks.world_size,
@@ -156,7 +155,7 @@ class _Runs:
             device_memory_bytes=None,
             host_memory_bytes=None,
             settings={},
-            tables=placements_of(cached.model.plan, shapes),
+            tables=placements_of(cached.model.plan, shapes, table_groups(config)),
             pools=tuple(pool for on_rank in pools for pool in on_rank),
         )
         ranks.from_first(lambda: plan.save(self._plan_file))  # the first rank reads it, too

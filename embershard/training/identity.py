@@ -14,12 +14,16 @@ from embershard.data.config import DataKind
 from embershard.data.fingerprint import FileIdentity, identify_files
 from embershard.decoding import toml
 from embershard.errors import ConfigError
+from embershard.models import model_tables, table_name
+from embershard.models.own_model import source_digest
 from embershard.training.config import RunConfig
 
 BATCH, SEED = "train.global_batch_size", "data.seed"
 #: Whether batches are packed of hot and cold samples, and of which; "plain": they are not.
 ORDER, PLAIN = "data.order", "plain"
 FEATURES = "data.table.features"
+#: The file that defines a model of one's own. Not compared where a trained model scores: its weights must fit.
+SOURCE = "model.source"
 _FILES = ("data.files", "data.eval_files")
 _MOST_FILES_SHOWN = 5
 
@@ -39,7 +43,7 @@ COMPARED = frozenset(
     | _names("data.parquet", "dense sparse num_rows label id_mapping dense_transform max_bag_size")
     | _names("data.table", "features label label_at_least separator columns quoted null_values max_bag_size")
     | _names("model", "arch embedding_dim dense_arch_layer_sizes over_arch_layer_sizes table_dtype")
-    | _names("model", "dcn_num_layers dcn_low_rank_dim")
+    | _names("model", "dcn_num_layers dcn_low_rank_dim target history history_layer_sizes build options")
     | _names("sharding", "forward_dtype backward_dtype")
     | _names("embedding_optimizer", "kind lr eps weight_decay betas")
     | _names("dense_optimizer", "kind lr eps weight_decay betas clip_norm")
@@ -69,6 +73,7 @@ FREE = frozenset(
     _names("data", "num_workers prefetch_batches bad_rows")
     | _names("cache", "ratio device_bytes policy warmup host host_dir transfer slot_map overflow decay enabled")
     | _names("look_ahead", "lookahead prefetch")
+    | _names("model", "folder")
     | _names("profile", "path samples")
     | _names("sharding", "plan exchange")
     | _names("train", "epochs max_steps eval_every log_every on_non_finite device")
@@ -103,8 +108,10 @@ class Change:
 
 
 def tables_of(config: RunConfig, schema: Schema) -> dict[str, tuple[int, int]]:
-    """Return the rows and the dim of every sparse feature's table."""
-    return {feature.name: (feature.num_rows, config.model.embedding_dim) for feature in schema.sparse}
+    """Return the rows and the dim of every table, by its feature where it is named after one, else by its name."""
+    tables = model_tables(config.model, schema)
+    named = {table_name(feature): feature for table in tables for feature in table.features}
+    return {named.get(table.name, table.name): (table.num_rows, table.dim) for table in tables}
 
 
 def identity_of(config: RunConfig, world_size: int, hot_samples: str | None = None) -> dict[str, Any]:
@@ -118,6 +125,8 @@ def identity_of(config: RunConfig, world_size: int, hot_samples: str | None = No
     values = _compared(config)
     values |= {f"data.{name}": files for name, files in identify_files(config.data).items()}
     values[BATCH] = global_batch(config, world_size)
+    if config.model.build is not None:
+        values[SOURCE] = source_digest(config.model)[:12]
     values[ORDER] = PLAIN if hot_samples is None else f"hot_cold {hot_samples[:12]}"
     return _as_saved(values)
 
@@ -173,7 +182,7 @@ def check_keys(keys: Sequence[str]) -> None:
     Traceback (most recent call last):
     embershard.errors.ConfigError: --allow-change data.shufle: no such setting is compared. Did you mean data.shuffle?
     """
-    known = sorted({*COMPARED, *COMPARED_AS.values()})
+    known = sorted({*COMPARED, *COMPARED_AS.values(), SOURCE})
     for key in keys:
         if key in COMPARED_AS:
             raise ConfigError(f"--allow-change {key}: it is compared as {COMPARED_AS[key]}. Allow that.")
@@ -196,11 +205,12 @@ def refusal(found: Sequence[Change]) -> str:
     rows = [("setting", "saved", "now"), *((change.key, change.saved, change.now) for change in found)]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     table = [f"  {key:{widths[0]}}  {saved:{widths[1]}}  {now}" for key, saved, now in rows]
-    back = [_set_back(change) for change in found if change.key not in (*_FILES, ORDER, FEATURES)]
+    back = [_set_back(change) for change in found if change.key not in (*_FILES, ORDER, SOURCE, FEATURES)]
     back += ["the features"] if any(change.key == FEATURES for change in found) else []
     back += (
         ["sharding.mode, sharding.hot_bytes and the profile"] if any(change.key == ORDER for change in found) else []
     )
+    back += ["the file of model.build"] if any(change.key == SOURCE for change in found) else []
     back += ["the files that it trained on"] if any(change.key in _FILES for change in found) else []
     allowed = [f"--allow-change {key}" for key in dict.fromkeys(change.key for change in found)]
     advice = f"Set back what should not change ({', '.join(back)}), or allow it: {' '.join(allowed)}"

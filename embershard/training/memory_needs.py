@@ -9,7 +9,7 @@ from typing import Literal
 
 from embershard.cache.config import CacheConfig
 from embershard.cache.key_map import map_kind
-from embershard.data import DataConfig, schema_of
+from embershard.data import schema_of
 from embershard.distributed import Ranks
 from embershard.sharding import memory_model
 from embershard.sharding.memory_model import MemorySettings, PoolMemory
@@ -17,7 +17,7 @@ from embershard.sharding.plan import Plan
 from embershard.sharding.shards import Pool, TablePlacement, pools_of
 from embershard.sharding.sizes import ModelSize, PlacedShard, place_shards
 from embershard.training.config import RunConfig
-from embershard.training.model_size import model_size
+from embershard.training.model_size import model_size, tables_of_run
 
 #: Host memory that training adds to a rank's program, without tables and batches: measured on a CPU.
 _RUNTIME_BYTES = 100_000_000
@@ -100,7 +100,7 @@ def memory_needs(config: RunConfig, rows: Mapping[str, int], ranks: RanksHere, p
     is_data_parallel = _is_data_parallel(config, ranks)
     pools = _pool_bytes(model, plan, settings, is_data_parallel) if config.cache.enabled else {}
     shards = place_shards(model, _placed_tables(config, plan), plan)
-    lookups = _lookups_per_sample(config.data, rows)
+    lookups = _lookups_per_sample(config)
     host: Counter[str] = Counter()
     device: list[Counter[str]] = []
     for rank in range(ranks.first, ranks.first + ranks.ranks_per_node):
@@ -153,7 +153,9 @@ def _even_plan(config: RunConfig, model: ModelSize, ranks: RanksHere) -> Plan:
     """Return a plan that cuts every table by rows over all ranks."""
     everyone = tuple(range(ranks.world_size))
     tables = tuple(
-        TablePlacement(table.table, table.rows, table.dim, table.dtype, "row_wise", "cached", everyone)
+        TablePlacement(
+            table.table, table.rows, table.dim, table.dtype, "row_wise", "cached", everyone, group=table.group
+        )
         for table in model.tables
     )
     settings, cache, pools = _settings(config, ranks), config.cache, []
@@ -202,10 +204,12 @@ def _pool_bytes(
     return found
 
 
-def _lookups_per_sample(data: DataConfig, rows: Mapping[str, int]) -> dict[str, int]:
-    """Return the lookups of a sample in each table. Of Parquet files, which do not say, 1 is assumed."""
+def _lookups_per_sample(config: RunConfig) -> dict[str, int]:
+    """Return the lookups of a sample in each table. Of Parquet files, which do not say, 1 is assumed per feature."""
+    data, features = config.data, schema_of(config.data).keys
     sizes = data.synthetic.bag_sizes if data.kind == "synthetic" else ()
-    return dict(zip(rows, sizes if len(sizes) > 1 else [*sizes, 1][:1] * len(rows), strict=True))
+    of = dict(zip(features, sizes if len(sizes) > 1 else [*sizes, 1][:1] * len(features), strict=True))
+    return {table.name: sum(of[feature] for feature in table.features) for table in tables_of_run(config)}
 
 
 def _step_bytes(

@@ -5,10 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from embershard.data import schema_of
-from embershard.models import table_name
+from embershard.models import ModelTable, model_tables, num_parameters
+from embershard.models.config import WITH_HISTORY
 from embershard.models.dense_size import DenseSize
+from embershard.sharding.shards import groups_of
 from embershard.sharding.sizes import ModelSize, TableSize
 from embershard.training.config import RunConfig
+
+_FLOAT_BYTES = 4
+_FLOPS_PER_PARAMETER = 6  # a multiply-add in the forward, two in the backward
+
+
+def tables_of_run(config: RunConfig) -> tuple[ModelTable, ...]:
+    """Return the tables of a run's model, from its settings alone.
+
+    >>> tables_of_run(RunConfig())[0].features
+    ('C1',)
+    """
+    return model_tables(config.model, schema_of(config.data))
+
+
+def table_groups(config: RunConfig) -> dict[str, str]:
+    """Return the group of each table, by its name: see `groups_of`."""
+    return groups_of({table.name: (table.module, table.pooling) for table in tables_of_run(config)})
 
 
 def table_rows(config: RunConfig) -> dict[str, int]:
@@ -17,24 +36,47 @@ def table_rows(config: RunConfig) -> dict[str, int]:
     >>> table_rows(RunConfig())["t_C1"]
     15
     """
-    return {table_name(feature.name): feature.num_rows for feature in schema_of(config.data).sparse}
+    return {table.name: table.num_rows for table in tables_of_run(config)}
 
 
 def model_size(config: RunConfig, rows: Mapping[str, int]) -> ModelSize:
     """Return the size of the config's model over tables with these rows.
 
+    The dense part of a model with a history, or of one's own, is estimated from its parameters: what a sample
+    computes and keeps depends on the lengths of its sequences.
+
     >>> model_size(RunConfig(), table_rows(RunConfig())).num_rows
     337648
     """
-    model, state_bytes = config.model, config.embedding_optimizer.state_bytes
-    number_bytes = 8 if config.train.precision == "fp64" else 4
-    dense = DenseSize.of(model, schema_of(config.data).num_dense, len(rows), number_bytes)
+    tables, groups = {table.name: table for table in tables_of_run(config)}, table_groups(config)
+    flops, parameters, activations = _dense_part(config, len(tables))
     return ModelSize(
         tables=tuple(
-            TableSize(name, count, model.embedding_dim, model.table_dtype, *state_bytes) for name, count in rows.items()
+            TableSize(
+                name,
+                count,
+                tables[name].dim,
+                tables[name].dtype,
+                *config.embedding_optimizer.state_bytes,
+                group=groups[name],
+                is_sequence=tables[name].is_sequence,
+            )
+            for name, count in rows.items()
         ),
-        dense_flops_per_sample=dense.flops_per_sample,
-        dense_parameter_bytes=dense.parameter_bytes,
-        dense_state_bytes=dense.parameter_bytes * config.dense_optimizer.num_states,
-        activation_bytes_per_sample=dense.activation_bytes_per_sample,
+        dense_flops_per_sample=flops,
+        dense_parameter_bytes=parameters,
+        dense_state_bytes=parameters * config.dense_optimizer.num_states,
+        activation_bytes_per_sample=activations,
     )
+
+
+def _dense_part(config: RunConfig, num_tables: int) -> tuple[float, int, float]:
+    """Return operations of a sample, bytes of the parameters, and bytes that a sample's forward keeps."""
+    schema = schema_of(config.data)
+    if config.model.build is None and config.model.arch not in WITH_HISTORY:
+        number_bytes = 8 if config.train.precision == "fp64" else 4
+        dense = DenseSize.of(config.model, schema.num_dense, num_tables, number_bytes)
+        return dense.flops_per_sample, dense.parameter_bytes, dense.activation_bytes_per_sample
+    parameters = num_parameters(config.model, schema)
+    kept = sum(table.dim * len(table.features) for table in tables_of_run(config))
+    return float(_FLOPS_PER_PARAMETER * parameters), _FLOAT_BYTES * parameters, 4.0 * _FLOAT_BYTES * kept

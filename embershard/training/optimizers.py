@@ -203,10 +203,30 @@ def _fused_class(kind: str) -> type[torch.optim.Optimizer]:
     return classes[kind]
 
 
-def set_learning_rate(optimizer: Any, lr: float) -> None:
-    """Set the learning rate of every parameter group."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+class LearningRates:
+    """Sets the learning rates of both optimizers by the schedule.
+
+    Args:
+        fused, dense: an optimizer, and its rate where the factor is 1.
+
+    Attributes:
+        factor: of the last step; None before the first one.
+    """
+
+    def __init__(self, schedule: ScheduleConfig, fused: tuple[Any, float], dense: tuple[Any, float]) -> None:
+        self._schedule, self._fused, self._rates = schedule, fused[0], (dense, fused)
+        self.factor: float | None = None
+
+    def set(self, steps: int) -> None:
+        """Set the rates of the step that follows `steps` trained ones."""
+        factor = self._schedule.factor(steps)
+        if factor == self.factor:
+            return
+        self.factor = factor
+        for optimizer, lr in self._rates:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * factor
+        self._fused.step()  # only hands the rate to the kernels
 
 
 def _check_optimizer(

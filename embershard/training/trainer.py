@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import time
 import uuid
 from array import array
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -21,7 +20,7 @@ from embershard.pipeline import LookAheadPipeline
 from embershard.sharding.torchrec import cached_embeddings
 from embershard.stages import stage
 from embershard.training.bad_rows import BadRowCount
-from embershard.training.build import build_sharded_model, find_plan, find_profile
+from embershard.training.build import build_sharded_model, features_of, find_plan, find_profile
 from embershard.training.cache_report import CacheReader
 from embershard.training.comparison import Comparison
 from embershard.training.config import RunConfig
@@ -34,7 +33,7 @@ from embershard.training.loss_monitor import LossMonitor, in_float64
 from embershard.training.machines import check_machines
 from embershard.training.memory_check import check_memory_for_run
 from embershard.training.metrics import PredictionBuffer
-from embershard.training.optimizers import set_learning_rate
+from embershard.training.optimizers import LearningRates
 from embershard.training.prediction import autocast, predict, until_stopped
 from embershard.training.reports import (
     EvalReport,
@@ -56,7 +55,12 @@ WINDOW_SAMPLES = 16_384
 
 
 class Trainer:
-    """Trains one model. All ranks call its methods in the same order.
+    """Trains one model. All ranks call its methods in the same order, in a process group (`embershard.process_group`).
+
+    >>> from embershard import process_group  # examples/own_script.py is a whole program
+    >>> with process_group("cpu") as ranks:
+    ...     trainer = Trainer(RunConfig(), ranks)
+    ...     trainer.close()
 
     Args:
         checkpoints: folder for the checkpoints, shared by all ranks; None: save none.
@@ -97,8 +101,10 @@ class Trainer:
         self.steps = self.samples = 0
         self.step_seconds = array("d")
         self._reported_steps = 0
-        self._learning_rate_factor: float | None = None
         self.trace: StepTrace | None = None
+        self._autocast = functools.partial(autocast, config.train, ranks.device)
+        fused = (self.model.fused_optimizer, config.embedding_optimizer.lr)
+        self._learning_rates = LearningRates(config.schedule, fused, (self.dense_optimizer, config.dense_optimizer.lr))
         self.run_id = ranks.from_first(lambda: uuid.uuid4().hex)
 
     @property
@@ -188,9 +194,8 @@ class Trainer:
             depths, device = self.config.look_ahead, self.ranks.device
             pipeline = None
             if self.config.lookahead:
-                pipeline = LookAheadPipeline(
-                    self.model, self.dense_optimizer, device, depths.lookahead, depths.prefetch
-                )
+                args = (self.model, self.dense_optimizer, device, depths.lookahead, depths.prefetch)
+                pipeline = LookAheadPipeline(*args, features=features_of(self.model))
             self._upcoming = Steps(self.stream, self.total_steps - self.steps, device, pipeline, self._input_failure)
         return self._upcoming
 
@@ -203,7 +208,7 @@ class Trainer:
             return self._step(batch)
 
     def _step(self, batch: Batch) -> SkippedBatchReport | None:
-        self._set_learning_rates()
+        self._learning_rates.set(self.steps)
         self.dense_optimizer.zero_grad()
         with stage("forward"), self._autocast():
             loss, (_, logits, labels) = self.model(batch)
@@ -245,7 +250,7 @@ class Trainer:
             hit_rate_lookups=cached.hit_rate_lookups,
             fills=cached.fills / parts,
             write_backs=cached.write_backs / parts,
-            learning_rate_factor=self._learning_rate_factor or 1.0,
+            learning_rate_factor=self._learning_rates.factor or 1.0,
             sent_bytes=self.traffic_reader.since_last().over(parts),
         )
 
@@ -344,15 +349,3 @@ class Trainer:
 
     def _observe(self, loss: float) -> None:
         self.stream.observe(loss)  # the stream that is open by then
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        return autocast(self.config.train, self.ranks.device)
-
-    def _set_learning_rates(self) -> None:
-        factor = self.config.schedule.factor(self.steps)
-        if factor == self._learning_rate_factor:
-            return
-        self._learning_rate_factor = factor
-        set_learning_rate(self.dense_optimizer, self.config.dense_optimizer.lr * factor)
-        set_learning_rate(self.model.fused_optimizer, self.config.embedding_optimizer.lr * factor)
-        self.model.fused_optimizer.step()  # only hands the rate to the kernels

@@ -27,7 +27,7 @@ def examples(file: Path) -> int:
     return len(re.findall(r"^\s*>>> ", file.read_text(encoding="utf-8"), re.MULTILINE))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def one_rank() -> Iterator[None]:
     with process_group("cpu"):
         yield

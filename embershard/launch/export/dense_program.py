@@ -12,21 +12,11 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 from embershard.data import Schema
 from embershard.distributed.checkpoint.rows import saved_rows
 from embershard.errors import CheckpointError
-from embershard.models import ModelConfig, build_model, table_name
+from embershard.models import ModelConfig, build_model
 
-_TABLES = "sparse_arch.embedding_bag_collection.embedding_bags."
 #: Of the checkpoint's group of the model, and of the model in `DLRMTrain`.
 _PREFIX = "model.model."
 _EXAMPLES = 4  # samples of the example by which the program is recorded
-
-
-def table_tensor(feature: str) -> str:
-    """Return the name of a feature's table in a checkpoint.
-
-    >>> table_tensor("C3")
-    'model.model.sparse_arch.embedding_bag_collection.embedding_bags.t_C3.weight'
-    """
-    return f"{_PREFIX}{_TABLES}{table_name(feature)}.weight"
 
 
 class DenseLayers(nn.Module):
@@ -53,7 +43,7 @@ def dense_layers(config: ModelConfig, schema: Schema, checkpoint: Path) -> Dense
     Raises:
         CheckpointError: the checkpoint is of another model.
     """
-    model = build_model(config, schema, torch.device("cpu")).model
+    model: Any = build_model(config, schema, torch.device("cpu")).model
     layers = DenseLayers(model, schema, config.embedding_dim).eval()
     for name, parameter in layers.named_parameters():
         value = torch.cat(list(saved_rows(checkpoint, f"{_PREFIX}{name}")))

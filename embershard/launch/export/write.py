@@ -15,14 +15,16 @@ from embershard.data.kinds import schema_of
 from embershard.data.serving_inputs import serving_inputs
 from embershard.distributed import process_group
 from embershard.distributed.checkpoint.rows import saved_rows
-from embershard.errors import naming_file
+from embershard.errors import ConfigError, naming_file
 from embershard.launch.export import serving_model
-from embershard.launch.export.dense_program import DenseLayers, dense_layers, dense_program, table_tensor
+from embershard.launch.export.dense_program import DenseLayers, dense_layers, dense_program
 from embershard.launch.export.rounding import RoundingSample
 from embershard.launch.export.tables import TableDtype, write_parquet, write_safetensors
 from embershard.launch.versions import versions
-from embershard.models import table_name
+from embershard.models import ModelConfig, ModelTable
+from embershard.models.config import WITH_HISTORY
 from embershard.training.config import RunConfig
+from embershard.training.model_size import tables_of_run
 from embershard.training.trained_run import TrainedRun, open_trained
 
 
@@ -54,6 +56,8 @@ def write_export(request: ExportRequest, folder: Path) -> Iterator[str]:
         CheckpointError: no checkpoint is valid, or it is of another model.
         DataError: the samples cannot be read.
     """
+    if request.is_module:
+        _check_model(request.config.model)
     with process_group("cpu") as ranks:
         trained = open_trained(request.config, request.checkpoints, ranks, request.step)
     yield from (f"Not used: {reason}." for reason in trained.skipped)
@@ -78,22 +82,25 @@ def _write(request: ExportRequest, trained: TrainedRun, folder: Path) -> dict[st
     """Write all files; return the error of the tables' rounding, None for none."""
     config = request.config
     inputs = serving_inputs(config.data)
+    tables = tables_of_run(config)
+    table_of = {feature: table for table in tables for feature in table.features}
     for feature in inputs["sparse"]:
-        feature.update(table=table_name(feature["name"]), dim=config.model.embedding_dim)
+        table = table_of[feature["name"]]
+        feature.update(table=table.name, dim=table.dim)
     about = {
         "run": str(request.checkpoints.parent.absolute()),
         "step": trained.saved.step,
         "format": "module" if request.is_module else "parquet",
-        "arch": config.model.arch,
+        "arch": config.model.title,
         "dtype": request.dtype,
         "versions": versions(),
     }
     _write_json(folder / "inputs.json", inputs)
     _write_json(folder / "export.json", about)
     if not request.is_module:
-        for feature in inputs["sparse"]:
-            path = folder / "tables" / f"{feature['table']}.parquet"
-            write_parquet(path, saved_rows(trained.checkpoint, table_tensor(feature["name"])))
+        for table in tables:
+            rows = saved_rows(trained.checkpoint, _tensor(table))
+            write_parquet(folder / "tables" / f"{table.name}.parquet", rows)
         return None
     schema = schema_of(config.data)
     layers = dense_layers(config.model, schema, trained.checkpoint)
@@ -115,13 +122,26 @@ def _write_tables(
     sample = None
     if request.dtype != "fp32":
         sample = RoundingSample(request.config.data, request.num_samples)
-    for number, feature in enumerate(inputs["sparse"]):
-        blocks = saved_rows(checkpoint, table_tensor(feature["name"]))
+    for number, table in enumerate(tables_of_run(request.config)):  # one per feature, in their order
+        blocks = saved_rows(checkpoint, _tensor(table))
         if sample is not None:
             blocks = sample.kept[number].watch(blocks)
-        path = folder / "tables" / f"{feature['table']}.safetensors"
-        write_safetensors(path, blocks, feature["num_rows"], request.dtype)
+        path = folder / "tables" / f"{table.name}.safetensors"
+        write_safetensors(path, blocks, table.num_rows, request.dtype)
     return None if sample is None else sample.error(serving_model.load(folder), layers)
+
+
+def _tensor(table: ModelTable) -> str:
+    """Return the name of a table's weights in a checkpoint, in the group of the model."""
+    return f"model.{table.tensor}"
+
+
+def _check_model(config: ModelConfig) -> None:
+    if config.build is not None or config.arch in WITH_HISTORY:
+        raise ConfigError(
+            f"{config.title!r} cannot be exported as a module: the export has the layers of dlrm, dlrm_dcn and deepfm. "
+            "Export the tables alone (--format parquet), and score with embershard predict."
+        )
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

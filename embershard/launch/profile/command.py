@@ -62,7 +62,7 @@ def collect(argv: Sequence[str]) -> None:
     config = run_config(arguments.data, arguments.config, arguments.overrides)
     console = plain_console()
     began = time.monotonic()
-    reader = PartReader(config.data)
+    reader = PartReader(config.data, config.model)
     on_ray, workers = arguments.on == "ray", arguments.workers
     if on_ray and workers is not None:
         raise ConfigError("--workers has no effect with --on ray: Ray counts in as many tasks as it has CPUs.")

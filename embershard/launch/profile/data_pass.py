@@ -6,7 +6,7 @@ import dataclasses
 import multiprocessing
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from embershard.frequency.collect import Collected, Collector, Part, count_part
 from embershard.frequency.compare import half_split
 from embershard.frequency.curves import pooled, unseen_share
 from embershard.frequency.downsampling import Following
-from embershard.models import table_name
+from embershard.models import ModelConfig, model_tables
 
 T = TypeVar("T")
 #: Samples of a part, which a process counts at a time; fewer where samples have many lookups.
@@ -58,13 +58,20 @@ class PassOptions:
 
 
 class PartReader:
-    """Reads and counts ranges of positions in epoch 0's order, the order in which the trainer will read."""
+    """Reads and counts ranges of positions in epoch 0's order, the order in which the trainer will read.
 
-    def __init__(self, config: DataConfig) -> None:
-        self._source = open_source(config)
+    Args:
+        config: of the data.
+        model: its tables are counted; None: a table for each feature.
+    """
+
+    def __init__(self, config: DataConfig, model: ModelConfig | None = None) -> None:
+        self._source, self.model = open_source(config), model or ModelConfig()
         chunks = self._source.chunks("train")
         self.num_samples = chunks.num_samples
-        self.num_rows = {table_name(feature.name): feature.num_rows for feature in self._source.schema.sparse}
+        tables, keys = model_tables(self.model, self._source.schema), self._source.schema.keys
+        self.num_rows = {table.name: table.num_rows for table in tables}
+        self._features = [[keys.index(feature) for feature in table.features] for table in tables]
         window = config.shuffle_window
         self._order = EpochOrder(chunks, seed=config.seed, epoch=0, shuffle=config.shuffle, window=window)
 
@@ -77,9 +84,8 @@ class PartReader:
         began = time.process_time()
         blocks = self.read(start, stop)
         seconds = time.process_time() - began
-        features = range(len(self.num_rows))
-        sizes = [_bag_sizes(blocks, feature) for feature in features]
-        rows = (np.concatenate([block.values[feature] for block in blocks]) for feature in features)
+        tables = [_lookups(blocks, features) for features in self._features]
+        rows, sizes = (each for each, _ in tables), [each for _, each in tables]
         return count_part(list(self.num_rows.values()), rows, sizes, stop - start, following, seconds)
 
     def part_samples(self) -> int:
@@ -114,7 +120,7 @@ def profile_data(
         reader.num_rows, max_lookups=options.max_lookups, memory_bytes=options.memory_bytes, in_halves=in_halves
     )
     done = 0
-    make = partial(_make_counter, dataclasses.replace(data, num_workers=0))
+    make = partial(_make_counter, dataclasses.replace(data, num_workers=0), reader.model)
     for part in in_parts(ranges, options, make, reader.count, lambda: (collector.following,)):
         collector.add(part)
         done += part.num_samples
@@ -143,6 +149,19 @@ def part_ranges(num_samples: int, sample: float, part_samples: int) -> list[tupl
     return ranges
 
 
+def _lookups(blocks: list[Block], features: Sequence[int]) -> tuple[NDArray[np.int64], int | NDArray[np.integer]]:
+    """Return the rows that samples look up in a table, in their order, and how many each looks up (an int: all so
+    many)."""
+    sizes = [_bag_sizes(blocks, feature) for feature in features]
+    rows = [np.concatenate([block.values[feature] for block in blocks]) for feature in features]
+    if len(features) == 1:
+        return rows[0], sizes[0]
+    num_samples = sum(block.num_samples for block in blocks)
+    per_feature = [np.broadcast_to(size, num_samples) for size in sizes]
+    samples = np.concatenate([np.repeat(np.arange(num_samples), size) for size in per_feature])
+    return np.concatenate(rows)[np.argsort(samples, kind="stable")], np.sum(per_feature, axis=0)
+
+
 def _bag_sizes(blocks: list[Block], feature: int) -> int | NDArray[np.integer]:
     """Return the ids per sample of a feature: one number if all samples have equally many."""
     sizes = [block.lengths[feature] for block in blocks]
@@ -152,8 +171,8 @@ def _bag_sizes(blocks: list[Block], feature: int) -> int | NDArray[np.integer]:
     return np.concatenate([np.broadcast_to(size, block.num_samples) for size, block in pairs])
 
 
-def _make_counter(config: DataConfig) -> Callable[[int, int, Following], Part]:
-    return PartReader(config).count
+def _make_counter(config: DataConfig, model: ModelConfig) -> Callable[[int, int, Following], Part]:
+    return PartReader(config, model).count
 
 
 _work: Callable[..., Any] | None = None

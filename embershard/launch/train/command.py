@@ -40,6 +40,7 @@ from embershard.sharding.plan import Plan
 from embershard.training.cache_report import look_ahead_totals
 from embershard.training.config import RunConfig
 from embershard.training.identity import global_batch
+from embershard.training.model_size import tables_of_run
 from embershard.training.reports import EvalReport, Report, TrainReport
 from embershard.training.resume import resume_run
 from embershard.training.step_trace import TRACES, StepTrace
@@ -223,7 +224,7 @@ class _Outputs:
         self._record.finish(result)
         self._trackers.finish(result)
         config, is_cached = self._trainer.config, cache is not None
-        self._console.print(closing_table(result, f"{config.model.arch} on {config.data.kind} data"))
+        self._console.print(closing_table(result, f"{config.model.title} on {config.data.kind} data"))
         other, change = _next_run(config.sharding.mode, is_cached)
         curves = (
             f"{_program('embershard', 'embershard.launch.cli')} report {shlex.quote(str(self._folder))} -o report.html"
@@ -276,8 +277,9 @@ def _resume(trainer: Trainer, console: Console, step: int, unverified: bool, cha
 
 
 def _announce(trainer: Trainer, console: Console, run_dir: Path) -> None:
-    config, ranks, features = trainer.config, trainer.ranks, trainer.source.schema.sparse
+    config, ranks, tables = trainer.config, trainer.ranks, tables_of_run(trainer.config)
     kind = "GPU" if ranks.device.type == "cuda" else "CPU"
+    dims = " and ".join(map(str, sorted({table.dim for table in tables})))
     notes = [] if trainer.plan is None else _plan_notes(trainer.plan, config, ranks)
     if trainer.hot is not None:
         notes.append(trainer.hot.describe())
@@ -285,8 +287,8 @@ def _announce(trainer: Trainer, console: Console, run_dir: Path) -> None:
         notes.append(trainer.memory_warning)
     say(
         console,
-        f"{config.model.arch}: {len(features)} tables with {sum(feature.num_rows for feature in features):,} rows of "
-        f"dim {config.model.embedding_dim}; {ranks.world_size} ranks on {kind}; {trainer.total_steps:,} steps of "
+        f"{config.model.title}: {len(tables)} tables with {sum(table.num_rows for table in tables):,} rows of "
+        f"dim {dims}; {ranks.world_size} ranks on {kind}; {trainer.total_steps:,} steps of "
         f"{global_batch(config, ranks.world_size):,} samples; run folder {run_dir}",
         *trainer.source.notes,
         *notes,

@@ -41,6 +41,7 @@ def exchanged_bytes(
     ranks_per_node: int | None = None,
     distinct_ids: float | None = None,
     number_bytes: tuple[float, float] = (_FLOAT_BYTES, _FLOAT_BYTES),
+    vectors_per_sample: float | None = None,
 ) -> SentBytes:
     """Return the bytes that one shard adds to its rank's link in a step, by kind: of each the larger of sent and
     received.
@@ -61,6 +62,8 @@ def exchanged_bytes(
         rank_share: share of the table's lookups that this shard's rows get: 1 where it has all rows.
         distinct_ids: of the table in a rank's batch, where distinct rows are exchanged; None: pooled embeddings are.
         number_bytes: of one number of an embedding, and of its gradient.
+        vectors_per_sample: embeddings of a sequence that travel for a sample, of which this shard sends those of its
+            rows; None: a pooled one travels.
 
     Raises:
         ConfigError: the sharding type is unknown.
@@ -73,7 +76,8 @@ def exchanged_bytes(
     others = (world_size - 1) * batch_size
     ids = others * (ids_per_sample * rank_share * _ID_BYTES + _LENGTH_BYTES)
     if sharding in ("table_wise", "column_wise", "table_column_wise", "row_wise"):
-        return _of_vectors(ids, others * columns, number_bytes)
+        vectors = 1.0 if vectors_per_sample is None else vectors_per_sample * rank_share
+        return _of_vectors(ids, others * columns * vectors, number_bytes)
     if sharding in ("table_row_wise", "grid_shard"):
         local = min(ranks_per_node or world_size, world_size)
         within = world_size * (local - 1) / local

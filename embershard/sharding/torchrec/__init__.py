@@ -14,7 +14,10 @@ from embershard.sharding.torchrec.inspection import (
 from embershard.sharding.torchrec.sharders import (
     CachedEmbeddingBagCollectionSharder,
     CachedEmbeddingCollectionSharder,
+)
+from embershard.sharding.torchrec.stock_sharders import (
     StockEmbeddingBagCollectionSharder,
+    StockEmbeddingCollectionSharder,
 )
 from embershard.sharding.torchrec.torchrec_planner import plan_sharding
 
@@ -23,6 +26,7 @@ __all__ = [
     "CachedEmbeddingCollectionSharder",
     "FrozenRows",
     "StockEmbeddingBagCollectionSharder",
+    "StockEmbeddingCollectionSharder",
     "cache_stats",
     "cached_embeddings",
     "flush",

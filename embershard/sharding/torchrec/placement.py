@@ -31,7 +31,7 @@ from torchrec.distributed.types import (
 
 from embershard.errors import ShardingError
 from embershard.sharding.plan import Plan
-from embershard.sharding.shards import PoolPlacement, Shard, TablePlacement, no_rows_problem, shards_of
+from embershard.sharding.shards import PoolPlacement, Shard, TablePlacement, groups_of, no_rows_problem, shards_of
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.kernels import CachedEmbedding, CachedEmbeddingBag
 from embershard.sharding.torchrec.replicated_tables import ReplicatedEmbeddingBag
@@ -72,6 +72,27 @@ def model_tables(model: nn.Module, sharders: Sequence[ModuleSharder]) -> dict[st
     return shapes
 
 
+def model_groups(model: nn.Module, sharders: Sequence[ModuleSharder]) -> dict[str, str]:
+    """Return the group of every table of a model that is not sharded yet: see `groups_of`."""
+    poolings: dict[str, dict[str, str]] = {}
+    for path, module in model.named_modules():
+        if hasattr(module, "embedding_bag_configs"):
+            poolings[path] = {config.name: config.pooling.value.lower() for config in module.embedding_bag_configs()}
+    tables = shardable_tables(model, sharders)
+    return groups_of({table.name: (table.path, poolings.get(table.path, {}).get(table.name, "")) for table in tables})
+
+
+def _check_groups(plan: Plan, groups: Mapping[str, str]) -> None:
+    different = [table for table in plan.tables if table.group != groups[table.table]]
+    if different:
+        table = different[0]
+        raise ShardingError(
+            f"table {table.table!r}: the plan has it in the group {table.group!r}, and the model in "
+            f"{groups[table.table]!r}: tables of two modules, or of two poolings, share no cache. Plan again with this "
+            "run's config and data"
+        )
+
+
 def torchrec_plan(
     plan: Plan, model: nn.Module, sharders: Sequence[ModuleSharder], device: torch.device | str, *, cached: bool = True
 ) -> ShardingPlan:
@@ -96,6 +117,7 @@ def torchrec_plan(
             'with a cache (kernel "cached", cache.enabled = true).'
         )
     by_name = {table.table: table for table in plan.tables}
+    _check_groups(plan, model_groups(model, sharders))
     modules: dict[str, Any] = {}
     for table in shardable_tables(model, sharders):
         placement = by_name[table.name]
@@ -107,14 +129,13 @@ def torchrec_plan(
             kernel = REPLICATED_KERNEL  # trained as the sharded tables are; else by the dense optimizer
         module = modules.setdefault(table.path, EmbeddingModuleShardingPlan())
         module[table.name] = _parameter_sharding(placement, kernel, plan, device_type)
-    with_caches = [path for path, module in modules.items() if any(by_name[name].kernel == "cached" for name in module)]
-    if len(with_caches) > 1:
-        raise ShardingError(f"the plan's pools are those of one module; cached tables are in {with_caches}")
     return ShardingPlan(modules)
 
 
-def placements_of(plan: ShardingPlan, tables: Mapping[str, TableShape]) -> tuple[TablePlacement, ...]:
-    """Convert a TorchRec plan of tables of these shapes, by name.
+def placements_of(
+    plan: ShardingPlan, tables: Mapping[str, TableShape], groups: Mapping[str, str]
+) -> tuple[TablePlacement, ...]:
+    """Convert a TorchRec plan of tables of these shapes and groups, by name.
 
     Raises:
         ShardingError: a compute kernel that plans do not know.
@@ -129,7 +150,8 @@ def placements_of(plan: ShardingPlan, tables: Mapping[str, TableShape]) -> tuple
             is_replicated = param.sharding_type == ShardingType.DATA_PARALLEL.value
             kernel: Any = "replicated" if is_replicated else _OUR_KERNELS[param.compute_kernel]
             rows, dim, dtype = tables[name]
-            placements.append(TablePlacement(name, rows, dim, dtype, param.sharding_type, kernel, ranks))  # type: ignore[arg-type]
+            placement: Any = (name, rows, dim, dtype, param.sharding_type, kernel, ranks, "pooled", groups[name])
+            placements.append(TablePlacement(*placement))
     return tuple(sorted(placements, key=lambda placement: placement.table))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, get_args
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.distributed import _remote_device
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, ShardingType
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
@@ -23,51 +24,13 @@ from embershard.sharding.plan import Plan
 from embershard.sharding.shards import ROWS_TYPES, Exchange
 from embershard.sharding.torchrec.counter_init import CounterInit
 from embershard.sharding.torchrec.hot_cold import HotColdShardedEmbeddingBagCollection
-from embershard.sharding.torchrec.lookups import POOLED_SHARDINGS, SEQUENCE_SHARDINGS
 from embershard.sharding.torchrec.modules import (
     CachedShardedEmbeddingBagCollection,
     CachedShardedEmbeddingCollection,
     new_sharded_module,
 )
 from embershard.sharding.torchrec.spec import CACHED_KERNEL, REPLICATED_KERNEL, SPEC_KEY, CacheSpec
-
-POOLED_TYPES = [ShardingType.DATA_PARALLEL.value, *POOLED_SHARDINGS]
-SEQUENCE_TYPES = [ShardingType.DATA_PARALLEL.value, *SEQUENCE_SHARDINGS]
-
-
-class StockEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
-    """TorchRec's sharder with all sharding types on a CPU, too: the uncached side of every comparison.
-
-    TorchRec hides row-wise, table-row-wise and grid sharding on a CPU, though they work there.
-
-    >>> "row_wise" in StockEmbeddingBagCollectionSharder().sharding_types("cpu")
-    True
-
-    Args:
-        fused_params, qcomm_codecs_registry: as TorchRec takes them.
-        init_seed: as for :class:`CachedEmbeddingBagCollectionSharder`, to start from the same weights.
-    """
-
-    def __init__(
-        self,
-        fused_params: dict[str, Any] | None = None,
-        qcomm_codecs_registry: Any = None,
-        init_seed: int | None = None,
-    ) -> None:
-        super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)
-        self._init_seed = init_seed
-
-    def shard(self, module: EmbeddingBagCollection, *args: Any, **kwargs: Any) -> ShardedEmbeddingBagCollection:
-        """Shard the module. `DistributedModelParallel` calls this."""
-        counter_init = None if self._init_seed is None else CounterInit.of_module(module, self._init_seed)
-        sharded = super().shard(module, *args, **kwargs)
-        if counter_init is not None:
-            counter_init.write(sharded)
-        return sharded
-
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Return all types, on every device."""
-        return POOLED_TYPES
+from embershard.sharding.torchrec.stock_sharders import POOLED_TYPES, SEQUENCE_TYPES
 
 
 def has_cache(sharder: object) -> bool:
@@ -122,7 +85,9 @@ class _Cached:
         dense optimizer or the fused one trains."""
         if sharding_type == ShardingType.DATA_PARALLEL.value:
             return self._REPLICATED_KERNELS
-        return [CACHED_KERNEL, EmbeddingComputeKernel.FUSED.value]
+        fused = EmbeddingComputeKernel.FUSED.value
+        # TorchRec's planner fails on cached tables on a CPU, for which it has no bandwidth: see `plan_sharding`.
+        return [fused] if compute_device_type == "cpu" else [CACHED_KERNEL, fused]
 
     def _shard(
         self,
@@ -133,6 +98,7 @@ class _Cached:
         device: Any,
         **rest: Any,
     ) -> Any:
+        self._warn_without_cache(params)
         init = None if self._init_seed is None else CounterInit.of_module(module, self._init_seed)
         spec = CacheSpec.make(
             self._cache,
@@ -161,6 +127,18 @@ class _Cached:
         if init is not None:
             init.write(sharded)
         return sharded
+
+    def _warn_without_cache(self, params: dict[str, ParameterSharding]) -> None:
+        """Warn if TorchRec's plan caches none of a module's tables, unless a plan of ours says so."""
+        kernels = {param.compute_kernel for param in params.values()}
+        if self._plan is not None or CACHED_KERNEL in kernels:
+            return
+        warnings.warn(
+            f"{type(self).__name__} caches none of the tables {sorted(params)[:5]}: the sharding plan gives them the "
+            f"compute kernels {sorted(kernels)}. Make the plan with embershard.plan_sharding, or give tables "
+            f"compute_kernel={CACHED_KERNEL!r} in it",
+            stacklevel=2,
+        )
 
 
 class CachedEmbeddingBagCollectionSharder(_Cached, EmbeddingBagCollectionSharder):

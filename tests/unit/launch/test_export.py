@@ -22,13 +22,14 @@ from embershard.distributed.checkpoint.load import load_group
 from embershard.errors import ConfigError
 from embershard.launch import cli
 from embershard.launch.export import command, serving_model
-from embershard.launch.export.dense_program import DenseLayers, dense_program, table_tensor
+from embershard.launch.export.dense_program import DenseLayers, dense_program
 from embershard.launch.export.tables import stored
 from embershard.models import ModelConfig, build_model
 from tests.unit.launch.conftest import Trained
 from tests.unit.launch.test_score import scores
 from tests.unit.test_docs import blocks
 
+TABLE = "model.sparse_arch.embedding_bag_collection.embedding_bags.t_{}.weight"
 # Runs a program where embershard and what it is made of cannot be imported.
 _WITHOUT = """
 import runpy, sys
@@ -108,7 +109,7 @@ def test_tables_are_those_of_the_checkpoint(trained, exported, tmp_path):
     checkpoint = trained.run_dir / "checkpoints" / "step_12"
     weights = load_group(checkpoint, "model")
     for feature, num_rows in (("user", 40), ("items", 70)):
-        expected = weights[table_tensor(feature).removeprefix("model.")]
+        expected = weights[TABLE.format(feature)]
         assert expected.shape == (num_rows, 8)
         kept = serving_model.read_tensor(exported / "fp32" / "tables" / f"t_{feature}.safetensors")
         assert torch.equal(kept, expected)
@@ -125,7 +126,7 @@ def test_a_checkpoint_is_read_as_the_page_shows(trained, tmp_path, monkeypatch, 
     (block,) = (text for text in blocks((project_dir / "docs" / "serving.md").read_text(), "python") if "dcp" in text)
     shown: dict[str, torch.Tensor] = {}
     exec(block, shown)
-    assert torch.equal(shown["table"], load_group(checkpoints / "step_500", "model")[table_tensor("user")[6:]])
+    assert torch.equal(shown["table"], load_group(checkpoints / "step_500", "model")[TABLE.format("user")])
 
 
 def test_module_passes_torch_export(trained, exported):

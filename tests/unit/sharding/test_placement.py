@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 from torchrec.distributed.embedding_sharding import group_tables
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from embershard import CacheConfig, CachedEmbeddingBagCollectionSharder, CachedEmbeddingCollectionSharder, plan_sharding
@@ -22,7 +23,7 @@ from embershard.sharding.plan import Plan, TablePlacement, pools_of, shards_of
 from embershard.sharding.torchrec import StockEmbeddingBagCollectionSharder
 from embershard.sharding.torchrec.lookups import POOLED_SHARDINGS
 from embershard.sharding.torchrec.modules import CachedShardedEmbeddingBagCollection
-from embershard.sharding.torchrec.placement import model_tables, placements_of, torchrec_plan
+from embershard.sharding.torchrec.placement import model_groups, model_tables, placements_of, torchrec_plan
 from embershard.sharding.torchrec.spec import CACHED_KERNEL, SPEC_KEY, CacheSpec
 from tests.unit.sharding.plans import SHARDED, make_plan, plans, ranks_for
 
@@ -107,8 +108,8 @@ def test_pools_are_those_that_torchrec_groups(plan):
 @settings(max_examples=25)
 def test_to_torchrec_and_back(plan):
     model, sharder = model_of(plan.tables), CachedEmbeddingBagCollectionSharder(plan=plan)
-    placed = torchrec_plan(plan, model, [sharder], "cuda")
-    assert placements_of(placed, model_tables(model, [sharder])) == plan.tables
+    placed = torchrec_plan(plan, model, [sharder], "cpu")
+    assert placements_of(placed, model_tables(model, [sharder]), model_groups(model, [sharder])) == plan.tables
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -134,7 +135,7 @@ def test_the_planner_s_plan_comes_back_as_it_was(device, ranks):
         device=device,
         constraints=constraints,
     )
-    placed = placements_of(planned, model_tables(model, [sharder]))
+    placed = placements_of(planned, model_tables(model, [sharder]), model_groups(model, [sharder]))
     assert sorted(t.sharding for t in placed) == sorted(kinds)
     assert {t.kernel for t in placed} == {"cached", "device", "replicated"}
     plan = make_plan(placed, world_size, ranks_per_node)
@@ -177,13 +178,50 @@ def test_what_a_plan_cannot_say():
         torchrec_plan(plan, model_of((table, TablePlacement("t1", 5, 16, "fp32", *_ANY))), [pooled], "cpu")
     two = make_plan([table, TablePlacement("t1", 10, 16, "fp32", *_ANY)], 1, 1)
     both = nn.ModuleDict({"a": bags, "b": model_of((two.tables[1],))})
-    with pytest.raises(ShardingError, match=r"pools are those of one module; cached tables are in \['a.tables', 'b"):
+    with pytest.raises(ShardingError, match=r"group '', and the model in 'a.tables \(sum\)': tables of two modules"):
         torchrec_plan(two, both, [pooled], "cpu")
     placed = torchrec_plan(plan, bags, [StockEmbeddingBagCollectionSharder()], "cpu", cached=False)
     assert placed.plan["tables"]["t0"].compute_kernel == "fused"
     placed.plan["tables"]["t0"].compute_kernel = "key_value"
     with pytest.raises(ShardingError, match="plans do not know the compute kernel 'key_value'"):
-        placements_of(placed, model_tables(bags, [pooled]))
+        placements_of(placed, model_tables(bags, [pooled]), {"t0": ""})
+
+
+def test_a_plan_of_several_modules_and_poolings():
+    """Tables that could share a cache do not, where TorchRec gives them kernels of their own."""
+    bags = [
+        EmbeddingBagConfig(10, 16, name=f"t{number}", feature_names=[f"f{number}"], pooling=pooling)
+        for number, pooling in enumerate([PoolingType.SUM, PoolingType.MEAN, PoolingType.SUM])
+    ]
+    sequence = EmbeddingConfig(10, 16, name="t3", feature_names=["f3"])
+    model = nn.ModuleDict(
+        {
+            "a": EmbeddingBagCollection(tables=bags[:2], device=META),
+            "b": EmbeddingBagCollection(tables=bags[2:], device=META),
+            "c": EmbeddingCollection(tables=[sequence], device=META),
+        }
+    )
+    groups = {"t0": "a (sum)", "t1": "a (mean)", "t2": "b (sum)", "t3": "c"}
+    tables = [
+        TablePlacement(name, 10, 16, "fp32", "row_wise", "cached", (0, 1), group=group)
+        for name, group in groups.items()
+    ]
+    plan = make_plan(tables, 2, 2)
+    assert [pool.tables for pool in plan.pools] == [(name,) for name in ("t1", "t0", "t2", "t3")] * 2
+    sharders = [CachedEmbeddingBagCollectionSharder(plan=plan), CachedEmbeddingCollectionSharder(plan=plan)]
+    assert model_groups(model, sharders) == groups
+    placed = torchrec_plan(plan, model, sharders, "cpu")
+    assert {path: set(part) for path, part in placed.plan.items()} == {"a": {"t0", "t1"}, "b": {"t2"}, "c": {"t3"}}
+    assert placements_of(placed, model_tables(model, sharders), groups) == plan.tables
+
+
+def test_a_group_is_in_a_plan_s_file_only_where_there_are_several(tmp_path):
+    table = TablePlacement("t0", 10, 16, "fp32", "table_wise", "cached", (0,))
+    for number, group in enumerate(("", "a (sum)")):
+        plan = make_plan([replace(table, group=group)], 1, 1)
+        plan.save(tmp_path / f"{number}.json")
+        assert ("group" in (tmp_path / f"{number}.json").read_text()) == bool(group)
+        assert Plan.load(tmp_path / f"{number}.json") == plan
 
 
 _ANY = ("table_wise", "cached", (0,))

@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from embershard.cache import CacheConfig
 from embershard.data import Batch, Schema, SparseFeature
 from embershard.models import ModelConfig, build_model
-from embershard.models.config import Arch
+from embershard.models.config import WITH_HISTORY, Arch
 from embershard.sharding.plan import TablePlacement
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.float64 import compute_in_float64, divided_once
@@ -22,6 +22,7 @@ from tests.unit.sharding.plans import make_plan
 
 SCHEMA = Schema(("x", "y"), (SparseFeature("a", 10), SparseFeature("b", 20)))
 RANKS = 3
+ARCHS = [arch for arch in get_args(Arch) if arch not in WITH_HISTORY]
 IN_FP64 = RunConfig(train=TrainConfig(precision="fp64"))
 
 
@@ -40,7 +41,7 @@ def batch() -> Batch:
     return Batch(torch.arange(8.0).reshape(4, 2), features, torch.tensor([0.0, 1.0, 1.0, 0.0]))
 
 
-@pytest.mark.parametrize("arch", get_args(Arch))
+@pytest.mark.parametrize("arch", ARCHS)
 def test_the_same_weights_give_closer_logits(arch: Arch) -> None:
     """Those in float32 are within rounding of them, and not equal."""
     narrow, wide = (model_of(arch, wide=each) for each in (False, True))
@@ -53,7 +54,7 @@ def test_the_same_weights_give_closer_logits(arch: Arch) -> None:
     assert not torch.equal(logits, closer.float())
 
 
-@pytest.mark.parametrize("arch", get_args(Arch))
+@pytest.mark.parametrize("arch", ARCHS)
 def test_gradients_of_embeddings_are_divided_before_they_are_rounded(arch: Arch) -> None:
     model = model_of(arch, wide=True)
     gradients = []

@@ -1,0 +1,141 @@
+"""Embeddings of an item that is scored, of a user's history, and of all other features; and the models over them.
+
+Letters: B samples, L the longest history of a batch, P features of an event (item, category, ...), O other features, D
+the dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.models.dlrm import DLRMTrain
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.mlp import MLP
+
+from embershard.errors import ConfigError, DataError
+from embershard.models.config import ModelConfig
+from embershard.models.din import DIN
+from embershard.models.schema import SchemaLike, table_name
+from embershard.models.tbsm import TBSM
+
+HISTORY_LAYER_SIZES = (32, 16)
+
+
+@dataclass
+class Looked:
+    """What the tables give for a batch.
+
+    Attributes:
+        target: [B, P, D], of the item that is scored.
+        history: [B, L, P, D], oldest event first; zeros behind a history's end.
+        is_event: bool [B, L]; False behind a history's end.
+        others: [B, O, D], of the other features and, where there are any, of the dense ones.
+    """
+
+    target: Tensor
+    history: Tensor
+    is_event: Tensor
+    others: Tensor
+
+
+class HistoryEmbeddings(nn.Module):
+    """Tables for sequences, which target and history share; bags of the other features; an MLP over the dense ones."""
+
+    def __init__(self, config: ModelConfig, schema: SchemaLike, device: torch.device) -> None:
+        super().__init__()
+        self._target, self._history, self._dim = list(config.target), list(config.history), config.embedding_dim
+        rows = {feature.name: feature.num_rows for feature in schema.sparse}
+        _check(config, rows)
+        meta, common = torch.device("meta"), {"embedding_dim": config.embedding_dim}
+        common["data_type"] = DataType.FP16 if config.table_dtype == "fp16" else DataType.FP32
+        pairs = zip(config.target, config.history, strict=True)
+        sequences = [
+            EmbeddingConfig(name=table_name(item), num_embeddings=rows[item], feature_names=[item, past], **common)
+            for item, past in pairs
+        ]
+        self.sequences = EmbeddingCollection(tables=sequences, device=meta)
+        names = [name for name in rows if name not in {*config.target, *config.history}]
+        bags = [
+            EmbeddingBagConfig(name=table_name(name), num_embeddings=rows[name], feature_names=[name], **common)
+            for name in names
+        ]
+        self.bags = EmbeddingBagCollection(tables=bags, device=meta) if bags else None
+        num_dense = len(schema.dense)
+        layers = list(config.dense_arch_layer_sizes)
+        self.dense_arch = MLP(num_dense, layers, device=device) if num_dense else None
+        self._others = names
+        self.num_others = len(names) + (num_dense > 0)
+
+    def forward(self, dense: Tensor, features: Any) -> Looked:
+        """Look up a batch's features.
+
+        Raises:
+            DataError: a sample's histories have different lengths.
+        """
+        found = self.sequences(features)
+        lengths = torch.stack([found[name].lengths() for name in self._history])
+        if not torch.equal(lengths[:1].expand_as(lengths), lengths):
+            raise DataError(
+                f"the features of model.history ({', '.join(self._history)}) have different numbers of ids in one "
+                "sample; needed an id in each for every event"
+            )
+        longest = max(1, int(lengths[0].max())) if lengths.numel() else 1
+        target = [found[name].to_padded_dense(1)[:, 0] for name in self._target]
+        history = [found[name].to_padded_dense(longest) for name in self._history]
+        others = [] if self.dense_arch is None else [self.dense_arch(dense)]
+        if self.bags is not None:
+            bags = self.bags(features).to_dict()
+            others += [bags[name] for name in self._others]
+        is_event = torch.arange(longest, device=lengths.device) < lengths[0].unsqueeze(1)
+        empty = target[0].new_zeros(len(is_event), 0, self._dim)
+        return Looked(
+            torch.stack(target, 1), torch.stack(history, 2), is_event, torch.stack(others, 1) if others else empty
+        )
+
+
+class HistoryModel(nn.Module):
+    """Tables, and a network over what they give; for `DLRMTrain`, which adds the loss."""
+
+    def __init__(self, embeddings: HistoryEmbeddings, network: nn.Module) -> None:
+        super().__init__()
+        self.embeddings, self.network = embeddings, network
+
+    def forward(self, dense_features: Tensor, sparse_features: Any) -> Tensor:
+        """Return the logits [B, 1]."""
+        looked = self.embeddings(dense_features, sparse_features)
+        return self.network(looked.target, looked.history, looked.is_event, looked.others)
+
+
+def build_with_history(config: ModelConfig, schema: SchemaLike, device: torch.device) -> nn.Module:
+    """Build a DIN or TBSM: see `build_model`."""
+    embeddings = HistoryEmbeddings(config, schema, device)
+    network_class = DIN if config.arch == "din" else TBSM
+    sizes = list(config.history_layer_sizes or HISTORY_LAYER_SIZES)
+    with device:
+        network = network_class(
+            len(config.target), embeddings.num_others, config.embedding_dim, sizes, list(config.over_arch_layer_sizes)
+        )
+        return DLRMTrain(HistoryModel(embeddings, network))
+
+
+def _check(config: ModelConfig, rows: Mapping[str, int]) -> None:
+    """Raise unless the features of target and history are in the schema, once, and fit each other."""
+    named = [("target", name) for name in config.target] + [("history", name) for name in config.history]
+    for number, (setting, name) in enumerate(named):
+        if name not in rows:
+            raise ConfigError(
+                f"model.{setting}: got {name!r}, needed a sparse feature of the data, which have {', '.join(rows)}."
+            )
+        if name in [other for _, other in named[:number]]:
+            raise ConfigError(f"model.{setting}: {name!r} is in target and history twice; needed each feature once.")
+    for item, past in zip(config.target, config.history, strict=True):
+        if rows[item] != rows[past]:
+            raise ConfigError(
+                f"model.target {item!r} has {rows[item]} rows and model.history {past!r} has {rows[past]}: they share "
+                "a table. Give both the same number of rows in the data's settings."
+            )

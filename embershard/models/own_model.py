@@ -1,0 +1,186 @@
+"""Models of one's own: finds the function of `model.build = "my_module:function"`, and checks what it returns."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from embershard.errors import ConfigError
+from embershard.models.config import ModelConfig
+from embershard.models.schema import SchemaLike
+from embershard.models.tables import collections_of, tables_in
+
+
+class OwnModel(nn.Module):
+    """A model of one's own, with the loss.
+
+    Its forward takes a batch and returns `(loss [], (loss [], logits [B], labels [B]))`, as DLRMTrain's does.
+
+    Args:
+        model: from a batch to logits [B] or [B, 1], of which the loss is the binary cross-entropy with the labels; or
+            to `(loss [], logits)`.
+    """
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        super().__init__()
+        self.model, self._name = model, name
+
+    def forward(self, batch: Any) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """Return the loss, and loss, logits and labels without gradients."""
+        found, labels = self.model(batch), batch.labels
+        loss, logits = found if isinstance(found, tuple) and len(found) == 2 else (None, found)
+        self._check(loss, logits, labels)
+        logits = logits.reshape(-1)
+        if loss is None:
+            loss = nn.functional.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
+        return loss, (loss.detach(), logits.detach(), labels.detach())
+
+    def _check(self, loss: Any, logits: Any, labels: Tensor) -> None:
+        is_right = isinstance(logits, Tensor) and logits.numel() == len(labels)
+        if not is_right or not (loss is None or (isinstance(loss, Tensor) and loss.numel() == 1)):
+            shapes = [list(each.shape) if isinstance(each, Tensor) else type(each).__name__ for each in (loss, logits)]
+            got = shapes[1] if loss is None else shapes
+            raise ConfigError(
+                f"{self._name}: the model's forward returned {got} for {len(labels)} samples; needed logits "
+                f"[{len(labels)}], or (loss [], logits [{len(labels)}])."
+            )
+
+
+def build_own(config: ModelConfig, schema: SchemaLike, device: torch.device) -> OwnModel:
+    """Build the model of `config.build`: see `build_model`.
+
+    Raises:
+        ConfigError: the function is not found, fails, or returns something else than such a model.
+    """
+    name = f"model.build = {config.build!r}"
+    function = _function(config)
+    with device:
+        try:
+            model = function(schema, dict(config.options))
+        except ConfigError:
+            raise
+        except Exception as error:
+            place = _last_place(error)
+            raise ConfigError(f"{name} failed: {type(error).__name__}: {error} ({place}).") from error
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{name} returned {type(model).__name__}; needed a torch.nn.Module.")
+    own = OwnModel(model, name)
+    _check_collections(own, name)
+    _check_tables(own, schema, name)
+    return own
+
+
+def source_digest(config: ModelConfig) -> str:
+    """Return the SHA-256 of the file that defines `config.build`, in hexadecimal; of modules that it imports nothing.
+
+    Raises:
+        ConfigError: the function is not found.
+    """
+    file = inspect.getsourcefile(inspect.unwrap(_function(config)))
+    return "no file" if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+
+def _function(config: ModelConfig) -> Callable[..., Any]:
+    """Return the function that `config.build` names."""
+    assert config.build is not None
+    module_name, _, name = config.build.partition(":")
+    module = _module(module_name, config.folder)
+    function = getattr(module, name, None)
+    if not callable(function):
+        there = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        raise ConfigError(
+            f"model.build = {config.build!r}: {module.__file__} has no function {name!r}; it has "
+            f"{', '.join(there) or 'none'}."
+        )
+    return function
+
+
+def _module(name: str, folder: str | None) -> Any:
+    """Import a module, from the settings' folder too."""
+    here = None if folder is None else Path(folder).absolute()
+    if here is not None and str(here) not in sys.path:
+        sys.path.append(str(here))  # last: no file there hides an installed package
+        importlib.invalidate_caches()
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
+            raise ConfigError(f"model.build: {name!r} imports {error.name!r}, which is not installed.") from error
+        where = "on the Python path" if here is None else f"in {here} or on the Python path"
+        raise ConfigError(f"model.build: no module {name!r} {where}. Name a file there without .py.") from error
+    except Exception as error:
+        raise ConfigError(
+            f"model.build: importing {name!r} failed: {type(error).__name__}: {error} ({_last_place(error)})."
+        ) from error
+    top, found = name.partition(".")[0], Path(getattr(module, "__file__", None) or "")
+    candidates = [] if here is None else [here / f"{top}.py", here / top]
+    if any(path.exists() for path in candidates) and here is not None and here.resolve() not in found.resolve().parents:
+        raise ConfigError(
+            f"model.build: {name!r} is {found}, and there is another one in {here}. Give that another name."
+        )
+    return module
+
+
+def _last_place(error: BaseException) -> str:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "" if trace is None else f"{trace.tb_frame.f_code.co_filename}, line {trace.tb_lineno}"
+
+
+def _check_collections(model: nn.Module, name: str) -> None:
+    collections = list(collections_of(model))
+    if not collections:
+        raise ConfigError(
+            f"{name} returned a model without tables; needed a torchrec EmbeddingBagCollection or EmbeddingCollection "
+            "in it."
+        )
+    for path, module in collections:
+        if torch.device(module.device).type != "meta":
+            raise ConfigError(
+                f"{name}: {path.partition('.')[2]} is on {module.device}; make it with "
+                'device=torch.device("meta"): its rows get their memory where they are placed.'
+            )
+        if hasattr(module, "is_weighted") and module.is_weighted():
+            raise ConfigError(f"{name}: {path.partition('.')[2]} is weighted, and batches have no weights of ids.")
+
+
+def _check_tables(model: nn.Module, schema: SchemaLike, name: str) -> None:
+    """Raise unless tables and features fit each other."""
+    rows = {feature.name: feature.num_rows for feature in schema.sparse}
+    seen: dict[str, str] = {}
+    for table in tables_in(model):
+        if table.name in seen:
+            raise ConfigError(
+                f"{name}: two tables are named {table.name!r} (in {seen[table.name].partition('.')[2]} and "
+                f"{table.module.partition('.')[2]}); plans and checkpoints know tables by name, so rename one."
+            )
+        seen[table.name] = table.module
+        if table.dim % 4:
+            raise ConfigError(f"{name}: table {table.name!r} has dim {table.dim}; needed a multiple of 4.")
+        for feature in table.features:
+            if feature not in rows:
+                raise ConfigError(
+                    f"{name}: table {table.name!r} looks up the feature {feature!r}, which the data do not have; they "
+                    f"have {', '.join(rows)}."
+                )
+            if table.num_rows < rows[feature]:
+                raise ConfigError(
+                    f"{name}: table {table.name!r} has {table.num_rows} rows, and its feature {feature!r} has ids up "
+                    f"to {rows[feature] - 1}; needed at least {rows[feature]} rows (feature.num_rows)."
+                )
+    unread = set(rows) - {feature for table in tables_in(model) for feature in table.features}
+    if unread:
+        raise ConfigError(
+            f"{name}: no table looks up the feature {sorted(unread)[0]!r}. Give it one, or leave it out of the data's "
+            "settings."
+        )

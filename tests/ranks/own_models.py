@@ -1,0 +1,86 @@
+"""Models with several collections of tables, and with histories, trained as one rank of a pool of processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from embershard.cache import CacheConfig
+from embershard.data.config import SyntheticConfig
+from embershard.decoding import to_toml
+from embershard.launch.config import load_config
+from embershard.pipeline.config import LookAheadConfig
+from embershard.sharding.torchrec import cache_stats
+from embershard.training.config import RunConfig, TrainConfig
+from embershard.training.equivalence import Verdict, compare_with_stock
+from embershard.training.trainer import Trainer
+from tests.ranks.parity import differences, snapshot
+from tests.ranks.planned import here
+
+PROJECT = Path(__file__).resolve().parents[2]
+STEPS = 16
+
+
+def own_config(**changes: Any) -> RunConfig:
+    """The example of a model of one's own, made small: two collections of bags, and one of sequences."""
+    config = load_config(RunConfig, PROJECT / "examples" / "own_model.toml")
+    parts: dict[str, Any] = {
+        "data": replace(
+            config.data, synthetic=SyntheticConfig(num_samples=4000, scale=1e-3, bag_sizes=(2,)), num_workers=0
+        ),
+        "model": replace(config.model, options={"hidden": 8, "dim": 8}),
+        "cache": CacheConfig(ratio=0.05),
+        "look_ahead": LookAheadConfig(lookahead=4, prefetch=2),
+        "train": TrainConfig(batch_size=20, max_steps=STEPS, log_every=1, device="cpu"),
+    }
+    return replace(config, **{**parts, **changes})
+
+
+def as_toml(config: RunConfig) -> str:
+    """The settings as a file; the example's module is beside the example."""
+    return to_toml(config)
+
+
+def history_config(arch: Any, folder: Path, **changes: Any) -> RunConfig:
+    """DIN or TBSM on windows of events that `embershard data events` wrote to `folder`."""
+    config = load_config(RunConfig, folder / "run.toml")
+    parts: dict[str, Any] = {
+        "model": replace(config.model, arch=arch, embedding_dim=8, dense_arch_layer_sizes=(8,)),
+        "cache": CacheConfig(ratio=0.2),
+        "look_ahead": LookAheadConfig(lookahead=4, prefetch=2),
+        "train": TrainConfig(batch_size=8, max_steps=STEPS, log_every=1, device="cpu"),
+    }
+    return replace(config, **{**parts, **changes})
+
+
+def verdict(config: RunConfig) -> Verdict:
+    """Cached beside stock, bit for bit."""
+    return compare_with_stock(config, here(), STEPS)
+
+
+def late_rows(config: RunConfig) -> int:
+    """Train the whole run; return the rows that a step waited for, but for the first one, before which nothing is
+    known."""
+    trainer, late = Trainer(config, here()), []
+    for _ in trainer.train():
+        late.append(sum(table.critical_path_fills for table in cache_stats(trainer.model)))
+    trainer.close()
+    return late[-1] - late[0]
+
+
+def resumed_equals_whole(config: RunConfig, checkpoints: Path) -> list[str]:
+    """Names of tensors that differ between a whole run and one that went on from its half."""
+    ranks = here()
+    whole = Trainer(config, ranks)
+    for _ in whole.train():
+        pass
+    half = replace(config, train=replace(config.train, max_steps=STEPS // 2))
+    first = Trainer(half, ranks, checkpoints)
+    for _ in first.train():
+        pass
+    second = Trainer(config, ranks, checkpoints)
+    second.resume(checkpoints / f"step_{STEPS // 2}")
+    for _ in second.train():
+        pass
+    return differences(snapshot(whole.model), snapshot(second.model))

@@ -1,0 +1,54 @@
+"""Models with several collections of tables, and with attention over a history: cached equals stock TorchRec, bit for
+bit, and no step waits for a row."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from embershard.cache import CacheConfig
+from embershard.distributed import CheckpointConfig
+from embershard.launch import cli
+from embershard.sharding.config import ShardingConfig
+from tests.ranks import own_models
+from tests.ranks.workers import RankPool
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module")
+def windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Windows of generated sessions, as a user makes them."""
+    folder = tmp_path_factory.mktemp("events")
+    assert cli.main(["data", "sessions", "-o", str(folder / "log.csv"), "--users", "400", "--items", "3000"]) == 0
+    assert cli.main(["data", "events", str(folder / "log.csv"), "-o", str(folder / "windows"), "--history", "6"]) == 0
+    return folder / "windows"
+
+
+@pytest.mark.parametrize("model", ["own", "din", "tbsm"])
+def test_cached_equals_stock_and_no_row_is_late(model: str, windows: Path, one_rank: RankPool, two_ranks: RankPool):
+    config = own_models.own_config() if model == "own" else own_models.history_config(model, windows)
+    for pool in (one_rank, two_ranks):
+        verdicts = pool.run(own_models.verdict, config)
+        assert all(verdict.is_equal and verdict.evictions > 50 for verdict in verdicts), verdicts
+        assert pool.run(own_models.late_rows, config) == [0] * len(verdicts)
+
+
+def test_a_plan_of_several_collections_is_obeyed(two_ranks: RankPool, tmp_path: Path):
+    config = own_models.own_config()
+    run, profile, plan = (str(tmp_path / name) for name in ("run.toml", "p.npz", "plan.json"))
+    Path(run).write_text(own_models.as_toml(config))
+    assert cli.main(["profile", "--config", run, "-o", profile]) == 0
+    assert cli.main(["plan", "--config", run, "--profile", profile, "--ranks", "2", "-o", plan]) == 0
+    planned = replace(config, sharding=ShardingConfig(plan=plan))
+    verdicts = two_ranks.run(own_models.verdict, planned)
+    assert all(verdict.is_equal and verdict.evictions > 50 for verdict in verdicts), verdicts
+
+
+def test_a_checkpoint_has_all_collections(two_ranks: RankPool, tmp_path: Path):
+    config = own_models.own_config(
+        cache=CacheConfig(ratio=0.1), checkpoint=CheckpointConfig(at_end=True, every_steps=own_models.STEPS // 2)
+    )
+    assert two_ranks.run(own_models.resumed_equals_whole, config, tmp_path / "checkpoints") == [[], []]

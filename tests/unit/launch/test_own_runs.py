@@ -1,0 +1,96 @@
+"""From a log of events, or from a model of one's own, to scores: by settings alone, as a user does it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from embershard.decoding import read_toml
+from embershard.distributed import Ranks, Supervision, process_group
+from embershard.errors import CheckpointError, ConfigError
+from embershard.launch import cli
+from embershard.launch.config import load_config
+from embershard.launch.data import command as data_command
+from embershard.launch.export import command as export
+from embershard.launch.score import command as score
+from embershard.launch.train.command import train_run
+from embershard.training.config import RunConfig
+from embershard.training.resume import resume_run
+from embershard.training.trainer import Trainer
+
+PROJECT = Path(__file__).resolve().parents[3]
+SMALL = [
+    "data.synthetic.num_samples=1200", "data.synthetic.scale=0.001", "data.num_workers=0",
+    "model.options.hidden=8", "model.options.dim=8", "train.batch_size=50", "train.max_steps=6", "train.device=cpu",
+    "cache.ratio=0.5",
+]  # fmt: skip
+
+
+def train(config: RunConfig, run_dir: Path) -> None:
+    given = {"resume": None, "unverified": False, "changes": (), "same_run": "", "go_on": ""}
+    with process_group("cpu") as ranks:
+        train_run(config, ranks, run_dir, supervision=Supervision(), **given)
+
+
+@pytest.fixture(scope="module")
+def windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("log")
+    assert cli.main(["data", "sessions", "-o", str(folder / "log.csv"), "--users", "150", "--items", "300"]) == 0
+    assert cli.main(["data", "events", str(folder / "log.csv"), "-o", str(folder / "windows"), "--history", "10"]) == 0
+    return folder / "windows"
+
+
+@pytest.mark.parametrize("arch", ["din", "tbsm"])
+def test_a_log_of_events_becomes_scores(arch, windows, tmp_path, capsys):
+    overrides = [f"model.arch={arch}", "train.max_steps=8", "train.device=cpu", "data.num_workers=0", "cache.ratio=0.9"]
+    train(load_config(RunConfig, windows / "run.toml", overrides), tmp_path / "run")
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["auc"] is not None
+    score.main([str(tmp_path / "run"), "-o", str(tmp_path / "scores.parquet")])
+    found = pq.read_table(tmp_path / "scores.parquet")
+    assert found["label"].to_pylist() == pq.read_table(windows / "eval.parquet")["label"].to_pylist()
+
+    with pytest.raises(ConfigError, match=rf"'{arch}' cannot be exported as a module: .*--format parquet"):
+        export.main([str(tmp_path / "run"), "-o", str(tmp_path / "exported")])
+    export.main([str(tmp_path / "run"), "-o", str(tmp_path / "tables"), "--format", "parquet"])
+    names = {path.stem for path in (tmp_path / "tables" / "tables").iterdir()}
+    assert names == {"t_user", "t_item", "t_category", "t_hist_behaviour"}
+    inputs = json.loads((tmp_path / "tables" / "inputs.json").read_text())["sparse"]
+    assert {each["name"]: each["table"] for each in inputs}["hist_item"] == "t_item"
+
+
+def test_the_settings_of_the_windows_are_whole(windows):
+    values = read_toml(windows / "run.toml")
+    assert values["data"]["parquet"]["num_rows"][1] == values["data"]["parquet"]["num_rows"][3]
+    with pytest.raises(ConfigError, match="exists; give the name of a new folder"):
+        data_command.main(["events", str(windows.parent / "log.csv"), "-o", str(windows)])
+
+
+def test_an_own_model_is_trained_scored_and_resumed(tmp_path):
+    for name in ("own_model.toml", "own_model.py"):
+        shutil.copy(PROJECT / "examples" / name, tmp_path / name.replace("own_model", "own_copy"))
+    overrides = [*SMALL, "model.build=own_copy:build"]
+    config = load_config(RunConfig, tmp_path / "own_copy.toml", overrides)
+    assert config.model.folder == str(tmp_path)
+    assert config.model.options == {"hidden": 8, "dim": 8}
+    train(config, tmp_path / "run")
+    score.main([str(tmp_path / "run"), "-o", str(tmp_path / "scores.parquet")])
+    assert len(pq.read_table(tmp_path / "scores.parquet")) == 60
+
+    def resume(ranks: Ranks, changes: tuple[str, ...] = ()) -> Trainer:
+        trainer = Trainer(config, ranks, tmp_path / "run" / "checkpoints")
+        resume_run(trainer, allow_changes=changes)
+        return trainer
+
+    (tmp_path / "own_copy.py").write_text((tmp_path / "own_copy.py").read_text() + "\n# changed\n")
+    with process_group("cpu") as ranks:
+        with pytest.raises(CheckpointError, match=r"(?s)model.source .*--allow-change model.source"):
+            resume(ranks)
+        assert resume(ranks, ("model.source",)).steps == 6
+        other = load_config(RunConfig, tmp_path / "own_copy.toml", [*overrides, "model.options.hidden=9"])
+        with pytest.raises(CheckpointError, match=r"model.options .*hidden = 8.*hidden = 9"):
+            resume_run(Trainer(other, ranks, tmp_path / "run" / "checkpoints"), allow_changes=("model.source",))
