@@ -344,8 +344,7 @@ class Trainer:
     def _make_loss_monitor(self) -> LossMonitor:
         kept = None if self.checkpoints is None else KeptBatches(self.checkpoints, self.ranks)
         skips = self.config.train.on_non_finite == "skip"
-        stop = self._saves.wait
-        return LossMonitor(self.ranks, skips=skips, kept=kept, before_stop=stop, observe=self._observe)
+        return LossMonitor(self.ranks, skips=skips, kept=kept, before_stop=self._saves.wait, observe=self._observe)
 
     def _observe(self, loss: float) -> None:
         self.stream.observe(loss)  # the stream that is open by then

@@ -79,8 +79,11 @@ def plan_sharding(
     )
     ours = {(table.path, table.name) for table in cached if has_cache(table.sharder)}
     partitioner = PoolRowsPartitioner(_pool_of(ours, _FUSED if as_fused else CACHED_KERNEL))
-    shapes: dict[str, tuple[int, int]] = {table.name: tuple(table.weight.shape) for table in tables}  # type: ignore[misc]
-    fewer = {name: distinct_types(constraint, *shapes[name], topology) for name, constraint in planned_as.items()}
+    shapes = {table.name: table.weight.shape for table in tables}
+    fewer = {
+        name: distinct_types(constraint, shapes[name][0], shapes[name][1], topology)
+        for name, constraint in planned_as.items()
+    }
     try:
         plan = _plan(model, sharders, topology, batch_size, fewer, partitioner)
     except ShardingError:
