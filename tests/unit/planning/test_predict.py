@@ -184,7 +184,9 @@ def test_every_rank_works_on_its_own_ids_where_rows_are_exchanged():
     workload = make_workload((5000, 900), exchange="rows")
     tables = [
         dataclasses.replace(table, exchange=exchange)
-        for table, exchange in zip(placements(workload, [("table_wise", "cached")] * 2), ("rows", "pooled"), strict=True)
+        for table, exchange in zip(
+            placements(workload, [("table_wise", "cached")] * 2), ("rows", "pooled"), strict=True
+        )
     ]
     found = predict(workload, tables, slots_of(workload, tables), Rates(seconds_per_row_id=1.0))
     of_a_rank = workload.lookups_per_sample["t0"] * workload.shape.batch_size
