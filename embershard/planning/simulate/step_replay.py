@@ -129,16 +129,13 @@ class StepReplay:
         return int(np.argmin(self.parts[STRAGGLERS]))
 
 
-def replay_steps(
-    works: Sequence[StepWork], rates: Rates, pipeline: Pipeline, *, jitter: float = 0.0, seed: int = 0
-) -> StepReplay:
+def replay_steps(works: Sequence[StepWork], rates: Rates, pipeline: Pipeline, *, jitter: float = 0.0) -> StepReplay:
     """Replay steps of ranks with this work, until they repeat. Deterministic.
 
     Args:
         works: of each rank in a step.
         rates: of a rank, while all ranks of its node are at work.
         jitter: standard deviation of a rank's time for the same work, from step to step, relative to its mean.
-        seed: of the jitter.
 
     >>> work = StepWork(dense_flops=3e9, bytes_to_device=1e9)
     >>> rates = Rates(seconds_per_flop=1e-12, seconds_per_byte_to_device=1e-12)
@@ -148,7 +145,7 @@ def replay_steps(
     stages = _stage_parts(works, rates)
     settling = _SETTLING_STEPS if pipeline.device == "cuda" else 0
     num_steps = settling + (_JITTERED_STEPS if jitter else _STEPS)
-    noise = np.random.default_rng(seed).standard_normal((num_steps, len(works)))
+    noise = np.random.default_rng(0).standard_normal((num_steps, len(works)))
     factors = np.exp(jitter * noise - jitter**2 / 2)
     if pipeline.device == "cpu":
         return _in_turn(stages, pipeline, factors)
@@ -203,7 +200,7 @@ def _shared(work: Floats, pipeline: Pipeline) -> Floats:
     whole one once no more than C of them are left.
     """
     local, cores = min(pipeline.ranks_per_node, len(work)), pipeline.cores_per_node
-    if cores is None or pipeline.device != "cpu" or local <= cores or len(work) % local:
+    if cores is None or local <= cores or len(work) % local:
         return work
     nodes = work.reshape(-1, local) * (cores / local)  # seconds of one core
     order = nodes.argsort(axis=1)

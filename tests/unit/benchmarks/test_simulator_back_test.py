@@ -1,0 +1,35 @@
+"""The simulator's back-test compares configurations that the calibration has not seen."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import simulator_back_test as back_test
+from embershard.decoding import decode
+from embershard.launch.plan.calibrate import REFERENCE, reference_setting
+from embershard.planning.cost.topology import load_topology
+from embershard.training.config import RunConfig
+
+
+def test_no_configuration_was_calibrated() -> None:
+    calibrated = [reference_setting(changes) for changes in REFERENCE.values()]
+    settings = [reference_setting(changes) for changes in back_test.CASES.values()]
+    assert not [values for values in settings if values in calibrated]
+    assert len({str(values) for values in settings}) == len(settings) >= 6
+    for values in settings:
+        decode(RunConfig, values)
+
+
+def test_the_machine_file_has_every_number_of_ranks() -> None:
+    topology = load_topology(str(back_test.MACHINE))
+    assert set(back_test.RANKS) <= set(topology.rates)
+    assert topology.cores_per_node is not None
+    assert [topology.jitter_for(ranks) for ranks in back_test.RANKS] == [0, 0, 0]
+
+
+def test_a_public_point_is_simulated_and_its_error_stated() -> None:
+    found = back_test._public("dlrm", "a100-40x4", 4096, 1_458_176)
+    error = found["simulated_samples_per_second"] / found["published_samples_per_second"] - 1
+    assert found["error"] == pytest.approx(error, abs=1e-3)
+    step_ms = 1e3 * found["global_batch_size"] / found["simulated_samples_per_second"]
+    assert sum(found["parts_ms"].values()) == pytest.approx(step_ms, rel=0.01)
