@@ -67,8 +67,7 @@ class Trainer:
         supervision: asks for the end of the training, and is told of each step.
 
     Raises:
-        ConfigError: the run does not fit the memory of a machine; `memory_warning` has what may not fit later. Or the
-            machines differ in settings or files.
+        ConfigError: a machine lacks memory (`memory_warning`: what may not fit later), or differs in settings or files.
     """
 
     def __init__(

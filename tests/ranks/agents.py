@@ -63,26 +63,14 @@ def two_agents(
     `within` are words before each agent's command, and `interfaces` its network interfaces.
     """
     meeting = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{address}:{free_port()}", "--rdzv_id", "agents"]
-    nodes = ["--nnodes", "2", "--nproc_per_node", str(ranks_per_agent)]
-    agents = [
-        start(
-            [
-                *words,
-                *_TORCHRUN,
-                *nodes,
-                *meeting,
-                "--local_addr",
-                host,
-                *_PROGRAM,
-                *settings,
-                "--run-dir",
-                str(folder),
-            ],
-            project,
-            GLOO_SOCKET_IFNAME=interface,
-        )
-        for words, host, folder, interface in zip(within, _hosts(address), run_dirs, interfaces, strict=True)
-    ]
+    meeting += ["--nnodes", "2", "--nproc_per_node", str(ranks_per_agent)]
+    agents = []
+    for number, (words, host, folder) in enumerate(zip(within, _hosts(address), run_dirs, strict=True)):
+        # Both machines have the name of this one, by which torchrun finds out where the endpoint is.
+        place = ["--local_addr", host, "--rdzv_conf", f"is_host={number == 0}"]
+        program = [*_PROGRAM, *settings, "--run-dir", str(folder)]
+        interface = {"GLOO_SOCKET_IFNAME": interfaces[number]}
+        agents.append(start([*words, *_TORCHRUN, *meeting, *place, *program], project, **interface))
     outputs = ended(agents)
     return [(agent.returncode, output) for agent, output in zip(agents, outputs, strict=True)]
 

@@ -121,7 +121,7 @@ def test_a_sweep_on_ray_survives_the_death_of_a_worker(project_dir: Path, tmp_pa
     busy = [process for process in workers if process.name().startswith("ray::run_once")]
     busy[0].send_signal(signal.SIGKILL)
     complete(running, tmp_path)
-    assert len(list((tmp_path / "out" / "runs").glob("*.aside-1"))) == 1
+    assert len(list((tmp_path / "out" / "outputs").glob("*.aside-1"))) == 1  # of the run that was started again
 
 
 @needs_ray
@@ -142,7 +142,7 @@ def test_a_sweep_on_ray_survives_the_death_of_a_machine(
         complete(running, tmp_path)
     finally:
         machines.shutdown()
-    assert len(list((tmp_path / "out" / "runs").glob("*.aside-1"))) == 1
+    assert len(list((tmp_path / "out" / "outputs").glob("*.aside-1"))) == 1  # of the run that was started again
 
 
 def has_slurm() -> bool:

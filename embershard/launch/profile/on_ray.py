@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from embershard.errors import SetupError
 from embershard.launch.ray_cluster import RETRIES, ray_cluster
 
 T = TypeVar("T")
@@ -28,7 +29,7 @@ def in_parts_on_ray(
         others: returns further arguments, when a range is given out.
 
     Raises:
-        SetupError: Ray is not installed, or no cluster can be reached.
+        SetupError: Ray is not installed, no cluster can be reached, or workers die again and again.
         DataError, ConfigError: as the function does, on this machine.
     """
     with ray_cluster() as ray:
@@ -44,6 +45,8 @@ def in_parts_on_ray(
                 yield ray.get(waiting.popleft())
             except ray.exceptions.RayTaskError as error:
                 raise error.cause from error
+            except ray.exceptions.RayError as error:
+                raise SetupError(f"Ray gave up a part after {RETRIES} retries: {str(error).splitlines()[0]}") from error
 
 
 def _count(made_by: Sequence[Any], started_in: Path, part: tuple[int, int], others: tuple[Any, ...]) -> Any:

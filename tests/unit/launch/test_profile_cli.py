@@ -197,6 +197,7 @@ def test_data_and_config_together(tmp_path):
         (["synthetic", "-o", "."], "is a folder"),
         (["synthetic", "-o", "p.npz", "--sample", "0"], "sample = 0.0; needed a share"),
         (["synthetic", "-o", "p.npz", "--workers", "0"], "num_workers = 0; needed at least 1"),
+        (["synthetic", "-o", "p.npz", "--on", "ray", "--workers", "2"], "--workers has no effect with --on ray"),
         (["nowhere", "-o", "p.npz"], "nowhere: no such file or folder"),
         (["synthetic", "-o", "p.npz", "--set", "data.sead=1"], "Did you mean data.seed?"),
         (["show", "p.npz"], "p.npz is not a frequency profile"),
