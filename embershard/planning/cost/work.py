@@ -85,8 +85,8 @@ def exchanged_bytes(
 
 
 def copies_bytes(num_rows: float, columns: int, world_size: int) -> float:
-    """Return the bytes of gradients that a rank sends in a step for one of its touched rows of a table with a copy on
-    every rank, times `num_rows`: a row's number and D floats go to each other rank.
+    """Return the bytes of gradients that a rank sends in a step for the `num_rows` rows of replicated tables that its
+    samples look up: of each, a number and D floats go to each other rank.
 
     >>> copies_bytes(100, columns=16, world_size=4)
     21600.0
