@@ -46,6 +46,7 @@ class Layout:
         optimizer: of the tables.
         mode: "hot_cold" and "data_parallel" have no plan.
         exchange: of all tables.
+        precision: of the dense layers.
     """
 
     sharding: str = "row_wise"
@@ -56,6 +57,7 @@ class Layout:
     optimizer: str = "rowwise_adagrad"
     mode: str = "sharded"
     exchange: str = "pooled"
+    precision: str = "fp32"
 
 
 def write_samples(path: Path) -> None:
@@ -99,7 +101,13 @@ def make_config(layout: Layout, folder: Path, world_size: int, ranks_per_node: i
         sharding=sharding,
         embedding_optimizer=EmbeddingOptimizerConfig(kind=layout.optimizer, lr=0.1),  # type: ignore[arg-type]
         dense_optimizer=DenseOptimizerConfig(kind=dense, lr=0.1 if dense == "sgd" else 0.01),  # type: ignore[arg-type]
-        train=TrainConfig(global_batch_size=BATCH, log_every=1, max_steps=STEPS, device="cpu"),
+        train=TrainConfig(
+            global_batch_size=BATCH,
+            log_every=1,
+            max_steps=STEPS,
+            device="cpu",
+            precision=layout.precision,  # type: ignore[arg-type]
+        ),
         checkpoint=CheckpointConfig(every_steps=SAVED_AT, at_end=False, keep_last=99),
     )
 
