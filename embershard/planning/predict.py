@@ -86,11 +86,10 @@ def shard_work(workload: Workload, shard: PlacedShard, report: ShardReport) -> S
     per_sample = workload.lookups_per_sample[size.table]
     if shard.kernel == "replicated":
         ids = per_sample * shape.batch_size
-        weights = float(shard.rows * size.weight_bytes())
+        touched = workload.distinct_per_rank(size.table)
         return StepWork(
-            update_bytes=weights,
             embedding_bytes=work.embedding_bytes(ids, size),
-            all_reduce_bytes=work.all_reduce_bytes(weights, shape.world_size),
+            sent_gradient_bytes=work.copies_bytes(touched, size.dim, shape.world_size),
         )
     cached = shard.kernel == "cached"
     distinct = workload.distinct_per_rank(size.table) if shard.exchange == "rows" else None
@@ -124,14 +123,15 @@ def shard_work(workload: Workload, shard: PlacedShard, report: ShardReport) -> S
 def rank_work(workload: Workload, shards: Sequence[PlacedShard], reports: Sequence[ShardReport]) -> StepWork:
     """Return the work of a whole rank's step: its shards, its part of the dense model, its samples."""
     shape, model = workload.shape, workload.model
-    num_groups = len(work.exchange_groups(shards))
+    num_groups, num_copies_groups = len(work.exchange_groups(shards)), len(work.copies_groups(shards))
     dense = StepWork(
         dense_flops=model.dense_flops_per_sample * shape.batch_size,
         activation_bytes=model.activation_bytes_per_sample * shape.batch_size,
         update_bytes=model.dense_parameter_bytes,
         all_reduce_bytes=work.all_reduce_bytes(model.dense_parameter_bytes, shape.world_size),
         sent_id_bytes=work.sizes_bytes(num_groups, shape.world_size),
-        num_collectives=work.num_collectives(num_groups, shape.world_size),
+        sent_gradient_bytes=work.counts_bytes(num_copies_groups, shape.world_size),
+        num_collectives=work.num_collectives(num_groups, shape.world_size, num_copies_groups),
         input_seconds=(workload.data.read_seconds_per_sample or 0.0) * shape.batch_size,
     )
     return StepWork.total([dense, *(shard_work(workload, *pair) for pair in zip(shards, reports, strict=True))])

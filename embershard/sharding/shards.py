@@ -211,7 +211,8 @@ def no_rows_problem(tables: Iterable[TablePlacement], ranks_per_node: int) -> st
     >>> tiny = TablePlacement("t0", 3, 16, "fp32", "row_wise", "device", (0, 1, 2, 3))
     >>> no_rows_problem([tiny], ranks_per_node=4)
     "rank 3 has no row of its row_wise tables on the device ['t0']"
-    >>> no_rows_problem([tiny, TablePlacement("t1", 4, 16, "fp32", "row_wise", "device", (0, 1, 2, 3))], ranks_per_node=4)
+    >>> other = TablePlacement("t1", 4, 16, "fp32", "row_wise", "device", (0, 1, 2, 3))
+    >>> no_rows_problem([tiny, other], ranks_per_node=4)
     ''
     """
     groups: dict[tuple[int, Sharding, Dtype], dict[str, int]] = {}

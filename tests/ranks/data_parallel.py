@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import gc
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,7 +24,7 @@ from embershard.sharding.torchrec.data_parallel import Union
 from tests.ranks import parity, replicated_rows, rows_exchange
 from tests.ranks.delays import random_delays
 from tests.ranks.look_ahead import Batch
-from tests.ranks.rows_exchange import Outcome
+from tests.ranks.rows_exchange import Faults, Outcome
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,23 +37,14 @@ class Case(rows_exchange.Case):
     ratio: float = 0.4
 
 
-def compare_dyadic(case: Case, fault: str | None = None) -> tuple[Outcome, list[str]]:
+def compare_variants(case: Case, variants: list[tuple[Case, str | None]]) -> list[Outcome]:
     """Weights and states after dyadic gradients against stock TorchRec's, and what differs between the ranks."""
-    models: list[Any] = []
-
-    def build(*arguments: Any) -> Any:
-        models.append(build_model(*arguments))
-        return models[-1]
-
-    build_model = parity.build
-    with mock.patch.dict(rows_exchange.FAULTS, FAULTS), mock.patch.object(parity, "build", build):
-        outcome = rows_exchange.compare_dyadic(case, fault)
-    return outcome, unequal_replicas(models[-1])
+    return rows_exchange.compare_variants(case, variants, FAULTS, unequal_replicas)
 
 
-def compare_all(cases: list[Case]) -> list[tuple[Outcome, list[str]]]:
-    """:func:`compare_dyadic` for several cases in one call."""
-    return [compare_dyadic(case) for case in cases]
+def compare_all(cases: list[Case]) -> list[Outcome]:
+    """The same for several cases in one call."""
+    return [outcome for case in cases for outcome in compare_variants(case, [(case, None)])]
 
 
 def unequal_replicas(model: Any) -> list[str]:
@@ -69,12 +60,9 @@ def unequal_replicas(model: Any) -> list[str]:
     return unequal
 
 
-def compare_real(case: Case) -> tuple[Outcome, list[str]]:
+def compare_real(case: Case) -> Outcome:
     """The same after gradients of a real loss."""
-    outcome = rows_exchange.compare_real(case)
-    model = parity.build(case, True)
-    parity.train(model, case)
-    return outcome, unequal_replicas(model)
+    return rows_exchange.compare_real(case, unequal_replicas)
 
 
 def train_with_delays(case: Case, seed: int) -> tuple[list[str], list[str], int]:
@@ -192,7 +180,7 @@ def _ranks_do_not_meet() -> Iterator[None]:
         yield
 
 
-FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+FAULTS: Faults = {
     "rank left out": replicated_rows.rank_left_out,
     "division missing": replicated_rows.division_missing,
     "rows of other ids": _own_ids_only,

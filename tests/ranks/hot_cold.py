@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,19 @@ import torch.distributed.checkpoint as dcp
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from embershard import cache_stats
-from embershard.distributed import without_empty
+from embershard.distributed import row_gradients, without_empty
+from embershard.distributed.row_gradients import RowGradients
 from embershard.distributed.sent_bytes import SentBytes
 from embershard.distributed.traffic import count_sent_bytes, sent_bytes
 from embershard.errors import EmbershardError
+from embershard.sharding.torchrec import replicated_rows
 from embershard.sharding.torchrec.hot_cold import HotColdShardedEmbeddingBagCollection, follow_hot_batches
 from embershard.sharding.torchrec.hot_tables import HotTables
-from tests.ranks import parity
+from tests.ranks import parity, rows_exchange
 from tests.ranks.parity import LinearModel, differences, snapshot
 from tests.ranks.replicated_rows import division_missing, rank_left_out
 from tests.ranks.replicated_tables import tensors_of
-from tests.ranks.rows_exchange import Case, Outcome, batches, train_linear
+from tests.ranks.rows_exchange import Case, Faults, Outcome, batches, train_linear
 
 
 @dataclass(frozen=True)
@@ -44,32 +46,20 @@ def build(case: Case) -> DistributedModelParallel:
     return model
 
 
-def compare(case: Case, fault: str | None = None) -> Outcome:
+def compare_variants(case: Case, variants: list[tuple[Case, str | None]]) -> list[Outcome]:
     """Weights and states after dyadic gradients: stock TorchRec's, beside those with hot rows on every rank."""
-    stock = parity.build(case, False, LinearModel)
-    train_linear(stock, dataclasses.replace(case, lookahead=0))
-    expected = snapshot(stock)
-    with FAULTS[fault]() if fault else contextlib.nullcontext():
-        model = build(case)
-        train_linear(model, case)
-        found = snapshot(model)
-    different = differences(expected, found) + _unequal_copies(model)
-    return Outcome(different, len(found), sum(stats.evictions for stats in cache_stats(model)))
+    return rows_exchange.compare_variants(case, variants, FAULTS, _unequal_copies)
+
+
+def compare(case: Case, fault: str | None = None) -> Outcome:
+    """The same for one way to train."""
+    (outcome,) = compare_variants(case, [(case, fault)])
+    return outcome
 
 
 def compare_real(case: Case) -> Outcome:
     """The same after gradients of a real loss."""
-    stock, model = parity.build(case, False), parity.build(case, True)
-    losses, ours = parity.train(stock, case), parity.train(model, case)
-    expected, found = snapshot(stock), snapshot(model)
-    pairs = [(value, found[name]) for name, value in expected.items() if value.numel() and name.startswith("weight")]
-    return Outcome(
-        sorted(set(expected) ^ set(found)) + _unequal_copies(model),
-        len(found),
-        sum(stats.evictions for stats in cache_stats(model)),
-        max(abs(a - b) for a, b in zip(losses, ours, strict=True)),
-        max(float((a - b).abs().max()) for a, b in pairs),
-    )
+    return rows_exchange.compare_real(case, _unequal_copies)
 
 
 def hot_steps(case: Case) -> HotBatchOutcome:
@@ -147,7 +137,20 @@ def _hot_ids_everywhere() -> Iterator[None]:
         yield
 
 
-FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+@contextlib.contextmanager
+def _row_dropped() -> Iterator[None]:
+    """The last row that any rank looked up is not trained, on all ranks."""
+
+    def drop(*arguments: Any) -> RowGradients:
+        rows, sums = row_gradients.sum_rows(*arguments)
+        return RowGradients(rows[:-1], sums[:-1])
+
+    with mock.patch.object(replicated_rows, "sum_rows", drop):
+        yield
+
+
+FAULTS: Faults = {
+    "row dropped": _row_dropped,
     "division missing": division_missing,
     "rank left out": rank_left_out,
     "not written to the host": _not_written_to_the_host,

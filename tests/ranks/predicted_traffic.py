@@ -1,9 +1,9 @@
 """Bytes between ranks as predicted and as counted: `python -m tests.ranks.predicted_traffic`; some minutes.
 
-{pooled, rows, auto} x {table-wise, row-wise, column-wise} x {one id per feature, MLPerf's bags} x {2, 4 ranks}: a
-profile of generated data, a prediction from it, and a run of the trainer on the same data. Prints a line per
-combination: predicted and counted bytes of a rank and step, by kind. Ends with 1 where one differs by more than 2 %, or
-"auto" sent more than another.
+{pooled, rows, auto} x {table-wise, row-wise, column-wise} x {one id per feature, MLPerf's bags} x {2, 4 ranks}, and
+pooled with copies of the small tables on every rank: a profile of generated data, a prediction from it, and a run of
+the trainer on the same data. Prints a line per combination: predicted and counted bytes of a rank and step, by kind.
+Ends with 1 where one differs by more than 2 %, or "auto" sent more than another.
 """
 
 from __future__ import annotations
@@ -38,12 +38,14 @@ from tests.unit.sharding.plans import make_plan, ranks_for
 
 BAGS = {"one-hot": (), "MLPerf": MLPERF_BAG_SIZES}
 STEPS = 16
+MOST_COPIED_ROWS = 300
 SHARDINGS = ("table_wise", "row_wise", "column_wise")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run to predict. ``scale`` is that of the data's row counts, ``num_samples`` are those of an epoch."""
+    """A run to predict. ``scale`` is that of the data's row counts, ``num_samples`` are those of an epoch. Tables of at
+    most ``replicate_rows`` have a copy on every rank."""
 
     sharding: str = "row_wise"
     exchange: ExchangeChoice = "rows"
@@ -51,6 +53,7 @@ class Case:
     batch_size: int = 64
     num_samples: int = 6000
     scale: float = 0.003
+    replicate_rows: int = 0
 
     @property
     def data(self) -> DataConfig:
@@ -83,8 +86,10 @@ def plan_of(case: Case, world_size: int) -> Plan:
     workload = workload_of(case, world_size)
     tables = []
     for number, size in enumerate(workload.model.tables):
-        ranks = ranks_for(case.sharding, number, world_size, world_size, column_shards=2)
-        placed = TablePlacement(size.table, size.rows, size.dim, size.dtype, case.sharding, "cached", ranks)  # type: ignore[arg-type]
+        has_copies = size.rows <= case.replicate_rows
+        sharding, kernel = ("data_parallel", "replicated") if has_copies else (case.sharding, "cached")
+        ranks = ranks_for(sharding, number, world_size, world_size, column_shards=2)
+        placed = TablePlacement(size.table, size.rows, size.dim, size.dtype, sharding, kernel, ranks)  # type: ignore[arg-type]
         tables.append(with_exchange(workload, placed))
     pools = tuple(pool.with_slots(max(1, -(-pool.rows // 2))) for pool in pools_of(tables, world_size))
     rates: Rates = load_topology("cpu").rates_for(world_size)
@@ -139,13 +144,15 @@ def main() -> int:
         for bags in BAGS:
             totals: dict[str, float] = {}
             for sharding in SHARDINGS:
-                for exchange in ("pooled", "rows", "auto"):
-                    case = Case(sharding, exchange, bags)  # type: ignore[arg-type]
+                for exchange, copies in (("pooled", 0), ("rows", 0), ("auto", 0), ("pooled", MOST_COPIED_ROWS)):
+                    case = Case(sharding, exchange, bags, replicate_rows=copies)  # type: ignore[arg-type]
                     plan, pairs = compared(pool, case, world_size)
                     failed += not is_close(pairs)
                     num_rows = sum(table.exchange == "rows" for table in plan.tables)
-                    totals[exchange] = sum(pair.measured or 0.0 for pair in pairs.values())
-                    names = f"{world_size} ranks, {bags}, {sharding}, {exchange} ({num_rows} tables of rows)"
+                    num_copied = sum(table.kernel == "replicated" for table in plan.tables)
+                    words = f"{exchange} ({num_rows} tables of rows, {num_copied} with copies)"
+                    totals["copies" if copies else exchange] = sum(p.measured or 0.0 for p in pairs.values())
+                    names = f"{world_size} ranks, {bags}, {sharding}, {words}"
                     print(f"{names}: {'; '.join(map(_text, pairs.items()))}", flush=True)
                 print(f"    counted, all kinds: {', '.join(f'{k} {v:,.0f}' for k, v in totals.items())}", flush=True)
                 failed += totals["auto"] > min(totals["pooled"], totals["rows"])

@@ -29,6 +29,7 @@ from embershard.distributed.traffic import count_sent_bytes, sent_bytes
 from embershard.errors import EmbershardError
 from embershard.sharding.torchrec.bags import Bags
 from embershard.sharding.torchrec.distinct_ids import DistinctIds
+from embershard.sharding.torchrec.hot_cold import follow_hot_batches
 from embershard.sharding.torchrec.rows_exchange import RowsInput
 from tests.ranks import parity
 from tests.ranks.look_ahead import Batch
@@ -37,6 +38,8 @@ from tests.ranks.replicated_rows import division_missing
 
 #: Of losses and weights after 30 steps of a real loss at a learning rate of 0.1, on weights of up to 1/sqrt(333).
 LOSS_BOUND, WEIGHT_BOUND = 2e-6, 1e-4
+Faults = dict[str, Callable[[], contextlib.AbstractContextManager[Any]]]
+Unequal = Callable[[Any], list[str]]
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,10 @@ class HotBatch(Batch):
     def to(self, device: torch.device, non_blocking: bool = False) -> HotBatch:
         """A copy, as a batch that comes from a loader's memory is."""
         return HotBatch(*vars(super().to(device, non_blocking)).values(), self.is_hot)
+
+
+def _nothing(model: Any) -> list[str]:
+    return []
 
 
 def batches(case: Case) -> Iterator[tuple[KeyedJaggedTensor, Tensor]]:
@@ -123,21 +130,28 @@ def compare_dyadic(case: Case, fault: str | None = None) -> Outcome:
     return outcome
 
 
-def compare_variants(case: Case, variants: list[tuple[Case, str | None]]) -> list[Outcome]:
-    """:func:`compare_dyadic` for several ways to train, each with a fault or none, beside one stock run."""
+def compare_variants(
+    case: Case, variants: list[tuple[Case, str | None]], faults: Faults | None = None, unequal: Unequal = _nothing
+) -> list[Outcome]:
+    """:func:`compare_dyadic` for several ways to train, each with a fault or none, beside one stock run.
+
+    ``unequal``: what differs between the ranks of a trained model.
+    """
     with _means_by_length():
         stock = parity.build(case, False, LinearModel)
         train_linear(stock, dataclasses.replace(case, lookahead=0))
         expected = snapshot(stock)
-        return [_compared(expected, *variant) for variant in variants]
+        return [_compared(expected, *variant, faults or FAULTS, unequal) for variant in variants]
 
 
-def _compared(expected: dict[str, Tensor], case: Case, fault: str | None) -> Outcome:
-    with FAULTS[fault]() if fault else contextlib.nullcontext():
+def _compared(expected: dict[str, Tensor], case: Case, fault: str | None, faults: Faults, unequal: Unequal) -> Outcome:
+    with faults[fault]() if fault else contextlib.nullcontext():
         model = parity.build(case, True, LinearModel)
+        follow_hot_batches(model)
         train_linear(model, case)
         found = snapshot(model)
-    return Outcome(differences(expected, found), len(found), sum(stats.evictions for stats in cache_stats(model)))
+    different = differences(expected, found) + unequal(model)
+    return Outcome(different, len(found), sum(stats.evictions for stats in cache_stats(model)))
 
 
 def compare_all(cases: list[Case]) -> list[Outcome]:
@@ -145,7 +159,7 @@ def compare_all(cases: list[Case]) -> list[Outcome]:
     return [compare_dyadic(case) for case in cases]
 
 
-def compare_real(case: Case) -> Outcome:
+def compare_real(case: Case, unequal: Unequal = _nothing) -> Outcome:
     """The same after gradients of a real loss."""
     stock = parity.build(case, False)
     losses, expected = parity.train(stock, case), snapshot(stock)
@@ -153,7 +167,7 @@ def compare_real(case: Case) -> Outcome:
     ours, found = parity.train(model, case), snapshot(model)
     pairs = [(value, found[name]) for name, value in expected.items() if value.numel() and name.startswith("weight")]
     return Outcome(
-        sorted(set(expected) ^ set(found)),
+        sorted(set(expected) ^ set(found)) + unequal(model),
         len(found),
         sum(stats.evictions for stats in cache_stats(model)),
         max(abs(a - b) for a, b in zip(losses, ours, strict=True)),
@@ -254,7 +268,7 @@ def _neighbouring_rows() -> Iterator[None]:
         yield
 
 
-FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+FAULTS: Faults = {
     "one rank left out": _one_rank_left_out,
     "division missing": division_missing,
     "means not divided": _means_not_divided,

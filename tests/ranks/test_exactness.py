@@ -13,8 +13,8 @@ import pytest
 
 from embershard.cache.config import Scoring
 from tests.ranks import faults, initial_weights, rows_exchange
+from tests.ranks.modes_matrix import case_of, with_look_ahead
 from tests.ranks.parity import ROWS, Case, Outcome, compare, compare_all, losses_of
-from tests.ranks.rows_exchange_matrix import case_of, with_look_ahead
 from tests.ranks.workers import RankError, RankPool
 
 pytestmark = pytest.mark.ranks

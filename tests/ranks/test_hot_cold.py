@@ -47,7 +47,8 @@ def test_weights_and_states_are_those_of_stock(two_ranks: RankPool, name: str) -
 
 
 def test_one_rank(one_rank: RankPool) -> None:
-    for case in (ONE, CASES["column_wise, adagrad"]):
+    shared_columns = Case(hot=40, hot_every=3, ratio=0.2, shared=True, sharding="column_wise")
+    for case in (ONE, CASES["column_wise, adagrad"], shared_columns):
         (outcome,) = one_rank.run(hot_cold.compare, case)
         assert outcome.different == []
 

@@ -115,7 +115,8 @@ def test_stock_torchrec_reads_ours_and_we_read_its(
 ) -> None:
     assert whole
     checkpoint = folder / "whole" / f"step_{SAVED_AT}"
-    for num_compared, different in two_ranks.run(resharding.through_stock, folder, checkpoint, tmp_path / "stock"):
+    arguments = folder, checkpoint, tmp_path / "stock", Layout("table_wise")
+    for num_compared, different in two_ranks.run(resharding.through_stock, *arguments):
         assert (num_compared > 8, different) == (True, [])
 
 

@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from tests.ranks import rows_exchange
+from tests.ranks.modes_matrix import SHARDINGS, case_of, combinations, faults_of, with_look_ahead
 from tests.ranks.rows_exchange import LOSS_BOUND, WEIGHT_BOUND, Case, Outcome
-from tests.ranks.rows_exchange_matrix import SHARDINGS, case_of, combinations, faults_of, with_look_ahead
 from tests.ranks.workers import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -57,7 +57,7 @@ def _check_all(pool: RankPool, names: tuple[str, str, str], world_size: int) -> 
 
 @pytest.mark.parametrize("names", SAMPLE, ids=", ".join)
 def test_weights_and_states_are_those_of_pooled_embeddings(two_ranks: RankPool, names: tuple[str, str, str]) -> None:
-    """`python -m tests.ranks.rows_exchange_matrix` runs every combination, on 1, 2 and 4 ranks."""
+    """`python -m tests.ranks.modes_matrix` runs every combination, on 1, 2 and 4 ranks."""
     _check_all(two_ranks, names, 2)
 
 

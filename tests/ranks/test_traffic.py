@@ -75,6 +75,7 @@ def test_one_rank_sends_nothing(one_rank: RankPool) -> None:
         predicted_traffic.Case("row_wise", "rows"),
         predicted_traffic.Case("column_wise", "pooled"),
         predicted_traffic.Case("table_wise", "auto", "MLPerf"),
+        predicted_traffic.Case("table_wise", "pooled", replicate_rows=predicted_traffic.MOST_COPIED_ROWS),
     ],
     ids=str,
 )
@@ -83,7 +84,8 @@ def test_counted_bytes_are_the_predicted_ones(two_ranks: RankPool, case: predict
     plan, pairs = predicted_traffic.compared(two_ranks, case, 2)
     assert is_close(pairs), pairs
     assert all(pair.measured for pair in pairs.values())
-    other = plan_of(dataclasses.replace(case, exchange="pooled" if case.exchange == "rows" else "rows"), 2)
+    exchange = "pooled" if case.exchange == "rows" else "rows"
+    other = plan_of(dataclasses.replace(case, exchange=exchange, replicate_rows=0), 2)
     wrong = {kind: Pair(number, pairs[kind].measured) for kind, number in sent_as_predicted(other).items()}
     assert not is_close(wrong), "a plan for another exchange predicts something else"
     if case.exchange == "auto":

@@ -15,6 +15,8 @@ _LENGTH_BYTES = 4  # of a bag, as `Batch` has them
 _SIZES_BYTES = 3 * 8
 #: Of one group of tables in a step: sizes, lengths and ids of the batch ahead; embeddings; their gradients.
 _COLLECTIVES_PER_GROUP = 5
+#: Of replicated tables: how many rows each rank has gradients of, and these.
+_COLLECTIVES_PER_COPIES_GROUP = 2
 #: The dense gradients, and the agreement on the next batch.
 _COLLECTIVES_PER_STEP = 2
 
@@ -55,7 +57,7 @@ def exchanged_bytes(
       and (W/L - 1) B D from node to node;
     * distinct rows: with U distinct ids in a rank's batch, the shard's share of (W-1) U ids and of as many rows of D
       floats, a length, and the gradients;
-    * replicated: none.
+    * replicated: none here; see `copies_bytes`.
 
     Args:
         sharding: TorchRec's sharding type.
@@ -86,6 +88,21 @@ def exchanged_bytes(
     raise ConfigError(f"Unknown sharding type {sharding!r}; needed one of TorchRec's, for instance 'table_wise'.")
 
 
+def copies_bytes(num_rows: float, columns: int, world_size: int) -> float:
+    """Return the bytes of gradients that a rank sends in a step for the `num_rows` rows of replicated tables that its
+    samples look up: of each, a number and D floats go to each other rank.
+
+    >>> copies_bytes(100, columns=16, world_size=4)
+    21600.0
+    """
+    return float((world_size - 1) * num_rows * (_ID_BYTES + columns * _FLOAT_BYTES))
+
+
+def copies_groups(shards: Iterable[PlacedShard]) -> set[int]:
+    """Return the numbers of columns of replicated tables: the gradients of those with equal ones travel together."""
+    return {shard.columns for shard in shards if shard.kernel == "replicated"}
+
+
 def _of_vectors(id_bytes: float, num_numbers: float, number_bytes: tuple[float, float]) -> SentBytes:
     forward, backward = number_bytes
     return SentBytes(ids=id_bytes, embeddings=num_numbers * forward, gradients=num_numbers * backward)
@@ -101,15 +118,23 @@ def exchange_groups(shards: Iterable[PlacedShard]) -> set[str]:
     }
 
 
+def counts_bytes(num_groups: int, world_size: int) -> float:
+    """Return the bytes by which a rank tells the others of how many rows it has gradients, for groups of copies."""
+    return num_groups * (world_size - 1) * _ID_BYTES
+
+
 def sizes_bytes(num_groups: int, world_size: int) -> float:
     """Return the bytes by which a rank tells the others how much comes, in a step."""
     return num_groups * (world_size - 1) * _SIZES_BYTES
 
 
-def num_collectives(num_groups: int, world_size: int) -> int:
-    """Return the operations among all ranks in a step with so many groups of tables.
+def num_collectives(num_groups: int, world_size: int, num_copies_groups: int = 0) -> int:
+    """Return the operations among all ranks in a step with so many groups of sharded tables, and of copies.
 
     >>> num_collectives(2, world_size=2)
     12
     """
-    return _COLLECTIVES_PER_STEP + _COLLECTIVES_PER_GROUP * num_groups if world_size > 1 else 0
+    if world_size == 1:
+        return 0
+    of_groups = _COLLECTIVES_PER_GROUP * num_groups + _COLLECTIVES_PER_COPIES_GROUP * num_copies_groups
+    return _COLLECTIVES_PER_STEP + of_groups

@@ -91,15 +91,16 @@ class _Group:
             self.first[table.name, column] = num_rows
             num_rows += len(table.hot)
         numbers = {part: number for number, part in enumerate(self.first)}
-        self.names, self.places, addends, part_of_feature, start = [], [], [], [], 0
+        features: list[tuple[int, int, str, int]] = []
+        start = 0
         for name, table in output:
             for column, _ in table.parts:
                 if (table.name, column) in self.first:
-                    self.names.append(name)
-                    self.places.append(start + column)
-                    addends.append(self.first[table.name, column] - hot_starts[table.name])
-                    part_of_feature.append(numbers[table.name, column])
+                    addend = self.first[table.name, column] - hot_starts[table.name]
+                    features.append((numbers[table.name, column], start + column, name, addend))
             start += sum(size for _, size in table.parts)
+        features.sort()  # FBGEMM wants the features of a table together: here, of a part
+        part_of_feature, self.places, self.names, addends = zip(*features, strict=True)
         self._addends = torch.tensor(addends, device=device)
         table = members[0][0]
         precision = data_type_to_sparse_type(table.data_type)
@@ -161,7 +162,7 @@ class HotTables:
         pieces: list[tuple[int, Tensor]] = []
         for group, bags in zip(self._groups, batch, strict=True):
             pooled = group.rows(bags)
-            if len(self._groups) == 1:
+            if len(self._groups) == 1 and list(group.places) == sorted(group.places):
                 return pooled
             pieces += zip(group.places, pooled.split(group.columns, dim=1), strict=True)
         return torch.cat([piece for _, piece in sorted(pieces, key=lambda piece: piece[0])], dim=1)

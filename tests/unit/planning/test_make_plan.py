@@ -150,6 +150,16 @@ def test_all_that_fits_the_devices_is_there():
     assert all(sum(rank.host_bytes.values()) == 0 for rank in plan.prediction.ranks)
 
 
+def test_tables_on_the_device_leave_no_rank_without_rows():
+    """FBGEMM could not train them on a CPU. Of 3 and 5 rows, the fourth rank would have none."""
+    free = make_request(Budget(device_bytes=20_000_000), rows=(3, 5), world_size=4)
+    assert {(t.kernel, t.sharding == "row_wise") for t in make_plan(free).tables} == {("device", False)}
+    by_rows = dataclasses.replace(free, types=("row_wise",))
+    assert {t.kernel for t in make_plan(by_rows).tables} == {"cached"}
+    larger = make_request(Budget(device_bytes=20_000_000), rows=(3, 500), world_size=4, types=("row_wise",))
+    assert {t.kernel for t in make_plan(larger).tables} == {"device"}
+
+
 def test_replicated_tables_are_on_every_rank():
     request = make_request(Budget(ratio=0.1), world_size=4, replicate_rows=300)
     plan = make_plan(request)
