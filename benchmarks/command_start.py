@@ -1,9 +1,9 @@
 """CPU seconds until a command answers, or begins its work: `python -m benchmarks.command_start`
 
-Each command runs in a process of its own, `--rounds` times in turn; the figure is the least CPU time of user and system,
-which other programs on the machine disturb less than the time on the clock. Commands that read a run or a file get a
-small one, made first. Targets: 0.5 s for help, the version and wrong usage, 1 s for what needs no torch (1.5 s for
-report), 3 s for --dry-run.
+Each command runs in a process of its own, `--rounds` times in turn; the figure is the least CPU time of user and
+system, which other programs on the machine disturb less than the time on the clock. Commands that read a run or a file
+get a small one, made first. Targets: 0.5 s for help, the version and wrong usage, 1 s for what needs no torch (1.5 s
+for report), 3 s for --dry-run.
 """
 
 from __future__ import annotations

@@ -84,9 +84,24 @@ def check_embershard(words: list[str]) -> None:
         with pytest.raises(SystemExit) as leaves:
             cli.main([name, *arguments])
         assert leaves.value.code == 0
+    elif name == "settings":
+        assert cli.main([name, *arguments]) == 0
     elif name == "train":
         assert cli.main([name, *_without_plan(arguments), "--dry-run"]) == 0
-    elif name in ("profile", "plan", "report", "ckpt", "data", "verify", "sweep", "predict", "eval", "export"):
+    elif name in (
+        "profile",
+        "plan",
+        "report",
+        "ckpt",
+        "data",
+        "verify",
+        "sweep",
+        "predict",
+        "eval",
+        "export",
+        "bench",
+        "completion",
+    ):
         check_arguments(name, arguments)
     else:
         assert name == "doctor", f"embershard has no command {name}"
@@ -104,13 +119,18 @@ def _without_plan(arguments: list[str]) -> list[str]:
 def check_arguments(name: str, arguments: list[str]) -> None:
     """Parse by the command's own parser; tests/ranks/test_planning_workflow.py runs the commands."""
     stopped = mock.Mock(side_effect=_ParsedError)
-    parse = argparse.ArgumentParser.parse_args
 
-    def parse_and_stop(parser: argparse.ArgumentParser, *args: object) -> argparse.Namespace:
-        parse(parser, *args)  # type: ignore[arg-type]
-        return stopped()
+    def parse_and_stop(method: str) -> Callable[..., argparse.Namespace]:
+        parse = getattr(argparse.ArgumentParser, method)
 
-    with mock.patch.object(argparse.ArgumentParser, "parse_args", parse_and_stop), pytest.raises(_ParsedError):
+        def parse_first(parser: argparse.ArgumentParser, *args: object) -> argparse.Namespace:
+            parse(parser, *args)
+            return stopped()
+
+        return parse_first
+
+    methods = {name: parse_and_stop(name) for name in ("parse_args", "parse_intermixed_args")}
+    with mock.patch.multiple(argparse.ArgumentParser, **methods), pytest.raises(_ParsedError):
         cli.main([name, *arguments])
 
 

@@ -118,9 +118,8 @@ def step_time(runs: Sequence[Run]) -> Section:
         )
     note = "Of a rank, in a step."
     figures = [Figure("Step time", figure, note)] if timed else []
-    return Section(
-        "Where a step's time goes", [*figures, *map(_stages, filter(lambda r: r.folder.stages(), runs))], said
-    )
+    figures += [_stages(run) for run in runs if run.folder.stages()]
+    return Section("Where a step's time goes", figures, said)
 
 
 def _stages(run: Run) -> Figure:
@@ -151,7 +150,7 @@ def _stages(run: Run) -> Figure:
         for name in sorted({name for rank in ranks for name in rank["between_ranks"]})
     )
     note = (
-        f"Of a step, mean of {ranks[0]['steps']} traced ones, while the profiler ran: it makes steps longer. A stage is "
+        f"Of a step, mean of {ranks[0]['steps']} traced ones; the profiler makes steps longer. A stage is "
         "counted without the stages inside it: forward is the dense layers and the wait for embeddings of other ranks, "
         "backward has the exchange and the update of rows and the all-reduce in it."
         + (f" Between ranks, from start to end: {collectives}." if collectives else "")
