@@ -29,6 +29,7 @@ _COMMANDS = (
     ("report", "report.command", "show what a run gave beside its plan, or draw runs and sweeps on a page"),
     ("ckpt", "ckpt.command", "list, verify, prune or compare the checkpoints of a run"),
     ("doctor", "doctor.command", "check whether this machine can train, and say what to do if not"),
+    ("bench", "bench.command", "run benchmarks, and compare their figures with stored ones"),
     ("completion", "completion", "print what makes Tab complete commands in bash, zsh or fish"),
 )
 

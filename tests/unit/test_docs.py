@@ -77,6 +77,13 @@ def check_make(words: list[str]) -> None:
         assert re.search(rf"^{target}\s", help_text, re.MULTILINE), f"make help does not show {target}"
 
 
+#: Commands whose arguments are checked only.
+PARSED = (
+    *("profile", "plan", "report", "ckpt", "data", "verify", "sweep", "predict", "eval", "export", "bench"),
+    "completion",
+)
+
+
 def check_embershard(words: list[str]) -> None:
     """Run the real command line on the real settings: train with --dry-run, doctor without its checks."""
     name, *arguments = words[1:]
@@ -84,16 +91,23 @@ def check_embershard(words: list[str]) -> None:
         with pytest.raises(SystemExit) as leaves:
             cli.main([name, *arguments])
         assert leaves.value.code == 0
-    elif name == "train" and not (PROJECT / arguments[arguments.index("--config") + 1]).exists():
+    elif name == "settings":
+        assert cli.main([name, *arguments]) == 0
+    elif name == "train" and _writes_config_first(arguments):
         check_arguments(name, arguments)  # a file that an earlier command of the page writes
     elif name == "train":
         with mock.patch("embershard.data.check.check_data"):  # the reader's
             assert cli.main([name, *_without_plan(arguments), "--dry-run"]) == 0
-    elif name in ("profile", "plan", "report", "ckpt", "data", "verify", "sweep", "predict", "eval", "export"):
+    elif name in PARSED:
         check_arguments(name, arguments)
     else:
         assert name == "doctor", f"embershard has no command {name}"
         assert doctor.main(arguments, lambda timeout_seconds: iter(())) == 0
+
+
+def _writes_config_first(arguments: list[str]) -> bool:
+    place = arguments.index("--config") + 1 if "--config" in arguments else None
+    return place is not None and not (PROJECT / arguments[place]).exists()
 
 
 def _without_plan(arguments: list[str]) -> list[str]:
@@ -107,13 +121,18 @@ def _without_plan(arguments: list[str]) -> list[str]:
 def check_arguments(name: str, arguments: list[str]) -> None:
     """Parse by the command's own parser; tests/ranks/test_planning_workflow.py runs the commands."""
     stopped = mock.Mock(side_effect=_ParsedError)
-    parse = argparse.ArgumentParser.parse_args
 
-    def parse_and_stop(parser: argparse.ArgumentParser, *args: object) -> argparse.Namespace:
-        parse(parser, *args)  # type: ignore[arg-type]
-        return stopped()
+    def parse_and_stop(method: str) -> Callable[..., argparse.Namespace]:
+        parse = getattr(argparse.ArgumentParser, method)
 
-    with mock.patch.object(argparse.ArgumentParser, "parse_args", parse_and_stop), pytest.raises(_ParsedError):
+        def parse_first(parser: argparse.ArgumentParser, *args: object) -> argparse.Namespace:
+            parse(parser, *args)
+            return stopped()
+
+        return parse_first
+
+    methods = {name: parse_and_stop(name) for name in ("parse_args", "parse_intermixed_args")}
+    with mock.patch.multiple(argparse.ArgumentParser, **methods), pytest.raises(_ParsedError):
         cli.main([name, *arguments])
 
 

@@ -116,6 +116,14 @@ class RunFolder:
                     found.append(report)
         return found
 
+    def stages(self) -> list[dict[str, Any]]:
+        """Return the stage times of each rank that `--profile-steps` traced, as `mean_stages` makes them."""
+        found = []
+        for file in sorted((self.path / "profile").glob("rank_*.stages.json")):
+            with contextlib.suppress(OSError, ValueError):
+                found.append(json.loads(file.read_bytes()))
+        return found
+
     def num_checkpoints(self, run: MeasuredRun) -> int:
         """Return the checkpoints written in the counted steps."""
         return sum(report["step"] > run.all_steps - run.steps for report in self.reports("checkpoint"))

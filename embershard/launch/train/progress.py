@@ -1,4 +1,4 @@
-"""Display of a run: a progress bar on a terminal, plain lines elsewhere, and a table at the end."""
+"""Display of a run: a line per report, on a terminal with a progress bar below them, and a table at the end."""
 
 from __future__ import annotations
 
@@ -43,14 +43,15 @@ class ProgressDisplay:
             self._bar.start()
 
     def show(self, report: Report) -> None:
-        """Move the bar, or print a line."""
+        """Print a line, and move the bar."""
         if isinstance(report, TrainReport):
+            line = f"step {report.step}/{self._total}  {train_line(report)}"
             if self._bar is not None:
                 self._bar.update(self._task, completed=report.step, description=_bar_line(report))
+                say(self._console, line)  # above the bar, and stays there
             else:
                 per_step = (time.monotonic() - self._started) / max(report.step - self._first_step, 1)
-                eta = f"ETA {per_step * (self._total - report.step):.0f} s"
-                say(self._console, f"step {report.step}/{self._total}  {train_line(report)}  {eta}")
+                say(self._console, f"{line}  ETA {per_step * (self._total - report.step):.0f} s")
         elif isinstance(report, EvalReport):
             say(self._console, f"step {report.step}: {eval_line(report)}")
         elif isinstance(report, FailedSaveReport):

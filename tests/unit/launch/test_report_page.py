@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -184,3 +185,18 @@ def test_what_is_missing_says_so(
     assert cli.main(["report", str(planned), "-o", output]) == 2
     assert "plotly is not installed. Try: pip install" in capsys.readouterr().err
     assert not (tmp_path / "page.html").exists()
+
+
+def test_stages_of_traced_steps_stand_beside_the_step(planned: Path):
+    (planned / "profile").mkdir()
+    for rank in (0, 1):
+        stages = {"training": {"forward": 3.0 + rank, "other": 1.0}, "beside": {"plan": 2.0}}
+        text = json.dumps({"rank": rank, "steps": 4, **stages, "between_ranks": {"gloo:all_reduce": 0.5}})
+        (planned / "profile" / f"rank_{rank}.stages.json").write_text(text)
+    section = caches.step_time(runs_of(planned))
+    assert "Not measured apart" not in " ".join(section.text)
+    figure = part(section, "Stages of a step: planned")
+    drawn = [(trace.name, list(trace.x)) for trace in figure.data if any(trace.x)]
+    assert drawn == [("forward", [3.0, 4.0]), ("other", [1.0, 1.0]), ("plan", [2.0, 2.0])]
+    (note,) = [each.note for each in section.parts if each.title == "Stages of a step: planned"]
+    assert "gloo:all_reduce 0.50 ms" in note

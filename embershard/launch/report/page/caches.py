@@ -113,8 +113,49 @@ def step_time(runs: Sequence[Run]) -> Section:
         "Measured are the whole step, the host's time for planning and copies of the caches, and the part of a step in "
         "which training waited for rows. The bars do not add up: with look-ahead, work on caches may run beside the "
         "training, and the means are of all steps, while the first and the last ones do not count for the step.",
-        "Not measured apart: input, exchange of ids, lookup, exchange of embeddings, dense layers, all-reduce, and "
-        "optimizer. Where a run had a plan, its prediction has such parts, below.",
     ]
+    if not any(run.folder.stages() for run in runs):
+        said.append(
+            "Not measured apart: input, exchange of ids, lookup, dense layers, and optimizer. Train with "
+            "--profile-steps A:B to measure them. Where a run had a plan, its prediction has such parts, below."
+        )
     note = "Of a rank, in a step."
-    return Section("Where a step's time goes", [Figure("Step time", figure, note)] if timed else [], said)
+    figures = [Figure("Step time", figure, note)] if timed else []
+    figures += [_stages(run) for run in runs if run.folder.stages()]
+    return Section("Where a step's time goes", figures, said)
+
+
+def _stages(run: Run) -> Figure:
+    """Return the stages of a run's traced steps, a bar per rank."""
+    ranks = run.folder.stages()
+    figure = new_figure(
+        "in the thread that trains", "in threads beside it", height=_LEAST_PIXELS + _ROW_PIXELS * len(ranks)
+    )
+    names = list(dict.fromkeys(name for rank in ranks for kind in ("training", "beside") for name in rank[kind]))
+    for number, name in enumerate(names):
+        for panel, kind in enumerate(("training", "beside"), 1):
+            bars = go.Bar(
+                x=[rank[kind].get(name, 0.0) for rank in ranks],
+                y=[f"rank {rank['rank']}" for rank in ranks],
+                orientation="h",
+                name=name,
+                legendgroup=name,
+                showlegend=panel == 1,
+                marker={"color": colour(number), "opacity": 1.0 if number < 7 else 0.5},
+                hovertemplate=f"{name}: %{{x:.3~f}} ms",
+            )
+            figure.add_trace(bars, row=1, col=panel)
+    figure.update_layout(barmode="stack")
+    figure.update_xaxes(title="ms")
+    figure.update_yaxes(type="category", autorange="reversed", automargin=True)
+    collectives = ", ".join(
+        f"{name} {sum(rank['between_ranks'].get(name, 0.0) for rank in ranks) / len(ranks):.2f} ms"
+        for name in sorted({name for rank in ranks for name in rank["between_ranks"]})
+    )
+    note = (
+        f"Of a step, mean of {ranks[0]['steps']} traced ones; the profiler makes steps longer. A stage is "
+        "counted without the stages inside it: forward is the dense layers and the wait for embeddings of other ranks, "
+        "backward has the exchange and the update of rows and the all-reduce in it."
+        + (f" Between ranks, from start to end: {collectives}." if collectives else "")
+    )
+    return Figure(f"Stages of a step: {text(run.name)}", figure, note)

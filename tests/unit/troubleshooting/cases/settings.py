@@ -17,7 +17,7 @@ CASES = [
         "A key is misspelt",
         command(*_TRAIN, "--set", "train.batchsize=3", files=_EMPTY),
         "embershard: train.batchsize: unknown key. Did you mean train.batch_size?",
-        "Correct the key; `embershard train --help` lists all.",
+        "Correct the key; `embershard settings` lists all.",
     ),
     Case(
         "`--resume` without the folder of the run",

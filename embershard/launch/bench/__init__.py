@@ -1,0 +1,1 @@
+"""`embershard bench`: the project's benchmarks beside what was measured before."""
