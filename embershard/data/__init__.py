@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from embershard.data.batch import Batch, Schema, SparseFeature
     from embershard.data.config import AvazuConfig, CriteoConfig, DataConfig, ParquetConfig, SyntheticConfig
     from embershard.data.kinds import kind_of_files, open_source, schema_of
+    from embershard.data.sample_writer import write_samples
     from embershard.data.source import Source
     from embershard.data.stream import BatchStream, StreamState
     from embershard.data.table.config import TableConfig, TableFeature
-    from embershard.data.sample_writer import write_samples
 else:
     __getattr__ = lazy_names(
         __name__,

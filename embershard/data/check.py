@@ -70,8 +70,8 @@ def _check_text(file: InputFile, settings: TableConfig, *, stops: bool) -> None:
     decoder = ChunkDecoder(RawChunk(file.path, table, np.arange(num_lines), 1 + (not settings.columns)))
     for feature in settings.of_kind("dense").values():
         decoder.numbers(str(feature.column))
-    for name, feature in settings.of_kind("sparse").items():
-        decoder.bags(name, feature, (settings.max_bag_size, "data.table.max_bag_size"))
+    for feature in settings.of_kind("sparse").values():
+        decoder.bags(feature, (settings.max_bag_size, "data.table.max_bag_size"))
     decoder.labels(settings)
     if decoder.bad:
         raise DataError(str(decoder.bad[min(decoder.bad)]))

@@ -62,15 +62,15 @@ class ChunkDecoder:
         self.note(np.isnan(numbers), name, numbers, "a label must be a number")
         return (numbers >= least).astype(np.float32)
 
-    def bags(self, name: str, feature: TableFeature, most: tuple[int, str]) -> tuple[Ids, NDArray[np.int32]]:
+    def bags(self, feature: TableFeature, most: tuple[int, str]) -> tuple[Ids, NDArray[np.int32]]:
         """Return the rows of a sparse feature's bags, and the size [n] of each. A single value is a bag of one.
 
         Args:
-            name: of the feature.
             feature: with its column.
             most: values of a bag, and the setting that says so.
         """
-        column = self._column(str(feature.column))
+        name = str(feature.column)
+        column = self._column(name)
         if feature.mapping in TIME_ROWS:
             return self._times(column, feature), np.ones(len(column), np.int32)
         if feature.separator is not None and is_text(column.type):

@@ -102,16 +102,20 @@ def suggest_features(column: ColumnSurvey, taken: Sequence[str]) -> Suggestion:
     is_epoch = bool(words & _TIME_WORDS) and types.is_integer(inner)
     is_epoch = is_epoch and _EPOCH_SECONDS[0] <= numbers.least <= numbers.largest <= _EPOCH_SECONDS[1]
     if (is_time(inner) or is_epoch) and not is_list(column.type):
-        times = {_feature_name(f"{column.name}_{unit}", taken): unit for unit in TIME_ROWS}
-        settings = {each: {"kind": "sparse", "mapping": unit, "column": column.name} for each, unit in times.items()}
-        return used(settings, "a time, in UTC")
+        times: dict[str, dict[str, Any]] = {
+            _feature_name(f"{column.name}_{unit}", taken): {"kind": "sparse", "mapping": unit} for unit in TIME_ROWS
+        }
+        return used(times, "a time, in UTC")
     if is_text(inner):
         parted = _parts(column)
         if parted is not None:
             separator, distinct, most = parted
             settings, why = _category("text", distinct, None)
             settings["separator"] = separator
-            return used({name: settings}, f"up to {most} values in a cell, {distinct.estimate:,} distinct; {why}")
+            about = "" if distinct.is_exact else "~"
+            return used(
+                {name: settings}, f"up to {most} values in a cell, {about}{distinct.estimate:,} distinct; {why}"
+            )
         if is_unique:
             return left_out("nearly every row has another value")
         settings, why = _category("text", values, None)
