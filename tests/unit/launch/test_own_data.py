@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from embershard.data import DataConfig, open_source
+from embershard.data import DataConfig, open_source, write_samples
 from embershard.data.hashing import mix64
 from embershard.data.table.survey import DistinctCount, survey
-from embershard.errors import CheckpointError
+from embershard.errors import CheckpointError, DataError
 from embershard.launch import cli
 from embershard.launch.config import load_config
 from embershard.launch.data.suggest import suggest_features, suggest_label
@@ -214,3 +214,19 @@ def test_a_label_must_be_found_or_named(folder, capsys):
     )
     assert cli.main(["data", "inspect", "a.csv", "--label", "price", "-o", "run.toml"]) == 0
     assert "label_at_least = 2.75" in Path("run.toml").read_text()
+
+
+def test_samples_of_a_program_become_a_file(folder):
+    rows = ({"click": n % 2, "tags": ["a"] * (n % 3), "at": None if n % 5 else n} for n in range(100))
+    assert write_samples(rows, "a.parquet", group_rows=32) == 100
+    found = pq.read_table("a.parquet")
+    assert found["tags"].to_pylist() == [["a"] * (n % 3) for n in range(100)]
+    assert pq.ParquetFile("a.parquet").metadata.num_row_groups == 4
+    for wrong, said in (
+        ([{"a": 1}, {"a": "x"}], "samples 1 to 1: "),
+        ([{"a": 1}, {"b": 2}], "a sample has 'b', which the first 1 have not"),
+        ([], "there is no sample to write"),
+    ):
+        with pytest.raises(DataError, match=said):
+            write_samples(wrong, "b.parquet", group_rows=1)
+        assert not Path("b.parquet").exists()
