@@ -9,7 +9,6 @@ from itertools import pairwise
 from embershard.models.config import Arch, ModelConfig
 from embershard.models.dlrm import DCN_LOW_RANK_DIM, DCN_NUM_LAYERS
 
-_FLOAT_BYTES = 4
 _FLOPS_PER_MULTIPLY_ADD = 2 * 3  # the forward, and in the backward the gradients of inputs and of weights
 
 
@@ -26,6 +25,7 @@ class DenseSize:
         num_tables, dim: F and D.
         dense_layers, over_layers: layer widths of the two MLPs.
         cross_layers, cross_rank: of the cross network of "dlrm_dcn"; otherwise 0.
+        number_bytes: of a weight, and of a number that layers pass on.
     """
 
     arch: Arch
@@ -36,15 +36,16 @@ class DenseSize:
     over_layers: Sequence[int]
     cross_layers: int = 0
     cross_rank: int = 0
+    number_bytes: int = 4
 
     @classmethod
-    def of(cls, config: ModelConfig, num_dense: int, num_tables: int) -> DenseSize:
+    def of(cls, config: ModelConfig, num_dense: int, num_tables: int, number_bytes: int = 4) -> DenseSize:
         """The dense part of the model that `build_model` builds from `config`."""
         cross = (0, 0)
         if config.arch == "dlrm_dcn":
             cross = (config.dcn_num_layers or DCN_NUM_LAYERS, config.dcn_low_rank_dim or DCN_LOW_RANK_DIM)
         layers = (config.dense_arch_layer_sizes, config.over_arch_layer_sizes)
-        return cls(config.arch, num_dense, num_tables, config.embedding_dim, *layers, *cross)
+        return cls(config.arch, num_dense, num_tables, config.embedding_dim, *layers, *cross, number_bytes)
 
     @property
     def flops_per_sample(self) -> float:
@@ -62,7 +63,7 @@ class DenseSize:
     def parameter_bytes(self) -> int:
         """Bytes of the weights and biases."""
         mlps = sum((a + 1) * b for a, b in self._layers)
-        return _FLOAT_BYTES * (mlps + self.cross_layers * (2 * self.cross_rank + 1) * self._crossed)
+        return self.number_bytes * (mlps + self.cross_layers * (2 * self.cross_rank + 1) * self._crossed)
 
     @property
     def activation_bytes_per_sample(self) -> float:
@@ -75,7 +76,7 @@ class DenseSize:
             numbers += 4 * self._crossed
         else:
             numbers += 2 * (self._crossed + self._features**2 + self._interaction_width)
-        return float(_FLOAT_BYTES * numbers)
+        return float(self.number_bytes * numbers)
 
     @property
     def _features(self) -> int:

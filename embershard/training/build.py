@@ -25,6 +25,7 @@ from embershard.sharding.torchrec.communication import comm_codecs
 from embershard.sharding.torchrec.hot_cold import follow_hot_batches
 from embershard.sharding.torchrec.placement import check_built, torchrec_plan
 from embershard.training.config import RunConfig
+from embershard.training.float64 import compute_in_float64
 from embershard.training.hot_cold import HotSet
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig
 
@@ -91,6 +92,8 @@ def build_sharded_model(
     """
     torch.manual_seed(config.train.seed)
     model = build_model(config.model, schema, ranks.device)
+    if config.train.precision == "fp64":
+        compute_in_float64(model, ranks.world_size)
     config.embedding_optimizer.apply(model.model.sparse_arch, ranks.device)
     sharder = _sharder(config, plan, profile, ranks.device, hot)
     sharders = [sharder]

@@ -53,8 +53,9 @@ class TrainConfig:
     ranks and any plan; rows of cached tables are made when they are first touched. `torchrec`: TorchRec's own, which
     depend on the plan and are made at once."""
 
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Number format of the dense layers' arithmetic: "bf16" is automatic mixed precision."""
+    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
+    """Number format of the dense layers' arithmetic: "bf16" is automatic mixed precision. With "fp64" losses do not
+    depend on the number of ranks, up to the last digits (docs/training.md); it is slower, and takes more memory."""
 
     on_non_finite: Literal["stop", "skip"] = "stop"
     """Reaction of all ranks to a loss that is NaN or infinite on one of them. `stop`: the run ends, and no checkpoint
@@ -76,8 +77,8 @@ class TrainConfig:
             )
         if self.init not in ("counter", "torchrec"):
             raise ConfigError(f"train.init: got {self.init!r}, needed 'counter' or 'torchrec'.")
-        if self.precision not in ("fp32", "bf16"):
-            raise ConfigError(f"train.precision: got {self.precision!r}, needed 'fp32' or 'bf16'.")
+        if self.precision not in ("fp32", "bf16", "fp64"):
+            raise ConfigError(f"train.precision: got {self.precision!r}, needed 'fp32', 'bf16' or 'fp64'.")
         if self.on_non_finite not in ("stop", "skip"):
             raise ConfigError(f"train.on_non_finite: got {self.on_non_finite!r}, needed 'stop' or 'skip'.")
         if self.device not in ("auto", "cpu", "cuda"):

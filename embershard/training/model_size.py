@@ -27,7 +27,8 @@ def model_size(config: RunConfig, rows: Mapping[str, int]) -> ModelSize:
     337648
     """
     model, state_bytes = config.model, config.embedding_optimizer.state_bytes
-    dense = DenseSize.of(model, schema_of(config.data).num_dense, len(rows))
+    number_bytes = 8 if config.train.precision == "fp64" else 4
+    dense = DenseSize.of(model, schema_of(config.data).num_dense, len(rows), number_bytes)
     return ModelSize(
         tables=tuple(
             TableSize(name, count, model.embedding_dim, model.table_dtype, *state_bytes) for name, count in rows.items()

@@ -25,6 +25,7 @@ from embershard.training.cache_report import CacheReader
 from embershard.training.comparison import Comparison
 from embershard.training.config import RunConfig
 from embershard.training.disk_needs import check_disk_for_run
+from embershard.training.float64 import divided_once
 from embershard.training.hot_cold import find_hot_set
 from embershard.training.identity import global_batch
 from embershard.training.kept_batches import KeptBatches
@@ -190,6 +191,10 @@ class Trainer:
 
         Nothing in it waits for a GPU, unless batches may be skipped.
         """
+        with divided_once(self.config, self.plan):
+            return self._step(batch)
+
+    def _step(self, batch: Batch) -> SkippedBatchReport | None:
         self._set_learning_rates()
         self.dense_optimizer.zero_grad()
         with self._autocast():

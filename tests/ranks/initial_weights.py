@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -172,13 +172,13 @@ def writes_before_rows_are_made(case: Case) -> tuple[str, str]:
     return said[0], said[1]
 
 
-def run_of_global_batches() -> tuple[list[float], list[Tensor]]:
+def run_of_global_batches(precision: Literal["fp32", "fp64"] = "fp32") -> tuple[list[float], list[Tensor]]:
     """Losses and first dense parameters of 20 steps of 240 samples on all ranks together."""
     config = make_config(
         None,
         data=DataConfig(synthetic=SyntheticConfig(num_samples=6000, scale=0.0005), num_workers=0, eval_fraction=0.0),
         cache=CacheConfig(ratio=0.3),
-        train=TrainConfig(global_batch_size=240, max_steps=20, log_every=1, device="cpu"),
+        train=TrainConfig(global_batch_size=240, max_steps=20, log_every=1, device="cpu", precision=precision),
         embedding_optimizer=EmbeddingOptimizerConfig(kind="rowwise_adagrad", lr=0.05),
         dense_optimizer=DenseOptimizerConfig(kind="adam", lr=0.002),
     )

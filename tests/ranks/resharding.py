@@ -43,6 +43,7 @@ class Layout:
         lookahead: batches known ahead.
         optimizer: of the tables.
         mode: "data_parallel" has no plan.
+        precision: of the dense layers.
     """
 
     sharding: str = "row_wise"
@@ -52,6 +53,7 @@ class Layout:
     lookahead: int = 0
     optimizer: str = "rowwise_adagrad"
     mode: str = "sharded"
+    precision: str = "fp32"
 
 
 def write_samples(path: Path) -> None:
@@ -92,7 +94,13 @@ def make_config(layout: Layout, folder: Path, world_size: int, ranks_per_node: i
         sharding=sharding,
         embedding_optimizer=EmbeddingOptimizerConfig(kind=layout.optimizer, lr=0.1),  # type: ignore[arg-type]
         dense_optimizer=DenseOptimizerConfig(kind=dense, lr=0.1 if dense == "sgd" else 0.01),  # type: ignore[arg-type]
-        train=TrainConfig(global_batch_size=BATCH, log_every=1, max_steps=STEPS, device="cpu"),
+        train=TrainConfig(
+            global_batch_size=BATCH,
+            log_every=1,
+            max_steps=STEPS,
+            device="cpu",
+            precision=layout.precision,  # type: ignore[arg-type]
+        ),
         checkpoint=CheckpointConfig(every_steps=SAVED_AT, at_end=False, keep_last=99),
     )
 

@@ -1,12 +1,12 @@
-"""Every way to go on from a checkpoint of two ranks: `python -m tests.ranks.resharding_matrix [RANKS ...]`.
+"""Every way to go on from a checkpoint of two ranks: `python -m tests.ranks.resharding_matrix --ranks 2 1 3 4`.
 
 Prints a line per layout: the tensors that differ from the saved ones, and the largest difference of 64 losses. Takes
-some minutes; RANKS are the numbers of ranks that go on, by default 2, 1, 3 and 4.
+some minutes.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,9 +21,9 @@ _TIMEOUT_SECONDS = 600.0  # also on a machine that others keep busy
 SHARDINGS = ("row_wise", "table_wise", "column_wise", "table_column_wise", "table_row_wise", "grid_shard")
 
 
-def layouts(world_size: int, optimizer: str) -> Iterator[Layout]:
+def layouts(world_size: int, optimizer: str, precision: str) -> Iterator[Layout]:
     """Layouts for so many ranks."""
-    base = Layout(optimizer=optimizer)
+    base = Layout(optimizer=optimizer, precision=precision)
     for sharding in SHARDINGS if world_size > 1 else ("table_wise",):
         for kernel in ("cached", "device"):
             yield replace(base, sharding=sharding, kernel=kernel)
@@ -49,24 +49,29 @@ def outcome(pool: RankPool, layout: Layout, folder: Path, losses: list[float]) -
 
 def main() -> None:
     """Run all layouts."""
+    parser = argparse.ArgumentParser(prog="python -m tests.ranks.resharding_matrix", description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 1, 3, 4], help="numbers of ranks that go on")
+    parser.add_argument("--precision", default="fp32", help="train.precision: fp32 (the default) or fp64")
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        runs = saved_runs(Path(name))
-        for world_size in [int(each) for each in sys.argv[1:]] or [2, 1, 3, 4]:
+        runs = saved_runs(Path(name), arguments.precision)
+        for world_size in arguments.ranks:
             pool = _pool(world_size)
             for optimizer, (folder, losses) in runs.items():
-                for layout in layouts(world_size, optimizer):
+                for layout in layouts(world_size, optimizer, arguments.precision):
                     print(f"{world_size} ranks, {layout}: {outcome(pool, layout, folder, losses)}", flush=True)
             pool.close()
 
 
-def saved_runs(folder: Path) -> dict[str, tuple[Path, list[float]]]:
+def saved_runs(folder: Path, precision: str) -> dict[str, tuple[Path, list[float]]]:
     """Train on two ranks with every optimizer; return folders and losses."""
     runs, pool = {}, _pool(2)
     for optimizer in ("rowwise_adagrad", "adagrad", "sgd"):
         place = folder / optimizer
         place.mkdir()
         resharding.write_samples(place / "samples.parquet")
-        runs[optimizer] = place, pool.run(resharding.run, Layout(optimizer=optimizer), place)[0]
+        layout = Layout(optimizer=optimizer, precision=precision)
+        runs[optimizer] = place, pool.run(resharding.run, layout, place)[0]
     pool.close()
     return runs
 

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.ranks
 #: Largest difference of 64 losses on another number of ranks, whose gradients are added in another order. On as many
 #: ranks as before, the losses are equal.
 CLOSE = 8e-8
+CLOSE_IN_FP64 = 1e-12
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +30,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(two_ranks: RankPool, folder: Path) -> list[float]:
     """Losses of a run on two ranks, with cached row-wise tables."""
     return two_ranks.run(resharding.run, Layout(), folder)[0]
+
+
+@pytest.fixture(scope="module")
+def whole_in_fp64(two_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    """Folder and losses of such a run whose dense layers compute in float64."""
+    made = tmp_path_factory.mktemp("fp64")
+    resharding.write_samples(made / "samples.parquet")
+    return made, two_ranks.run(resharding.run, Layout(precision="fp64"), made)[0]
 
 
 def tensors_that_differ(first: Path, second: Path) -> list[str]:
@@ -83,6 +92,22 @@ def test_on_one_rank_and_back(
     assert (different, losses) == ([], pytest.approx(whole[SAVED_AT:], abs=CLOSE))
     copy = tmp_path / "a" / f"step_{SAVED_AT}"
     assert two_ranks.run(resharding.go_on, Layout(), folder, copy, tmp_path / "b")[0] == whole[SAVED_AT:]
+
+
+@pytest.mark.parametrize("ranks", ["one_rank", pytest.param("four_ranks", marks=pytest.mark.slow)])
+def test_in_float64_losses_do_not_depend_on_the_number_of_ranks(
+    request: pytest.FixtureRequest,
+    whole: list[float],
+    whole_in_fp64: tuple[Path, list[float]],
+    tmp_path: Path,
+    ranks: str,
+) -> None:
+    """float32 gradients, added in another order, are the only cause of different losses."""
+    folder, losses = whole_in_fp64
+    layout = Layout("table_wise", policy="lookahead", lookahead=3, precision="fp64")
+    different, found = go_on(request.getfixturevalue(ranks), layout, folder, tmp_path)
+    assert (different, found) == ([], pytest.approx(losses[SAVED_AT:], rel=0, abs=CLOSE_IN_FP64))
+    assert losses != pytest.approx(whole, rel=0, abs=100 * CLOSE_IN_FP64)  # the bound tells both formats apart
 
 
 def test_stock_torchrec_reads_ours_and_we_read_its(

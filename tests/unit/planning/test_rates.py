@@ -117,6 +117,9 @@ def test_dense_sizes_are_those_of_the_model(arch) -> None:
     assert size.flops_per_sample == 6 * (weights + others)
     assert size.activation_bytes_per_sample > 0
     assert DenseSize.of(config, 3, 4) == size
+    in_fp64 = DenseSize.of(config, 3, 4, number_bytes=8)
+    assert in_fp64.parameter_bytes == 2 * size.parameter_bytes
+    assert in_fp64.activation_bytes_per_sample == 2 * size.activation_bytes_per_sample
 
 
 def test_one_rank_sends_nothing() -> None:
