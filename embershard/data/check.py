@@ -11,7 +11,7 @@ from embershard.data.table.config import TableConfig, settings_of
 from embershard.data.table.decode import ChunkDecoder
 from embershard.data.table.parquet_files import are_parquet, parquet_schema
 from embershard.data.table.raw import RawChunk, check_columns, check_types
-from embershard.data.table.text_columns import columns_of
+from embershard.data.table.text_columns import columns_of, first_bytes
 from embershard.errors import ConfigError, DataError
 
 _FIRST_BYTES = 1 << 18
@@ -54,8 +54,7 @@ def check_data(config: DataConfig) -> None:
 
 def _check_text(file: InputFile, settings: TableConfig, *, stops: bool) -> None:
     """Raise `DataError` where the header or, where bad rows stop a run, one of the first lines does not fit."""
-    with pa.input_stream(str(file.path), compression="gzip" if file.is_gzip() else None) as stream:
-        data: bytes = stream.read(_FIRST_BYTES)
+    data = first_bytes(file, _FIRST_BYTES)
     first, _, rest = data.partition(b"\n")
     columns = columns_of(file.path, first, settings, needs_labels=True)
     lines = data if settings.columns else rest
@@ -70,8 +69,8 @@ def _check_text(file: InputFile, settings: TableConfig, *, stops: bool) -> None:
     decoder = ChunkDecoder(RawChunk(file.path, table, np.arange(num_lines), 1 + (not settings.columns)))
     for feature in settings.of_kind("dense").values():
         decoder.numbers(str(feature.column))
-    for name, feature in settings.of_kind("sparse").items():
-        decoder.bags(name, feature, (settings.max_bag_size, "data.table.max_bag_size"))
+    for feature in settings.of_kind("sparse").values():
+        decoder.bags(feature, (settings.max_bag_size, "data.table.max_bag_size"))
     decoder.labels(settings)
     if decoder.bad:
         raise DataError(str(decoder.bad[min(decoder.bad)]))

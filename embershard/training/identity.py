@@ -168,7 +168,7 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     for key in sorted(saved.keys() & now.keys()):
         if key in _FILES:
             found += _changed_files(key, saved[key], now[key])
-        elif isinstance(saved[key], dict):
+        elif key == FEATURES:
             found += _changed_features(key, saved[key], now[key])
         elif saved[key] != now[key]:
             found.append(Change(key, _text(saved[key]), _text(now[key])))

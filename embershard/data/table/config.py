@@ -118,7 +118,7 @@ class TableConfig:
     """Cells of text files that are missing values."""
     max_bag_size: int = 10_000
     """Most values of a bag. A row with a larger one is not a sample."""
-    files: tuple[str, ...] = (*("*.parquet", "*.csv", "*.tsv", "*.txt", "*.csv.gz", "*.tsv.gz", "*.txt.gz"),)
+    files: tuple[str, ...] = ("*.parquet", "*.csv", "*.tsv", "*.txt", "*.csv.gz", "*.tsv.gz", "*.txt.gz")
     """Shell patterns of the names of data files, where `path` is a folder."""
 
     def __post_init__(self) -> None:

@@ -21,6 +21,8 @@ from embershard.errors import DataError, IdOutOfRangeError
 MOST_BYTES = 1024
 _SECONDS_PER_HOUR, _HOURS_PER_DAY, _DAYS_PER_WEEK = 3600, 24, 7
 _WEEKDAY_OF_1970 = 3  # a Thursday; Monday is 0
+_MOST_SECONDS = 1e11  # the year 5138
+_LARGEST_WHOLE = 2.0**63
 Flags = NDArray[np.bool_]
 
 
@@ -62,15 +64,15 @@ class ChunkDecoder:
         self.note(np.isnan(numbers), name, numbers, "a label must be a number")
         return (numbers >= least).astype(np.float32)
 
-    def bags(self, name: str, feature: TableFeature, most: tuple[int, str]) -> tuple[Ids, NDArray[np.int32]]:
+    def bags(self, feature: TableFeature, most: tuple[int, str]) -> tuple[Ids, NDArray[np.int32]]:
         """Return the rows of a sparse feature's bags, and the size [n] of each. A single value is a bag of one.
 
         Args:
-            name: of the feature.
             feature: with its column.
             most: values of a bag, and the setting that says so.
         """
-        column = self._column(str(feature.column))
+        name = str(feature.column)
+        column = self._column(name)
         if feature.mapping in TIME_ROWS:
             return self._times(column, feature), np.ones(len(column), np.int32)
         if feature.separator is not None and is_text(column.type):
@@ -130,12 +132,13 @@ class ChunkDecoder:
     def _text_rows(self, values: pa.Array, name: str, feature: TableFeature, lengths: NDArray[np.int32]) -> Ids:
         if types.is_floating(values.type):  # integers with missing ones, as pandas writes them
             numbers = values.to_numpy(zero_copy_only=False)
-            is_wrong = ~np.isnan(numbers) & (numbers != np.trunc(numbers))
+            is_whole = (numbers == np.trunc(numbers)) & (np.abs(numbers) < _LARGEST_WHOLE)
+            is_wrong = ~np.isnan(numbers) & ~is_whole
             needed = "needed text or a whole number, or nothing"
             self._note_values(
                 is_wrong, lengths, lambda row, at: self._note_row(row, name, f"{name}={numbers[at]}: {needed}")
             )
-            whole = np.where(np.isnan(numbers) | is_wrong, 0, numbers).astype(np.int64)
+            whole = np.where(is_whole, numbers, 0).astype(np.int64)
             values = pa.array(whole, mask=np.isnan(numbers))
         keys, sizes, is_missing = text_words(values)
         too_long = ~is_missing & (sizes > MOST_BYTES)
@@ -149,14 +152,16 @@ class ChunkDecoder:
 
     def _times(self, column: pa.Array, feature: TableFeature) -> Ids:
         """Return 1 + the hour, or the weekday (1: Monday) of times in UTC; 0 for a missing one."""
-        column = _decoded(column)
+        column, name = _decoded(column), str(feature.column)
+        needed = "needed a time as 2024-12-31 or 2024-12-31 23:59:59, seconds since 1970, or nothing"
         if is_text(column.type):
-            needed = "needed a time as 2024-12-31 or 2024-12-31 23:59:59, seconds since 1970, or nothing"
-            column = self._cast(column, None, str(feature.column), needed)
-        seconds = seconds_since_1970(column) if is_time(column.type) else column
-        is_missing = seconds.is_null().to_numpy(zero_copy_only=False)
-        whole = np.floor(pc.fill_null(seconds, 0).to_numpy(zero_copy_only=False).astype(np.float64)).astype(np.int64)
-        hours = whole // _SECONDS_PER_HOUR
+            column = self._cast(column, None, name, needed)
+        found = seconds_since_1970(column) if is_time(column.type) else column.cast(pa.float64(), safe=False)
+        is_missing = found.is_null().to_numpy(zero_copy_only=False)
+        seconds = found.fill_null(0).to_numpy(zero_copy_only=False)
+        is_time_here = np.abs(seconds) < _MOST_SECONDS  # milliseconds are not, and NaN is not
+        self.note(~is_time_here, name, seconds, needed)
+        hours = np.floor(np.where(is_time_here, seconds, 0)).astype(np.int64) // _SECONDS_PER_HOUR
         if feature.mapping == "hour":
             rows = 1 + hours % _HOURS_PER_DAY
         else:

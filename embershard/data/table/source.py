@@ -62,7 +62,7 @@ class TableSource(FileSource):
         dense = np.ones((num_rows, self.schema.num_dense), np.float32)
         for column, feature in zip(dense.T, self._dense.values(), strict=False):  # none: the constant
             column[:] = scaled(decoder.numbers(str(feature.column)), feature)
-        bags = [decoder.bags(name, feature, self._most) for name, feature in self._sparse.items()]
+        bags = [decoder.bags(feature, self._most) for feature in self._sparse.values()]
         values, lengths = zip(*bags, strict=True)
         sizes: Lengths = np.stack(lengths) if self._has_bags else (1,) * len(values)
         block = Block(dense, labels, values, sizes)

@@ -10,6 +10,7 @@ import pyarrow as pa
 from pyarrow import csv
 
 from embershard.data.bad_rows import short
+from embershard.data.input_file import InputFile
 from embershard.data.table.config import TableConfig
 from embershard.data.table.raw import check_columns
 from embershard.errors import DataError
@@ -70,6 +71,21 @@ class TextColumns:
             f"{short(text)}: a quote opens a cell that does not end in this line. If quotes are text: "
             "data.table.quoted = false. If cells have line breaks: embershard data convert"
         )
+
+
+def first_bytes(file: InputFile, count: int) -> bytes:
+    """Return the first `count` bytes of a text file, plain or gzip, decompressed.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    try:
+        with pa.input_stream(str(file.path), compression="gzip" if file.is_gzip() else None) as stream:
+            data: bytes = stream.read(count)
+            return data
+    except (pa.ArrowException, OSError) as error:
+        file.check(0)
+        raise DataError(f"{file.path}: cannot be read ({' '.join(str(error).split())}); fetch it again") from None
 
 
 def columns_of(path: Path, header: bytes, settings: TableConfig, *, needs_labels: bool) -> TextColumns:

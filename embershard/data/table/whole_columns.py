@@ -13,7 +13,7 @@ from pyarrow import csv
 from embershard.data.input_file import InputFile
 from embershard.data.table.config import TableConfig
 from embershard.data.table.parquet_files import is_parquet, parquet_schema
-from embershard.data.table.text_columns import header_names
+from embershard.data.table.text_columns import first_bytes, header_names
 from embershard.errors import DataError
 
 SEPARATORS = ("\t", "|", ";", ",")
@@ -44,7 +44,7 @@ class WholeColumns:
         """
         file = InputFile.at(path)
         if separator is None and not is_parquet(file):
-            line = _first_line(path, encoding)
+            line = _first_line(file, encoding)
             separator = max(SEPARATORS, key=line.count) if any(each in line for each in SEPARATORS) else ","
         return WholeColumns(file, replace(form, separator=separator or form.separator), encoding)
 
@@ -60,8 +60,8 @@ class WholeColumns:
         """
         if not self.is_text:
             return parquet_schema(self.file.path)[0]
-        path = self.file.path
-        names = list(self.form.columns) or header_names(path, _first_line(path, self.encoding).encode(), self.form)
+        first = _first_line(self.file, self.encoding).encode()
+        names = list(self.form.columns) or header_names(self.file.path, first, self.form)
         return pa.schema([(name, pa.string()) for name in names])
 
     def batches(
@@ -98,7 +98,7 @@ class WholeColumns:
     ) -> Iterator[pa.RecordBatch]:
         form = self.form
         reader = csv.open_csv(
-            self.file.path,
+            pa.input_stream(str(self.file.path), compression="gzip" if self.file.is_gzip() else None),
             csv.ReadOptions(
                 use_threads=False,
                 block_size=_BLOCK_BYTES,
@@ -122,8 +122,5 @@ class WholeColumns:
             yield from reader
 
 
-def _first_line(path: Path, encoding: str) -> str:
-    """Return the first line of a text file, plain or gzip."""
-    with pa.input_stream(str(path), compression="detect") as file:
-        data: bytes = file.read(_HEADER_BYTES)
-    return data.partition(b"\n")[0].decode(encoding, "backslashreplace")
+def _first_line(file: InputFile, encoding: str) -> str:
+    return first_bytes(file, _HEADER_BYTES).partition(b"\n")[0].decode(encoding, "backslashreplace")

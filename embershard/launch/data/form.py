@@ -42,12 +42,11 @@ def columns_of_files(
 
     given = names if is_joined else arguments.columns
     separator = None if is_joined else arguments.separator
+    separator = "\t" if separator == "\\t" else separator
     form = TableConfig(
-        separator={None: ",", "\\t": "\t"}.get(separator, separator),
         columns=() if given is None else tuple(name.strip() for name in given.split(",")),
         quoted=not arguments.no_quotes,
         null_values=("", *arguments.null),
     )
     found = files_at(str(path), form.files, "table")
-    chosen = None if separator is None else form.separator
-    return [WholeColumns.at(file.path, form, arguments.encoding, chosen) for file in found]
+    return [WholeColumns.at(file.path, form, arguments.encoding, separator) for file in found]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from embershard.data.table.config import TableFeature
 from embershard.decoding import toml, toml_key
 from embershard.errors import ConfigError, DataError
 from embershard.launch.arguments import check_output
@@ -24,6 +26,8 @@ INSPECT_HELP = """Look at the columns of CSV, TSV or Parquet files, and write a 
   embershard train --config run.toml
   embershard data inspect ratings.txt --columns user,item,rating,time --label rating
 """
+_BATCHES_IN_FLIGHT = 3  # look_ahead.prefetch batches, and the one that trains
+_LEAST_RATIO = 0.05  # the default of cache.ratio
 _LEAST_BATCH, _MOST_BATCH, _STEPS_OF_AN_EPOCH = 16, 1024, 64
 
 
@@ -130,7 +134,7 @@ def _settings(
         "[data]",
         'kind = "table"',
         f"path = {toml(str(data.absolute()))}",
-        "eval_fraction = 0.1             # the last tenth of every file is held out",
+        "eval_fraction = 0.1    # the last tenth of every file is held out",
         "",
         "[data.table]",
         f"label = {toml(label.column)}    # {label.why}",
@@ -139,21 +143,32 @@ def _settings(
         lines.append(f"label_at_least = {label.at_least:g}    # labels are 1 from here on, else 0")
     if form.is_text:
         lines.append(f"separator = {toml(form.form.separator)}")
-        lines += [f"{name} = {toml(value)}" for name, value in (
-            ("columns", form.form.columns), ("null_values", form.form.null_values)
-        ) if value not in ((), ("",))]  # fmt: skip
-        lines += [] if form.form.quoted else ["quoted = false"]
+        given = {"columns": form.form.columns, "null_values": form.form.null_values, "quoted": form.form.quoted}
+        defaults = {"columns": (), "null_values": ("",), "quoted": True}
+        lines += [f"{name} = {toml(value)}" for name, value in given.items() if value != defaults[name]]
     lines += ["", "[data.table.features]"]
     for suggestion in suggested:
         lines.append(f"# {suggestion.column}: {suggestion.why}")
         lines += [f"{toml_key(name)} = {toml(settings)}" for name, settings in suggestion.features.items()]
+    return "\n".join([*lines, *_of_the_model(suggested, num_rows)])
+
+
+def _of_the_model(suggested: list[Suggestion], num_rows: int) -> list[str]:
+    """Return the lines of the sections of model, cache and training."""
     batch = _LEAST_BATCH
     while batch < _MOST_BATCH and 2 * batch * _STEPS_OF_AN_EPOCH <= num_rows:
         batch *= 2
-    lines += [
+    features = [settings for each in suggested for settings in each.features.values()]
+    table_rows = sum(TableFeature(**settings).table_rows for settings in features)
+    in_flight = _BATCHES_IN_FLIGHT * batch * sum(each.lookups for each in suggested)
+    ratio = min(1.0, max(_LEAST_RATIO, ceil(100 * in_flight / table_rows) / 100))
+    return [
         "",
         "[model]",
         "embedding_dim = 16",
+        "",
+        "[cache]",
+        f"ratio = {ratio:g}    # of {table_rows:,} rows, on the device; batches in flight need up to {in_flight:,}",
         "",
         "[embedding_optimizer]",
         'kind = "rowwise_adagrad"',
@@ -168,4 +183,3 @@ def _settings(
         "epochs = 1",
         "",
     ]
-    return "\n".join(lines)

@@ -29,6 +29,9 @@ _SKEWED = 5.0  # standard deviations from the mean to the largest number
 _QUANTILE_PARTS = 16
 _PARTS_SHARE = 0.05
 _DIGITS = 6
+_UNIQUE = "nearly every row has another value"
+#: Settings of features, by their names.
+_Features = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -38,11 +41,13 @@ class Suggestion:
     Attributes:
         features: settings of each feature, by its name; none where the column is left out.
         why: what the column holds, and what follows from it.
+        lookups: rows that a sample looks up, at most.
     """
 
     column: str
-    features: dict[str, dict[str, Any]]
+    features: _Features
     why: str
+    lookups: int
 
 
 @dataclass(frozen=True)
@@ -81,59 +86,74 @@ def suggest_label(columns: Mapping[str, ColumnSurvey], wanted: str | None) -> La
 
 def suggest_features(column: ColumnSurvey, taken: Sequence[str]) -> Suggestion:
     """Return how to use a column; `taken` are the names of features that are there already."""
-    name = _feature_name(column.name, taken)
-    values = column.values
-    about = "~" if not values.is_exact else ""
-    said = f"{column.type}; {about}{values.estimate:,} distinct, {column.missing:,} missing"
-    words = set(re.split(r"[\W_]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", column.name).lower()))
-    is_unique = column.present >= _UNIQUE_ROWS and values.estimate >= _UNIQUE_SHARE * column.present
+    features, why, lookups = _features(_feature_name(column.name, taken), column)
+    for name, settings in features.items():
+        if name != column.name:
+            settings["column"] = column.name
+    about = "" if column.values.is_exact else "~"
+    said = f"{column.type}; {about}{column.values.estimate:,} distinct, {column.missing:,} missing"
+    return Suggestion(column.name, features, f"{said}; {why if features else f'left out: {why}'}", lookups)
+
+
+def _features(name: str, column: ColumnSurvey) -> tuple[_Features, str, int]:
+    """Return the features of a column, the first one named `name`; what follows from what it holds; and their rows per
+    sample."""
     inner, numbers = column.inner, column.numbers
-
-    def used(features: dict[str, dict[str, Any]], why: str) -> Suggestion:
-        named = {each: settings | ({"column": column.name} if each != column.name else {})
-                 for each, settings in features.items()}  # fmt: skip
-        return Suggestion(column.name, named, f"{said}; {why}" if why else said)
-
-    def left_out(why: str) -> Suggestion:
-        return Suggestion(column.name, {}, f"{said}; left out: {why}")
-
-    if values.estimate <= 1 and not column.parts:
-        return left_out("it says nothing")
+    words = set(re.split(r"[\W_]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", column.name).lower()))
+    if column.values.estimate <= 1 and not column.parts:
+        return {}, "it says nothing", 0
     is_epoch = bool(words & _TIME_WORDS) and types.is_integer(inner)
     is_epoch = is_epoch and _EPOCH_SECONDS[0] <= numbers.least <= numbers.largest <= _EPOCH_SECONDS[1]
     if (is_time(inner) or is_epoch) and not is_list(column.type):
-        times = {_feature_name(f"{column.name}_{unit}", taken): unit for unit in TIME_ROWS}
-        settings = {each: {"kind": "sparse", "mapping": unit, "column": column.name} for each, unit in times.items()}
-        return used(settings, "a time, in UTC")
+        times = {f"{name}_{unit}": {"kind": "sparse", "mapping": unit} for unit in TIME_ROWS}
+        return times, "a time, in UTC", len(times)
     if is_text(inner):
-        parted = _parts(column)
-        if parted is not None:
-            separator, distinct, most = parted
-            settings, why = _category("text", distinct, None)
-            settings["separator"] = separator
-            return used({name: settings}, f"up to {most} values in a cell, {distinct.estimate:,} distinct; {why}")
-        if is_unique:
-            return left_out("nearly every row has another value")
-        settings, why = _category("text", values, None)
-        return used({name: settings}, why)
-    is_id = bool(words & _ID_WORDS) or is_list(column.type)
-    if not (types.is_integer(inner) or types.is_floating(inner) or types.is_boolean(inner) or types.is_decimal(inner)):
-        return left_out(f"no feature is made of {inner}")
-    if is_id and numbers.are_whole and not types.is_boolean(inner):
-        if is_unique and not is_list(column.type):
-            return left_out("nearly every row has another value")
-        bag = f"up to {column.most} values in a row; " if is_list(column.type) else ""
-        if types.is_integer(inner):
-            settings, why = _category("hash", column.ids, (numbers.least, numbers.largest))
-        else:
-            settings, why = _category("text", values, None)
-        return used({name: settings}, bag + why)
-    if is_list(column.type):
-        return left_out("no feature is made of lists of such numbers")
-    return used(*_number(name, column))
+        return _text(name, column)
+    is_number = types.is_integer(inner) or types.is_floating(inner) or types.is_decimal(inner)
+    is_id = is_number and numbers.are_whole and (bool(words & _ID_WORDS) or is_list(column.type))
+    if is_id:
+        return _ids(name, column)
+    if is_list(column.type) or not (is_number or types.is_boolean(inner)):
+        return {}, f"no feature is made of {column.type}", 0
+    return *_number(name, column), 0
 
 
-def _number(name: str, column: ColumnSurvey) -> tuple[dict[str, dict[str, Any]], str]:
+def _text(name: str, column: ColumnSurvey) -> tuple[_Features, str, int]:
+    """As `_features`, of a column of texts, or of lists of them."""
+    parted = _parts(column)
+    if parted is not None:
+        separator, distinct, most = parted
+        settings, why = _category("text", distinct, None)
+        about = "" if distinct.is_exact else "~"
+        why = f"up to {most} values in a cell, {about}{distinct.estimate:,} distinct; {why}"
+        return {name: {**settings, "separator": separator}}, why, most
+    if _is_unique(column):
+        return {}, _UNIQUE, 0
+    settings, why = _category("text", column.values, None)
+    return {name: settings}, _bag(column) + why, column.most
+
+
+def _ids(name: str, column: ColumnSurvey) -> tuple[_Features, str, int]:
+    """As `_features`, of a column of whole numbers that are ids, or of lists of them."""
+    if _is_unique(column):
+        return {}, _UNIQUE, 0
+    if types.is_integer(column.inner):
+        settings, why = _category("hash", column.ids, (column.numbers.least, column.numbers.largest))
+    else:
+        settings, why = _category("text", column.values, None)
+    return {name: settings}, _bag(column) + why, column.most
+
+
+def _is_unique(column: ColumnSurvey) -> bool:
+    many = column.present >= _UNIQUE_ROWS and column.values.estimate >= _UNIQUE_SHARE * column.present
+    return many and not is_list(column.type)
+
+
+def _bag(column: ColumnSurvey) -> str:
+    return f"up to {column.most} values in a row; " if is_list(column.type) else ""
+
+
+def _number(name: str, column: ColumnSurvey) -> tuple[_Features, str]:
     numbers = column.numbers
     why = f"{numbers.least:g} to {numbers.largest:g}, mean {numbers.mean:.4g}, standard deviation {numbers.std:.4g}"
     settings: dict[str, Any] = {"kind": "dense"}

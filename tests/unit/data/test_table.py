@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from pyarrow import csv
 
 from embershard.data import BatchStream, DataConfig, open_source, schema_of
+from embershard.data.check import check_data
 from embershard.data.hashing import make_key, mix64
 from embershard.data.serving_inputs import serving_inputs
 from embershard.data.table.config import TableConfig, TableFeature
@@ -151,6 +152,8 @@ def test_hashes_stay_as_they_are():
         ("rating", ["5", "", "4", "3"], "a.csv:3 rating=nan: a label must be a number"),
         ("user", ["7", "8.5", "", "7"], "a.csv:3 user='8.5': needed an integer, or nothing"),
         ("time", ["0", "31.12.1999", "", "0"], "a.csv:3 time='31.12.1999': needed a time as 2024-12-31"),
+        ("time", ["0", "inf", "", "0"], "a.csv:3 time=inf: needed a time as 2024-12-31"),
+        ("time", ["0", "1700000000000", "", "0"], "a.csv:3 time=1700000000000.0: needed .* seconds since 1970"),
         ("genres", ["a", "|" * 4, "", "b"], "a.csv:3 genres=5 ids: needed at most 4 .data.table.max_bag_size"),
         ("city", ["a", "x" * 1025, "", "b"], "a.csv:3 city has 1,025 bytes: needed at most 1,024 bytes"),
     ],
@@ -185,11 +188,13 @@ def test_lines_that_are_no_rows_are_bad_rows(tmp_path):
 
 
 def test_floats_are_ids_where_they_are_whole(tmp_path):
-    table = pa.table({"label": [1, 0, 1], "user": pa.array([7.0, None, 7.5])})
+    table = pa.table({"label": [1, 0, 1, 1], "user": pa.array([7.0, None, 7.5, np.inf])})
     settings = TableConfig({"user": TableFeature("sparse", num_rows=99)})
     parsed = open_source(config_of(write(tmp_path / "a.parquet", table), settings, bad_rows=0.9))
     assert parsed.parse(0).samples.values[0].tolist() == [row("7", 99), 0]
-    assert str(parsed.parse(1).bad[0]).endswith("a.parquet:3 user=7.5: needed text or a whole number, or nothing")
+    said = [str(bad).partition("a.parquet")[2] for bad in parsed.parse(1).bad.values()]
+    needed = "needed text or a whole number, or nothing"
+    assert said == [f":3 user=7.5: {needed}", f":4 user=inf: {needed}"]
 
 
 @pytest.mark.parametrize(
@@ -212,6 +217,9 @@ def test_files_that_do_not_fit_are_named(tmp_path):
     write(tmp_path / "b.csv", pa.table(COLUMNS))
     with pytest.raises(DataError, match=r"a.parquet is Parquet and .*b.csv is not; needed one format"):
         open_source(config_of(tmp_path))
+    (tmp_path / "b.csv.gz").write_bytes(gzip.compress(b"a,b\n" * 99, mtime=0)[:-9])
+    with pytest.raises(DataError, match=r"b.csv.gz: cannot be read \(.*\); fetch it again"):
+        check_data(config_of(tmp_path / "b.csv.gz"))
     (tmp_path / "b.csv").write_text("a,a\n1,2\n")
     with pytest.raises(DataError, match=r"b.csv:1 the header has 'a' twice"):
         open_source(config_of(tmp_path / "b.csv"))

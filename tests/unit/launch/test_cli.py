@@ -33,8 +33,14 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
 
 
 @pytest.mark.parametrize("example", [QUICK, "examples/criteo.toml"])
-def test_dry_run_prints_all_settings_and_starts_nothing(example, started, capsys):
-    assert cli.main(["train", "--config", example, "--dry-run", "--set", "train.batch_size=7"]) == 0
+def test_dry_run_prints_all_settings_and_starts_nothing(example, started, tmp_path, capsys):
+    words = ["train", "--config", example, "--dry-run", "--set", "train.batch_size=7"]
+    if example != QUICK:
+        assert cli.main(words) == 2, "it needs data.path"
+        (tmp_path / "day_0").write_text("1")
+        words += ["--set", f"data.path={tmp_path}"]
+    capsys.readouterr()
+    assert cli.main(words) == 0
     printed = tomllib.loads(capsys.readouterr().out)
     assert printed["train"]["batch_size"] == 7
     assert set(printed) >= {"data", "model", "cache", "embedding_optimizer", "dense_optimizer", "schedule", "train"}

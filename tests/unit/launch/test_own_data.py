@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import runpy
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,15 +13,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from embershard.data import DataConfig, open_source
+from embershard.data import DataConfig, open_source, write_samples
 from embershard.data.hashing import mix64
 from embershard.data.table.survey import DistinctCount, survey
+from embershard.errors import CheckpointError, DataError
 from embershard.launch import cli
 from embershard.launch.config import load_config
 from embershard.launch.data.suggest import suggest_features, suggest_label
+from embershard.launch.ranks import launcher
 from embershard.launch.score import command as score
 from embershard.launch.train import command as train
 from embershard.training.config import RunConfig
+from embershard.training.identity import FEATURES, changes, identity_of, refusal
+from embershard.training.saved_run import SavedRun
 from tests.unit.test_docs import blocks, commands
 
 
@@ -30,8 +36,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
-def test_three_files_become_scores_by_the_commands_of_the_page(folder, project_dir, capsys):
+@pytest.fixture
+def one_rank_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that start ranks run the program of one in this process; tests/ranks starts real ones."""
+
+    def start(num_ranks: int, module: str, given: list[str], **options: object) -> int:
+        code: int = importlib.import_module(module).main.__wrapped__(given)
+        return code
+
+    monkeypatch.setattr(launcher, "start_ranks", start)
+
+
+def test_three_files_become_scores_by_the_commands_of_the_page(folder, one_rank_here, project_dir, capsys):
     """MovieLens-100k's layout. The commands are those of docs/own_data.md, which are four."""
     page = blocks((project_dir / "docs" / "own_data.md").read_text(), "bash")[0]
     make, *rest = [shlex.split(line) for line in commands(page)]
@@ -39,8 +55,7 @@ def test_three_files_become_scores_by_the_commands_of_the_page(folder, project_d
     assert len(rest) == 4
     runpy.run_path(str(project_dir / "examples" / "ratings.py"))["main"](folder / "ratings")
     for words in rest:
-        extra = ["--nproc", "1", "--hang-seconds", "0"] if words[1] == "train" else []
-        assert cli.main([*words[1:], *extra]) == 0, words
+        assert cli.main(words[1:]) == 0, words
     assert "6,000 rows with 10 columns are in ratings.parquet" in capsys.readouterr().out
     found = pq.read_table("scores.parquet")
     assert len(found) == 600
@@ -72,7 +87,7 @@ def clicks(num_rows: int = 600) -> pa.Table:
     )
 
 
-def test_a_parquet_file_of_texts_lists_and_nulls_becomes_scores(folder):
+def test_a_parquet_file_of_texts_lists_and_nulls_becomes_scores(folder, one_rank_here):
     pq.write_table(clicks(), "clicks.parquet", row_group_size=128, write_page_checksum=True)
     assert cli.main(["data", "inspect", "clicks.parquet", "-o", "run.toml"]) == 0
     config = load_config(RunConfig, Path("run.toml"))
@@ -80,10 +95,9 @@ def test_a_parquet_file_of_texts_lists_and_nulls_becomes_scores(folder):
     assert list(features) == ["city", "tags", "seen", "price", "at_hour", "at_weekday", "is_new", "request"]
     assert (features["tags"].mapping, features["seen"].mapping, features["is_new"].column) == ("text", "hash", "is.new")
     assert features["price"].scale == "log1p"
-    given = ["--config", "run.toml", "--run-dir", "run", "--set", "train.max_steps=3"]
-    assert cli.main(["train", "--dry-run", *given]) == 0
-    train.main.__wrapped__(given)
-    score.main.__wrapped__(["run", "--data", "clicks.parquet", "-o", "scores.parquet"])
+    assert cli.main(["train", "--config", "run.toml", "--dry-run"]) == 0
+    assert cli.main(["train", "--config", "run.toml", "--run-dir", "run"]) == 0
+    assert cli.main(["predict", "run", "--data", "clicks.parquet", "-o", "scores.parquet"]) == 0
     assert len(pq.read_table("scores.parquet")) == 600
     assert cli.main(["export", "run", "-o", "exported"]) == 0
     from embershard.launch.export import serving_model
@@ -104,12 +118,18 @@ def test_scaling_is_compared_and_used_again(folder):
     given = ["--config", "run.toml", "--run-dir", "run"]
     train.main.__wrapped__(given)
     assert load_config(RunConfig, Path("run/config.toml")).data.table.features["price"].mean == 30.0
-    again = [*given, "--resume", "--set", "train.max_steps=4"]
-    with pytest.raises(Exception, match=r"(?s)data.table.features .*mean = 30.0.*mean = 31.0"):
-        train.main.__wrapped__([*again, "--set", "data.table.features.price.mean=31.0"])
-    with pytest.raises(Exception, match=r"data.table.features = price = .*model cannot score such data"):
+    saved = SavedRun.read(Path("run/checkpoints/step_2")).identity
+    same = load_config(RunConfig, Path("run.toml"), ["train.max_steps=4", "data.num_workers=1"])
+    assert not changes(saved, identity_of(same, 1))
+    other = load_config(RunConfig, Path("run.toml"), ["data.table.features.price.mean=31.0"])
+    (found,) = changes(saved, identity_of(other, 1))
+    assert (found.key, found.now) == (FEATURES, found.saved.replace("mean = 30.0", "mean = 31.0"))
+    assert "Set back what should not change (the features), or allow it" in refusal([found])
+    moved = dict(reversed(same.data.table.features.items()))
+    moved_data = replace(same.data, table=replace(same.data.table, features=moved))
+    assert [each.key for each in changes(saved, identity_of(replace(same, data=moved_data), 1))] == [FEATURES]
+    with pytest.raises(CheckpointError, match=r"data.table.features = price = .*model cannot score such data"):
         score.main.__wrapped__(["run", "-o", "x.parquet", "--set", "data.table.features.price.std=51.0"])
-    train.main.__wrapped__(again)
 
 
 def test_joins_keep_rows_and_name_what_does_not_fit(folder, capsys):
@@ -194,3 +214,19 @@ def test_a_label_must_be_found_or_named(folder, capsys):
     )
     assert cli.main(["data", "inspect", "a.csv", "--label", "price", "-o", "run.toml"]) == 0
     assert "label_at_least = 2.75" in Path("run.toml").read_text()
+
+
+def test_samples_of_a_program_become_a_file(folder):
+    rows = ({"click": n % 2, "tags": ["a"] * (n % 3), "at": None if n % 5 else n} for n in range(100))
+    assert write_samples(rows, "a.parquet", group_rows=32) == 100
+    found = pq.read_table("a.parquet")
+    assert found["tags"].to_pylist() == [["a"] * (n % 3) for n in range(100)]
+    assert pq.ParquetFile("a.parquet").metadata.num_row_groups == 4
+    for wrong, said in (
+        ([{"a": 1}, {"a": "x"}], "samples 1 to 1: "),
+        ([{"a": 1}, {"b": 2}], "a sample has 'b', which the first 1 have not"),
+        ([], "there is no sample to write"),
+    ):
+        with pytest.raises(DataError, match=said):
+            write_samples(wrong, "b.parquet", group_rows=1)
+        assert not Path("b.parquet").exists()

@@ -143,13 +143,14 @@ CASES = [
             *("train", "--config", "run.toml", "--dry-run", "--set", "data.table.features.usr.column=user"),
             files={"run.toml": _TABLE, "a.csv": "label,user\n1,7\n0,x\n"},
         ),
-        "embershard: a.csv:3 usr='x': needed an integer, or nothing",
+        "embershard: a.csv:3 user='x': needed an integer, or nothing",
         "Correct the cell, set another `mapping`, or tolerate such rows (`data.bad_rows`).",
     ),
     Case(
         "No column looks like a label",
         command("data", "inspect", "a.csv", "-o", "run.toml", files={"a.csv": "user,price\n1,2.5\n2,7\n"}),
-        "embershard: --label: no column looks like a label. Name the column to predict; columns of numbers: user, price.",
+        "embershard: --label: no column looks like a label. Name the column to predict; columns of numbers: user, "
+        "price.",
         "Give `--label NAME`.",
     ),
     Case(
