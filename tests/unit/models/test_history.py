@@ -112,7 +112,9 @@ def test_a_batch_without_events_and_a_placeholder(arch):
     empty = batch([[], []])
     alone = model(empty)[1][1]
     assert torch.allclose(alone, model(batch([[], [], [5, 6]]))[1][1][:2], atol=1e-6)
-    nothing = KeyedJaggedTensor(SCHEMA.keys, torch.empty(0, dtype=torch.int64), lengths=torch.zeros(5, dtype=torch.int64))
+    nothing = KeyedJaggedTensor(
+        SCHEMA.keys, torch.empty(0, dtype=torch.int64), lengths=torch.zeros(5, dtype=torch.int64)
+    )
     assert model(Batch(torch.zeros(1, 1), nothing, torch.zeros(1)))[1][1].isfinite().all()
 
 
