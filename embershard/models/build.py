@@ -61,8 +61,8 @@ def num_parameters(config: ModelConfig, schema: Any) -> int:
 
     >>> from embershard.data import Schema, SparseFeature
     >>> schema = Schema(dense=("I1",), sparse=(SparseFeature("C1", 100),))
-    >>> num_parameters(ModelConfig(dense_arch_layer_sizes=(16,), over_arch_layer_sizes=(1,)), schema)
-    50
+    >>> num_parameters(ModelConfig(dense_arch_layer_sizes=(32, 16), over_arch_layer_sizes=(8, 1)), schema)
+    745
     """
     return _outline(config, schema)[1]
 

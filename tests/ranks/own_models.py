@@ -47,8 +47,8 @@ def history_config(arch: Any, folder: Path, **changes: Any) -> RunConfig:
     config = load_config(RunConfig, folder / "run.toml")
     parts: dict[str, Any] = {
         "model": replace(config.model, arch=arch, embedding_dim=8, dense_arch_layer_sizes=(8,)),
-        "cache": CacheConfig(ratio=0.2),
-        "look_ahead": LookAheadConfig(lookahead=4, prefetch=2),
+        "cache": CacheConfig(ratio=0.12),
+        "look_ahead": LookAheadConfig(lookahead=4, prefetch=1),
         "train": TrainConfig(batch_size=8, max_steps=STEPS, log_every=1, device="cpu"),
     }
     return replace(config, **{**parts, **changes})

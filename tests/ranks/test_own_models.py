@@ -22,7 +22,7 @@ pytestmark = pytest.mark.ranks
 def windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Windows of generated sessions, as a user makes them."""
     folder = tmp_path_factory.mktemp("events")
-    assert cli.main(["data", "sessions", "-o", str(folder / "log.csv"), "--users", "400", "--items", "3000"]) == 0
+    assert cli.main(["data", "sessions", "-o", str(folder / "log.csv"), "--users", "2000", "--items", "3000"]) == 0
     assert cli.main(["data", "events", str(folder / "log.csv"), "-o", str(folder / "windows"), "--history", "6"]) == 0
     return folder / "windows"
 

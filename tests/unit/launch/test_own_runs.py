@@ -94,3 +94,25 @@ def test_an_own_model_is_trained_scored_and_resumed(tmp_path):
         other = load_config(RunConfig, tmp_path / "own_copy.toml", [*overrides, "model.options.hidden=9"])
         with pytest.raises(CheckpointError, match=r"model.options .*hidden = 8.*hidden = 9"):
             resume_run(Trainer(other, ranks, tmp_path / "run" / "checkpoints"), allow_changes=("model.source",))
+
+
+@pytest.mark.slow
+def test_attention_to_the_history_is_worth_it(tmp_path):
+    """After the same steps from the same seed, on generated sessions; docs/LOG.md has larger ones."""
+    data_command.main(["sessions", "-o", str(tmp_path / "log.csv"), "--users", "800", "--items", "400"])
+    data_command.main(["events", str(tmp_path / "log.csv"), "-o", str(tmp_path / "windows"), "--history", "15"])
+    common = [
+        "train.max_steps=300", "train.epochs=3", "train.device=cpu", "train.seed=1", "data.seed=1",
+        "data.num_workers=0", "cache.enabled=false", "embedding_optimizer.lr=0.05", "dense_optimizer.lr=0.003",
+        "checkpoint.at_end=false",
+    ]  # fmt: skip
+    auc = {}
+    for arch in ("dlrm", "din", "tbsm"):
+        own = ["model.target=[]", "model.history=[]"] if arch == "dlrm" else []
+        train(
+            load_config(RunConfig, tmp_path / "windows" / "run.toml", [*common, f"model.arch={arch}", *own]),
+            tmp_path / arch,
+        )
+        auc[arch] = json.loads((tmp_path / arch / "result.json").read_text())["auc"]
+    assert auc["din"] > auc["dlrm"] + 0.01, auc
+    assert auc["tbsm"] > auc["dlrm"] + 0.005, auc

@@ -139,7 +139,8 @@ def test_only_the_tables_with_the_refused_argument_are_named(monkeypatch):
 def test_an_uncached_table_is_not_asked(monkeypatch):
     fused = ParameterConstraints(sharding_types=["table_wise"], compute_kernels=[EmbeddingComputeKernel.FUSED.value])
     arguments = {"optimizer": EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD}
-    shard(monkeypatch, arguments, constraints={f"t{t}": fused for t in range(3)})
+    with pytest.warns(UserWarning, match="caches none of the tables"):
+        shard(monkeypatch, arguments, constraints={f"t{t}": fused for t in range(3)})
 
 
 def test_arguments_at_their_defaults_and_those_of_fbgemm_s_cache_are_taken(monkeypatch):

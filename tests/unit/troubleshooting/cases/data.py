@@ -197,4 +197,11 @@ CASES = [
         "Use a smaller `train.batch_size`, or more data.",
         code=1,
     ),
+    Case(
+        "A line of a log is no event",
+        command("data", "events", "log.csv", "-o", "windows", files={"log.csv": "1,2,3,view,4\n"}),
+        "embershard: log.csv: event 1 is 1,2,3,view,4; needed ids and a time of 0 or more, and a behaviour among pv, "
+        "buy, cart, fav.",
+        "Correct or remove the line.",
+    ),
 ]

@@ -38,4 +38,15 @@ CASES = [
         'batches out with `train.on_non_finite = "skip"`; else lower the learning rates.',
         code=1,
     ),
+    Case(
+        "The module of `model.build` is not there",
+        rank(
+            *("--config", "run.toml", "--run-dir", "mine"),
+            files={"run.toml": '[model]\nbuild = "no_model:build"\n[train]\nmax_steps = 1\ndevice = "cpu"\n'},
+        ),
+        "[rank<number>]: ConfigError: model.build: no module 'no_model' in <folder> or on the Python path. Name a file "
+        "there without .py.",
+        "Put the module beside the settings, or set `model.folder`.",
+        code=1,
+    ),
 ]
