@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from embershard.decoding import to_toml
 from embershard.errors import ConfigError, naming_file
@@ -131,7 +131,7 @@ def _sessions(argv: Sequence[str]) -> int:
     return 0
 
 
-def add_actions(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_actions(actions: argparse._SubParsersAction[Any]) -> None:
     """Name both commands in the help of `embershard data`."""
     actions.add_parser("events", help="make samples of a log of events: histories, and what came next")
     actions.add_parser("sessions", help="generate a log of events")
