@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from embershard.errors import ConfigError
 from embershard.launch.arguments import add_settings, help_parts, make_parser, positive
 from embershard.launch.data.convert import add_convert
-from embershard.launch.data.events import add_actions
-from embershard.launch.data.events import main as main_of_events
+from embershard.launch.data.events import add_events
 from embershard.launch.data.inspect import add_inspect
 from embershard.launch.screen import make_table, plain_console, progress_bar, say, wide_console
 
@@ -39,8 +38,6 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         EmbershardError: the settings are wrong, or a file cannot be opened.
     """
-    if argv[:1] in (["events"], ["sessions"]):
-        return main_of_events(argv)
     arguments = _parser().parse_args(argv)
     code: int = arguments.run(arguments)
     return code
@@ -109,5 +106,5 @@ def _parser() -> argparse.ArgumentParser:
     add_settings(action, required=False)
     action.add_argument("--workers", type=positive, metavar="N", help="threads that parse (default: cores)")
     action.set_defaults(run=validate)
-    add_actions(actions)
+    add_events(actions)
     return parser
