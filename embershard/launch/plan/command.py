@@ -248,9 +248,7 @@ def _parser() -> argparse.ArgumentParser:
     add_settings(parser, required=False)
     add_config_word(parser)
     parser.add_argument("--profile", type=Path, metavar="FILE", help="the data's frequencies, of embershard profile")
-    parser.add_argument(
-        "--ranks", type=_ranks, metavar="N[,N...]", help="ranks; several: compare them; 1..64 doubles from 1 to 64"
-    )
+    parser.add_argument("--ranks", type=_ranks, metavar="N[,N...]", help="ranks; several, or 1..64: compare them")
     parser.add_argument("--ratios", type=_numbers(float), metavar="R[,R...]", help="shares of the rows on the device")
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="(default: the topology's)")
     parser.add_argument("--device-memory", type=parse_bytes, metavar="SIZE", help="of one rank, a hard limit: 80GB")
@@ -266,9 +264,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="replicate tables of up to N rows; without a cache, the dense optimizer must do what the tables' does",
     )
-    parser.add_argument(
-        "--simulate", action="store_true", help="estimate how training scales: replay the steps of all ranks"
-    )
+    parser.add_argument("--simulate", action="store_true", help="estimate how training scales, step by step")
     parser.add_argument("--explain", action="append", metavar="TABLE", help="why that table is where it is")
     parser.add_argument("--top", type=int, default=12, metavar="N", help="tables to show, the largest first")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the comparison of several --ranks or --ratios")
