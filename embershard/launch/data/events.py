@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,15 +62,17 @@ def _events(argv: Sequence[str]) -> int:
         raise ConfigError(f"{folder} {problem}; give the name of a new folder in a folder that exists.")
     from embershard.data.events import WindowOptions, write_windows
 
+    options = WindowOptions(arguments.history, arguments.negatives, arguments.seed)
     partial = folder.with_name(folder.name + ".partial")
-    with naming_file(partial):
-        partial.mkdir(exist_ok=True)
-    windows = write_windows(
-        arguments.log, partial, WindowOptions(arguments.history, arguments.negatives, arguments.seed)
-    )
-    with naming_file(folder):
-        (partial / "run.toml").write_text(_settings(arguments.log, folder.absolute(), windows), encoding="utf-8")
-        partial.rename(folder)
+    try:
+        with naming_file(partial):
+            partial.mkdir(exist_ok=True)
+        windows = write_windows(arguments.log, partial, options)
+        with naming_file(folder):
+            (partial / "run.toml").write_text(_settings(arguments.log, folder.absolute(), windows), encoding="utf-8")
+            partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     say(
         plain_console(),
         f"{windows.num_events:,} events of {windows.num_users:,} users: {windows.num_train:,} samples to train on, "
