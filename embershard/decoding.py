@@ -138,7 +138,7 @@ def to_toml(values: Any, at: str = "") -> str:
     sizes = [1, 2]
     """
     values = values if isinstance(values, Mapping) else dataclasses.asdict(values)
-    names = {key: _toml_key(key) for key in values}
+    names = {key: toml_key(key) for key in values}
     plain = {key: value for key, value in values.items() if value is not None and not isinstance(value, Mapping)}
     lines = [*([f"[{at}]"] if at else []), *(f"{names[key]} = {toml(value)}" for key, value in plain.items()), ""]
     parts = ["\n".join(lines)] if plain else []
@@ -160,16 +160,17 @@ def flat(values: Mapping[str, Any], at: str = "") -> dict[str, Any]:
     return found
 
 
-def _toml_key(key: Any) -> str:
+def toml_key(key: object) -> str:
+    """Return a key as TOML, in quotes where it must be."""
     return str(key) if re.fullmatch(r"[\w-]+", str(key), re.ASCII) else toml(key)
 
 
 def toml(value: Any) -> str:
-    """Return one value as TOML."""
+    """Return one value as TOML; a mapping as an inline table."""
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(toml, value))}]"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{_toml_key(key)} = {toml(each)}' for key, each in value.items())}}}"
+        return f"{{{', '.join(f'{toml_key(key)} = {toml(each)}' for key, each in value.items())}}}"
     if isinstance(value, (str, bool)):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f")  # the one that TOML escapes, too
     return repr(value)

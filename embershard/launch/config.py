@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from embershard.decoding import (
     alternatives,
@@ -73,16 +73,15 @@ def apply_override(cls: type, values: dict[str, Any], override: str) -> None:
     *sections, name = key.split(".")
     for number, part in enumerate((*sections, name)):
         at = ".".join(sections[:number])
-        if get_origin(hint) is dict:  # of any names and values
-            hint = Any
-        if hint is Any:
+        if get_origin(hint) is dict:  # of sections, by names that the user chose
+            hint = get_args(hint)[1]
             continue
         if not is_section(hint):
             raise ConfigError(f"{at} is a setting, not a section.")
         if part not in field_types(hint):
             raise ConfigError(unknown_key(hint, part, at))
         hint = field_types(hint)[part]
-    if is_section(hint):
+    if is_section(hint) or get_origin(hint) is dict:
         raise ConfigError(f"--set {override}: {key} is a section; set one of its settings, as {key}.NAME=VALUE.")
     for section in sections:
         values = values.setdefault(section, {})

@@ -1,4 +1,4 @@
-"""`embershard data validate`: reads a whole data set, and says what training would do with it."""
+"""`embershard data`: its actions; and `validate`, which says what training would do with a data set."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from typing import TYPE_CHECKING
 
 from embershard.errors import ConfigError
 from embershard.launch.arguments import add_settings, make_parser, positive
-from embershard.launch.data.events import add_actions
-from embershard.launch.data.events import main as main_of_events
+from embershard.launch.data.events import add_events
 from embershard.launch.screen import make_table, plain_console, progress_bar, say, wide_console
 
 if TYPE_CHECKING:  # it loads torch, and --help must answer at once
     from embershard.launch.data.scan import DataScan
 
-_HELP = """Read every row of a data set, without training: count bad rows by reason, and show what the columns hold.
+_HELP = """Look at data, convert them, and check them before training.
+
+  embershard data events UserBehavior.csv -o windows
+  embershard data validate --config run.toml
+"""
+_VALIDATE_HELP = """Read every row of a data set, without training: count bad rows by reason, show what columns hold.
 
 Exit codes: 0 when training would read all of it, 1 when it would stop, 2 for wrong usage, settings or files.
   embershard data validate --config run.toml
@@ -31,9 +35,17 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         EmbershardError: the settings are wrong, or a file cannot be opened.
     """
-    if argv[:1] in (["events"], ["sessions"]):
-        return main_of_events(argv)
     arguments = _parser().parse_args(argv)
+    code: int = arguments.run(arguments)
+    return code
+
+
+def validate(arguments: argparse.Namespace) -> int:
+    """Run `embershard data validate`; return the exit code.
+
+    Raises:
+        ConfigError: there is nothing to validate.
+    """
     if arguments.data is None and arguments.config is None:
         raise ConfigError("what is to be validated? Give DATA (a file or a folder), or --config.")
     from embershard.data import open_source
@@ -85,10 +97,11 @@ def _parser() -> argparse.ArgumentParser:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     text = "read all rows, and say what training would do with them"
     action = actions.add_parser(
-        "validate", help=text, description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+        "validate", help=text, description=_VALIDATE_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     action.add_argument("data", nargs="?", metavar="DATA", help="file or folder; default: that of the settings")
     add_settings(action, required=False)
     action.add_argument("--workers", type=positive, metavar="N", help="threads that parse (default: cores)")
-    add_actions(actions)
+    action.set_defaults(run=validate)
+    add_events(actions)
     return parser

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from embershard.decoding import to_toml
 from embershard.errors import ConfigError, naming_file
-from embershard.launch.arguments import make_parser, positive, whole
+from embershard.launch.arguments import positive, whole
 from embershard.launch.screen import plain_console, say
 from embershard.whole_file import whole_file
 
@@ -39,23 +38,36 @@ _NOTE = """# Samples that `embershard data events` made of {log}: {train:,} to t
 """
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run `embershard data events` or `embershard data sessions`; return 0.
+def add_events(actions: Any) -> None:
+    """Add both actions to `embershard data`."""
+    raw = argparse.RawDescriptionHelpFormatter
+    text = "make samples of a log of events: histories, and what came next"
+    action = actions.add_parser("events", help=text, description=_EVENTS, formatter_class=raw)
+    action.add_argument("log", type=Path, metavar="FILE", help="the log, plain or gzip")
+    action.add_argument("-o", dest="output", type=Path, required=True, metavar="DIR", help="the new folder")
+    action.add_argument("--history", type=positive, default=50, metavar="N", help="most events of a history (50)")
+    action.add_argument("--negatives", type=whole, default=1, metavar="N", help="samples with another item, each (1)")
+    action.add_argument("--seed", type=whole, default=0, metavar="N", help="of the other items (0)")
+    action.set_defaults(run=events)
+
+    action = actions.add_parser("sessions", help="generate a log of events", description=_SESSIONS, formatter_class=raw)
+    action.add_argument("-o", dest="output", type=Path, required=True, metavar="FILE", help="the log to write")
+    action.add_argument("--users", type=positive, default=10_000, metavar="N", help="users (10000)")
+    action.add_argument("--items", type=positive, default=5_000, metavar="N", help="items (5000)")
+    action.add_argument("--categories", type=positive, default=50, metavar="N", help="categories (50)")
+    action.add_argument(
+        "--drift", type=float, default=0.1, metavar="SHARE", help="of the sessions begin with a new favourite (0.1)"
+    )
+    action.add_argument("--seed", type=whole, default=0, metavar="N", help="of everything (0)")
+    action.set_defaults(run=sessions)
+
+
+def events(arguments: argparse.Namespace) -> int:
+    """Run `embershard data events`; return 0.
 
     Raises:
         EmbershardError: a file cannot be read or written, or the log is none of events.
     """
-    return _events(argv[1:]) if argv[0] == "events" else _sessions(argv[1:])
-
-
-def _events(argv: Sequence[str]) -> int:
-    parser = make_parser("data events", _EVENTS)
-    parser.add_argument("log", type=Path, metavar="FILE", help="the log, plain or gzip")
-    parser.add_argument("-o", dest="output", type=Path, required=True, metavar="DIR", help="the new folder")
-    parser.add_argument("--history", type=positive, default=50, metavar="N", help="most events of a history (50)")
-    parser.add_argument("--negatives", type=whole, default=1, metavar="N", help="samples with another item, each (1)")
-    parser.add_argument("--seed", type=whole, default=0, metavar="N", help="of the other items (0)")
-    arguments = parser.parse_args(argv)
     folder: Path = arguments.output
     if folder.exists() or not folder.absolute().parent.is_dir():
         problem = "exists" if folder.exists() else "is in a folder that does not exist"
@@ -112,17 +124,12 @@ def _settings(log: Path, folder: Path, windows: Windows) -> str:
     return note + to_toml({"data": data, "model": model, **rest})
 
 
-def _sessions(argv: Sequence[str]) -> int:
-    parser = make_parser("data sessions", _SESSIONS)
-    parser.add_argument("-o", dest="output", type=Path, required=True, metavar="FILE", help="the log to write")
-    parser.add_argument("--users", type=positive, default=10_000, metavar="N", help="users (10000)")
-    parser.add_argument("--items", type=positive, default=5_000, metavar="N", help="items (5000)")
-    parser.add_argument("--categories", type=positive, default=50, metavar="N", help="categories (50)")
-    parser.add_argument(
-        "--drift", type=float, default=0.1, metavar="SHARE", help="of the sessions begin with a new favourite (0.1)"
-    )
-    parser.add_argument("--seed", type=whole, default=0, metavar="N", help="of everything (0)")
-    arguments = parser.parse_args(argv)
+def sessions(arguments: argparse.Namespace) -> int:
+    """Run `embershard data sessions`; return 0.
+
+    Raises:
+        EmbershardError: an option is out of its range, or the file cannot be written.
+    """
     from embershard.data.sessions import SessionOptions, session_log
 
     options = SessionOptions(
@@ -132,9 +139,3 @@ def _sessions(argv: Sequence[str]) -> int:
         file.writelines(session_log(options))
     say(plain_console(), f"{arguments.output}: the events of {arguments.users:,} users.")
     return 0
-
-
-def add_actions(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Name both commands in the help of `embershard data`."""
-    actions.add_parser("events", help="make samples of a log of events: histories, and what came next")
-    actions.add_parser("sessions", help="generate a log of events")
