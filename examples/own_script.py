@@ -23,7 +23,7 @@ def settings(steps: int) -> RunConfig:
     return RunConfig(
         data=DataConfig(synthetic=SyntheticConfig(num_samples=100_000, scale=0.003, bag_sizes=(3,))),
         model=ModelConfig(build="own_model:build", folder=str(Path(__file__).parent), options={"hidden": 32}),
-        cache=CacheConfig(ratio=0.1),
+        cache=CacheConfig(ratio=0.3),
         train=TrainConfig(batch_size=256, max_steps=steps, log_every=20),
         checkpoint=CheckpointConfig(at_end=True),
     )

@@ -76,8 +76,6 @@ def apply_override(cls: type, values: dict[str, Any], override: str) -> None:
         if get_origin(hint) is dict:  # of sections, by names that the user chose
             hint = get_args(hint)[1]
             continue
-        if hint is Any:
-            continue
         if not is_section(hint):
             raise ConfigError(f"{at} is a setting, not a section.")
         if part not in field_types(hint):

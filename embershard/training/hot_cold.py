@@ -16,11 +16,11 @@ from embershard.data import BatchStream, Source
 from embershard.data.hot_samples import Bits, HotRowsFilter, HotSamples
 from embershard.data.reader import SampleReader
 from embershard.distributed import Ranks
-from embershard.errors import DataError
+from embershard.errors import ConfigError, DataError
 from embershard.frequency import FrequencyProfile, HotRows
 from embershard.training.config import RunConfig
 from embershard.training.identity import identity_of
-from embershard.training.model_size import model_size, table_rows
+from embershard.training.model_size import model_size, table_rows, tables_of_run
 from embershard.units import size
 
 FILE = "hot_samples.npz"  # in the run's folder
@@ -50,6 +50,11 @@ def find_hot_rows(config: RunConfig, profile: FrequencyProfile, most_bytes: int)
     Raises:
         ConfigError: the profile is of other tables, or not even the most frequent rows fit.
     """
+    if any(len(table.features) > 1 or table.is_sequence for table in tables_of_run(config)):
+        raise ConfigError(
+            f"hot rows of the model {config.model.title!r}: got tables of several features, or of sequences; needed a "
+            "model with one table of bags for each feature."
+        )
     rows = table_rows(config)
     for table, count in rows.items():
         profile.shard(table, count, 0, 0)  # refuses another table

@@ -8,7 +8,6 @@ from typing import Any
 
 from embershard.cache import CacheConfig
 from embershard.data.config import SyntheticConfig
-from embershard.decoding import to_toml
 from embershard.launch.config import load_config
 from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.torchrec import cache_stats
@@ -35,11 +34,6 @@ def own_config(**changes: Any) -> RunConfig:
         "train": TrainConfig(batch_size=20, max_steps=STEPS, log_every=1, device="cpu"),
     }
     return replace(config, **{**parts, **changes})
-
-
-def as_toml(config: RunConfig) -> str:
-    """The settings as a file; the example's module is beside the example."""
-    return to_toml(config)
 
 
 def history_config(arch: Any, folder: Path, **changes: Any) -> RunConfig:

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from embershard.cache import CacheConfig
+from embershard.decoding import to_toml
 from embershard.distributed import CheckpointConfig
 from embershard.launch import cli
+from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.config import ShardingConfig
 from tests.ranks import own_models
 from tests.ranks.workers import RankPool
@@ -36,10 +38,16 @@ def test_cached_equals_stock_and_no_row_is_late(model: str, windows: Path, one_r
         assert pool.run(own_models.late_rows, config) == [0] * len(verdicts)
 
 
+def test_without_look_ahead_rows_are_late(one_rank: RankPool):
+    """So the test above can fail."""
+    config = own_models.own_config(look_ahead=LookAheadConfig(lookahead=0))
+    assert one_rank.run(own_models.late_rows, config)[0] > 100
+
+
 def test_a_plan_of_several_collections_is_obeyed(two_ranks: RankPool, tmp_path: Path):
     config = own_models.own_config()
     run, profile, plan = (str(tmp_path / name) for name in ("run.toml", "p.npz", "plan.json"))
-    Path(run).write_text(own_models.as_toml(config))
+    Path(run).write_text(to_toml(config))
     assert cli.main(["profile", "--config", run, "-o", profile]) == 0
     assert cli.main(["plan", "--config", run, "--profile", profile, "--ranks", "2", "-o", plan]) == 0
     planned = replace(config, sharding=ShardingConfig(plan=plan))

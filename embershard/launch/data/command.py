@@ -22,6 +22,7 @@ _HELP = """Look at data, convert them, and check them before training.
 
   embershard data inspect clicks.csv -o run.toml
   embershard data convert clicks.csv --join users.csv -o clicks.parquet
+  embershard data events UserBehavior.csv -o windows
   embershard data validate --config run.toml
 """
 _VALIDATE_HELP = """Read every row of a data set, without training: count bad rows by reason, show what columns hold.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,33 +40,29 @@ _NOTE = """# Samples that `embershard data events` made of {log}: {train:,} to t
 
 def add_events(actions: Any) -> None:
     """Add both actions to `embershard data`."""
-    parser = actions.add_parser(
-        "events", help="make samples of a log of events: histories, and what came next", **help_parts(_EVENTS)
-    )
-    parser.add_argument("log", type=Path, metavar="FILE", help="the log, plain or gzip")
-    parser.add_argument("-o", dest="output", type=Path, required=True, metavar="DIR", help="the new folder")
-    parser.add_argument("--history", type=positive, default=50, metavar="N", help="most events of a history (50)")
-    parser.add_argument("--negatives", type=whole, default=1, metavar="N", help="samples with another item, each (1)")
-    parser.add_argument("--seed", type=whole, default=0, metavar="N", help="of the other items (0)")
-    parser.set_defaults(run=_events)
-    _add_sessions(actions)
+    text = "make samples of a log of events: histories, and what came next"
+    action = actions.add_parser("events", help=text, **help_parts(_EVENTS))
+    action.add_argument("log", type=Path, metavar="FILE", help="the log, plain or gzip")
+    action.add_argument("-o", dest="output", type=Path, required=True, metavar="DIR", help="the new folder")
+    action.add_argument("--history", type=positive, default=50, metavar="N", help="most events of a history (50)")
+    action.add_argument("--negatives", type=whole, default=1, metavar="N", help="samples with another item, each (1)")
+    action.add_argument("--seed", type=whole, default=0, metavar="N", help="of the other items (0)")
+    action.set_defaults(run=events)
 
-
-def _add_sessions(actions: Any) -> None:
-    parser = actions.add_parser("sessions", help="generate a log of events", **help_parts(_SESSIONS))
-    parser.add_argument("-o", dest="output", type=Path, required=True, metavar="FILE", help="the log to write")
-    parser.add_argument("--users", type=positive, default=10_000, metavar="N", help="users (10000)")
-    parser.add_argument("--items", type=positive, default=5_000, metavar="N", help="items (5000)")
-    parser.add_argument("--categories", type=positive, default=50, metavar="N", help="categories (50)")
-    parser.add_argument(
+    action = actions.add_parser("sessions", help="generate a log of events", **help_parts(_SESSIONS))
+    action.add_argument("-o", dest="output", type=Path, required=True, metavar="FILE", help="the log to write")
+    action.add_argument("--users", type=positive, default=10_000, metavar="N", help="users (10000)")
+    action.add_argument("--items", type=positive, default=5_000, metavar="N", help="items (5000)")
+    action.add_argument("--categories", type=positive, default=50, metavar="N", help="categories (50)")
+    action.add_argument(
         "--drift", type=float, default=0.1, metavar="SHARE", help="of the sessions begin with a new favourite (0.1)"
     )
-    parser.add_argument("--seed", type=whole, default=0, metavar="N", help="of everything (0)")
-    parser.set_defaults(run=_sessions)
+    action.add_argument("--seed", type=whole, default=0, metavar="N", help="of everything (0)")
+    action.set_defaults(run=sessions)
 
 
-def _events(arguments: argparse.Namespace) -> int:
-    """Make samples of a log; return 0.
+def events(arguments: argparse.Namespace) -> int:
+    """Run `embershard data events`; return 0.
 
     Raises:
         EmbershardError: a file cannot be read or written, or the log is none of events.
@@ -76,15 +73,17 @@ def _events(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{folder} {problem}; give the name of a new folder in a folder that exists.")
     from embershard.data.events import WindowOptions, write_windows
 
+    options = WindowOptions(arguments.history, arguments.negatives, arguments.seed)
     partial = folder.with_name(folder.name + ".partial")
-    with naming_file(partial):
-        partial.mkdir(exist_ok=True)
-    windows = write_windows(
-        arguments.log, partial, WindowOptions(arguments.history, arguments.negatives, arguments.seed)
-    )
-    with naming_file(folder):
-        (partial / "run.toml").write_text(_settings(arguments.log, folder.absolute(), windows), encoding="utf-8")
-        partial.rename(folder)
+    try:
+        with naming_file(partial):
+            partial.mkdir(exist_ok=True)
+        windows = write_windows(arguments.log, partial, options)
+        with naming_file(folder):
+            (partial / "run.toml").write_text(_settings(arguments.log, folder.absolute(), windows), encoding="utf-8")
+            partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     say(
         plain_console(),
         f"{windows.num_events:,} events of {windows.num_users:,} users: {windows.num_train:,} samples to train on, "
@@ -124,7 +123,12 @@ def _settings(log: Path, folder: Path, windows: Windows) -> str:
     return note + to_toml({"data": data, "model": model, **rest})
 
 
-def _sessions(arguments: argparse.Namespace) -> int:
+def sessions(arguments: argparse.Namespace) -> int:
+    """Run `embershard data sessions`; return 0.
+
+    Raises:
+        EmbershardError: an option is out of its range, or the file cannot be written.
+    """
     from embershard.data.sessions import SessionOptions, session_log
 
     options = SessionOptions(

@@ -84,8 +84,8 @@ class PartReader:
         began = time.process_time()
         blocks = self.read(start, stop)
         seconds = time.process_time() - began
-        tables = [_lookups(blocks, features) for features in self._features]
-        rows, sizes = (each for each, _ in tables), [each for _, each in tables]
+        sizes = [_bags(blocks, features) for features in self._features]
+        rows = (_rows(blocks, features) for features in self._features)
         return count_part(list(self.num_rows.values()), rows, sizes, stop - start, following, seconds)
 
     def part_samples(self) -> int:
@@ -149,17 +149,20 @@ def part_ranges(num_samples: int, sample: float, part_samples: int) -> list[tupl
     return ranges
 
 
-def _lookups(blocks: list[Block], features: Sequence[int]) -> tuple[NDArray[np.int64], int | NDArray[np.integer]]:
-    """Return the rows that samples look up in a table, in their order, and how many each looks up (an int: all so
-    many)."""
+def _bags(blocks: list[Block], features: Sequence[int]) -> int | NDArray[np.integer]:
+    """Return the rows that each sample looks up in the table of these features; an int: all so many."""
     sizes = [_bag_sizes(blocks, feature) for feature in features]
-    rows = [np.concatenate([block.values[feature] for block in blocks]) for feature in features]
+    return sizes[0] if len(sizes) == 1 else np.sum(np.broadcast_arrays(*sizes), axis=0)
+
+
+def _rows(blocks: list[Block], features: Sequence[int]) -> NDArray[np.int64]:
+    """Return the rows that samples look up in the table of these features, in the order of the samples."""
+    rows = np.concatenate([block.values[feature] for feature in features for block in blocks])
     if len(features) == 1:
-        return rows[0], sizes[0]
+        return rows
     num_samples = sum(block.num_samples for block in blocks)
-    per_feature = [np.broadcast_to(size, num_samples) for size in sizes]
-    samples = np.concatenate([np.repeat(np.arange(num_samples), size) for size in per_feature])
-    return np.concatenate(rows)[np.argsort(samples, kind="stable")], np.sum(per_feature, axis=0)
+    samples = [np.repeat(np.arange(num_samples), _bag_sizes(blocks, feature)) for feature in features]
+    return rows[np.argsort(np.concatenate(samples), kind="stable")]
 
 
 def _bag_sizes(blocks: list[Block], feature: int) -> int | NDArray[np.integer]:

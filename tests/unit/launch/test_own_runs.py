@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import runpy
 import shutil
+import sys
+from collections import Counter
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -16,9 +20,11 @@ from embershard.launch import cli
 from embershard.launch.config import load_config
 from embershard.launch.data import command as data_command
 from embershard.launch.export import command as export
+from embershard.launch.profile.data_pass import PartReader, PassOptions, profile_data
 from embershard.launch.score import command as score
 from embershard.launch.train.command import train_run
 from embershard.training.config import RunConfig
+from embershard.training.hot_cold import find_hot_rows
 from embershard.training.resume import resume_run
 from embershard.training.trainer import Trainer
 
@@ -94,6 +100,32 @@ def test_an_own_model_is_trained_scored_and_resumed(tmp_path):
         other = load_config(RunConfig, tmp_path / "own_copy.toml", [*overrides, "model.options.hidden=9"])
         with pytest.raises(CheckpointError, match=r"model.options .*hidden = 8.*hidden = 9"):
             resume_run(Trainer(other, ranks, tmp_path / "run" / "checkpoints"), allow_changes=("model.source",))
+
+
+def test_rows_of_a_shared_table_are_counted_together(windows):
+    config = load_config(RunConfig, windows / "run.toml", ["data.shuffle=false", "data.num_workers=0"])
+    reader = PartReader(config.data, config.model)
+    profile = profile_data(config.data, PassOptions(), reader=reader)
+    samples = pq.read_table(windows / "train.parquet")
+    items = Counter(item + 1 for item in samples["item"].to_pylist())
+    items.update(item + 1 for past in samples["hist_item"].to_pylist() for item in past)
+    statistics = profile.need_statistics()
+    assert statistics.tables["t_item"].num_lookups == items.total()
+    trace = statistics.trace.tables["t_item"]
+    first = samples.slice(0, 1).to_pylist()[0]
+    of_first = trace.rows[trace.samples == 0].tolist()
+    assert of_first == [first["item"] + 1, *(item + 1 for item in first["hist_item"])]
+    with pytest.raises(ConfigError, match="hot rows of the model 'din': got tables of several features"):
+        find_hot_rows(config, profile, 10_000)
+
+
+def test_a_script_of_one_s_own_trains(monkeypatch, capsys, tmp_path):
+    script = PROJECT / "examples" / "own_script.py"
+    assert len(script.read_text().splitlines()) < 60
+    monkeypatch.setattr(sys, "argv", [script.name, "--steps", "20", "--checkpoints", str(tmp_path / "checkpoints")])
+    runpy.run_path(str(script), run_name="__main__")
+    assert re.search(r"step 20: loss 0\.\d+, hit rate 0\.\d+\nstep 20: AUC 0\.\d+", capsys.readouterr().out)
+    assert (tmp_path / "checkpoints" / "step_20").is_dir()
 
 
 @pytest.mark.slow
