@@ -7,7 +7,7 @@ optimizer trains the dense layers after it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -127,6 +127,13 @@ class DenseOptimizerConfig:
 
         optimizer = getattr(torch.optim, _DENSE[self.kind])
         return KeyedOptimizerWrapper(dict(parameters), lambda params: optimizer(params, **_arguments(self)))
+
+    def clip(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Clip the gradients of all dense parameters to `clip_norm`, if there is one."""
+        if self.clip_norm is not None:
+            from torch.nn.utils import clip_grad_norm_
+
+            clip_grad_norm_(parameters, self.clip_norm)
 
 
 @dataclass(frozen=True)

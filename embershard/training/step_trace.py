@@ -36,23 +36,26 @@ class StepTrace:
     """A trace of the steps `first` to `last`, numbered from 1, on this rank. Perfetto and Chrome show it.
 
     Args:
+        num_done: steps that were trained before this process's first one.
         folder: for `rank_R.json.gz`, the trace, and `rank_R.stages.json`, the mean time of each stage.
     """
 
-    def __init__(self, first: int, last: int, folder: Path, rank: int) -> None:
-        self.first, self.last, self._folder, self._rank = first, last, folder, rank
+    def __init__(self, first: int, last: int, num_done: int, folder: Path, rank: int) -> None:
+        self.first, self.last, self._num_begun = first, last, num_done
+        self._folder, self._rank = folder, rank
         self._running: ExitStack | None = None
         self._profile: Any = None
         self._steps, self._began = 0, 0.0
         self.path: Path | None = None
 
-    def before(self, step: int) -> None:
-        """Begin or end the trace, as the step number `step` is about to begin."""
+    def before_step(self) -> None:
+        """Begin or end the trace, as the next step is about to begin. A batch that is skipped counts as a step."""
+        self._num_begun += 1
         if self._running is not None:
             self._steps += 1
-            if step > self.last:
+            if self._num_begun > self.last:
                 self.close()
-        elif self.path is None and self.first <= step <= self.last:
+        elif self.path is None and self.first <= self._num_begun <= self.last:
             self._start()
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from embershard.errors import DataError
 from embershard.pipeline import LookAheadPipeline, LookAheadStats
 from embershard.training.config import RunConfig
 from embershard.training.hot_cold import HotSet
+from embershard.training.step_trace import StepTrace
 
 T = TypeVar("T")
 
@@ -65,6 +66,9 @@ class Steps:
         device: on which the model trains.
         pipeline: knows batches ahead of their step; None: no batch is known ahead.
         failure: gets the exception of a rank's input.
+
+    Attributes:
+        trace: of some of the steps, if any.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class Steps:
         self._states: deque[StreamState] = deque()  # behind each batch that was read and not trained
         self._state = stream.state
         self._num_to_replace = 0
+        self.trace: StepTrace | None = None
 
     def next(self) -> AbstractContextManager[Batch]:
         """Return a context with the next batch on the device, to train on inside. Collective.
@@ -88,6 +93,8 @@ class Steps:
             StopIteration: there is none.
             DataError: the input of another rank failed; that rank raises its own exception.
         """
+        if self.trace is not None:
+            self.trace.before_step()
         try:
             return self._counted(self._begin())
         except StopIteration:

@@ -9,7 +9,6 @@ from array import array
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from torch import nn
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from embershard.data import Batch, BatchStream, StreamState, open_source
@@ -46,7 +45,6 @@ from embershard.training.reports import (
 )
 from embershard.training.run_state import PreparedSave, RunState
 from embershard.training.saves import Saves
-from embershard.training.step_trace import StepTrace
 from embershard.training.steps import InputFailure, Steps, open_stream
 from embershard.training.traffic_report import TrafficReader
 
@@ -100,7 +98,6 @@ class Trainer:
         self.steps = self.samples = 0
         self.step_seconds = array("d")
         self._reported_steps = 0
-        self.trace: StepTrace | None = None
         self._autocast = functools.partial(autocast, config.train, ranks.device)
         fused = (self.model.fused_optimizer, config.embedding_optimizer.lr)
         self._learning_rates = LearningRates(config.schedule, fused, (self.dense_optimizer, config.dense_optimizer.lr))
@@ -135,8 +132,6 @@ class Trainer:
             return steps is not None and self.steps % steps == 0
 
         while self.steps < self.total_steps and not self.supervision.must_stop:
-            if self.trace is not None:
-                self.trace.before(self.steps + 1)
             started = time.perf_counter()
             try:
                 upcoming = self.upcoming.next()
@@ -223,8 +218,7 @@ class Trainer:
         with stage("backward"):
             loss.backward()  # trains the embedding rows too
         with stage("optimizer"):
-            if self.config.dense_optimizer.clip_norm is not None:
-                nn.utils.clip_grad_norm_(self.dense_parameters.values(), self.config.dense_optimizer.clip_norm)
+            self.config.dense_optimizer.clip(self.dense_parameters.values())
             self.dense_optimizer.step()
         self.window.add(logits, labels)
         self.steps += 1

@@ -149,8 +149,9 @@ def train_run(
         say(console, f"{run_dir} is finished: step {trainer.steps} was its last. Nothing was changed.")
         return
     _announce(trainer, console, run_dir)
+    trace = None
     if profile_steps is not None:
-        trainer.trace = StepTrace(*profile_steps, run_dir / TRACES, ranks.rank)
+        trace = trainer.upcoming.trace = StepTrace(*profile_steps, trainer.steps, run_dir / TRACES, ranks.rank)
     outputs_of_first: AbstractContextManager[_Outputs | None] = nullcontext()
     if ranks.is_first:
         outputs_of_first = _Outputs(trainer, run_dir, resumed_at, console)
@@ -161,9 +162,9 @@ def train_run(
         supervision.is_training = True
         failed_save = _train_and_report(trainer, outputs)
         trainer.close()
-        if trainer.trace is not None:
-            trainer.trace.close()
-            say(console, trainer.trace.describe())
+        if trace is not None:
+            trace.close()
+            say(console, trace.describe())
         if supervision.must_stop:
             if not supervision.notice:
                 say(console, f"Go on with:    {go_on}")
