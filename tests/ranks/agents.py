@@ -51,7 +51,7 @@ def ended(processes: Sequence[subprocess.Popen[str]]) -> list[str]:
 def two_agents(
     project: Path,
     settings: Sequence[str],
-    run_dirs: Sequence[Path],
+    run_dir: Path,
     ranks_per_agent: int,
     *,
     address: str = "127.0.0.1",
@@ -65,10 +65,10 @@ def two_agents(
     meeting = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{address}:{free_port()}", "--rdzv_id", "agents"]
     meeting += ["--nnodes", "2", "--nproc_per_node", str(ranks_per_agent)]
     agents = []
-    for number, (words, host, folder) in enumerate(zip(within, _hosts(address), run_dirs, strict=True)):
+    for number, (words, host) in enumerate(zip(within, _hosts(address), strict=True)):
         # Both machines have the name of this one, by which torchrun finds out where the endpoint is.
         place = ["--local_addr", host, "--rdzv_conf", f"is_host={number == 0}"]
-        program = [*_PROGRAM, *settings, "--run-dir", str(folder)]
+        program = [*_PROGRAM, *settings, "--run-dir", str(run_dir)]
         interface = {"GLOO_SOCKET_IFNAME": interfaces[number]}
         agents.append(start([*words, *_TORCHRUN, *meeting, *place, *program], project, **interface))
     outputs = ended(agents)
@@ -118,7 +118,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             two, one = Path(name, "two"), Path(name, "one")
             of_two, of_one = (["--plan", str(plan)] for plan in _plans(project, settings, Path(name), count))
-            found = two_agents(project, [*settings, *of_two], [two, two], count)
+            found = two_agents(project, [*settings, *of_two], two, count)
             standalone = ["--standalone", "--nproc_per_node", str(2 * count)]
             words = [*settings, *of_one, "--run-dir", str(one)]
             ended([alone := start([*_TORCHRUN, *standalone, *_PROGRAM, *words], project)])
