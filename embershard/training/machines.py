@@ -53,9 +53,9 @@ def check_machines(config: RunConfig, ranks: Ranks, folder: Path | None) -> None
     Raises:
         ConfigError: on all ranks, with the first rank that differs, and how.
 
-    >>> from embershard.distributed import process_group
-    >>> with process_group("cpu") as ranks:
-    ...     check_machines(RunConfig(), ranks, Path("runs/one"))
+    >>> import torch
+    >>> here = Ranks(rank=0, world_size=2, local_rank=0, local_world_size=2, device=torch.device("cpu"))
+    >>> check_machines(RunConfig(), here, Path("runs/one"))
     """
     if ranks.world_size == ranks.local_world_size:
         return

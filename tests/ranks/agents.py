@@ -51,7 +51,7 @@ def ended(processes: Sequence[subprocess.Popen[str]]) -> list[str]:
 def two_agents(
     project: Path,
     settings: Sequence[str],
-    run_dirs: Sequence[Path],
+    run_dir: Path,
     ranks_per_agent: int,
     *,
     address: str = "127.0.0.1",
@@ -65,10 +65,10 @@ def two_agents(
     meeting = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{address}:{free_port()}", "--rdzv_id", "agents"]
     meeting += ["--nnodes", "2", "--nproc_per_node", str(ranks_per_agent)]
     agents = []
-    for number, (words, host, folder) in enumerate(zip(within, _hosts(address), run_dirs, strict=True)):
+    for number, (words, host) in enumerate(zip(within, _hosts(address), strict=True)):
         # Both machines have the name of this one, by which torchrun finds out where the endpoint is.
         place = ["--local_addr", host, "--rdzv_conf", f"is_host={number == 0}"]
-        program = [*_PROGRAM, *settings, "--run-dir", str(folder)]
+        program = [*_PROGRAM, *settings, "--run-dir", str(run_dir)]
         interface = {"GLOO_SOCKET_IFNAME": interfaces[number]}
         agents.append(start([*words, *_TORCHRUN, *meeting, *place, *program], project, **interface))
     outputs = ended(agents)
@@ -117,14 +117,30 @@ def main() -> None:
     for count in [int(word) for word in sys.argv[1:]] or [2]:
         with tempfile.TemporaryDirectory() as name:
             two, one = Path(name, "two"), Path(name, "one")
-            found = two_agents(project, settings, [two, two], count)
+            of_two, of_one = (["--plan", str(plan)] for plan in _plans(project, settings, Path(name), count))
+            found = two_agents(project, [*settings, *of_two], two, count)
             standalone = ["--standalone", "--nproc_per_node", str(2 * count)]
-            ended([alone := start([*_TORCHRUN, *standalone, *_PROGRAM, *settings, "--run-dir", str(one)], project)])
+            words = [*settings, *of_one, "--run-dir", str(one)]
+            ended([alone := start([*_TORCHRUN, *standalone, *_PROGRAM, *words], project)])
             if any(code for code, _ in found) or alone.returncode:
                 sys.exit("\n".join(output for _, output in found))
             different = tensors_that_differ(one / "checkpoints" / "step_12", two / "checkpoints" / "step_12")
             print(f"2 agents x {count} ranks beside 1 x {2 * count}: losses {_losses(one, two)}", flush=True)
             print(f"tensors that differ: {different or 'none'}", flush=True)
+
+
+def _plans(project: Path, settings: Sequence[str], folder: Path, ranks_per_agent: int) -> tuple[Path, Path]:
+    """Makes a plan for one machine, and the same placement for two: the default placement depends on their number."""
+    profile, plan, same = folder / "profile.npz", folder / "one.json", folder / "two.json"
+    embershard = [sys.executable, "-m", "embershard.launch.cli"]
+    ended([start([*embershard, "profile", *settings, "-o", str(profile)], project)])
+    words = ["--profile", str(profile), "--ranks", str(2 * ranks_per_agent), "-o", str(plan)]
+    (output,) = ended([start([*embershard, "plan", *settings, *words], project)])
+    before = f'"ranks_per_node": {2 * ranks_per_agent}'
+    assert plan.exists(), output
+    assert before in plan.read_text()
+    same.write_text(plan.read_text().replace(before, f'"ranks_per_node": {ranks_per_agent}'))
+    return same, plan
 
 
 def _losses(one: Path, two: Path) -> str:

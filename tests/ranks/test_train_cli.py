@@ -5,6 +5,7 @@ Each run is a handful of processes that import torch, so runs are shared by the 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -123,47 +124,50 @@ def test_uncached_run_of_the_same_command_has_the_same_losses(
     assert result(tmp_path / "r")["auc"] == result(cached)["auc"]
 
 
-def same_run(cached: Path, found: list[tuple[int, str]], run_dir: Path) -> None:
-    assert [code for code, _ in found] == [0, 0], "\n".join(output[-4000:] for _, output in found)
-    assert losses(run_dir) == losses(cached)
-    assert result(run_dir)["auc"] == result(cached)["auc"]
-    assert tensors_that_differ(cached / "checkpoints" / "step_105", run_dir / "checkpoints" / "step_105") == []
-
-
-def test_two_torchrun_agents_train_to_the_bits_of_one(
-    cached: Path, project_dir: Path, settings: list[str], tmp_path: Path
-) -> None:
-    same_run(cached, two_agents(project_dir, settings, [tmp_path, tmp_path], 1), tmp_path)
+Networks = tuple[str, list[list[str]], list[str]]
 
 
 @pytest.fixture
-def networks() -> Iterator[tuple[str, list[list[str]], list[str]]]:
-    try:
-        with two_networks() as found:
-            yield found
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"network namespaces cannot be made here: {error}")
+def networks() -> Iterator[Networks | None]:
+    """Two network namespaces; None where they cannot be made."""
+    with contextlib.ExitStack() as stack:
+        try:
+            found = stack.enter_context(two_networks())
+        except (OSError, subprocess.CalledProcessError):
+            found = None
+        yield found
+
+
+def run_by_two_agents(
+    project: Path, settings: list[str], run_dir: Path, networks: Networks | None, *hidden: str
+) -> list[tuple[int, str]]:
+    """Trains by two agents with a rank each; `hidden` are words before the second one's command."""
+    if networks is None:
+        return two_agents(project, settings, run_dir, 1)
+    address, (first, second), interfaces = networks
+    within = [first, [*second, *hidden]]
+    return two_agents(project, settings, run_dir, 1, address=address, within=within, interfaces=interfaces)
+
+
+def test_two_torchrun_agents_train_to_the_bits_of_one(
+    networks: Networks | None, cached: Path, project_dir: Path, settings: list[str], tmp_path: Path
+) -> None:
+    """Over a network of their own, where this process may make one."""
+    found = run_by_two_agents(project_dir, settings, tmp_path, networks)
+    assert [code for code, _ in found] == [0, 0], "\n".join(output[-4000:] for _, output in found)
+    assert losses(tmp_path) == losses(cached)
+    assert result(tmp_path)["auc"] == result(cached)["auc"]
+    assert tensors_that_differ(cached / "checkpoints" / "step_105", tmp_path / "checkpoints" / "step_105") == []
 
 
 @pytest.mark.slow
-def test_two_machines_with_a_network_between_them_train_to_the_bits_of_one(
-    networks: tuple[str, list[list[str]], list[str]],
-    cached: Path,
-    project_dir: Path,
-    settings: list[str],
-    tmp_path: Path,
+def test_machines_that_share_no_folder_are_refused(
+    networks: Networks | None, project_dir: Path, settings: list[str], tmp_path: Path
 ) -> None:
-    address, within, interfaces = networks
-    folders = [tmp_path / "run", tmp_path / "run"]
-    found = two_agents(project_dir, settings, folders, 1, address=address, within=within, interfaces=interfaces)
-    same_run(cached, found, tmp_path / "run")
-    # The second machine has an empty folder of its own at the same place.
-    apart = tmp_path / "apart"
-    apart.mkdir()
-    hidden = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {apart} && exec "$@"', "sh"]
-    within = [within[0], [*within[1], *hidden]]
-    folders = [apart / "run", apart / "run"]
-    found = two_agents(project_dir, settings, folders, 1, address=address, within=within, interfaces=interfaces)
+    if networks is None:
+        pytest.skip("network namespaces cannot be made here")
+    hidden = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {tmp_path} && exec "$@"', "sh"]
+    found = run_by_two_agents(project_dir, settings, tmp_path / "run", networks, *hidden)
     assert all(code for code, _ in found)
     assert "does not see the run's folder" in found[0][1]
     assert "Traceback" not in found[0][1].split("does not see")[0]

@@ -46,7 +46,7 @@ def test_the_slurm_script(project_dir: Path, tmp_path: Path, restarts: str) -> N
 
 
 def test_the_manifest_follows_the_published_schema(project_dir: Path) -> None:
-    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed (the extra [kubernetes])")
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed")
     manifest: dict[str, Any] = yaml.safe_load((project_dir / "examples" / "clusters" / "kubernetes.yaml").read_text())
     job = models.TrainerV1alpha1TrainJob.from_dict(manifest)

@@ -9,7 +9,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from embershard.launch.report.page.runs import Run
-from embershard.launch.report.page.section import Figure, Section, colour, fill, new_figure, text
+from embershard.launch.report.page.section import Figure, Section, fill, new_figure, text
 
 #: Cells of a heat map with fewer columns show their number.
 _COLUMNS_WITH_NUMBERS = 10
@@ -59,23 +59,20 @@ def _natural(name: str) -> list[tuple[str, int]]:
 
 
 def _memory(runs: Sequence[Run]) -> Figure:
-    ranks = [(run, rank) for run in runs for rank in run.cache["ranks"]]
-    figure = new_figure(
-        "device: slots and maps", "host: rows and scores", height=_LEAST_PIXELS + _ROW_PIXELS * len(ranks)
-    )
+    rows = sum(len(run.cache["ranks"]) for run in runs)
+    figure = new_figure("device: slots and maps", "host: rows and scores", height=_LEAST_PIXELS + _ROW_PIXELS * rows)
     for panel, name in enumerate(("device_bytes", "host_bytes"), 1):
-        bars = go.Bar(
-            x=[rank[name] for _, rank in ranks],
-            y=[_rank_name(run, rank) for run, rank in ranks],
-            orientation="h",
-            showlegend=False,
-            marker={
-                "color": [colour(run.number) for run, _ in ranks],
-                "pattern": {"shape": [fill(run.number)["pattern"]["shape"] for run, _ in ranks]},
-            },
-            hovertemplate="%{y}: %{x:.4s}B<extra></extra>",
-        )
-        figure.add_trace(bars, row=1, col=panel)
+        for run in runs:
+            bars = go.Bar(
+                x=[rank[name] for rank in run.cache["ranks"]],
+                y=[_rank_name(run, rank) for rank in run.cache["ranks"]],
+                orientation="h",
+                showlegend=False,
+                marker=fill(run.number),
+                hovertemplate="%{y}: %{x:.4s}B<extra></extra>",
+            )
+            figure.add_trace(bars, row=1, col=panel)
+    figure.update_layout(barmode="overlay")  # a row has the bar of one run
     figure.update_xaxes(tickformat="~s", ticksuffix="B", nticks=6)
     figure.update_yaxes(type="category", autorange="reversed", automargin=True)
     figure.update_yaxes(showticklabels=False, col=2)
