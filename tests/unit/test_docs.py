@@ -96,7 +96,7 @@ def check_embershard(words: list[str]) -> None:
     elif name == "train" and _writes_config_first(arguments):
         check_arguments(name, arguments)  # a file that an earlier command of the page writes
     elif name == "train":
-        with mock.patch("embershard.data.check.check_data"):  # the reader's
+        with mock.patch("embershard.launch.train.start.check_data"):  # the reader's
             assert cli.main([name, *_without_plan(arguments), "--dry-run"]) == 0
     elif name in PARSED:
         check_arguments(name, arguments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from embershard.data.check import check_data
 from embershard.decoding import to_toml
 from embershard.launch.arguments import (
     NEWEST,
@@ -44,8 +45,6 @@ def main(argv: Sequence[str]) -> int:
     run_dir = arguments.run_dir or default_run_dir(arguments.config)
     check_run_dir(run_dir, resume=arguments.resume is not None or arguments.dry_run)
     if arguments.dry_run:
-        from embershard.data.check import check_data  # it loads pyarrow
-
         check_data(config.data)
         print(to_toml(config))
         return 0

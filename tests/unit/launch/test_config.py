@@ -149,6 +149,8 @@ def test_a_run_reads_back_with_every_section_changed(load):
     samples = 5
     [sharding]
     plan = "p.json"
+    [tracking]
+    project = "clicks"
     [embedding_optimizer]
     kind = "sgd"
     lr = 1

@@ -150,7 +150,7 @@ def test_a_rank_without_rows_needs_a_cache(rows):
     plan, stock = make_plan(tables, 4, 4), StockEmbeddingBagCollectionSharder()
     model = model_of(plan.tables)
     cached = torchrec_plan(plan, model, [CachedEmbeddingBagCollectionSharder(plan=plan)], "cpu")
-    assert placements_of(cached, model_tables(model, [stock])) == plan.tables
+    assert placements_of(cached, model_tables(model, [stock]), model_groups(model, [stock])) == plan.tables
     for device, rows_of_another in (("cpu", 300), ("cuda", rows)):
         enough = make_plan([*tables, dataclasses.replace(tables[0], table="t2", rows=rows_of_another)], 4, 4)
         torchrec_plan(enough, model_of(enough.tables), [stock], device, cached=False)

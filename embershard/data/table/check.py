@@ -1,0 +1,59 @@
+"""Checks that files have the columns that features need."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+
+from embershard.data.config import DataConfig
+from embershard.data.input_file import InputFile
+from embershard.data.table.config import TableConfig, settings_of
+from embershard.data.table.decode import ChunkDecoder
+from embershard.data.table.parquet_files import are_parquet, parquet_schema
+from embershard.data.table.raw import RawChunk, check_columns, check_types
+from embershard.data.table.text_columns import columns_of, first_bytes
+from embershard.errors import DataError
+
+_FIRST_BYTES = 1 << 18
+
+
+def check_table(config: DataConfig, files: list[InputFile]) -> None:
+    """Check the columns of the files of "parquet" and "table": those that features need are there, and of a fitting
+    type. Of a text file, the first lines are read.
+
+    Raises:
+        DataError: a file is empty or damaged, or a column is missing or of another type.
+    """
+    settings = settings_of(config)
+    if config.kind == "parquet" or are_parquet(files):
+        for file in files:
+            schema, _ = parquet_schema(file.path)
+            check_columns(file.path, schema.names, settings, needs_labels=True)
+            check_types(file.path, schema, settings)
+        return
+    for file in files:
+        _check_text(file, settings, stops=config.bad_rows == "stop")
+
+
+def _check_text(file: InputFile, settings: TableConfig, *, stops: bool) -> None:
+    """Raise `DataError` where the header or, where bad rows stop a run, one of the first lines does not fit."""
+    data = first_bytes(file, _FIRST_BYTES)
+    first, _, rest = data.partition(b"\n")
+    columns = columns_of(file.path, first, settings, needs_labels=True)
+    lines = data if settings.columns else rest
+    whole = lines if len(data) < _FIRST_BYTES else lines[: lines.rfind(b"\n") + 1]
+    num_lines = whole.count(b"\n") + (whole[-1:] not in (b"", b"\n"))
+    if not stops or not num_lines:
+        return
+    try:
+        table = columns.read(memoryview(whole), num_lines)
+    except (pa.ArrowException, ValueError):
+        return  # training names the row
+    decoder = ChunkDecoder(RawChunk(file.path, table, np.arange(num_lines), 1 + (not settings.columns)))
+    for feature in settings.of_kind("dense").values():
+        decoder.numbers(str(feature.column))
+    for feature in settings.of_kind("sparse").values():
+        decoder.bags(feature, (settings.max_bag_size, "data.table.max_bag_size"))
+    decoder.labels(settings)
+    if decoder.bad:
+        raise DataError(str(decoder.bad[min(decoder.bad)]))
