@@ -79,11 +79,8 @@ def plan_sharding(
     )
     ours = {(table.path, table.name) for table in cached if has_cache(table.sharder)}
     partitioner = PoolRowsPartitioner(_pool_of(ours, _FUSED if as_fused else CACHED_KERNEL))
-    shapes = {table.name: table.weight.shape for table in tables}
-    fewer = {
-        name: distinct_types(constraint, shapes[name][0], shapes[name][1], topology)
-        for name, constraint in planned_as.items()
-    }
+    sizes = {table.name: (table.weight.shape[0], table.weight.shape[1]) for table in tables}
+    fewer = {name: distinct_types(constraint, *sizes[name], topology) for name, constraint in planned_as.items()}
     try:
         plan = _plan(model, sharders, topology, batch_size, fewer, partitioner)
     except ShardingError:

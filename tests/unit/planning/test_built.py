@@ -61,7 +61,8 @@ def every_kind(world_size: int, ranks_per_node: int) -> Plan:
     tables = [
         TablePlacement("r", 9, 16, "fp32", "data_parallel", "replicated", ()),
         TablePlacement("fewer_rows_than_ranks", 5, 48, "fp32", "row_wise", "cached", everywhere),
-        TablePlacement("few_rows_on_device", 7, 48, "fp16", "row_wise", "device", everywhere),
+        TablePlacement("fewer_rows_on_device", 5, 48, "fp16", "row_wise", "device", everywhere),
+        TablePlacement("beside_it_on_device", 50, 48, "fp16", "row_wise", "device", everywhere),
     ]
     for number, sharding in enumerate(SHARDED * 4):
         dim, dtype = (16, 32)[number // 6 % 2], ("fp32", "fp16")[number // 12]

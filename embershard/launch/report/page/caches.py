@@ -138,7 +138,7 @@ def _stages(run: Run) -> Figure:
                 name=name,
                 legendgroup=name,
                 showlegend=panel == 1,
-                marker={"color": colour(number), "opacity": 1.0 if number < 7 else 0.5},
+                marker=fill(number),
                 hovertemplate=f"{name}: %{{x:.3~f}} ms",
             )
             figure.add_trace(bars, row=1, col=panel)
