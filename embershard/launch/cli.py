@@ -16,7 +16,7 @@ _COMMANDS = (
     ("settings", "settings", "list all settings of a run, with their meanings"),
     ("profile", "profile.command", "count how often every row of a data set is looked up, or show such a profile"),
     ("plan", "plan.command", "place tables and size caches, without a GPU at hand; predict memory and speed"),
-    ("data", "data.command", "read a whole data set and say what training would do with it"),
+    ("data", "data.command", "look at files of data, convert them, check them, or make samples of a log of events"),
     ("verify", "verify.start", "train the first steps with the cache and with stock TorchRec, and compare every bit"),
     ("predict", "score.predict", "score samples with a trained model, into a Parquet file"),
     ("eval", "score.evaluate", "measure a trained model on held-out or other samples"),
