@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import ShardingType
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
 from embershard.sharding.torchrec.counter_init import CounterInit
 from embershard.sharding.torchrec.lookups import POOLED_SHARDINGS, SEQUENCE_SHARDINGS
@@ -16,7 +15,28 @@ POOLED_TYPES = [ShardingType.DATA_PARALLEL.value, *POOLED_SHARDINGS]
 SEQUENCE_TYPES = [ShardingType.DATA_PARALLEL.value, *SEQUENCE_SHARDINGS]
 
 
-class StockEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
+class _FromSeed:
+    """Makes the initial weights of a sharded module from a seed, if there is one. Stands before one of TorchRec's
+    sharders."""
+
+    def __init__(
+        self,
+        fused_params: dict[str, Any] | None = None,
+        qcomm_codecs_registry: Any = None,
+        init_seed: int | None = None,
+    ) -> None:
+        super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)  # type: ignore[call-arg]
+        self._init_seed = init_seed
+
+    def shard(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """Shard the module. `DistributedModelParallel` calls this."""
+        sharded = super().shard(module, *args, **kwargs)  # type: ignore[misc]
+        if self._init_seed is not None:
+            CounterInit.of_module(module, self._init_seed).write(sharded)
+        return sharded
+
+
+class StockEmbeddingBagCollectionSharder(_FromSeed, EmbeddingBagCollectionSharder):
     """TorchRec's sharder with all sharding types on a CPU, too: the uncached side of every comparison.
 
     TorchRec hides row-wise, table-row-wise and grid sharding on a CPU, though they work there.
@@ -29,25 +49,12 @@ class StockEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         init_seed: as for :class:`CachedEmbeddingBagCollectionSharder`, to start from the same weights.
     """
 
-    def __init__(
-        self,
-        fused_params: dict[str, Any] | None = None,
-        qcomm_codecs_registry: Any = None,
-        init_seed: int | None = None,
-    ) -> None:
-        super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)
-        self._init_seed = init_seed
-
-    def shard(self, module: EmbeddingBagCollection, *args: Any, **kwargs: Any) -> ShardedEmbeddingBagCollection:
-        """Shard the module. `DistributedModelParallel` calls this."""
-        return _with_counter_init(super().shard(module, *args, **kwargs), module, self._init_seed)
-
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Return all types, on every device."""
         return POOLED_TYPES
 
 
-class StockEmbeddingCollectionSharder(EmbeddingCollectionSharder):
+class StockEmbeddingCollectionSharder(_FromSeed, EmbeddingCollectionSharder):
     """The same for sequence embeddings: TorchRec's sharder, with the initial weights of the cached one.
 
     >>> "row_wise" in StockEmbeddingCollectionSharder().sharding_types("cpu")
@@ -58,26 +65,6 @@ class StockEmbeddingCollectionSharder(EmbeddingCollectionSharder):
         init_seed: as for :class:`CachedEmbeddingCollectionSharder`, to start from the same weights.
     """
 
-    def __init__(
-        self,
-        fused_params: dict[str, Any] | None = None,
-        qcomm_codecs_registry: Any = None,
-        init_seed: int | None = None,
-    ) -> None:
-        super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)
-        self._init_seed = init_seed
-
-    def shard(self, module: EmbeddingCollection, *args: Any, **kwargs: Any) -> ShardedEmbeddingCollection:
-        """Shard the module. `DistributedModelParallel` calls this."""
-        return _with_counter_init(super().shard(module, *args, **kwargs), module, self._init_seed)
-
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Return TorchRec's types for sequences, on every device."""
         return SEQUENCE_TYPES
-
-
-def _with_counter_init(sharded: Any, module: Any, init_seed: int | None) -> Any:
-    """Return a sharded module with the initial weights of its unsharded `module` made from a seed, if there is one."""
-    if init_seed is not None:
-        CounterInit.of_module(module, init_seed).write(sharded)
-    return sharded
