@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from embershard.cache.key_map import MapKind
 from embershard.errors import ShardingError
 from embershard.frequency import DataStatistics, SampledTrace
-from embershard.frequency.curves import distinct_rows
+from embershard.frequency.curves import distinct_rows, touched
 from embershard.planning.simulate.pool_report import RowRange
 from embershard.planning.simulate.replay import ReplaySettings
 from embershard.sharding import memory_model
@@ -116,6 +116,12 @@ class Workload:
     def distinct_per_rank(self, table: str) -> float:
         """Return the expected distinct rows of a table in one rank's batch."""
         return distinct_rows(self.data.tables[table], self.shape.batch_size, self.data.num_samples)
+
+    def distinct_variance(self, table: str) -> float:
+        """Return the variance of that number, as if rows were looked up independently of each other."""
+        histogram = self.data.tables[table].histogram
+        found = touched(histogram, self.shape.batch_size / max(1, self.data.num_samples))
+        return float((found * (1 - found / np.maximum(histogram.rows, 1e-9))).sum())
 
     @property
     def is_sample(self) -> bool:
