@@ -81,16 +81,11 @@ def resident_report(workload: Workload, shard: PlacedShard) -> ShardReport:
 
 
 def shard_work(workload: Workload, shard: PlacedShard, report: ShardReport) -> StepWork:
-    """Return the work that one shard gives its rank in a step."""
+    """Return the work that one shard gives its rank in a step, but for the gradients of replicated ones."""
     shape, size = workload.shape, shard.table
     per_sample = workload.lookups_per_sample[size.table]
     if shard.kernel == "replicated":
-        ids = per_sample * shape.batch_size
-        touched = workload.distinct_per_rank(size.table)
-        return StepWork(
-            embedding_bytes=work.embedding_bytes(ids, size),
-            sent_gradient_bytes=work.copies_bytes(touched, size.dim, shape.world_size),
-        )
+        return StepWork(embedding_bytes=work.embedding_bytes(per_sample * shape.batch_size, size))
     cached = shard.kernel == "cached"
     distinct = workload.distinct_per_rank(size.table) if shard.exchange == "rows" else None
     every = shape.world_size * (per_sample * shape.batch_size if distinct is None else distinct)
@@ -123,15 +118,15 @@ def shard_work(workload: Workload, shard: PlacedShard, report: ShardReport) -> S
 def rank_work(workload: Workload, shards: Sequence[PlacedShard], reports: Sequence[ShardReport]) -> StepWork:
     """Return the work of a whole rank's step: its shards, its part of the dense model, its samples."""
     shape, model = workload.shape, workload.model
-    num_groups, num_copies_groups = len(work.exchange_groups(shards)), len(work.copies_groups(shards))
+    num_groups, copies = len(work.exchange_groups(shards)), work.copies_groups(shards)
     dense = StepWork(
         dense_flops=model.dense_flops_per_sample * shape.batch_size,
         activation_bytes=model.activation_bytes_per_sample * shape.batch_size,
         update_bytes=model.dense_parameter_bytes,
         all_reduce_bytes=work.all_reduce_bytes(model.dense_parameter_bytes, shape.world_size),
         sent_id_bytes=work.sizes_bytes(num_groups, shape.world_size),
-        sent_gradient_bytes=work.counts_bytes(num_copies_groups, shape.world_size),
-        num_collectives=work.num_collectives(num_groups, shape.world_size, num_copies_groups),
+        sent_gradient_bytes=sum(_copies_bytes(workload, shards, columns) for columns in copies),
+        num_collectives=work.num_collectives(num_groups, shape.world_size, len(copies)),
         input_seconds=(workload.data.read_seconds_per_sample or 0.0) * shape.batch_size,
     )
     return StepWork.total([dense, *(shard_work(workload, *pair) for pair in zip(shards, reports, strict=True))])
@@ -141,6 +136,13 @@ def _row_ids(workload: Workload, shards: Sequence[PlacedShard]) -> float:
     """Return the ids of a rank's samples in the tables that exchange distinct rows, wherever those tables are."""
     tables = {shard.table.table for shard in shards if shard.exchange == "rows"}
     return sum(workload.lookups_per_sample[table] for table in tables) * workload.shape.batch_size
+
+
+def _copies_bytes(workload: Workload, shards: Sequence[PlacedShard], columns: int) -> float:
+    """Return the bytes of gradients of the replicated tables with so many columns."""
+    tables = [shard.table.table for shard in shards if shard.kernel == "replicated" and shard.columns == columns]
+    num_rows, variance = sum(map(workload.distinct_per_rank, tables)), sum(map(workload.distinct_variance, tables))
+    return work.copies_bytes(num_rows, variance, columns, workload.shape.world_size)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from embershard.cache.config import MapKind
 from embershard.errors import ShardingError
 from embershard.frequency import DataStatistics, SampledTrace
-from embershard.frequency.curves import distinct_rows
+from embershard.frequency.curves import distinct_rows, touched
 from embershard.planning.simulate.pool_report import RowRange
 from embershard.planning.simulate.replay import ReplaySettings
 from embershard.planning.simulate.step_replay import Pipeline
@@ -130,6 +130,12 @@ class Workload:
     def vectors_per_sample(self, table: TableSize) -> float | None:
         """Return the embeddings of a sequence that travel for a sample: one for each lookup; None: a pooled one."""
         return self.lookups_per_sample[table.table] if table.is_sequence else None
+
+    def distinct_variance(self, table: str) -> float:
+        """Return the variance of that number, as if rows were looked up independently of each other."""
+        histogram = self.data.tables[table].histogram
+        found = touched(histogram, self.shape.batch_size / max(1, self.data.num_samples))
+        return float((found * (1 - found / np.maximum(histogram.rows, 1e-9))).sum())
 
     @property
     def is_sample(self) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from statistics import NormalDist
 
 from embershard.distributed.sent_bytes import SentBytes
 from embershard.errors import ConfigError
@@ -88,14 +90,24 @@ def exchanged_bytes(
     raise ConfigError(f"Unknown sharding type {sharding!r}; needed one of TorchRec's, for instance 'table_wise'.")
 
 
-def copies_bytes(num_rows: float, columns: int, world_size: int) -> float:
-    """Return the bytes of gradients that a rank sends in a step for the `num_rows` rows of replicated tables that its
-    samples look up: of each, a number and D floats go to each other rank.
+def copies_bytes(num_rows: float, variance: float, columns: int, world_size: int) -> float:
+    """Return the bytes of gradients that a rank sends in a step for a group of replicated tables: how many rows its
+    samples look up, and of each row a number and D floats, go to each other rank.
 
-    >>> copies_bytes(100, columns=16, world_size=4)
-    21600.0
+    All messages are as long as that of the rank with most rows: the largest of W normal numbers, by Blom's formula
+    (1958, "Statistical estimates and transformed beta-variables").
+
+    Args:
+        num_rows, variance: of the rows that a rank's samples look up: mean and variance.
+
+    >>> copies_bytes(100, 0.0, columns=16, world_size=4)
+    21624.0
     """
-    return float((world_size - 1) * num_rows * (_ID_BYTES + columns * _FLOAT_BYTES))
+    if world_size == 1:
+        return 0.0
+    above = NormalDist().inv_cdf((world_size - 0.375) / (world_size + 0.25))
+    most = num_rows + above * math.sqrt(variance)
+    return (world_size - 1) * (_ID_BYTES + most * (_ID_BYTES + columns * _FLOAT_BYTES))
 
 
 def copies_groups(shards: Iterable[PlacedShard]) -> set[int]:
@@ -116,11 +128,6 @@ def exchange_groups(shards: Iterable[PlacedShard]) -> set[str]:
         for shard in shards
         if shard.sharding != "data_parallel"
     }
-
-
-def counts_bytes(num_groups: int, world_size: int) -> float:
-    """Return the bytes by which a rank tells the others of how many rows it has gradients, for groups of copies."""
-    return num_groups * (world_size - 1) * _ID_BYTES
 
 
 def sizes_bytes(num_groups: int, world_size: int) -> float:
