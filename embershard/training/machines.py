@@ -19,6 +19,8 @@ from embershard.training.config import RunConfig
 from embershard.training.identity import changes
 
 _MOST_SHOWN = 4
+#: Settings that may be other paths on each machine: what is there is compared, or read by one rank alone.
+_PATHS = ("data.path", "data.eval_path", "profile.path", "sharding.plan", "cache.host_dir")
 #: A new file may take as long to be seen on another machine of a network file system.
 _WAIT_SECONDS = 3.0
 
@@ -44,8 +46,8 @@ def check_machines(config: RunConfig, ranks: Ranks, folder: Path | None) -> None
     """Raise unless all machines of a run can work together; one machine always can. Collective.
 
     The settings, the data and the profile's file must be the same, since every rank reads its own: ranks that differ
-    would train on other batches, or wait for each other for ever. (A plan is read by the first rank alone.) Checkpoints
-    need a folder that all machines see.
+    would train on other batches, or wait for each other for ever. Paths may differ. (A plan is read by the first rank
+    alone.) Checkpoints need a folder that all machines see.
 
     Args:
         folder: of the run; None where it saves nothing.
@@ -98,6 +100,7 @@ Give all ranks the same --config and --set, and the same files.
 
 def _look(config: RunConfig, mark: Path | None) -> SeenByRank:
     host, inputs = socket.gethostname(), flat(dataclasses.asdict(config))
+    inputs |= {key: None if inputs[key] is None else "a path" for key in _PATHS}
     try:
         inputs |= {f"data.{name}": files for name, files in identify_files(config.data).items()}
         if config.profile.path is not None:

@@ -13,6 +13,7 @@ from embershard.data import DataConfig
 from embershard.distributed import Ranks
 from embershard.errors import ConfigError
 from embershard.frequency.config import ProfileConfig
+from embershard.sharding.config import ShardingConfig
 from embershard.training import machines
 from embershard.training.config import RunConfig
 from embershard.training.machines import SeenByRank, check_machines
@@ -66,6 +67,13 @@ def test_settings_that_differ() -> None:
 
     with pytest.raises(ConfigError, match=r"rank 1 on b: train.seed: 0 / 5. Give all ranks the same --config"):
         check_machines(config, ranks(other), None)
+
+
+def test_paths_may_differ_but_not_whether_there_is_one() -> None:
+    plans = [dataclasses.replace(RunConfig(), sharding=ShardingConfig(plan=plan)) for plan in ("a", "b", None)]
+    one, same, none = (machines._look(plan, None) for plan in plans)
+    assert machines.machines_problem([one, same], None) == ""
+    assert 'sharding.plan: "a path" / none' in machines.machines_problem([one, none], None)
 
 
 def clicks(folder: Path, text: str) -> RunConfig:
