@@ -14,7 +14,7 @@ TrackerKind = Literal["tensorboard", "wandb", "mlflow", "trackio", "prometheus"]
 class TrackingConfig:
     """Trackers of a run, beside the files in its folder. The first rank alone tells them; one that fails is left out.
 
-    >>> TrackingConfig(trackers=["tensorboard", "mlflow"]).trackers
+    >>> TrackingConfig(trackers=("tensorboard", "mlflow")).trackers
     ('tensorboard', 'mlflow')
     """
 

@@ -114,13 +114,13 @@ class _Setup:
 
 
 def _plan(arguments: argparse.Namespace, command: str) -> int:
-    from embershard.launch.plan import view
-    from embershard.planning.make_plan import make_plan
-
     for path in (arguments.output, arguments.png):
         if path is not None:
             check_output(path)
     setup = _read(arguments, command)
+    from embershard.launch.plan import view
+    from embershard.planning.make_plan import make_plan
+
     ranks, ratios = arguments.ranks or [setup.topology.world_size], arguments.ratios or [None]
     if max(ranks) > _MOST_RANKS:
         raise ConfigError(f"--ranks {max(ranks)}: needed at most {_MOST_RANKS}.")
@@ -197,8 +197,6 @@ def _simulate(setup: _Setup, ranks: Sequence[int], ratios: Sequence[float | None
 def _read(arguments: argparse.Namespace, command: str) -> _Setup:
     from embershard.frequency import FrequencyProfile
     from embershard.launch.config import load_config
-    from embershard.launch.plan.inputs import check_tables
-    from embershard.planning.cost.topology import load_topology
     from embershard.training.config import RunConfig
 
     if arguments.config is None or arguments.profile is None:
@@ -210,6 +208,9 @@ def _read(arguments: argparse.Namespace, command: str) -> _Setup:
             f"{arguments.profile} has row counts only; make it with embershard profile, which also finds out what "
             "planning needs."
         )
+    from embershard.launch.plan.inputs import check_tables  # loads TorchRec: behind the files, which may be wrong
+    from embershard.planning.cost.topology import load_topology
+
     check_tables(config, statistics)
     topology = load_topology(arguments.topology)
     if config.train.device not in ("auto", topology.device):

@@ -14,6 +14,7 @@ from embershard.launch.arguments import (
     check_resume,
     make_parser,
     positive,
+    profile_words,
     set_words,
     whole,
 )
@@ -51,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     num_ranks = num_ranks or default_ranks(config)
     config.train.rank_batch_size(num_ranks)  # raises before any rank starts
     given = ["--config", str(arguments.config), "--run-dir", str(run_dir)]
-    given += set_words(arguments.overrides)
+    given += set_words(arguments.overrides) + profile_words(arguments.profile_steps)
     allowed = ["--unverified"] if arguments.unverified else []
     allowed += [word for key in arguments.allow_change for word in ("--allow-change", key)]
     resume = [] if arguments.resume is None else _resume_words(arguments.resume, allowed)

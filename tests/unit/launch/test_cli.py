@@ -123,6 +123,23 @@ def test_the_command_that_goes_on_can_be_pasted(monkeypatch):
     assert resume_command(arguments, Path("r"), None) == "torchrun as before, with --run-dir r --resume"
 
 
+def test_ranks_trace_the_steps_that_were_asked_for(started, tmp_path, capsys):
+    given = ["train", QUICK, "--run-dir", str(tmp_path), "--nproc", "2"]
+    assert cli.main([*given, "--profile-steps", "20:25"]) == 0
+    assert started[0][2][-2:] == ["--profile-steps", "20:25"]
+    for wrong in ("20", "25:20", "0:5", "a:b"):
+        with pytest.raises(SystemExit):
+            cli.main([*given, "--profile-steps", wrong])
+        assert "needed the first and the last step, for instance 20:25" in capsys.readouterr().err
+
+
+def test_a_tracker_that_is_not_installed_stops_before_ranks_start(started, monkeypatch, capsys):
+    monkeypatch.setattr("embershard.launch.trackers.trackers.find_spec", lambda name: None)
+    assert cli.main(["train", QUICK, "--set", "tracking.trackers=wandb"]) == 2
+    assert 'Try: pip install "wandb>=' in capsys.readouterr().err
+    assert started == []
+
+
 def test_two_ranks_on_the_cpu_unless_told_and_it_says_so(started, capsys):
     assert cli.main(["train", "--config", QUICK, "--set", "train.device=cpu"]) == 0
     assert started[0][0] == 2

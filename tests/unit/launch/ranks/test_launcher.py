@@ -139,9 +139,10 @@ def test_a_rank_that_hangs_is_named_and_its_stack_kept(tmp_path):
 
 
 def test_a_rank_that_is_stopped_is_named(tmp_path):
+    (tmp_path / "a file").touch()
     works = "[tell(BEATS, n) or time.sleep(0.01) for n in range(999)]"
     code = f"os.kill(os.getpid(), signal.SIGSTOP) if rank == 0 else {works}"
-    ended = run(code, hang_seconds=0.5, stacks=tmp_path / "no folder" / "stacks.txt")
+    ended = run(code, hang_seconds=0.5, stacks=tmp_path / "a file" / "stacks.txt")
     assert ended.message.startswith("rank 0 hangs (stopped by a signal): ")
     assert "could not be written" in ended.message
 
