@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -152,10 +152,7 @@ def train_run(
     trace = None
     if profile_steps is not None:
         trace = trainer.upcoming.trace = StepTrace(*profile_steps, trainer.steps, run_dir / TRACES, ranks.rank)
-    outputs_of_first: AbstractContextManager[_Outputs | None] = nullcontext()
-    if ranks.is_first:
-        outputs_of_first = _Outputs(trainer, run_dir, resumed_at, console)
-    with outputs_of_first as outputs:
+    with _Outputs(trainer, run_dir, resumed_at, console) if ranks.is_first else nullcontext() as outputs:
         if ranks.is_first and not supervision.has_launcher:
             supervision.notice = f"embershard: stopping after this step. Go on with:    {go_on}"
         ranks.barrier()  # the first one made its files: a signal finds all ranks before the training, or all in it
@@ -169,13 +166,18 @@ def train_run(
             if not supervision.notice:
                 say(console, f"Go on with:    {go_on}")
             return
-        cache = trainer.cache_reader.totals(None if trainer.plan else config.cache.slot_ratio)
-        look_ahead = look_ahead_totals(trainer.upcoming.stats(), ranks)
-        sent_bytes = trainer.traffic_reader.totals()
-        if outputs is not None:
-            outputs.finish(cache, look_ahead, sent_bytes, same_run)
+        _finish(trainer, outputs, same_run)
     if failed_save is not None:
         raise failed_save
+
+
+def _finish(trainer: Trainer, outputs: _Outputs | None, same_run: str) -> None:
+    """Record the totals of a run that is over. Collective."""
+    cache = trainer.cache_reader.totals(None if trainer.plan else trainer.config.cache.slot_ratio)
+    look_ahead = look_ahead_totals(trainer.upcoming.stats(), trainer.ranks)
+    sent_bytes = trainer.traffic_reader.totals()
+    if outputs is not None:
+        outputs.finish(cache, look_ahead, sent_bytes, same_run)
 
 
 def _train_and_report(trainer: Trainer, outputs: _Outputs | None) -> FailedSaveError | None:
