@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embershard.errors import ConfigError, DataError
-from embershard.launch.arguments import check_output, positive
+from embershard.launch.arguments import check_output, help_parts, positive
 from embershard.launch.data.form import add_form, columns_of_files
 from embershard.launch.screen import plain_console, say
 from embershard.whole_file import whole_file
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 CONVERT_HELP = """Write text or Parquet files as one Parquet file, with the columns of other files joined to each row.
 
+A joined file must have one column in common with what is there before it, with each value once in it. All rows of the
+first file stay, in their order; the columns of a row without a partner are missing. Joined files are held in memory.
+
   embershard data convert clicks.csv -o clicks.parquet
   embershard data convert ratings.csv --join users.csv --join items.csv -o all.parquet
   embershard data convert u.data --columns user,item,rating,time --join u.user:user,age,job -o all.parquet
-
-A joined file must have one column in common with what is there before it, with each value once in it. All rows of the
-first file stay, in their order; the columns of a row without a partner are missing. Joined files are held in memory.
 """
 _GROUP_ROWS = 16_384
 
@@ -36,8 +36,7 @@ def add_convert(actions: Any) -> None:
     action = actions.add_parser(
         "convert",
         help="write text files as Parquet, with other files joined to them",
-        description=CONVERT_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        **help_parts(CONVERT_HELP),
     )
     action.add_argument("data", type=Path, metavar="FILE_OR_FOLDER", help="CSV, TSV or Parquet")
     action.add_argument("-o", dest="output", type=Path, required=True, metavar="FILE", help="the new Parquet file")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from embershard.data.table.config import TableFeature
 from embershard.decoding import toml, toml_key
 from embershard.errors import ConfigError, DataError
-from embershard.launch.arguments import check_output
+from embershard.launch.arguments import check_output, help_parts
 from embershard.launch.data.form import add_form, columns_of_files
 from embershard.launch.screen import make_table, plain_console, say, wide_console
 
@@ -36,8 +36,7 @@ def add_inspect(actions: Any) -> None:
     action = actions.add_parser(
         "inspect",
         help="look at the columns of files, and write a run's settings for them",
-        description=INSPECT_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        **help_parts(INSPECT_HELP),
     )
     action.add_argument("data", type=Path, metavar="FILE_OR_FOLDER", help="CSV, TSV or Parquet")
     action.add_argument("-o", dest="output", type=Path, metavar="FILE", help="TOML file for the settings")
