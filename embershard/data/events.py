@@ -105,18 +105,20 @@ def write_windows(log: Path, folder: Path, options: WindowOptions) -> Windows:
 
     Every event but a user's first one is a sample with label 1, with the user's events before it as its history,
     oldest first, followed by `options.negatives` samples with label 0. The result does not depend on the order of the
-    lines, apart from events of one user in the same second.
+    lines, apart from events of one user in the same second. In a negative, an item of several categories has the lowest.
 
     The log is read once and cut by users into parts on disk (40 bytes per event). In memory are one part (that of a
     256 MiB log), and of every distinct item its id, category and count (about 100 bytes while they are counted).
 
     Raises:
-        DataError: a line is no event, or no user has two.
+        DataError: a line is no event, no user has two, or there is one item.
     """
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         num_parts = max(1, -(-_size(log) // _PART_BYTES))
         parts = [Path(scratch, str(number)) for number in range(num_parts)]
         items, largest = _partition(log, parts)
+        if options.negatives and len(items.ids) == 1:
+            raise DataError(f"{log}: all events are of item {items.ids[0]}; needed two items, for samples with label 0.")
         counts = {"train": 0, "eval": 0}
         num_events = num_users = 0
         with ExitStack() as stack:
@@ -172,8 +174,9 @@ def _partition(log: Path, parts: list[Path]) -> tuple[_Items, dict[str, int]]:
 
 
 def _added_up(parts: list[Events]) -> Events:
-    """Return item, category and count [I, 3] of each distinct item, sorted; of several categories the first one."""
+    """Return item, category and count [I, 3] of each distinct item, sorted; of several categories the lowest one."""
     every = np.concatenate(parts)
+    every = every[np.lexsort((every[:, 1], every[:, 0]))]
     ids, first, places = np.unique(every[:, 0], return_index=True, return_inverse=True)
     counts = np.bincount(places.reshape(-1), weights=every[:, 2], minlength=len(ids))  # exact below 2^53
     return np.column_stack([ids, every[first, 1], counts.astype(np.int64)])
