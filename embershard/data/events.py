@@ -105,7 +105,8 @@ def write_windows(log: Path, folder: Path, options: WindowOptions) -> Windows:
 
     Every event but a user's first one is a sample with label 1, with the user's events before it as its history,
     oldest first, followed by `options.negatives` samples with label 0. The result does not depend on the order of the
-    lines, apart from events of one user in the same second. In a negative, an item of several categories has the lowest.
+    lines, apart from events of one user in the same second. An item of several categories has the lowest
+    in a negative.
 
     The log is read once and cut by users into parts on disk (40 bytes per event). In memory are one part (that of a
     256 MiB log), and of every distinct item its id, category and count (about 100 bytes while they are counted).
@@ -118,7 +119,7 @@ def write_windows(log: Path, folder: Path, options: WindowOptions) -> Windows:
         parts = [Path(scratch, str(number)) for number in range(num_parts)]
         items, largest = _partition(log, parts)
         if options.negatives and len(items.ids) == 1:
-            raise DataError(f"{log}: all events are of item {items.ids[0]}; needed two items, for samples with label 0.")
+            raise DataError(f"{log}: all events are of item {items.ids[0]}; needed two, for samples with label 0.")
         counts = {"train": 0, "eval": 0}
         num_events = num_users = 0
         with ExitStack() as stack:
