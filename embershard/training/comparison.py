@@ -90,7 +90,8 @@ def compare(
 def _with_global_batch(
     checkpoint: Path, config: RunConfig, batch: int | None, saved_ranks: int, ranks: int
 ) -> RunConfig:
-    """Return the config with the saved global batch, if it asks for the saved samples per rank on other ranks.
+    """Return the config with the saved global batch, if its samples per rank make that batch on some number of ranks:
+    the run may have gone on with other ranks before.
 
     Raises:
         CheckpointError: the ranks cannot share the batch evenly.
@@ -98,7 +99,7 @@ def _with_global_batch(
     train = config.train
     if batch is None or ranks == saved_ranks or train.global_batch_size is not None:
         return config
-    if train.rank_batch_size(ranks) * saved_ranks != batch:
+    if batch % train.rank_batch_size(ranks):
         return config
     if batch % ranks:
         raise CheckpointError(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from embershard.errors import ConfigError
 from embershard.launch.arguments import add_settings, check_output, make_parser, text_override
+from embershard.launch.examples import config_file
 from embershard.launch.screen import plain_console, progress_bar, say, wide_console
 from embershard.units import parse_bytes
 
@@ -156,7 +157,7 @@ def run_config(data: str | None, path: Path | None, overrides: Sequence[str]) ->
     """Return the settings of a file (None: the defaults) and overrides, with `data` in place of their data.
 
     `data` is a file, a folder, or the word synthetic; None keeps the data of the settings. Where the settings name no
-    files, the kind of data follows from the files' names.
+    files, the kind of data follows from the files' names. A TOML file, or the name of an example, is the settings.
     """
     from embershard.data import kind_of_files
     from embershard.decoding import decode, read_toml
@@ -171,6 +172,8 @@ def run_config(data: str | None, path: Path | None, overrides: Sequence[str]) ->
             apply_override(RunConfig, values, override)
         return decode(RunConfig, values)
 
+    if data is not None and path is None and (settings := config_file(data)).suffix == ".toml":
+        path, data = settings, None
     if data is None:
         return load([], [])
     if data == "synthetic":

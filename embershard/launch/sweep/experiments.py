@@ -13,6 +13,7 @@ from embershard.decoding import decode, flat, read_toml, to_toml, toml
 from embershard.errors import ConfigError
 from embershard.launch.arguments import set_words
 from embershard.launch.config import load_config
+from embershard.launch.examples import config_file
 from embershard.launch.ranks.number import planned_ranks
 from embershard.launch.sweep.cluster_settings import KubernetesJobs, SlurmJobs
 from embershard.training.config import RunConfig
@@ -98,6 +99,7 @@ class Sweep:
         """
         file = decode(_File, read_toml(path))
         config = path.parent / file.config
+        config = config if config.exists() else config_file(file.config)
         try:
             runs = [_experiment(config, file.set, varied) for varied in _combinations(file)]
         except ConfigError as error:

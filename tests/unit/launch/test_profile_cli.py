@@ -17,6 +17,7 @@ from embershard.frequency import FrequencyProfile
 from embershard.frequency.config import ProfileConfig
 from embershard.launch import cli
 from embershard.launch.config import load_config
+from embershard.launch.examples import examples
 from embershard.launch.profile import data_pass as profile_pass
 from embershard.launch.profile.command import main, run_config
 from embershard.launch.profile.data_pass import PassOptions, part_ranges, profile_data
@@ -186,6 +187,8 @@ def test_data_and_config_together(tmp_path):
     configured = run_config("/data", tmp_path / "run.toml", ["data.seed=6"])
     assert (configured.data.kind, configured.data.seed, configured.train.batch_size) == ("criteo", 6, 7)
     assert run_config("synthetic", tmp_path / "run.toml", []).data.kind == "synthetic"
+    assert run_config(str(tmp_path / "run.toml"), None, []) == run_config(None, tmp_path / "run.toml", [])
+    assert run_config("quickstart", None, []) == run_config(None, examples()["quickstart"], [])
     assert run_config(None, tmp_path / "run.toml", ["data.path=/d"]).data.path == "/d"
 
 

@@ -13,6 +13,7 @@ import pytest
 from pyarrow import csv
 
 from embershard.errors import ConfigError, SetupError
+from embershard.launch.examples import examples
 from embershard.launch.sweep import command, run
 from embershard.launch.sweep.experiments import Experiment, Sweep
 from embershard.launch.sweep.outcomes import find_outcome, read_outcomes, run_folder
@@ -68,6 +69,12 @@ def test_the_digest_is_of_the_resolved_settings(sweep_file: Path) -> None:
     assert of_file(sweep_file, GRID.replace("train.max_steps = 4", "train.max_steps = 5"))[0].digest != before
     (sweep_file.parent / "run.toml").write_text(CONFIG.replace("0.001", "0.002"))
     assert of_file(sweep_file, GRID)[0].digest != before
+
+
+def test_an_example_is_named_as_for_training(sweep_file: Path) -> None:
+    sweep_file.write_text('config = "quickstart"\n[grid]\ntrain.seed = [1, 2]\n')
+    (first, *_) = Sweep.read(sweep_file).experiments
+    assert str(examples()["quickstart"]) in first.arguments
 
 
 def test_a_list_of_runs_is_combined_with_the_grid(sweep_file: Path) -> None:

@@ -19,6 +19,7 @@ from embershard.decoding import decode
 from embershard.distributed import CheckpointConfig, Ranks, complete_checkpoints, process_group
 from embershard.errors import CheckpointError, ConfigError
 from embershard.launch.config import apply_override, describe
+from embershard.training.comparison import _with_global_batch
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.identity import (
     BATCH,
@@ -152,6 +153,17 @@ def test_only_what_was_allowed_may_change(ranks, original):
     assert "data.shuffle" not in str(refused.value)
     assert "--set schedule.warmup_steps=5" in str(refused.value)
     trainer.close()
+
+
+def test_the_samples_per_step_stay_on_ranks_after_other_ranks(tmp_path):
+    """A run of 128 samples on one rank, saved on two: it goes on with 128 on four, and on three it cannot."""
+    config = RunConfig(train=TrainConfig(batch_size=128))
+    kept = _with_global_batch(tmp_path, config, 128, saved_ranks=2, ranks=4)
+    assert (kept.train.batch_size, kept.train.global_batch_size) == (None, 128)
+    with pytest.raises(CheckpointError, match="3 ranks cannot share them evenly"):
+        _with_global_batch(tmp_path, config, 128, saved_ranks=2, ranks=3)
+    other = RunConfig(train=TrainConfig(batch_size=96))  # made by no number of ranks: compared, and refused
+    assert _with_global_batch(tmp_path, other, 128, saved_ranks=2, ranks=4) == other
 
 
 def test_the_advice_for_another_batch_is_accepted():
