@@ -170,7 +170,6 @@ def test_machines_that_share_no_folder_are_refused(
     found = run_by_two_agents(project_dir, settings, tmp_path / "run", networks, *hidden)
     assert all(code for code, _ in found)
     assert "does not see the run's folder" in found[0][1]
-    assert "Traceback" not in found[0][1].split("does not see")[0]
 
 
 def test_a_resumed_run_has_the_losses_of_the_uninterrupted_one(

@@ -102,7 +102,7 @@ class TableConfig:
     'label'
     """
 
-    features: dict[str, TableFeature] = field(default_factory=dict)
+    features: dict[str, TableFeature] = field(default_factory=dict, hash=False)
     """The features of a sample by name, in order: a section per feature."""
     label: str = "label"
     """Name of the column of labels: 0 or 1, or any number with `label_at_least`."""
