@@ -15,9 +15,8 @@ def serving_inputs(config: DataConfig) -> dict[str, Any]:
 
     Of a dense feature, `scale` is as in `TableFeature`, with its numbers; or "constant": 1 in every sample. Of a sparse
     one, `id_base` is 16 where ids are hexadecimal texts, and `mapping` is as in `TableFeature`, or "avazu": as
-    `AvazuSource` makes rows of texts. `separator` is that of the values in a text, and
-    `null_values` are texts that are missing values. A missing id is row 0, a missing
-    number 0 after scaling, and 0.5 after "quantile".
+    `AvazuSource` makes rows of texts. `separator` is that of the values in a text, and `null_values` are texts that
+    are missing values. A missing id is row 0, a missing number 0 after scaling, and 0.5 after "quantile".
 
     >>> serving_inputs(DataConfig(kind="criteo"))["sparse"][0]
     {'name': 'C1', 'column': 'C1', 'num_rows': 100000, 'mapping': 'modulo', 'id_base': 16}

@@ -274,7 +274,8 @@ def seconds_since_1970(column: pa.Array) -> pa.Array:
 
 def _are_dates(numbers: NDArray[np.float64]) -> Flags:
     """Return [N] where a number's digits are a date, as 20241231: it is hardly meant as seconds (of August 1970)."""
-    year, month, day = numbers // 10_000, numbers // 100 % 100, numbers % 100
+    with np.errstate(invalid="ignore"):
+        year, month, day = numbers // 10_000, numbers // 100 % 100, numbers % 100
     return (year >= 1900) & (year < 2100) & (month >= 1) & (month <= 12) & (day >= 1) & (day <= 31)
 
 

@@ -141,7 +141,7 @@ def _hint(column: ColumnSurvey) -> str:
         return ""
     words = column.missing_words
     options = " ".join(f"--null {word}" for word in words)
-    return f"text because of {words.total():,} cells as {next(iter(words))}; missing values with {options}"
+    return f"text, since {sum(words.values()):,} of its cells say {next(iter(words))}; {options} makes them missing"
 
 
 def _ids(name: str, column: ColumnSurvey) -> tuple[_Features, str, int]:

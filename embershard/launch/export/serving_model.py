@@ -14,6 +14,7 @@ import re
 import struct
 from collections.abc import Iterable, Sequence
 from datetime import date, datetime, timezone
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,11 @@ _MOST_BYTES = 1024
 _MOST_SECONDS = 1e11  # the year 5138
 _TOO_LARGE = 2.0**128 - 2.0**103  # rounds to infinity as float32
 _NUMBER = r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?(nan|NaN)"
-_TIME = r"[0-9]{4}-[0-9]{2}-[0-9]{2}([ T][0-9]{2}(:[0-9]{2}(:[0-9]{2}(\.[0-9]{1,6})?)?)?(Z|[-+][0-9]{2}(:?[0-9]{2})?)?)?"
+_TIME = re.compile(
+    r"(?P<day>[0-9]{4}-[0-9]{2}-[0-9]{2})"
+    r"((?P<clock>[ T][0-9]{2}(:[0-9]{2}(:[0-9]{2}(?P<part>[.][0-9]{1,6})?)?)?)"
+    r"(Z|(?P<zone>[-+][0-9]{2}(:?[0-9]{2})?))?)?"
+)
 _DATE_DIGITS = r"(19|20)[0-9]{2}(0[1-9]|1[0-2])(0[1-9]|[12][0-9]|3[01])"
 _NEEDED_TIME = "needed a time as 2024-12-31 or 2024-12-31 23:59:59, seconds since 1970, or nothing"
 _SAME = {"True": "true", "TRUE": "true", "False": "false", "FALSE": "false", "-0": "0"}
@@ -115,11 +120,10 @@ class Model(nn.Module):
         raw = [plain(value) for bag in bags for value in bag]
         try:
             ids = [0 if value is None else id_of(value, feature) for value in raw]
+            mapping = {"text": "modulo", "hour": "none", "weekday": "none"}.get(mapping, mapping)
+            rows = map_ids(np.array(ids, np.uint64), feature["num_rows"], mapping)
         except ValueError as error:
             raise ValueError(f"{feature['name']}: {error}") from None
-        if mapping in ("hour", "weekday", "text"):
-            mapping = "modulo" if mapping == "text" else "none"
-        rows = map_ids(np.array(ids, np.uint64), feature["num_rows"], mapping)
         rows[[value is None for value in raw]] = 0
         return torch.from_numpy(rows), offsets
 
@@ -203,7 +207,7 @@ def number(value: Any) -> float:
     found = seconds_of(value)
     if isinstance(value, str):
         found = float(value) if re.fullmatch(_NUMBER, value) else {"true": 1, "false": 0}.get(value.lower())
-    if not isinstance(found, (int, float)):
+    if not isinstance(found, (int, float, Decimal)):
         raise ValueError(f"{value!r}: needed a number, or nothing")
     if abs(found) >= _TOO_LARGE:
         raise ValueError(f"{value!r}: needed a finite number, below 3.4e38")
@@ -227,8 +231,7 @@ def time_row(value: Any, mapping: str) -> int:
     """
     found = value
     if isinstance(value, str):
-        is_time, is_number = re.fullmatch(_TIME, value), re.fullmatch(_NUMBER, value)
-        found = datetime.fromisoformat(value) if is_time else float(value) if is_number else None
+        found = float(value) if re.fullmatch(_NUMBER, value) else iso_time(value)
     seconds = seconds_of(found)
     is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
     if not is_number or not abs(seconds) < _MOST_SECONDS:
@@ -237,6 +240,20 @@ def time_row(value: Any, mapping: str) -> int:
         raise ValueError(f"{value!r}: {_NEEDED_TIME}")
     hours = int(seconds // 3600)
     return 1 + (hours % 24 if mapping == "hour" else (hours // 24 + 3) % 7)
+
+
+def iso_time(text: str) -> datetime | None:
+    """Return a time as ISO 8601 writes it, with or without clock and zone; None where the text is none."""
+    found = _TIME.fullmatch(text)
+    if not found:
+        return None
+    zone = (found["zone"] or "+00").replace(":", "").ljust(5, "0")
+    part = found["part"] or ""
+    clock = (found["clock"] or " 00").removesuffix(part) + part.ljust(7, "0") * bool(part)
+    try:
+        return datetime.fromisoformat(f"{found['day']}{clock}{zone[:3]}:{zone[3:]}")
+    except ValueError:
+        return None
 
 
 def text_word(value: Any) -> int:
