@@ -255,6 +255,8 @@ def _same_words(texts: pa.Array) -> pa.Array:
         for pattern, word in _WHOLE.items():
             texts = pc.replace_substring_regex(texts, pattern, word)
     places = pc.index_in(texts, value_set=pa.array(list(_SAME)))
+    if places.null_count == len(texts):
+        return texts
     return pc.coalesce(pa.array(list(_SAME.values())).take(places), texts)
 
 
