@@ -209,7 +209,7 @@ def number(value: Any) -> float:
         found = float(value) if re.fullmatch(_NUMBER, value) else {"true": 1, "false": 0}.get(value.lower())
     if not isinstance(found, (int, float, Decimal)):
         raise ValueError(f"{value!r}: needed a number, or nothing")
-    if abs(found) >= _TOO_LARGE:
+    if found == found and not -_TOO_LARGE < found < _TOO_LARGE:  # NaN is a missing number
         raise ValueError(f"{value!r}: needed a finite number, below 3.4e38")
     return float(found)
 
