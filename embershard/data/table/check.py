@@ -51,7 +51,7 @@ def _check_text(file: InputFile, settings: TableConfig, *, stops: bool) -> None:
         return  # training names the row
     decoder = ChunkDecoder(RawChunk(file.path, table, np.arange(num_lines), 1 + (not settings.columns)))
     for feature in settings.of_kind("dense").values():
-        decoder.numbers(str(feature.column))
+        decoder.dense(feature)
     for feature in settings.of_kind("sparse").values():
         decoder.bags(feature, (settings.max_bag_size, "data.table.max_bag_size"))
     decoder.labels(settings)

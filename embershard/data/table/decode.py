@@ -1,4 +1,8 @@
-"""Columns of a chunk as numbers and rows of tables. What a value becomes does not depend on the file's format."""
+"""Columns of a chunk as numbers and rows of tables.
+
+What a value becomes does not depend on the file's format: of Parquet's 7, 7.0 and True, and of the cells `7`, `7.0` and
+`True` of a text file, `_same_words` makes the same texts. But a cell with an exponent (`1e3`) stays the text it is.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from embershard.data.bad_rows import BadRow, short
 from embershard.data.hashing import Ids, Words, cell_bytes, map_ids, text_keys
 from embershard.data.table.config import TIME_ROWS, TableConfig, TableFeature
 from embershard.data.table.raw import RawChunk, is_list, is_text, is_time
+from embershard.data.table.scaling import scaled
 from embershard.errors import DataError, IdOutOfRangeError
 
 #: Longest text, so that a damaged file cannot take much memory.
@@ -22,7 +27,13 @@ MOST_BYTES = 1024
 _SECONDS_PER_HOUR, _HOURS_PER_DAY, _DAYS_PER_WEEK = 3600, 24, 7
 _WEEKDAY_OF_1970 = 3  # a Thursday; Monday is 0
 _MOST_SECONDS = 1e11  # the year 5138
+_MOST_SECONDS_IN_MICROS = 2.0**63 / 1e6
 _LARGEST_WHOLE = 2.0**63
+_PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6}
+_NEEDED_TIME = "needed a time as 2024-12-31 or 2024-12-31 23:59:59, seconds since 1970, or nothing"
+#: Texts, as regular expressions, that are a whole number with a point, and the text that stands for them.
+_WHOLE = {r"^-?(?:0\.0*|\.0+)$": "0", r"^(-?[1-9][0-9]*)\.0*$": r"\1"}
+_SAME = {b"True": b"true", b"TRUE": b"true", b"False": b"false", b"FALSE": b"false", b"-0": b"0"}
 Flags = NDArray[np.bool_]
 
 
@@ -42,17 +53,28 @@ class ChunkDecoder:
 
     def numbers(self, name: str) -> NDArray[np.float64]:
         """Return a column as float64 [n]: NaN where a value is missing, seconds since 1970 of times."""
-        column = self._column(name)
-        if is_time(column.type):
+        column = _decoded(self._column(name))
+        is_of_times = is_time(column.type)
+        if is_of_times:
             column = seconds_since_1970(column)
-        elif types.is_dictionary(column.type):
-            column = column.dictionary_decode()
-        numbers = self._cast(column, pa.float64(), name, "needed a number, or nothing")
+        numbers = self._read(column, _floats, pa.float64(), name, "needed a number, or nothing")
         found: NDArray[np.float64] = numbers.to_numpy(zero_copy_only=False)
+        if is_of_times:
+            is_far = np.abs(found) >= _MOST_SECONDS_IN_MICROS
+            self.note(is_far, name, found, "needed a time that 64 bits of microseconds since 1970 hold")
         with np.errstate(over="ignore"):
             is_too_large = np.isinf(found.astype(np.float32))
         self.note(is_too_large, name, found, "needed a finite number, below 3.4e38")
         return np.where(is_too_large, np.nan, found)
+
+    def dense(self, feature: TableFeature) -> NDArray[np.float32]:
+        """Return a dense feature [n], scaled; `feature` is with its column."""
+        name = str(feature.column)
+        numbers = self.numbers(name)
+        with np.errstate(over="ignore"):
+            found = scaled(numbers, feature)
+        self.note(~np.isfinite(found), name, numbers, f"needed a number that is finite after {feature.scale}")
+        return found
 
     def labels(self, settings: TableConfig) -> NDArray[np.float32]:
         """Return the labels [n], 0 or 1."""
@@ -113,7 +135,8 @@ class ChunkDecoder:
             return self._text_rows(values, name, feature, lengths)
         values = _decoded(values)
         if is_text(values.type):
-            values = self._cast(values, pa.int64(), name, "needed an integer, or nothing", lengths)
+            read = _int64 if feature.mapping == "none" else _integer_words
+            values = self._read(values, read, pa.int64(), name, "needed an integer, or nothing", lengths)
         num_rows = feature.table_rows
         raw = values.fill_null(0).to_numpy(zero_copy_only=False)
         if feature.mapping == "none":
@@ -131,7 +154,7 @@ class ChunkDecoder:
 
     def _text_rows(self, values: pa.Array, name: str, feature: TableFeature, lengths: NDArray[np.int32]) -> Ids:
         if types.is_floating(values.type):  # integers with missing ones, as pandas writes them
-            numbers = values.to_numpy(zero_copy_only=False)
+            numbers = values.to_numpy(zero_copy_only=False).astype(np.float64)
             is_whole = (numbers == np.trunc(numbers)) & (np.abs(numbers) < _LARGEST_WHOLE)
             is_wrong = ~np.isnan(numbers) & ~is_whole
             needed = "needed text or a whole number, or nothing"
@@ -153,14 +176,18 @@ class ChunkDecoder:
     def _times(self, column: pa.Array, feature: TableFeature) -> Ids:
         """Return 1 + the hour, or the weekday (1: Monday) of times in UTC; 0 for a missing one."""
         column, name = _decoded(column), str(feature.column)
-        needed = "needed a time as 2024-12-31 or 2024-12-31 23:59:59, seconds since 1970, or nothing"
         if is_text(column.type):
-            column = self._cast(column, None, name, needed)
+            is_empty = pc.equal(pc.binary_length(column), 0)
+            column = pc.if_else(is_empty, pa.scalar(None, column.type), column)
+            column = self._read(column, _text_seconds, pa.float64(), name, _NEEDED_TIME)
+        is_number = types.is_integer(column.type)
         found = seconds_since_1970(column) if is_time(column.type) else column.cast(pa.float64(), safe=False)
         is_missing = found.is_null().to_numpy(zero_copy_only=False)
         seconds = found.fill_null(0).to_numpy(zero_copy_only=False)
         is_time_here = np.abs(seconds) < _MOST_SECONDS  # milliseconds are not, and NaN is not
-        self.note(~is_time_here, name, seconds, needed)
+        if is_number:
+            is_time_here &= ~_are_dates(seconds)
+        self.note(~is_time_here, name, seconds, _NEEDED_TIME)
         hours = np.floor(np.where(is_time_here, seconds, 0)).astype(np.int64) // _SECONDS_PER_HOUR
         if feature.mapping == "hour":
             rows = 1 + hours % _HOURS_PER_DAY
@@ -168,26 +195,26 @@ class ChunkDecoder:
             rows = 1 + (hours // _HOURS_PER_DAY + _WEEKDAY_OF_1970) % _DAYS_PER_WEEK
         return np.where(is_missing, 0, rows)
 
-    def _cast(
+    def _read(
         self,
         column: pa.Array,
-        kind: pa.DataType | None,
+        read: Callable[[pa.Array], pa.Array],
+        kind: pa.DataType,
         name: str,
         needed: str,
         lengths: NDArray[np.int32] | None = None,
     ) -> pa.Array:
-        """Return a column as another type (None: seconds since 1970, of text); values that are none are noted, and
+        """Return a column as `read` makes values of type `kind` of it; values of which it cannot are noted, and
         missing."""
-        cast = _text_seconds if kind is None else lambda values: values.cast(kind, safe=False)
         try:
-            return cast(column)
+            return read(column)
         except (pa.ArrowException, UnicodeDecodeError):
             pass
         good: list[Any] = []
         is_wrong = np.zeros(len(column), np.bool_)
         for place in range(len(column)):
             try:
-                good.append(cast(column[place : place + 1])[0].as_py())
+                good.append(read(column[place : place + 1])[0].as_py())
             except (pa.ArrowException, UnicodeDecodeError):
                 good.append(None)
                 is_wrong[place] = True
@@ -195,24 +222,25 @@ class ChunkDecoder:
         self._note_values(
             is_wrong, sizes, lambda row, at: self._note_row(row, name, f"{name}={_shown(column[at])}: {needed}")
         )
-        return pa.array(good, kind or pa.float64())
+        return pa.array(good, kind)
 
 
 def text_words(values: pa.Array) -> tuple[Words, Ids, Flags]:
     """Return the hash [N] of each value as text, its bytes [N], and whether it is missing or empty [N].
 
-    An integer's text is its decimal digits, that of a bool `true` or `false`. Texts above `MOST_BYTES` get no hash.
+    An integer's text is its decimal digits, that of a bool `true` or `false`; texts that say the same in another way,
+    as `7.0` or `True`, count as these. Texts above `MOST_BYTES` get no hash.
 
-    >>> words, _, is_missing = text_words(pa.array(["7", None, ""]))
-    >>> bool(words[0] == text_words(pa.array([7]))[0][0]), is_missing.tolist()
-    (True, [False, True, True])
+    >>> words, _, is_missing = text_words(pa.array(["7", None, "", "7.0"]))
+    >>> (words[[0, 3]] == text_words(pa.array([7]))[0]).tolist(), is_missing.tolist()
+    ([True, True], [False, True, True, False])
     """
     if not types.is_dictionary(values.type):
         values = values.dictionary_encode()
     distinct, codes = values.dictionary, values.indices
     if not is_text(distinct.type):
         distinct = distinct.cast(pa.string())
-    distinct = distinct.cast(pa.binary()).fill_null(b"")
+    distinct = _same_words(distinct.cast(pa.binary()).fill_null(b""))
     sizes = np.append(pc.binary_length(distinct).to_numpy(zero_copy_only=False).astype(np.int64), 0)
     is_hashed = sizes <= MOST_BYTES
     keys = np.zeros(len(sizes), np.uint64)
@@ -221,14 +249,56 @@ def text_words(values: pa.Array) -> tuple[Words, Ids, Flags]:
     return keys[taken], sizes[taken], sizes[taken] == 0
 
 
+def _same_words(texts: pa.Array) -> pa.Array:
+    """Return texts as bytes: of a whole number with a point its integer, and a bool in lower letters."""
+    if pc.any(pc.match_substring(texts, ".")).as_py():
+        for pattern, word in _WHOLE.items():
+            texts = pc.replace_substring_regex(texts, pattern, word)
+    places = pc.index_in(texts, value_set=pa.array(list(_SAME)))
+    if places.null_count == len(texts):
+        return texts
+    return pc.coalesce(pa.array(list(_SAME.values())).take(places), texts)
+
+
 def _decoded(column: pa.Array) -> pa.Array:
     return column.dictionary_decode() if types.is_dictionary(column.type) else column
 
 
 def seconds_since_1970(column: pa.Array) -> pa.Array:
-    """Return times as float64 seconds since 1970."""
-    micros = column.cast(pa.timestamp("us", column.type.tz if types.is_timestamp(column.type) else None), safe=False)
-    return pc.divide(micros.cast(pa.int64()).cast(pa.float64()), 1e6)
+    """Return times as float64 seconds since 1970, with microseconds at most; no time is too far for that."""
+    if types.is_date32(column.type):
+        column = column.cast(pa.timestamp("s"))
+    unit = "ms" if types.is_date64(column.type) else column.type.unit
+    if unit == "ns":
+        column, unit = column.cast(pa.timestamp("us", column.type.tz), safe=False), "us"
+    return pc.divide(column.cast(pa.int64()).cast(pa.float64(), safe=False), _PER_SECOND[unit])
+
+
+def _are_dates(numbers: NDArray[np.float64]) -> Flags:
+    """Return [N] where a number's digits are a date, as 20241231: it is hardly meant as seconds (of August 1970)."""
+    with np.errstate(invalid="ignore"):
+        year, month, day = numbers // 10_000, numbers // 100 % 100, numbers % 100
+    return (year >= 1900) & (year < 2100) & (month >= 1) & (month <= 12) & (day >= 1) & (day <= 31)
+
+
+def _floats(column: pa.Array) -> pa.Array:
+    """Return numbers, or texts that are numbers or bools, as float64."""
+    try:
+        return column.cast(pa.float64(), safe=False)
+    except pa.ArrowInvalid:
+        return column.cast(pa.bool_()).cast(pa.float64())
+
+
+def _int64(column: pa.Array) -> pa.Array:
+    return column.cast(pa.int64())
+
+
+def _integer_words(column: pa.Array) -> pa.Array:
+    """Return texts that are integers of 64 bits, signed or not, as int64: of an unsigned one the same bits."""
+    try:
+        return _int64(column)
+    except pa.ArrowInvalid:
+        return column.cast(pa.uint64()).view(pa.int64())
 
 
 def _text_seconds(column: pa.Array) -> pa.Array:
@@ -238,14 +308,17 @@ def _text_seconds(column: pa.Array) -> pa.Array:
         pa.ArrowException: a text is neither.
     """
     text = column.cast(pa.string())
-    for cast in (
-        lambda: text.cast(pa.float64()),
-        lambda: seconds_since_1970(text.cast(pa.timestamp("us"))),
-    ):
-        try:
-            return cast()
-        except pa.ArrowInvalid:
-            continue
+    try:
+        seconds = text.cast(pa.float64())
+        if _are_dates(seconds.to_numpy(zero_copy_only=False)).any():
+            raise pa.ArrowInvalid("a date in digits")
+        return seconds
+    except pa.ArrowInvalid:
+        pass
+    try:
+        return seconds_since_1970(text.cast(pa.timestamp("us")))
+    except pa.ArrowInvalid:
+        pass
     return seconds_since_1970(text.cast(pa.timestamp("us", "UTC")))
 
 

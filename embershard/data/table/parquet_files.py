@@ -66,7 +66,7 @@ def parquet_schema(path: Path) -> tuple[pa.Schema, pq.FileMetaData]:
     """Return the columns of a Parquet file, and its metadata.
 
     Raises:
-        DataError: it is none, is damaged, or has no row.
+        DataError: it is none, is damaged, has no row, or a column's name twice.
     """
     try:
         with pq.ParquetFile(path) as opened:
@@ -76,6 +76,9 @@ def parquet_schema(path: Path) -> tuple[pa.Schema, pq.FileMetaData]:
         raise DataError(f"{path}: not a sound Parquet file ({what}); fetch it again") from None
     if metadata.num_rows == 0:
         raise DataError(f"{path}: no row in it; remove it, or fetch it again")
+    twice = next((name for name in schema.names if schema.names.count(name) > 1), None)
+    if twice is not None:
+        raise DataError(f"{path}: has the column {twice!r} twice; write it again with another name for one of them")
     return schema, metadata
 
 

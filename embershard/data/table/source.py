@@ -14,7 +14,6 @@ from embershard.data.table.config import TableConfig, settings_of
 from embershard.data.table.decode import ChunkDecoder
 from embershard.data.table.parquet_files import ParquetFiles, are_parquet
 from embershard.data.table.raw import TableFiles
-from embershard.data.table.scaling import scaled
 from embershard.data.table.text_files import TextTables
 
 #: The dense feature of tables that have none, which models need: 1 in every sample.
@@ -61,7 +60,7 @@ class TableSource(FileSource):
             labels = decoder.labels(self._settings)
         dense = np.ones((num_rows, self.schema.num_dense), np.float32)
         for column, feature in zip(dense.T, self._dense.values(), strict=False):  # none: the constant
-            column[:] = scaled(decoder.numbers(str(feature.column)), feature)
+            column[:] = decoder.dense(feature)
         bags = [decoder.bags(feature, self._most) for feature in self._sparse.values()]
         values, lengths = zip(*bags, strict=True)
         sizes: Lengths = np.stack(lengths) if self._has_bags else (1,) * len(values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -18,10 +19,23 @@ from embershard.data.table.raw import is_list, is_text, is_time
 #: Hashes that are kept of each column. The estimate of distinct values is exact up to so many, then within 3 %.
 KEPT_HASHES = 4096
 _KEPT_NUMBERS = 1 << 16
-_INTEGER = r"^-?(0|[1-9][0-9]{0,17})$"
+_INTEGER = r"^(0|-?[1-9][0-9]*)$"
+_LONG_INTEGER = r"^-?[1-9][0-9]{15,}$"
+_LAST_EXACT = 2.0**53  #: float64 has every integer up to here
 _NUMBER = r"^-?(0|[1-9][0-9]*)?(\.[0-9]*)?([eE][-+]?[0-9]+)?$"  # 02139 is a code, not a number
 _TIME = r"^\d{4}-\d\d-\d\d([ T]\d\d:\d\d(:\d\d(\.\d{1,6})?)?)?$"
+_BOOL = r"^(true|True|TRUE|false|False|FALSE)$"
 _SEPARATORS = ("|", ";")
+#: What other programs write for a missing value.
+_MISSING_WORDS = ["NaN", "nan", "NA", "N/A", "n/a", "null", "NULL", "None"]
+#: Types that texts may have, the first that fits: "unsigned" are integers that int64 does not hold.
+_TYPES = {
+    "integer": pa.int64(),
+    "unsigned": pa.uint64(),
+    "number": pa.float64(),
+    "bool": pa.bool_(),
+    "time": pa.timestamp("us"),
+}
 
 
 @dataclass
@@ -115,7 +129,8 @@ class ColumnSurvey:
         ids: the same as "hash" takes them, where all values are integers.
         numbers: of numbers, and of texts that are numbers; of times the seconds since 1970.
         parts: per separator, the distinct values between it, and in how many cells it is.
-        can_be: of texts: "integer", "number" and "time", where all of them are.
+        can_be: of texts: the names of `_TYPES` that all of them fit, but for `missing_words`.
+        missing_words: how many cells are each of `_MISSING_WORDS`, where all others fit a type.
     """
 
     name: str
@@ -127,7 +142,8 @@ class ColumnSurvey:
     ids: DistinctCount = field(default_factory=DistinctCount)
     numbers: Numbers = field(default_factory=Numbers)
     parts: dict[str, tuple[DistinctCount, int, int]] = field(default_factory=dict)
-    can_be: set[str] = field(default_factory=lambda: {"integer", "number", "time"})
+    can_be: set[str] = field(default_factory=lambda: set(_TYPES))
+    missing_words: Counter[str] = field(default_factory=Counter)
 
     def add(self, column: pa.Array) -> None:
         """Add some rows."""
@@ -166,18 +182,30 @@ class ColumnSurvey:
             return
         self.values.add(words[~is_empty])
         column = column.filter(pa.array(~is_empty)).cast(pa.string())
-        self.can_be -= set() if _all_match(column, _INTEGER) else {"integer"}
-        self.can_be -= set() if _all_match(column, _TIME) else {"time"}
-        self.can_be -= set() if _all_match(column, _NUMBER) else {"number"}
-        if "number" in self.can_be:
-            try:
-                self._add_numbers(column.cast(pa.float64()))
-            except pa.ArrowInvalid:  # a point, or nothing before an exponent
-                self.can_be -= {"number"}
-        if "integer" in self.can_be:
-            self.ids.add(mix64(column.cast(pa.int64()).to_numpy(zero_copy_only=False).view(np.uint64)))
+        if self.can_be:
+            is_word = pc.is_in(column, value_set=pa.array(_MISSING_WORDS))
+            self.missing_words.update(column.filter(is_word).to_pylist())
+            self._add_typed(column.filter(pc.invert(is_word)))
         if not self.can_be:
+            self.missing_words.clear()
             self._add_parts(column)
+
+    def _add_typed(self, column: pa.Array) -> None:
+        """Drop from `can_be` what these texts are not, and add them as what they are."""
+        for pattern, kinds in ((_INTEGER, {"integer", "unsigned"}), (_TIME, {"time"}), (_NUMBER, {"number"})):
+            self.can_be -= set() if _all_match(column, pattern) else kinds
+        self.can_be -= set() if _all_match(column, _BOOL) else {"bool"}
+        as_type = {kind: _cast(column, _TYPES[kind]) for kind in self.can_be}
+        self.can_be -= {kind for kind, found in as_type.items() if found is None}
+        longest = column.filter(pc.match_substring_regex(column, _LONG_INTEGER)).cast(pa.float64())
+        if pc.any(pc.greater_equal(pc.abs(longest), _LAST_EXACT)).as_py():
+            self.can_be -= {"number"}
+        found = next((as_type[kind] for kind in _TYPES if kind in self.can_be and kind != "time"), None)
+        if found is not None:
+            self._add_numbers(found)
+        if self.can_be & {"integer", "unsigned"}:
+            assert found is not None
+            self.ids.add(mix64(found.to_numpy(zero_copy_only=False).view(np.uint64)))
 
     def _add_parts(self, column: pa.Array) -> None:
         for separator in _SEPARATORS:
@@ -204,13 +232,11 @@ class ColumnSurvey:
 
     @property
     def inner(self) -> pa.DataType:
-        """The type of a value: of lists, that in them; of texts that are all integers or numbers, that."""
+        """The type of a value: of lists, that in them; of texts that all fit one of `_TYPES`, that."""
         kind = self.type.value_type if is_list(self.type) else self.type
         kind = kind.value_type if types.is_dictionary(kind) else kind
-        if is_text(kind) and self.present:
-            for what, found in (("integer", pa.int64()), ("number", pa.float64()), ("time", pa.timestamp("us"))):
-                if what in self.can_be:
-                    return found
+        if is_text(kind) and self.present and not self.missing_words:
+            return next((found for name, found in _TYPES.items() if name in self.can_be), kind)
         return kind
 
 
@@ -221,6 +247,14 @@ def survey(schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> dict[str, Co
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
             found[name].add(column)
     return found
+
+
+def _cast(column: pa.Array, kind: pa.DataType) -> pa.Array | None:
+    """Return texts as another type; None where one is too large, or has nothing before its exponent."""
+    try:
+        return column.cast(kind)
+    except pa.ArrowInvalid:
+        return None
 
 
 def _all_match(column: pa.Array, pattern: str) -> bool:

@@ -16,6 +16,7 @@ from embershard.data.table.raw import check_columns
 from embershard.errors import DataError
 
 _BYTE_ORDER_MARK = "\ufeff"
+_CARRIAGE_RETURN = "has a carriage return in it; lines must end in a line feed: tr '\\r' '\\n' < FILE > NEW"
 _WORDS = {",": "comma", "\t": "tab", "|": "bar", ";": "semicolon", " ": "space"}
 
 
@@ -62,6 +63,8 @@ class TextColumns:
     def explain(self, line: bytes) -> str:
         """Say what is wrong with a line that cannot be cut into cells."""
         text = line.decode("utf-8", "backslashreplace").rstrip("\r\n")
+        if "\r" in text:
+            return f"{short(text)}: {_CARRIAGE_RETURN}"
         separator = self.settings.separator
         cells = _cells(text, self.settings)
         if len(cells) != len(self.names):
@@ -102,9 +105,11 @@ def header_names(path: Path, header: bytes, settings: TableConfig) -> list[str]:
     """Return the names in a text file's first line.
 
     Raises:
-        DataError: a name is there twice, or there is none for a column.
+        DataError: a name is there twice, or there is none for a column; or lines end in a carriage return alone.
     """
     text = header.decode("utf-8", "backslashreplace").removeprefix(_BYTE_ORDER_MARK).rstrip("\r\n")
+    if "\r" in text:
+        raise DataError(f"{path}:1 {short(text)}: {_CARRIAGE_RETURN}")
     names = _cells(text, settings)
     wrong = next((name for name in names if not name or names.count(name) > 1), None)
     if wrong is not None or not names:

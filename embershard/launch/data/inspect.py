@@ -83,7 +83,7 @@ def survey_files(files: list[WholeColumns]) -> tuple[dict[str, ColumnSurvey], in
     """Return what the columns of all files hold, and the number of lines that are no rows.
 
     Raises:
-        DataError: a file cannot be read, or has other columns than the first.
+        DataError: a file cannot be read, or has other columns than the first; or no file has a row.
     """
     from embershard.data.table.survey import survey
 
@@ -101,7 +101,11 @@ def survey_files(files: list[WholeColumns]) -> tuple[dict[str, ColumnSurvey], in
         return "skip"
 
     batches = (batch for file in files for batch in file.batches(on_bad=skip))
-    return survey(schema, batches), bad["lines"]
+    columns = survey(schema, batches)
+    if not next(iter(columns.values())).rows:
+        behind = "" if files[0].form.columns else " behind its header"
+        raise DataError(f"{files[0].file.path}: no row{behind}; needed at least one")
+    return columns, bad["lines"]
 
 
 def _show(columns: dict[str, ColumnSurvey], num_bad: int) -> None:

@@ -74,7 +74,8 @@ def suggest_label(columns: Mapping[str, ColumnSurvey], wanted: str | None) -> La
     if found is None or found not in numeric:
         what = "no column looks like a label" if found is None else f"{found!r} is no column of numbers"
         some = ", ".join(list(numeric)[:20]) or "none"
-        raise ConfigError(f"--label: {what}. Name the column to predict; columns of numbers: {some}.")
+        hints = "".join(f" {each.name}: {hint}." for each in columns.values() if (hint := _hint(each)))
+        raise ConfigError(f"--label: {what}. Name the column to predict; columns of numbers: {some}.{hints}")
     numbers = numeric[found].numbers
     said = f"{numeric[found].inner}, {numbers.least:g} to {numbers.largest:g}, mean {numbers.mean:.4g}"
     if found in binary:
@@ -130,7 +131,17 @@ def _text(name: str, column: ColumnSurvey) -> tuple[_Features, str, int]:
     if _is_unique(column):
         return {}, _UNIQUE, 0
     settings, why = _category("text", column.values, None)
-    return {name: settings}, _bag(column) + why, column.most
+    hint = _hint(column)
+    return {name: settings}, f"{hint + '; ' if hint else ''}{_bag(column)}{why}", column.most
+
+
+def _hint(column: ColumnSurvey) -> str:
+    """Say how texts that are numbers, bools or times, but for words as `NaN`, become that; or ""."""
+    if not column.missing_words:
+        return ""
+    words = column.missing_words
+    options = " ".join(f"--null {word}" for word in words)
+    return f"text, since {sum(words.values()):,} of its cells say {next(iter(words))}; {options} makes them missing"
 
 
 def _ids(name: str, column: ColumnSurvey) -> tuple[_Features, str, int]:

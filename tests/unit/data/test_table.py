@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import json
 from dataclasses import replace
 from datetime import datetime, timezone
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +140,95 @@ def test_the_hash_is_that_of_the_text(values):
     assert text_words(pa.array(numbers, pa.int64()))[0].tolist() == [text_word(number) for number in numbers]
 
 
+@given(st.lists(st.from_regex(r"-?[0-9]{0,3}\.?0*", fullmatch=True) | st.sampled_from(["True", "tRUE", "FALSE"])))
+def test_an_export_knows_the_same_words(texts):
+    texts = [text for text in texts if text]
+    assert text_words(pa.array(texts, pa.string()))[0].tolist() == [text_word(text) for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("cell", "value"),
+    [
+        ("7.0", 7.0),
+        ("-12.00", -12),
+        ("7.", np.float16(7)),
+        ("-0.0", -0.0),
+        ("-0", 0),
+        (".0", np.float32(0)),
+        ("True", True),
+        ("FALSE", False),
+        ("1000000000000000003", 10**18 + 3),
+        ("18446744073709551615", np.uint64(2**64 - 1)),
+        ("caf\u00e9", "caf\u00e9".encode()),
+    ],
+)
+def test_a_value_is_one_row_in_every_format(tmp_path, cell, value):
+    settings = TableConfig({"u": TableFeature("sparse", num_rows=10**9)})
+    text = write(tmp_path / "a.csv", pa.table({"label": [1], "u": [cell]}))
+    columns = pa.table({"label": [1], "u": pa.array([value])})
+    expected = read(text, settings).values[0].tolist()
+    assert read(write(tmp_path / "a.parquet", columns), settings).values[0].tolist() == expected
+    model = Model([], np.array, serving_inputs(config_of(text, settings)))  # type: ignore[arg-type]
+    assert [model.encode([{"u": each}])[1][0].tolist() for each in (cell, value)] == [expected, expected]
+
+
+@pytest.mark.parametrize("cell", ["7.5", "07.0", "1e3", "v1.0", "1.0.0", "\u0667.0"])
+def test_other_texts_stay_as_they_are(cell):
+    data = cell.encode()
+    assert text_words(pa.array([cell]))[0].tolist() == [make_key(len(data), int.from_bytes(data, "little"))]
+
+
+def test_bools_of_text_files_are_numbers(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("label,x,u\nTrue,false,a\nFALSE,TRUE,b\ntrue,2.5,c\n")
+    settings = TableConfig({"x": TableFeature("dense"), "u": TableFeature("sparse", num_rows=9)})
+    block = read(path, settings, chunk_rows=9)
+    assert block.labels.tolist() == [1, 0, 1]
+    assert block.dense[:, 0].tolist() == [0, 1, 2.5]
+
+
+@pytest.mark.parametrize(
+    ("column", "mapping", "expected", "said"),
+    [
+        (pa.array([0, 2**62], pa.timestamp("ms")), "hour", [1], "at=4611686018427388.0: needed a time"),
+        (pa.array([0, 253402214400], pa.timestamp("s")), "weekday", [4], "at=253402214400.0: needed a time"),
+        (pa.array([0, 20241231]), "hour", [1], "at=20241231.0: needed a time as 2024-12-31"),
+        (pa.array(["", "20241231"]), "weekday", [0], "at='20241231': needed a time as 2024-12-31"),
+        (pa.array(["2024-12-31", ""]), "weekday", [2, 0], None),
+        (pa.array([0, 2**62], pa.timestamp("ms")), None, [0], "needed a time that 64 bits of microseconds"),
+        (pa.array([0, 253402214400], pa.timestamp("s")), None, [0, 253402214400], None),
+    ],
+)
+def test_far_times_and_dates_in_digits(tmp_path, column, mapping, expected, said):
+    at = TableFeature("dense") if mapping is None else TableFeature("sparse", mapping=mapping)
+    settings = TableConfig({"at": at, "u": TableFeature("sparse", num_rows=9)})
+    path = write(tmp_path / "a.parquet", pa.table({"label": [1, 0], "at": column, "u": ["a", "b"]}))
+    parsed = open_source(config_of(path, settings, bad_rows=0.9)).parse(0)
+    found = parsed.samples.dense[:, 0] if mapping is None else parsed.samples.values[0]
+    assert found.tolist() == np.array(expected, found.dtype).tolist()
+    assert [said in str(bad) for bad in parsed.bad.values()] == ([] if said is None else [True])
+
+
+def test_numbers_that_overflow_when_scaled_are_bad(tmp_path):
+    feature = TableFeature("dense", scale="standardize", mean=0.0, std=1e-20)
+    settings = TableConfig({"x": feature, "u": TableFeature("sparse", num_rows=9)})
+    path = write(tmp_path / "a.csv", pa.table({"label": [1, 0], "x": [1e30, 1e10], "u": ["a", "b"]}))
+    with pytest.raises(DataError, match=r"a.csv:2 x=1e\+30: needed a number that is finite after standardize"):
+        check_data(config_of(path, settings))
+    parsed = open_source(config_of(path, settings, bad_rows=0.9)).parse(0)
+    assert (list(parsed.bad), parsed.samples.num_samples) == ([0], 1)
+
+
+def test_integers_of_64_unsigned_bits_are_ids(tmp_path):
+    table = pa.table({"label": [1, 0], "u": pa.array([2**64 - 1, 7], pa.uint64())})
+    settings = TableConfig({"u": TableFeature("sparse", num_rows=10**6, mapping="hash")})
+    expected = read(write(tmp_path / "a.parquet", table), settings).values[0].tolist()
+    assert read(write(tmp_path / "a.csv", table), settings).values[0].tolist() == expected
+    settings = TableConfig({"u": TableFeature("sparse", num_rows=10**6, mapping="none")})
+    with pytest.raises(DataError, match="u='18446744073709551615': needed an integer, or nothing"):
+        check_data(config_of(tmp_path / "a.csv", settings))
+
+
 def test_hashes_stay_as_they_are():
     """The vectors of docs/own_data.md: rows of trained tables depend on them."""
     expected = {"a": 0x9B44D8EECE61CD2C, "7": 0x93B8F4A3BA040867, "Action": 0xB45C2A9BA0742903}
@@ -152,6 +243,7 @@ def test_hashes_stay_as_they_are():
         ("rating", ["5", "", "4", "3"], "a.csv:3 rating=nan: a label must be a number"),
         ("user", ["7", "8.5", "", "7"], "a.csv:3 user='8.5': needed an integer, or nothing"),
         ("time", ["0", "31.12.1999", "", "0"], "a.csv:3 time='31.12.1999': needed a time as 2024-12-31"),
+        ("time", ["0", "20241231", "", "0"], "a.csv:3 time='20241231': needed a time as 2024-12-31"),
         ("time", ["0", "inf", "", "0"], "a.csv:3 time=inf: needed a time as 2024-12-31"),
         ("time", ["0", "1700000000000", "", "0"], "a.csv:3 time=1700000000000.0: needed .* seconds since 1970"),
         ("genres", ["a", "|" * 4, "", "b"], "a.csv:3 genres=5 ids: needed at most 4 .data.table.max_bag_size"),
@@ -220,6 +312,14 @@ def test_files_that_do_not_fit_are_named(tmp_path):
     (tmp_path / "b.csv.gz").write_bytes(gzip.compress(b"a,b\n" * 99, mtime=0)[:-9])
     with pytest.raises(DataError, match=r"b.csv.gz: cannot be read \(.*\); fetch it again"):
         check_data(config_of(tmp_path / "b.csv.gz"))
+    columns = [pa.array([1]), pa.array([2]), pa.array([3])]
+    pq.write_table(pa.table(columns, names=["rating", "u", "u"]), tmp_path / "twice.parquet")
+    for fails in (open_source, check_data):
+        with pytest.raises(DataError, match=r"twice.parquet: has the column 'u' twice; write it again with another"):
+            fails(config_of(tmp_path / "twice.parquet"))
+    (tmp_path / "b.csv").write_bytes(b"a,b\r1,2\r")
+    with pytest.raises(DataError, match=r"b.csv:1 'a,b.*has a carriage return in it; lines must end in a line feed"):
+        check_data(config_of(tmp_path / "b.csv"))
     (tmp_path / "b.csv").write_text("a,a\n1,2\n")
     with pytest.raises(DataError, match=r"b.csv:1 the header has 'a' twice"):
         open_source(config_of(tmp_path / "b.csv"))
@@ -277,6 +377,67 @@ def test_an_export_encodes_as_training_did(tmp_path):
     for found, expected, places, sizes in zip(ids, block.values, offsets, block.lengths, strict=True):
         assert found.tolist() == expected.tolist()
         assert np.diff(places.numpy()).tolist() == list(sizes)
+
+
+@pytest.mark.parametrize(
+    ("feature", "values", "expected"),
+    [
+        ("user", [7, "7", 7.0, np.int8(7), np.float32(7), np.array([7]), b"7", [7]], "7"),
+        ("user", [None, "", float("nan"), np.float32("nan"), "NA"], ""),
+        ("city", ["7", 7, "7.0", np.float32(7), np.array(["7"]), (7,)], "7"),
+        ("genres", ["War|7", b"War|7", ["War", 7], np.array(["War", "7"])], "War|7"),
+        ("hour", ["2024-12-31 23:00:00", np.datetime64("2024-12-31T23:00:00.5", "ns"), "2024-12-31T23:00:00.5Z",
+                  "2025-01-01 01:00+02", "2025-01-01 01:00:00+0200", 1735686000, "1735686000.0"], "2024-12-31 23"),
+        ("age", ["20", 20, np.float16(20), b"20", "2e1", "+20"], "20"),
+        ("age", [None, float("nan"), "nan", "", "NA", np.datetime64("NaT")], ""),
+        ("price", [True, "True", 1, Decimal("1.00")], "1"),
+    ],
+)  # fmt: skip
+def test_an_export_reads_values_of_programs(tmp_path, feature, values, expected):
+    column = FEATURES[feature].column or feature
+    path = write(tmp_path / "a.csv", pa.table({**COLUMNS, column: pa.array([expected] * 4)}))
+    settings = replace(SETTINGS, null_values=("", "NA"))
+    block = read(path, settings)
+    inputs = json.loads(json.dumps(serving_inputs(config_of(path, settings))))
+    model = Model([], np.array, inputs)  # type: ignore[arg-type]
+    for value in values:
+        dense, ids, _ = model.encode([{**dict.fromkeys(COLUMNS), column: value}])
+        if FEATURES[feature].kind == "dense":
+            place = [each for each in FEATURES if FEATURES[each].kind == "dense"].index(feature)
+            assert dense[0, place] == block.dense[0, place], value
+        else:
+            place = [each for each in FEATURES if FEATURES[each].kind == "sparse"].index(feature)
+            assert ids[place].tolist() == bags(block, feature)[0], value
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "said"),
+    [
+        ("user", 7.5, "user: 7.5: needed an integer of 64 bits"),
+        ("user", "0x1F", "user: '0x1F': needed an integer of 64 bits"),
+        ("user", 2**64, "needed an integer of 64 bits"),
+        ("exact", -1, "exact: id 18446744073709551615: needed a row in 0..8"),
+        ("user", True, "user: True: needed an integer of 64 bits"),
+        ("city", 7.5, "city: 7.5: needed text or a whole number"),
+        ("city", {7, 8}, "city: {8, 7}: needed text or a whole number"),
+        ("city", "x" * 1025, r"city: 'x*'\.\.\.: needed at most 1,024 bytes"),
+        ("time", 1735689599000, "hour: 1735689599000: needed a time as 2024-12-31"),
+        ("time", "20241231", "hour: '20241231': needed a time as 2024-12-31"),
+        ("time", 20241231, "hour: 20241231: needed a time as 2024-12-31"),
+        ("time", "2024-02-30", "hour: '2024-02-30': needed a time as 2024-12-31"),
+        ("time", "20241231T2359", "hour: '20241231T2359': needed a time as 2024-12-31"),
+        ("age", "1e39", "age: '1e39': needed a finite number, below 3.4e38"),
+        ("age", float("inf"), "age: inf: needed a finite number"),
+        ("age", "1_000", "age: '1_000': needed a number"),
+        ("age", [20], r"age: \[20\]: needed a number"),
+    ],
+)
+def test_an_export_refuses_what_training_does(tmp_path, column, value, said):
+    features = {**FEATURES, "exact": TableFeature("sparse", num_rows=9, mapping="none")}
+    config = config_of(tmp_path / "a.csv", TableConfig(features))
+    model = Model([], np.array, serving_inputs(config))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=said):
+        model.encode([{**dict.fromkeys(COLUMNS), column: value}])
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.parquet"])

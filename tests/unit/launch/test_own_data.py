@@ -153,6 +153,67 @@ def test_joins_keep_rows_and_name_what_does_not_fit(folder, capsys):
     assert "all.parquet exists and is not overwritten" in capsys.readouterr().err
 
 
+def test_long_integers_stay_exact(folder, capsys):
+    """Of 19 and 20 digits, as ids and as keys; longer ones are texts. None is a float, which would merge them."""
+    first = {"user": 10**18, "item": 2**63, "hash": 10**25, "price": 9007199254740993}
+    rows = [[n % 2, *(least + n % 5 for least in first.values()), n / 2] for n in range(20)]
+    text = "\n".join(",".join(map(str, row)) for row in [["label", *first, "x"], *rows])
+    Path("a.csv").write_text(text.replace("9007199254740993,0.0", "0.5,0.0"))
+    for name in ("user", "item", "hash"):
+        Path(f"{name}.csv").write_text(f"{name},of_{name}\n" + "".join(f"{first[name] + n},{n}\n" for n in range(5)))
+    joins = [word for name in ("user", "item", "hash") for word in ("--join", f"{name}.csv")]
+    assert cli.main(["data", "convert", "a.csv", *joins, "-o", "a.parquet"]) == 0
+    found = pq.read_table("a.parquet")
+    assert [str(found[name].type) for name in (*first, "x")] == ["int64", "uint64", "string", "string", "double"]
+    for name, least in first.items():
+        if name != "price":
+            assert [int(each) for each in found[name].to_pylist()] == [least + n % 5 for n in range(20)]
+            assert found[f"of_{name}"].to_pylist() == [n % 5 for n in range(20)]
+    for path in ("a.csv", "a.parquet"):
+        assert cli.main(["data", "inspect", path, "-o", f"{path}.toml"]) == 0
+    configs = [load_config(RunConfig, Path(f"{path}.toml")).data for path in ("a.csv", "a.parquet")]
+    features = [config.table.features for config in configs]
+    assert {name: features[0][name] for name in features[0]} == {name: features[1][name] for name in features[0]}
+    assert (features[0]["user"].mapping, features[0]["item"].mapping) == ("hash", "hash")
+    values = [open_source(replace(config, table=configs[0].table)).parse(0).samples.values for config in configs]
+    assert [each.tolist() for each in values[0]] == [each.tolist() for each in values[1]]
+
+
+def test_inspect_names_words_for_missing_values_and_bools(folder, capsys):
+    Path("a.csv").write_text("label,x,user\nTrue,1.5,a\nFalse,NaN,b\nTrue,2.5,NA\n")
+    assert cli.main(["data", "inspect", "a.csv", "-o", "run.toml"]) == 0
+    written = Path("run.toml").read_text()
+    assert 'label = "label"    # bool, 0 to 1' in written
+    assert "# x: string; 3 distinct, 0 missing; text, since 1 of its cells say NaN; --null NaN makes them" in written
+    assert written.count("--null") == 1, "NA is a text among texts"
+    assert cli.main(["data", "inspect", "a.csv", "--null", "NaN", "-o", "with.toml"]) == 0
+    assert load_config(RunConfig, Path("with.toml")).data.table.features["x"].scale == "standardize"
+    assert cli.main(["train", "--config", "with.toml", "--dry-run"]) == 0
+    capsys.readouterr()
+    Path("a.csv").write_text("click,user\nNaN,a\n1,b\n")
+    assert cli.main(["data", "inspect", "a.csv", "-o", "other.toml"]) == 2
+    assert "click: text, since 1 of its cells say NaN; --null NaN makes" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"label,u\n", "a.csv: no row behind its header; needed at least one"),
+        (b"label,u\r1,a\r0,b\r", "a.csv:1 'label,u\\r1,a\\r0,b': has a carriage return in it; lines must end"),
+    ],
+)
+def test_files_without_lines_are_named(folder, capsys, data, said):
+    Path("a.csv").write_bytes(data)
+    for words in (["inspect", "a.csv"], ["convert", "a.csv", "-o", "a.parquet"]):
+        assert cli.main(["data", *words]) == 2
+        assert said in capsys.readouterr().err
+    columns = [pa.array([1, 0]), pa.array([1, 2]), pa.array([3, 4])]
+    pq.write_table(pa.table(columns, names=["label", "u", "u"]), "twice.parquet")
+    for words in (["inspect", "twice.parquet"], ["convert", "twice.parquet", "-o", "a.parquet"]):
+        assert cli.main(["data", *words]) == 2
+        assert "twice.parquet: has the column 'u' twice" in capsys.readouterr().err
+
+
 def test_converted_files_give_the_same_samples(folder):
     """Row groups as they were asked for, and every row once and in its place."""
     rows = "".join(f"{n % 2},u{n % 7},{n / 8}\n" for n in range(1000))
