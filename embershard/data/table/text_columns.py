@@ -69,7 +69,9 @@ class TextColumns:
         cells = _cells(text, self.settings)
         if len(cells) != len(self.names):
             word = _WORDS.get(separator, repr(separator))
-            return f"has {len(cells)} {word}-separated columns; needed {len(self.names)}: {', '.join(self.names[:20])}"
+            hint = ". If cells have line breaks: embershard data convert" if text.count('"') % 2 else ""
+            needed = f"needed {len(self.names)}: {', '.join(self.names[:20])}"
+            return f"has {len(cells)} {word}-separated columns; {needed}{hint}"
         return (
             f"{short(text)}: a quote opens a cell that does not end in this line. If quotes are text: "
             "data.table.quoted = false. If cells have line breaks: embershard data convert"
