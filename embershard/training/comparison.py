@@ -56,7 +56,7 @@ def compare(
     was = {ORDER: PLAIN, **with_current_names(saved.identity)}  # earlier versions had no other
     kept = config
     if BATCH not in allowed:
-        kept = _with_global_batch(checkpoint, config, was.get(BATCH), saved.world_size, world_size)
+        kept = _with_global_batch(checkpoint, config, was.get(BATCH), saved, world_size)
     now = {**identity, BATCH: global_batch(kept, world_size)}
     found = changes(was, now)
     if refused := [change for change in found if change.key not in allowed]:
@@ -88,23 +88,22 @@ def compare(
 
 
 def _with_global_batch(
-    checkpoint: Path, config: RunConfig, batch: int | None, saved_ranks: int, ranks: int
+    checkpoint: Path, config: RunConfig, batch: int | None, saved: SavedRun, ranks: int
 ) -> RunConfig:
-    """Return the config with the saved global batch, if its samples per rank make that batch on some number of ranks:
-    the run may have gone on with other ranks before.
+    """Return the config with the saved global batch, if it asks for the saved samples per rank on other ranks.
 
     Raises:
         CheckpointError: the ranks cannot share the batch evenly.
     """
     train = config.train
-    if batch is None or ranks == saved_ranks or train.global_batch_size is not None:
+    if batch is None or ranks == saved.world_size or train.global_batch_size is not None:
         return config
-    if batch % train.rank_batch_size(ranks):
+    if train.rank_batch_size(ranks) != (saved.rank_batch_size or batch / saved.world_size):
         return config
     if batch % ranks:
         raise CheckpointError(
-            f"{checkpoint} was saved with {batch} samples per step on {saved_ranks} ranks, and {ranks} ranks cannot "
-            f"share them evenly. Use a number of ranks that divides {batch}, or another batch: --set "
+            f"{checkpoint} was saved with {batch} samples per step on {saved.world_size} ranks, and {ranks} ranks "
+            f"cannot share them evenly. Use a number of ranks that divides {batch}, or another batch: --set "
             f"train.batch_size=none --set train.global_batch_size={batch // ranks * ranks or ranks} "
             f"--allow-change {BATCH}"
         )

@@ -90,6 +90,10 @@ class RunState:
         digest = None if hot is None else hot.samples.digest
         self._identity = ranks.from_first(lambda: identity_of(config, ranks.world_size, digest))
         self.changes: tuple[Change, ...] = ()
+        # Of the settings: a resume on other ranks keeps the samples per step instead.
+        self._rank_batch_size = (
+            config.train.rank_batch_size(ranks.world_size) if config.train.global_batch_size is None else None
+        )
 
     def prepare_save(
         self, folder: Path, run_id: str, steps: int, samples: int, position: StreamState, copy_bytes: int
@@ -106,6 +110,7 @@ class RunState:
             "settings": self._identity,
             "changes": [asdict(change) for change in self.changes],
             "world_size": self._ranks.world_size,
+            "rank_batch_size": self._rank_batch_size,
             "rng": self._ranks.all_gather_objects(rng_state(self._ranks.device)),
         }
         frozen = freeze(self.model)

@@ -31,6 +31,8 @@ class SavedRun:
         world_size: number of ranks.
         rng: the states of each rank's random number generators, in base64, by device.
         changes: settings that were changed on request by earlier resumes.
+        rank_batch_size: samples per rank and step that the settings asked for, though resumes on other ranks may have
+            kept the samples per step; None where they gave these, and in earlier versions.
 
     Raises:
         CheckpointError: a number is out of its range, or a generator's state is missing or damaged.
@@ -44,6 +46,7 @@ class SavedRun:
     world_size: int
     rng: tuple[dict[str, str], ...]
     changes: tuple[Change, ...] = ()
+    rank_batch_size: int | None = None
 
     def __post_init__(self) -> None:
         numbers = {"step": self.step, "samples": self.samples, "world_size": self.world_size}

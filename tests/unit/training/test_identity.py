@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,13 +158,17 @@ def test_only_what_was_allowed_may_change(ranks, original):
 
 def test_the_samples_per_step_stay_on_ranks_after_other_ranks(tmp_path):
     """A run of 128 samples on one rank, saved on two: it goes on with 128 on four, and on three it cannot."""
+    saved = SimpleNamespace(world_size=2, rank_batch_size=128)
     config = RunConfig(train=TrainConfig(batch_size=128))
-    kept = _with_global_batch(tmp_path, config, 128, saved_ranks=2, ranks=4)
+    kept = _with_global_batch(tmp_path, config, 128, saved, ranks=4)
     assert (kept.train.batch_size, kept.train.global_batch_size) == (None, 128)
     with pytest.raises(CheckpointError, match="3 ranks cannot share them evenly"):
-        _with_global_batch(tmp_path, config, 128, saved_ranks=2, ranks=3)
-    other = RunConfig(train=TrainConfig(batch_size=96))  # made by no number of ranks: compared, and refused
-    assert _with_global_batch(tmp_path, other, 128, saved_ranks=2, ranks=4) == other
+        _with_global_batch(tmp_path, config, 128, saved, ranks=3)
+    for changed in (96, 64):  # compared, and refused: also one that makes 128 on two ranks
+        other = RunConfig(train=TrainConfig(batch_size=changed))
+        assert _with_global_batch(tmp_path, other, 128, saved, ranks=4) == other
+    earlier = SimpleNamespace(world_size=2, rank_batch_size=None)
+    assert _with_global_batch(tmp_path, other, 128, earlier, ranks=4).train.global_batch_size == 128
 
 
 def test_the_advice_for_another_batch_is_accepted():
