@@ -11,6 +11,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 Stage = Literal["input", "id exchange", "know", "plan", "fills", "lookup", "forward", "backward", "optimizer"]
+#: Folder of the traces in that of a run; and the ending of the files of each rank's stage times.
+TRACES, STAGES_ENDING = "profile", ".stages.json"
 #: Begins the names of stages in a trace.
 PREFIX = "embershard: "
 _is_recorded = False

@@ -33,3 +33,10 @@ def check_fields(owner: object, section: str, **needs: tuple[bool, str]) -> None
     for name, (is_met, needed) in (among | needs).items():
         if not is_met:
             raise ConfigError(f"data.{section}{name} = {getattr(owner, name)!r}; needed {needed}")
+
+
+def need_at_least(owner: object, **least: int) -> None:
+    """Raise `ConfigError` where a field of options, which no file has, is less than the number of its name."""
+    for name, lowest in least.items():
+        if getattr(owner, name) < lowest:
+            raise ConfigError(f"{name}: got {getattr(owner, name)}, needed at least {lowest}.")

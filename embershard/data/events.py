@@ -20,8 +20,9 @@ import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from embershard.data.config_checks import need_at_least
 from embershard.data.hashing import Ids, make_key, mix64, random_words, unit_floats
-from embershard.errors import ConfigError, DataError, naming_file
+from embershard.errors import DataError, naming_file
 
 BEHAVIOURS = ("pv", "buy", "cart", "fav")
 SPARSE = ("user", "item", "category", "hist_item", "hist_category", "hist_behaviour")
@@ -58,9 +59,7 @@ class WindowOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("history", 1), ("negatives", 0), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}: got {getattr(self, name)}, needed at least {least}.")
+        need_at_least(self, history=1, negatives=0, seed=0)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from embershard.data.config_checks import need_at_least
 from embershard.data.events import BEHAVIOURS
 from embershard.data.hashing import Ids, make_key, mix64, random_words, unit_floats
 from embershard.errors import ConfigError
@@ -51,9 +52,7 @@ class SessionOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("num_users", "num_items", "num_categories"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: got {getattr(self, name)}, needed at least 1.")
+        need_at_least(self, num_users=1, num_items=1, num_categories=1)
         if self.num_items < self.num_categories:
             raise ConfigError(f"num_items: got {self.num_items}, needed at least the {self.num_categories} categories.")
         for name in ("session_end", "drift", "follow"):

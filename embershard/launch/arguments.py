@@ -171,6 +171,13 @@ def check_output(path: Path) -> None:
         raise ConfigError(f"{path} {problem}; give the name of a file in a folder that exists.")
 
 
+def check_new_output(path: Path) -> None:
+    """Raise `ConfigError` unless a file can be written at `path`, and there is none yet."""
+    check_output(path)
+    if path.exists():
+        raise ConfigError(f"{path} exists and is not overwritten; give another file, or remove it.")
+
+
 def add_run_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Add the arguments that `embershard train` and the program of each rank have in common; `required`: --config."""
     add_settings(parser, required=required)

@@ -138,6 +138,11 @@ class ModelConfig:
                 )
 
     @property
+    def is_torchrecs(self) -> bool:
+        """TorchRec has the architecture: one EmbeddingBagCollection, with a table for each feature."""
+        return self.build is None and self.arch not in WITH_HISTORY
+
+    @property
     def title(self) -> str:
         """The model in a few words."""
         return self.build or self.arch

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import replace
 
 from embershard.errors import ShardingError
 from embershard.planning.budget import placed
@@ -31,8 +30,7 @@ def plain_candidate(request: PlanRequest) -> Candidate:
     for kind in ("table_wise", "column_wise", "table_row_wise", "row_wise"):
         tables = _alike(request, kind)
         if tables is not None:
-            on_device = tuple(t if t.kernel == "replicated" else replace(t, kernel="device") for t in tables)
-            resident = sized(request, on_device)
+            resident = sized(request, tuple(table.without_cache for table in tables))
             found.append(sized(request, tables) if resident is None else resident)
     fitting = [candidate for candidate in found if candidate is not None]
     if not fitting:

@@ -55,7 +55,8 @@ def find_profile(config: RunConfig, source: Source) -> FrequencyProfile | None:
         return None
     samples = config.profile.num_counted(source.chunks("train").num_samples)
     blocks = SampleReader(source, "train", config.data).blocks(samples, _COUNTED_AT_ONCE)
-    ids = (_ids_by_table(tables_of_run(config), source.schema, block) for block in blocks)
+    tables = tables_of_run(config)
+    ids = (_ids_by_table(tables, source.schema, block) for block in blocks)
     return FrequencyProfile.count(ids, table_rows(config))
 
 

@@ -13,7 +13,6 @@ from embershard.distributed import CheckpointConfig
 from embershard.errors import ConfigError
 from embershard.frequency.config import ProfileConfig
 from embershard.models import ModelConfig
-from embershard.models.config import WITH_HISTORY
 from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.config import ShardingConfig
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig, ScheduleConfig
@@ -150,7 +149,7 @@ class RunConfig:
 
     def _check_model(self) -> None:
         """Raise where the model's tables cannot be placed in the way that the settings ask for."""
-        if self.model.build is None and self.model.arch not in WITH_HISTORY:
+        if self.model.is_torchrecs:
             return
         if self.train.precision == "fp64":
             raise ConfigError(

@@ -37,12 +37,15 @@ def divided_once(config: RunConfig, plan: Plan | None) -> Iterator[None]:
     Without a cache, gradients of replicated tables are divided by DDP: with such tables all are divided as ever.
     """
     was = get_gradient_division()
-    is_ddps = not config.cache.enabled and plan is not None and any(t.kernel == "replicated" for t in plan.tables)
-    set_gradient_division(was and (config.train.precision != "fp64" or is_ddps))
+    set_gradient_division(was and (config.train.precision != "fp64" or _ddp_divides(config, plan)))
     try:
         yield
     finally:
         set_gradient_division(was)
+
+
+def _ddp_divides(config: RunConfig, plan: Plan | None) -> bool:
+    return not config.cache.enabled and plan is not None and any(t.kernel == "replicated" for t in plan.tables)
 
 
 @torch.fx.wrap

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from embershard.data import schema_of
 from embershard.models import ModelTable, model_tables, num_parameters
-from embershard.models.config import WITH_HISTORY
 from embershard.models.dense_size import DenseSize
 from embershard.sharding.shards import groups_of
 from embershard.sharding.sizes import ModelSize, TableSize
@@ -73,7 +72,7 @@ def model_size(config: RunConfig, rows: Mapping[str, int]) -> ModelSize:
 def _dense_part(config: RunConfig, num_tables: int) -> tuple[float, int, float]:
     """Return operations of a sample, bytes of the parameters, and bytes that a sample's forward keeps."""
     schema = schema_of(config.data)
-    if config.model.build is None and config.model.arch not in WITH_HISTORY:
+    if config.model.is_torchrecs:
         number_bytes = 8 if config.train.precision == "fp64" else 4
         dense = DenseSize.of(config.model, schema.num_dense, num_tables, number_bytes)
         return dense.flops_per_sample, dense.parameter_bytes, dense.activation_bytes_per_sample

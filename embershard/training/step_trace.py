@@ -15,11 +15,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from embershard.errors import naming_file
-from embershard.stages import PREFIX, stages_recorded
+from embershard.stages import PREFIX, STAGES_ENDING, stages_recorded
 from embershard.whole_file import whole_file
 
-#: Folder of the traces in that of a run; and the endings of each rank's files.
-TRACES, TRACE_ENDING, STAGES_ENDING = "profile", ".json.gz", ".stages.json"
+_TRACE_ENDING = ".json.gz"
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class StepTrace:
         seconds = time.perf_counter() - self._began
         running.close()
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"rank_{self._rank}{TRACE_ENDING}"
+        path = self._folder / f"rank_{self._rank}{_TRACE_ENDING}"
         with naming_file(path):
             self._profile.export_chrome_trace(str(path))
         stages = mean_stages(self._spans(), self._steps, seconds, training_thread=None)

@@ -16,17 +16,14 @@ from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.config import ShardingConfig
 from tests.ranks import own_models
 from tests.ranks.workers import RankPool
+from tests.unit.data.windows import make_windows
 
 pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(scope="module")
 def windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Windows of generated sessions, as a user makes them."""
-    folder = tmp_path_factory.mktemp("events")
-    assert cli.main(["data", "sessions", "-o", str(folder / "log.csv"), "--users", "2000", "--items", "3000"]) == 0
-    assert cli.main(["data", "events", str(folder / "log.csv"), "-o", str(folder / "windows"), "--history", "6"]) == 0
-    return folder / "windows"
+    return make_windows(tmp_path_factory.mktemp("events"), users=2000, items=3000, history=6)
 
 
 @pytest.mark.parametrize("model", ["own", "din", "tbsm"])

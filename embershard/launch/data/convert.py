@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embershard.errors import ConfigError, DataError
-from embershard.launch.arguments import check_output, help_parts, positive
+from embershard.errors import DataError
+from embershard.launch.arguments import check_new_output, help_parts, positive
 from embershard.launch.data.form import add_form, columns_of_files
 from embershard.launch.screen import plain_console, say
 from embershard.whole_file import whole_file
@@ -64,9 +64,7 @@ def convert(arguments: argparse.Namespace) -> int:
     import pyarrow.parquet as pq
 
     output: Path = arguments.output
-    check_output(output)
-    if output.exists():
-        raise ConfigError(f"{output} exists and is not overwritten; give another file, or remove it.")
+    check_new_output(output)
     files = columns_of_files(arguments.data, arguments)
     types = _types_of(files)
     joined = [Joined.read(text, arguments) for text in arguments.join]
@@ -111,7 +109,8 @@ class Joined:
         if not colon or Path(text).exists():
             path, names = text, ""
         files = columns_of_files(Path(path), arguments, names or None, is_joined=True)
-        batches = [batch for file in files for batch in file.batches(_types_of(files))]
+        types = _types_of(files)
+        batches = [batch for file in files for batch in file.batches(types)]
         return Joined(Path(path), pa.Table.from_batches(batches))
 
     def add_to(self, rows: pa.Table) -> pa.Table:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from embershard.data.table.config import TableFeature
 from embershard.decoding import toml, toml_key
 from embershard.errors import ConfigError, DataError
-from embershard.launch.arguments import check_output, help_parts
+from embershard.launch.arguments import check_new_output, help_parts
 from embershard.launch.data.form import add_form, columns_of_files
 from embershard.launch.screen import make_table, plain_console, say, wide_console
 
@@ -56,9 +56,7 @@ def inspect(arguments: argparse.Namespace) -> int:
 
     output: Path | None = arguments.output
     if output is not None:
-        check_output(output)
-        if output.exists():
-            raise ConfigError(f"{output} exists and is not overwritten; give another file, or remove it.")
+        check_new_output(output)
     files = columns_of_files(arguments.data, arguments)
     columns, num_bad = survey_files(files)
     label = None

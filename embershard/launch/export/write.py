@@ -22,7 +22,6 @@ from embershard.launch.export.rounding import RoundingSample
 from embershard.launch.export.tables import TableDtype, write_parquet, write_safetensors
 from embershard.launch.versions import versions
 from embershard.models import ModelConfig, ModelTable
-from embershard.models.config import WITH_HISTORY
 from embershard.training.config import RunConfig
 from embershard.training.model_size import tables_of_run
 from embershard.training.trained_run import TrainedRun, open_trained
@@ -137,7 +136,7 @@ def _tensor(table: ModelTable) -> str:
 
 
 def _check_model(config: ModelConfig) -> None:
-    if config.build is not None or config.arch in WITH_HISTORY:
+    if not config.is_torchrecs:
         raise ConfigError(
             f"{config.title!r} cannot be exported as a module: the export has the layers of dlrm, dlrm_dcn and deepfm. "
             "Export the tables alone (--format parquet), and score with embershard predict."

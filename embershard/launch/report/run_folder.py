@@ -16,6 +16,7 @@ from embershard.errors import ConfigError
 from embershard.launch.config import METRICS, RUN_CONFIG
 from embershard.planning.verify.measured import MeasuredRun
 from embershard.sharding.plan import Plan
+from embershard.stages import STAGES_ENDING, TRACES
 
 _RESULT = "result.json"
 
@@ -116,10 +117,11 @@ class RunFolder:
                     found.append(report)
         return found
 
+    @cached_property
     def stages(self) -> list[dict[str, Any]]:
         """Return the stage times of each rank that `--profile-steps` traced, as `mean_stages` makes them."""
         found = []
-        for file in sorted((self.path / "profile").glob("rank_*.stages.json")):
+        for file in sorted((self.path / TRACES).glob(f"rank_*{STAGES_ENDING}")):
             with contextlib.suppress(OSError, ValueError):
                 found.append(json.loads(file.read_bytes()))
         return found

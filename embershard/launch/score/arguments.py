@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 
 from embershard.errors import ConfigError
-from embershard.launch.arguments import add_overrides, check_output, text_override, whole
+from embershard.launch.arguments import add_overrides, text_override, whole
 from embershard.launch.config import CHECKPOINTS, RUN_CONFIG, load_config
 from embershard.training.config import RunConfig
 
@@ -65,10 +65,3 @@ def checkpoints_of(arguments: argparse.Namespace) -> Path:
     """Return the folder of the run's checkpoints."""
     folder: Path = arguments.run_dir / CHECKPOINTS
     return folder
-
-
-def check_scores_file(path: Path) -> None:
-    """Raise `ConfigError` unless scores can be written at `path`: it must be new."""
-    check_output(path)
-    if path.exists():
-        raise ConfigError(f"{path} exists and is not overwritten; give another file, or remove it.")

@@ -13,8 +13,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from embershard.data import open_source
 from embershard.distributed import Ranks, Supervision, process_group
+from embershard.launch.arguments import check_new_output
 from embershard.launch.ranks.rank_errors import show_errors_of_rank
-from embershard.launch.score.arguments import add_run, check_scores_file, checkpoints_of, run_config
+from embershard.launch.score.arguments import add_run, checkpoints_of, run_config
 from embershard.launch.score.scores_file import ScoresFile
 from embershard.launch.screen import make_table, number, plain_console, progress_bar, say, silence_libraries
 from embershard.training.config import RunConfig
@@ -44,7 +45,7 @@ def score_run(
     """Score the held-out samples of `config`: into the file `output`, or, without one, show the quality. Collective."""
     console = plain_console(quiet=not ranks.is_first)
     if output is not None:
-        ranks.from_first(lambda: check_scores_file(output))
+        ranks.from_first(lambda: check_new_output(output))
     trained = open_trained(config, checkpoints, ranks, step)
     say(console, *(f"Not used: {reason}." for reason in trained.skipped))
     source = open_source(config.data, needs_labels=output is None)

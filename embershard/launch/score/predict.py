@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from embershard.launch.score.arguments import add_output, check_scores_file
+from embershard.launch.arguments import check_new_output
+from embershard.launch.score.arguments import add_output
 from embershard.launch.score.start import parser_of, start
 
 _HELP = """Score samples with a trained model: from the newest valid checkpoint of a run to a Parquet file, streamed.
@@ -22,5 +23,5 @@ def main(argv: Sequence[str]) -> int:
     parser = parser_of("predict", _HELP)
     add_output(parser)
     arguments = parser.parse_args(argv)
-    check_scores_file(arguments.output)
+    check_new_output(arguments.output)
     return start(arguments, ["-o", str(arguments.output)])

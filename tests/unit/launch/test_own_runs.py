@@ -16,7 +16,6 @@ import pytest
 from embershard.decoding import read_toml
 from embershard.distributed import Ranks, Supervision, process_group
 from embershard.errors import CheckpointError, ConfigError
-from embershard.launch import cli
 from embershard.launch.config import load_config
 from embershard.launch.data import command as data_command
 from embershard.launch.export import command as export
@@ -27,6 +26,7 @@ from embershard.training.config import RunConfig
 from embershard.training.hot_cold import find_hot_rows
 from embershard.training.resume import resume_run
 from embershard.training.trainer import Trainer
+from tests.unit.data.windows import make_windows
 
 PROJECT = Path(__file__).resolve().parents[3]
 SMALL = [
@@ -44,10 +44,7 @@ def train(config: RunConfig, run_dir: Path) -> None:
 
 @pytest.fixture(scope="module")
 def windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("log")
-    assert cli.main(["data", "sessions", "-o", str(folder / "log.csv"), "--users", "150", "--items", "300"]) == 0
-    assert cli.main(["data", "events", str(folder / "log.csv"), "-o", str(folder / "windows"), "--history", "10"]) == 0
-    return folder / "windows"
+    return make_windows(tmp_path_factory.mktemp("log"), users=150, items=300, history=10)
 
 
 @pytest.mark.parametrize("arch", ["din", "tbsm"])

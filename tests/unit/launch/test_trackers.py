@@ -102,6 +102,19 @@ def test_a_tracker_that_cannot_begin(monkeypatch, tmp_path):
     assert warnings == ["Warning: wandb failed and gets nothing more (PermissionError: no key)."]
 
 
+def tell_in_a_process(home: Path, kind: str, **variables: str) -> None:
+    """Tell a tracker of a run in the project "clicks", in a process of its own: some leave threads."""
+    code = (
+        "import sys; from pathlib import Path; from tests.unit.launch.test_trackers import *; "
+        "tell(Trackers(tracked(Path(sys.argv[1]), sys.argv[2], project='clicks'), sys.exit))"
+    )
+    command = [sys.executable, "-c", code, str(home), kind]
+    ran = subprocess.run(
+        command, env={**os.environ, "HOME": str(home), **variables}, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
 def test_one_that_is_not_installed_is_refused_with_the_remedy(monkeypatch):
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(SetupError, match=r'"wandb"|\'wandb\', which is not installed. Try: pip install "wandb>='):
@@ -137,13 +150,7 @@ def test_tensorboard_has_reports_and_result(tmp_path):
 @pytest.mark.slow
 def test_weights_and_biases_offline(tmp_path):
     pytest.importorskip("wandb", reason="wandb is not installed")
-    code = (
-        "import sys; from pathlib import Path; from tests.unit.launch.test_trackers import *; "
-        "tell(Trackers(tracked(Path(sys.argv[1]), 'wandb'), sys.exit))"
-    )
-    environment = {**os.environ, "WANDB_MODE": "offline", "HOME": str(tmp_path), "WANDB_SILENT": "true"}
-    ran = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
+    tell_in_a_process(tmp_path, "wandb", WANDB_MODE="offline", WANDB_SILENT="true")
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     content = file.read_bytes()
     for said in (b"train/loss", b"result/auc", b"train.batch_size"):
@@ -170,13 +177,7 @@ def test_mlflow_in_files(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_trackio_on_this_machine(tmp_path):
     pytest.importorskip("trackio", reason="trackio is not installed")
-    code = (
-        "import sys; from pathlib import Path; from tests.unit.launch.test_trackers import *; "
-        "tell(Trackers(tracked(Path(sys.argv[1]), 'trackio', project='clicks'), sys.exit))"
-    )
-    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "HOME": str(tmp_path)}
-    ran = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
+    tell_in_a_process(tmp_path, "trackio", TRACKIO_DIR=str(tmp_path / "trackio"))
     (file,) = (tmp_path / "trackio").glob("clicks*.db")
     import sqlite3
 

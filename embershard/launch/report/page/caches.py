@@ -111,20 +111,20 @@ def step_time(runs: Sequence[Run]) -> Section:
         "which training waited for rows. The bars do not add up: with look-ahead, work on caches may run beside the "
         "training, and the means are of all steps, while the first and the last ones do not count for the step.",
     ]
-    if not any(run.folder.stages() for run in runs):
+    if not any(run.folder.stages for run in runs):
         said.append(
             "Not measured apart: input, exchange of ids, lookup, dense layers, and optimizer. Train with "
             "--profile-steps A:B to measure them. Where a run had a plan, its prediction has such parts, below."
         )
     note = "Of a rank, in a step."
     figures = [Figure("Step time", figure, note)] if timed else []
-    figures += [_stages(run) for run in runs if run.folder.stages()]
+    figures += [_stages(run) for run in runs if run.folder.stages]
     return Section("Where a step's time goes", figures, said)
 
 
 def _stages(run: Run) -> Figure:
     """Return the stages of a run's traced steps, a bar per rank."""
-    ranks = run.folder.stages()
+    ranks = run.folder.stages
     figure = new_figure(
         "in the thread that trains", "in threads beside it", height=_LEAST_PIXELS + _ROW_PIXELS * len(ranks)
     )
