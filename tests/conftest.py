@@ -51,8 +51,10 @@ def cuda_problem() -> str:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Give all tests that use pools of ranks to one process, since pools are reused. Every other file goes to any free
-    process."""
+    process, in the order of the folders: those of `tests/unit`, each a few seconds, fill the end on all processes."""
     from xdist.scheduler import LoadScopeScheduling
+
+    config.option.loadscopereorder = False
 
     class RanksTogether(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:

@@ -40,7 +40,7 @@ def _check(outcomes: list[dict[str, Outcome]], policies: tuple[str, ...], states
 @pytest.mark.parametrize("sharding", POOLED)
 def test_every_sharding_type_optimizer_and_policy(two_ranks: RankPool, sharding: str, optimizer: str) -> None:
     case = Case(sharding=sharding, optimizer=optimizer)
-    _check(two_ranks.run(compare, case, POLICIES), POLICIES, states=optimizer != "sgd", evictions=3000)
+    _check(two_ranks.run(compare, case, POLICIES), POLICIES, states=optimizer != "sgd", evictions=2000)
 
 
 VARIANTS = {
@@ -175,7 +175,7 @@ def test_growing_cache_stays_exact(two_ranks: RankPool) -> None:
 def test_a_static_cache(two_ranks: RankPool, sharding: str) -> None:
     """Rows outside of the cache are trained right; and not if what trained them is not written back."""
     case = Case(sharding=sharding, optimizer="adagrad", policy="static")
-    _check(two_ranks.run(compare, case), ("static",), states=True, evictions=3000)
+    _check(two_ranks.run(compare, case), ("static",), states=True, evictions=2000)
     outcomes = two_ranks.run(faults.compare_with_fault, case, "write_back_skipped")
     assert any(outcome["static"].different for outcome in outcomes)
 
