@@ -90,7 +90,7 @@ def start(arguments: Sequence[str], output: Path, errors: Path | None = None, **
         variables: of its environment, beside this process's own.
     """
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **variables}
-    return Process(forked().Process(target=_command, args=(list(arguments), output, errors or output, environment)))
+    return Process(forked().Process(target=_command, args=(list(arguments), output, errors, environment)))
 
 
 def run(arguments: Sequence[str], folder: Path, timeout: float = 300.0) -> subprocess.CompletedProcess[str]:
@@ -113,16 +113,21 @@ def run(arguments: Sequence[str], folder: Path, timeout: float = 300.0) -> subpr
     return subprocess.CompletedProcess(list(arguments), code, output.read_text(), errors.read_text())
 
 
-def _command(arguments: list[str], output: Path, errors: Path, environment: Mapping[str, str]) -> NoReturn:
+def _command(arguments: list[str], output: Path, errors: Path | None, environment: Mapping[str, str]) -> NoReturn:
     """The launcher's process."""
-    for path, descriptor in ((output, 1), (errors, 2)):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(file, descriptor)
-        os.close(file)
+    print_to(output, errors)
     os.chdir(PROJECT)
     _become(environment, ["embershard", *arguments])
     rank_process.subprocess = _Subprocess  # type: ignore[assignment]
     sys.exit(cli.main(arguments))
+
+
+def print_to(output: Path, errors: Path | None = None) -> None:
+    """Have this process append what it prints to these files; without `errors`, all to `output`."""
+    for path, descriptor in ((output, 1), (errors or output, 2)):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, descriptor)
+        os.close(file)
 
 
 def _become(environment: Mapping[str, str], words: list[str]) -> None:

@@ -72,7 +72,7 @@ class Case:
     dims: tuple[int, ...] = (16, 16, 16, 16)
     fp16: tuple[int, ...] = ()
     ratio: float = 0.22
-    steps: int = 20
+    steps: int = 30
     batch_size: int = 16
     local_world_size: int | None = None
     host_dir: str | None = None

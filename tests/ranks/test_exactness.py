@@ -7,18 +7,20 @@ comparison fails when a row's optimizer state stays behind, or when a pinned slo
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import get_args
 
 import pytest
 
 from embershard.cache.config import Scoring
-from tests.ranks import faults, initial_weights, rows_exchange
+from tests.ranks import faults, initial_weights, parity, rows_exchange
 from tests.ranks.modes_matrix import case_of, with_look_ahead
-from tests.ranks.parity import ROWS, Case, Outcome, compare, compare_all, losses_of
+from tests.ranks.parity import ROWS, Outcome, compare, compare_all, losses_of
 from tests.ranks.workers import RankError, RankPool
 
 pytestmark = pytest.mark.ranks
 
+Case = functools.partial(parity.Case, steps=20)  # enough to put out thousands of rows
 POLICIES = get_args(Scoring)
 POOLED = ("table_wise", "row_wise", "column_wise", "table_column_wise", "table_row_wise", "grid_shard")
 

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.ranks import step_contract
-from tests.ranks.commands import Process, forked
+from tests.ranks.commands import Process, forked, print_to
 from tests.ranks.look_ahead import Case, Run
 from tests.ranks.workers import RankPool
 
@@ -55,9 +55,7 @@ def test_a_rank_that_raises_after_its_update_trains_on_with_the_others(
 
 def leave(rank: int, folder: Path, catches: bool) -> None:
     """Be one of two ranks, in a process of its own."""
-    file = os.open(folder / f"rank_{rank}.txt", os.O_WRONLY | os.O_CREAT)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+    print_to(folder / f"rank_{rank}.txt")
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
     step_contract.left_before_its_backward(Case(sharding="row_wise", batch_size=4), Run(4, 2, 3), catches)

@@ -115,19 +115,10 @@ def test_plain_lines_and_a_closing_table_when_not_on_a_terminal(cached: Path) ->
 
 
 def test_uncached_run_of_the_same_command_has_the_same_losses(
-    cached: Path, project_dir: Path, settings: list[str], tmp_path: Path
+    cached: Path, settings: list[str], tmp_path: Path
 ) -> None:
     off = ["--set", "cache.enabled=false"]
-    run(
-        project_dir,
-        *TORCHRUN,
-        "-m",
-        "embershard.launch.train.command",
-        *settings,
-        *off,
-        "--run-dir",
-        str(tmp_path / "r"),
-    )
+    embershard(tmp_path, "train", *settings, *off, "--nproc", "2", "--run-dir", str(tmp_path / "r"))
     assert losses(tmp_path / "r") == losses(cached)
     assert len(losses(cached)) == 105
     assert result(tmp_path / "r")["cache"] is None
