@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Dozens of processes import the same files: each would compile them, and pytest's plugins anew.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
+os.environ["PYTHONDONTWRITEBYTECODE"] = ""  # every process would compile all tests again
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: tests run side by side, on few cores
 # Before numba: in tests, a compiled loop that leaves an array raises. Such loops are kept apart from those of users.
 os.environ.setdefault("NUMBA_BOUNDSCHECK", "1")
