@@ -12,15 +12,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
 from embershard.launch import cli
-from embershard.launch.ranks import rank_process
 
 PROJECT = Path(__file__).resolve().parents[2]
+_new_process = subprocess.Popen
 #: What ranks import, some of it at their first use.
 _IMPORTED_ONCE = [
     "embershard.launch.train.command",
@@ -118,7 +118,7 @@ def _command(arguments: list[str], output: Path, errors: Path | None, environmen
     print_to(output, errors)
     os.chdir(PROJECT)
     _become(environment, ["embershard", *arguments])
-    rank_process.subprocess = _Subprocess  # type: ignore[assignment]
+    subprocess.Popen = _popen  # type: ignore[assignment, misc]
     sys.exit(cli.main(arguments))
 
 
@@ -136,24 +136,32 @@ def _become(environment: Mapping[str, str], words: list[str]) -> None:
     sys.argv = words
 
 
-class _Subprocess:
-    """`subprocess` for the launcher, which starts `python -m MODULE ARGUMENTS...` for each rank."""
-
-    @staticmethod
-    def Popen(  # noqa: N802
-        command: Sequence[str], env: Mapping[str, str], pass_fds: Sequence[int], start_new_session: bool
-    ) -> Process:
-        assert command[1] == "-m"
-        assert start_new_session
-        return Process(multiprocessing.get_context("fork").Process(target=_rank, args=(command[2:], env)))
+def _popen(command: Sequence[str], **how: Any) -> Any:
+    """`subprocess.Popen`, which forks this process for `python -m embershard.MODULE ARGUMENTS...`."""
+    if list(command[:2]) != [sys.executable, "-m"] or not command[2].startswith("embershard."):
+        return _new_process(command, **how)
+    assert how.pop("start_new_session")
+    how.pop("pass_fds", None)  # a fork has them all
+    return Process(multiprocessing.get_context("fork").Process(target=_module, args=(command[2:],), kwargs=how))
 
 
-def _rank(words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
-    """A rank's process: what the launcher changed in its own is undone."""
+def _module(
+    words: Sequence[str],
+    env: Mapping[str, str] | None = None,
+    stdout: Any = None,
+    stderr: int | None = None,
+    preexec_fn: Callable[[], None] | None = None,
+) -> NoReturn:
+    """The process of a rank or of a run: what its parent changed in its own is undone."""
     os.setsid()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    _become(environment, list(words))
+    if preexec_fn is not None:
+        preexec_fn()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if stdout is not None:
+        assert stderr == subprocess.STDOUT
+        print_to(Path(stdout.name))
+    _become(env or dict(os.environ), list(words))
     try:
         code = importlib.import_module(words[0]).main()
     except Exception:
