@@ -28,6 +28,8 @@ from embershard.training.resume import resume_run
 from embershard.training.trainer import Trainer
 from tests.unit.data.windows import make_windows
 
+pytestmark = pytest.mark.slow  # whole training runs
+
 PROJECT = Path(__file__).resolve().parents[3]
 SMALL = [
     "data.synthetic.num_samples=1200", "data.synthetic.scale=0.001", "data.num_workers=0",
@@ -125,7 +127,6 @@ def test_a_script_of_one_s_own_trains(monkeypatch, capsys, tmp_path):
     assert (tmp_path / "checkpoints" / "step_20").is_dir()
 
 
-@pytest.mark.slow
 def test_attention_to_the_history_is_worth_it(tmp_path):
     """After the same steps from the same seed, on generated sessions; docs/LOG.md has larger ones."""
     data_command.main(["sessions", "-o", str(tmp_path / "log.csv"), "--users", "800", "--items", "400"])
