@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from embershard.sharding.plan import Plan, PoolPlacement, Prediction, TablePlacement
+from embershard.units import size
 
 _SIZES = ("world_size", "ranks_per_node", "batch_size", "device", "device_memory_bytes", "host_memory_bytes")
 
@@ -98,14 +99,15 @@ def _predictions(before: Prediction | None, after: Prediction | None) -> Iterato
         if (before is None) != (after is None):
             yield f"predictions: only the {'second' if before is None else 'first'} plan has them"
         return
-    for what, old, new, unit in (
-        ("step", before.step_seconds * 1e3, after.step_seconds * 1e3, "ms"),
-        ("samples per second", before.samples_per_second, after.samples_per_second, ""),
-        ("device memory of the fullest rank", before.most_device_bytes / 2**20, after.most_device_bytes / 2**20, "MiB"),
-        ("host memory of all ranks", _host_bytes(before) / 2**20, _host_bytes(after) / 2**20, "MiB"),
-    ):
+    values: list[tuple[str, float, float, Callable[[float], str]]] = [
+        ("step", before.step_seconds, after.step_seconds, lambda seconds: f"{seconds * 1e3:,.2f} ms"),
+        ("samples per second", before.samples_per_second, after.samples_per_second, "{:,.2f}".format),
+        ("device memory of the fullest rank", before.most_device_bytes, after.most_device_bytes, size),
+        ("host memory of all ranks", _host_bytes(before), _host_bytes(after), size),
+    ]
+    for what, old, new, say in values:
         if old != new:
-            yield f"predicted {what}: {old:,.2f} -> {new:,.2f} {unit}".rstrip() + f" ({_change(old, new)})"
+            yield f"predicted {what}: {say(old)} -> {say(new)} ({_change(old, new)})"
     yield from _values([("predicted bottleneck", before.bottleneck, after.bottleneck)])
 
 

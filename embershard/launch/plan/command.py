@@ -26,7 +26,7 @@ N = TypeVar("N", int, float)
 
 _HELP = """Place tables and size caches; predict memory, hit rates and step time.
 
-  embershard plan run.toml --profile profile.npz --ranks 8 --device-memory 80GB --topology h100x8 -o plan.json
+  embershard plan run.toml --profile profile.npz --ranks 8 --device-memory 72GiB --topology h100x8 -o plan.json
   embershard plan run.toml --profile profile.npz --ranks 1,2,4,8,16 --topology h200x8 --png scaling.png
   embershard plan run.toml --profile profile.npz --explain C3
   embershard plan run.toml --profile profile.npz --simulate --ranks 1..4096 --topology h100x8
@@ -252,8 +252,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=_ranks, metavar="N[,N...]", help="ranks; several, or 1..64: compare them")
     parser.add_argument("--ratios", type=_numbers(float), metavar="R[,R...]", help="shares of the rows on the device")
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="(default: the topology's)")
-    parser.add_argument("--device-memory", type=parse_bytes, metavar="SIZE", help="of one rank, a hard limit: 80GB")
-    parser.add_argument("--host-memory", type=parse_bytes, metavar="SIZE", help="of one node: 512GB")
+    parser.add_argument("--device-memory", type=parse_bytes, metavar="SIZE", help="of one rank, a hard limit: 72GiB")
+    parser.add_argument("--host-memory", type=parse_bytes, metavar="SIZE", help="of one node: 512GiB")
     parser.add_argument(
         "--topology", default="cpu", metavar="NAME", help="a machine: h200x8, h100x8x4, cpu, or a TOML file"
     )

@@ -70,13 +70,13 @@ def _draw_memory(axes: Axes, cases: _Drawn) -> None:
     ranks = [max(prediction.ranks, key=lambda rank: rank.total_device_bytes) for _, prediction in cases]
     bottom = [0.0] * len(ranks)
     for kind in ranks[0].device_bytes if ranks else ():
-        heights = [rank.device_bytes[kind] / 1e9 for rank in ranks]
+        heights = [rank.device_bytes[kind] / 2**30 for rank in ranks]
         if any(heights):
             axes.bar(names, heights, bottom=bottom, label=kind.replace("_", " "))
             bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     for budget in {outcome.plan.device_memory_bytes for outcome, _ in cases if outcome.plan is not None} - {None}:
-        axes.axhline((budget or 0) / 1e9, color="black", linewidth=0.8, linestyle=":", label="budget")
+        axes.axhline((budget or 0) / 2**30, color="black", linewidth=0.8, linestyle=":", label="budget")
     with_ratio = any(outcome.ratio is not None for outcome, _ in cases)
     axes.set(xlabel="ranks, and share of the rows" if with_ratio else "ranks")
-    axes.set(ylabel="GB of device memory, fullest rank", ylim=(0, 1.25 * max(bottom, default=1.0)))
+    axes.set(ylabel="GiB of device memory, fullest rank", ylim=(0, 1.25 * max(bottom, default=1.0)))
     axes.legend(fontsize=8, ncols=3)

@@ -219,7 +219,7 @@ def test_what_is_wrong_is_said_in_a_line(arguments, said, tmp_path, monkeypatch,
 def test_sizes_as_people_write_them():
     sizes = {"4GB": 4 * 10**9, "1.5GiB": 3 << 29, "512 mb": 512 * 10**6, "7": 7, "2k": 2000, "1TB": 10**12}
     assert {text: parse_bytes(text) for text in sizes} == sizes
-    with pytest.raises(argparse.ArgumentTypeError, match="needed a size such as 4GB"):
+    with pytest.raises(argparse.ArgumentTypeError, match="needed a size such as 4GiB"):
         parse_bytes("much")
 
 

@@ -79,7 +79,7 @@ def test_tables_are_in_the_order_of_their_numbers():
 def test_memory_and_step_time_are_what_was_measured(planned: Path, uncached: Path):
     found = runs_of(planned, uncached)
     device, _ = part(caches.caches(found), "Memory per tier and rank").data
-    assert list(device.x) == [rank["device_bytes"] for rank in found[0].cache["ranks"]]
+    assert list(device.x) == [rank["device_bytes"] / 2**20 for rank in found[0].cache["ranks"]]
     section = caches.step_time(found)
     cached, plain = part(section, "Step time").data
     assert list(cached.x) == pytest.approx([10.0, 20.0, 1.0, 0.5])  # ms; 0.2 s on caches, 2 ranks, 100 steps

@@ -272,7 +272,7 @@ def test_differences_are_said_in_lines():
         "rank 0: table_wise pool of dim 16: -t2, 67 -> 33 slots (-50.7%)",
         "rank 1: row_wise pool of dim 16 (t1): 16 -> 34 slots (+112.5%)",
         "rank 1: table_wise pool of dim 16 (t2, t3): added, 50 slots",
-        "predicted step: 10.00 -> 8.00 ms (-20.0%)",
+        "predicted step: 10.00 ms -> 8.00 ms (-20.0%)",
         "predicted samples per second: 12,800.00 -> 16,000.00 (+25.0%)",
     ]
     fewer = tuple(dataclasses.replace(p, slots=9) if p.sharding == "row_wise" else p for p in before.pools)
