@@ -168,7 +168,7 @@ def _what_if(setup: _Setup, ranks: Sequence[int], ratios: Sequence[float | None]
     outcomes = try_all([(each, ratio) for ratio in ratios for each in ranks], setup.request, console)
     show_what_if(outcomes, console)
     if arguments.png is not None:
-        draw_what_if(outcomes, arguments.png)
+        draw_what_if(outcomes, setup.topology.name, arguments.png)
         say(console, f"Drawn to {arguments.png}.")
     return 0 if any(outcome.plan is not None for outcome in outcomes) else 2
 
