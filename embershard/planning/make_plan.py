@@ -80,8 +80,8 @@ def _no_room(request: PlanRequest, need: LeastNeed) -> str:
     device_bytes = larger.quick.most_device_bytes
     return (
         f"the plan does not fit: a rank with {budget.ratio:g} of its rows on the device needs {size(device_bytes)} and "
-        f"may use {size(budget.device_bytes)}: {size(device_bytes - budget.device_bytes)} are missing. Use a smaller ratio, "
-        f"or --device-memory {device_bytes}"
+        f"may use {size(budget.device_bytes)}: {size(device_bytes - budget.device_bytes)} are missing. Use a smaller "
+        f"ratio, or --device-memory {device_bytes}"
     )
 
 

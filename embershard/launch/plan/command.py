@@ -78,7 +78,8 @@ class _Setup:
             device_bytes = topology.device_memory_bytes
         if host_bytes is None:
             host_bytes = topology.host_memory_bytes
-        notes = (topology.note(num_ranks), _HOT_COLD_NOTE if config.sharding.mode == "hot_cold" else None)
+        hot_cold = _HOT_COLD_NOTE if config.sharding.mode == "hot_cold" else None
+        notes = (topology.cores_note, topology.note(num_ranks), hot_cold)
         most_ranks = None if topology.device == "cpu" else self.topology.ranks_per_node
         return PlanRequest(
             workload=make_workload(
@@ -200,7 +201,7 @@ def _read(arguments: argparse.Namespace, command: str) -> _Setup:
     from embershard.training.config import RunConfig
 
     if arguments.config is None or arguments.profile is None:
-        raise ConfigError("embershard plan needs --config (the run's settings) and --profile (of embershard profile).")
+        raise ConfigError(_missing(arguments))
     config = load_config(RunConfig, arguments.config, arguments.overrides)
     statistics = FrequencyProfile.load(arguments.profile).statistics
     if statistics is None:
@@ -219,6 +220,20 @@ def _read(arguments: argparse.Namespace, command: str) -> _Setup:
             "choose another --topology, or --set train.device=auto."
         )
     return _Setup(config, statistics, topology, arguments, command)
+
+
+def _missing(arguments: argparse.Namespace) -> str:
+    """Return what is wrong without a config or a profile, with the command that makes a profile of these settings."""
+    if arguments.config is None:
+        return (
+            "a plan needs a run's settings and a profile of its data. Give a file of settings or an example, and "
+            "--profile FILE: embershard plan quickstart --profile profile.npz"
+        )
+    words = ["--config", str(arguments.config), *set_words(arguments.overrides), "-o", "profile.npz"]
+    return (
+        f"--profile is missing: a plan is made from the frequencies of the data. Make a profile, and give it as "
+        f"--profile profile.npz:  embershard profile {shlex.join(words)}"
+    )
 
 
 def _diff(argv: Sequence[str]) -> int:

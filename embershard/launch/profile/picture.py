@@ -129,16 +129,19 @@ def _draw_alone(axes: Axes, tables: Sequence[TableStatistics]) -> None:
         if table.stack is not None:
             axes.plot(shares, table.stack.hit_rate(slots), color=color, linewidth=1.2, linestyle="--")
     axes.set(xlabel="rows in the cache, of the table's rows")
-    axes.set_title("The largest tables, each in its own cache: static (solid), LRU (dashed)", loc="left", fontsize="medium")
+    title = "The largest tables, each in its own cache: static (solid), LRU (dashed)"
+    axes.set_title(title, loc="left", fontsize="medium")
     axes.legend(fontsize="small", loc="upper left")
 
 
 def _title(statistics: DataStatistics) -> str:
     tables, trace = statistics.tables, statistics.trace
     title = f"Hit rate by size of the cache: {statistics.num_samples:,} training samples, {len(tables)} tables"
-    estimated = [
-        *(["the data were sampled"] if statistics.share_of_samples < 0.999 else []),
-        *([f"LRU, look-ahead and optimum from at most {trace.rate:.1%} of the rows"] if trace and trace.rate < 0.99 else []),
-        *(["counts are lower bounds"] if any(table.undercount for table in tables.values()) else []),
-    ]
+    estimated = []
+    if statistics.share_of_samples < 0.999:
+        estimated.append(f"{statistics.share_of_samples:.2%} of the samples were read")
+    if trace is not None and trace.rate < 0.99:
+        estimated.append(f"LRU, look-ahead and optimum follow at most {trace.rate:.1%} of the rows")
+    if any(table.undercount for table in tables.values()):
+        estimated.append("counts are lower bounds")
     return title + (f"\nEstimate: {'; '.join(estimated)}" if estimated else "")
