@@ -1,7 +1,7 @@
 """A model that `embershard export` wrote, for a program that serves. Needs torch and numpy, nothing else.
 
     model = load("exported")                       # the folder of this file
-    logits = model(*model.encode([{"age": 31, "item": 4711}, {"item": [3, 5]}]))
+    logits = model(*model.encode([{"age": 31, "item": 4711}, {"age": None, "item": [3, 5]}]))
     scores = logits.sigmoid()
 
 The tables are mapped into memory, so they are read from disk as their rows are used, and processes share them.
@@ -9,6 +9,7 @@ The tables are mapped into memory, so they are read from disk as their rows are 
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 import struct
@@ -96,17 +97,38 @@ class Model(nn.Module):
     def encode(self, samples: Sequence[dict[str, Any]]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Return the inputs of the model for samples as dicts of raw values, as the training read them.
 
-        A dict has the columns of the data. A missing value is absent, None or NaN; a bag of values is a list, an
-        array, or a text where the data had such texts. Times are datetimes, texts, or seconds since 1970.
+        A dict has a key for each of `columns`. A missing value is None, NaN or an empty text; a bag of values is a
+        list, an array, or a text where the data had such texts. Times are datetimes, texts, or seconds since 1970.
 
         Raises:
-            ValueError: a value is not what its feature needs, with both.
+            ValueError: a key is unknown or absent, or a value is not what its feature needs, with both.
         """
+        self._check_keys(samples)
         columns = [[self._given(sample, each) for sample in samples] for each in self.inputs["dense"]]
         pairs = zip(self.inputs["dense"], columns, strict=True)
         dense = np.stack([scaled(values, feature) for feature, values in pairs], axis=1)
         bags = [self._bags(feature, samples) for feature in self.inputs["sparse"]]
         return torch.from_numpy(dense), [ids for ids, _ in bags], [offsets for _, offsets in bags]
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that `encode` reads."""
+        features = [*self.inputs["dense"], *self.inputs["sparse"]]
+        return list(dict.fromkeys(each["column"] for each in features if each.get("scale") != "constant"))
+
+    def _check_keys(self, samples: Sequence[dict[str, Any]]) -> None:
+        columns = self.columns
+        needed = set(columns)
+        for number, sample in enumerate(samples):
+            if sample.keys() == needed:
+                continue
+            absent = [name for name in columns if name not in sample]
+            problems = [f"{name!r} is absent, and a missing value is None" for name in absent]
+            for name in sample.keys() - needed:
+                near = difflib.get_close_matches(str(name), absent or columns, 1)
+                hint = f"did you mean {near[0]!r}?" if near else "leave it out"
+                problems.insert(0, f"{name!r} is not read by the model, {hint}")
+            raise ValueError(f"sample {number}: {'; '.join(problems)}. Needed the keys {', '.join(columns)}")
 
     def _bags(self, feature: dict[str, Any], samples: Sequence[dict[str, Any]]) -> tuple[Tensor, Tensor]:
         mapping = feature["mapping"]
@@ -176,14 +198,15 @@ def scaled(values: Sequence[Any], feature: dict[str, Any]) -> np.ndarray:
     """Return a dense feature's values as the model gets them, float32."""
     if feature["scale"] == "constant":
         return np.ones(len(values), np.float32)
+    read = days if feature["scale"] == "days" else number
     try:
-        numbers = np.array([np.nan if value is None else number(value) for value in values], np.float64)
+        numbers = np.array([np.nan if value is None else read(value) for value in values], np.float64)
     except ValueError as error:
         raise ValueError(f"{feature['name']}: {error}") from None
     missing = 0.0
     if feature["scale"] == "log1p":
         found = np.log1p(np.maximum(numbers.astype(np.float32), 0))
-    elif feature["scale"] == "standardize":
+    elif feature["scale"] in ("standardize", "days"):
         with np.errstate(over="ignore"):
             found = ((numbers - feature["mean"]) / feature["std"]).astype(np.float32)
     elif feature["scale"] == "quantile":
@@ -224,7 +247,18 @@ def seconds_of(value: Any) -> Any:
 
 
 def time_row(value: Any, mapping: str) -> int:
-    """Return 1 + the hour of a time in UTC, or its weekday (1: Monday).
+    """Return 1 + the hour of a time in UTC, or its weekday (1: Monday). Raises as `seconds_of_time`."""
+    hours = int(seconds_of_time(value) // 3600)
+    return 1 + (hours % 24 if mapping == "hour" else (hours // 24 + 3) % 7)
+
+
+def days(value: Any) -> float:
+    """Return the days since 1970 of a time. Raises as `seconds_of_time`."""
+    return seconds_of_time(value) / 86400
+
+
+def seconds_of_time(value: Any) -> float:
+    """Return the seconds since 1970 of a time, of a text that is one, or of a number of seconds.
 
     Raises:
         ValueError: it is none, or after the year 5138; digits as 20241231, which could be a date, are none.
@@ -238,8 +272,7 @@ def time_row(value: Any, mapping: str) -> int:
         raise ValueError(f"{value!r}: {_NEEDED_TIME}")
     if seconds is found and re.fullmatch(_DATE_DIGITS, str(int(seconds))):
         raise ValueError(f"{value!r}: {_NEEDED_TIME}")
-    hours = int(seconds // 3600)
-    return 1 + (hours % 24 if mapping == "hour" else (hours // 24 + 3) % 7)
+    return float(seconds)
 
 
 def iso_time(text: str) -> datetime | None:

@@ -50,7 +50,7 @@ def exported(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path
 def logits(folder: Path, data: Path, batch_size: int = 64) -> torch.Tensor:
     """Logits of raw samples, in batches as `embershard predict` makes them."""
     model = serving_model.load(folder)
-    samples = pq.read_table(data).to_pylist()
+    samples = pq.read_table(data, columns=model.columns).to_pylist()
     with torch.no_grad():
         parts = [
             model(*model.encode(samples[start : start + batch_size])) for start in range(0, len(samples), batch_size)
@@ -131,7 +131,7 @@ def test_a_checkpoint_is_read_as_the_page_shows(trained, tmp_path, monkeypatch, 
 
 def test_module_passes_torch_export(trained, exported):
     model = serving_model.load(exported / "int4")
-    inputs = model.encode(pq.read_table(trained.data).slice(0, 8).to_pylist())
+    inputs = model.encode(pq.read_table(trained.data, columns=model.columns).slice(0, 8).to_pylist())
     with torch.no_grad():
         program = torch.export.export(model, inputs)
         assert torch.equal(program.module()(*inputs), model(*inputs))
@@ -162,8 +162,9 @@ def test_samples_are_encoded_as_in_training(trained, exported):
     columns = ParquetConfig(("age",), ("user", "items"), (40, 70), "click", "hash", dense_transform="log1p")
     source = open_source(DataConfig("parquet", str(trained.data), eval_fraction=0.0, parquet=columns))
     batch = source.read("train", 0, np.arange(128)).to_batch(source.schema)
-    samples = pq.read_table(trained.data).slice(0, 128).to_pylist()
-    dense, ids, offsets = serving_model.load(exported / "fp32").encode(samples)
+    model = serving_model.load(exported / "fp32")
+    samples = pq.read_table(trained.data, columns=model.columns).slice(0, 128).to_pylist()
+    dense, ids, offsets = model.encode(samples)
     assert torch.equal(dense, batch.dense_features)
     for number, key in enumerate(source.schema.keys):
         assert torch.equal(ids[number], batch.sparse_features[key].values())
@@ -177,6 +178,22 @@ def test_criteo_ids_are_hexadecimal():
     assert rows.tolist() == [1 + 0x68FD1E64 % 99, 0, 0, 0]
     with pytest.raises(ValueError, match=r"needed a row in 0..99"):
         model._bags({**feature, "mapping": "none"}, [{"C1": "ff"}])
+
+
+def test_keys_are_those_of_the_columns(exported):
+    """A misspelled key is no missing value."""
+    model = serving_model.load(exported / "fp32")
+    assert model.columns == ["age", "user", "items"]
+    good = {"age": None, "user": 7, "items": [3]}
+    model.encode([good])
+    for wrong, said in (
+        ({"age": 1, "usr": 7, "items": []}, r"sample 1: 'usr' .*, did you mean 'user'\?; 'user' is absent, and a missing"),
+        ({**good, "click": 1}, r"'click' is not read by the model, leave it out. Needed the keys age, user, items"),
+        ({"age": 1, "user": 7}, r"sample 1: 'items' is absent, and a missing value is None"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            model.encode([good, wrong])
+    assert serving_model.Model([], torch.nn.Identity(), serving_inputs(DataConfig("avazu", "x"))).columns[0] == "hour_of_day"
 
 
 def test_values_that_are_not_mapped_are_refused():
