@@ -25,7 +25,8 @@ from embershard.data.serving_inputs import serving_inputs
 from embershard.data.table.config import TableConfig, TableFeature
 from embershard.data.table.decode import text_words
 from embershard.errors import ConfigError, DataError
-from embershard.launch.export.serving_model import Model, text_word
+from embershard.launch.export.serving_model import Model
+from embershard.launch.export.serving_values import text_word
 
 FEATURES = {
     "age": TableFeature("dense", scale="standardize", mean=30.0, std=10.0),
