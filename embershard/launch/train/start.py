@@ -47,7 +47,12 @@ def main(argv: Sequence[str]) -> int:
     check_run_dir(run_dir, resume=arguments.resume is not None or arguments.dry_run)
     if arguments.dry_run:
         check_data(config.data)
-        print(to_toml(config))
+        own = ""
+        if config.model.build is not None:
+            from embershard.launch.train.own_model import describe_own  # it loads TorchRec
+
+            own = f"\n{describe_own(config)}"
+        print(f"{to_toml(config)}{own}")
         return 0
     num_ranks = num_ranks or default_ranks(config)
     warn_of_cores(config, num_ranks)
@@ -98,6 +103,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check the settings and the columns of the data, print all settings, and stop",
+        help="check the settings, the columns of the data and one's own model, print all settings, and stop",
     )
     return parser
