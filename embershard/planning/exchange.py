@@ -27,7 +27,6 @@ def exchange_bytes(workload: Workload, table: str, sharding: str, columns: int, 
         ids_per_sample=workload.lookups_per_sample[table],
         columns=columns,
         rank_share=1 / num_shards,
-        ranks_per_node=shape.ranks_per_node,
         distinct_ids=workload.distinct_per_rank(table) if exchange == "rows" else None,
         number_bytes=shape.number_bytes,
     )

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +13,8 @@ from pathlib import Path
 
 import psutil
 
-PROJECT = Path(__file__).resolve().parents[2]
+from tests.ranks import commands
+
 STEPS, SAVE_EVERY, NUM_RANKS = 60, 12, 2
 HANG_SECONDS = 6
 #: From the fault until the launcher has ended all ranks.
@@ -48,7 +47,7 @@ class Fault:
 
 
 class Training:
-    """`embershard train`, as a user starts it.
+    """`embershard train`, in forked processes.
 
     Args:
         folder: of the run; what it prints goes to a file beside it.
@@ -63,19 +62,10 @@ class Training:
         self.folder, self._log = folder, folder.with_name(f"{folder.name}.log")
         words = ["--config", "examples/quickstart.toml", "--nproc", str(NUM_RANKS), "--run-dir", str(folder), *more]
         words += [word for text in settings for word in ("--set", text)]
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-        environment["PYTHONPATH"] = os.pathsep.join([str(PROJECT), environment.get("PYTHONPATH", "")])
-        if temporary is not None:
-            environment["TMPDIR"] = str(temporary)
-        with self._log.open("a") as log:
-            self._before = log.tell()
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "embershard.launch.cli", "train", *words],
-                cwd=PROJECT,
-                env=environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+        variables = {} if temporary is None else {"TMPDIR": str(temporary)}
+        self._log.touch()
+        self._before = self._log.stat().st_size
+        self.process = commands.start(["train", *words], self._log, **variables)
 
     @property
     def text(self) -> str:
