@@ -13,7 +13,7 @@ from torchrec.distributed.embedding_types import KJTList
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
-_LEAVES = (int, str, float, type(None))
+_LEAVES = frozenset({int, str, float, bool, type(None)})
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
@@ -28,20 +28,20 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def _collect(value: Any, found: list[torch.Tensor]) -> None:
-    if isinstance(value, torch.Tensor):
-        found.append(value)
-        return
     cls: type = type(value)
+    if cls in _LEAVES:  # most lists are of names or numbers
+        return
     parts_of = _reader(cls)
     if parts_of is not None:
         for part in parts_of(value):
-            if not isinstance(part, _LEAVES):  # most lists are of names or numbers
-                _collect(part, found)
+            _collect(part, found)
+    elif issubclass(cls, torch.Tensor):
+        found.append(value)
 
 
 @functools.cache
 def _reader(cls: type) -> Callable[[Any], Any] | None:
-    """Return the function that gives what an object of this class consists of; None if it holds no tensors."""
+    """Return the function that gives what an object of this class consists of; None for tensors and other values."""
     if issubclass(cls, KeyedJaggedTensor):
         return _parts_of_features
     if issubclass(cls, KJTList | list | tuple):
