@@ -93,12 +93,14 @@ def _make_files(folder: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    pq.write_table(pa.table({"label": [0, 1] * 50, "user": list(range(100))}), folder / "data.parquet")
+    columns = {"label": [0, 1] * 50, "user": list(range(100)), "x": [0.5] * 100}
+    pq.write_table(pa.table(columns), folder / "data.parquet")
     (folder / "parquet.toml").write_text(
-        '[data]\nkind = "parquet"\npath = "data.parquet"\n[data.parquet]\nsparse = ["user"]\nnum_rows = [100]\n'
+        '[data]\nkind = "parquet"\npath = "data.parquet"\n'
+        '[data.parquet]\nsparse = ["user"]\nnum_rows = [100]\ndense = ["x"]\n'
     )
     words = ["-m", "embershard", "profile", "--config", "parquet.toml", "-o", "profile.npz"]
-    _cpu_seconds([sys.executable, *words], folder)
+    subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, check=True)
     run = folder / "run"
     (run / "checkpoints" / "step_5").mkdir(parents=True)
     (run / "config.toml").write_text(to_toml(RunConfig()))

@@ -90,8 +90,7 @@ class NodeMemory:
             os.posix_fallocate(handle, 0, num_bytes)
         except OSError as error:
             raise ConfigError(
-                f"cache.host_dir={self._folder!r}: {size(num_bytes)} could not be taken: {error}. Choose "
-                "another disk"
+                f"cache.host_dir={self._folder!r}: {size(num_bytes)} could not be taken: {error}. Choose another disk"
             ) from error
         return handle
 

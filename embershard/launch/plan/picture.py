@@ -98,8 +98,8 @@ def _draw_memory(axes: Axes, cases: _Drawn) -> None:
     for budget in {outcome.plan.device_memory_bytes for outcome, _ in cases if outcome.plan is not None}:
         if budget is not None:
             above = ", above the picture" if budget / unit_bytes > top else ""
-            line = {"color": "black", "linewidth": 0.8, "linestyle": ":"}
-            axes.axhline(budget / unit_bytes, label=f"budget: {size(budget)}{above}", **line)
+            label = f"budget: {size(budget)}{above}"
+            axes.axhline(budget / unit_bytes, color="black", linewidth=0.8, linestyle=":", label=label)
     with_ratio = any(outcome.ratio is not None for outcome, _ in cases)
     axes.set(xlabel="ranks, and share of the rows on the device" if with_ratio else "ranks")
     axes.set(ylabel=f"device memory, {unit}", ylim=(0, top))

@@ -71,8 +71,9 @@ def show_what_if(outcomes: Sequence[Outcome], console: Console) -> None:
     for outcome in outcomes:
         table.add_row(*_what_if_row(outcome, outcomes))
     console.print(table)
-    say(console, "hits: lookups whose row is on the device. efficiency: samples/s per rank, over that of the fewest ranks.")
-    say(console, *(f"{each.name}: {each.problem}" for each in outcomes if each.problem), *_notes(outcomes))
+    legend = "hits: lookups whose row is on the device. efficiency: samples/s per rank, over that of the fewest ranks."
+    problems = [f"{each.name}: {each.problem}" for each in outcomes if each.problem]
+    say(console, legend, *problems, *_notes(outcomes))
 
 
 def _notes(outcomes: Sequence[Outcome]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Hit rates by the size of a cache for all tables: with look-ahead, replayed, and the most that any cache could have."""
+"""Hit rates by the size of a cache for all tables: with look-ahead, replayed, and the most that any cache has."""
 
 from __future__ import annotations
 

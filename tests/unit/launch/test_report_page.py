@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-go = pytest.importorskip("plotly.graph_objects", reason="Plotly is not installed (the extra [report])")
+pytest.importorskip("plotly", reason="Plotly is not installed (the extra [report])")
 
 from embershard.launch import cli
 from embershard.launch.report.page import caches, curves, predicted, runs, sweep
@@ -102,7 +102,7 @@ def test_predicted_values_are_divided_by_the_measured_ones(planned: Path, uncach
 
 def test_the_simulated_step_stands_beside_the_measured_one(planned: Path):
     figure = part(predicted.predicted(runs_of(planned)), "Predicted parts of a step")
-    steps = {trace.name: list(trace.x) for trace in figure.data if isinstance(trace, go.Scatter)}
+    steps = {trace.name: list(trace.x) for trace in figure.data if trace.type == "scatter"}
     plan = Plan.load(planned / "plan.json")
     assert plan.prediction is not None
     assert steps["simulated step of the plan"] == [1e3 * plan.prediction.step_seconds] * plan.world_size

@@ -42,6 +42,7 @@ def test_a_size_that_a_batch_does_not_fit_is_left_out():
 def test_a_sampled_trace_gives_nearly_the_same():
     sampled = downsampled(TRACE, 10_000)
     assert sampled.rate < 1
-    for one, other in zip(hit_rate_curve(TRACE, ROWS, SIZES, 50), hit_rate_curve(sampled, ROWS, SIZES, 50), strict=True):
+    exact, estimated = (hit_rate_curve(trace, ROWS, SIZES, 50) for trace in (TRACE, sampled))
+    for one, other in zip(exact, estimated, strict=True):
         assert other.look_ahead == pytest.approx(one.look_ahead, abs=0.02)
         assert other.optimum == pytest.approx(one.optimum, abs=0.02)

@@ -359,4 +359,5 @@ def test_weights_beyond_the_machine_are_a_warning(sharder, num_nodes, warns, mon
         plan([sharder], large(10**6), world_size=2, local_world_size=2 // num_nodes)
     said = [str(warning.message) for warning in caught if "weights alone" in str(warning.message)]
     assert len(said) == warns
-    assert all("take 976.56 MiB on this machine, and 600.00 MiB are available (this machine); the" in text for text in said)
+    figures = "take 976.56 MiB on this machine, and 600.00 MiB are available (this machine); the"
+    assert all(figures in text for text in said)

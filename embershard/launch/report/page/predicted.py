@@ -146,7 +146,7 @@ def _step_parts(compared: Sequence[_Compared]) -> Figure:
         figure.add_trace(
             go.Bar(x=parts, y=names, name=label, orientation="h", hovertemplate=f"{label}: %{{x:.3~f}} ms")
         )
-    steps = {
+    steps: dict[tuple[str, str], list[float | None]] = {
         ("simulated step of the plan", "dimgray"): [each.prediction.step_seconds for each in compared],
         ("measured median of the run", "black"): [each.found.step_seconds.measured for each in compared],
     }
