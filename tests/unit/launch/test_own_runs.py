@@ -153,8 +153,13 @@ def test_a_dry_run_says_what_a_model_of_one_s_own_would_train(tmp_path, capsys):
     assert cli.main(words) == 0
     said = capsys.readouterr().out
     assert "# own_dry:build makes a model that fits the data:" in said
-    assert "#   narrow: EmbeddingBagCollection, 11 tables with 14,356 rows\n#     narrow_C2: 3 x 4, mean of C2\n" in said
-    assert "#   sequences: EmbeddingCollection, 4 tables with 12,340 rows\n#     seq_C3: 10,131 x 8, sequences of C3" in said
+    assert (
+        "#   narrow: EmbeddingBagCollection, 11 tables with 14,356 rows\n#     narrow_C2: 3 x 4, mean of C2\n" in said
+    )
+    assert (
+        "#   sequences: EmbeddingCollection, 4 tables with 12,340 rows\n#     seq_C3: 10,131 x 8, sequences of C3"
+        in said
+    )
     assert "#   score: Linear, 9 dense weights\n" in said
     assert tomllib.loads(said)["model"]["build"] == "own_dry:build"
     assert cli.main([*words, "--set", "model.options.dim=abc"]) == 2
