@@ -85,7 +85,7 @@ class ChunkDecoder:
         name, least = settings.label, settings.label_at_least
         numbers = self.numbers(name)
         if least is None:
-            needed = "a label must be 0 or 1; of other numbers, data.table.label_at_least makes one"
+            needed = 'a label must be 0 or 1; of other numbers, label_at_least of data.kind = "table" makes one'
             self.note(~np.isin(numbers, (0, 1)), name, numbers, needed)
             return numbers.astype(np.float32)
         self.note(np.isnan(numbers), name, numbers, "a label must be a number")

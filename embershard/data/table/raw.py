@@ -140,4 +140,8 @@ def _needed(feature: TableFeature) -> str:
         return "a time, seconds since 1970, or text"
     if feature.kind == "dense":
         return "a number, or text that is one"
-    return "text or an integer, or a list of them" if feature.mapping == "text" else "integers, texts that are, or lists of them"
+    return (
+        "text or an integer, or a list of them"
+        if feature.mapping == "text"
+        else "integers, texts that are, or lists of them"
+    )

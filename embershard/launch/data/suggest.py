@@ -17,10 +17,9 @@ from embershard.data.table.survey import SECONDS_PER_DAY, ColumnSurvey, Distinct
 from embershard.errors import ConfigError
 
 _LABELS = ("label", "click", "clicked", "is_click", "target", "converted", "conversion", "purchase", "y", "rating")
-_ID_WORDS = set(
-    "id ids uid uuid key code zip hash user users item items product products category categories genre genres brand "
-    "gender country region city store shop device campaign ad advertiser publisher site page".split()
-)
+_ID_WORDS = {"id", "ids", "uid", "uuid", "key", "code", "zip", "hash", "user", "users", "item", "items", "product"}
+_ID_WORDS |= {"products", "category", "categories", "genre", "genres", "brand", "gender", "country", "region", "city"}
+_ID_WORDS |= {"store", "shop", "device", "campaign", "ad", "advertiser", "publisher", "site", "page"}
 _LEAST_LONG = 2.0**53  # integers from here on are no numbers: float64 has not all of them
 _TIME_WORDS = {"time", "timestamp", "ts", "date", "datetime"}
 _EPOCH_SECONDS = (1e8, 1e10)  # 1973 to 2286

@@ -93,13 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="start ranks that failed again, at most N times, from the newest valid checkpoint (default: 0)",
     )
-    parser.add_argument(
-        "--hang-seconds",
-        type=whole,
-        default=int(launcher.HANG_SECONDS),
-        metavar="S",
-        help="end ranks that do nothing for so long, and name the one that hangs (default: %(default)s; 0: never)",
-    )
+    launcher.add_hang_seconds(parser)
     parser.add_argument(
         "--dry-run",
         action="store_true",

@@ -193,7 +193,9 @@ def test_an_own_model_is_recorded_around_its_tables(tmp_path):
         assert program(*inputs).tolist() == pytest.approx(expected.tolist(), abs=1e-5)
     line = 1 + OWN[: OWN.index("longest = max")].count("\n")
     fixed = ModelConfig(build="own_last:build", folder=str(tmp_path), options={"int": True})
-    with pytest.raises(ConfigError, match=rf"cannot record this model \(.*/own_last.py, line {line}\): .*--format parquet"):
+    with pytest.raises(
+        ConfigError, match=rf"cannot record this model \(.*/own_last.py, line {line}\): .*--format parquet"
+    ):
         dense_program(DenseLayers(build_model(fixed, schema, torch.device("cpu"))).eval(), 1)
 
 
@@ -236,13 +238,19 @@ def test_keys_are_those_of_the_columns(exported):
     good = {"age": None, "user": 7, "items": [3]}
     model.encode([good])
     for wrong, said in (
-        ({"age": 1, "usr": 7, "items": []}, r"sample 1: 'usr' .*, did you mean 'user'\?; 'user' is absent, and a missing"),
+        (
+            {"age": 1, "usr": 7, "items": []},
+            r"sample 1: 'usr' .*, did you mean 'user'\?; 'user' is absent, and a missing",
+        ),
         ({**good, "click": 1}, r"'click' is not read by the model, leave it out. Needed the keys age, user, items"),
         ({"age": 1, "user": 7}, r"sample 1: 'items' is absent, and a missing value is None"),
     ):
         with pytest.raises(ValueError, match=said):
             model.encode([good, wrong])
-    assert serving_model.Model([], torch.nn.Identity(), serving_inputs(DataConfig("avazu", "x"))).columns[0] == "hour_of_day"
+    assert (
+        serving_model.Model([], torch.nn.Identity(), serving_inputs(DataConfig("avazu", "x"))).columns[0]
+        == "hour_of_day"
+    )
 
 
 def test_values_that_are_not_mapped_are_refused():

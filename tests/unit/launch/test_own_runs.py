@@ -18,9 +18,10 @@ import torch
 
 from embershard.data import open_source
 from embershard.data.reader import SampleReader
-from embershard.decoding import read_toml
+from embershard.decoding import read_toml, tomllib
 from embershard.distributed import Ranks, Supervision, process_group
 from embershard.errors import CheckpointError, ConfigError
+from embershard.launch import cli
 from embershard.launch.config import load_config
 from embershard.launch.data import command as data_command
 from embershard.launch.export import command as export
@@ -141,6 +142,32 @@ def test_an_own_model_is_trained_scored_and_resumed(tmp_path):
         other = load_config(RunConfig, tmp_path / "own_copy.toml", [*overrides, "model.options.hidden=9"])
         with pytest.raises(CheckpointError, match=r"model.options .*hidden = 8.*hidden = 9"):
             resume_run(Trainer(other, ranks, tmp_path / "run" / "checkpoints"), allow_changes=("model.source",))
+
+
+def test_a_dry_run_says_what_a_model_of_one_s_own_would_train(tmp_path, capsys):
+    """Or where its function fails, in one line, without a settings' listing above it."""
+    for name in ("own_model.toml", "own_model.py"):
+        shutil.copy(PROJECT / "examples" / name, tmp_path / name.replace("own_model", "own_dry"))
+    words = ["train", "--config", str(tmp_path / "own_dry.toml"), "--dry-run", "--set", "model.build=own_dry:build"]
+    words += [word for text in SMALL for word in ("--set", text)]
+    assert cli.main(words) == 0
+    said = capsys.readouterr().out
+    assert "# own_dry:build makes a model that fits the data:" in said
+    assert (
+        "#   narrow: EmbeddingBagCollection, 11 tables with 14,356 rows\n#     narrow_C2: 3 x 4, mean of C2\n" in said
+    )
+    assert (
+        "#   sequences: EmbeddingCollection, 4 tables with 12,340 rows\n#     seq_C3: 10,131 x 8, sequences of C3"
+        in said
+    )
+    assert "#   score: Linear, 9 dense weights\n" in said
+    assert tomllib.loads(said)["model"]["build"] == "own_dry:build"
+    assert cli.main([*words, "--set", "model.options.dim=abc"]) == 2
+    failed = capsys.readouterr()
+    assert not failed.out
+    (line,) = failed.err.splitlines()
+    assert "failed: TypeError: " in line
+    assert re.search(r"\(.*/own_dry.py, line \d+\)\.$", line)
 
 
 def test_rows_of_a_shared_table_are_counted_together(windows):

@@ -191,7 +191,9 @@ def test_an_error_in_the_forward_is_told_by_the_lines_of_the_model(tmp_path, mon
     body += "def top(model, batch):\n    return model.over(batch.dense_features)\n"
     write(tmp_path, "own_fails", body.replace("    return model\n    model", "    model"))
     model = build(tmp_path, "own_fails:build")
-    ids = KeyedJaggedTensor(["user", "item"], torch.zeros(6, dtype=torch.int64), lengths=torch.ones(6, dtype=torch.int32))
+    ids = KeyedJaggedTensor(
+        ["user", "item"], torch.zeros(6, dtype=torch.int64), lengths=torch.ones(6, dtype=torch.int32)
+    )
     failed = []
     for wanted in ("", "1"):
         monkeypatch.setenv("EMBERSHARD_TRACEBACK", wanted)
@@ -204,8 +206,7 @@ def test_an_error_in_the_forward_is_told_by_the_lines_of_the_model(tmp_path, mon
     assert first.endswith("in <lambda>: model.forward = lambda batch: top(model, batch)")
     assert second.startswith(f"  {tmp_path}/own_fails.py, line ")
     assert second.endswith("in top: return model.over(batch.dense_features)")
-    assert given.endswith("dense_features float32 [3, 1], labels float32 [3], and sparse_features with ids int64 [6] of "
-                          "2 features.")  # fmt: skip
+    assert "dense_features float32 [3, 1], labels float32 [3], and sparse_features with ids int64 [6]" in given
     assert "EMBERSHARD_TRACEBACK=1 shows" in how
     assert "torch/nn" not in failed[0]
     assert "torch/nn" in failed[1]
