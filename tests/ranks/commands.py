@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -134,6 +135,7 @@ def _become(environment: Mapping[str, str], words: list[str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = words
+    tempfile.tempdir = None  # what was found by the environment before
 
 
 def _popen(command: Sequence[str], **how: Any) -> Any:
