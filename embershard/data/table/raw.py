@@ -87,7 +87,7 @@ def check_columns(path: Path, names: Sequence[str], settings: TableConfig, *, ne
 def check_types(path: Path, schema: pa.Schema, settings: TableConfig) -> None:
     """Raise `DataError` where a Parquet column is not of a type that its feature can be read from."""
     label = schema.field(settings.label).type if settings.label in schema.names else pa.int8()
-    if not _is_number(label):
+    if not (_is_number(label) or is_text(label)):
         raise DataError(f"{path}: column {settings.label!r} is of type {label}; needed a number")
     for name, feature in settings.features.items():
         column = feature.column or name
@@ -119,21 +119,29 @@ def _is_number(kind: pa.DataType) -> bool:
 
 
 def _fits(feature: TableFeature, kind: pa.DataType) -> bool:
-    if feature.kind == "dense":
-        return _is_number(kind) or is_time(kind)
-    if feature.mapping in TIME_ROWS:
+    if feature.kind == "dense" and feature.scale != "days":
+        return _is_number(kind) or is_time(kind) or is_text(kind)
+    if _is_of_times(feature):
         return is_time(kind) or types.is_integer(kind) or is_text(kind)
     inner = kind.value_type if is_list(kind) else kind
     if types.is_dictionary(inner):
         inner = inner.value_type
     if feature.mapping == "text":
         return is_text(inner) or (_is_number(inner) and not types.is_decimal(inner))
-    return bool(types.is_integer(inner))
+    return bool(types.is_integer(inner)) or is_text(inner)
+
+
+def _is_of_times(feature: TableFeature) -> bool:
+    return feature.mapping in TIME_ROWS or feature.scale == "days"
 
 
 def _needed(feature: TableFeature) -> str:
-    if feature.kind == "dense":
-        return "a number"
-    if feature.mapping in TIME_ROWS:
+    if _is_of_times(feature):
         return "a time, seconds since 1970, or text"
-    return "text or an integer, or a list of them" if feature.mapping == "text" else "an integer, or a list of integers"
+    if feature.kind == "dense":
+        return "a number, or text that is one"
+    return (
+        "text or an integer, or a list of them"
+        if feature.mapping == "text"
+        else "integers, texts that are, or lists of them"
+    )

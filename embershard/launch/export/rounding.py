@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from embershard.data import DataConfig, open_source
 from embershard.data.block import Block
 from embershard.data.reader import SampleReader
-from embershard.launch.export.serving_model import Model, Table
+from embershard.launch.export.serving_model import Model, Table, table_names
 from embershard.launch.export.tables import KeptRows
 from embershard.training.metrics import judge
 
@@ -23,18 +23,22 @@ class RoundingSample:
     Args:
         config: of the data; the first held-out samples are read.
         most_samples: to read.
+        inputs: of the exported model.
 
     Attributes:
-        kept: of each table, the rows to keep while the table is written.
+        kept: of each table, by its name, the rows to keep while the table is written.
     """
 
-    def __init__(self, config: DataConfig, most_samples: int) -> None:
+    def __init__(self, config: DataConfig, most_samples: int, inputs: dict[str, Any]) -> None:
         source = open_source(config, needs_labels=False)
         count = min(most_samples, source.chunks("eval").num_samples)
         self._blocks = list(SampleReader(source, "eval", config).blocks(count, _BATCH))
-        self._schema = source.schema
-        columns = zip(*(block.values for block in self._blocks), strict=True)
-        self.kept = [KeptRows(torch.cat([torch.from_numpy(ids) for ids in column]).unique()) for column in columns]
+        self._schema, self._inputs = source.schema, inputs
+        looked_up: dict[str, list[Tensor]] = {name: [] for name in table_names(inputs)}
+        for lookup in inputs["lookups"]:
+            feature = source.schema.keys.index(lookup["feature"])
+            looked_up[lookup["table"]] += [torch.from_numpy(block.values[feature]) for block in self._blocks]
+        self.kept = {name: KeptRows(torch.cat(ids).unique()) for name, ids in looked_up.items()}
 
     def error(self, model: nn.Module, layers: nn.Module) -> dict[str, Any]:
         """Return the error of the exported `model` on the samples, as JSON values.
@@ -43,9 +47,9 @@ class RoundingSample:
         None where labels are missing or all equal.
 
         Args:
-            layers: of the trained model, behind its tables.
+            layers: of the trained model, around its tables.
         """
-        trained = Model([Table(kept.rows, "fp32") for kept in self.kept], layers, {})
+        trained = Model([_KeptTable(kept) for kept in self.kept.values()], layers, self._inputs)
         with torch.no_grad():
             pairs = [self._score(block, trained, model) for block in self._blocks]
         before, after, labels = (torch.cat(parts) for parts in zip(*pairs, strict=True))
@@ -67,6 +71,16 @@ class RoundingSample:
         bags = [batch.sparse_features[key] for key in self._schema.keys]
         offsets = [bag.offsets().long() for bag in bags]
         ids = [bag.values() for bag in bags]
-        kept = [torch.searchsorted(kept.wanted, rows) for kept, rows in zip(self.kept, ids, strict=True)]
         dense = batch.dense_features
-        return trained(dense, kept, offsets), exported(dense, ids, offsets), batch.labels
+        return trained(dense, ids, offsets), exported(dense, ids, offsets), batch.labels
+
+
+class _KeptTable(Table):
+    """A trained table, of which some rows were kept."""
+
+    def __init__(self, kept: KeptRows) -> None:
+        super().__init__(kept.rows, "fp32")
+        self._wanted = kept.wanted
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return super().rows(torch.searchsorted(self._wanted, ids))

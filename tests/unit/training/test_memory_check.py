@@ -107,8 +107,8 @@ def test_rows_made_when_used_are_a_warning_and_the_rest_an_error():
 def test_the_message_has_figures_and_the_largest_table():
     message = refusal(*EAGER, machine=limits(1.5))
     assert "its 2 ranks on this machine need" in message
-    assert "1.50 GB of 64.00 GB are available (this machine)" in message
-    assert "weights 2.16 GB, slots of the caches" in message
+    assert "1.40 GiB of 59.60 GiB are available (this machine)" in message
+    assert "weights 2.01 GiB, slots of the caches" in message
     assert "the largest table is 't_C3' with 10,131,227 rows of 68 bytes" in message
 
 

@@ -284,7 +284,7 @@ def test_training_goes_on_after_a_failed_save_if_asked(ranks, tmp_path, monkeypa
 def test_a_disk_without_space_is_found_before_the_model_is_built(ranks, tmp_path, monkeypatch):
     monkeypatch.setattr("embershard.training.trainer.build_sharded_model", None)
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100_000))
-    with pytest.raises(CheckpointError, match=r"0\.10 MB are free \(3 checkpoints"):
+    with pytest.raises(CheckpointError, match=r"97\.66 KiB are free \(3 checkpoints"):
         Trainer(make_config(), ranks, tmp_path)
 
 
