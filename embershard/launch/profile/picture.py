@@ -16,7 +16,7 @@ from embershard.errors import DataError, naming_file
 from embershard.frequency import DataStatistics, StackDistances, TableStatistics
 from embershard.frequency.curves import pooled, static_curve
 from embershard.frequency.downsampling import downsampled
-from embershard.planning.simulate.hit_rate_curve import CurvePoint, hit_rate_curve
+from embershard.planning.simulate.hit_rate_curve import MOST_STEPS, CurvePoint, hit_rate_curve
 from embershard.planning.simulate.replay import ReplaySettings
 
 #: Tables that are drawn alone, too.
@@ -82,12 +82,8 @@ def _replayed_points(
         return []
     trace = downsampled(statistics.trace, _REPLAYED_LOOKUPS)
     rows = {table.table: table.num_rows for table in statistics.tables.values()}
-    points: list[CurvePoint] = []
-    for done, share in enumerate(_REPLAYED_SHARES, start=1):
-        points += hit_rate_curve(trace, rows, [max(1, round(share * sum(rows.values())))], _BATCH_SIZE)
-        if progress is not None:
-            progress(done, len(_REPLAYED_SHARES))
-    return points
+    sizes = [max(1, round(share * sum(rows.values()))) for share in _REPLAYED_SHARES]
+    return hit_rate_curve(trace, rows, sizes, _BATCH_SIZE, progress=progress)
 
 
 def _draw_together(
@@ -142,6 +138,8 @@ def _title(statistics: DataStatistics) -> str:
         estimated.append(f"{statistics.share_of_samples:.2%} of the samples were read")
     if trace is not None and trace.rate < 0.99:
         estimated.append(f"LRU, look-ahead and optimum follow at most {trace.rate:.1%} of the rows")
+    if trace is not None and trace.num_samples > MOST_STEPS * _BATCH_SIZE:
+        estimated.append(f"look-ahead and optimum of the first {MOST_STEPS * _BATCH_SIZE:,} samples, where more is new")
     if any(table.undercount for table in tables.values()):
         estimated.append("counts are lower bounds")
     return title + (f"\nEstimate: {'; '.join(estimated)}" if estimated else "")

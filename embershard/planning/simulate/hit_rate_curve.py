@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from embershard.cache.report import CacheReport
@@ -13,7 +13,8 @@ from embershard.planning.simulate.replay import ReplaySettings, replay_pool
 from embershard.planning.simulate.settled_rows import SettledRows
 from embershard.planning.simulate.trace_batches import TraceBatches
 
-_MOST_STEPS = 4000
+#: Batches that are replayed at most.
+MOST_STEPS = 4000
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ def hit_rate_curve(
     sizes: Sequence[int],
     global_batch_size: int,
     settings: ReplaySettings | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> list[CurvePoint]:
     """Replay the trace's first 4,000 batches, all tables in one cache that is empty at the start, at each size.
 
@@ -45,6 +47,7 @@ def hit_rate_curve(
         rows: of each table.
         sizes: slots. Sizes that the rows of one batch do not fit are left out.
         settings: None: the default of training.
+        progress: called with the number of sizes done, and of all.
 
     >>> import numpy as np
     >>> from embershard.frequency import TableTrace
@@ -58,15 +61,17 @@ def hit_rate_curve(
     """
     settings = settings or ReplaySettings()
     shards = [RowRange(table, 0, num_rows) for table, num_rows in rows.items()]
-    steps = min(trace.num_samples // global_batch_size, _MOST_STEPS)
+    steps = min(trace.num_samples // global_batch_size, MOST_STEPS)
     settled = sum(SettledRows.of(trace, shard, False).num_rows for shard in shards)
     batches = TraceBatches(trace, shards, global_batch_size, 0, 0)
     keys = [batches.get(step)[0].numpy() for step in range(steps)]
     found = []
-    for num_slots in sizes:
+    for done, num_slots in enumerate(sizes, start=1):
         replayed = replay_pool(trace, shards, num_slots, global_batch_size, settings, num_steps=steps)
         followed_slots = max(1, num_slots if trace.rate >= 1 else round((num_slots - settled) * trace.rate))
         fewest = offline_optimum(keys, followed_slots)
+        if progress is not None:
+            progress(done, len(sizes))
         if replayed.grew or fewest is None:
             continue
         total = CacheReport.total(replayed.shards)
