@@ -7,6 +7,7 @@ import warnings
 from embershard.cache.config import Overflow
 from embershard.cache.tickets import InFlight
 from embershard.errors import CacheOverflowError
+from embershard.units import size
 
 _LEAST_SHARE = 0.25  # a cache grows by what is missing, and by at least this share of its slots
 
@@ -36,7 +37,7 @@ def grown_slots(
     grown = min(max(needed_slots, num_slots + int(num_slots * _LEAST_SHARE)), num_rows)
     warnings.warn(
         f"{pool}: {needed}; the cache grows to {grown} slots "
-        f"({(grown - num_slots) * slot_bytes / 1e6:.1f} MB more device memory). To avoid it {advice}",
+        f"({size((grown - num_slots) * slot_bytes)} more device memory). To avoid it {advice}",
         CacheGrowthWarning,
         stacklevel=3,
     )

@@ -20,6 +20,7 @@ from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.cache.rows.lazy_rows import LazyRows
 from embershard.cache.rows.node_share import NodeShare
 from embershard.errors import ConfigError
+from embershard.units import size
 
 #: With so small a part of the blocks unmade (one of 8), the system may use huge pages.
 _HUGE_PAGES_FROM = 8
@@ -225,7 +226,7 @@ class _MappedFiles:
         free_bytes = shutil.disk_usage(self._folder).free
         if total_bytes > free_bytes:
             raise ConfigError(
-                f"cache.host_dir={folder!r} has {free_bytes / 1e9:.3f} GB free, {total_bytes / 1e9:.3f} GB are "
+                f"cache.host_dir={folder!r} has {size(free_bytes)} free, {size(total_bytes)} are "
                 "needed on this rank; choose another disk, or more ranks"
             )
 
@@ -238,7 +239,7 @@ class _MappedFiles:
             return torch.from_file(path, shared=True, size=numel, dtype=dtype)
         except OSError as error:
             raise ConfigError(
-                f"cache.host_dir={str(self._folder)!r}: {numel * dtype.itemsize / 1e9:.3f} GB could not be taken: "
+                f"cache.host_dir={str(self._folder)!r}: {size(numel * dtype.itemsize)} could not be taken: "
                 f"{error}. Choose another disk, or more ranks"
             ) from error
         finally:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from embershard.errors import CacheError
+from embershard.units import size
 
 _BLOCK_BYTES = 128 << 20  # the driver may refuse kernel launches while it locks a block
 _PORTABLE, _MAPPED = 1, 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
@@ -75,8 +76,8 @@ class PageLock:
             done = sum(size for _, size in work.blocks[: len(work.locked)])
             total = sum(size for _, size in work.blocks)
             raise CacheError(
-                f"host memory could not be locked for the GPU: {work.failure} (after {done / 1e9:.1f} of "
-                f'{total / 1e9:.1f} GB). Raise the limit (ulimit -l unlimited), or set cache.transfer="staged"'
+                f"host memory could not be locked for the GPU: {work.failure} (after {size(done)} of "
+                f'{size(total)}). Raise the limit (ulimit -l unlimited), or set cache.transfer="staged"'
             ) from work.failure
 
 

@@ -113,13 +113,13 @@ def test_stores_in_one_folder_do_not_share_rows(tmp_path):
 
 def test_a_disk_that_is_too_small_is_refused_with_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})())
-    with pytest.raises(ConfigError, match=r"host_dir='.*' has 0\.000 GB free, 0\.000 GB are needed.*another disk"):
+    with pytest.raises(ConfigError, match=r"host_dir='.*' has 1000 B free, 3\.12 KiB are needed.*another disk"):
         HostStore([100], 8, FP32, [], "mmap", str(tmp_path))
 
 
 def test_the_states_need_room_on_the_disk_too(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 5000})())
-    with pytest.raises(ConfigError, match="GB free"):
+    with pytest.raises(ConfigError, match="4.88 KiB free"):
         HostStore([100], 8, FP32, STATES[1:], "mmap", str(tmp_path))  # 3200 bytes twice
 
 

@@ -94,7 +94,7 @@ def test_memory_lives_for_as_long_as_it_is_locked():
 def test_a_refusal_is_said_with_how_far_it_got_and_the_remedy():
     locked = Locked(refuse=1)
     lock = PageLock(tensors(), locked.lock, locked.unlock, block_bytes=4096)
-    with pytest.raises(CacheError, match=r'out of memory \(after 0.0 of 0.0 GB\).*ulimit -l.*"staged"'):
+    with pytest.raises(CacheError, match=r'out of memory \(after [0-9.]+ (Ki)?B of [0-9.]+ KiB\).*ulimit -l.*"staged"'):
         lock.wait()
     assert not lock.is_done
     del lock
