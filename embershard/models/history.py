@@ -80,8 +80,8 @@ class HistoryEmbeddings(nn.Module):
         found = self.sequences(features)
         lengths = torch.stack([found[name].lengths() for name in self._history])
         are_equal = (lengths == lengths[:1]).all()
-        features = ", ".join(self._history)
-        problem = f"the features of model.history ({features}) have different numbers of ids in one sample"
+        names = ", ".join(self._history)
+        problem = f"the features of model.history ({names}) have different numbers of ids in one sample"
         problem += "; needed an id in each for every event"
         if torch.compiler.is_exporting():  # a program has no branches on values
             torch._assert_async(are_equal, problem)

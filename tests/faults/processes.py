@@ -15,7 +15,8 @@ from pathlib import Path
 
 import psutil
 
-PROJECT = Path(__file__).resolve().parents[2]
+from tests.ranks import commands
+
 STEPS, SAVE_EVERY, NUM_RANKS = 60, 12, 2
 HANG_SECONDS = 6
 #: From the fault until the launcher has ended all ranks.
@@ -27,7 +28,6 @@ SETTINGS = (
     f"train.max_steps={STEPS}", "train.epochs=none", "train.device=cpu",
     f"checkpoint.every_steps={SAVE_EVERY}",
 )  # fmt: skip
-EMBERSHARD = ("-m", "embershard.launch.cli", "train", "--nproc", str(NUM_RANKS))
 TORCHRUN = (
     "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(NUM_RANKS), "--max-restarts", "1",
     "-m", "embershard.launch.train.command",
@@ -52,8 +52,18 @@ class Fault:
         return cls(KINDS[seed % len(KINDS)], place, seed // len(KINDS) % NUM_RANKS, chance.uniform(0.0, 0.05))
 
 
+def _start_new(words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    """Start Python with these arguments in the project's folder, on the CPU."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = os.pathsep.join([str(commands.PROJECT), environment.get("PYTHONPATH", "")])
+    with log.open("a") as file:
+        return subprocess.Popen(
+            [sys.executable, *words], cwd=commands.PROJECT, env=environment, stdout=file, stderr=subprocess.STDOUT
+        )
+
+
 class Training:
-    """`embershard train`, or the program of its ranks under torchrun, as a user starts it.
+    """`embershard train` in forked processes, or the program of its ranks under torchrun, as a user starts it.
 
     Args:
         folder: of the run; what it prints goes to a file beside it.
@@ -69,24 +79,19 @@ class Training:
         *more: str,
         settings: Sequence[str] = SETTINGS,
         temporary: Path | None = None,
-        launcher: Sequence[str] = EMBERSHARD,
+        launcher: Sequence[str] = (),
     ) -> None:
         self.folder, self._log = folder, folder.with_name(f"{folder.name}.log")
         words = ["--config", "examples/quickstart.toml", "--run-dir", str(folder), *more]
         words += [word for text in settings for word in ("--set", text)]
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-        environment["PYTHONPATH"] = os.pathsep.join([str(PROJECT), environment.get("PYTHONPATH", "")])
-        if temporary is not None:
-            environment["TMPDIR"] = str(temporary)
-        with self._log.open("a") as log:
-            self._before = log.tell()
-            self.process = subprocess.Popen(
-                [sys.executable, *launcher, *words],
-                cwd=PROJECT,
-                env=environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+        variables = {} if temporary is None else {"TMPDIR": str(temporary)}
+        self._log.touch()
+        self._before = self._log.stat().st_size
+        self.process: subprocess.Popen[bytes] | commands.Process
+        if launcher:
+            self.process = _start_new([*launcher, *words], self._log)
+        else:
+            self.process = commands.start(["train", "--nproc", str(NUM_RANKS), *words], self._log, **variables)
 
     @property
     def text(self) -> str:

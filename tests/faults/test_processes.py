@@ -14,7 +14,8 @@ from embershard.launch.ranks.hang_watch import waits_for_others
 from embershard.launch.train.command import train_run
 from embershard.training.config import RunConfig
 from tests.faults.endurance import endure
-from tests.faults.processes import KINDS, PROJECT, SAVE_EVERY, SETTINGS, STEPS, TORCHRUN, Fault, Training, still_alive
+from tests.faults.processes import KINDS, SAVE_EVERY, SETTINGS, STEPS, TORCHRUN, Fault, Training, still_alive
+from tests.ranks import commands
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +59,8 @@ def test_a_killed_rank_and_ctrl_c_under_torchrun(tmp_path: Path) -> None:
     """A run with steps 12 and 24 goes on from step 12, and a rank is killed after its own step 24: the restart goes on
     from there, not from step 12 again. Ctrl-C then ends the ranks with one line, which says how to go on."""
     settings = [*SETTINGS, "train.batch_size=none", "train.global_batch_size=32"]
-    config = load_config(RunConfig, PROJECT / "examples" / "quickstart.toml", [*settings, "train.max_steps=24"])
+    quickstart = commands.PROJECT / "examples" / "quickstart.toml"
+    config = load_config(RunConfig, quickstart, [*settings, "train.max_steps=24"])
     given = {"resume": None, "unverified": False, "changes": (), "same_run": "", "go_on": ""}
     with process_group("cpu") as ranks:
         train_run(config, ranks, tmp_path / "before", supervision=Supervision(), **given)

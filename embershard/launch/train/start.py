@@ -21,7 +21,7 @@ from embershard.launch.arguments import (
 from embershard.launch.config import load_config
 from embershard.launch.examples import needed_config
 from embershard.launch.ranks import launcher
-from embershard.launch.ranks.number import default_ranks, planned_ranks
+from embershard.launch.ranks.number import default_ranks, planned_ranks, warn_of_cores
 from embershard.launch.run_dir import check_run_dir, default_run_dir
 from embershard.launch.trackers.trackers import check_trackers
 from embershard.training.config import RunConfig
@@ -55,6 +55,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{to_toml(config)}{own}")
         return 0
     num_ranks = num_ranks or default_ranks(config)
+    warn_of_cores(config, num_ranks)
     config.train.rank_batch_size(num_ranks)  # raises before any rank starts
     given = ["--config", str(arguments.config), "--run-dir", str(run_dir)]
     given += set_words(arguments.overrides) + profile_words(arguments.profile_steps)

@@ -29,6 +29,8 @@ from tests.unit.launch.conftest import Trained
 from tests.unit.launch.test_score import scores
 from tests.unit.test_docs import blocks
 
+pytestmark = pytest.mark.slow  # whole training runs
+
 TABLE = "model.sparse_arch.embedding_bag_collection.embedding_bags.t_{}.weight"
 # Runs a program where embershard and what it is made of cannot be imported.
 WITHOUT = """

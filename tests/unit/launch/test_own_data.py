@@ -30,6 +30,8 @@ from embershard.training.identity import FEATURES, changes, identity_of, refusal
 from embershard.training.saved_run import SavedRun
 from tests.unit.test_docs import blocks, commands
 
+pytestmark = pytest.mark.slow  # whole training runs
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

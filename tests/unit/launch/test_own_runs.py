@@ -36,6 +36,8 @@ from embershard.training.trainer import Trainer
 from tests.unit.data.windows import make_windows
 from tests.unit.launch.test_export import WITHOUT
 
+pytestmark = pytest.mark.slow  # whole training runs
+
 PROJECT = Path(__file__).resolve().parents[3]
 SMALL = [
     "data.synthetic.num_samples=1200", "data.synthetic.scale=0.001", "data.num_workers=0",
@@ -201,7 +203,6 @@ def test_a_script_of_one_s_own_trains(monkeypatch, capsys, tmp_path):
     assert (tmp_path / "checkpoints" / "step_20").is_dir()
 
 
-@pytest.mark.slow
 def test_attention_to_the_history_is_worth_it(tmp_path):
     """After the same steps from the same seed, on generated sessions; docs/LOG.md has larger ones."""
     data_command.main(["sessions", "-o", str(tmp_path / "log.csv"), "--users", "800", "--items", "400"])

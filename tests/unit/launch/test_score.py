@@ -17,6 +17,8 @@ from embershard.launch.score import command, evaluate, predict
 from tests.unit.distributed.checkpoints import flip_bit
 from tests.unit.launch.conftest import NUM_HELD_OUT, NUM_ROWS, Trained
 
+pytestmark = pytest.mark.slow  # whole training runs
+
 
 def scores(trained: Trained, output: Path, *words: str) -> pa.Table:
     command.main([str(trained.run_dir), "-o", str(output), *words])
