@@ -79,11 +79,14 @@ class HistoryEmbeddings(nn.Module):
         """
         found = self.sequences(features)
         lengths = torch.stack([found[name].lengths() for name in self._history])
-        if not torch.compiler.is_exporting() and not torch.equal(lengths[:1].expand_as(lengths), lengths):
-            raise DataError(
-                f"the features of model.history ({', '.join(self._history)}) have different numbers of ids in one "
-                "sample; needed an id in each for every event"
-            )
+        are_equal = (lengths == lengths[:1]).all()
+        names = ", ".join(self._history)
+        problem = f"the features of model.history ({names}) have different numbers of ids in one sample"
+        problem += "; needed an id in each for every event"
+        if torch.compiler.is_exporting():  # a program has no branches on values
+            torch._assert_async(are_equal, problem)
+        elif not are_equal:
+            raise DataError(problem)
         longest = max(1, lengths[0].max().item()) if lengths.numel() else 1
         target = [found[name].to_padded_dense(1)[:, 0] for name in self._target]
         history = [found[name].to_padded_dense(longest) for name in self._history]

@@ -81,6 +81,9 @@ def check_export(folder: Path, samples: list[dict[str, object]], *, is_rounded: 
     export.main([str(folder / "run"), "-o", str(folder / "int8"), "--dtype", "int8"])
     error = json.loads((folder / "int8" / "export.json").read_text())["error"]
     assert 0 < error["score_mean"] <= error["score_max"] < 1e-2
+    if (name := "hist_category") in model.columns:
+        with torch.no_grad(), pytest.raises(RuntimeError, match="have different numbers of ids in one sample"):
+            model(*model.encode([{**samples[0], name: [1] * 99}]))
     inputs = model.encode(samples[:5])
     with torch.no_grad():
         program = torch.export.export(model, inputs).module()
@@ -94,6 +97,7 @@ def windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_windows(tmp_path_factory.mktemp("log"), users=150, items=300, history=10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["din", "tbsm"])
 def test_a_log_of_events_becomes_scores(arch, windows, tmp_path, capsys):
     overrides = [f"model.arch={arch}", "train.max_steps=8", "train.device=cpu", "data.num_workers=0", "cache.ratio=0.9"]
@@ -119,6 +123,7 @@ def test_the_settings_of_the_windows_are_whole(windows):
         data_command.main(["events", str(windows.parent / "log.csv"), "-o", str(windows)])
 
 
+@pytest.mark.slow
 def test_an_own_model_is_trained_scored_and_resumed(tmp_path):
     for name in ("own_model.toml", "own_model.py"):
         shutil.copy(PROJECT / "examples" / name, tmp_path / name.replace("own_model", "own_copy"))
