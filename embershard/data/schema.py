@@ -1,10 +1,34 @@
-"""A sample's schema: its columns, and the rows of their tables."""
+"""A sample's schema: what is predicted of it, its columns, and the rows of their tables."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from embershard.errors import ConfigError
+
+Task = Literal["binary", "regression"]
+Pooling = Literal["sum", "mean"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is predicted of a sample: T labels.
+
+    >>> Target(("click", "buy"), label_weights=(1.0, 2.0)).task
+    'binary'
+
+    Attributes:
+        labels: names of their columns.
+        task: "binary": labels are 0 or 1; "regression": any numbers.
+        label_weights: factor of each label's loss; empty: 1 each.
+        weight: column of the samples' weights; None: 1 each.
+    """
+
+    labels: tuple[str, ...] = ("label",)
+    task: Task = "binary"
+    label_weights: tuple[float, ...] = ()
+    weight: str | None = None
 
 
 @dataclass(frozen=True)
@@ -44,10 +68,10 @@ class Schema:
 
     dense: tuple[str, ...]
     sparse: tuple[SparseFeature, ...]
-    label: str = "label"
+    target: Target = Target()
 
     def __post_init__(self) -> None:
-        names = [*self.dense, *self.keys, self.label]
+        names = [*self.dense, *self.keys, *self.target.labels]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ConfigError(f"the schema has columns twice: {', '.join(twice)}; every name must be unique")

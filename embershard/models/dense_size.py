@@ -39,12 +39,14 @@ class DenseSize:
     number_bytes: int = 4
 
     @classmethod
-    def of(cls, config: ModelConfig, num_dense: int, num_tables: int, number_bytes: int = 4) -> DenseSize:
+    def of(
+        cls, config: ModelConfig, num_dense: int, num_tables: int, number_bytes: int = 4, num_labels: int = 1
+    ) -> DenseSize:
         """The dense part of the model that `build_model` builds from `config`."""
         cross = (0, 0)
         if config.arch == "dlrm_dcn":
             cross = (config.dcn_num_layers or DCN_NUM_LAYERS, config.dcn_low_rank_dim or DCN_LOW_RANK_DIM)
-        layers = (config.dense_arch_layer_sizes, config.over_arch_layer_sizes)
+        layers = (config.dense_arch_layer_sizes, config.over_layers(num_labels))
         return cls(config.arch, num_dense, num_tables, config.embedding_dim, *layers, *cross, number_bytes)
 
     @property
@@ -96,8 +98,8 @@ class DenseSize:
     def _layers(self) -> list[tuple[int, int]]:
         """Input and output width of every layer of both MLPs."""
         if self.arch == "deepfm":
-            deep, logit = self.over_layers
+            deep, labels = self.over_layers
             dense = (self.num_dense, *self.dense_layers)
-            return [*pairwise(dense), (self._crossed, deep), (self._interaction_width, logit)]
+            return [*pairwise(dense), (self._crossed, deep), (self._interaction_width, labels)]
         widths = (self.num_dense, *self.dense_layers), (self._interaction_width, *self.over_layers)
         return [layer for mlp in widths for layer in pairwise(mlp)]

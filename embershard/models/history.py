@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchrec.models.dlrm import DLRMTrain
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.mlp import MLP
@@ -20,6 +19,7 @@ from torchrec.modules.mlp import MLP
 from embershard.errors import ConfigError, DataError
 from embershard.models.config import ModelConfig
 from embershard.models.din import DIN
+from embershard.models.loss import WithLoss
 from embershard.models.schema import SchemaLike, table_name
 from embershard.models.tbsm import TBSM
 
@@ -99,14 +99,14 @@ class HistoryEmbeddings(nn.Module):
 
 
 class HistoryModel(nn.Module):
-    """Tables, and a network over what they give; for `DLRMTrain`, which adds the loss."""
+    """Tables, and a network over what they give; for `WithLoss`, which adds the loss."""
 
     def __init__(self, embeddings: HistoryEmbeddings, network: nn.Module) -> None:
         super().__init__()
         self.embeddings, self.network = embeddings, network
 
     def forward(self, dense_features: Tensor, sparse_features: Any) -> Tensor:
-        """Return the logits [B, 1]."""
+        """Return the outputs [B, T]."""
         looked = self.embeddings(dense_features, sparse_features)
         return self.network(looked.target, looked.history, looked.is_event, looked.others)
 
@@ -117,10 +117,9 @@ def build_with_history(config: ModelConfig, schema: SchemaLike, device: torch.de
     network_class = DIN if config.arch == "din" else TBSM
     sizes = list(config.history_layer_sizes or HISTORY_LAYER_SIZES)
     with device:
-        network = network_class(
-            len(config.target), embeddings.num_others, config.embedding_dim, sizes, list(config.over_arch_layer_sizes)
-        )
-        return DLRMTrain(HistoryModel(embeddings, network))
+        over = config.over_layers(len(schema.target.labels))
+        network = network_class(len(config.target), embeddings.num_others, config.embedding_dim, sizes, over)
+        return WithLoss(HistoryModel(embeddings, network), schema.target)
 
 
 def _check(config: ModelConfig, rows: Mapping[str, int]) -> None:

@@ -74,7 +74,7 @@ def _dense_part(config: RunConfig, num_tables: int) -> tuple[float, int, float]:
     schema = schema_of(config.data)
     if config.model.is_torchrecs:
         number_bytes = 8 if config.train.precision == "fp64" else 4
-        dense = DenseSize.of(config.model, schema.num_dense, num_tables, number_bytes)
+        dense = DenseSize.of(config.model, schema.num_dense, num_tables, number_bytes, len(schema.target.labels))
         return dense.flops_per_sample, dense.parameter_bytes, dense.activation_bytes_per_sample
     parameters = num_parameters(config.model, schema)
     kept = sum(table.dim * len(table.features) for table in tables_of_run(config))

@@ -55,5 +55,6 @@ def _check_text(file: InputFile, settings: TableConfig, *, stops: bool) -> None:
     for feature in settings.of_kind("sparse").values():
         decoder.bags(feature, (settings.max_bag_size, "data.table.max_bag_size"))
     decoder.labels(settings)
+    decoder.weights(settings)
     if decoder.bad:
         raise DataError(str(decoder.bad[min(decoder.bad)]))

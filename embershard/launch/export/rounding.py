@@ -12,7 +12,8 @@ from embershard.data.block import Block
 from embershard.data.reader import SampleReader
 from embershard.launch.export.serving_model import Model, Table
 from embershard.launch.export.tables import KeptRows
-from embershard.training.metrics import judge
+from embershard.training.metrics import Predicted, judge
+from embershard.training.quality import main_values
 
 _BATCH = 1024
 
@@ -39,8 +40,8 @@ class RoundingSample:
     def error(self, model: nn.Module, layers: nn.Module) -> dict[str, Any]:
         """Return the error of the exported `model` on the samples, as JSON values.
 
-        The distances of logits and of scores from the trained model's are the largest and the mean one; the AUCs are
-        None where labels are missing or all equal.
+        The distances of logits and of scores from the trained model's are the largest and the mean one; the AUCs, or
+        RMSEs, are None where labels are missing or do not define them.
 
         Args:
             layers: of the trained model, behind its tables.
@@ -49,18 +50,17 @@ class RoundingSample:
         with torch.no_grad():
             pairs = [self._score(block, trained, model) for block in self._blocks]
         before, after, labels = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-        logit, score = (after - before).abs(), (after.sigmoid() - before.sigmoid()).abs()
+        target = self._schema.target
+        found: dict[str, Any] = {"samples": len(before)}
+        if target.task == "binary":
+            found |= _distances("logit", before, after) | _distances("score", before.sigmoid(), after.sigmoid())
+        else:
+            found |= _distances("score", before, after)
         has_labels = not labels.isnan().any()
-        aucs = [judge(logits, labels).auc if has_labels else None for logits in (before, after)]
-        return {
-            "samples": len(before),
-            "logit_max": float(logit.max()),
-            "logit_mean": float(logit.mean()),
-            "score_max": float(score.max()),
-            "score_mean": float(score.mean()),
-            "auc_trained": aucs[0],
-            "auc_exported": aucs[1],
-        }
+        for what, outputs in (("trained", before), ("exported", after)):
+            values = main_values(judge(target, Predicted(outputs, labels)))
+            found |= {f"{name}_{what}": value if has_labels else None for name, value in values.items()}
+        return found
 
     def _score(self, block: Block, trained: nn.Module, exported: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
         batch = block.to_batch(self._schema)
@@ -70,3 +70,8 @@ class RoundingSample:
         kept = [torch.searchsorted(kept.wanted, rows) for kept, rows in zip(self.kept, ids, strict=True)]
         dense = batch.dense_features
         return trained(dense, kept, offsets), exported(dense, ids, offsets), batch.labels
+
+
+def _distances(what: str, before: Tensor, after: Tensor) -> dict[str, Any]:
+    distance = (after - before).abs()
+    return {f"{what}_max": float(distance.max()), f"{what}_mean": float(distance.mean())}
