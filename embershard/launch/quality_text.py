@@ -60,8 +60,8 @@ def quality_line(values: Mapping[str, Any]) -> str:
     """
     by_label: dict[str, list[str]] = {}
     for title, label, value, _ in figures(values):
-        by_label.setdefault(label, [f"{label}:"] if label else []).append(f"{title} {value}")
-    return "; ".join("  ".join(parts) for parts in by_label.values())
+        by_label.setdefault(label, []).append(f"{title} {value}")
+    return "; ".join(f"{label}: {'  '.join(each)}".removeprefix(": ") for label, each in by_label.items())
 
 
 def quality_rows(values: Mapping[str, Any]) -> list[tuple[str, str, str]]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM, DLRM_DCN
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from embershard.models.config import ModelConfig
 from embershard.models.loss import WithLoss
-from embershard.models.schema import SchemaLike, check_schema, table_name
+from embershard.models.schema import SchemaLike, SparseFeatureLike, check_schema, table_name
 
 #: Defaults of the cross network, which one architecture has.
 DCN_NUM_LAYERS = 3
@@ -20,7 +22,8 @@ DCN_LOW_RANK_DIM = 32
 
 def build_dlrm(config: ModelConfig, schema: SchemaLike, device: torch.device) -> WithLoss:
     """Build a DLRM, DLRM-DCNv2 or DeepFM: see `build_model`."""
-    collection = EmbeddingBagCollection(tables=embedding_tables(config, schema), device=torch.device("meta"))
+    check_schema(schema)
+    collection = EmbeddingBagCollection(tables=embedding_tables(config, schema.sparse), device=torch.device("meta"))
     num_labels = len(schema.target.labels)
     layers = list(config.dense_arch_layer_sizes), config.over_layers(num_labels)
     with device:
@@ -44,17 +47,20 @@ def _deepfm(config: ModelConfig, collection: EmbeddingBagCollection, num_dense: 
     return model
 
 
-def embedding_tables(config: ModelConfig, schema: SchemaLike) -> list[EmbeddingBagConfig]:
-    """Return one table per sparse feature, in the schema's order. Errors as in `build_model`."""
-    check_schema(schema)
+def embedding_tables(config: ModelConfig, features: Sequence[SparseFeatureLike]) -> list[EmbeddingBagConfig]:
+    """Return the tables of bags that `features` look up, in the order of each table's first feature."""
     dtype = DataType.FP16 if config.table_dtype == "fp16" else DataType.FP32
+    by_table: dict[str, list[SparseFeatureLike]] = {}
+    for feature in features:
+        by_table.setdefault(feature.table or feature.name, []).append(feature)
     return [
         EmbeddingBagConfig(
-            name=table_name(feature.name),
-            num_embeddings=feature.num_rows,
+            name=table_name(name),
+            num_embeddings=sharing[0].num_rows,
             embedding_dim=config.embedding_dim,
-            feature_names=[feature.name],
+            feature_names=[feature.name for feature in sharing],
             data_type=dtype,
+            pooling=PoolingType.MEAN if sharing[0].pooling == "mean" else PoolingType.SUM,
         )
-        for feature in schema.sparse
+        for name, sharing in by_table.items()
     ]

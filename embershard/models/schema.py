@@ -18,6 +18,12 @@ class SparseFeatureLike(Protocol):
     @property
     def num_rows(self) -> int: ...
 
+    @property
+    def table(self) -> str | None: ...
+
+    @property
+    def pooling(self) -> str: ...
+
 
 class TargetLike(Protocol):
     """What is predicted of a sample, as `embershard.data.Target` has it."""

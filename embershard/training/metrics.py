@@ -31,9 +31,9 @@ class Predicted(NamedTuple):
 
     def columns(self) -> Tensor:
         """Return outputs, labels and weights beside each other, float32 [B, 2 T] or [B, 2 T + 1]."""
-        size = len(self.labels)
         parts = [self.outputs, self.labels, *([] if self.weights is None else [self.weights])]
-        return torch.cat([part.detach().float().reshape(size, -1) for part in parts], dim=1)
+        wide = [part.unsqueeze(1) if part.dim() == 1 else part for part in parts]
+        return torch.cat([part.detach().float() for part in wide], dim=1)
 
     @staticmethod
     def of_columns(columns: Tensor, target: Target) -> Predicted:

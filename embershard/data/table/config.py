@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from embershard.data.config_checks import ONE_PATTERN, check_fields, freeze_lists
-from embershard.data.schema import Target, Task
+from embershard.data.schema import Pooling, Target, Task
 from embershard.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,6 +43,11 @@ class TableFeature:
     mapping: IdMapping = "text"
     """Row of a sparse value. "text": by the 64-bit hash of the value as text. Of integers: "hash" by a 64-bit mix,
     "modulo" by the remainder, "none": they are rows. Of a time, in UTC: "hour" and "weekday"."""
+    table: str | None = None
+    """Name of a sparse feature's embedding table: features with the same name share one, and need the same `num_rows`,
+    `mapping` and `pooling`. Default: the feature's name."""
+    pooling: Pooling = "sum"
+    """What the rows of a sparse feature's bag give: their "sum", or their "mean"."""
     separator: str | None = None
     """Between the values of a cell of text: the cell is a bag of them then, in their order."""
 
@@ -83,6 +88,8 @@ class TableFeature:
                 "at least 1" if needs_rows else f"nothing: a {'time' if is_sparse else 'dense feature'} needs none",
             ),
             mapping=(is_sparse or self.mapping == "text", no_effect),
+            table=(is_sparse or self.table is None, no_effect),
+            pooling=(is_sparse or self.pooling == "sum", no_effect),
             separator=(
                 self.separator is None or (is_sparse and not is_time and self.separator != ""),
                 "nothing, or the text between the values of a cell of a sparse feature that is no time",
@@ -143,8 +150,16 @@ class TableConfig:
             max_bag_size=(self.max_bag_size >= 1, "at least 1"),
             files=(len(self.files) > 0, ONE_PATTERN),
         )
+        mappings: dict[str, tuple[str, str]] = {}
         for name, feature in self.features.items():
             feature.check(name)
+            if feature.kind == "sparse":
+                other, mapping = mappings.setdefault(feature.table or name, (name, feature.mapping))
+                if mapping != feature.mapping:
+                    raise ConfigError(
+                        f"data.table.features.{name}: shares a table with {other!r}, whose mapping is {mapping!r}, and "
+                        f"has mapping {feature.mapping!r}: one value would have two rows. Give both the same."
+                    )
 
     def _check_target(self) -> None:
         labels, least = self.labels, self.label_at_least

@@ -48,7 +48,9 @@ class TableSource(FileSource):
         dense = tuple(settings.of_kind("dense"))
         if config.kind == "table" and not dense:
             dense = (CONSTANT,)
-        features = tuple(SparseFeature(name, feature.table_rows) for name, feature in sparse.items())
+        features = tuple(
+            SparseFeature(name, feature.table_rows, feature.table, feature.pooling) for name, feature in sparse.items()
+        )
         return Schema(dense, features, settings.target)
 
     def parse(self, number: int, most_bad: int | None = None) -> ParsedChunk:

@@ -81,7 +81,7 @@ class DataScan:
         if train_rows and bad_train == train_rows:
             self.damage.append(f"{parsed.bad[0]}; and none of the {bad_train:,} rows to train on near it is good")
         samples = parsed.samples
-        labels = samples.labels.reshape(samples.num_samples, -1)
+        labels = samples.labels.reshape(samples.num_samples, len(schema.target.labels))
         names = (*schema.target.labels, *schema.dense, *schema.keys)
         for name, values in zip(names, (*labels.T, *samples.dense.T, *samples.values), strict=True):
             self.columns.setdefault(name, ColumnScan()).add(values, 1)

@@ -20,18 +20,20 @@ _EXAMPLES = 4  # samples of the example by which the program is recorded
 
 
 class DenseLayers(nn.Module):
-    """From dense features [B, D] and pooled embeddings [B, F, dim] to logits [B]: a model of TorchRec without its
-    tables."""
+    """From dense features [B, D] and pooled embeddings [B, F, dim] to outputs [B], of several labels [B, T]: a model of
+    TorchRec without its tables."""
 
     def __init__(self, model: Any, schema: Schema, embedding_dim: int) -> None:
         super().__init__()
         self.dense_arch, self.inter_arch, self.over_arch = model.dense_arch, model.inter_arch, model.over_arch
         self._keys, self._dim = schema.keys, embedding_dim
         self._takes_keyed = hasattr(model.inter_arch, "deep_fm")
+        tables = model.sparse_arch.embedding_bag_collection.embedding_bag_configs()
+        self._order = [schema.keys.index(name) for table in tables for name in table.feature_names]
 
     def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:
-        """Return the logits."""
-        sparse: Any = pooled
+        """Return the outputs."""
+        sparse: Any = pooled if self._order == sorted(self._order) else pooled[:, self._order]  # by table
         if self._takes_keyed:
             sparse = KeyedTensor(self._keys, [self._dim] * len(self._keys), pooled.flatten(1))
         return self.over_arch(self.inter_arch(self.dense_arch(dense), sparse)).squeeze(-1)

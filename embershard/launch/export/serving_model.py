@@ -43,13 +43,15 @@ def load(folder: str | Path) -> Model:
     """Return the model in an export's folder, on the CPU.
 
     It is a torch module from dense features [B, D], and for each sparse feature its rows [N] and the places [B + 1] at
-    which the bags begin and the last one ends, to logits [B].
+    which the bags begin and the last one ends, to logits [B]; of several labels, whose names are in export.json,
+    [B, T]; with task "regression" to predicted numbers in place of logits.
     """
     root = Path(folder)
     about = json.loads((root / "export.json").read_text())
     inputs = json.loads((root / "inputs.json").read_text())
     paths = [root / "tables" / f"{feature['table']}.safetensors" for feature in inputs["sparse"]]
-    tables = [Table(read_tensor(path), about["dtype"]) for path in paths]
+    shared = {path: Table(read_tensor(path), about["dtype"]) for path in paths}
+    tables = [shared[path] for path in paths]
     dense = torch.export.load(root / "dense.pt2").module()
     return Model(tables, dense, inputs)
 
@@ -76,10 +78,10 @@ class Table(nn.Module):
             return torch.stack([pairs & 15, pairs >> 4], dim=2).flatten(1).float() * scale + offset
         return rows.float()
 
-    def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
-        """Return the sum of the rows of each bag, float32 [B, dim]."""
+    def forward(self, ids: Tensor, offsets: Tensor, pooling: str = "sum") -> Tensor:
+        """Return the sum, or the mean, of the rows of each bag, float32 [B, dim]."""
         places = torch.arange(ids.shape[0])
-        return nn.functional.embedding_bag(places, self.rows(ids), offsets, mode="sum", include_last_offset=True)
+        return nn.functional.embedding_bag(places, self.rows(ids), offsets, mode=pooling, include_last_offset=True)
 
 
 class Model(nn.Module):
@@ -90,7 +92,8 @@ class Model(nn.Module):
         self.tables, self.dense, self.inputs = nn.ModuleList(tables), dense, inputs
 
     def forward(self, dense: Tensor, ids: Sequence[Tensor], offsets: Sequence[Tensor]) -> Tensor:
-        pooled = [table(*bag) for table, bag in zip(self.tables, zip(ids, offsets, strict=True), strict=True)]
+        pooling = [feature.get("pooling", "sum") for feature in self.inputs["sparse"]]
+        pooled = [table(*bag) for table, *bag in zip(self.tables, ids, offsets, pooling, strict=True)]
         return self.dense(dense, torch.stack(pooled, dim=1))
 
     def encode(self, samples: Sequence[dict[str, Any]]) -> tuple[Tensor, list[Tensor], list[Tensor]]:

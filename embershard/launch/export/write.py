@@ -79,7 +79,7 @@ def write_export(request: ExportRequest, folder: Path) -> Iterator[str]:
 
 def _write(request: ExportRequest, trained: TrainedRun, folder: Path) -> dict[str, Any] | None:
     """Write all files; return the error of the tables' rounding, None for none."""
-    config = request.config
+    config, target = request.config, schema_of(request.config.data).target
     inputs = serving_inputs(config.data)
     tables = tables_of_run(config)
     table_of = {feature: table for table in tables for feature in table.features}
@@ -91,6 +91,8 @@ def _write(request: ExportRequest, trained: TrainedRun, folder: Path) -> dict[st
         "step": trained.saved.step,
         "format": "module" if request.is_module else "parquet",
         "arch": config.model.title,
+        "labels": target.labels,
+        "task": target.task,
         "dtype": request.dtype,
         "versions": versions(),
     }
@@ -121,10 +123,10 @@ def _write_tables(
     sample = None
     if request.dtype != "fp32":
         sample = RoundingSample(request.config.data, request.num_samples)
-    for number, table in enumerate(tables_of_run(request.config)):  # one per feature, in their order
+    for table in tables_of_run(request.config):
         blocks = saved_rows(checkpoint, _tensor(table))
         if sample is not None:
-            blocks = sample.kept[number].watch(blocks)
+            blocks = sample.kept[table.name].watch(blocks)
         path = folder / "tables" / f"{table.name}.safetensors"
         write_safetensors(path, blocks, table.num_rows, request.dtype)
     return None if sample is None else sample.error(serving_model.load(folder), layers)

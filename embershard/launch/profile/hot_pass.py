@@ -110,7 +110,7 @@ def _worker(reader: PartReader, rows: Sequence[Ids]) -> Callable[[int, int], lis
         found = [ClickCounts(), ClickCounts()]
         for block in reader.read(start, stop):
             is_hot = of_rows.hot_samples(block)
-            labels = block.labels.reshape(block.num_samples, -1)[:, 0]
+            labels = block.labels if block.labels.ndim == 1 else block.labels[:, 0]
             for kind, flags in enumerate((is_hot, ~is_hot)):
                 found[kind] += ClickCounts(int(flags.sum()), int(labels[flags].sum()))
         return found

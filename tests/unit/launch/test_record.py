@@ -187,7 +187,8 @@ def test_plain_lines_when_not_a_terminal():
 def test_a_bar_on_a_terminal():
     screen = io.StringIO()
     display = ProgressDisplay(Console(file=screen, force_terminal=True, width=80, color_system=None), 20_000, 0)
-    display.show(dataclasses.replace(train_report(10_000), quality=dataclasses.replace(UNKNOWN, auc=0.75), samples_per_second=1e6))
+    quality = dataclasses.replace(UNKNOWN, auc=0.75)
+    display.show(dataclasses.replace(train_report(10_000), quality=quality, samples_per_second=1e6))
     display.close()
     text = screen.getvalue()
     for said in ("10000/20000", "1,000,000/s loss 0.5000 AUC 0.7500 hit 75.0%", "ETA"):

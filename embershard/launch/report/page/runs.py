@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from embershard.errors import ConfigError
+from embershard.launch.quality_text import form_of, main_names, title_of
 from embershard.launch.report.page.section import Section, Table
 from embershard.launch.report.run_folder import RunFolder
-from embershard.launch.quality_text import form_of, main_names, title_of
 from embershard.launch.screen import number
 from embershard.units import size
 
