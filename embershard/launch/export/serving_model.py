@@ -81,7 +81,10 @@ class Table(nn.Module):
     def forward(self, ids: Tensor, offsets: Tensor, pooling: str = "sum") -> Tensor:
         """Return the sum, or the mean, of the rows of each bag, float32 [B, dim]."""
         places = torch.arange(ids.shape[0])
-        return nn.functional.embedding_bag(places, self.rows(ids), offsets, mode=pooling, include_last_offset=True)
+        sums = nn.functional.embedding_bag(places, self.rows(ids), offsets, mode="sum", include_last_offset=True)
+        if pooling == "sum":
+            return sums
+        return sums * (1.0 / offsets.diff().clamp(min=1).unsqueeze(1))  # as FBGEMM: not a division
 
 
 class Model(nn.Module):

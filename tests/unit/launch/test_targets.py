@@ -96,7 +96,7 @@ def test_regression_from_file_to_scores(made, folder, capsys):
             ["run", "-o", "x.parquet", "--set", "data.table.task=binary", "--set", "data.table.label_at_least=4"]
         )
     assert cli.main(["report", "run"]) == 0
-    assert cli.main(["report", "run", "--html", "page.html"]) == 0
+    assert cli.main(["report", "run", "-o", "page.html"]) == 0
     assert "RMSE" in Path("page.html").read_text()
 
 
