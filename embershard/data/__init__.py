@@ -44,6 +44,7 @@ __all__ = [
     "SyntheticConfig",
     "TableConfig",
     "TableFeature",
+    "Target",
     "kind_of_files",
     "open_source",
     "schema_of",

@@ -14,7 +14,7 @@ _FLOPS_PER_MULTIPLY_ADD = 2 * 3  # the forward, and in the backward the gradient
 
 @dataclass(frozen=True)
 class DenseSize:
-    """The dense part of a DLRM with F sparse features of dim D: an MLP over the dense features, the interaction, an MLP over it.
+    """The dense part of a DLRM with F sparse features of dim D: MLP over dense features, interaction, MLP over it.
 
     >>> DenseSize("dlrm", num_dense=1, num_features=1, dim=4, dense_layers=(4,), over_layers=(1,)).parameter_bytes
     56

@@ -1,4 +1,4 @@
-"""Regression, weights of samples, several labels, shared tables and means of bags: cached equals stock TorchRec, bit for
+"""Regression, weights of samples, several labels, shared tables, means of bags: cached equals stock TorchRec, bit for
 bit, and a step has one loss on any number of ranks."""
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import pytest
 from embershard.decoding import to_toml
 from embershard.launch import cli
 from embershard.sharding.config import ShardingConfig
+from embershard.training.config import RunConfig
 from tests.ranks import own_models
+from tests.ranks.parity import differences
 from tests.ranks.workers import RankPool
 from tests.unit.data.targets import target_config, write_targets
 
@@ -42,6 +44,20 @@ def test_a_plan_of_shared_tables_is_obeyed(samples: Path, two_ranks: RankPool, t
     assert all(verdict.is_equal and verdict.evictions > 20 for verdict in verdicts), verdicts
 
 
+def test_weights_of_one_change_no_bit(samples: Path, two_ranks: RankPool):
+    """Batches of 24: no power of two, so that dividing by it rounds."""
+    found = []
+    for target in ("plain", "ones", "weighted"):
+        config = target_config(samples, target)
+        config = replace(config, train=replace(config.train, batch_size=24))
+        found.append(two_ranks.run(own_models.trained, config))
+    plain, ones, weighted = found
+    for rank in range(2):
+        assert plain[rank][0] == ones[rank][0]
+        assert differences(plain[rank][1], ones[rank][1]) == []
+        assert differences(plain[rank][1], weighted[rank][1]), "the control"
+
+
 @pytest.mark.parametrize("target", ["weighted regression", "several"])
 def test_a_step_has_one_loss_on_any_number_of_ranks(
     target: str, samples: Path, one_rank: RankPool, two_ranks: RankPool
@@ -57,5 +73,5 @@ def test_a_step_has_one_loss_on_any_number_of_ranks(
     assert unweighted != pytest.approx(alone, rel=1e-2), "the control"
 
 
-def without_weights(config):
+def without_weights(config: RunConfig) -> RunConfig:
     return replace(config, data=replace(config.data, table=replace(config.data.table, weight=None)))

@@ -1,4 +1,4 @@
-"""A Parquet file with labels of several kinds, weights, and features that share a table; and settings to train on it."""
+"""A Parquet file with labels of several kinds, weights, features that share a table; and settings to train on it."""
 
 from __future__ import annotations
 
