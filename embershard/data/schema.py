@@ -23,12 +23,14 @@ class Target:
         task: "binary": labels are 0 or 1; "regression": any numbers.
         label_weights: factor of each label's loss; empty: 1 each.
         weight: column of the samples' weights; None: 1 each.
+        label_means: of a regression, where a model's outputs start; empty: at 0.
     """
 
     labels: tuple[str, ...] = ("label",)
     task: Task = "binary"
     label_weights: tuple[float, ...] = ()
     weight: str | None = None
+    label_means: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

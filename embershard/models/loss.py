@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 
@@ -48,13 +49,16 @@ class WithLoss(nn.Module):
     """A model with the loss. Of one binary label without weights it does what TorchRec's `DLRMTrain` does.
 
     Args:
-        model: from dense features [B, num_dense] and sparse features to outputs [B, T].
+        model: from dense features [B, num_dense] and sparse features to outputs [B, T], by its last linear layer.
         target: what the outputs are.
     """
 
     def __init__(self, model: nn.Module, target: TargetLike) -> None:
         super().__init__()
         self.model, self._target = model, target
+        if target.label_means:
+            *_, last = (layer for layer in model.modules() if isinstance(layer, nn.Linear))
+            last.bias.data.copy_(torch.tensor(target.label_means))
 
     def forward(self, batch: Any) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """Return the loss [], and without gradients the loss, the outputs and the labels: [B], or [B, T] of several."""

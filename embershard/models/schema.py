@@ -37,6 +37,9 @@ class TargetLike(Protocol):
     @property
     def label_weights(self) -> Sequence[float]: ...
 
+    @property
+    def label_means(self) -> Sequence[float]: ...
+
 
 class SchemaLike(Protocol):
     """The features of a data set, as `embershard.data.Schema` has them."""

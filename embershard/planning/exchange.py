@@ -30,6 +30,7 @@ def exchange_bytes(workload: Workload, table: str, sharding: str, columns: int, 
         ranks_per_node=shape.ranks_per_node,
         distinct_ids=workload.distinct_per_rank(table) if exchange == "rows" else None,
         number_bytes=shape.number_bytes,
+        num_features=workload.num_features[table],
     )
     return num_shards * of_shard.in_training
 

@@ -41,7 +41,7 @@ COMPARED = frozenset(
     | _names("data.criteo", "num_rows id_mapping dense_transform")
     | _names("data.avazu", "num_rows")
     | _names("data.parquet", "dense sparse num_rows label id_mapping dense_transform max_bag_size")
-    | _names("data.table", "features label task label_at_least label_weights weight")
+    | _names("data.table", "features label task label_at_least label_mean label_weights weight")
     | _names("data.table", "separator columns quoted null_values max_bag_size")
     | _names("model", "arch embedding_dim dense_arch_layer_sizes over_arch_layer_sizes table_dtype")
     | _names("model", "dcn_num_layers dcn_low_rank_dim target history history_layer_sizes build options")

@@ -59,6 +59,7 @@ def model_size(config: RunConfig, rows: Mapping[str, int]) -> ModelSize:
                 *config.embedding_optimizer.state_bytes,
                 group=groups[name],
                 is_sequence=tables[name].is_sequence,
+                num_features=len(tables[name].features),
             )
             for name, count in rows.items()
         ),

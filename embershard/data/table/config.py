@@ -121,6 +121,9 @@ class TableConfig:
     label_at_least: float | tuple[float, ...] | None = None
     """A label is 1 where the column's number is at least this, else 0; of several labels, one number for all or a
     number each. Default: the columns have 0 and 1."""
+    label_mean: float | tuple[float, ...] | None = None
+    """With task = "regression": where the model's outputs start, about the mean label; of several labels, a number
+    each. `embershard data inspect` finds it. Default: 0."""
     label_weights: tuple[float, ...] = ()
     """Of several labels: the factor of each label's loss, above 0. Default: 1 each."""
     weight: str | None = None
@@ -164,6 +167,7 @@ class TableConfig:
     def _check_target(self) -> None:
         labels, least = self.labels, self.label_at_least
         num_given = len(least) if isinstance(least, tuple) else len(labels)
+        means = self.target.label_means
         check_fields(
             self,
             "table.",
@@ -176,6 +180,10 @@ class TableConfig:
                 f"one number, or {len(labels)}, one for each label"
                 if self.task == "binary"
                 else 'nothing: with task = "regression", labels are numbers as they are',
+            ),
+            label_mean=(
+                not means or (self.task == "regression" and len(means) == len(labels)),
+                f'{len(labels)} numbers with task = "regression", and nothing otherwise',
             ),
             label_weights=(
                 not self.label_weights
@@ -195,7 +203,9 @@ class TableConfig:
     @property
     def target(self) -> Target:
         """What is predicted of a sample."""
-        return Target(self.labels, self.task, self.label_weights, self.weight)
+        mean = self.label_mean
+        means = mean if isinstance(mean, tuple) else () if mean is None else (mean,)
+        return Target(self.labels, self.task, self.label_weights, self.weight, means)
 
     def thresholds(self) -> tuple[float | None, ...]:
         """Return from which number on each label is 1; None: it has 0 and 1."""

@@ -57,13 +57,13 @@ class LabelSuggestion:
 
     Attributes:
         at_least: from which number on a label would be 1; None: the column has 0 and 1.
-        is_regression: the column has more than two values, so the numbers themselves are predicted.
+        mean: where the numbers themselves are predicted, since the column has more than two values: their mean.
         why: what the column holds.
     """
 
     column: str
     at_least: float | None
-    is_regression: bool
+    mean: float | None
     why: str
 
 
@@ -87,11 +87,12 @@ def suggest_label(columns: Mapping[str, ColumnSurvey], wanted: str | None) -> La
     numbers = numeric[found].numbers
     said = f"{numeric[found].inner}, {numbers.least:g} to {numbers.largest:g}, mean {numbers.mean:.4g}"
     if found in binary:
-        return LabelSuggestion(found, None, False, said)
+        return LabelSuggestion(found, None, None, said)
     middle = (numbers.least + numbers.largest) / 2
     least = float(floor(middle) + 1) if numbers.are_whole else middle
     why = f"{said}; {numbers.share_at_least(least):.1%} are at least {least:g}"
-    return LabelSuggestion(found, least, numeric[found].values.estimate > _VALUES_OF_CLICKS, why)
+    has_many = numeric[found].values.estimate > _VALUES_OF_CLICKS
+    return LabelSuggestion(found, least, _rounded(numbers.mean) if has_many else None, why)
 
 
 def suggest_features(column: ColumnSurvey, taken: Sequence[str]) -> Suggestion:

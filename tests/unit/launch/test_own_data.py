@@ -259,7 +259,7 @@ def test_distinct_values_are_counted_and_do_not_share_rows():
     table = pa.table({**columns, "user id": pa.array([10**12 * n for n in range(40)] * 3)})
     found = survey(table.schema, iter(table.to_batches()))
     label = suggest_label(found, None)
-    assert (label.column, label.at_least, label.is_regression) == ("rating", 4.0, True)
+    assert (label.column, label.at_least, label.mean) == ("rating", 4.0, 3.25)
     sex = suggest_features(found["sex"], [])
     assert "2 distinct, 30 missing; no two share a row" in sex.why
     user = suggest_features(found["user id"], ["user_id"])
@@ -286,7 +286,7 @@ def test_a_label_of_many_values_is_predicted_as_a_number(folder):
     lines = Path("run.toml").read_text().splitlines()
     place = next(number for number, line in enumerate(lines) if line.startswith("task = "))
     assert lines[place + 1].startswith("# label_at_least = 4 ")
-    lines[place : place + 2] = [lines[place + 1].removeprefix("# ")]
+    lines[place - 1 : place + 2] = [lines[place + 1].removeprefix("# ")]
     Path("clicks.toml").write_text("\n".join(lines))
     assert load_config(RunConfig, Path("clicks.toml")).data.table.label_at_least == 4
 

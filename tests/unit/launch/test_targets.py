@@ -157,6 +157,8 @@ def test_bad_weights_are_named(made, folder, weight):
     ("changes", "said"),
     [
         ({"task": "regression", "label_at_least": 4.0}, 'nothing: with task = "regression"'),
+        ({"label_mean": 3.0}, "nothing otherwise"),
+        ({"task": "regression", "label": ("a", "b"), "label_mean": 3.0}, '2 numbers with task = "regression"'),
         ({"label": ("a", "a")}, "each once"),
         ({"label": ()}, "the name of a column, or names"),
         ({"label": ("a", "b"), "label_at_least": (1.0,)}, "one number, or 2, one for each label"),

@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 from torchrec.models.dlrm import DLRMTrain
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from embershard.data import Schema, SparseFeature, Target
+from embershard.data import Batch, Schema, SparseFeature, Target
 from embershard.errors import ConfigError
 from embershard.models import ModelConfig, build_model, model_tables
 from embershard.models.loss import loss_of
+from embershard.models.tables import collections_of
 
 CPU = torch.device("cpu")
 SIZE = 37  # no power of two, so that dividing by it rounds
@@ -66,6 +68,23 @@ def test_an_output_for_each_label(arch):
     model = build_model(ModelConfig(arch, dense_arch_layer_sizes=layers, over_arch_layer_sizes=(8, 1)), schema, CPU)
     last = [each for each in model.modules() if isinstance(each, torch.nn.Linear)][-1]
     assert last.out_features == 3
+
+
+@pytest.mark.parametrize("arch", ["dlrm", "dlrm_dcn", "deepfm", "din", "tbsm"])
+def test_outputs_of_a_regression_start_at_the_mean_label(arch):
+    history = {"target": ("item",), "history": ("past",)} if arch in ("din", "tbsm") else {}
+    layers = (8, 16) if arch == "deepfm" else (16,)
+    config = ModelConfig(arch, dense_arch_layer_sizes=layers, over_arch_layer_sizes=(8, 1), **history)
+    sparse = tuple(SparseFeature(name, 30) for name in ("item", "past", "user"))
+    target = Target(("x", "y"), "regression", label_means=(3.0, 500.0))
+    model = build_model(config, Schema(("d",), sparse, target), CPU)
+    for _, collection in collections_of(model):
+        collection.to_empty(device=CPU)
+        for table in collection.parameters():
+            torch.nn.init.zeros_(table)
+    ids = KeyedJaggedTensor(["item", "past", "user"], torch.ones(6).long(), lengths=torch.ones(6).int())
+    _, (_, outputs, _) = model(Batch(torch.zeros(2, 1), ids, torch.zeros(2, 2)))
+    assert (outputs - torch.tensor([3.0, 500.0])).abs().max() < 1
 
 
 SHARED = (
