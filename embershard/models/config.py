@@ -142,9 +142,9 @@ class ModelConfig:
         """TorchRec has the architecture: one EmbeddingBagCollection, with a table for each feature."""
         return self.build is None and self.arch not in WITH_HISTORY
 
-    def over_layers(self, num_labels: int) -> list[int]:
+    def over_layers(self, num_labels: int) -> tuple[int, ...]:
         """Return `over_arch_layer_sizes` with an output for each label."""
-        return [*self.over_arch_layer_sizes[:-1], num_labels]
+        return (*self.over_arch_layer_sizes[:-1], num_labels)
 
     @property
     def title(self) -> str:

@@ -25,7 +25,7 @@ def build_dlrm(config: ModelConfig, schema: SchemaLike, device: torch.device) ->
     check_schema(schema)
     collection = EmbeddingBagCollection(tables=embedding_tables(config, schema.sparse), device=torch.device("meta"))
     num_labels = len(schema.target.labels)
-    layers = list(config.dense_arch_layer_sizes), config.over_layers(num_labels)
+    layers = list(config.dense_arch_layer_sizes), list(config.over_layers(num_labels))
     with device:
         if config.arch == "deepfm":
             model: nn.Module = _deepfm(config, collection, len(schema.dense), num_labels)

@@ -11,6 +11,7 @@ import torch
 from embershard.data import Target
 from embershard.distributed import Ranks
 from embershard.training.metrics import Predicted, PredictionBuffer, judge
+from embershard.training.quality import main_values, quality_values
 
 CLICKS = Target()
 
@@ -48,6 +49,35 @@ def test_what_is_undefined_is_none():
     assert (no_clicks.auc, no_clicks.ne, no_clicks.calibration) == (None, None, None)
     assert no_clicks.logloss is not None
     assert judged(torch.randn(5), torch.ones(5)).auc is None
+
+
+def test_a_weight_of_n_counts_as_n_samples():
+    """For every figure, with ties among the predictions; a weight of 0 as no sample."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(60, generator=generator).round(decimals=1)
+    labels = (torch.rand(60, generator=generator) < 0.4).float()
+    weights = torch.randint(0, 4, (60,), generator=generator)
+    for target in (CLICKS, Target(task="regression")):
+        weighted = quality_values(judge(target, Predicted(logits, labels, weights.float())))
+        repeated = judge(target, Predicted(*(each.repeat_interleave(weights) for each in (logits, labels))))
+        assert weighted.pop("samples") == 60
+        for name, value in weighted.items():
+            assert value == pytest.approx(quality_values(repeated)[name], abs=1e-6), name
+            assert value != pytest.approx(quality_values(judge(target, Predicted(logits, labels)))[name], abs=1e-4)
+
+
+def test_regression_by_formulas_and_several_labels():
+    outputs = torch.tensor([[1.0, 0.0], [2.0, 0.0], [4.0, 0.0]])
+    labels = torch.tensor([[1.0, 5.0], [3.0, 5.0], [5.0, 5.0]])
+    found = judge(Target(("a", "b"), "regression"), Predicted(outputs, labels))
+    values = quality_values(found)
+    assert values["rmse/a"] == pytest.approx(math.sqrt(2 / 3))
+    assert values["mae/a"] == pytest.approx(2 / 3)
+    assert values["r2/a"] == pytest.approx(1 - (2 / 3) / (8 / 3))
+    assert (values["rmse/b"], values["r2/b"]) == (5.0, None)
+    assert main_values(found) == {"rmse/a": values["rmse/a"], "rmse/b": 5.0}
+    nothing = judge(Target(task="regression"), Predicted(torch.empty(0), torch.empty(0)))
+    assert (nothing.samples, nothing.rmse, nothing.r2) == (0, None, None)
 
 
 class TwoRanks(Ranks):
