@@ -38,7 +38,7 @@ test: $(SETUP_TESTS) ## the whole test suite (ARGS="-k cache" for a part)
 	@$(PYTHON) -m pytest -q -n 2 $(ARGS)
 	@$(if $(ARGS),,$(PYTHON) -m tests.gpu)
 
-test-fast: $(SETUP_TESTS) ## unit tests without the slow ones: under a minute (ARGS="-k cache" for a part)
+test-fast: $(SETUP_TESTS) ## unit tests without the slow ones: one to two minutes (ARGS="-k cache" for a part)
 	@$(PYTHON) -m pytest -q -n 2 tests/unit -m "not slow" $(ARGS)
 
 check: $(SETUP_TESTS) ## lint, format, types and the import contract

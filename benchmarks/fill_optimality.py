@@ -10,10 +10,10 @@ batch adds one to its rows, and at the end every row of the host tier must hold 
 With look-ahead L and prefetch depth P, L batches beyond the one in training are known and P of them are resident. P
 is 1 here, as in training while no step waits (docs/decisions/0018).
 
-The optimum (benchmarks/offline_optimum.py) knows the whole stream and holds one batch at a time. More references
-explain the difference: `holds 1` and `holds 2` are the optimum of a cache that also holds 1 or 2 batches ahead (the
-cost of holding them, for any rule for victims); `rule` is the look-ahead rule with the newest ranking for every victim
-(it adds the cost of not knowing more than L batches). Fills beyond `rule` are due to the cache.
+The optimum (embershard/planning/simulate/offline_optimum.py) knows the whole stream and holds one batch at a time. More
+references explain the difference: `holds 1` and `holds 2` are the optimum of a cache that also holds 1 or 2 batches
+ahead (the cost of holding them, for any rule for victims); `rule` is the look-ahead rule with the newest ranking for
+every victim (it adds the cost of not knowing more than L batches). Fills beyond `rule` are due to the cache.
 
 Target, with the smallest L below that is at least 16 times the capacity in batches, and at least 128: from 8 batches
 on, at most 1.03 of the optimum's fills; at 4, at most 0.5 % of the optimum's fills more than the optimum that holds one
@@ -34,11 +34,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import machine, make_parser, report, settings_of
-from benchmarks.offline_optimum import look_ahead_rule, offline_optimum
 from embershard.cache import HostStore, RowCache, Ticket
 from embershard.cache.config import CachePolicy, Scoring
 from embershard.data import BatchStream, CriteoConfig, DataConfig, SyntheticConfig, open_source
 from embershard.frequency import FrequencyProfile
+from embershard.planning.simulate.offline_optimum import look_ahead_rule, offline_optimum
 
 LOOKAHEADS = (8, 32, 128, 256)
 TARGET = 1.03

@@ -250,7 +250,7 @@ def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return rows of `compared` as a Markdown table."""
-    lines = ["| data | ranks | mode | samples/s | CPU ms | kB sent | fills (waited for) | AUC | loses to |"]
+    lines = ["| data | ranks | mode | samples/s | CPU ms | KiB sent | fills (waited for) | AUC | loses to |"]
     lines.append("|---" * 9 + "|")
     for row in rows:
         names = [row["data"], row["ranks"], row["mode"]]
@@ -261,7 +261,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         losses = [f"{what}: {', '.join(row[key])}" for key, what in _LOSSES.items() if row[key]]
         auc = f"{statistics.fmean(row['auc']):.4f} (spread {row['auc_spread']:.4f})"
         cells = [*names, row["samples_per_second"], row["cpu_ms_per_step"]]
-        cells += [round(row["sent_in_training"] / 1e3), fills, auc, "; ".join(losses) or "none"]
+        cells += [round(row["sent_in_training"] / 1024), fills, auc, "; ".join(losses) or "none"]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 

@@ -5,10 +5,13 @@
 Shapes: ranks x batch size per rank x embedding dim x dense part (none, the quickstart's, a DLRM's). Criteo Kaggle's
 33.76M rows at dim 16; at other dims rows are scaled so that the tables take the same memory. Caches hold `--ratio` of
 the rows and start from a profile of 200,000 samples. Every rank of every variant is a process of its own; while one
-variant steps, the others wait.
+variant steps, the others wait. A turn is `--steps-per-turn` steps and one before them that is not measured: it finds
+the cores' caches full of the other variants' data and code. With one step per turn, every step does, and is measured.
 
 Reported per shape: median milliseconds of a step, the medians of the ratios to resident and to the cached variant,
 and how far the 99th percentile and the longest step are above the median. Then geometric means and the worst shape.
+A ratio is one of turns: with look-ahead, some of the work is done at every fourth step, and a ratio of single steps
+would leave it out.
 """
 
 from __future__ import annotations
@@ -52,7 +55,8 @@ def main() -> None:
     parser.add_argument("--lookahead", type=int, default=64)
     parser.add_argument("--prefetch", type=int, default=2)
     parser.add_argument("--warmup-steps", type=int, default=30)
-    parser.add_argument("--steps", type=int, default=60, help="measured steps of each variant and shape")
+    parser.add_argument("--steps", type=int, default=80, help="measured steps of each variant and shape")
+    parser.add_argument("--steps-per-turn", type=int, default=8)
     options = parser.parse_args()
     shapes = []
     for shape in itertools.product(options.ranks, options.batch_sizes, options.dims, options.dense):
@@ -84,7 +88,7 @@ def measure(options: argparse.Namespace, ranks: int, batch_size: int, dim: int, 
             lookahead=options.lookahead,
             prefetch=options.prefetch,
             profile=f"{folder}/profile.npz",
-            num_steps=options.warmup_steps + options.steps,
+            num_steps=options.warmup_steps + 2 * options.steps,
         )
         save_profile(settings)
         variants = {
@@ -93,12 +97,15 @@ def measure(options: argparse.Namespace, ranks: int, batch_size: int, dim: int, 
         }
         for variant in variants.values():
             answers(variant, "ready")
+        for variant in variants.values():
+            for _ in range(options.warmup_steps):
+                step(variant)
         seconds: dict[str, list[float]] = {name: [] for name in variants}
-        for turn in range(settings.num_steps):
+        for turn in range(options.steps // options.steps_per_turn):
             for name in sorted(variants, reverse=bool(turn % 2)):
-                seconds[name].append(step(variants[name]))
+                seconds[name] += take_turn(variants[name], options.steps_per_turn)
     shape = {"ranks": ranks, "batch_size": batch_size, "dim": dim, "dense": dense}
-    return {**shape, **figures({name: values[options.warmup_steps :] for name, values in seconds.items()})}
+    return {**shape, **figures(seconds, options.steps_per_turn)}
 
 
 def save_profile(settings: Settings) -> None:
@@ -139,6 +146,13 @@ def step(variant: Sequence[subprocess.Popen[str]]) -> float:
     return max(float(answer) for answer in answers(variant))
 
 
+def take_turn(variant: Sequence[subprocess.Popen[str]], num_steps: int) -> list[float]:
+    """Run `num_steps` steps, and one before them unless it is a single one; return the seconds of each."""
+    if num_steps > 1:
+        step(variant)
+    return [step(variant) for _ in range(num_steps)]
+
+
 def answers(variant: Sequence[subprocess.Popen[str]], wanted: str | None = None) -> list[str]:
     """Read the next line of every rank, or lines up to the one that is `wanted`."""
     found = []
@@ -151,14 +165,20 @@ def answers(variant: Sequence[subprocess.Popen[str]], wanted: str | None = None)
     return found
 
 
-def figures(seconds: dict[str, list[float]]) -> dict[str, Any]:
+def figures(seconds: dict[str, list[float]], steps_per_turn: int = 1) -> dict[str, Any]:
     """Return medians, ratios and tails."""
     found: dict[str, Any] = {f"{name}_ms": median_ms(values) for name, values in seconds.items()}
+    sums = {name: sums_of(values, steps_per_turn) for name, values in seconds.items()}
     for name, values in seconds.items():
-        found |= {f"{name}_over_{of}": median_ratio(values, seconds[of]) for of in references(name, seconds)}
+        found |= {f"{name}_over_{of}": median_ratio(sums[name], sums[of]) for of in references(name, seconds)}
         p50, p99, most = np.percentile(values, [50, 99, 100])
         found |= {f"{name}_p99_over_p50": round(p99 / p50, 3), f"{name}_most_over_p50": round(most / p50, 3)}
     return found
+
+
+def sums_of(values: list[float], count: int) -> list[float]:
+    """Return the sum of every `count` values; what is left at the end is dropped."""
+    return [sum(values[i : i + count]) for i in range(0, len(values) - count + 1, count)]
 
 
 def references(name: str, seconds: dict[str, list[float]]) -> list[str]:

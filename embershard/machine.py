@@ -1,4 +1,4 @@
-"""Memory that the system lets this process and its children take: the machine's, or less in a container.
+"""Memory that the system lets this process and its children take: the machine's, or less in a container. And cores.
 
 Nothing here imports torch: the doctor must run when it is broken.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+_RANKS_PER_CORE = 2
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,21 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     groups = [group for group in _limited_groups(root) if group.total_bytes < machine.total_bytes]
     least = min((machine, *groups), key=lambda memory: memory.available_bytes)
     return HostMemory(least.total_bytes, max(0, least.available_bytes), least.limit)
+
+
+def cores_problem(num_ranks: int, cores: int | None, where: str) -> str | None:
+    """Return what is wrong with so many ranks on the cores of a CPU; None up to two ranks per core, or if the cores are
+    not known (None).
+
+    >>> cores_problem(128, 2, "this machine")
+    '128 ranks share the 2 cores of this machine and take turns on them: expect no more samples/s than of 2 ranks.'
+    """
+    if cores is None or num_ranks <= _RANKS_PER_CORE * cores:
+        return None
+    return (
+        f"{num_ranks} ranks share the {cores} cores of {where} and take turns on them: expect no more samples/s than "
+        f"of {cores} ranks."
+    )
 
 
 def _limited_groups(root: Path) -> Iterator[HostMemory]:

@@ -1,4 +1,4 @@
-"""Sizes with units."""
+"""Sizes with units: all that embershard prints or draws is in KiB, MiB, GiB and TiB."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?\s*", re.IGNORECASE)
 
 
 def parse_bytes(text: str) -> int:
-    """Parse a size, as a type for argparse.
+    """Parse a size, as a type for argparse: in powers of two (80GiB) or of ten (80GB, as vendors give it).
 
     >>> parse_bytes("80GB"), parse_bytes("1.5GiB"), parse_bytes("4096")
     (80000000000, 1610612736, 4096)
     """
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise argparse.ArgumentTypeError(f"got {text!r}; needed a size such as 4GB, 512MB, 1.5GiB or a number of bytes")
+        raise argparse.ArgumentTypeError(f"got {text!r}; needed a size such as 4GiB, 512MiB, 80GB or a number of bytes")
     return round(float(match[1]) * _UNITS[(match[2] or "").upper()])
 
 
 def size(count: float) -> str:
     """Format a number of bytes.
 
-    >>> size(1.234e9)
-    '1.23 GB'
+    >>> size(1.5 * 2**30), size(1000), size(80e9)
+    ('1.50 GiB', '1000 B', '74.51 GiB')
     """
-    for unit, unit_bytes in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    for unit, unit_bytes in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= unit_bytes:
             return f"{count / unit_bytes:.2f} {unit}"
     return f"{count:.0f} B"

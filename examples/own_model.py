@@ -56,7 +56,7 @@ class BagsAndSequences(nn.Module):
         attended = []
         for feature in self.read:
             ids = found[feature.name]
-            rows = ids.to_padded_dense(max(1, int(ids.lengths().max())))  # [B, L, dim]
+            rows = ids.to_padded_dense(max(1, ids.lengths().max().item()))  # [B, L, dim]; torch.export knows item()
             attended.append((self.score(rows).softmax(dim=1) * rows).sum(dim=1))
         # By name: the order of the pooled embeddings depends on the plan.
         pooled = [each[name] for each in (wide, narrow) for name in sorted(each)]

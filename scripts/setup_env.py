@@ -182,7 +182,7 @@ def install(venv: Path, driver: bool, files: Sequence[str]) -> None:
         say("this environment has no pip; installing the one that comes with Python")
         subprocess.run([str(venv_python(venv)), "-m", "ensurepip"], capture_output=True)
     torch_pin = torch_requirement((ROOT / TRAINING).read_text())
-    pip(f"install {torch_pin} (up to 3 GB with CUDA)", "install", torch_pin)
+    pip(f"install {torch_pin} (up to 3 GiB with CUDA)", "install", torch_pin)
     found = inspect(venv)
     if found["error"]:
         pip(f"torch does not import ({found['error']}); install it again", "install", "--force-reinstall", torch_pin)

@@ -105,7 +105,7 @@ def explain_pip(requirement: str, output: str) -> str:
     elif "No matching distribution" in output:
         fix = "The index has it, but not for this Python and platform (see the versions listed in the log)."
     elif "No space left" in output:
-        fix = "The disk is full: a CPU environment takes 2 GB, a CUDA one 8 GB."
+        fix = "The disk is full: a CPU environment takes 2 GiB, a CUDA one 8 GiB."
     else:
         fix = "pip failed; its last lines are above."
     return f"could not run: pip {requirement}\n{tail}\n{fix}"

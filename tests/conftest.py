@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+os.environ["PYTHONDONTWRITEBYTECODE"] = ""  # every process would compile all tests again
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: tests run side by side, on few cores
 # Before numba: in tests, a compiled loop that leaves an array raises. Such loops are kept apart from those of users.
 os.environ.setdefault("NUMBA_BOUNDSCHECK", "1")
@@ -51,8 +52,10 @@ def cuda_problem() -> str:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Give all tests that use pools of ranks to one process, since pools are reused. Every other file goes to any free
-    process."""
+    process, in the order of the folders: those of `tests/unit`, each a few seconds, fill the end on all processes."""
     from xdist.scheduler import LoadScopeScheduling
+
+    config.option.loadscopereorder = False
 
     class RanksTogether(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:

@@ -78,6 +78,7 @@ class NextUseIndex:
     def __init__(self, slot_map: SlotMap, tables: OtherTables | None = None) -> None:
         self._map, self._tables = slot_map, tables
         self._takes_part = None if tables is None else tables.features.numpy()
+        self._all_take_part = self._takes_part is None or bool(self._takes_part.all())
         next_use = torch.zeros(slot_map.num_slots + 1, dtype=torch.int32, device=slot_map.device)
         self._set_slots(next_use, next_use.clone())
         self._known: deque[KnownBatch] = deque()
@@ -131,14 +132,15 @@ class NextUseIndex:
     def _know_in_loop(self, entries: loops.Int32s, keys: Tensor, feature_lengths: Tensor | None) -> KnownBatch:
         array, size = self._map.key_array(keys), keys.numel()
         lengths = np.array([size]) if feature_lengths is None else feature_lengths.contiguous().numpy()
-        assert lengths.sum() == size, f"{lengths.sum()} ids in {lengths.size} features, {size} ids in the batch"
         takes_part = np.ones(lengths.size, np.bool_) if self._takes_part is None else self._takes_part
-        count = int(lengths[takes_part].sum())
+        count = size if self._all_take_part else int(lengths[takes_part].sum())
         first_use = self._reserve(count)
         uses = np.empty(count, np.int32)
-        positions = uses if takes_part.all() else np.empty(count, np.int32)
+        positions = uses if self._all_take_part else np.empty(count, np.int32)
         state = (entries, self.next_use_array, self._last_use_array, self._next_batch_array)
-        start = count - loops.know(array, lengths, takes_part, *state, first_use, self._newest, _WRAP, uses, positions)
+        found = loops.know(array, lengths, takes_part, *state, first_use, self._newest, _WRAP, uses, positions)
+        assert found >= 0, f"{lengths.sum()} ids in {lengths.size} features, {size} ids in the batch"
+        start = count - found
         kept = torch.from_numpy(uses[start:].copy())  # without the memory of repeats
         places = kept if positions is uses else torch.from_numpy(positions[start:].copy())
         return KnownBatch(self._newest, first_use, kept, places)

@@ -14,12 +14,12 @@ def need_path(config: DataConfig) -> None:
 
 
 def check_data(config: DataConfig) -> None:
-    """Check that the files are there; of "parquet" and "table" that every column is, and has the type that its feature
-    needs. Of a text file, the first lines are read.
+    """Check that the files are there; of "parquet" and "table" that every column is, with a type and, in the first
+    rows, values that its feature takes.
 
     Raises:
         ConfigError: a setting that this kind of data needs is missing.
-        DataError: a file is missing, empty or damaged, or a column is missing or of another type.
+        DataError: a file is missing, empty or damaged, a column is missing or of another type, or a value does not fit.
     """
     need_path(config)
     patterns = () if config.kind == "synthetic" else getattr(config, config.kind).files

@@ -15,8 +15,7 @@ def serving_inputs(config: DataConfig) -> dict[str, Any]:
 
     Of a dense feature, `scale` is as in `TableFeature`, with its numbers; or "constant": 1 in every sample. Of a sparse
     one, `id_base` is 16 where ids are hexadecimal texts, and `mapping` is as in `TableFeature`, or "avazu": as
-    `AvazuSource` makes rows of texts. `separator` is that of the values in a text, `pooling` "mean" where
-    a bag's rows are not summed up, and `null_values` are texts that
+    `AvazuSource` makes rows of texts. `separator` is that of the values in a text, and `null_values` are texts that
     are missing values. A missing id is row 0, a missing number 0 after scaling, and 0.5 after "quantile".
 
     >>> serving_inputs(DataConfig(kind="criteo"))["sparse"][0]
@@ -34,7 +33,6 @@ def serving_inputs(config: DataConfig) -> dict[str, Any]:
         sparse = [
             {"name": name, "column": feature.column, "num_rows": rows[name], "mapping": feature.mapping, "id_base": 10}
             | ({} if feature.separator is None else {"separator": feature.separator})
-            | ({} if feature.pooling == "sum" else {"pooling": feature.pooling})
             for name, feature in settings.of_kind("sparse").items()
         ]
         dense = dense or [{"name": CONSTANT, "column": CONSTANT, "scale": CONSTANT}]

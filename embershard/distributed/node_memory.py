@@ -12,6 +12,7 @@ from torch import Tensor
 
 from embershard.distributed.ranks import Ranks
 from embershard.errors import ConfigError
+from embershard.units import size
 
 
 class NodeMemory:
@@ -67,7 +68,7 @@ class NodeMemory:
             try:
                 mapped = torch.from_file(path, shared=True, size=numel, dtype=dtype)
             except (OSError, RuntimeError) as error:
-                problem = f"rank {self._ranks.rank} cannot map {num_bytes / 1e9:.3f} GB of rank 0: {error}"
+                problem = f"rank {self._ranks.rank} cannot map {size(num_bytes)} of rank 0: {error}"
             problems = [found for found in self._ranks.all_gather_objects(problem) if found]
         finally:
             if handle >= 0:
@@ -89,8 +90,7 @@ class NodeMemory:
             os.posix_fallocate(handle, 0, num_bytes)
         except OSError as error:
             raise ConfigError(
-                f"cache.host_dir={self._folder!r}: {num_bytes / 1e9:.3f} GB could not be taken: {error}. Choose "
-                "another disk"
+                f"cache.host_dir={self._folder!r}: {size(num_bytes)} could not be taken: {error}. Choose another disk"
             ) from error
         return handle
 

@@ -78,12 +78,12 @@ class HistoryEmbeddings(nn.Module):
         """
         found = self.sequences(features)
         lengths = torch.stack([found[name].lengths() for name in self._history])
-        if not torch.equal(lengths[:1].expand_as(lengths), lengths):
+        if not torch.compiler.is_exporting() and not torch.equal(lengths[:1].expand_as(lengths), lengths):
             raise DataError(
                 f"the features of model.history ({', '.join(self._history)}) have different numbers of ids in one "
                 "sample; needed an id in each for every event"
             )
-        longest = max(1, int(lengths[0].max())) if lengths.numel() else 1
+        longest = max(1, lengths[0].max().item()) if lengths.numel() else 1
         target = [found[name].to_padded_dense(1)[:, 0] for name in self._target]
         history = [found[name].to_padded_dense(longest) for name in self._history]
         others = [] if self.dense_arch is None else [self.dense_arch(dense)]
@@ -91,7 +91,7 @@ class HistoryEmbeddings(nn.Module):
             bags = self.bags(features).to_dict()
             others += [bags[name] for name in self._others]
         is_event = torch.arange(longest, device=lengths.device) < lengths[0].unsqueeze(1)
-        empty = target[0].new_zeros(len(is_event), 0, self._dim)
+        empty = target[0].new_zeros(is_event.shape[0], 0, self._dim)
         return Looked(
             torch.stack(target, 1), torch.stack(history, 2), is_event, torch.stack(others, 1) if others else empty
         )

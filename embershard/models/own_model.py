@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from embershard.errors import ConfigError
 from embershard.models.config import ModelConfig
 from embershard.models.loss import loss_of
+from embershard.models.own_errors import note_batch, place_of
 from embershard.models.schema import SchemaLike, TargetLike
 from embershard.models.tables import collections_of, tables_in
 
@@ -37,7 +38,11 @@ class OwnModel(nn.Module):
 
     def forward(self, batch: Any) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """Return the loss, and loss, outputs and labels without gradients."""
-        found, labels = self.model(batch), batch.labels
+        try:
+            found, labels = self.model(batch), batch.labels
+        except Exception as error:
+            note_batch(error, batch)
+            raise
         loss, outputs = found if isinstance(found, tuple) and len(found) == 2 else (None, found)
         self._check(loss, outputs, labels)
         outputs = outputs.reshape(labels.shape)
@@ -71,8 +76,7 @@ def build_own(config: ModelConfig, schema: SchemaLike, device: torch.device) -> 
         except ConfigError:
             raise
         except Exception as error:
-            place = _last_place(error)
-            raise ConfigError(f"{name} failed: {type(error).__name__}: {error} ({place}).") from error
+            raise ConfigError(f"{name} failed: {type(error).__name__}: {error} ({place_of(error)}).") from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{name} returned {type(model).__name__}; needed a torch.nn.Module.")
     own = OwnModel(model, name, schema.target)
@@ -121,7 +125,7 @@ def _module(name: str, folder: str | None) -> Any:
         raise ConfigError(f"model.build: no module {name!r} {where}. Name a file there without .py.") from error
     except Exception as error:
         raise ConfigError(
-            f"model.build: importing {name!r} failed: {type(error).__name__}: {error} ({_last_place(error)})."
+            f"model.build: importing {name!r} failed: {type(error).__name__}: {error} ({place_of(error)})."
         ) from error
     top, found = name.partition(".")[0], Path(getattr(module, "__file__", None) or "")
     candidates = [] if here is None else [here / f"{top}.py", here / top]
@@ -130,13 +134,6 @@ def _module(name: str, folder: str | None) -> Any:
             f"model.build: {name!r} is {found}, and there is another one in {here}. Give that another name."
         )
     return module
-
-
-def _last_place(error: BaseException) -> str:
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return "" if trace is None else f"{trace.tb_frame.f_code.co_filename}, line {trace.tb_lineno}"
 
 
 def _check_collections(model: nn.Module, name: str) -> None:

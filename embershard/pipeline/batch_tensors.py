@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,29 +13,35 @@ from torchrec.distributed.embedding_types import KJTList
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
-_LEAVES = (int, str, float, type(None))
+_LEAVES = frozenset({int, str, float, bool, type(None)})
 
 
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Yield all tensors in a batch, a module's input or its context.
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Return all tensors in a batch, a module's input or its context.
 
     >>> [tensor.numel() for tensor in tensors_of({"dense": torch.zeros(3), "labels": [torch.zeros(2)]})]
     [3, 2]
     """
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
+    found: list[torch.Tensor] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[torch.Tensor]) -> None:
     cls: type = type(value)
+    if cls in _LEAVES:  # most lists are of names or numbers
+        return
     parts_of = _reader(cls)
     if parts_of is not None:
         for part in parts_of(value):
-            if not isinstance(part, _LEAVES):  # most lists are of names or numbers
-                yield from tensors_of(part)
+            _collect(part, found)
+    elif issubclass(cls, torch.Tensor):
+        found.append(value)
 
 
 @functools.cache
 def _reader(cls: type) -> Callable[[Any], Any] | None:
-    """Return the function that gives what an object of this class consists of; None if it holds no tensors."""
+    """Return the function that gives what an object of this class consists of; None for tensors and other values."""
     if issubclass(cls, KeyedJaggedTensor):
         return _parts_of_features
     if issubclass(cls, KJTList | list | tuple):
@@ -43,7 +49,8 @@ def _reader(cls: type) -> Callable[[Any], Any] | None:
     if issubclass(cls, dict):
         return dict.values
     if dataclasses.is_dataclass(cls) or issubclass(cls, Multistreamable):
-        return functools.partial(_attributes, _declared(cls))
+        slots = _slots(cls)
+        return functools.partial(_attributes, slots) if slots else lambda value: vars(value).values()
     return None
 
 
@@ -51,17 +58,15 @@ def _parts_of_features(features: KeyedJaggedTensor) -> tuple[torch.Tensor | None
     return features.values(), features.weights_or_none(), features.lengths_or_none(), features.offsets_or_none()
 
 
-def _attributes(declared: tuple[str, ...], value: Any) -> list[Any]:
-    """Return an object's attributes: those in its `__dict__` and in the `__slots__` of its classes."""
-    found = {name: getattr(value, name) for name in declared if hasattr(value, name)}
-    return list({**found, **getattr(value, "__dict__", {})}.values())
+def _attributes(slots: list[str], value: Any) -> list[Any]:
+    """Return an object's attributes: those in the `__slots__` of its classes and in its `__dict__`."""
+    found = [getattr(value, name) for name in slots if hasattr(value, name)]
+    return [*found, *getattr(value, "__dict__", {}).values()]
 
 
-def _declared(cls: type) -> tuple[str, ...]:
-    fields = [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
+def _slots(cls: type) -> list[str]:
     members = [vars(each).items() for each in cls.__mro__]
-    slots = [name for each in members for name, member in each if isinstance(member, types.MemberDescriptorType)]
-    return (*fields, *slots)
+    return [name for each in members for name, member in each if isinstance(member, types.MemberDescriptorType)]
 
 
 def tensor_bytes(value: Any) -> int:

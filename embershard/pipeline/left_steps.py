@@ -31,13 +31,13 @@ class BackwardWatch:
 
     def follow(self, output: Any) -> None:
         """Watch the tensors in `output` (a tensor, or tuples, lists and dicts of them) for a backward pass."""
-        if isinstance(output, torch.Tensor) and output.requires_grad:
-            output.register_hook(self._begin)
-        elif isinstance(output, dict):
-            self.follow(list(output.values()))
-        elif isinstance(output, tuple | list):
+        if isinstance(output, tuple | list):
             for part in output:
                 self.follow(part)
+        elif isinstance(output, dict):
+            self.follow(list(output.values()))
+        elif isinstance(output, torch.Tensor) and output.requires_grad:
+            output.register_hook(self._begin)
 
     def _begin(self, _: torch.Tensor) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]

@@ -5,7 +5,7 @@ The step of batch i, with a full window; P is the prefetch depth, L the look-ahe
     stage     batches          GPU stream         CPU thread    collective
     train     i                the caller's       the caller's  yes         forward, backward, update
     resident  i + 1 ... i + P  prepare            either *      no          copy missing rows into slots not in use
-    know      i + L            prepare            the caller's  no          tell the caches when rows are used next
+    know      i + L            prepare            the caller's  no          tell the caches when rows are used next (+)
     receive   i + L            distribute         the caller's  yes         the ids, which were sent in the step before
     send      i + L + 1        distribute         the caller's  yes         ids, behind the step's backward
     arrive    i + L + 2        copy, distribute   the caller's  yes         copy to the device; exchange sizes of ids
@@ -40,7 +40,7 @@ from embershard.pipeline.streams import Streams
 from embershard.pipeline.window import Window
 from embershard.pipeline.worker import CacheWorker
 from embershard.pipeline.worker_trial import WorkerTrial
-from embershard.sharding.memory_model import MAX_KNOWN_BYTES
+from embershard.sharding.memory_model import MAX_KNOWN_BYTES, known_together
 from embershard.sharding.torchrec import cached_embeddings
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 
@@ -60,7 +60,8 @@ class LookAheadPipeline:
         model: a `DistributedModelParallel`.
         optimizer: of the dense parameters; the tables' optimizer is fused into their backward.
         device: of this rank.
-        lookahead: L, batches known beyond the one in training.
+        lookahead: L, batches known beyond the one in training; up to three more wait to become known
+            (`known_together`).
         prefetch: P, the most batches resident beyond the one in training: fewer where they do not fit and, on a CPU,
             as few as keep steps from waiting.
         features: gives each sharded module's input, by name, from a batch; None: the model is traced.
@@ -100,6 +101,7 @@ class LookAheadPipeline:
             raise ConfigError(f"got lookahead={lookahead}, prefetch={prefetch}; needed 1 <= prefetch <= lookahead")
         self._model, self._optimizer, self._device = model, optimizer, torch.device(device)
         self._lookahead, self._prefetch, self._max_known_bytes = lookahead, prefetch, max_known_bytes
+        self._known_together = known_together(lookahead)
         self._inputs = ModelInputs(model, features)
         self._intake = Intake(self._device, self._inputs.check)
         self._streams = Streams(self._device)
@@ -217,7 +219,7 @@ class LookAheadPipeline:
             if self._trial is not None:
                 self._trial.add(step_seconds)
             self._depths.add(
-                known=None if self._intake.is_over else len(self._window),
+                known=None if self._intake.is_over else self._window.num_known,
                 resident=None if len(self._window) < self._depth.depth else self._num_resident,
             )
 
@@ -230,21 +232,26 @@ class LookAheadPipeline:
             self._worker.check()  # what failed beside the last step: that step was complete
         self._weigh()
         admitted = True
-        while len(self._window) <= self._lookahead:
+        while len(self._window) < self._lookahead + self._known_together:
             if not self._window.num_arriving:
                 admitted = self._admit(batches)
                 if not admitted:
                     break
             self._window.arrive()
-            if self._window.num_unknown > 1 and torch.is_grad_enabled():  # the first step's: how much do they take?
-                self._window.know()
+            self._know()  # how much does it take?
             self._weigh()
         while admitted and self._window.num_arriving < _MOST_ARRIVING:
             admitted = self._admit(batches)
         if self._window and torch.is_grad_enabled():
-            self._window.know()
+            self._know()
             self._window.first.make_resident(critical_path=True)
-        self._weigh()
+
+    def _know(self) -> None:
+        """Tell the caches about new batches, once there are several or few others are known."""
+        window = self._window
+        is_due = window.num_unknown >= self._known_together or window.num_known <= self._prefetch + 1
+        if torch.is_grad_enabled() and (is_due or self._intake.is_over):
+            window.know()
 
     def _begin(self, trains: bool, plans: bool) -> StagedBatch:
         """Hand out the inputs of the step's batch, the window's first."""
@@ -264,7 +271,6 @@ class LookAheadPipeline:
 
     def _look_ahead(self, coming: Sequence[StagedBatch]) -> None:
         """Make the next batches resident, in order, as many as fit."""
-        self._window.know()
         self._num_resident = 0
         for staged in coming:
             if self._num_resident and self._may_stop and self._worker is not None and self._worker.is_awaited:

@@ -43,6 +43,7 @@ class StagedBatch:
             self.on_device = batch.to(device, non_blocking=True)
         with streams.distributing(self.on_device):
             self.inputs = {forward.name: forward.start(self.on_device) for forward in forwards}
+        self._is_sent = False
 
     @property
     def known_bytes(self) -> int:
@@ -51,9 +52,12 @@ class StagedBatch:
 
     def send(self) -> None:
         """Send the ids. A second call does nothing."""
+        if self._is_sent:
+            return
         with self._streams.distributing():
             for part in self.inputs.values():
                 part.send()
+        self._is_sent = True
 
     def receive(self) -> None:
         """Wait for the ids of this rank's tables."""
@@ -85,8 +89,8 @@ class StagedBatch:
         """
         if any(tensor._version != version for tensor, version in self._versions):
             raise DataError(
-                "a batch was written to in place after the pipeline had taken it: it is kept for lookahead + 3 steps. "
-                "Give each batch tensors of its own (batch.clone(), or no reuse of buffers in the loader)"
+                "a batch was written to in place after the pipeline had taken it, which keeps it for lookahead + 3 or "
+                "more steps. Give each batch tensors of its own (batch.clone(), or no reuse of buffers in the loader)"
             )
         self._copy_to_device()
         self._streams.give(self.on_device, self.inputs)

@@ -9,6 +9,8 @@ import torch
 
 from embershard.pipeline.module_input import ModuleInput
 
+_ON_A_CPU = nullcontext()
+
 
 class Streams:
     """On a GPU, one stream per stage; every tensor that a stream reads is recorded on it.
@@ -25,12 +27,12 @@ class Streams:
 
     def copying(self) -> Any:
         """Return a context for copying batches to the device."""
-        return torch.cuda.stream(self._copy) if self._is_cuda else nullcontext()
+        return torch.cuda.stream(self._copy) if self._is_cuda else _ON_A_CPU
 
     def distributing(self, on_device: Any = None) -> Any:
         """Return a context for exchanging ids; those of `on_device`, once it is copied."""
         if not self._is_cuda:
-            return nullcontext()
+            return _ON_A_CPU
         if on_device is not None:
             self._distribute.wait_stream(self._copy)
             on_device.record_stream(self._distribute)
@@ -39,7 +41,7 @@ class Streams:
     def preparing(self, inputs: dict[str, ModuleInput] | None = None) -> Any:
         """Return a context for the caches' work; on `inputs`, once they are exchanged."""
         if not self._is_cuda:
-            return nullcontext()
+            return _ON_A_CPU
         if inputs is not None:
             self._prepare.wait_stream(self._distribute)
             for part in inputs.values():

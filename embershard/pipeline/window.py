@@ -10,6 +10,8 @@ import torch
 
 from embershard.pipeline.staged_batch import StagedBatch
 
+_WEIGH_EVERY = 8
+
 
 class Window:
     """Batches between the iterator and their step, oldest first.
@@ -25,7 +27,8 @@ class Window:
         self._unknown: deque[StagedBatch] = deque()  # the newest of those
         self._arriving: deque[StagedBatch] = deque()
         self._bytes: dict[StagedBatch, int] = {}
-        #: Memory of the batches and of their known uses, in bytes, as of when they became known.
+        self._last_weighed, self._num_counted = 0, 0  # bytes of a batch, and batches
+        #: Memory of the batches and of their known uses, in bytes, as of when they became known; estimated.
         self.known_bytes = 0
 
     def __len__(self) -> int:
@@ -40,6 +43,11 @@ class Window:
     def num_unknown(self) -> int:
         """Batches that the caches do not know yet."""
         return len(self._unknown)
+
+    @property
+    def num_known(self) -> int:
+        """Batches that the caches know."""
+        return len(self._batches) - len(self._unknown)
 
     @property
     def num_arriving(self) -> int:
@@ -102,7 +110,10 @@ class Window:
         self.known_bytes = 0
 
     def _weigh(self, staged: StagedBatch) -> None:
-        """Count a batch's memory: one addition per batch, not one per batch and step."""
-        known_bytes = staged.known_bytes
-        self.known_bytes += known_bytes - self._bytes.get(staged, 0)
-        self._bytes[staged] = known_bytes
+        """Count a batch's memory: of one batch in eight, whose tensors are walked through; others are taken to be like
+        the last one weighed."""
+        if self._num_counted % _WEIGH_EVERY == 0:
+            self._last_weighed = staged.known_bytes
+        self._num_counted += 1
+        self.known_bytes += self._last_weighed - self._bytes.get(staged, 0)
+        self._bytes[staged] = self._last_weighed

@@ -18,6 +18,7 @@ from embershard.planning.workload import Workload, by_pool, by_rank
 from embershard.sharding import memory_model
 from embershard.sharding.shards import TablePlacement, largest_pool_problem
 from embershard.sharding.sizes import PlacedShard, place_shards
+from embershard.units import size
 
 _MOST_RANKS = 1024
 _MOST_SHARDS = 200_000  # of a number of ranks that is only tried for a message
@@ -258,8 +259,5 @@ def _cut_by_rows(request: PlanRequest) -> str:
 
 
 def _bytes(count: int) -> str:
-    """Format like `1.234 GB (1234567890 bytes)`."""
-    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
-            return f"{count / size:.3f} {unit} ({count} bytes)"
-    return f"{count} bytes"
+    """Format like `1.50 GiB (1610612736 bytes)`: the second can be given to an option."""
+    return f"{size(count)} ({count} bytes)" if count >= 1024 else f"{count} bytes"

@@ -27,7 +27,6 @@ def exchange_bytes(workload: Workload, table: str, sharding: str, columns: int, 
         ids_per_sample=workload.lookups_per_sample[table],
         columns=columns,
         rank_share=1 / num_shards,
-        ranks_per_node=shape.ranks_per_node,
         distinct_ids=workload.distinct_per_rank(table) if exchange == "rows" else None,
         number_bytes=shape.number_bytes,
         num_features=workload.num_features[table],
@@ -60,12 +59,12 @@ def exchange_notes(workload: Workload, tables: Sequence[TablePlacement]) -> list
     if shape.exchange == "pooled" or shape.world_size == 1:
         return []
     sent = [_sent(workload, table) for table in tables]
-    mean = [sum(values) / shape.world_size / 1e6 for values in zip(*sent, strict=True)]
+    own, pooled, rows = (size(sum(values) / shape.world_size) for values in zip(*sent, strict=True))
     num_rows = sum(table.exchange == "rows" for table in tables)
     notes = [
-        f"{num_rows} of {len(tables)} tables exchange distinct rows: a rank sends {mean[0]:.2f} MB of ids, embeddings "
-        f"and gradients a step, on average. With pooled embeddings for all tables it would send {mean[1]:.2f} MB, with "
-        f"distinct rows for all tables {mean[2]:.2f} MB."
+        f"{num_rows} of {len(tables)} tables exchange distinct rows: a rank sends {own} of ids, embeddings "
+        f"and gradients a step, on average. With pooled embeddings for all tables it would send {pooled}, with "
+        f"distinct rows for all tables {rows}."
     ]
     if shape.exchange == "auto":
         most = sorted(zip(sent, tables, strict=True), key=lambda pair: -abs(pair[0][1] - pair[0][2]))[:_MOST_REASONS]

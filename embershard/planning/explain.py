@@ -9,6 +9,7 @@ from embershard.errors import ShardingError
 from embershard.planning.make_plan import best_candidate
 from embershard.planning.request import PlanRequest
 from embershard.sharding.shards import TablePlacement
+from embershard.units import size
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,6 @@ def sentences(chosen: TablePlacement, found: Sequence[Alternative]) -> list[str]
         change = "as much as" if abs(more) < 5e-7 else f"{abs(more) * 1e3:.3f} ms {'more' if more > 0 else 'less'} than"
         lines.append(
             f"{each.sharding}: {each.step_seconds * 1e3:.3f} ms a step, {change} {chosen.sharding}; then "
-            f"a step waits for {each.bottleneck}, and the fullest rank needs {each.most_device_bytes / 1e9:.3f} GB"
+            f"a step waits for {each.bottleneck}, and the fullest rank needs {size(each.most_device_bytes)}"
         )
     return lines

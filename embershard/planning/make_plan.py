@@ -24,6 +24,7 @@ from embershard.planning.workload import by_pool
 from embershard.sharding.plan import Plan, PoolPlacement, Prediction, TablePlacement
 from embershard.sharding.shards import no_rows_problem
 from embershard.sharding.sizes import place_shards
+from embershard.units import size
 
 _ORDERS: tuple[Literal["seconds", "device_bytes"], ...] = ("seconds", "device_bytes")
 _MANY_TABLES = 200  # with more, one order must do: each costs seconds
@@ -78,9 +79,9 @@ def _no_room(request: PlanRequest, need: LeastNeed) -> str:
         return f"{len(request.allowed)} tables do not fit the nodes evenly: give --host-memory more, or use more nodes"
     device_bytes = larger.quick.most_device_bytes
     return (
-        f"the plan does not fit: a rank with {budget.ratio:g} of its rows on the device needs {device_bytes} bytes and "
-        f"may use {budget.device_bytes}: {device_bytes - budget.device_bytes} bytes are missing. Use a smaller ratio, "
-        f"or --device-memory {device_bytes}"
+        f"the plan does not fit: a rank with {budget.ratio:g} of its rows on the device needs {size(device_bytes)} and "
+        f"may use {size(budget.device_bytes)}: {size(device_bytes - budget.device_bytes)} are missing. Use a smaller "
+        f"ratio, or --device-memory {device_bytes}"
     )
 
 

@@ -96,7 +96,6 @@ def shard_work(workload: Workload, shard: PlacedShard, report: ShardReport) -> S
         ids_per_sample=per_sample,
         columns=shard.columns,
         rank_share=report.lookups / max(every, 1e-300),
-        ranks_per_node=shape.ranks_per_node,
         distinct_ids=distinct,
         number_bytes=shape.number_bytes,
         vectors_per_sample=workload.vectors_per_sample(size),

@@ -2,22 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from embershard.sharding.plan import Plan, PoolPlacement, Prediction, TablePlacement
+from embershard.sharding.shards import shards_of
+from embershard.units import size
 
 _SIZES = ("world_size", "ranks_per_node", "batch_size", "device", "device_memory_bytes", "host_memory_bytes")
+_MOST_RENAMED = 16
 
 
 def diff_lines(before: Plan, after: Plan) -> list[str]:
-    """Return one line per difference: sizes, settings, tables, pools, predictions, in this order."""
+    """Return one line per difference: sizes, settings, tables, pools, predictions, in this order. Where the ranks have
+    the same shards under other numbers, one line says so in place of one for each table and pool."""
+    of_rank = renamed_ranks(before, after)
+    tables = [replace(table, ranks=tuple(of_rank[rank] for rank in table.ranks)) for table in before.tables]
+    pools = [replace(pool, rank=of_rank[pool.rank]) for pool in before.pools]
+    moved = [f"{old} -> {new}" for old, new in of_rank.items() if old != new]
     return [
         *_values((name, getattr(before, name), getattr(after, name)) for name in _SIZES),
         *_settings(before, after),
-        *_tables(before.tables, after.tables),
-        *_pools(before.pools, after.pools),
+        *([f"the same placement, ranks renamed: {_some(moved, _MOST_RENAMED)}"] if moved else []),
+        *_tables(tables, after.tables),
+        *_pools(pools, after.pools),
         *_predictions(before.prediction, after.prediction),
     ]
+
+
+def renamed_ranks(before: Plan, after: Plan) -> dict[int, int]:
+    """Return for each rank of a plan the rank that has the same shards in the other one: itself, unless all ranks have
+    a counterpart, and those of a node are on one node there, too."""
+    same = {rank: rank for rank in range(before.world_size)}
+    if (before.world_size, before.ranks_per_node) != (after.world_size, after.ranks_per_node):
+        return same
+    old, new = _ranks_by_node(before), _ranks_by_node(after)
+    if [[rank.shards for rank in node] for node in old] != [[rank.shards for rank in node] for node in new]:
+        return same
+    pairs = [pair for nodes in zip(old, new, strict=True) for pair in zip(*nodes, strict=True)]
+    return dict(sorted((one.rank, other.rank) for one, other in pairs))
+
+
+class _RankContent(NamedTuple):
+    """What a rank holds; ranks are sorted by it, those that hold the same by their caches' sizes, then by number."""
+
+    shards: list[tuple[str | int, ...]]
+    pools: list[tuple[str | int, ...]]
+    rank: int
+
+
+def _ranks_by_node(plan: Plan) -> list[list[_RankContent]]:
+    """Return the ranks of every node; both in the order of what they hold."""
+    ranks = [_RankContent([], [], rank) for rank in range(plan.world_size)]
+    for table in plan.tables:
+        placement = tuple(value for name, value in vars(table).items() if name != "ranks")
+        for shard in shards_of(table, plan.ranks_per_node):
+            part = (shard.first_row, shard.rows, shard.first_column, shard.columns)
+            ranks[shard.rank].shards.append((*placement, *part))
+    for pool in plan.pools:
+        ranks[pool.rank].pools.append((pool.sharding, pool.dim, *pool.tables, pool.slots))
+    for rank in ranks:
+        rank.shards.sort()
+        rank.pools.sort(key=str)
+    nodes = [ranks[first : first + plan.ranks_per_node] for first in range(0, plan.world_size, plan.ranks_per_node)]
+    return sorted((sorted(node) for node in nodes), key=lambda node: [rank.shards for rank in node])
 
 
 def _values(values: Iterable[tuple[str, object, object]]) -> list[str]:
@@ -98,14 +147,15 @@ def _predictions(before: Prediction | None, after: Prediction | None) -> Iterato
         if (before is None) != (after is None):
             yield f"predictions: only the {'second' if before is None else 'first'} plan has them"
         return
-    for what, old, new, unit in (
-        ("step", before.step_seconds * 1e3, after.step_seconds * 1e3, "ms"),
-        ("samples per second", before.samples_per_second, after.samples_per_second, ""),
-        ("device memory of the fullest rank", before.most_device_bytes / 2**20, after.most_device_bytes / 2**20, "MiB"),
-        ("host memory of all ranks", _host_bytes(before) / 2**20, _host_bytes(after) / 2**20, "MiB"),
-    ):
+    values: list[tuple[str, float, float, Callable[[float], str]]] = [
+        ("step", before.step_seconds, after.step_seconds, lambda seconds: f"{seconds * 1e3:,.2f} ms"),
+        ("samples per second", before.samples_per_second, after.samples_per_second, "{:,.2f}".format),
+        ("device memory of the fullest rank", before.most_device_bytes, after.most_device_bytes, size),
+        ("host memory of all ranks", _host_bytes(before), _host_bytes(after), size),
+    ]
+    for what, old, new, say in values:
         if old != new:
-            yield f"predicted {what}: {old:,.2f} -> {new:,.2f} {unit}".rstrip() + f" ({_change(old, new)})"
+            yield f"predicted {what}: {say(old)} -> {say(new)} ({_change(old, new)})"
     yield from _values([("predicted bottleneck", before.bottleneck, after.bottleneck)])
 
 
@@ -115,6 +165,10 @@ def _host_bytes(prediction: Prediction) -> int:
 
 def _change(old: float, new: float) -> str:
     return f"{(new - old) / old:+.1%}" if old else "was none"
+
+
+def _some(texts: Sequence[str], most: int) -> str:
+    return ", ".join(texts[:most]) + (", ..." if len(texts) > most else "")
 
 
 def _or_none(value: object) -> str:

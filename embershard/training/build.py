@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 
@@ -111,19 +112,8 @@ def build_sharded_model(
         config.embedding_optimizer.apply(collection, ranks.device)
     sharders = _sharders(config, plan, profile, ranks.device, hot)
 
-    def placement() -> ShardingPlan:
-        if plan is not None:
-            return torchrec_plan(plan, model, sharders, ranks.device, cached=config.cache.enabled)
-        return plan_sharding(
-            model,
-            sharders,
-            world_size=ranks.world_size,
-            local_world_size=ranks.local_world_size,
-            device=ranks.device,
-            batch_size=config.train.rank_batch_size(ranks.world_size),
-        )
-
-    placed = ranks.from_first(placement)  # once: ranks with different plans would wait for each other for ever
+    # Once: ranks with different plans would wait for each other for ever.
+    placed = ranks.from_first(lambda: _place(config, plan, model, sharders, ranks))
     # TorchRec's own weights: the shards of a table must not start as copies of each other.
     torch.manual_seed(config.train.seed + 1 + ranks.rank)
     env = ShardingEnv.from_process_group(dist.group.WORLD)
@@ -136,6 +126,21 @@ def build_sharded_model(
     if plan is not None:
         _check_obeyed(sharded, plan, ranks, cached=config.cache.enabled)
     return sharded
+
+
+def _place(
+    config: RunConfig, plan: Plan | None, model: nn.Module, sharders: list[ModuleSharder], ranks: Ranks
+) -> ShardingPlan:
+    if plan is not None:
+        return torchrec_plan(plan, model, sharders, ranks.device, cached=config.cache.enabled)
+    return plan_sharding(
+        model,
+        sharders,
+        world_size=ranks.world_size,
+        local_world_size=ranks.local_world_size,
+        device=ranks.device,
+        batch_size=config.train.rank_batch_size(ranks.world_size),
+    )
 
 
 def features_of(model: DistributedModelParallel) -> Callable[[Batch], Mapping[str, Any]]:

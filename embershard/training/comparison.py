@@ -43,10 +43,7 @@ def compare(
     world_size: int,
     allowed: Collection[str],
 ) -> Comparison:
-    """Compare a checkpoint with the run of `config`, whose identity is `identity`.
-
-    Args:
-        allowed: settings that may have changed.
+    """Compare a checkpoint with the run of `config`, whose identity is `identity`; settings in `allowed` may differ.
 
     Raises:
         CheckpointError: the checkpoint is of a model with other tables, of a run with other settings or data, or its

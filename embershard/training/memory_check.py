@@ -35,13 +35,10 @@ _LEAST_SHOWN = 0.005  # of a sum
 def check_memory(
     config: RunConfig, rows: Mapping[str, int], ranks: RanksHere, machine: MachineLimits, plan: Plan | None = None
 ) -> str:
-    """Compare the memory that a run takes with what the machine has.
+    """Compare the memory that a run takes, with so many `rows` of each table, with what the machine has.
 
     The rule: what is taken at the start must fit, or the run is refused. Rows that are made when they are first used
     (`train.init = "counter"`) count only for the warning.
-
-    Args:
-        rows: of each table.
 
     Returns:
         A warning where the run fits only as long as not all rows are used; else an empty string.

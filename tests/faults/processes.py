@@ -15,17 +15,22 @@ from pathlib import Path
 
 import psutil
 
-PROJECT = Path(__file__).resolve().parents[2]
+from tests.ranks import commands
+
 STEPS, SAVE_EVERY, NUM_RANKS = 60, 12, 2
 HANG_SECONDS = 6
 #: From the fault until the launcher has ended all ranks.
 MOST_SECONDS = 60.0
 _START_SECONDS = 180.0  # on a busy machine
-_SETTINGS = (
+SETTINGS = (
     "data.synthetic.num_samples=20000", "data.synthetic.scale=0.001", "data.eval_fraction=0.0", "train.eval_every=none",
     "look_ahead.lookahead=8", "train.batch_size=64", "train.log_every=1",
     f"train.max_steps={STEPS}", "train.epochs=none", "train.device=cpu",
     f"checkpoint.every_steps={SAVE_EVERY}",
+)  # fmt: skip
+TORCHRUN = (
+    "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(NUM_RANKS), "--max-restarts", "1",
+    "-m", "embershard.launch.train.command",
 )  # fmt: skip
 KINDS = ("a rank is killed", "a rank is killed in a save", "the launcher is killed", "a rank is stopped")
 
@@ -47,35 +52,46 @@ class Fault:
         return cls(KINDS[seed % len(KINDS)], place, seed // len(KINDS) % NUM_RANKS, chance.uniform(0.0, 0.05))
 
 
+def _start_new(words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    """Start Python with these arguments in the project's folder, on the CPU."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = os.pathsep.join([str(commands.PROJECT), environment.get("PYTHONPATH", "")])
+    with log.open("a") as file:
+        return subprocess.Popen(
+            [sys.executable, *words], cwd=commands.PROJECT, env=environment, stdout=file, stderr=subprocess.STDOUT
+        )
+
+
 class Training:
-    """`embershard train`, as a user starts it.
+    """`embershard train` in forked processes, or the program of its ranks under torchrun, as a user starts it.
 
     Args:
         folder: of the run; what it prints goes to a file beside it.
         more: arguments.
         settings: of the run.
         temporary: folder for temporary files; None: the system's.
+        launcher: starts the ranks; what it needs before the arguments of the training.
     """
 
     def __init__(
-        self, folder: Path, *more: str, settings: Sequence[str] = _SETTINGS, temporary: Path | None = None
+        self,
+        folder: Path,
+        *more: str,
+        settings: Sequence[str] = SETTINGS,
+        temporary: Path | None = None,
+        launcher: Sequence[str] = (),
     ) -> None:
         self.folder, self._log = folder, folder.with_name(f"{folder.name}.log")
-        words = ["--config", "examples/quickstart.toml", "--nproc", str(NUM_RANKS), "--run-dir", str(folder), *more]
+        words = ["--config", "examples/quickstart.toml", "--run-dir", str(folder), *more]
         words += [word for text in settings for word in ("--set", text)]
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-        environment["PYTHONPATH"] = os.pathsep.join([str(PROJECT), environment.get("PYTHONPATH", "")])
-        if temporary is not None:
-            environment["TMPDIR"] = str(temporary)
-        with self._log.open("a") as log:
-            self._before = log.tell()
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "embershard.launch.cli", "train", *words],
-                cwd=PROJECT,
-                env=environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+        variables = {} if temporary is None else {"TMPDIR": str(temporary)}
+        self._log.touch()
+        self._before = self._log.stat().st_size
+        self.process: subprocess.Popen[bytes] | commands.Process
+        if launcher:
+            self.process = _start_new([*launcher, *words], self._log)
+        else:
+            self.process = commands.start(["train", "--nproc", str(NUM_RANKS), *words], self._log, **variables)
 
     @property
     def text(self) -> str:

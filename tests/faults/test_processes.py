@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
 
+from embershard.distributed import Supervision, process_group
+from embershard.launch.config import load_config
 from embershard.launch.ranks.hang_watch import waits_for_others
+from embershard.launch.train.command import train_run
+from embershard.training.config import RunConfig
 from tests.faults.endurance import endure
-from tests.faults.processes import KINDS, SAVE_EVERY, STEPS, Fault, Training, still_alive
+from tests.faults.processes import KINDS, SAVE_EVERY, SETTINGS, STEPS, TORCHRUN, Fault, Training, still_alive
+from tests.ranks import commands
 
 pytestmark = pytest.mark.slow
 
@@ -45,6 +51,47 @@ def test_a_stopped_rank_is_named_restarted_and_asked_to_end(tmp_path: Path) -> N
         again = before.keys() - set(range(SAVE_EVERY + 1))
         assert len(again) >= SAVE_EVERY - 2
         assert {step: after[step] for step in before} == before
+    finally:
+        run.process.kill()
+
+
+def test_a_killed_rank_and_ctrl_c_under_torchrun(tmp_path: Path) -> None:
+    """A run with steps 12 and 24 goes on from step 12, and a rank is killed after its own step 24: the restart goes on
+    from there, not from step 12 again. Ctrl-C then ends the ranks with one line, which says how to go on."""
+    settings = [*SETTINGS, "train.batch_size=none", "train.global_batch_size=32"]
+    quickstart = commands.PROJECT / "examples" / "quickstart.toml"
+    config = load_config(RunConfig, quickstart, [*settings, "train.max_steps=24"])
+    given = {"resume": None, "unverified": False, "changes": (), "same_run": "", "go_on": ""}
+    with process_group("cpu") as ranks:
+        train_run(config, ranks, tmp_path / "before", supervision=Supervision(), **given)
+    shutil.copytree(tmp_path / "before", tmp_path / "run")  # the lock of the former lasts as long as this process
+    settings.append("train.max_steps=30000")
+    run = Training(tmp_path / "run", "--resume", "12", settings=settings, launcher=TORCHRUN)
+    try:
+        run.wait_for_step(26)
+        run.wait_for((run.folder / "checkpoints" / "step_24").is_dir)  # that of before is set aside
+        assert run.text.count("Continuing from ") == 1
+        assert "step_12 at step 12." in run.text
+        before = run.losses()
+        run.ranks()[1].kill()
+        run.wait_for(lambda: run.text.count("Continuing from ") == 2)
+        went_on = int(run.text.rpartition(" at step ")[2].partition(".")[0])
+        assert went_on % SAVE_EVERY == 0
+        assert went_on >= 24
+        run.wait_for_step(went_on + 2)
+        run.process.send_signal(signal.SIGINT)
+        assert run.end() == 1, "torchrun's own exit code"
+        text = run.text.rpartition("Continuing from ")[2]
+        last = int(text.partition("saved ")[2].split()[0].rpartition("step_")[2])
+        assert len([line for line in text.splitlines() if "Go on with:" in line and line.endswith("--resume")]) == 1
+        of_ranks = text.partition("stopped by a signal; its state is in")[0]
+        assert "Traceback" not in of_ranks
+        assert "gloo" not in text.lower()
+        after = run.losses()
+        assert list(after)[: went_on + 2] == list(range(1, went_on + 3)), "each step once"
+        assert last >= went_on
+        shared = before.keys() & after.keys()
+        assert {step: after[step] for step in shared} == {step: before[step] for step in shared}
     finally:
         run.process.kill()
 

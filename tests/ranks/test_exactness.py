@@ -7,18 +7,20 @@ comparison fails when a row's optimizer state stays behind, or when a pinned slo
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import get_args
 
 import pytest
 
 from embershard.cache.config import Scoring
-from tests.ranks import faults, initial_weights, rows_exchange
+from tests.ranks import faults, initial_weights, parity, rows_exchange
 from tests.ranks.modes_matrix import case_of, with_look_ahead
-from tests.ranks.parity import ROWS, Case, Outcome, compare, compare_all, losses_of
+from tests.ranks.parity import ROWS, Outcome, compare, compare_all, losses_of
 from tests.ranks.workers import RankError, RankPool
 
 pytestmark = pytest.mark.ranks
 
+Case = functools.partial(parity.Case, steps=20)  # enough to put out thousands of rows
 POLICIES = get_args(Scoring)
 POOLED = ("table_wise", "row_wise", "column_wise", "table_column_wise", "table_row_wise", "grid_shard")
 
@@ -40,7 +42,7 @@ def _check(outcomes: list[dict[str, Outcome]], policies: tuple[str, ...], states
 @pytest.mark.parametrize("sharding", POOLED)
 def test_every_sharding_type_optimizer_and_policy(two_ranks: RankPool, sharding: str, optimizer: str) -> None:
     case = Case(sharding=sharding, optimizer=optimizer)
-    _check(two_ranks.run(compare, case, POLICIES), POLICIES, states=optimizer != "sgd", evictions=3000)
+    _check(two_ranks.run(compare, case, POLICIES), POLICIES, states=optimizer != "sgd", evictions=2000)
 
 
 VARIANTS = {
@@ -175,7 +177,7 @@ def test_growing_cache_stays_exact(two_ranks: RankPool) -> None:
 def test_a_static_cache(two_ranks: RankPool, sharding: str) -> None:
     """Rows outside of the cache are trained right; and not if what trained them is not written back."""
     case = Case(sharding=sharding, optimizer="adagrad", policy="static")
-    _check(two_ranks.run(compare, case), ("static",), states=True, evictions=3000)
+    _check(two_ranks.run(compare, case), ("static",), states=True, evictions=2000)
     outcomes = two_ranks.run(faults.compare_with_fault, case, "write_back_skipped")
     assert any(outcome["static"].different for outcome in outcomes)
 

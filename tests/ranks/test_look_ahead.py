@@ -11,6 +11,7 @@ import itertools
 
 import pytest
 
+from embershard.sharding.memory_model import known_together
 from tests.ranks import faults, look_ahead_events
 from tests.ranks.look_ahead import Case, Outcome, Run, compare
 from tests.ranks.workers import RankPool
@@ -377,6 +378,16 @@ def test_a_copy_that_fails(two_ranks: RankPool, copy: str, worker: bool) -> None
         assert result["error"] == f"OSError: {copy} failed"
         assert (result["saving"], result["evaluating"]) == ("", "")
         assert (result["then"], result["later"]) == ([], [])
+
+
+def test_batches_become_known_several_at_a_time(two_ranks: RankPool) -> None:
+    """With a long look-ahead; `_check` asserts that no fewer than it were known at any step."""
+    case, run = Case(sharding="row_wise", steps=70), Run(48, 2, 3)
+    assert known_together(run.lookahead) == 3
+    runs = [run, dataclasses.replace(run, worker=False)]
+    for outcome in itertools.chain.from_iterable(_check_all(two_ranks, case, runs)):
+        assert outcome.pipeline.lookahead_mean is not None
+        assert run.lookahead + 0.5 < outcome.pipeline.lookahead_mean < run.lookahead + 2
 
 
 # -- memory

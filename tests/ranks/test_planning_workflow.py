@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import pytest
 from embershard.launch import cli
 from embershard.planning.cost.topology import load_topology
 from embershard.sharding.plan import Plan
+from tests.ranks import commands
 
 pytestmark = pytest.mark.ranks
 CONFIG = """
@@ -49,10 +48,8 @@ def folder(tmp_path_factory):
     (folder / "run.toml").write_text(CONFIG)
     embershard("profile", "--config", folder / "run.toml", "-o", folder / "p.npz")
     embershard("plan", *inputs(folder), "--ranks", 2, "-o", folder / "plan.json")
-    train = ["train", "--config", "run.toml", "--plan", "plan.json", "--run-dir", "run"]
-    done = subprocess.run(
-        [sys.executable, "-m", "embershard.launch.cli", *train], cwd=folder, capture_output=True, text=True
-    )
+    places = ["--config", folder / "run.toml", "--plan", folder / "plan.json", "--run-dir", folder / "run"]
+    done = commands.run(["train", *map(str, places)], folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.ranks import step_contract
+from tests.ranks.commands import Process, forked, print_to
 from tests.ranks.look_ahead import Case, Run
 from tests.ranks.workers import RankPool
 
@@ -52,40 +53,31 @@ def test_a_rank_that_raises_after_its_update_trains_on_with_the_others(
     assert two_ranks.run(step_contract.failing_metric, case, run, failing) == [[], []]
 
 
-PROGRAM = """
-import os, sys
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from tests.ranks import step_contract
-from tests.ranks.look_ahead import Case, Run
-
-def rank(number, store, catches):
-    os.environ.update(RANK=str(number), WORLD_SIZE="2", LOCAL_RANK=str(number), LOCAL_WORLD_SIZE="2")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=number, world_size=2)
+def leave(rank: int, folder: Path, catches: bool) -> None:
+    """Be one of two ranks, in a process of its own."""
+    print_to(folder / f"rank_{rank}.txt")
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
     step_contract.left_before_its_backward(Case(sharding="row_wise", batch_size=4), Run(4, 2, 3), catches)
     sys.stdout.flush()
     os._exit(0)  # as a process that an exception ends: without a farewell
-
-if __name__ == "__main__":
-    mp.spawn(rank, (sys.argv[1], sys.argv[2] == "catches"), 2)
-"""
 
 
 @pytest.mark.parametrize("then", ["ends", "catches"])
 def test_a_rank_that_leaves_a_step_before_its_backward_stops_all_with_its_message(tmp_path: Path, then: str) -> None:
     """Its process ends, or it goes on as if nothing had happened: then it is refused."""
-    (tmp_path / "program.py").write_text(PROGRAM)
-    done = subprocess.run(
-        [sys.executable, tmp_path / "program.py", tmp_path / "store", then],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
-    )
-    assert "rank 1 got KeyError: 'no such metric'" in done.stdout, done.stdout + done.stderr
-    assert "rank 0 got StepError: rank 1 left step 2, so no rank goes on. It raised KeyError: 'no such" in done.stdout
+    ranks = [Process(forked().Process(target=leave, args=(rank, tmp_path, then == "catches"))) for rank in (0, 1)]
+    try:
+        for rank in ranks:
+            rank.wait(100)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    first, second = ((tmp_path / f"rank_{rank}.txt").read_text() for rank in (0, 1))
+    assert "rank 1 got KeyError: 'no such metric'" in second, first + second
+    assert "rank 0 got StepError: rank 1 left step 2, so no rank goes on. It raised KeyError: 'no such" in first
     refused = "then StepError: rank 1 left step 2 before the end of its backward pass (KeyError: 'no such metric')"
-    assert (refused in done.stdout) == (then == "catches"), done.stdout
+    assert (refused in second) == (then == "catches"), second
 
 
 # -- what was announced

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from embershard.launch import cli
+from tests.ranks import commands
 
 pytestmark = pytest.mark.ranks
 
@@ -40,16 +41,20 @@ cache.ratio = [0.1, 0.2]
 """
 
 
-def sweep(project_dir: Path, folder: Path, *options: str) -> subprocess.Popen[str]:
+def words(project_dir: Path, folder: Path) -> list[str]:
     file = folder / "sweep.toml"
     file.write_text(FILE.format(config=project_dir / "examples" / "quickstart.toml"))
+    return ["sweep", str(file), "--out", str(folder / "out")]
+
+
+def sweep(project_dir: Path, folder: Path, *options: str) -> subprocess.Popen[str]:
     environment = {
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": str(project_dir),
         "RAY_USAGE_STATS_ENABLED": "0",
     }
-    command = [sys.executable, "-m", "embershard.launch.cli", "sweep", str(file), "--out", str(folder / "out")]
+    command = [sys.executable, "-m", "embershard.launch.cli", *words(project_dir, folder)]
     pipe = subprocess.PIPE
     return subprocess.Popen([*command, *options], env=environment, text=True, stdout=pipe, stderr=pipe)
 
@@ -59,23 +64,22 @@ def ended(folder: Path) -> list[Path]:
 
 
 def test_a_killed_sweep_goes_on_without_running_anything_twice(project_dir: Path, tmp_path: Path) -> None:
-    first = sweep(project_dir, tmp_path)
+    said = tmp_path / "said.txt"
+    first = commands.start(words(project_dir, tmp_path), said)
     ends_at = time.monotonic() + 400
     while len(ended(tmp_path)) < 1 or len(list((tmp_path / "out" / "runs").iterdir())) < 2:
-        assert first.poll() is None, first.communicate()
+        assert first.poll() is None, said.read_text()
         assert time.monotonic() < ends_at
         time.sleep(0.05)
     children = psutil.Process(first.pid).children(recursive=True)
     first.kill()
-    first.communicate()
     gone, alive = psutil.wait_procs(children, timeout=20)
     assert gone
     assert not alive  # no run trains on without its sweep
     before = {path: path.read_text() for path in ended(tmp_path)}
 
-    second = sweep(project_dir, tmp_path)
-    output, errors = second.communicate(timeout=400)
-    assert second.returncode == 0, f"{output}\n{errors}"
+    second = commands.run(words(project_dir, tmp_path), tmp_path, timeout=400.0)
+    assert second.returncode == 0, f"{second.stdout}\n{second.stderr}"
     rows = pq.read_table(tmp_path / "out" / "results.parquet").to_pylist()
     assert sorted(row["cache.ratio"] for row in rows) == [0.1, 0.2]  # none lost, none twice
     assert {row["status"] for row in rows} == {"finished"}

@@ -4,33 +4,61 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.ranks.agents import free_port
+from tests.ranks.commands import PROJECT, Process, forked, print_to
+
 STEPS, LOG_EVERY = 40, 8
 
 
-def run(project: Path, *options: str) -> str:
+EXAMPLE = ["examples/torchrec_dlrm.py", "--steps", str(STEPS), "--log-every", str(LOG_EVERY)]
+
+
+def by_torchrun(project: Path) -> str:
     """What the example prints on two ranks."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [*torchrun, "examples/torchrec_dlrm.py", "--steps", str(STEPS), "--log-every", str(LOG_EVERY), *options]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = os.pathsep.join([str(project), environment.get("PYTHONPATH", "")])
+    command = [*torchrun, *EXAMPLE]
     done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 
 
+def stock(folder: Path) -> str:
+    """What the example prints with `--stock`, in two forked ranks."""
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [Process(forked().Process(target=_be_stock, args=(rank, place, folder))) for rank in (0, 1)]
+    try:
+        codes = [rank.wait(120) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    said = [(folder / f"rank_{rank}.txt").read_text() for rank in (0, 1)]
+    assert codes == [0, 0], "\n".join(said)
+    return "".join(said)
+
+
+def _be_stock(rank: int, place: dict[str, str], folder: Path) -> None:
+    os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank), CUDA_VISIBLE_DEVICES="")
+    print_to(folder / f"rank_{rank}.txt")
+    sys.argv = [*EXAMPLE, "--stock"]
+    runpy.run_path(str(PROJECT / EXAMPLE[0]), run_name="__main__")
+
+
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_two_changed_lines_keep_every_bit_and_never_wait(project_dir: Path) -> None:
-    stock, ours = run(project_dir, "--stock"), run(project_dir)
+def test_two_changed_lines_keep_every_bit_and_never_wait(project_dir: Path, tmp_path: Path) -> None:
+    theirs, ours = stock(tmp_path), by_torchrun(project_dir)
     pattern = re.compile(r"^step (\d+)  loss (\S+)  waited for (\d+) rows$", re.MULTILINE)
     steps, losses, waited = zip(*pattern.findall(ours), strict=True)
-    stock_steps, stock_losses, stock_waited = zip(*pattern.findall(stock), strict=True)
+    stock_steps, stock_losses, stock_waited = zip(*pattern.findall(theirs), strict=True)
     assert steps == stock_steps == ("1", *(str(step) for step in range(LOG_EVERY, STEPS + 1, LOG_EVERY)))
     assert losses == stock_losses
     assert float(losses[-1]) < float(losses[0]) - 0.1
@@ -42,7 +70,7 @@ def test_two_changed_lines_keep_every_bit_and_never_wait(project_dir: Path) -> N
     assert int(waited[0]) > 0  # the first batch's rows: there was nothing to hide them behind
     assert set(waited) == {waited[0]}
     assert sum(int(late) for _, late, _ in tables) == int(waited[0])
-    assert "evictions" not in stock
+    assert "evictions" not in theirs
 
 
 def test_the_pair_differs_in_the_sharder_and_the_pipeline_alone(project_dir: Path) -> None:

@@ -1,6 +1,7 @@
 """The main job, as a user starts it: real clicks, two ranks, cached and uncached, interrupted and resumed.
 
-Each run is a handful of processes that import torch, so runs are shared by the tests that look at them.
+Each run is a handful of processes that import torch, so runs are shared by the tests that look at them, and those that
+need no new interpreters are forked (`commands.run`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.ranks import commands
 from tests.ranks.agents import two_agents, two_networks
 from tests.ranks.test_resharding import tensors_that_differ
 from tests.unit.distributed.checkpoints import flip_bit
@@ -36,11 +38,19 @@ EMBERSHARD = [sys.executable, "-m", "embershard.launch.cli"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 
-def run(project: Path, *command: str, hash_seed: int = 0, code: int = 0) -> subprocess.CompletedProcess[str]:
-    """Runs a command in the project, and shows what it said where its exit code is not `code`."""
-    environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed), "CUDA_VISIBLE_DEVICES": ""}
+def run(project: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program in the project, in new interpreters, and shows what it said where it fails."""
+    environment = {**os.environ, "PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = os.pathsep.join([str(project), environment.get("PYTHONPATH", "")])
-    done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=300)
+    return ended(subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=300))
+
+
+def embershard(folder: Path, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Runs a command in forked processes, and shows what it said where its exit code is not `code`."""
+    return ended(commands.run(arguments, folder), code)
+
+
+def ended(done: subprocess.CompletedProcess[str], code: int = 0) -> subprocess.CompletedProcess[str]:
     assert done.returncode == code, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     return done
 
@@ -105,19 +115,10 @@ def test_plain_lines_and_a_closing_table_when_not_on_a_terminal(cached: Path) ->
 
 
 def test_uncached_run_of_the_same_command_has_the_same_losses(
-    cached: Path, project_dir: Path, settings: list[str], tmp_path: Path
+    cached: Path, settings: list[str], tmp_path: Path
 ) -> None:
     off = ["--set", "cache.enabled=false"]
-    run(
-        project_dir,
-        *TORCHRUN,
-        "-m",
-        "embershard.launch.train.command",
-        *settings,
-        *off,
-        "--run-dir",
-        str(tmp_path / "r"),
-    )
+    embershard(tmp_path, "train", *settings, *off, "--nproc", "2", "--run-dir", str(tmp_path / "r"))
     assert losses(tmp_path / "r") == losses(cached)
     assert len(losses(cached)) == 105
     assert result(tmp_path / "r")["cache"] is None
@@ -173,7 +174,7 @@ def test_machines_that_share_no_folder_are_refused(
 
 
 def test_a_resumed_run_has_the_losses_of_the_uninterrupted_one(
-    cached: Path, project_dir: Path, settings: list[str], tmp_path: Path
+    cached: Path, settings: list[str], tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "r"
     shutil.copytree(cached, run_dir)
@@ -182,7 +183,7 @@ def test_a_resumed_run_has_the_losses_of_the_uninterrupted_one(
     (run_dir / "checkpoints" / "step_999").mkdir()
     (run_dir / "checkpoints" / "step_106.tmp").mkdir()  # what a run leaves that died while saving
     resumed = [*settings, "--run-dir", str(run_dir), "--resume"]
-    done = run(project_dir, *EMBERSHARD, "train", *resumed, "--nproc", "2", hash_seed=1)
+    done = embershard(tmp_path, "train", *resumed, "--nproc", "2")  # strings have other hashes in its processes
     assert re.search(r"^Not used: .*step_999: manifest.json is missing", done.stdout, re.MULTILINE)
     assert re.search(r"^Not used: .*step_105: __1_0.distcp: its bytes 0 to \d+ are not", done.stdout, re.MULTILINE)
     assert "step_70 at step 70" in done.stdout
@@ -190,12 +191,12 @@ def test_a_resumed_run_has_the_losses_of_the_uninterrupted_one(
     assert result(run_dir)["auc"] == result(cached)["auc"]
     assert result(run_dir)["steps"] == 105
     before = {path.name: path.read_bytes() for path in run_dir.iterdir() if path.is_file()}
-    again = run(project_dir, *EMBERSHARD, "train", *resumed, "--nproc", "2")
+    again = embershard(tmp_path, "train", *resumed, "--nproc", "2")
     assert "is finished: step 105 was its last" in again.stdout
     assert {path.name: path.read_bytes() for path in run_dir.iterdir() if path.is_file()} == before
 
 
-def test_empty_slices_low_precision_and_the_cross_network(project_dir: Path, tmp_path: Path) -> None:
+def test_empty_slices_low_precision_and_the_cross_network(tmp_path: Path) -> None:
     # 1000 held-out samples in global batches of 2 x 200: of the last one rank 1 gets nothing.
     given = [
         "data.synthetic.num_samples=10000", "data.synthetic.scale=0.001", "data.eval_fraction=0.1",
@@ -206,7 +207,7 @@ def test_empty_slices_low_precision_and_the_cross_network(project_dir: Path, tmp
     ]  # fmt: skip
     more = [word for text in given for word in ("--set", text)]
     config = ["--config", "examples/quickstart.toml", "--run-dir", str(tmp_path / "r"), "--nproc", "2"]
-    run(project_dir, *EMBERSHARD, "train", *config, *more)
+    embershard(tmp_path, "train", *config, *more)
     assert metrics(tmp_path / "r", "eval")[-1]["samples"] == 1000
     factors = [line["learning_rate_factor"] for line in metrics(tmp_path / "r", "train")]
     assert factors == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
@@ -214,11 +215,11 @@ def test_empty_slices_low_precision_and_the_cross_network(project_dir: Path, tmp
     assert not (tmp_path / "r" / "checkpoints").exists()
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_and_is_named(project_dir: Path, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_ends_the_run_and_is_named(tmp_path: Path) -> None:
     given = ["dense_optimizer.lr=1e30", "data.synthetic.num_samples=20000", "data.synthetic.scale=0.001"]
     more = [word for text in given for word in ("--set", text)]
     config = ["--config", "examples/quickstart.toml", "--run-dir", str(tmp_path / "r")]
-    done = run(project_dir, *EMBERSHARD, "train", *config, *more, "--nproc", "2", code=1)
+    done = embershard(tmp_path, "train", *config, *more, "--nproc", "2", code=1)
     assert "NotFiniteError: Step " in done.stderr
     assert "Traceback" not in done.stderr
     assert "failed first" in done.stderr
@@ -232,17 +233,15 @@ def test_the_plain_torchrec_example_runs(project_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("example", ["criteo", "quickstart"])
-def test_verify_finds_the_examples_equal_to_stock_torchrec(
-    project_dir: Path, settings: list[str], example: str
-) -> None:
+def test_verify_finds_the_examples_equal_to_stock_torchrec(settings: list[str], tmp_path: Path, example: str) -> None:
     small = ["--set", "data.synthetic.scale=0.01", "--set", "profile.samples=5000", "--set", "train.batch_size=128"]
     given = settings if example == "criteo" else ["--config", "examples/quickstart.toml", *small]
     small_cache = ["--set", "cache.ratio=0.01"]
-    done = run(project_dir, *EMBERSHARD, "verify", *given, *small_cache, "--nproc", "2", "--steps", "12")
+    done = embershard(tmp_path, "verify", *given, *small_cache, "--nproc", "2", "--steps", "12")
     assert "EQUAL: 12 steps on 2 ranks" in done.stdout
     assert "No row was evicted" not in done.stdout
 
 
-def test_verify_says_what_it_cannot_compare(project_dir: Path, settings: list[str]) -> None:
-    done = run(project_dir, *EMBERSHARD, "verify", *settings, "--set", "cache.enabled=false", "--nproc", "1", code=1)
+def test_verify_says_what_it_cannot_compare(settings: list[str], tmp_path: Path) -> None:
+    done = embershard(tmp_path, "verify", *settings, "--set", "cache.enabled=false", "--nproc", "1", code=1)
     assert "there is no cache to compare" in done.stderr

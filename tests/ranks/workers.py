@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests.ranks.commands import forked
+
 _TIMEOUT_SECONDS = 120.0
 _AFTER_ERROR_SECONDS = 5.0
-_IMPORTED_ONCE = ["embershard.sharding.torchrec.sharders", "torchrec.distributed.model_parallel"]
 
 
 class RankError(AssertionError):
@@ -73,10 +74,8 @@ class RankPool:
 
     def _start(self) -> None:
         self._store = tempfile.TemporaryDirectory()
-        # The imports take seconds: one process does them for all ranks of all pools, which are forked from it. Once
-        # forked, a process cannot use a GPU that its parent asked for.
-        context = mp.get_context("forkserver" if self._backend == "gloo" else "spawn")
-        context.set_forkserver_preload(_IMPORTED_ONCE)
+        # Once forked, a process cannot use a GPU that its parent asked for.
+        context = forked() if self._backend == "gloo" else mp.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(self._world_size):

@@ -38,6 +38,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [Whole, RunConfig, Plan, Topology, SavedRun])
 @given(data=st.data())
 def test_whatever_a_file_holds_is_read_or_refused(cls, data) -> None:

@@ -179,6 +179,16 @@ def check_python(words: list[str]) -> None:
         ast.parse((PROJECT / words[1]).read_text())
 
 
+def check_docker(words: list[str]) -> None:
+    """Check that the Dockerfile has the stage that is built, or that the image can run the command."""
+    if words[1] == "build":
+        stage = words[words.index("--target") + 1]
+        assert f" AS {stage}\n" in (PROJECT / "Dockerfile").read_text(), f"the Dockerfile has no stage {stage}"
+    else:
+        image = next(number for number, word in enumerate(words) if word.startswith("embershard:"))
+        check_embershard(["embershard", *words[image + 1 :]])
+
+
 CHECKS: dict[str, Callable[[list[str]], None]] = {
     "make": check_make,
     "embershard": check_embershard,
@@ -186,6 +196,7 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
     "pip": check_pip,
     "python": check_python,
     "python3": check_python,
+    "docker": check_docker,
 }
 
 

@@ -161,6 +161,7 @@ KINDS: dict[str, tuple[Callable[[Path], None], Callable[[Path], object]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_a_damaged_file_is_read_or_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     make, read = KINDS[name]

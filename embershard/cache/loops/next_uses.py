@@ -88,8 +88,10 @@ def know(
             one array if every feature takes part, as both are equal then.
 
     Returns:
-        The number of distinct keys.
+        The number of distinct keys; -1, and nothing is changed, if `feature_lengths` are not F or do not sum to N.
     """
+    if feature_lengths.size != takes_part.size or feature_lengths.sum() != keys.size:
+        return -1
     end, use, stop = uses.size, uses.size, keys.size
     state = (entries, next_uses, last_uses, next_batches)
     for feature in range(feature_lengths.size - 1, -1, -1):

@@ -9,27 +9,30 @@ from embershard.data.config import DataConfig
 from embershard.data.input_file import InputFile
 from embershard.data.table.config import TableConfig, settings_of
 from embershard.data.table.decode import ChunkDecoder
-from embershard.data.table.parquet_files import are_parquet, parquet_schema
+from embershard.data.table.parquet_files import are_parquet, first_rows, parquet_schema
 from embershard.data.table.raw import RawChunk, check_columns, check_types
 from embershard.data.table.text_columns import columns_of, first_bytes
 from embershard.errors import DataError
 
 _FIRST_BYTES = 1 << 18
+_FIRST_ROWS = 1000
 
 
 def check_table(config: DataConfig, files: list[InputFile]) -> None:
-    """Check the columns of the files of "parquet" and "table": those that features need are there, and of a fitting
-    type. Of a text file, the first lines are read.
+    """Check the columns of the files of "parquet" and "table": those that features need are there, with types and, in
+    the first rows, values that fit.
 
     Raises:
-        DataError: a file is empty or damaged, or a column is missing or of another type.
+        DataError: a file is empty or damaged, a column is missing or of another type, or a value does not fit.
     """
     settings = settings_of(config)
     if config.kind == "parquet" or are_parquet(files):
         for file in files:
             schema, _ = parquet_schema(file.path)
-            check_columns(file.path, schema.names, settings, needs_labels=True)
+            columns = check_columns(file.path, schema.names, settings, needs_labels=True)
             check_types(file.path, schema, settings)
+            if config.bad_rows == "stop":
+                _check_values(first_rows(file.path, columns, _FIRST_ROWS), settings)
         return
     for file in files:
         _check_text(file, settings, stops=config.bad_rows == "stop")
@@ -49,7 +52,12 @@ def _check_text(file: InputFile, settings: TableConfig, *, stops: bool) -> None:
         table = columns.read(memoryview(whole), num_lines)
     except (pa.ArrowException, ValueError):
         return  # training names the row
-    decoder = ChunkDecoder(RawChunk(file.path, table, np.arange(num_lines), 1 + (not settings.columns)))
+    _check_values(RawChunk(file.path, table, np.arange(num_lines), 1 + (not settings.columns)), settings)
+
+
+def _check_values(chunk: RawChunk, settings: TableConfig) -> None:
+    """Raise `DataError` where a value does not fit its feature."""
+    decoder = ChunkDecoder(chunk)
     for feature in settings.of_kind("dense").values():
         decoder.dense(feature)
     for feature in settings.of_kind("sparse").values():

@@ -30,12 +30,13 @@ class TableFeature:
     """A number, or a category (or several: a bag) that looks up rows of an embedding table."""
     column: str | None = None
     """Name of the column. Default: the feature's name. Several features may read one column."""
-    scale: Literal["none", "log1p", "standardize", "quantile"] = "none"
-    """Of a dense feature: log(1 + max(x, 0)); (x - mean) / std; or x's place among `quantiles`, in [0, 1]."""
+    scale: Literal["none", "log1p", "standardize", "quantile", "days"] = "none"
+    """Of a dense feature: log(1 + max(x, 0)); (x - mean) / std; x's place among `quantiles`, in [0, 1]; or of a time
+    the days since 1970, standardized by mean and std."""
     mean: float | None = None
-    """For scale = "standardize". `embershard data inspect` finds it."""
+    """For scale = "standardize" and "days". `embershard data inspect` finds it."""
     std: float | None = None
-    """For scale = "standardize"; above 0."""
+    """For scale = "standardize" and "days"; above 0."""
     quantiles: tuple[float, ...] = ()
     """For scale = "quantile": rising numbers. The first becomes 0, the last 1."""
     num_rows: int | None = None
@@ -62,20 +63,16 @@ class TableFeature:
         needs_rows = is_sparse and not is_time
         found_by = "`embershard data inspect` finds it"
 
-        def only(scale: str) -> str:
-            return f'a number where scale = "{scale}" ({found_by}), and nothing otherwise'
-
+        has_std = self.scale in ("standardize", "days")
+        only = f'a number where scale = "standardize" or "days" ({found_by}), and nothing otherwise'
         no_effect = f"nothing: it has no effect on a {self.kind} feature"
         check_fields(
             self,
             at,
             column=(self.column != "", "the name of a column"),
             scale=(not is_sparse or self.scale == "none", no_effect),
-            mean=((self.mean is not None) == (self.scale == "standardize"), only("standardize")),
-            std=(
-                (self.std is not None) == (self.scale == "standardize") and (self.std is None or self.std > 0),
-                f"{only('standardize')}, above 0",
-            ),
+            mean=((self.mean is not None) == has_std, only),
+            std=((self.std is not None) == has_std and (self.std is None or self.std > 0), f"{only}, above 0"),
             quantiles=(
                 (len(self.quantiles) >= _LEAST_QUANTILES and rising)
                 if self.scale == "quantile"

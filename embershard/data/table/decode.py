@@ -26,14 +26,14 @@ from embershard.errors import DataError, IdOutOfRangeError
 #: Longest text, so that a damaged file cannot take much memory.
 MOST_BYTES = 1024
 _SECONDS_PER_HOUR, _HOURS_PER_DAY, _DAYS_PER_WEEK = 3600, 24, 7
+_SECONDS_PER_DAY = _SECONDS_PER_HOUR * _HOURS_PER_DAY
 _WEEKDAY_OF_1970 = 3  # a Thursday; Monday is 0
 _MOST_SECONDS = 1e11  # the year 5138
 _MOST_SECONDS_IN_MICROS = 2.0**63 / 1e6
 _LARGEST_WHOLE = 2.0**63
 _PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6}
 _NEEDED_LABEL = (
-    "a label must be 0 or 1; of other numbers, data.table.label_at_least makes one, or "
-    'data.table.task = "regression" predicts them'
+    'a label must be 0 or 1; data.kind = "table" takes other numbers, by label_at_least or task = "regression"'
 )
 _NEEDED_TIME = "needed a time as 2024-12-31 or 2024-12-31 23:59:59, seconds since 1970, or nothing"
 #: Texts, as regular expressions, that are a whole number with a point, and the text that stands for them.
@@ -75,7 +75,10 @@ class ChunkDecoder:
     def dense(self, feature: TableFeature) -> NDArray[np.float32]:
         """Return a dense feature [n], scaled; `feature` is with its column."""
         name = str(feature.column)
-        numbers = self.numbers(name)
+        if feature.scale == "days":
+            numbers = self._seconds(self._column(name), name) / _SECONDS_PER_DAY
+        else:
+            numbers = self.numbers(name)
         with np.errstate(over="ignore"):
             found = scaled(numbers, feature)
         self.note(~np.isfinite(found), name, numbers, f"needed a number that is finite after {feature.scale}")
@@ -199,10 +202,19 @@ class ChunkDecoder:
 
     def _times(self, column: pa.Array, feature: TableFeature) -> Ids:
         """Return 1 + the hour, or the weekday (1: Monday) of times in UTC; 0 for a missing one."""
-        column, name = _decoded(column), str(feature.column)
+        seconds = self._seconds(column, str(feature.column))
+        is_missing = np.isnan(seconds)
+        hours = np.floor(np.where(is_missing, 0, seconds)).astype(np.int64) // _SECONDS_PER_HOUR
+        if feature.mapping == "hour":
+            rows = 1 + hours % _HOURS_PER_DAY
+        else:
+            rows = 1 + (hours // _HOURS_PER_DAY + _WEEKDAY_OF_1970) % _DAYS_PER_WEEK
+        return np.where(is_missing, 0, rows)
+
+    def _seconds(self, column: pa.Array, name: str) -> NDArray[np.float64]:
+        """Return times, seconds, or texts that are either, as seconds since 1970; NaN for a missing or a bad one."""
+        column = _decoded(column)
         if is_text(column.type):
-            is_empty = pc.equal(pc.binary_length(column), 0)
-            column = pc.if_else(is_empty, pa.scalar(None, column.type), column)
             column = self._read(column, _text_seconds, pa.float64(), name, _NEEDED_TIME)
         is_number = types.is_integer(column.type)
         found = seconds_since_1970(column) if is_time(column.type) else column.cast(pa.float64(), safe=False)
@@ -212,12 +224,7 @@ class ChunkDecoder:
         if is_number:
             is_time_here &= ~_are_dates(seconds)
         self.note(~is_time_here, name, seconds, _NEEDED_TIME)
-        hours = np.floor(np.where(is_time_here, seconds, 0)).astype(np.int64) // _SECONDS_PER_HOUR
-        if feature.mapping == "hour":
-            rows = 1 + hours % _HOURS_PER_DAY
-        else:
-            rows = 1 + (hours // _HOURS_PER_DAY + _WEEKDAY_OF_1970) % _DAYS_PER_WEEK
-        return np.where(is_missing, 0, rows)
+        return np.where(is_time_here & ~is_missing, seconds, np.nan)
 
     def _read(
         self,
@@ -285,7 +292,12 @@ def _same_words(texts: pa.Array) -> pa.Array:
 
 
 def _decoded(column: pa.Array) -> pa.Array:
-    return column.dictionary_decode() if types.is_dictionary(column.type) else column
+    """Return a column without a dictionary; an empty text in it is a missing value."""
+    if types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if is_text(column.type):
+        column = pc.if_else(pc.equal(pc.binary_length(column), 0), pa.scalar(None, column.type), column)
+    return column
 
 
 def seconds_since_1970(column: pa.Array) -> pa.Array:

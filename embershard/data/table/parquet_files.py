@@ -82,6 +82,21 @@ def parquet_schema(path: Path) -> tuple[pa.Schema, pq.FileMetaData]:
     return schema, metadata
 
 
+def first_rows(path: Path, columns: list[str], most: int) -> RawChunk:
+    """Return at most `most` rows of these columns from the beginning of a Parquet file.
+
+    Raises:
+        DataError: they cannot be read.
+    """
+    try:
+        with pq.ParquetFile(path) as opened:
+            batch = next(opened.iter_batches(most, columns=columns, use_threads=False))
+    except _READ_ERRORS as error:
+        what = " ".join(str(error).split())
+        raise DataError(f"{path}: its first rows cannot be read ({what}); fetch it again") from None
+    return RawChunk(path, pa.Table.from_batches([batch]), np.arange(len(batch)), 1)
+
+
 @dataclass(frozen=True)
 class _File:
     """One file's metadata, with its columns checked."""

@@ -87,8 +87,9 @@ def check_columns(path: Path, names: Sequence[str], settings: TableConfig, *, ne
 def check_types(path: Path, schema: pa.Schema, settings: TableConfig) -> None:
     """Raise `DataError` where a Parquet column is not of a type that its feature can be read from."""
     for name in (*settings.labels, settings.weight):
-        if name in schema.names and not _is_number(schema.field(name).type):
-            raise DataError(f"{path}: column {name!r} is of type {schema.field(name).type}; needed a number")
+        kind = schema.field(name).type if name in schema.names else pa.int8()
+        if not (_is_number(kind) or is_text(kind)):
+            raise DataError(f"{path}: column {name!r} is of type {kind}; needed a number")
     for name, feature in settings.features.items():
         column = feature.column or name
         kind = schema.field(column).type
@@ -119,21 +120,29 @@ def _is_number(kind: pa.DataType) -> bool:
 
 
 def _fits(feature: TableFeature, kind: pa.DataType) -> bool:
-    if feature.kind == "dense":
-        return _is_number(kind) or is_time(kind)
-    if feature.mapping in TIME_ROWS:
+    if feature.kind == "dense" and feature.scale != "days":
+        return _is_number(kind) or is_time(kind) or is_text(kind)
+    if _is_of_times(feature):
         return is_time(kind) or types.is_integer(kind) or is_text(kind)
     inner = kind.value_type if is_list(kind) else kind
     if types.is_dictionary(inner):
         inner = inner.value_type
     if feature.mapping == "text":
         return is_text(inner) or (_is_number(inner) and not types.is_decimal(inner))
-    return bool(types.is_integer(inner))
+    return bool(types.is_integer(inner)) or is_text(inner)
+
+
+def _is_of_times(feature: TableFeature) -> bool:
+    return feature.mapping in TIME_ROWS or feature.scale == "days"
 
 
 def _needed(feature: TableFeature) -> str:
-    if feature.kind == "dense":
-        return "a number"
-    if feature.mapping in TIME_ROWS:
+    if _is_of_times(feature):
         return "a time, seconds since 1970, or text"
-    return "text or an integer, or a list of them" if feature.mapping == "text" else "an integer, or a list of integers"
+    if feature.kind == "dense":
+        return "a number, or text that is one"
+    return (
+        "text or an integer, or a list of them"
+        if feature.mapping == "text"
+        else "integers, texts that are, or lists of them"
+    )

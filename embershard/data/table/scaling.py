@@ -9,7 +9,8 @@ from embershard.data.table.config import TableFeature
 
 
 def scaled(numbers: NDArray[np.float64], feature: TableFeature) -> NDArray[np.float32]:
-    """Return the numbers [n] as the model gets them; a missing one (NaN) is 0, with "quantile" 0.5.
+    """Return the numbers [n], for "days" of days, as the model gets them; a missing one (NaN) is 0, with "quantile"
+    0.5.
 
     embershard/launch/export/serving_model.py does the same for programs without embershard.
 
@@ -20,7 +21,7 @@ def scaled(numbers: NDArray[np.float64], feature: TableFeature) -> NDArray[np.fl
     missing = 0.0
     if feature.scale == "log1p":
         found = np.log1p(np.maximum(numbers.astype(np.float32), 0))
-    elif feature.scale == "standardize":
+    elif feature.scale in ("standardize", "days"):
         assert feature.mean is not None
         assert feature.std is not None
         found = ((numbers - feature.mean) / feature.std).astype(np.float32)

@@ -24,6 +24,7 @@ _LONG_INTEGER = r"^-?[1-9][0-9]{15,}$"
 _LAST_EXACT = 2.0**53  #: float64 has every integer up to here
 _NUMBER = r"^-?(0|[1-9][0-9]*)?(\.[0-9]*)?([eE][-+]?[0-9]+)?$"  # 02139 is a code, not a number
 _TIME = r"^\d{4}-\d\d-\d\d([ T]\d\d:\d\d(:\d\d(\.\d{1,6})?)?)?$"
+_ZONED_TIME = r"^\d{4}-\d\d-\d\d[ T]\d\d:\d\d(:\d\d(\.\d{1,6})?)?(Z|[-+]\d\d(:?\d\d)?)$"
 _BOOL = r"^(true|True|TRUE|false|False|FALSE)$"
 _SEPARATORS = ("|", ";")
 #: What other programs write for a missing value.
@@ -35,7 +36,16 @@ _TYPES = {
     "number": pa.float64(),
     "bool": pa.bool_(),
     "time": pa.timestamp("us"),
+    "zoned": pa.timestamp("us", "UTC"),
 }
+_PATTERNS = (
+    ({"integer", "unsigned"}, _INTEGER),
+    ({"number"}, _NUMBER),
+    ({"bool"}, _BOOL),
+    ({"time"}, _TIME),
+    ({"zoned"}, _ZONED_TIME),
+)
+SECONDS_PER_DAY = 86400
 
 
 @dataclass
@@ -73,7 +83,7 @@ class DistinctCount:
 
 @dataclass
 class Numbers:
-    """Mean, spread and range of numbers, and an evenly spaced sample of them."""
+    """Mean, spread and range of numbers, and an evenly spaced sample of them. `are_days`: as seconds, whole days."""
 
     count: int = 0
     mean: float = 0.0
@@ -81,6 +91,7 @@ class Numbers:
     least: float = np.inf
     largest: float = -np.inf
     are_whole: bool = True
+    are_days: bool = True
     _sample: list[NDArray[np.float64]] = field(default_factory=list)
     _step: int = 1
     _num_sampled: int = 0
@@ -97,6 +108,7 @@ class Numbers:
         self.count = total
         self.least, self.largest = min(self.least, float(numbers.min())), max(self.largest, float(numbers.max()))
         self.are_whole = self.are_whole and bool((numbers == np.trunc(numbers)).all())
+        self.are_days = self.are_days and not bool((numbers % SECONDS_PER_DAY).any())
         self._sample.append(numbers[first :: self._step].copy())
         self._num_sampled += len(self._sample[-1])
         while self._num_sampled > 2 * _KEPT_NUMBERS:
@@ -127,7 +139,7 @@ class ColumnSurvey:
         most: values of a row, at most.
         values: distinct values as `mapping = "text"` takes them; of lists, those in them.
         ids: the same as "hash" takes them, where all values are integers.
-        numbers: of numbers, and of texts that are numbers; of times the seconds since 1970.
+        numbers: of numbers; of times the seconds since 1970; and of texts that are numbers or times.
         parts: per separator, the distinct values between it, and in how many cells it is.
         can_be: of texts: the names of `_TYPES` that all of them fit, but for `missing_words`.
         missing_words: how many cells are each of `_MISSING_WORDS`, where all others fit a type.
@@ -192,17 +204,16 @@ class ColumnSurvey:
 
     def _add_typed(self, column: pa.Array) -> None:
         """Drop from `can_be` what these texts are not, and add them as what they are."""
-        for pattern, kinds in ((_INTEGER, {"integer", "unsigned"}), (_TIME, {"time"}), (_NUMBER, {"number"})):
+        for kinds, pattern in _PATTERNS:
             self.can_be -= set() if _all_match(column, pattern) else kinds
-        self.can_be -= set() if _all_match(column, _BOOL) else {"bool"}
         as_type = {kind: _cast(column, _TYPES[kind]) for kind in self.can_be}
         self.can_be -= {kind for kind, found in as_type.items() if found is None}
         longest = column.filter(pc.match_substring_regex(column, _LONG_INTEGER)).cast(pa.float64())
         if pc.any(pc.greater_equal(pc.abs(longest), _LAST_EXACT)).as_py():
             self.can_be -= {"number"}
-        found = next((as_type[kind] for kind in _TYPES if kind in self.can_be and kind != "time"), None)
+        found = next((as_type[kind] for kind in _TYPES if kind in self.can_be), None)
         if found is not None:
-            self._add_numbers(found)
+            self._add_numbers(seconds_since_1970(found) if is_time(found.type) else found)
         if self.can_be & {"integer", "unsigned"}:
             assert found is not None
             self.ids.add(mix64(found.to_numpy(zero_copy_only=False).view(np.uint64)))
@@ -231,13 +242,31 @@ class ColumnSurvey:
         return self.rows - self.missing
 
     @property
+    def is_readable(self) -> bool:
+        """False for a type of which no feature is made, and no value is counted."""
+        kind = self.inner
+        is_number = types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
+        return is_number or is_text(kind) or is_time(kind) or types.is_boolean(kind) or types.is_null(kind)
+
+    @property
+    def title(self) -> str:
+        """The type in words: `list of string`; of texts that all fit another type, `int64 in text`."""
+        kind = self._stored
+        within = str(kind) if kind == self.inner else f"{self.inner} in text"
+        return f"list of {within}" if is_list(self.type) else within
+
+    @property
     def inner(self) -> pa.DataType:
         """The type of a value: of lists, that in them; of texts that all fit one of `_TYPES`, that."""
-        kind = self.type.value_type if is_list(self.type) else self.type
-        kind = kind.value_type if types.is_dictionary(kind) else kind
+        kind = self._stored
         if is_text(kind) and self.present and not self.missing_words:
             return next((found for name, found in _TYPES.items() if name in self.can_be), kind)
         return kind
+
+    @property
+    def _stored(self) -> pa.DataType:
+        kind = self.type.value_type if is_list(self.type) else self.type
+        return kind.value_type if types.is_dictionary(kind) else kind
 
 
 def survey(schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> dict[str, ColumnSurvey]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from embershard.distributed.checkpoint.folder import complete_checkpoints, leftovers
 from embershard.errors import CheckpointError, os_problem
+from embershard.units import size
 
 if TYPE_CHECKING:  # it loads torch
     from embershard.distributed.ranks import Ranks
@@ -66,18 +67,14 @@ def _check_space(folder: Path, save_bytes: int, num_saves: int, keep_last: int, 
     at_once = min(num_saves + len(complete), keep_last + 1)
     needed = at_once * save_bytes - there
     if needed > free:
-        rows = f" beside {_size(mapped_bytes)} of rows in cache.host_dir" if mapped_bytes else ""
+        rows = f" beside {size(mapped_bytes)} of rows in cache.host_dir" if mapped_bytes else ""
         raise CheckpointError(
-            f"{folder}: checkpoints need {_size(needed)} more, and {_size(max(0, free))} are free{rows} ({at_once} "
-            f"checkpoints of {_size(save_bytes)} at one time, of which {_size(there)} are there). Free "
-            f"{_size(needed - free)}, lower checkpoint.keep_last, or use a --run-dir on a larger disk."
+            f"{folder}: checkpoints need {size(needed)} more, and {size(max(0, free))} are free{rows} ({at_once} "
+            f"checkpoints of {size(save_bytes)} at one time, of which {size(there)} are there). Free "
+            f"{size(needed - free)}, lower checkpoint.keep_last, or use a --run-dir on a larger disk."
         )
 
 
 def folder_bytes(folder: Path) -> int:
     """Return the bytes of the files in a folder."""
     return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.2f} MB"

@@ -35,11 +35,10 @@ def save_checkpoint(
     keep_last: int,
     run_id: str,
 ) -> Path:
-    """Write `folder/step_<step>`, then remove the oldest complete checkpoints. Every rank calls it.
+    """Write `folder/step_<step>` and return it, then remove the oldest complete checkpoints. Every rank calls it.
 
-    One that cannot be removed is a warning: the run does not end for it.
-
-    Files and folders are synced before the checkpoint gets its name, and older ones go only after that.
+    Files and folders are synced before the checkpoint gets its name, and older ones go only after that. One that cannot
+    be removed is a warning: the run does not end for it.
 
     Args:
         folder: shared by all ranks.
@@ -49,9 +48,6 @@ def save_checkpoint(
         ranks: the calling process's place.
         keep_last: complete checkpoints to keep, this one included; at least 1.
         run_id: names the run in the manifest.
-
-    Returns:
-        The folder of this checkpoint.
 
     Raises:
         CheckpointError: a complete checkpoint of this step exists already, or `tensors` holds something else.
@@ -64,22 +60,19 @@ def save_checkpoint(
     ...     save_checkpoint(Path("run"), 3, {"w": torch.ones(2)}, {"epoch": 0}, ranks, keep_last=1, run_id="8c1f").name
     'step_3'
     """
-    final = folder / f"step_{step}"
-    partial = final.with_name(final.name + PARTIAL)
-    if not isinstance(tensors, TensorBlocks):
-        tensors = TensorBlocks(tensors)
+    final, partial = folder / f"step_{step}", folder / f"step_{step}{PARTIAL}"
+    blocks = tensors if isinstance(tensors, TensorBlocks) else TensorBlocks(tensors)
     if any(ranks.all_gather_objects(final.exists())):
         raise CheckpointError(f"{final} exists already and is not overwritten. Remove it, or use another --run-dir.")
     try:
         ranks.from_first(lambda: _make_empty(partial))
-        files = _write_tensors(partial, tensors, ranks)
+        files = _write_tensors(partial, blocks, ranks)
         ranks.from_first(lambda: _complete(partial, final, {**scalars, "step": step}, run_id, files))
     except OSError as error:
         ranks.from_first(lambda: shutil.rmtree(partial, ignore_errors=True))
         reason = error.strerror or str(error)
-        raise FailedSaveError(
-            f"step {step} could not be saved to {final} ({reason}). Earlier checkpoints are as they were."
-        ) from error
+        message = f"step {step} could not be saved to {final} ({reason}). Earlier checkpoints are as they were."
+        raise FailedSaveError(message) from error
     ranks.from_first(lambda: _prune(folder, step, keep_last))
     return final
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -39,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(
             "benchmarks are in embershard's source tree, not in the installed package. Run this in a clone of it."
         )
-    names = sorted(path.stem for path in folder.glob("*.py") if "\ndef main(" in path.read_text(encoding="utf-8"))
+    names = sorted(path.stem for path in folder.glob("*.py") if _is_benchmark(path.read_text(encoding="utf-8")))
     unknown = [name for name in arguments.names if name not in names]
     if unknown:
         raise ConfigError(f"there is no benchmark {unknown[0]!r}; there are {', '.join(names)}.")
@@ -47,6 +48,11 @@ def main(argv: Sequence[str]) -> int:
         _list(folder, names)
         return 0
     return max(_run(folder, name, argv[split + 1 :]) for name in arguments.names)
+
+
+def _is_benchmark(program: str) -> bool:
+    """Return whether a program takes `--output`, the file for its figures. Others only serve benchmarks."""
+    return "\ndef main(" in program and bool(re.search(r"\b(options|arguments)\.output\b", program))
 
 
 def _list(folder: Path, names: Sequence[str]) -> None:

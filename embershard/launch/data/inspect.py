@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embershard.data.table.config import TableFeature
+from embershard.data.table.raw import is_text, is_time
 from embershard.decoding import toml, toml_key
 from embershard.errors import ConfigError, DataError
 from embershard.launch.arguments import check_new_output, help_parts
@@ -107,18 +108,22 @@ def survey_files(files: list[WholeColumns]) -> tuple[dict[str, ColumnSurvey], in
 
 
 def _show(columns: dict[str, ColumnSurvey], num_bad: int) -> None:
+    from embershard.data.table.survey import SECONDS_PER_DAY
+    from embershard.launch.data.suggest import day_of, distinct_values
+
     first = next(iter(columns.values()))
     table = make_table(
         f"{first.rows:,} rows", ["column", "type"], ["distinct", "missing", "most", "least", "largest", "mean", "std"]
     )
     for name, column in columns.items():
-        distinct = f"{'' if column.values.is_exact else '~'}{column.values.estimate:,}"
         numbers = column.numbers
         shown = ["", "", "", ""]
-        if numbers.count and str(column.inner) != "string":
+        if numbers.count and not is_text(column.inner):
             shown = [f"{each:g}" for each in (numbers.least, numbers.largest, numbers.mean, numbers.std)]
-        kind = str(column.type) if column.inner == column.type else f"{column.type} ({column.inner})"
-        table.add_row(name, kind, distinct, f"{column.missing:,}", f"{column.most:,}", *shown)
+        if numbers.count and is_time(column.inner):
+            shown = [day_of(each) for each in (numbers.least, numbers.largest, numbers.mean)]
+            shown.append(f"{numbers.std / SECONDS_PER_DAY:.1f} days")
+        table.add_row(name, column.title, distinct_values(column), f"{column.missing:,}", f"{column.most:,}", *shown)
     wide_console().print(table)
     if num_bad:
         say(plain_console(), f"{num_bad:,} lines have not as many cells as there are columns (data.bad_rows).")

@@ -13,13 +13,18 @@ from pyarrow import types
 
 from embershard.data.table.config import TIME_ROWS
 from embershard.data.table.raw import is_list, is_text, is_time
-from embershard.data.table.survey import ColumnSurvey, DistinctCount
+from embershard.data.table.survey import SECONDS_PER_DAY, ColumnSurvey, DistinctCount, Numbers
 from embershard.errors import ConfigError
 
 _LABELS = ("label", "click", "clicked", "is_click", "target", "converted", "conversion", "purchase", "y", "rating")
-_ID_WORDS = {"id", "ids", "uid", "uuid", "key", "code", "zip", "hash", "user", "users", "item", "items"}
+_ID_WORDS = {"id", "ids", "uid", "uuid", "key", "code", "zip", "hash", "user", "users", "item", "items", "product"}
+_ID_WORDS |= {"products", "category", "categories", "genre", "genres", "brand", "gender", "country", "region", "city"}
+_ID_WORDS |= {"store", "shop", "device", "campaign", "ad", "advertiser", "publisher", "site", "page"}
+_LEAST_LONG = 2.0**53  # integers from here on are no numbers: float64 has not all of them
 _TIME_WORDS = {"time", "timestamp", "ts", "date", "datetime"}
 _EPOCH_SECONDS = (1e8, 1e10)  # 1973 to 2286
+_EPOCH_MILLISECONDS = (1e11, 1e13)
+_DATE_DIGITS = (19000101, 21001231)  # as 20241231
 #: A column of which nearly every row has another value is no feature.
 _UNIQUE_SHARE, _UNIQUE_ROWS = 0.95, 1000
 _ROWS_PER_VALUE, _MANY_VALUES, _ROWS_PER_ONE_OF_MANY = 10, 1_000_000, 2
@@ -101,8 +106,7 @@ def suggest_features(column: ColumnSurvey, taken: Sequence[str]) -> Suggestion:
     for name, settings in features.items():
         if name != column.name:
             settings["column"] = column.name
-    about = "" if column.values.is_exact else "~"
-    said = f"{column.type}; {about}{column.values.estimate:,} distinct, {column.missing:,} missing"
+    said = f"{column.title}; {distinct_values(column)} distinct, {column.missing:,} missing"
     return Suggestion(column.name, features, f"{said}; {why if features else f'left out: {why}'}", lookups)
 
 
@@ -111,22 +115,69 @@ def _features(name: str, column: ColumnSurvey) -> tuple[_Features, str, int]:
     sample."""
     inner, numbers = column.inner, column.numbers
     words = set(re.split(r"[\W_]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", column.name).lower()))
-    if column.values.estimate <= 1 and not column.parts:
-        return {}, "it says nothing", 0
-    is_epoch = bool(words & _TIME_WORDS) and types.is_integer(inner)
-    is_epoch = is_epoch and _EPOCH_SECONDS[0] <= numbers.least <= numbers.largest <= _EPOCH_SECONDS[1]
-    if (is_time(inner) or is_epoch) and not is_list(column.type):
-        times = {f"{name}_{unit}": {"kind": "sparse", "mapping": unit} for unit in TIME_ROWS}
-        return times, "a time, in UTC", len(times)
+    if not column.is_readable:
+        return {}, f"no feature is made of {column.title}", 0
+    if not column.values.estimate:
+        return {}, "it has no values", 0
+    if column.values.estimate == 1 and not column.missing and not column.parts:
+        return {}, "it has one value in all rows", 0
+    is_whole_number = types.is_integer(inner) and not is_list(column.type)
+    if is_whole_number and bool(words & _TIME_WORDS) and _are_within(numbers, _EPOCH_SECONDS):
+        return _time(name, column)
+    if is_time(inner) and not is_list(column.type):
+        return _time(name, column)
     if is_text(inner):
         return _text(name, column)
     is_number = types.is_integer(inner) or types.is_floating(inner) or types.is_decimal(inner)
-    is_id = is_number and numbers.are_whole and (bool(words & _ID_WORDS) or is_list(column.type))
-    if is_id:
+    is_long = types.is_integer(inner) and max(abs(numbers.least), abs(numbers.largest)) >= _LEAST_LONG
+    is_named = bool(words & _ID_WORDS) or is_list(column.type)
+    if is_number and numbers.are_whole and (is_named or is_long):
         return _ids(name, column)
-    if is_list(column.type) or not (is_number or types.is_boolean(inner)):
-        return {}, f"no feature is made of {column.type}", 0
-    return *_number(name, column), 0
+    if is_list(column.type):
+        return {}, f"no feature is made of {column.title}", 0
+    features, why = _number(name, column)
+    if is_whole_number and _are_within(numbers, _DATE_DIGITS):
+        why += "; if these are dates, write them as 2024-12-31"
+    elif is_whole_number and bool(words & _TIME_WORDS) and _are_within(numbers, _EPOCH_MILLISECONDS):
+        why += "; if these are milliseconds since 1970, divide them by 1000: seconds are taken as times"
+    return features, why, 0
+
+
+def _are_within(numbers: Numbers, limits: tuple[float, float]) -> bool:
+    return limits[0] <= numbers.least <= numbers.largest <= limits[1]
+
+
+def _time(name: str, column: ColumnSurvey) -> tuple[_Features, str, int]:
+    """As `_features`, of a column of times: the day is told by its distance from others and the weekday, which repeat;
+    the hour where there is a clock."""
+    numbers, units = column.numbers, list(TIME_ROWS)
+    said = f"{day_of(numbers.least)} to {day_of(numbers.largest)}, in UTC"
+    if not numbers.are_days:
+        why = f"a time, {said}"
+        settings: dict[str, Any] = {}
+    else:
+        why = f"dates without a clock, {said}: the hour would be 0 in all rows"
+        units.remove("hour")
+        mean, std = numbers.mean / SECONDS_PER_DAY, numbers.std / SECONDS_PER_DAY or 1.0
+        settings = {f"{name}_days": {"kind": "dense", "scale": "days", "mean": _rounded(mean), "std": _rounded(std)}}
+    settings |= {f"{name}_{unit}": {"kind": "sparse", "mapping": unit} for unit in units}
+    return settings, why, len(units)
+
+
+def day_of(seconds: float) -> str:
+    """Return the day of a time in seconds since 1970, in UTC.
+
+    >>> day_of(86_400.0)
+    '1970-01-02'
+    """
+    return str(np.datetime64(int(seconds // SECONDS_PER_DAY), "D"))
+
+
+def distinct_values(column: ColumnSurvey) -> str:
+    """Return the number of distinct values as text: `~` is an estimate, `?` for types that are not read."""
+    if not column.is_readable:
+        return "?"
+    return f"{'' if column.values.is_exact else '~'}{column.values.estimate:,}"
 
 
 def _text(name: str, column: ColumnSurvey) -> tuple[_Features, str, int]:
@@ -187,6 +238,8 @@ def _number(name: str, column: ColumnSurvey) -> tuple[_Features, str]:
             settings |= {"scale": "quantile", "quantiles": sorted(set(quantiles))}
         elif _rounded(numbers.std) > 0:
             settings |= {"scale": "standardize", "mean": _rounded(numbers.mean), "std": _rounded(numbers.std)}
+        elif numbers.least:  # one value, or none: 1, or 0
+            settings |= {"scale": "standardize", "mean": 0.0, "std": abs(_rounded(numbers.least))}
     return {name: settings}, why
 
 

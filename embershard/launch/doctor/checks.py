@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from embershard.machine import HostMemory
+from embershard.units import size
 
 PASS, WARN, FAIL, SKIP = "PASS", "WARN", "FAIL", "SKIP"
-GIB = 1 << 30
+_GIB = 1 << 30
 
 #: Releases of torch, torchrec and FBGEMM that were built for each other; whether embershard is tested with them.
 RELEASES = (
@@ -110,10 +111,10 @@ def check_import(module: str, error: str, seconds: float) -> CheckResult:
 def check_cpu(cores: int, memory: HostMemory) -> CheckResult:
     """Check the cores that this process may use, and its memory: the machine's, or its control group's."""
     detail = (
-        f"{cores} cores, {memory.total_bytes / GIB:.1f} GiB of memory ({memory.limit}), "
-        f"{memory.available_bytes / GIB:.1f} GiB of it available"
+        f"{cores} cores, {size(memory.total_bytes)} of memory ({memory.limit}), "
+        f"{size(memory.available_bytes)} of it available"
     )
-    if memory.total_bytes < 4 * GIB:
+    if memory.total_bytes < 4 * _GIB:
         return CheckResult("cpu", WARN, detail, "tables live in host memory: keep them under half of it")
     return CheckResult("cpu", PASS, detail)
 
@@ -145,8 +146,8 @@ def check_shared_memory(free_bytes: int | None, num_gpus: int) -> CheckResult:
     remedy = "in a container: docker run --shm-size=8g; else: mount -o remount,size=8G /dev/shm"
     if free_bytes is None:
         return CheckResult(name, WARN, "there is no /dev/shm", remedy)
-    detail = f"{free_bytes / GIB:.2f} GiB free in /dev/shm"
-    if free_bytes < GIB:
+    detail = f"{size(free_bytes)} free in /dev/shm"
+    if free_bytes < _GIB:
         return CheckResult(name, FAIL if num_gpus > 1 else WARN, f"{detail}; wanted: 1 GiB", remedy)
     return CheckResult(name, PASS, detail)
 
@@ -164,12 +165,12 @@ def check_open_files(limit: int) -> CheckResult:
 def check_locked_memory(limit_bytes: int, num_gpus: int) -> CheckResult:
     """Check `ulimit -l`, which limits the memory that RDMA between nodes registers; -1 is unlimited."""
     name = "locked memory"
-    detail = f"ulimit -l is {'unlimited' if limit_bytes < 0 else f'{limit_bytes // 1024} KiB'}"
+    detail = f"ulimit -l is {'unlimited' if limit_bytes < 0 else size(limit_bytes)}"
     if limit_bytes < 0:
         return CheckResult(name, PASS, detail)
     if num_gpus == 0:
         return CheckResult(name, SKIP, f"{detail}; it matters only to RDMA between GPU machines")
-    if limit_bytes < GIB:
+    if limit_bytes < _GIB:
         remedy = "only for RDMA between machines: ulimit -l unlimited, or docker run --ulimit memlock=-1"
         return CheckResult(name, WARN, detail, remedy)
     return CheckResult(name, PASS, detail)
@@ -177,10 +178,10 @@ def check_locked_memory(limit_bytes: int, num_gpus: int) -> CheckResult:
 
 def check_disk(folder: str, free_bytes: int) -> CheckResult:
     """Check the free disk space where runs and checkpoints go."""
-    detail = f"{free_bytes / GIB:.1f} GiB free in {folder}"
+    detail = f"{size(free_bytes)} free in {folder}"
     remedy = "checkpoints are as large as the tables with their optimizer states: --run-dir on a larger disk"
-    if free_bytes < GIB:
+    if free_bytes < _GIB:
         return CheckResult("disk", FAIL, f"{detail}; needed: 1 GiB", remedy)
-    if free_bytes < 10 * GIB:
+    if free_bytes < 10 * _GIB:
         return CheckResult("disk", WARN, detail, remedy)
     return CheckResult("disk", PASS, detail)

@@ -24,6 +24,7 @@ from embershard.launch.doctor import checks
 from embershard.launch.doctor.checks import CheckResult
 from embershard.launch.versions import installed_version
 from embershard.machine import host_memory
+from embershard.units import size
 
 COLOURS = {checks.PASS: "32", checks.WARN: "33", checks.FAIL: "31", checks.SKIP: "2"}
 IMPORT_TIMEOUT_SECONDS = 120.0
@@ -62,7 +63,7 @@ def torch_facts() -> tuple[str | None, tuple[str, ...]]:
     except Exception:  # the import check shows the error
         return None, ()
     devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    names = tuple(f"{device.name} ({device.total_memory / checks.GIB:.0f} GiB)" for device in devices)
+    names = tuple(f"{device.name} ({size(device.total_memory)})" for device in devices)
     return torch.version.cuda, names
 
 

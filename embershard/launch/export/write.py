@@ -15,13 +15,13 @@ from embershard.data.kinds import schema_of
 from embershard.data.serving_inputs import serving_inputs
 from embershard.distributed import process_group
 from embershard.distributed.checkpoint.rows import saved_rows
-from embershard.errors import ConfigError, naming_file
-from embershard.launch.export import serving_model
+from embershard.errors import naming_file
+from embershard.launch.export import serving_model, serving_values
 from embershard.launch.export.dense_program import DenseLayers, dense_layers, dense_program
 from embershard.launch.export.rounding import RoundingSample
 from embershard.launch.export.tables import TableDtype, write_parquet, write_safetensors
 from embershard.launch.versions import versions
-from embershard.models import ModelConfig, ModelTable
+from embershard.models import ModelTable
 from embershard.training.config import RunConfig
 from embershard.training.model_size import tables_of_run
 from embershard.training.trained_run import TrainedRun, open_trained
@@ -55,8 +55,6 @@ def write_export(request: ExportRequest, folder: Path) -> Iterator[str]:
         CheckpointError: no checkpoint is valid, or it is of another model.
         DataError: the samples cannot be read.
     """
-    if request.is_module:
-        _check_model(request.config.model)
     with process_group("cpu") as ranks:
         trained = open_trained(request.config, request.checkpoints, ranks, request.step)
     yield from (f"Not used: {reason}." for reason in trained.skipped)
@@ -82,10 +80,11 @@ def _write(request: ExportRequest, trained: TrainedRun, folder: Path) -> dict[st
     config, target = request.config, schema_of(request.config.data).target
     inputs = serving_inputs(config.data)
     tables = tables_of_run(config)
-    table_of = {feature: table for table in tables for feature in table.features}
-    for feature in inputs["sparse"]:
-        table = table_of[feature["name"]]
-        feature.update(table=table.name, dim=table.dim)
+    inputs["lookups"] = [
+        {"feature": feature, "table": table.name, "dim": table.dim, "pooling": table.pooling}
+        for table in tables
+        for feature in table.features
+    ]
     about = {
         "run": str(request.checkpoints.parent.absolute()),
         "step": trained.saved.step,
@@ -106,11 +105,10 @@ def _write(request: ExportRequest, trained: TrainedRun, folder: Path) -> dict[st
     schema = schema_of(config.data)
     layers = dense_layers(config.model, schema, trained.checkpoint)
     with naming_file(folder / "dense.pt2"):
-        torch.export.save(
-            dense_program(layers, schema.num_dense, len(schema.sparse), config.model.embedding_dim),
-            folder / "dense.pt2",
-        )
-    shutil.copyfile(str(serving_model.__file__), folder / "model.py")
+        torch.export.save(dense_program(layers, schema.num_dense), folder / "dense.pt2")
+    program = Path(str(serving_model.__file__)).read_text(encoding="utf-8")
+    (folder / "model.py").write_text(program.replace(serving_values.__name__, "model_values"), encoding="utf-8")
+    shutil.copyfile(str(serving_values.__file__), folder / "model_values.py")
     error = _write_tables(request, trained.checkpoint, folder, inputs, layers)
     _write_json(folder / "export.json", {**about, "error": error})
     return error
@@ -122,7 +120,7 @@ def _write_tables(
     """Write the module's tables; return their error on samples, None for none."""
     sample = None
     if request.dtype != "fp32":
-        sample = RoundingSample(request.config.data, request.num_samples)
+        sample = RoundingSample(request.config.data, request.num_samples, inputs)
     for table in tables_of_run(request.config):
         blocks = saved_rows(checkpoint, _tensor(table))
         if sample is not None:
@@ -135,14 +133,6 @@ def _write_tables(
 def _tensor(table: ModelTable) -> str:
     """Return the name of a table's weights in a checkpoint, in the group of the model."""
     return f"model.{table.tensor}"
-
-
-def _check_model(config: ModelConfig) -> None:
-    if not config.is_torchrecs:
-        raise ConfigError(
-            f"{config.title!r} cannot be exported as a module: the export has the layers of dlrm, dlrm_dcn and deepfm. "
-            "Export the tables alone (--format parquet), and score with embershard predict."
-        )
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ N = TypeVar("N", int, float)
 
 _HELP = """Place tables and size caches; predict memory, hit rates and step time.
 
-  embershard plan run.toml --profile profile.npz --ranks 8 --device-memory 80GB --topology h100x8 -o plan.json
+  embershard plan run.toml --profile profile.npz --ranks 8 --device-memory 72GiB --topology h100x8 -o plan.json
   embershard plan run.toml --profile profile.npz --ranks 1,2,4,8,16 --topology h200x8 --png scaling.png
   embershard plan run.toml --profile profile.npz --explain C3
   embershard plan run.toml --profile profile.npz --simulate --ranks 1..4096 --topology h100x8
@@ -78,7 +78,8 @@ class _Setup:
             device_bytes = topology.device_memory_bytes
         if host_bytes is None:
             host_bytes = topology.host_memory_bytes
-        notes = (topology.note(num_ranks), _HOT_COLD_NOTE if config.sharding.mode == "hot_cold" else None)
+        hot_cold = _HOT_COLD_NOTE if config.sharding.mode == "hot_cold" else None
+        notes = (topology.cores_note, topology.note(num_ranks), hot_cold)
         most_ranks = None if topology.device == "cpu" else self.topology.ranks_per_node
         return PlanRequest(
             workload=make_workload(
@@ -168,7 +169,7 @@ def _what_if(setup: _Setup, ranks: Sequence[int], ratios: Sequence[float | None]
     outcomes = try_all([(each, ratio) for ratio in ratios for each in ranks], setup.request, console)
     show_what_if(outcomes, console)
     if arguments.png is not None:
-        draw_what_if(outcomes, arguments.png)
+        draw_what_if(outcomes, setup.topology.name, arguments.png)
         say(console, f"Drawn to {arguments.png}.")
     return 0 if any(outcome.plan is not None for outcome in outcomes) else 2
 
@@ -200,7 +201,7 @@ def _read(arguments: argparse.Namespace, command: str) -> _Setup:
     from embershard.training.config import RunConfig
 
     if arguments.config is None or arguments.profile is None:
-        raise ConfigError("embershard plan needs --config (the run's settings) and --profile (of embershard profile).")
+        raise ConfigError(_missing(arguments))
     config = load_config(RunConfig, arguments.config, arguments.overrides)
     statistics = FrequencyProfile.load(arguments.profile).statistics
     if statistics is None:
@@ -219,6 +220,20 @@ def _read(arguments: argparse.Namespace, command: str) -> _Setup:
             "choose another --topology, or --set train.device=auto."
         )
     return _Setup(config, statistics, topology, arguments, command)
+
+
+def _missing(arguments: argparse.Namespace) -> str:
+    """Return what is wrong without a config or a profile, with the command that makes a profile of these settings."""
+    if arguments.config is None:
+        return (
+            "a plan needs a run's settings and a profile of its data. Give a file of settings or an example, and "
+            "--profile FILE: embershard plan quickstart --profile profile.npz"
+        )
+    words = ["--config", str(arguments.config), *set_words(arguments.overrides), "-o", "profile.npz"]
+    return (
+        f"--profile is missing: a plan is made from the frequencies of the data. Make a profile, and give it as "
+        f"--profile profile.npz:  embershard profile {shlex.join(words)}"
+    )
 
 
 def _diff(argv: Sequence[str]) -> int:
@@ -252,8 +267,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=_ranks, metavar="N[,N...]", help="ranks; several, or 1..64: compare them")
     parser.add_argument("--ratios", type=_numbers(float), metavar="R[,R...]", help="shares of the rows on the device")
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="(default: the topology's)")
-    parser.add_argument("--device-memory", type=parse_bytes, metavar="SIZE", help="of one rank, a hard limit: 80GB")
-    parser.add_argument("--host-memory", type=parse_bytes, metavar="SIZE", help="of one node: 512GB")
+    parser.add_argument("--device-memory", type=parse_bytes, metavar="SIZE", help="of one rank, a hard limit: 72GiB")
+    parser.add_argument("--host-memory", type=parse_bytes, metavar="SIZE", help="of one node: 512GiB")
     parser.add_argument(
         "--topology", default="cpu", metavar="NAME", help="a machine: h200x8, h100x8x4, cpu, or a TOML file"
     )

@@ -157,7 +157,6 @@ class _Timed:
                     ids_per_sample=ids_per_sample,
                     columns=columns,
                     rank_share=rank_share,
-                    ranks_per_node=self._ranks.local_world_size,
                     distinct_ids=distinct.get(name),
                 )
                 sent.update(dataclasses.asdict(of_shard))

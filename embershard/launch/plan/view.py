@@ -67,13 +67,25 @@ def table_called(name: str, tables: Sequence[str]) -> str:
 def show_what_if(outcomes: Sequence[Outcome], console: Console) -> None:
     """Print one line per case."""
     speed, memory = ("samples/s", "efficiency", "step", "waits for"), ("device/rank", "host/node", "fills/step")
-    table = make_table("What if", (), ("ranks", "ratio", *speed, *memory))
+    table = make_table("What if", (), ("ranks", "ratio", *speed, "hits", *memory))
     for outcome in outcomes:
         table.add_row(*_what_if_row(outcome, outcomes))
     console.print(table)
-    say(console, *(f"{each.num_ranks} ranks: {each.problem}" for each in outcomes if each.problem))
-    notes = dict.fromkeys(note for each in outcomes if each.plan is not None for note in each.plan.notes)
-    say(console, *(f"Note: {note}" for note in notes))
+    legend = "hits: lookups whose row is on the device. efficiency: samples/s per rank, over that of the fewest ranks."
+    problems = [f"{each.name}: {each.problem}" for each in outcomes if each.problem]
+    say(console, legend, *problems, *_notes(outcomes))
+
+
+def _notes(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return the notes of all plans; one that is not of all of them names those that it is of."""
+    planned = [(each.name, each.plan) for each in outcomes if each.plan is not None]
+    names: dict[str, list[str]] = {}
+    for name, plan in planned:
+        for note in plan.notes:
+            names.setdefault(note, []).append(name)
+    return [
+        f"Note: {note}" if len(of) == len(planned) else f"Note on {'; '.join(of)}: {note}" for note, of in names.items()
+    ]
 
 
 def _what_if_row(outcome: Outcome, outcomes: Sequence[Outcome]) -> list[str]:
@@ -89,6 +101,7 @@ def _what_if_row(outcome: Outcome, outcomes: Sequence[Outcome]) -> list[str]:
         "" if share is None else f"{share:.0%}",
         f"{prediction.step_seconds * 1e3:.2f} ms",
         prediction.bottleneck,
+        _hits(prediction.tables),
         size(prediction.most_device_bytes),
         size(prediction.most_host_bytes(outcome.plan.ranks_per_node)),
         f"{sum(table.fills for table in prediction.tables):,.0f}",

@@ -23,6 +23,12 @@ class Outcome:
     problem: str = ""
 
     @property
+    def name(self) -> str:
+        """The case in words: `2 ranks, ratio 0.05`."""
+        ranks = "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
+        return ranks if self.ratio is None else f"{ranks}, ratio {self.ratio:g}"
+
+    @property
     def prediction(self) -> Prediction | None:
         """The plan's prediction; None without a plan."""
         return None if self.plan is None else self.plan.prediction

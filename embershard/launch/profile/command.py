@@ -14,7 +14,7 @@ from embershard.errors import ConfigError
 from embershard.launch.arguments import add_settings, check_output, make_parser, text_override
 from embershard.launch.examples import config_file
 from embershard.launch.screen import plain_console, progress_bar, say, wide_console
-from embershard.units import parse_bytes
+from embershard.units import parse_bytes, size
 
 if TYPE_CHECKING:  # they load torch and TorchRec, and --help must answer at once: functions import what they need
     from embershard.frequency import FrequencyProfile
@@ -83,7 +83,7 @@ def collect(argv: Sequence[str]) -> None:
         f"{statistics.num_samples:,} samples, {lookups:,} lookups in {len(statistics.tables)} tables: "
         f"{seconds:.1f} s, {lookups / max(seconds, 1e-9) / 1e6:.1f}M lookups/s, "
         f"{'on Ray' if on_ray else f'processes: {workers}'}.",
-        f"{arguments.output}: {arguments.output.stat().st_size / 1e6:,.1f} MB. "
+        f"{arguments.output}: {size(arguments.output.stat().st_size)}. "
         f"Look at it: embershard profile show {arguments.output} --png curves.png",
     )
     if arguments.hot is not None:
@@ -107,7 +107,6 @@ def show(argv: Sequence[str]) -> None:
         check_output(arguments.png)
     from embershard.frequency import FrequencyProfile
     from embershard.frequency.summary import stack_of_all
-    from embershard.launch.profile.picture import draw
     from embershard.launch.profile.view import profile_table, sentences
 
     statistics = FrequencyProfile.load(arguments.profile).need_statistics()
@@ -116,7 +115,10 @@ def show(argv: Sequence[str]) -> None:
     console.print(profile_table(statistics, together, max(0, arguments.top)))
     say(console, *sentences(statistics, together))
     if arguments.png is not None:
-        draw(statistics, together, arguments.png)
+        from embershard.launch.profile.picture import draw  # loads matplotlib
+
+        with progress_bar(console, "sizes replayed") as on_progress:
+            draw(statistics, together, arguments.png, on_progress)
         say(console, f"Hit-rate curves: {arguments.png}")
 
 
@@ -228,9 +230,9 @@ def _collect_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--memory",
         type=parse_bytes,
-        default="4GB",
+        default="4GiB",
         metavar="BYTES",
-        help="memory for counts (4GB); the rarest rows are forgotten to stay below it",
+        help="memory for counts (4GiB); the rarest rows are forgotten to stay below it",
     )
     return parser
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embershard.errors import ConfigError
+from embershard.launch.arguments import whole
 from embershard.launch.ranks.rank_group import RankGroup
 from embershard.launch.ranks.stop_signals import stop_asked
 
@@ -34,6 +36,17 @@ class Restarts:
 
     most: int
     arguments: Callable[[bool], Sequence[str]]
+
+
+def add_hang_seconds(parser: ArgumentParser) -> None:
+    """Add `--hang-seconds S`, of which 0 is never."""
+    parser.add_argument(
+        "--hang-seconds",
+        type=whole,
+        default=int(HANG_SECONDS),
+        metavar="S",
+        help="end ranks that do nothing for so long, and name the one that hangs (default: %(default)s; 0: never)",
+    )
 
 
 def default_num_ranks() -> int:

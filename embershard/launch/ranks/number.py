@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 from embershard.errors import ConfigError
 from embershard.launch.ranks import launcher
+from embershard.machine import cores_problem
 from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
 
@@ -15,6 +19,19 @@ def default_ranks(config: RunConfig) -> int:
     num_ranks = 2 if config.train.device == "cpu" else launcher.default_num_ranks()
     print(f"embershard: starting {num_ranks} ranks (--nproc N for another number).", flush=True)
     return num_ranks
+
+
+def warn_of_cores(config: RunConfig, num_ranks: int) -> None:
+    """Print a warning where far more ranks than this machine has cores train on its CPU."""
+    cores = len(os.sched_getaffinity(0))
+    problem = cores_problem(num_ranks, cores, "this machine")
+    if problem is None or config.train.device == "cuda":
+        return
+    import torch
+
+    if config.train.device == "cpu" or not torch.cuda.is_available():
+        advice = f"Use --nproc {cores} (and a plan for as many), or more machines (torchrun)."
+        print(f"embershard: {problem} {advice}", file=sys.stderr, flush=True)
 
 
 def planned_ranks(config: RunConfig, nproc: int | None, *, is_started: bool = True) -> int | None:

@@ -9,6 +9,7 @@ from types import TracebackType
 
 from embershard.distributed import Supervision, is_lost_connection
 from embershard.errors import EmbershardError, StepError, os_problem
+from embershard.models.own_errors import told
 
 
 def show_errors_of_rank(supervision: Supervision) -> None:
@@ -19,7 +20,8 @@ def show_errors_of_rank(supervision: Supervision) -> None:
 def _show_error(
     supervision: Supervision, kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Show our own errors without a traceback, since they say what to do, and once; show others with theirs."""
+    """Show our own errors without a traceback, since they say what to do, and once; of errors in a user's own model
+    the lines of that model; others with their traceback."""
     if isinstance(error, EmbershardError) and error.is_shown_elsewhere:
         return
     if is_lost_connection(error):
@@ -33,5 +35,7 @@ def _show_error(
         print(f"{kind.__name__}: {error}", file=sys.stderr)
     elif isinstance(error, OSError):
         print(f"{kind.__name__}: {os_problem(error)}", file=sys.stderr)
+    elif (text := told(error)) is not None:
+        print(text, file=sys.stderr)
     elif not isinstance(error, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)

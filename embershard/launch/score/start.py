@@ -14,6 +14,7 @@ def parser_of(command: str, description: str) -> argparse.ArgumentParser:
     parser = make_parser(command, description)
     add_run(parser)
     parser.add_argument("--nproc", type=positive, default=1, metavar="N", help="number of ranks (default: %(default)s)")
+    launcher.add_hang_seconds(parser)
     return parser
 
 
@@ -25,4 +26,10 @@ def start(arguments: argparse.Namespace, more: list[str]) -> int:
     given += [] if arguments.step is None else ["--step", str(arguments.step)]
     given += [] if arguments.data is None else ["--data", arguments.data]
     given += set_words(arguments.overrides)
-    return launcher.start_ranks(arguments.nproc, "embershard.launch.score.command", given)
+    return launcher.start_ranks(
+        arguments.nproc,
+        "embershard.launch.score.command",
+        given,
+        hang_seconds=arguments.hang_seconds or None,
+        stacks=arguments.run_dir / "stacks.txt",
+    )

@@ -132,8 +132,7 @@ def train_run(
         resume: the step of a checkpoint, `NEWEST`, or None for a new run.
         unverified: resume from a checkpoint without a manifest, too.
         changes: settings that may have other values than in the checkpoint.
-        same_run: the command of this run.
-        go_on: the command that resumes it.
+        same_run, go_on: the commands of this run, and of its resume.
         supervision: by which the training may be asked to stop.
         profile_steps: the first and the last step that are traced.
     """
@@ -150,19 +149,13 @@ def train_run(
         say(console, f"{run_dir} is finished: step {trainer.steps} was its last. Nothing was changed.")
         return
     _announce(trainer, console, run_dir)
-    trace = None
     if profile_steps is not None:
-        trace = trainer.upcoming.trace = StepTrace(*profile_steps, trainer.steps, run_dir / TRACES, ranks.rank)
+        trainer.upcoming.trace = StepTrace(*profile_steps, trainer.steps, run_dir / TRACES, ranks.rank)
     with _Outputs(trainer, run_dir, resumed_at, console) if ranks.is_first else nullcontext() as outputs:
         if ranks.is_first and not supervision.has_launcher:
             supervision.notice = f"embershard: stopping after this step. Go on with:    {go_on}"
-        ranks.barrier()  # the first one made its files: a signal finds all ranks before the training, or all in it
-        supervision.is_training = True
         failed_save = _train_and_report(trainer, outputs)
-        trainer.close()
-        if trace is not None:
-            trace.close()
-            say(console, trace.describe())
+        _close(trainer, console)
         if supervision.must_stop:
             if not supervision.notice:
                 say(console, f"Go on with:    {go_on}")
@@ -183,6 +176,8 @@ def _finish(trainer: Trainer, outputs: _Outputs | None, same_run: str) -> None:
 
 def _train_and_report(trainer: Trainer, outputs: _Outputs | None) -> FailedSaveError | None:
     """Train; return the failure of the save at the end, where the settings say that the result is not lost with it."""
+    trainer.ranks.barrier()  # the first one made its files: a signal finds all ranks before the training, or all in it
+    trainer.supervision.is_training = True
     try:
         for report in trainer.train():
             if outputs is not None:
@@ -192,6 +187,14 @@ def _train_and_report(trainer: Trainer, outputs: _Outputs | None) -> FailedSaveE
             raise
         return error
     return None
+
+
+def _close(trainer: Trainer, console: Console) -> None:
+    """Write what is left to be written, and say where traces are."""
+    trainer.close()
+    if (trace := trainer.upcoming.trace) is not None:
+        trace.close()
+        say(console, trace.describe())
 
 
 class _Outputs:

@@ -133,9 +133,9 @@ def _cache_rows(cache: dict[str, Any] | None, packed: dict[str, Any] | None) -> 
     return [
         ("rows on device", f"{on_device:,} of {cache['rows']:,}", f"{share:.1%} of the embedding rows"),
         ("hit rate", number(cache["hit_rate_lookups"], ".1%"), "lookups whose row was on the device already"),
-        ("rows moved", f"{moved:,}", f"{_megabytes(moved_bytes)} to and from the device"),
+        ("rows moved", f"{moved:,}", f"{size(moved_bytes)} to and from the device"),
         ("evictions", f"{cache['evictions']:,}", "rows that left the device for other rows"),
-        ("memory", f"{_megabytes(cache['device_bytes'])} device", f"{_megabytes(cache['host_bytes'])} host"),
+        ("memory", f"{size(cache['device_bytes'])} device", f"{size(cache['host_bytes'])} host"),
     ]
 
 
@@ -167,9 +167,5 @@ def _hot_cold_rows(packed: dict[str, Any] | None, cache: dict[str, Any] | None) 
     cold = cache["lookups"] - cache["hot_lookups"]
     rate = (cache["hits_lookups"] - cache["hot_lookups"]) / cold if cold else None
     found = f"{cache['hot_lookups']:,} lookups, all hits; the hit rate of other rows is {number(rate, '.1%')}"
-    copies = f"{_megabytes(cache['hot_rows_bytes'])} device"
+    copies = f"{size(cache['hot_rows_bytes'])} device"
     return [("batches", batches, hot), ("hot rows", copies, f"of all ranks; {found}")]
-
-
-def _megabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.1f} MiB"

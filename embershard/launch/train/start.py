@@ -21,7 +21,7 @@ from embershard.launch.arguments import (
 from embershard.launch.config import load_config
 from embershard.launch.examples import needed_config
 from embershard.launch.ranks import launcher
-from embershard.launch.ranks.number import default_ranks, planned_ranks
+from embershard.launch.ranks.number import default_ranks, planned_ranks, warn_of_cores
 from embershard.launch.run_dir import check_run_dir, default_run_dir
 from embershard.launch.trackers.trackers import check_trackers
 from embershard.training.config import RunConfig
@@ -47,9 +47,15 @@ def main(argv: Sequence[str]) -> int:
     check_run_dir(run_dir, resume=arguments.resume is not None or arguments.dry_run)
     if arguments.dry_run:
         check_data(config.data)
-        print(to_toml(config))
+        own = ""
+        if config.model.build is not None:
+            from embershard.launch.train.own_model import describe_own  # it loads TorchRec
+
+            own = f"\n{describe_own(config)}"
+        print(f"{to_toml(config)}{own}")
         return 0
     num_ranks = num_ranks or default_ranks(config)
+    warn_of_cores(config, num_ranks)
     config.train.rank_batch_size(num_ranks)  # raises before any rank starts
     given = ["--config", str(arguments.config), "--run-dir", str(run_dir)]
     given += set_words(arguments.overrides) + profile_words(arguments.profile_steps)
@@ -87,16 +93,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="start ranks that failed again, at most N times, from the newest valid checkpoint (default: 0)",
     )
-    parser.add_argument(
-        "--hang-seconds",
-        type=whole,
-        default=int(launcher.HANG_SECONDS),
-        metavar="S",
-        help="end ranks that do nothing for so long, and name the one that hangs (default: %(default)s; 0: never)",
-    )
+    launcher.add_hang_seconds(parser)
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check the settings and the columns of the data, print all settings, and stop",
+        help="check the settings, the columns of the data and one's own model, print all settings, and stop",
     )
     return parser

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from embershard.decoding import decode, read_toml, to_toml
 from embershard.errors import ConfigError, naming_file
+from embershard.machine import cores_problem
 from embershard.planning.cost.rates import Numbers, Rates
 
 #: The dense optimizer reads gradient, state and weight, and writes state and weight.
@@ -140,6 +141,12 @@ class Topology:
         if nearest == num_ranks:
             return None
         return f"{self.name} was calibrated for {nearest} ranks, not for {num_ranks}: step times are less certain."
+
+    @property
+    def cores_note(self) -> str | None:
+        """A warning where far more ranks than it has cores are on a node; None elsewhere, and for GPUs."""
+        problem = cores_problem(self.ranks_per_node, self.cores_per_node, f"a node ({self.name})")
+        return problem and f"{problem} Use fewer ranks, or more nodes: --ranks-per-node {self.cores_per_node}."
 
     def shaped(self, ranks_per_node: int, num_nodes: int = 1) -> Topology:
         """Return so many nodes of this kind with so many ranks each. A part of a node's GPUs gets that part of the host

@@ -42,22 +42,20 @@ def exchanged_bytes(
     ids_per_sample: float,
     columns: int,
     rank_share: float = 1.0,
-    ranks_per_node: int | None = None,
     distinct_ids: float | None = None,
     number_bytes: tuple[float, float] = (_FLOAT_BYTES, _FLOAT_BYTES),
     vectors_per_sample: float | None = None,
     num_features: int = 1,
 ) -> SentBytes:
-    """Return the bytes that one shard adds to its rank's link in a step, by kind: of each the larger of sent and
-    received.
+    """Return the bytes that a shard adds to its rank's link in a step: of each kind, the larger of sent and received.
 
-    With B samples per rank, W ranks, L ranks per node, K ids per sample and D columns:
+    With B samples per rank, W ranks, K ids per sample and D columns:
 
     * one owner of all rows (table-wise, column-wise): it receives (W-1) B K ids and (W-1) B lengths, sends (W-1) B D
       floats, and receives as many gradients;
     * rows over all ranks (row-wise): each rank receives its share of the ids, and lengths and floats as above;
-    * rows over a node's ranks (table-row-wise, grid): lengths and ids as above; W B D (L-1)/L floats within the node,
-      and (W/L - 1) B D from node to node;
+    * rows over a node's L ranks (table-row-wise, grid): as above, W B D (L-1)/L of the floats within the node and
+      (W/L - 1) B D from node to node, which is (W-1) B D;
     * distinct rows: with U distinct ids in a rank's batch, the shard's share of (W-1) U ids and of as many rows of D
       floats, a length, and the gradients;
     * replicated: none here; see `copies_bytes`.
@@ -81,14 +79,9 @@ def exchanged_bytes(
         return _of_vectors(rows * _ID_BYTES + (world_size - 1) * _LENGTH_BYTES, rows * columns, number_bytes)
     others = (world_size - 1) * batch_size
     ids = others * (ids_per_sample * rank_share * _ID_BYTES + num_features * _LENGTH_BYTES)
-    if sharding in ("table_wise", "column_wise", "table_column_wise", "row_wise"):
+    if sharding in ("table_wise", "column_wise", "table_column_wise", "row_wise", "table_row_wise", "grid_shard"):
         vectors = num_features if vectors_per_sample is None else vectors_per_sample * rank_share
         return _of_vectors(ids, others * columns * vectors, number_bytes)
-    if sharding in ("table_row_wise", "grid_shard"):
-        local = min(ranks_per_node or world_size, world_size)
-        within = world_size * (local - 1) / local
-        across = world_size / local - 1
-        return _of_vectors(ids, (within + across) * batch_size * columns * num_features, number_bytes)
     raise ConfigError(f"Unknown sharding type {sharding!r}; needed one of TorchRec's, for instance 'table_wise'.")
 
 

@@ -68,7 +68,6 @@ def replay_pool(
     Args:
         trace: of the whole data set.
         shards: what the pool holds, in its order.
-        num_slots: S.
         global_batch_size: samples of a step, over all ranks.
         pinned_tables: tables whose rows are resident for ever.
         num_steps: steps to replay; None: all whole batches of the trace. After them the trace begins again.
@@ -78,28 +77,21 @@ def replay_pool(
     Raises:
         ValueError: the trace is shorter than one batch.
     """
-    available = trace.num_samples // global_batch_size
-    if available < 1:
-        raise ValueError(f"the trace has {trace.num_samples} samples, less than a batch of {global_batch_size}")
+    available = _whole_batches(trace, global_batch_size)
     steps = available if num_steps is None else num_steps
     settled = [SettledRows.of(trace, shard, shard.table in pinned_tables) for shard in shards]
-    taken = sum(rows.num_rows for rows in settled)
-    slots = num_slots if trace.rate >= 1 else round((num_slots - taken) * trace.rate)
+    slots = num_slots if trace.rate >= 1 else round((num_slots - sum(rows.num_rows for rows in settled)) * trace.rate)
     followed = [number for number, rows in enumerate(settled) if not rows.is_whole]
     parts = [shards[number] for number in followed]
-    batches = TraceBatches(
-        trace, parts, global_batch_size, settings.profile_samples, settings.shuffle_window, rank_batch_size
-    )
+    counted, window = settings.profile_samples, settings.shuffle_window
+    batches = TraceBatches(trace, parts, global_batch_size, counted, window, rank_batch_size)
     cache = _make_cache(batches, parts, max(1, slots), settings, pinned_tables if trace.rate >= 1 else ())
     slots = sum(stats.slots for stats in cache.stats())
-    half = _run(cache, batches, steps, settings)
-    last = cache.stats()
+    half, last = _run(cache, batches, steps, settings), cache.stats()
+    sizes, warmup = (trace, global_batch_size, rank_batch_size), settings.policy.warmup
 
     def reports(replayed: Sequence[CacheReport], num_steps: int, *, is_late: bool) -> tuple[ShardReport, ...]:
-        found = [
-            rows.report(trace, global_batch_size, rank_batch_size, num_steps, is_late, settings.policy.warmup)
-            for rows in settled
-        ]
+        found = [rows.report(*sizes, num_steps, is_late, warmup) for rows in settled]
         for number, counts, stats in zip(followed, replayed, last, strict=False):  # a pool of no table has one
             per_step = vars(counts.scaled(1.0 / (trace.rate * num_steps)))
             found[number] += ShardReport(**per_step, held_rows=stats.slots / trace.rate, shard=shards[number])
@@ -110,6 +102,12 @@ def replay_pool(
     all_steps = reports([stats.counts for stats in last], steps, is_late=False)
     late_steps = reports(late, steps - steps // 2, is_late=True)
     return PoolReport(all_steps, late_steps, steps, num_slots + round(grown / trace.rate), grown > 0)
+
+
+def _whole_batches(trace: SampledTrace, global_batch_size: int) -> int:
+    if trace.num_samples < global_batch_size:
+        raise ValueError(f"the trace has {trace.num_samples} samples, less than a batch of {global_batch_size}")
+    return trace.num_samples // global_batch_size
 
 
 def _make_cache(

@@ -82,7 +82,7 @@ class CachedTableBatchedEmbeddings(HostTables):
         self.feature_keys = FeatureKeys([self.host.row_offsets[t] for t in self._table_of_feature], self._device)
         self._shards = [(table.name, first_row(table)) for table in tables]  # a table may have several, by columns
         self._prefetched: deque[tuple[Ticket, Tensor]] = deque()  # by TorchRec's hook, with the ids
-        self._handed: Ticket | None = None  # by a pipeline
+        self._handed: list[Ticket | None] = []  # by a pipeline: one or none. Modules set attributes slowly
         self._announcer: object = None
 
     def _make_cache(self, spec: CacheSpec, config: GroupedEmbeddingConfig) -> RowCache:
@@ -146,7 +146,7 @@ class CachedTableBatchedEmbeddings(HostTables):
 
     def hand(self, ticket: Ticket | None) -> None:
         """Give the next forward with gradients its ticket; None: its batch has none."""
-        self._handed = ticket
+        self._handed[:] = (ticket,)
 
     def skip(self, features: KeyedJaggedTensor, known: KnownBatch | None) -> None:
         """Take back the announcement of the next known batch; None: it was taken back or became resident."""
@@ -216,7 +216,7 @@ class CachedTableBatchedEmbeddings(HostTables):
         return output
 
     def _next_ticket(self, ids: PoolIds) -> Ticket:
-        ticket, self._handed = self._handed, None
+        ticket = self._handed.pop() if self._handed else None
         if ticket is None and self._prefetched:
             ticket = self._next_prefetched(ids.indices)
         if ticket is None or ticket.released:

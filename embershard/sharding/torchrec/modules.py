@@ -166,11 +166,12 @@ def check_ids(module: Any, features: Any) -> None:
 @contextmanager
 def ids_are_checked(module: Any) -> Iterator[None]:
     """Return a context in which `module` distributes ids unchecked, because `check_ids` has checked them."""
-    before, module._ids_are_checked = getattr(module, "_ids_are_checked", False), True
+    attributes = vars(module)  # modules set attributes slowly
+    before, attributes["_ids_are_checked"] = attributes.get("_ids_are_checked", False), True
     try:
         yield
     finally:
-        module._ids_are_checked = before
+        attributes["_ids_are_checked"] = before
 
 
 class CachedShardedEmbeddingBagCollection(_CachedModule, ShardedEmbeddingBagCollection):

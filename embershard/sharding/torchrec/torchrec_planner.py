@@ -74,20 +74,10 @@ def plan_sharding(
     cached = {t: c for t, c in wanted.items() if CACHED_KERNEL in (c.compute_kernels or ())}
     as_fused = cached if device_type == "cpu" else {}  # TorchRec has no bandwidth of cached tables on a CPU
     planned_as = _by_name({t: _as_fused(c) if t in as_fused else c for t, c in wanted.items()})
-    topology = Topology(
-        world_size=world_size, local_world_size=local_world_size, compute_device=device_type, **_capacities(device_type)
-    )
+    topology = Topology(world_size, device_type, local_world_size=local_world_size, **_capacities(device_type))
     ours = {(table.path, table.name) for table in cached if has_cache(table.sharder)}
     partitioner = PoolRowsPartitioner(_pool_of(ours, _FUSED if as_fused else CACHED_KERNEL))
-    sizes = {table.name: (table.weight.shape[0], table.weight.shape[1]) for table in tables}
-    fewer = {name: distinct_types(constraint, *sizes[name], topology) for name, constraint in planned_as.items()}
-    try:
-        plan = _plan(model, sharders, topology, batch_size, fewer, partitioner)
-    except ShardingError:
-        if fewer == planned_as:
-            raise
-        # Tables that are sharded in different ways share no cache, and a cache numbers only so many rows.
-        plan = _plan(model, sharders, topology, batch_size, planned_as, partitioner)
+    plan = _plan(model, sharders, topology, batch_size, planned_as, tables, partitioner)
     for table, constraint in as_fused.items():
         param = plan.plan[table.path][table.name]  # type: ignore[index]
         param.compute_kernel, param.cache_params = CACHED_KERNEL, constraint.cache_params
@@ -95,6 +85,27 @@ def plan_sharding(
 
 
 def _plan(
+    model: nn.Module,
+    sharders: Sequence[ModuleSharder],
+    topology: Topology,
+    batch_size: int,
+    constraints: dict[str, ParameterConstraints],
+    tables: Sequence[ShardableTable],
+    partitioner: PoolRowsPartitioner,
+) -> ShardingPlan:
+    """Plan with fewer kinds of sharding, so that tables share caches; if that fails, with all that are allowed."""
+    sizes = {table.name: (table.weight.shape[0], table.weight.shape[1]) for table in tables}
+    fewer = {name: distinct_types(constraint, *sizes[name], topology) for name, constraint in constraints.items()}
+    try:
+        return _plan_with(model, sharders, topology, batch_size, fewer, partitioner)
+    except ShardingError:
+        if fewer == constraints:
+            raise
+        # Tables that are sharded in different ways share no cache, and a cache numbers only so many rows.
+        return _plan_with(model, sharders, topology, batch_size, constraints, partitioner)
+
+
+def _plan_with(
     model: nn.Module,
     sharders: Sequence[ModuleSharder],
     topology: Topology,

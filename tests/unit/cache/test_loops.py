@@ -118,6 +118,7 @@ def compare(operations: Sequence[Operation], most_known_uses: int = 10**9, **set
     return looped
 
 
+@pytest.mark.slow
 @given(
     operations,
     st.sampled_from(get_args(Policy)),
@@ -149,6 +150,7 @@ def test_loops_do_what_the_torch_operations_do(
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pinned_table", [None, 1])
 def test_loops_do_what_the_torch_operations_do_with_batches_of_several_blocks(pinned_table):
     """And with more slots than are ranked one by one. Threads would choose among repeats in any order."""

@@ -53,6 +53,7 @@ def run_with_small_ring(operations, **settings) -> Pool:
     return pool
 
 
+@pytest.mark.slow
 @given(operations, st.integers(3, 14), st.sampled_from([None, 0, 1]), st.booleans())
 @settings(max_examples=150)
 def test_next_uses_are_those_of_the_naive_oracle_whatever_happens(operations, num_slots, pinned_table, warmup):

@@ -60,6 +60,7 @@ def test_lru_is_true_lru(policy, num_slots):
     assert follows_lru(policy, keys, num_slots) == (policy == "lru" or num_slots == 1)
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 29), min_size=40, max_size=150), st.integers(1, 9))
 @settings(max_examples=40)
 def test_lru_is_true_lru_on_any_stream(keys, num_slots):
@@ -281,6 +282,7 @@ def test_scores_are_kept_when_the_pool_grows(policy):
     assert made.of_slots().numel() == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", get_args(Scoring))
 def test_counts_are_kept_until_the_warm_up_only(policy):
     """They take 16 bytes for every row that occurs."""

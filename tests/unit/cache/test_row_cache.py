@@ -143,6 +143,7 @@ def test_rows_that_stay_with_every_policy(operations, policy, num_slots):
     run(Pool(num_slots=num_slots, policy=policy, overflow="grow", pinned_table=1), operations)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("overflow", ["raise", "grow"])
 def test_many_evictions_with_batches_in_flight(policy, overflow):

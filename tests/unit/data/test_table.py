@@ -25,7 +25,8 @@ from embershard.data.serving_inputs import serving_inputs
 from embershard.data.table.config import TableConfig, TableFeature
 from embershard.data.table.decode import text_words
 from embershard.errors import ConfigError, DataError
-from embershard.launch.export.serving_model import Model, text_word
+from embershard.launch.export.serving_model import Model
+from embershard.launch.export.serving_values import text_word
 
 FEATURES = {
     "age": TableFeature("dense", scale="standardize", mean=30.0, std=10.0),
@@ -292,16 +293,55 @@ def test_floats_are_ids_where_they_are_whole(tmp_path):
 @pytest.mark.parametrize(
     ("feature", "said"),
     [
-        (TableFeature("dense", column="city"), "column 'city' is of type string; needed a number"),
-        (TableFeature("sparse", column="city", num_rows=9, mapping="hash"), "needed an integer, or a list of integers"),
+        (
+            TableFeature("dense", column="genres"),
+            "column 'genres' is of type list<.*>; needed a number, or text that is",
+        ),
+        (
+            TableFeature("sparse", column="price", num_rows=9, mapping="hash"),
+            "needed integers, texts that are, or lists",
+        ),
         (TableFeature("sparse", column="price", mapping="hour"), "needed a time, seconds since 1970, or text"),
         (TableFeature("dense", column="agee"), r"no column 'agee'; did you mean 'age'\?"),
     ],
 )
 def test_columns_that_do_not_fit_are_named(tmp_path, feature, said):
-    path = write(tmp_path / "a.parquet", pa.table(COLUMNS))
+    path = write(tmp_path / "a.parquet", as_lists(pa.table(COLUMNS)))
     with pytest.raises(DataError, match=said):
         open_source(config_of(path, TableConfig({"user": FEATURES["user"], "x": feature}, label="rating")))
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet"])
+def test_numbers_in_text_are_numbers_in_every_format(tmp_path, name):
+    """An empty text is a missing value; a text that is no number is a bad row, and a dry run names it."""
+    texts = pa.table({key: column.cast(pa.string()) for key, column in COLUMNS.items() if key != "genres"})
+    texts = texts.append_column("genres", COLUMNS["genres"])
+    texts = texts.set_column(1, "age", pa.array(["20", "30.0", "", "45"]))
+    expected, found = read(write(tmp_path / "typed.parquet", pa.table(COLUMNS))), read(write(tmp_path / name, texts))
+    assert found.dense.tobytes() == expected.dense.tobytes()
+    assert found.labels.tolist() == expected.labels.tolist()
+    assert [each.tolist() for each in found.values] == [each.tolist() for each in expected.values]
+    bad = config_of(write(tmp_path / name, texts.set_column(1, "age", pa.array(["20", "x", "", "45"]))))
+    with pytest.raises(DataError, match=rf"{name}:{2 + name.endswith('csv')} age='x': needed a number, or nothing"):
+        check_data(bad)
+
+
+def test_days_of_a_time_are_a_dense_feature(tmp_path):
+    """In each format, in exports too: days since 1970, standardized; 0 for a missing time."""
+    settings = TableConfig({"d": TableFeature("dense", scale="days", mean=10.0, std=4.0), "u": FEATURES["user"]})
+    moment = datetime(1970, 1, 12, 12, tzinfo=timezone.utc)  # 11.5 days
+    columns = {"label": [1, 0], "u": [1, 2]}
+    texts = ["1970-01-12 12:00:00", ""], ["1970-01-12T14:00+02:00", None], ["993600", ""]
+    for number, times in enumerate([pa.array([moment, None], pa.timestamp("us", "UTC")), [993600, None], *texts]):
+        for name in (f"{number}.csv", f"{number}.parquet"):
+            path = write(tmp_path / name, pa.table({**columns, "d": pa.array(times)}))
+            assert read(path, settings).dense[:, 0].tolist() == [0.375, 0.0], name
+            model = Model([], np.array, serving_inputs(config_of(path, settings)))  # type: ignore[arg-type]
+            samples = [{"d": each, "u": 1} for each in pa.array(times).to_pylist()]
+            assert model.encode(samples)[0][:, 0].tolist() == [0.375, 0.0], name
+    wrong = write(tmp_path / "wrong.csv", pa.table({**columns, "d": ["20241231", ""]}))
+    with pytest.raises(DataError, match="d='20241231': needed a time as 2024-12-31"):
+        check_data(config_of(wrong, settings))
 
 
 def test_files_that_do_not_fit_are_named(tmp_path):
@@ -368,7 +408,7 @@ def test_an_export_encodes_as_training_did(tmp_path):
     config = config_of(path)
     block = read(path)
     model = Model([], np.array, serving_inputs(config))  # type: ignore[arg-type]
-    samples = pq.read_table(path).to_pylist()
+    samples = pq.read_table(path, columns=model.columns).to_pylist()
     samples[0]["time"] = datetime(1970, 1, 1, tzinfo=timezone.utc)
     samples[3]["time"] = "1997-12-04 15:55:49"
     samples[1]["genres"] = "Action"
@@ -401,7 +441,7 @@ def test_an_export_reads_values_of_programs(tmp_path, feature, values, expected)
     inputs = json.loads(json.dumps(serving_inputs(config_of(path, settings))))
     model = Model([], np.array, inputs)  # type: ignore[arg-type]
     for value in values:
-        dense, ids, _ = model.encode([{**dict.fromkeys(COLUMNS), column: value}])
+        dense, ids, _ = model.encode([{**dict.fromkeys(model.columns), column: value}])
         if FEATURES[feature].kind == "dense":
             place = [each for each in FEATURES if FEATURES[each].kind == "dense"].index(feature)
             assert dense[0, place] == block.dense[0, place], value
@@ -437,7 +477,7 @@ def test_an_export_refuses_what_training_does(tmp_path, column, value, said):
     config = config_of(tmp_path / "a.csv", TableConfig(features))
     model = Model([], np.array, serving_inputs(config))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=said):
-        model.encode([{**dict.fromkeys(COLUMNS), column: value}])
+        model.encode([{**dict.fromkeys(model.columns), column: value}])
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.parquet"])

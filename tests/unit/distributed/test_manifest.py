@@ -71,6 +71,7 @@ def test_a_check_of_sizes_alone_would_miss_it(saved, tmp_path, ranks, monkeypatc
     verify_checkpoint(folder / "step_2", ranks)
 
 
+@pytest.mark.slow
 def test_every_bit_of_the_manifest_counts(saved, tmp_path):
     folder = copy_of(saved, tmp_path)
     path = folder / "step_2" / "manifest.json"

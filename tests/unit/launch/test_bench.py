@@ -53,7 +53,8 @@ def test_the_list_names_every_benchmark(capsys):
     text = capsys.readouterr().out
     for name in ("command_start", "step_overhead", "start_up"):
         assert name in text
-    assert "common" not in text
+    for name in ("common", "mode_runs", "step_server"):
+        assert name not in text, "it serves other benchmarks"
 
 
 def test_an_unknown_benchmark_and_a_failed_one(capsys, monkeypatch):

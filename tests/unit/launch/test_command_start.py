@@ -6,8 +6,9 @@ import importlib.util
 import os
 import subprocess
 import sys
-import zipfile
+import sysconfig
 from pathlib import Path
+from venv import EnvBuilder
 
 import pytest
 
@@ -118,15 +119,31 @@ def test_an_own_file_goes_before_an_example(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_wheel_has_the_examples(project_dir, tmp_path):
+def test_a_wheel_works_from_an_empty_folder(project_dir, tmp_path):
+    """Installed in an environment of its own, which finds all other packages in this one."""
     build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
     ran = subprocess.run([*build, str(project_dir)], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
-    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
-        wheel.extractall(tmp_path / "unpacked")
-    unpacked = tmp_path / "unpacked"
-    (data,) = unpacked.glob("*.data/data/share/embershard/examples")
-    assert sorted(path.name for path in data.iterdir()) == sorted(p.name for p in examples.examples().values())
+    (wheel,) = tmp_path.glob("*.whl")
+    venv, empty = tmp_path / "venv", tmp_path / "empty"
+    EnvBuilder(with_pip=False).create(venv)
+    install = [sys.executable, "-m", "pip", "--python", str(venv / "bin" / "python"), "install", "-q", "--no-deps"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ran = subprocess.run([*install, "--no-index", str(wheel)], env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    (own,) = venv.glob("lib/python*/site-packages")
+    (own / "others.pth").write_text(sysconfig.get_path("purelib"))
+    shipped = sorted(path.name for path in (venv / "share" / "embershard" / "examples").iterdir())
+    assert shipped == sorted(path.name for path in examples.examples().values())
+    empty.mkdir()
+    for words, said in (["--version"], "embershard 0."), (["train", "--config", "quickstart", "--dry-run"], "[train]"):
+        command = [str(venv / "bin" / "embershard"), *words]
+        ran = subprocess.run(command, cwd=empty, env=environment, capture_output=True, text=True)
+        assert (ran.returncode, said in ran.stdout) == (0, True), ran.stdout + ran.stderr
+    where = [str(venv / "bin" / "python"), "-c", "import embershard; print(embershard.__file__)"]
+    ran = subprocess.run(where, cwd=empty, env=environment, capture_output=True, text=True)
+    assert ran.stdout.startswith(str(own)), "the wheel ran, not the source"
+    assert list(empty.iterdir()) == []
 
 
 def test_settings_are_found_by_section_name_and_part(capsys):

@@ -14,10 +14,11 @@ import pytest
 
 from embershard.launch.doctor import checks
 from embershard.launch.doctor import command as doctor
-from embershard.launch.doctor.checks import FAIL, GIB, PASS, SKIP, WARN, CheckResult
+from embershard.launch.doctor.checks import FAIL, PASS, SKIP, WARN, CheckResult
 from embershard.machine import HostMemory
 
 CPU, CUDA = checks.CPU_FBGEMM, checks.CUDA_FBGEMM
+GIB = 1 << 30
 
 CASES = [
     # python

@@ -21,7 +21,7 @@ from embershard.data.serving_inputs import serving_inputs
 from embershard.distributed.checkpoint.load import load_group
 from embershard.errors import ConfigError
 from embershard.launch import cli
-from embershard.launch.export import command, serving_model
+from embershard.launch.export import command, serving_model, serving_values
 from embershard.launch.export.dense_program import DenseLayers, dense_program
 from embershard.launch.export.tables import stored
 from embershard.models import ModelConfig, build_model
@@ -29,9 +29,11 @@ from tests.unit.launch.conftest import Trained
 from tests.unit.launch.test_score import scores
 from tests.unit.test_docs import blocks
 
+pytestmark = pytest.mark.slow  # whole training runs
+
 TABLE = "model.sparse_arch.embedding_bag_collection.embedding_bags.t_{}.weight"
 # Runs a program where embershard and what it is made of cannot be imported.
-_WITHOUT = """
+WITHOUT = """
 import runpy, sys
 sys.modules.update(dict.fromkeys(["embershard", "torchrec", "fbgemm_gpu"]))
 sys.argv = sys.argv[1:]
@@ -50,7 +52,7 @@ def exported(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path
 def logits(folder: Path, data: Path, batch_size: int = 64) -> torch.Tensor:
     """Logits of raw samples, in batches as `embershard predict` makes them."""
     model = serving_model.load(folder)
-    samples = pq.read_table(data).to_pylist()
+    samples = pq.read_table(data, columns=model.columns).to_pylist()
     with torch.no_grad():
         parts = [
             model(*model.encode(samples[start : start + batch_size])) for start in range(0, len(samples), batch_size)
@@ -72,13 +74,13 @@ def test_it_is_served_without_embershard(trained, exported, tmp_path, project_di
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     program = str(project_dir / "examples" / "serve.py")
     done = subprocess.run(
-        [sys.executable, "-c", _WITHOUT, program, str(exported / "fp32"), "samples.json"],
+        [sys.executable, "-c", WITHOUT, program, str(exported / "fp32"), "samples.json"],
         cwd=tmp_path, env=environment, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     expected = scores(trained, tmp_path / "s.parquet", "--data", str(trained.unlabelled))["score"].to_pylist()[:64]
     assert json.loads(done.stdout) == expected
-    blocked = subprocess.run([sys.executable, "-c", _WITHOUT, str(project_dir / "embershard" / "__main__.py")],
+    blocked = subprocess.run([sys.executable, "-c", WITHOUT, str(project_dir / "embershard" / "__main__.py")],
                              cwd=tmp_path, env=environment, capture_output=True, text=True)  # fmt: skip
     assert "ModuleNotFoundError" in blocked.stderr or "ImportError" in blocked.stderr
 
@@ -131,7 +133,7 @@ def test_a_checkpoint_is_read_as_the_page_shows(trained, tmp_path, monkeypatch, 
 
 def test_module_passes_torch_export(trained, exported):
     model = serving_model.load(exported / "int4")
-    inputs = model.encode(pq.read_table(trained.data).slice(0, 8).to_pylist())
+    inputs = model.encode(pq.read_table(trained.data, columns=model.columns).slice(0, 8).to_pylist())
     with torch.no_grad():
         program = torch.export.export(model, inputs)
         assert torch.equal(program.module()(*inputs), model(*inputs))
@@ -141,11 +143,62 @@ def test_module_passes_torch_export(trained, exported):
 def test_dense_program_equals_its_model(arch):
     schema = Schema(("a", "b"), (SparseFeature("x", 9), SparseFeature("y", 7)))
     config = ModelConfig(arch=arch, embedding_dim=8, dense_arch_layer_sizes=(16, 8), over_arch_layer_sizes=(8, 1))
-    layers = DenseLayers(build_model(config, schema, torch.device("cpu")).model, schema, 8).eval()
-    program = dense_program(layers, 2, 2, 8).module()
+    layers = DenseLayers(build_model(config, schema, torch.device("cpu"))).eval()
+    program = dense_program(layers, 2).module()
     for num_samples in (1, 2, 33):
-        inputs = torch.randn(num_samples, 2), torch.randn(num_samples, 2, 8)
+        inputs = torch.randn(num_samples, 2), list(torch.randn(2, num_samples, 8))
         assert torch.equal(program(*inputs), layers(*inputs))
+
+
+OWN = """
+import torch
+from torch import nn
+from torchrec import EmbeddingCollection, EmbeddingConfig
+
+class Last(nn.Module):
+    def __init__(self, options):
+        super().__init__()
+        table = EmbeddingConfig(name="t", num_embeddings=9, embedding_dim=4, feature_names=["x", "y"])
+        self.sequences = EmbeddingCollection([table], device=torch.device("meta"))
+        self.norm, self.over, self.options = nn.BatchNorm1d(4), nn.Linear(4, 1), options
+
+    def forward(self, batch):
+        found = self.sequences(batch.sparse_features)
+        x, y = found["x"], found["y"].to_padded_dense(2)
+        longest = x.lengths().max()
+        longest = max(1, int(longest) if "int" in self.options else longest.item())
+        outputs = self.over(self.norm(x.to_padded_dense(longest).sum(dim=1) + y.sum(dim=1)))
+        return (outputs.mean(), outputs) if "loss" in self.options else outputs
+
+def build(schema, options):
+    return Last(options)
+"""
+
+
+def test_an_own_model_is_recorded_around_its_tables(tmp_path):
+    """One table for two features, as sequences; a norm with statistics; its own loss; samples without ids."""
+    (tmp_path / "own_last.py").write_text(OWN)
+    schema = Schema(("a",), (SparseFeature("x", 9), SparseFeature("y", 9)))
+    config = ModelConfig(build="own_last:build", folder=str(tmp_path), options={"loss": True})
+    layers = DenseLayers(build_model(config, schema, torch.device("cpu"))).eval()
+    assert [(table.name, feature) for table, feature in layers.lookups] == [("t", "x"), ("t", "y")]
+    layers.model.model.norm.running_mean += 3
+    program = dense_program(layers, 1).module()
+    rows = torch.randn(9, 4)
+    for lengths in ([2, 0, 3], [0], [0, 0], [5]):
+        sizes = torch.tensor(lengths)
+        ids = torch.randint(9, (int(sizes.sum()),))
+        inputs = torch.randn(len(sizes), 1), [rows[ids], sizes, rows[ids], sizes]
+        padded = [torch.nn.functional.pad(each, (0, 0, 0, 9))[:9] for each in rows[ids].split(lengths)]
+        pooled = torch.stack([each.sum(dim=0) + each[:2].sum(dim=0) for each in padded])
+        expected = layers.model.model.over(layers.model.model.norm(pooled)).squeeze(-1)
+        assert program(*inputs).tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+    line = 1 + OWN[: OWN.index("longest = max")].count("\n")
+    fixed = ModelConfig(build="own_last:build", folder=str(tmp_path), options={"int": True})
+    with pytest.raises(
+        ConfigError, match=rf"cannot record this model \(.*/own_last.py, line {line}\): .*--format parquet"
+    ):
+        dense_program(DenseLayers(build_model(fixed, schema, torch.device("cpu"))).eval(), 1)
 
 
 @given(
@@ -155,15 +208,16 @@ def test_dense_program_equals_its_model(arch):
 )
 def test_ids_are_mapped_as_in_training(ids, num_rows, mapping):
     words = np.array([each % 2**64 for each in ids], np.uint64)
-    assert (serving_model.map_ids(words, num_rows, mapping) == map_ids(words, num_rows, mapping)).all()
+    assert (serving_values.map_ids(words, num_rows, mapping) == map_ids(words, num_rows, mapping)).all()
 
 
 def test_samples_are_encoded_as_in_training(trained, exported):
     columns = ParquetConfig(("age",), ("user", "items"), (40, 70), "click", "hash", dense_transform="log1p")
     source = open_source(DataConfig("parquet", str(trained.data), eval_fraction=0.0, parquet=columns))
     batch = source.read("train", 0, np.arange(128)).to_batch(source.schema)
-    samples = pq.read_table(trained.data).slice(0, 128).to_pylist()
-    dense, ids, offsets = serving_model.load(exported / "fp32").encode(samples)
+    model = serving_model.load(exported / "fp32")
+    samples = pq.read_table(trained.data, columns=model.columns).slice(0, 128).to_pylist()
+    dense, ids, offsets = model.encode(samples)
     assert torch.equal(dense, batch.dense_features)
     for number, key in enumerate(source.schema.keys):
         assert torch.equal(ids[number], batch.sparse_features[key].values())
@@ -172,17 +226,39 @@ def test_samples_are_encoded_as_in_training(trained, exported):
 
 def test_criteo_ids_are_hexadecimal():
     feature = {"name": "C1", "column": "C1", "num_rows": 100, "mapping": "modulo", "id_base": 16}
-    model = serving_model.Model([], torch.nn.Identity(), {})
+    model = serving_model.Model([], torch.nn.Identity(), {"sparse": []})
     rows, _ = model._bags(feature, [{"C1": "68fd1e64"}, {"C1": ""}, {}, {"C1": None}])
     assert rows.tolist() == [1 + 0x68FD1E64 % 99, 0, 0, 0]
     with pytest.raises(ValueError, match=r"needed a row in 0..99"):
         model._bags({**feature, "mapping": "none"}, [{"C1": "ff"}])
 
 
+def test_keys_are_those_of_the_columns(exported):
+    """A misspelled key is no missing value."""
+    model = serving_model.load(exported / "fp32")
+    assert model.columns == ["age", "user", "items"]
+    good = {"age": None, "user": 7, "items": [3]}
+    model.encode([good])
+    for wrong, said in (
+        (
+            {"age": 1, "usr": 7, "items": []},
+            r"sample 1: 'usr' .*, did you mean 'user'\?; 'user' is absent, and a missing",
+        ),
+        ({**good, "click": 1}, r"'click' is not read by the model, leave it out. Needed the keys age, user, items"),
+        ({"age": 1, "user": 7}, r"sample 1: 'items' is absent, and a missing value is None"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            model.encode([good, wrong])
+    assert (
+        serving_model.Model([], torch.nn.Identity(), serving_inputs(DataConfig("avazu", "x"))).columns[0]
+        == "hour_of_day"
+    )
+
+
 def test_values_that_are_not_mapped_are_refused():
     (feature, *_) = serving_inputs(DataConfig("avazu", "x"))["sparse"]
     with pytest.raises(ValueError, match="'avazu' is not mapped here"):
-        serving_model.Model([], torch.nn.Identity(), {})._bags(feature, [{"hour_of_day": 3}])
+        serving_model.Model([], torch.nn.Identity(), {"sparse": []})._bags(feature, [{"hour_of_day": 3}])
 
 
 @pytest.mark.parametrize(

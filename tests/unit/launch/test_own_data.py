@@ -6,12 +6,14 @@ import importlib
 import runpy
 import shlex
 from dataclasses import replace
+from datetime import date, time, timedelta
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyarrow import csv
 
 from embershard.data import DataConfig, open_source, write_samples
 from embershard.data.hashing import mix64
@@ -27,6 +29,8 @@ from embershard.training.config import RunConfig
 from embershard.training.identity import FEATURES, changes, identity_of, refusal
 from embershard.training.saved_run import SavedRun
 from tests.unit.test_docs import blocks, commands
+
+pytestmark = pytest.mark.slow  # whole training runs
 
 
 @pytest.fixture
@@ -103,7 +107,8 @@ def test_a_parquet_file_of_texts_lists_and_nulls_becomes_scores(folder, one_rank
     from embershard.launch.export import serving_model
 
     model = serving_model.load("exported")
-    logits = model(*model.encode(pq.read_table("clicks.parquet").to_pylist()[:32])).detach().numpy()
+    samples = pq.read_table("clicks.parquet", columns=model.columns).to_pylist()[:32]
+    logits = model(*model.encode(samples)).detach().numpy()
     assert logits == pytest.approx(pq.read_table("scores.parquet")["logit"].to_numpy()[:32], abs=1e-5)
 
 
@@ -151,6 +156,54 @@ def test_joins_keep_rows_and_name_what_does_not_fit(folder, capsys):
         assert not Path("other.parquet").exists()
     assert cli.main(["data", "convert", "clicks.csv", "-o", "all.parquet"]) == 2
     assert "all.parquet exists and is not overwritten" in capsys.readouterr().err
+
+
+def test_suggestions_are_what_columns_hold(folder):
+    """Each comment says the truth, and training takes every suggestion, from CSV and from Parquet."""
+    days = [date(2024, 1, 1) + timedelta(days=n * 37 % 300) for n in range(40)]
+    columns = {
+        "label": [n % 2 for n in range(40)],
+        "day": days,
+        "born": [f"{day}T00:00:00" for day in days],
+        "at": [f"{day}T09:{n:02}:00Z" for n, day in enumerate(days)],
+        "signed": [1704067200 + 86400 * (n % 9) + n for n in range(40)],
+        "signup_time": [1704067200 + 86400 * (n % 9) for n in range(40)],
+        "digits": [int(f"{day:%Y%m%d}") for day in days],
+        "flag": ["true" if n % 3 else "" for n in range(40)],
+        "number": [f"{n / 4}" for n in range(40)],
+        "long": [10**18 + n % 5 for n in range(40)],
+        "brand": [n % 4 for n in range(40)],
+        "same": [7] * 40,
+        "none": [None] * 40,
+    }
+    table = pa.table(columns)
+    with open("a.csv", "wb") as file:
+        csv.write_csv(table, file)
+    pq.write_table(table.append_column("clock", pa.array([time(9, n) for n in range(40)])), "a.parquet")
+    said = (
+        "; 40 distinct, 0 missing; dates without a clock, 2024-01-01 to 2024-10-23, in UTC: the hour would be 0 in all",
+        'born_days = {kind = "dense", scale = "days", mean = 19874.',
+        'born_weekday = {kind = "sparse", mapping = "weekday", column = "born"}\n#',
+        "# at: timestamp[us, tz=UTC] in text; 40 distinct, 0 missing; a time, 2024-01-01 to 2024-10-23, in UTC\n"
+        'at_hour = {kind = "sparse", mapping = "hour", column = "at"}\nat_weekday =',
+        'signed = {kind = "dense", scale = "standardize"',
+        "signup_time_days = ",
+        "if these are dates, write them as 2024-12-31",
+        "# flag: bool in text; 1 distinct, 14 missing; ",
+        "# number: double in text; 40 distinct",
+        'long = {kind = "sparse", mapping = "hash"',
+        'brand = {kind = "sparse", mapping = "modulo", num_rows = 5}',
+        "left out: it has one value in all rows",
+        "left out: it has no values",
+    )
+    for name in ("a.csv", "a.parquet"):
+        assert cli.main(["data", "inspect", name, "-o", f"{name}.toml"]) == 0
+        written = Path(f"{name}.toml").read_text()
+        for part in said:
+            assert part in written, part
+        assert cli.main(["data", "validate", "--config", f"{name}.toml"]) == 0
+        assert cli.main(["train", f"{name}.toml", "--dry-run"]) == 0
+    assert "# clock: time64[us]; ? distinct, 0 missing; left out: no feature is made of time64[us]" in written
 
 
 def test_long_integers_stay_exact(folder, capsys):

@@ -6,19 +6,26 @@ import json
 import re
 import runpy
 import shutil
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 
-from embershard.decoding import read_toml
+from embershard.data import open_source
+from embershard.data.reader import SampleReader
+from embershard.decoding import read_toml, tomllib
 from embershard.distributed import Ranks, Supervision, process_group
 from embershard.errors import CheckpointError, ConfigError
+from embershard.launch import cli
 from embershard.launch.config import load_config
 from embershard.launch.data import command as data_command
 from embershard.launch.export import command as export
+from embershard.launch.export import serving_model
 from embershard.launch.profile.data_pass import PartReader, PassOptions, profile_data
 from embershard.launch.score import command as score
 from embershard.launch.train.command import train_run
@@ -27,6 +34,9 @@ from embershard.training.hot_cold import find_hot_rows
 from embershard.training.resume import resume_run
 from embershard.training.trainer import Trainer
 from tests.unit.data.windows import make_windows
+from tests.unit.launch.test_export import WITHOUT
+
+pytestmark = pytest.mark.slow  # whole training runs
 
 PROJECT = Path(__file__).resolve().parents[3]
 SMALL = [
@@ -40,6 +50,43 @@ def train(config: RunConfig, run_dir: Path) -> None:
     given = {"resume": None, "unverified": False, "changes": (), "same_run": "", "go_on": ""}
     with process_group("cpu") as ranks:
         train_run(config, ranks, run_dir, supervision=Supervision(), **given)
+
+
+def held_out(config: RunConfig) -> list[dict[str, object]]:
+    """The held-out samples as a program has them."""
+    source = open_source(config.data)
+    (block,) = SampleReader(source, "eval", config.data).blocks(source.chunks("eval").num_samples, 10**6)
+    columns = dict(zip(source.schema.dense, block.dense.T.tolist(), strict=True))
+    for name, values, lengths in zip(source.schema.keys, block.values, block.lengths, strict=True):
+        sizes = np.broadcast_to(lengths, block.num_samples)
+        columns[name] = [part.tolist() for part in np.split(values, np.cumsum(sizes)[:-1])]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def check_export(folder: Path, samples: list[dict[str, object]], *, is_rounded: bool) -> None:
+    """The run in `folder`, exported, scores the samples as `predict` does, bit for bit, in a process that cannot import
+    embershard, TorchRec or FBGEMM. `is_rounded`: it passes torch.export, and the error of int8 tables is stated."""
+    score.main([str(folder / "run"), "-o", str(folder / "one.parquet"), "--set", f"train.batch_size={len(samples)}"])
+    export.main([str(folder / "run"), "-o", str(folder / "fp32")])
+    model = serving_model.load(folder / "fp32")
+    samples = [{name: sample[name] for name in model.columns} for sample in samples]
+    (folder / "samples.json").write_text(json.dumps(samples))
+    program = [str(PROJECT / "examples" / "serve.py"), str(folder / "fp32"), str(folder / "samples.json")]
+    done = subprocess.run([sys.executable, "-c", WITHOUT, *program], capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    expected = pq.read_table(folder / "one.parquet")["score"].to_pylist()
+    assert json.loads(done.stdout) == expected
+    if not is_rounded:
+        return
+    export.main([str(folder / "run"), "-o", str(folder / "int8"), "--dtype", "int8"])
+    error = json.loads((folder / "int8" / "export.json").read_text())["error"]
+    assert 0 < error["score_mean"] <= error["score_max"] < 1e-2
+    inputs = model.encode(samples[:5])
+    with torch.no_grad():
+        program = torch.export.export(model, inputs).module()
+        assert torch.equal(program(*inputs), model(*inputs))
+        rounded = serving_model.load(folder / "int8")(*inputs)
+    assert not torch.equal(rounded, model(*inputs)), "rounded tables must be noticed"
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +104,12 @@ def test_a_log_of_events_becomes_scores(arch, windows, tmp_path, capsys):
     found = pq.read_table(tmp_path / "scores.parquet")
     assert found["label"].to_pylist() == pq.read_table(windows / "eval.parquet")["label"].to_pylist()
 
-    with pytest.raises(ConfigError, match=rf"'{arch}' cannot be exported as a module: .*--format parquet"):
-        export.main([str(tmp_path / "run"), "-o", str(tmp_path / "exported")])
+    check_export(tmp_path, pq.read_table(windows / "eval.parquet").to_pylist(), is_rounded=arch == "din")
     export.main([str(tmp_path / "run"), "-o", str(tmp_path / "tables"), "--format", "parquet"])
     names = {path.stem for path in (tmp_path / "tables" / "tables").iterdir()}
     assert names == {"t_user", "t_item", "t_category", "t_hist_behaviour"}
-    inputs = json.loads((tmp_path / "tables" / "inputs.json").read_text())["sparse"]
-    assert {each["name"]: each["table"] for each in inputs}["hist_item"] == "t_item"
+    lookups = json.loads((tmp_path / "tables" / "inputs.json").read_text())["lookups"]
+    assert {each["feature"]: each["table"] for each in lookups}["hist_item"] == "t_item"
 
 
 def test_the_settings_of_the_windows_are_whole(windows):
@@ -83,6 +129,7 @@ def test_an_own_model_is_trained_scored_and_resumed(tmp_path):
     train(config, tmp_path / "run")
     score.main([str(tmp_path / "run"), "-o", str(tmp_path / "scores.parquet")])
     assert len(pq.read_table(tmp_path / "scores.parquet")) == 60
+    check_export(tmp_path, held_out(config), is_rounded=True)
 
     def resume(ranks: Ranks, changes: tuple[str, ...] = ()) -> Trainer:
         trainer = Trainer(config, ranks, tmp_path / "run" / "checkpoints")
@@ -97,6 +144,32 @@ def test_an_own_model_is_trained_scored_and_resumed(tmp_path):
         other = load_config(RunConfig, tmp_path / "own_copy.toml", [*overrides, "model.options.hidden=9"])
         with pytest.raises(CheckpointError, match=r"model.options .*hidden = 8.*hidden = 9"):
             resume_run(Trainer(other, ranks, tmp_path / "run" / "checkpoints"), allow_changes=("model.source",))
+
+
+def test_a_dry_run_says_what_a_model_of_one_s_own_would_train(tmp_path, capsys):
+    """Or where its function fails, in one line, without a settings' listing above it."""
+    for name in ("own_model.toml", "own_model.py"):
+        shutil.copy(PROJECT / "examples" / name, tmp_path / name.replace("own_model", "own_dry"))
+    words = ["train", "--config", str(tmp_path / "own_dry.toml"), "--dry-run", "--set", "model.build=own_dry:build"]
+    words += [word for text in SMALL for word in ("--set", text)]
+    assert cli.main(words) == 0
+    said = capsys.readouterr().out
+    assert "# own_dry:build makes a model that fits the data:" in said
+    assert (
+        "#   narrow: EmbeddingBagCollection, 11 tables with 14,356 rows\n#     narrow_C2: 3 x 4, mean of C2\n" in said
+    )
+    assert (
+        "#   sequences: EmbeddingCollection, 4 tables with 12,340 rows\n#     seq_C3: 10,131 x 8, sequences of C3"
+        in said
+    )
+    assert "#   score: Linear, 9 dense weights\n" in said
+    assert tomllib.loads(said)["model"]["build"] == "own_dry:build"
+    assert cli.main([*words, "--set", "model.options.dim=abc"]) == 2
+    failed = capsys.readouterr()
+    assert not failed.out
+    (line,) = failed.err.splitlines()
+    assert "failed: TypeError: " in line
+    assert re.search(r"\(.*/own_dry.py, line \d+\)\.$", line)
 
 
 def test_rows_of_a_shared_table_are_counted_together(windows):
@@ -125,7 +198,6 @@ def test_a_script_of_one_s_own_trains(monkeypatch, capsys, tmp_path):
     assert (tmp_path / "checkpoints" / "step_20").is_dir()
 
 
-@pytest.mark.slow
 def test_attention_to_the_history_is_worth_it(tmp_path):
     """After the same steps from the same seed, on generated sessions; docs/LOG.md has larger ones."""
     data_command.main(["sessions", "-o", str(tmp_path / "log.csv"), "--users", "800", "--items", "400"])

@@ -12,10 +12,12 @@ import torch
 
 from embershard.frequency import FrequencyProfile
 from embershard.launch import cli
+from embershard.launch.plan import picture, what_if
 from embershard.models import table_name
 from embershard.planning.cost.topology import load_topology, save_topology
 from embershard.sharding.plan import Plan
 from tests.unit.planning.traces import profile_of, skewed
+from tests.unit.sharding.plans import small_plan
 
 ROWS = {"a": 20_000, "b": 9000, "c": 3000, "d": 60}
 CONFIG = f"""
@@ -118,23 +120,47 @@ def test_the_command_that_trains_keeps_the_settings(files, tmp_path, capsys):
 
 
 def test_several_ranks_are_compared_and_drawn(files, tmp_path, capsys):
-    picture = tmp_path / "scaling.png"
-    assert main(given(files, "--ranks", "1,2,4", "--topology", "cpu", "--png", str(picture))) == 0
+    file = tmp_path / "scaling.png"
+    assert main(given(files, "--ranks", "1,2,4", "--topology", "cpu", "--png", str(file))) == 0
     said = capsys.readouterr().out
-    assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert file.read_bytes()[:4] == b"\x89PNG"
     lines = [line.split() for line in said.splitlines() if re.match(r"\W*\d+ ", line)]
     assert [line[1] for line in lines] == ["1", "2", "4"]
     assert "100%" in " ".join(lines[0])
-    assert f"Drawn to {picture}." in said
+    assert f"Drawn to {file}." in said
 
 
 def test_several_ratios(files, tmp_path, capsys):
-    picture = tmp_path / "ratios.png"
-    assert main(given(files, "--ranks", "1", "--ratios", "0.05,0.3,1.0", "--png", str(picture))) == 0
+    file = tmp_path / "ratios.png"
+    assert main(given(files, "--ranks", "1", "--ratios", "0.05,0.3,1.0", "--png", str(file))) == 0
     said = capsys.readouterr().out
-    assert all(f" {ratio} " in said for ratio in ("0.05", "0.3", "1"))
-    assert "nothing is ever evicted" in said
-    assert picture.exists()
+    lines = [line.replace("│", " ").split() for line in said.splitlines() if re.match(r"\W*1 ", line)]
+    assert [line[1] for line in lines] == ["0.05", "0.3", "1"]
+    hits = [float(line[7].removesuffix("%")) for line in lines]
+    assert hits == sorted(hits)
+    assert hits[0] < hits[-1] - 5
+    assert "Note on 1 rank, ratio 1: Every row has a slot: nothing is ever evicted." in said
+    assert "\nNote: The speed of cpu is an estimate" in said, "of all plans: no case is named"
+    assert file.exists()
+
+
+def test_pictures_of_plans_say_what_they_show(files):
+    outcomes = [what_if.Outcome(*case, small_plan()) for case in ((2, 0.1), (4, 0.1), (2, 0.2), (4, 0.2))]
+    figure = picture.make_figure(outcomes, "h100x8")
+    assert figure.get_suptitle() == "Estimate: plans for h100x8. Nothing here was measured."
+    speed, memory = figure.axes
+    assert "ideal: as fast per rank as 2 ranks, ratio 0.1" in speed.get_legend_handles_labels()[1]
+    assert speed.get_ylabel() == "samples per second, all ranks"
+    assert memory.get_ylabel() == "device memory, MiB"
+    assert all(axes.get_title(loc="left") for axes in figure.axes)
+
+
+def test_many_more_ranks_than_cores_are_a_warning(files, tmp_path, capsys):
+    warning = "8 ranks share the 2 cores of a node (cpu) and take turns on them"
+    for more, warns in ([], True), (["--ranks-per-node", "2"], False):
+        assert main(given(files, "--ranks", "8", *more, "-o", str(tmp_path / "plan.json"))) == 0
+        assert any(note.startswith(warning) for note in Plan.load(tmp_path / "plan.json").notes) is warns
+        assert (warning in capsys.readouterr().out) is warns
 
 
 def test_a_case_that_does_not_fit_is_a_line(files, capsys):
@@ -145,7 +171,7 @@ def test_a_case_that_does_not_fit_is_a_line(files, capsys):
     assert main([*arguments, "1,2", "--set", f"cache.device_bytes={int(need[1]) - 1}"]) == 0
     said = capsys.readouterr().out
     assert said.count("does not fit") == 2, "in the table, and why"
-    assert "1 ranks: the plan does not fit" in said
+    assert "1 rank: the plan does not fit" in said
     assert main([*arguments, "1,2", "--set", "cache.device_bytes=9"]) == 2
 
 
@@ -195,7 +221,8 @@ def test_what_is_refused(files, tmp_path, capsys):
     counts.save(tmp_path / "counts.npz")
     config = str(files / "run.toml")
     cases: list[tuple[list[str], str]] = [
-        (["--ranks", "2"], "needs --config .* and --profile"),
+        (["--ranks", "2"], "a plan needs a run's settings and a profile"),
+        (["quickstart", "--simulate"], r"embershard profile --config \S*quickstart.toml -o profile.npz$"),
         (given(files, "--topology", "h9000"), "Unknown topology 'h9000'. Known are .*h100"),
         (["--config", config, "--profile", str(tmp_path / "none.npz")], "none.npz"),
         (["--config", config, "--profile", str(tmp_path / "counts.npz")], "has row counts only"),

@@ -15,16 +15,19 @@ from embershard.data import BatchStream, DataConfig, SyntheticConfig, open_sourc
 from embershard.errors import ConfigError
 from embershard.frequency import FrequencyProfile
 from embershard.frequency.config import ProfileConfig
+from embershard.frequency.summary import stack_of_all
 from embershard.launch import cli
 from embershard.launch.config import load_config
 from embershard.launch.examples import examples
 from embershard.launch.profile import data_pass as profile_pass
 from embershard.launch.profile.command import main, run_config
 from embershard.launch.profile.data_pass import PassOptions, part_ranges, profile_data
+from embershard.launch.profile.picture import make_figure
 from embershard.models import table_name
 from embershard.training.build import find_profile
 from embershard.training.config import RunConfig
 from embershard.units import parse_bytes
+from tests.unit.planning.traces import profile_of, skewed
 
 SMALL = SyntheticConfig(num_samples=12_000, scale=0.0005, bag_sizes=(2,))
 SMALL_SET = ["data.synthetic.num_samples=12000", "data.synthetic.scale=0.0005", "data.synthetic.bag_sizes=[2]"]
@@ -219,10 +222,32 @@ def test_what_is_wrong_is_said_in_a_line(arguments, said, tmp_path, monkeypatch,
 def test_sizes_as_people_write_them():
     sizes = {"4GB": 4 * 10**9, "1.5GiB": 3 << 29, "512 mb": 512 * 10**6, "7": 7, "2k": 2000, "1TB": 10**12}
     assert {text: parse_bytes(text) for text in sizes} == sizes
-    with pytest.raises(argparse.ArgumentTypeError, match="needed a size such as 4GB"):
+    with pytest.raises(argparse.ArgumentTypeError, match="needed a size such as 4GiB"):
         parse_bytes("much")
 
 
 def test_a_share_of_the_memory_is_checked():
     with pytest.raises(ConfigError, match="memory_bytes = 5"):
         PassOptions(memory_bytes=5)
+
+
+def test_the_picture_explains_its_curves(tmp_path, capsys):
+    lookups = {name: (rows, skewed(rows, 30_000, seed=rows)) for name, rows in (("t_a", 20_000), ("t_b", 9000))}
+    profile = profile_of(lookups)
+    statistics = profile.need_statistics()
+    done: list[tuple[int, int]] = []
+    figure = make_figure(statistics, stack_of_all(statistics), lambda *numbers: done.append(numbers))
+    together, alone = figure.axes
+    lines = {str(line.get_label()).partition(":")[0]: np.asarray(line.get_ydata()) for line in together.get_lines()}
+    assert list(lines)[:4] == ["optimum", "look-ahead (the default)", "static", "LRU"]
+    assert (lines["optimum"] >= lines["look-ahead (the default)"]).all()
+    assert done[-1][0] == done[-1][1]
+    assert figure.get_suptitle() == "Hit rate by size of the cache: 30,000 training samples, 2 tables"
+    for axes in (together, alone):
+        assert axes.get_xlabel().startswith("rows in the cache, of ")
+        assert axes.get_ylabel().startswith("hit rate: lookups")
+    sampled = dataclasses.replace(statistics, share_of_samples=0.1)
+    assert "Estimate: 10.00% of the samples were read" in make_figure(sampled, None).get_suptitle()
+    profile.save(tmp_path / "p.npz")
+    assert main(["show", str(tmp_path / "p.npz"), "--png", str(tmp_path / "curves.png")]) == 0
+    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"

@@ -43,7 +43,7 @@ def test_the_real_sample(criteo_sample, tmp_path, capsys):
 def test_a_difference_is_told_from_chance():
     clear = hot_sentences(ROWS, ClickCounts(10_000, 100), ClickCounts(10_000, 300))
     assert clear[0] == (
-        "Hot rows: 5 of 12 are looked up at least 4 times and take 2.00 MB; 1 of 2 tables are hot whole."
+        "Hot rows: 5 of 12 are looked up at least 4 times and take 1.91 MiB; 1 of 2 tables are hot whole."
     )
     assert "1.00% +- 0.10% of hot samples, 3.00% +- 0.17% of cold ones" in clear[1]
     assert "They differ: batches of one kind are not drawn like the data as a whole" in clear[1]

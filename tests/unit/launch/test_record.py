@@ -177,7 +177,7 @@ def test_plain_lines_when_not_a_terminal():
         display.show(report)
     display.close()
     first, second, third, fourth, fifth = screen.getvalue().splitlines()
-    assert first.startswith("step 10/20  1,234 samples/s  loss 0.5000  AUC n/a  hit rate 75.0%  sent 3.00 MB/step  ")
+    assert first.startswith("step 10/20  1,234 samples/s  loss 0.5000  AUC n/a  hit rate 75.0%  sent 2.86 MiB/step  ")
     assert second.startswith("step 10: held-out AUC 0.7000  NE 0.9000")
     assert third == "step 10: saved r/step_10 (12.3 s; training waited 0.2 s)"
     assert fourth == "step 10: saved r/step_10 (12.3 s)"
@@ -198,7 +198,7 @@ def test_a_bar_on_a_terminal():
 
 def test_what_is_undefined_is_shown_as_such():
     assert "AUC n/a" in train_line(train_report(1))
-    assert train_line(train_report(1)).endswith("  sent 3.00 MB/step")  # of other: not of training
+    assert train_line(train_report(1)).endswith("  sent 2.86 MiB/step")  # of other: not of training
     assert "AUC n/a" in eval_line(EvalReport(1, Quality(3, 0.1, None, None, 1.0, None), 0.1))
 
 
@@ -218,14 +218,14 @@ def test_closing_table_with_and_without_a_cache():
     cache = summed([TableStats(table=name, **counts) for name in ("a", "b")])
     console.print(closing_table(result(cache=cache, look_ahead=ahead), "dlrm on synthetic data"))
     text = screen.getvalue()
-    for said in ("20 of 200", "10.0%", "80.0%", "50", "4.0 MiB device", "200 samples/s", "0.7000"):
+    for said in ("20 of 200", "10.0%", "80.0%", "50", "4.00 MiB device", "200 samples/s", "0.7000"):
         assert said in text
     for said in ("63.5 batches known", "1.8 of them on the device", "2.00 ms a step"):
         assert said in text
     packed = {"hot_rows": 30, "hot_samples": 0.4, "batches": {"cold": 3, "hot": 2}}
     hot = with_hot_rows(cache, hot_bytes=2**21, hot_lookups=300)
     console.print(closing_table(result(cache=hot) | {"hot_cold": packed}, "dlrm"))
-    for said in ("50 of 200", "25.0%", "95.0%", "6.0 MiB device", "2.0 MiB device", "300 lookups, all hits", "80.0%"):
+    for said in ("50 of 200", "25.0%", "95.0%", "6.00 MiB device", "2.00 MiB device", "300 lookups, all hits", "80.0%"):
         assert said in screen.getvalue()[len(text) :]
     console.print(closing_table(result(), "dlrm"))
     assert "all embedding rows are on the device" in screen.getvalue()

@@ -17,6 +17,7 @@ from embershard.launch.report.page import caches, curves, predicted, runs, sweep
 from embershard.launch.report.page.runs import Run
 from embershard.launch.report.page.section import Figure, Section, Table
 from embershard.launch.report.run_folder import RunFolder
+from embershard.sharding.plan import Plan
 from tests.unit.launch.reported_runs import reports, write_run, write_sweep
 from tests.unit.planning.runs import changed, predicted_plan, result_of, without_cache
 
@@ -79,7 +80,7 @@ def test_tables_are_in_the_order_of_their_numbers():
 def test_memory_and_step_time_are_what_was_measured(planned: Path, uncached: Path):
     found = runs_of(planned, uncached)
     device, _ = part(caches.caches(found), "Memory per tier and rank").data
-    assert list(device.x) == [rank["device_bytes"] for rank in found[0].cache["ranks"]]
+    assert list(device.x) == [rank["device_bytes"] / 2**20 for rank in found[0].cache["ranks"]]
     section = caches.step_time(found)
     cached, plain = part(section, "Step time").data
     assert list(cached.x) == pytest.approx([10.0, 20.0, 1.0, 0.5])  # ms; 0.2 s on caches, 2 ranks, 100 steps
@@ -97,6 +98,15 @@ def test_predicted_values_are_divided_by_the_measured_ones(planned: Path, uncach
     assert outcomes["hit rate per lookup"] == "NOT kept"  # 45 points off in one of three
     assert outcomes["device bytes"] == "kept"
     assert predicted.predicted(runs_of(uncached)).text == ["No run that ended had a plan."]
+
+
+def test_the_simulated_step_stands_beside_the_measured_one(planned: Path):
+    figure = part(predicted.predicted(runs_of(planned)), "Predicted parts of a step")
+    steps = {trace.name: list(trace.x) for trace in figure.data if trace.type == "scatter"}
+    plan = Plan.load(planned / "plan.json")
+    assert plan.prediction is not None
+    assert steps["simulated step of the plan"] == [1e3 * plan.prediction.step_seconds] * plan.world_size
+    assert set(steps) == {"simulated step of the plan", "measured median of the run"}
 
 
 def test_only_settings_that_differ_are_shown(planned: Path, uncached: Path):

@@ -12,9 +12,12 @@ import pytest
 
 from embershard.distributed import complete_checkpoints
 from embershard.errors import CheckpointError, ConfigError, DataError
-from embershard.launch.score import command, predict
+from embershard.launch.ranks import launcher
+from embershard.launch.score import command, evaluate, predict
 from tests.unit.distributed.checkpoints import flip_bit
 from tests.unit.launch.conftest import NUM_HELD_OUT, NUM_ROWS, Trained
+
+pytestmark = pytest.mark.slow  # whole training runs
 
 
 def scores(trained: Trained, output: Path, *words: str) -> pa.Table:
@@ -72,6 +75,14 @@ def test_what_cannot_be_scored_is_refused(trained, tmp_path):
         predict.main([run, "-o", str(other)])
     with pytest.raises(ConfigError, match=r"has no config.toml"):
         predict.main([str(tmp_path), *output])
+
+
+def test_hanging_ranks_are_ended_as_in_training(trained, monkeypatch):
+    started = []
+    monkeypatch.setattr(launcher, "start_ranks", lambda *given, **more: started.append(more) or 0)
+    for words, seconds in ([], 50), (["--hang-seconds", "7"], 7), (["--hang-seconds", "0"], None):
+        assert evaluate.main([str(trained.run_dir), *words]) == 0
+        assert started[-1] == {"hang_seconds": seconds, "stacks": trained.run_dir / "stacks.txt"}
 
 
 def test_a_failure_leaves_no_file(trained, tmp_path, monkeypatch):

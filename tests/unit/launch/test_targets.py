@@ -56,8 +56,8 @@ def scores_and_export(names: list[str]) -> np.ndarray:
     """Predict and export; the module's outputs are the predicted columns, bit for bit. Return the columns."""
     assert cli.main(["predict", "run", "-o", "scores.parquet", "--set", f"train.batch_size={HELD_OUT}"]) == 0
     assert cli.main(["export", "run", "-o", "exported"]) == 0
-    samples = pq.read_table("samples.parquet").to_pylist()
     model = serving_model.load("exported")
+    samples = pq.read_table("samples.parquet", columns=model.columns).to_pylist()
     found = model(*model.encode(samples[-HELD_OUT:])).detach().reshape(HELD_OUT, -1)
     scores = pq.read_table("scores.parquet")
     columns = np.stack([scores[name].to_numpy() for name in names], axis=1)

@@ -25,6 +25,7 @@ def _without_space(*_: Any, **__: Any) -> None:
     raise FailedSaveError("no space")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_end", [True, False])
 def test_the_result_is_not_lost_with_the_last_checkpoint(tmp_path, monkeypatch, at_end, capsys):
     monkeypatch.setattr("embershard.training.run_state.save_checkpoint", _without_space)

@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.data import Batch, Schema, SparseFeature, Target
+from embershard.distributed import Supervision
 from embershard.errors import ConfigError
+from embershard.launch.ranks.rank_errors import _show_error
 from embershard.models import ModelConfig, build_model, model_tables
+from embershard.models.own_errors import told
 from embershard.models.own_model import OwnModel, source_digest
 
 CPU = torch.device("cpu")
@@ -179,6 +183,34 @@ def test_the_loss_is_the_cross_entropy_or_one_s_own():
 def test_a_forward_that_returns_something_else_is_refused(found):
     with pytest.raises(ConfigError, match=r"m: the model's forward returned .* for 3 samples; needed logits \[3\]"):
         OwnModel(Returns(found), "m", Target())(batch(3))
+
+
+def test_an_error_in_the_forward_is_told_by_the_lines_of_the_model(tmp_path, monkeypatch, capsys):
+    """With what the model was given; frames of torch and embershard are left out, unless they are asked for."""
+    body = GOOD + "    model.forward = lambda batch: top(model, batch)\n    return model\n"
+    body += "def top(model, batch):\n    return model.over(batch.dense_features)\n"
+    write(tmp_path, "own_fails", body.replace("    return model\n    model", "    model"))
+    model = build(tmp_path, "own_fails:build")
+    ids = KeyedJaggedTensor(
+        ["user", "item"], torch.zeros(6, dtype=torch.int64), lengths=torch.ones(6, dtype=torch.int32)
+    )
+    failed = []
+    for wanted in ("", "1"):
+        monkeypatch.setenv("EMBERSHARD_TRACEBACK", wanted)
+        with pytest.raises(RuntimeError) as found:
+            model(Batch(torch.zeros(3, 1), ids, torch.zeros(3)))
+        _show_error(Supervision(), found.type, found.value, found.tb)
+        failed.append(capsys.readouterr().err)
+    *_, first, second, given, how = failed[0].splitlines()
+    assert failed[0].startswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied (3x1 and 8x1)")
+    assert first.endswith("in <lambda>: model.forward = lambda batch: top(model, batch)")
+    assert second.startswith(f"  {tmp_path}/own_fails.py, line ")
+    assert second.endswith("in top: return model.over(batch.dense_features)")
+    assert "dense_features float32 [3, 1], labels float32 [3], and sparse_features with ids int64 [6]" in given
+    assert "EMBERSHARD_TRACEBACK=1 shows" in how
+    assert "torch/nn" not in failed[0]
+    assert "torch/nn" in failed[1]
+    assert told(RuntimeError("of no model")) is None
 
 
 def test_the_digest_is_that_of_the_file(tmp_path):

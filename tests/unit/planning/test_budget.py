@@ -17,6 +17,7 @@ from embershard.planning.budget import least_need
 from embershard.planning.make_plan import best_candidate, make_plan, sized
 from embershard.planning.request import Budget, PlanRequest
 from embershard.sharding.plan import Plan, TablePlacement, pools_of
+from embershard.units import size
 from tests.unit.planning.requests import data_of, make_request, make_workload, random_rows
 
 
@@ -65,7 +66,7 @@ def test_the_named_need_fits_and_a_byte_less_does_not(name):
     assert plan.prediction is not None
     assert max(sum(rank.device_bytes.values()) for rank in plan.prediction.ranks) <= need
     said = refusal(with_device(request, need - 1))
-    assert f"needs at least {need / 1e3:.3f} kB ({need} bytes)" in said or f"({need} bytes)" in said
+    assert f"needs at least {size(need)} ({need} bytes)" in said
     assert "1 bytes are missing" in said
     assert f"Smallest change that fits: --device-memory {need}" in said
     assert bytes_in(r"--device-memory (\d+)", said) == need
@@ -90,7 +91,7 @@ def test_it_says_which_table_and_rank_and_what_the_rest_takes():
     need = least_need(request)
     (rank,) = need.ranks
     assert "rank 0 needs" in said
-    assert f"largest table is 't1' with {rank.table_bytes['t1'] / 1e3:.3f} kB ({rank.table_bytes['t1']} bytes)" in said
+    assert f"largest table is 't1' with {size(rank.table_bytes['t1'])} ({rank.table_bytes['t1']} bytes)" in said
     assert f"({rank.fixed_bytes} bytes)" in said
     assert rank.fixed_bytes + sum(rank.table_bytes.values()) == need.asked(request.budget)
 
@@ -122,7 +123,7 @@ def test_the_number_of_ranks_that_it_names_fits(budget, fits_from, devices):
     named = re.search(r"or --ranks (\d+)", said)
     if budget.host_bytes is not None:
         assert (named is not None) == (devices is not None), said
-        assert "node 0 needs 105.600 MB (105600000 bytes) of host memory" in said
+        assert "node 0 needs 100.71 MiB (105600000 bytes) of host memory" in said
         need = bytes_in(r"--host-memory (\d+)", said)
         assert need == 400_000 * (64 * 4 + 4 + 4)
         enough = replace(request.budget, host_bytes=need)

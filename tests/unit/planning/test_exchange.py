@@ -22,6 +22,7 @@ from embershard.planning.simulate.replay import replay_pool
 from embershard.planning.workload import Workload
 from embershard.sharding.shards import ROWS_TYPES, TablePlacement
 from embershard.sharding.sizes import PlacedShard
+from embershard.units import parse_bytes
 from tests.unit.planning.requests import LFU, data_of, make_request, make_workload
 from tests.unit.sharding.plans import ranks_for
 
@@ -60,7 +61,7 @@ def test_auto_never_sends_more_for_all_tables_together(bag_size, world_size, kin
         for size, kind in sizes
     ]
     note, reasons = exchange_notes(of, [with_exchange(of, table) for table in tables])
-    sent, pooled, rows = (float(number) for number in re.findall(r"([0-9.]+) MB", note))
+    sent, pooled, rows = map(parse_bytes, re.findall(r"[0-9.]+ [KM]?i?B\b", note))
     assert sent <= min(pooled, rows)
     assert all(table.table in reasons for table in tables)
 
@@ -119,7 +120,7 @@ def test_the_note_compares_all_three():
     tables = [TablePlacement("t0", 5000, 64, "fp32", "table_wise", "cached", (0,), "rows")]
     note, reasons = exchange_notes(of, tables)
     assert note.startswith("1 of 1 tables exchange distinct rows: a rank sends ")
-    assert re.search(r"the largest gains: t0 distinct rows, [0-9.]+ kB \(pooled: [0-9.]+ kB\)\.$", reasons)
+    assert re.search(r"the largest gains: t0 distinct rows, [0-9.]+ KiB \(pooled: [0-9.]+ KiB\)\.$", reasons)
     assert len(exchange_notes(workload("rows"), tables)) == 1
     assert exchange_notes(workload("pooled"), tables) == []
 

@@ -75,17 +75,17 @@ def test_a_table_that_is_not_sharded_has_no_alternative():
 def test_sentences_compare_with_the_chosen_one():
     chosen = TablePlacement("t0", 5000, 64, "fp32", "row_wise", "cached", (0, 1))
     found = [
-        Alternative("row_wise", (0, 1), 0.004, 2 * 10**9, "dense"),
-        Alternative("table_wise", (0,), 0.0055, 3 * 10**9, "fills"),
-        Alternative("column_wise", (0, 1), 0.004, 3 * 10**9, "fills"),
+        Alternative("row_wise", (0, 1), 0.004, 2 << 30, "dense"),
+        Alternative("table_wise", (0,), 0.0055, 3 << 30, "fills"),
+        Alternative("column_wise", (0, 1), 0.004, 3 << 30, "fills"),
         Alternative("grid_shard", problem="too large"),
     ]
     assert sentences(chosen, found) == [
         "t0 (5,000 rows) is row_wise on rank 0, 1, cached.",
         "table_wise: 5.500 ms a step, 1.500 ms more than row_wise; then a step waits for fills, and the fullest rank "
-        "needs 3.000 GB",
+        "needs 3.00 GiB",
         "column_wise: 4.000 ms a step, as much as row_wise; then a step waits for fills, and the fullest rank needs "
-        "3.000 GB",
+        "3.00 GiB",
         "grid_shard: too large",
     ]
     many = replace(chosen, ranks=tuple(range(12)))

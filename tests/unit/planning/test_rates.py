@@ -107,7 +107,7 @@ def test_bytes_of_each_sharding_by_hand() -> None:
     row_wise = formulas.exchanged_bytes("row_wise", world_size=4, rank_share=0.25, **common)
     assert row_wise == SentBytes(3 * 10 * (0.5 * 8 + 4), 3 * 10 * 8 * 4, 3 * 10 * 8 * 4)
     # Two nodes of 2: partial sums of all 40 samples, half of them to the neighbour; then 10 samples to the other node.
-    by_node = formulas.exchanged_bytes("table_row_wise", world_size=4, ranks_per_node=2, rank_share=0.5, **common)
+    by_node = formulas.exchanged_bytes("table_row_wise", world_size=4, rank_share=0.5, **common)
     assert by_node == SentBytes(3 * 10 * (1 * 8 + 4), (20 + 10) * 8 * 4, (20 + 10) * 8 * 4)
     assert formulas.exchanged_bytes("data_parallel", world_size=4, **common) == SentBytes()
     with pytest.raises(ConfigError, match="Unknown sharding type 'diagonal'"):
@@ -117,7 +117,7 @@ def test_bytes_of_each_sharding_by_hand() -> None:
 @given(st.integers(2, 64), st.integers(1, 4096), st.floats(0, 100), st.integers(1, 64))
 def test_rows_over_one_node_cost_as_rows_over_all_ranks(ranks, batch_size, ids, columns) -> None:
     common = {"batch_size": batch_size, "world_size": ranks, "ids_per_sample": ids, "columns": columns}
-    by_node = formulas.exchanged_bytes("table_row_wise", **common, rank_share=1 / ranks, ranks_per_node=ranks)
+    by_node = formulas.exchanged_bytes("table_row_wise", **common, rank_share=1 / ranks)
     everywhere = formulas.exchanged_bytes("row_wise", **common, rank_share=1 / ranks)
     assert astuple(by_node) == pytest.approx(astuple(everywhere))
 

@@ -87,6 +87,7 @@ def test_ranks_share_the_host_memory_and_a_cpus_cores() -> None:
     assert cpu.rates_for(2).seconds_per_flop == pytest.approx(2 * cpu.rates_for(1).seconds_per_flop)
 
 
+@pytest.mark.slow
 @given(st.integers(1, 64), st.integers(1, 64))
 def test_more_ranks_never_make_a_byte_to_another_node_cheaper(few, many) -> None:
     topology = load_topology("h100x8x8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -272,7 +273,7 @@ def test_differences_are_said_in_lines():
         "rank 0: table_wise pool of dim 16: -t2, 67 -> 33 slots (-50.7%)",
         "rank 1: row_wise pool of dim 16 (t1): 16 -> 34 slots (+112.5%)",
         "rank 1: table_wise pool of dim 16 (t2, t3): added, 50 slots",
-        "predicted step: 10.00 -> 8.00 ms (-20.0%)",
+        "predicted step: 10.00 ms -> 8.00 ms (-20.0%)",
         "predicted samples per second: 12,800.00 -> 16,000.00 (+25.0%)",
     ]
     fewer = tuple(dataclasses.replace(p, slots=9) if p.sharding == "row_wise" else p for p in before.pools)
@@ -281,6 +282,49 @@ def test_differences_are_said_in_lines():
         "ranks 0-1: row_wise pool of dim 16 (t1): 9 -> 10 slots (+11.1%)",
         "predictions: only the first plan has them",
     ]
+
+
+RENAMED = [
+    TablePlacement("t0", 100, 64, "fp32", "table_wise", "cached", (0,)),
+    TablePlacement("t1", 100, 64, "fp32", "table_wise", "cached", (2,)),
+    TablePlacement("t2", 100, 64, "fp32", "column_wise", "cached", (1, 3)),
+    TablePlacement("t3", 9, 64, "fp32", "data_parallel", "replicated", ()),
+]
+
+
+def on_other_ranks(names: Sequence[int]) -> list[TablePlacement]:
+    return [dataclasses.replace(table, ranks=tuple(names[rank] for rank in table.ranks)) for table in RENAMED]
+
+
+def test_renamed_ranks_are_one_line():
+    before = make_plan(RENAMED, 4, 4)
+    assert diff_lines(before, make_plan(on_other_ranks([3, 1, 2, 0]), 4, 4)) == [
+        "the same placement, ranks renamed: 0 -> 3, 3 -> 0"
+    ]
+    # Blocks of columns, too, are on renamed ranks; and what differs beside the names is still said.
+    after = make_plan(on_other_ranks([1, 3, 0, 2]), 4, 4, settings={**before.settings, "cache.policy": "lru"})
+    pools = tuple(dataclasses.replace(p, slots=p.slots + 7) if p.rank == 1 else p for p in after.pools)
+    assert diff_lines(before, dataclasses.replace(after, pools=pools)) == [
+        "cache.policy: lfu -> lru",
+        "the same placement, ranks renamed: 0 -> 1, 1 -> 3, 2 -> 0, 3 -> 2",
+        "rank 1: table_wise pool of dim 64 (t0): 33 -> 40 slots (+21.2%)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tables", "ranks_per_node"),
+    [
+        (on_other_ranks([0, 2, 1, 3]), 2),  # t0 and t2's first columns were on one node
+        ([*RENAMED[:2], dataclasses.replace(RENAMED[2], ranks=(2, 3)), RENAMED[3]], 4),
+        ([RENAMED[0], dataclasses.replace(RENAMED[1], ranks=(0,)), *RENAMED[2:]], 4),
+        ([dataclasses.replace(RENAMED[0], kernel="device"), *on_other_ranks([3, 1, 2, 0])[1:]], 4),
+    ],
+    ids=["another node", "with another table", "together", "another kernel"],
+)
+def test_another_placement_is_no_renaming(tables, ranks_per_node):
+    lines = diff_lines(make_plan(RENAMED, 4, ranks_per_node), make_plan(tables, 4, ranks_per_node))
+    assert any(line.startswith("table t") for line in lines)
+    assert not any("renamed" in line for line in lines)
 
 
 def test_a_plan_gives_the_size_so_the_settings_must_not():

@@ -67,3 +67,36 @@ def test_a_breach_is_seen(line: str):
 def test_public_torchrec_is_free_to_use():
     public = "from torchrec.distributed.model_parallel import DistributedModelParallel\nimport torchrec"
     assert not breaches({Path("embershard/training/trainer.py"): public})
+
+
+MOST_LINES, MOST_LINES_OF_A_FUNCTION = 350, 50
+STILL_TOO_LONG = ["embershard/cache/loops/victims.py: candidates has 51 lines"]
+
+
+def too_long(path: Path, source: str) -> Iterator[str]:
+    """Say what has too many lines: the file, and functions with their signatures and docstrings."""
+    if (size := len(source.splitlines())) > MOST_LINES:
+        yield f"{path} has {size} lines"
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            if (size := node.end_lineno - node.lineno + 1) > MOST_LINES_OF_A_FUNCTION:
+                yield f"{path}: {node.name} has {size} lines"
+
+
+def test_files_and_functions_stay_short(sources: dict[Path, str]):
+    assert [line for path, source in sources.items() for line in too_long(path, source)] == STILL_TOO_LONG
+
+
+@pytest.mark.parametrize(
+    ("longest", "problem"),
+    [
+        ("x = 1\n" * MOST_LINES, "a.py has 351 lines"),
+        ("def f():\n" + "    pass\n" * (MOST_LINES_OF_A_FUNCTION - 1), "a.py: f has 51 lines"),
+        ("class A:\n    def f(self):\n" + "        pass\n" * (MOST_LINES_OF_A_FUNCTION - 1), "a.py: f has 51 lines"),
+    ],
+)
+def test_a_line_too_many_is_noticed(longest: str, problem: str):
+    last = longest.splitlines(keepends=True)[-1]
+    assert list(too_long(Path("a.py"), longest)) == []
+    assert list(too_long(Path("a.py"), longest + last)) == [problem]

@@ -28,6 +28,8 @@ from embershard.training.optimizers import DenseOptimizerConfig
 from embershard.training.trainer import Trainer
 from tests.unit.sharding.plans import make_plan
 
+pytestmark = pytest.mark.slow  # whole training runs
+
 STEPS = 12
 
 

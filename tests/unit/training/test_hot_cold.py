@@ -36,6 +36,8 @@ from embershard.training.trainer import Trainer
 from tests.unit.training.test_identity import write_clicks
 from tests.unit.training.test_trainer import losses, make_config, run
 
+pytestmark = pytest.mark.slow  # whole training runs
+
 HOT_BYTES = 20_000
 
 

@@ -107,11 +107,12 @@ def test_rows_made_when_used_are_a_warning_and_the_rest_an_error():
 def test_the_message_has_figures_and_the_largest_table():
     message = refusal(*EAGER, machine=limits(1.5))
     assert "its 2 ranks on this machine need" in message
-    assert "1.50 GB of 64.00 GB are available (this machine)" in message
-    assert "weights 2.16 GB, slots of the caches" in message
+    assert "1.40 GiB of 59.60 GiB are available (this machine)" in message
+    assert "weights 2.01 GiB, slots of the caches" in message
     assert "the largest table is 't_C3' with 10,131,227 rows of 68 bytes" in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "machine", "ranks", "expected"),
     [
@@ -208,6 +209,7 @@ def test_a_plan_for_another_model_is_refused_as_such():
 SMALL = ("data.synthetic.scale=0.001", "data.num_workers=0", "train.batch_size=100", "train.max_steps=1")
 
 
+@pytest.mark.slow
 def test_a_built_model_takes_what_was_computed():
     for settings in (
         ("cache.ratio=0.3",),

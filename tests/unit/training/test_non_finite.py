@@ -22,6 +22,8 @@ from embershard.training.reports import SaveReport, SkippedBatchReport
 from embershard.training.trainer import Trainer
 from tests.unit.training.poisoned import CACHES, Feed, config_of, losses, run, state_of
 
+pytestmark = pytest.mark.slow  # whole training runs
+
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:

@@ -17,6 +17,8 @@ from embershard.training.trainer import Trainer
 from tests.unit.distributed.checkpoints import DAMAGES
 from tests.unit.training.test_trainer import losses, make_config
 
+pytestmark = pytest.mark.slow  # whole training runs
+
 CONFIG = make_config(checkpoint=CheckpointConfig(every_steps=6, at_end=False, keep_last=3))
 
 

@@ -39,6 +39,8 @@ from tests.unit.distributed.test_blocks import stock_loaded
 from tests.unit.training.gated_saves import STEPS_LATE, Late, train
 from tests.unit.training.test_trainer import losses, make_config, run
 
+pytestmark = pytest.mark.slow  # whole training runs
+
 EVERY = 6
 CASES = {
     "look_ahead": {},

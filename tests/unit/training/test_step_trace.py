@@ -19,6 +19,8 @@ from embershard.training.step_trace import Span, StepTrace, mean_stages
 from embershard.training.trainer import Trainer
 from tests.unit.training.test_trainer import make_config
 
+pytestmark = pytest.mark.slow  # whole training runs
+
 STAGES = {"input", "id exchange", "know", "plan", "fills", "lookup", "forward", "backward", "optimizer"}
 
 

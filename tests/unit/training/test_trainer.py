@@ -30,6 +30,8 @@ from embershard.training.reports import EvalReport, FailedSaveReport, Report, Sa
 from embershard.training.trainer import Trainer
 from tests.unit.distributed.checkpoints import make_manifest_right
 
+pytestmark = pytest.mark.slow  # whole training runs
+
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
@@ -94,7 +96,6 @@ def test_deepfm_trains_as_without_a_cache(ranks, policy):
     assert 0 < min(rates) < 1, "rows came and went"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("embedding", "dense"), [("rowwise_adagrad", "adam"), ("adagrad", "adagrad"), ("sgd", "sgd")])
 @pytest.mark.parametrize("cached", [True, False])
 def test_a_resumed_run_is_the_same_run(ranks, tmp_path, embedding, dense, cached):
@@ -112,7 +113,6 @@ def test_a_resumed_run_is_the_same_run(ranks, tmp_path, embedding, dense, cached
     assert whole[-1].quality == resumed[-1].quality
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("lookahead", [0, 64])
 def test_a_trainer_goes_back_to_a_checkpoint_in_mid_run(ranks, tmp_path, lookahead):
     """With batches ahead, whose rows are on the device."""
@@ -284,7 +284,7 @@ def test_training_goes_on_after_a_failed_save_if_asked(ranks, tmp_path, monkeypa
 def test_a_disk_without_space_is_found_before_the_model_is_built(ranks, tmp_path, monkeypatch):
     monkeypatch.setattr("embershard.training.trainer.build_sharded_model", None)
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100_000))
-    with pytest.raises(CheckpointError, match=r"0\.10 MB are free \(3 checkpoints"):
+    with pytest.raises(CheckpointError, match=r"97\.66 KiB are free \(3 checkpoints"):
         Trainer(make_config(), ranks, tmp_path)
 
 

@@ -20,6 +20,8 @@ from embershard.training.reports import TrainReport
 from embershard.training.trainer import Trainer
 from tests.unit.training.test_trainer import make_config
 
+pytestmark = pytest.mark.slow  # whole training runs
+
 BEFORE, AFTER = 150, 100
 
 
@@ -60,7 +62,6 @@ def resumed(settings: RunConfig, ranks: Ranks, checkpoint: Path) -> dict[int, fl
     return hit_rates(trainer)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [config("lfu"), config("lookahead", 20), config("frequency", profile=3000)],

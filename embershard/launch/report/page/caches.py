@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 
 from embershard.launch.report.page.runs import Run
 from embershard.launch.report.page.section import Figure, Section, fill, new_figure, text
+from embershard.units import size
 
 #: Cells of a heat map with fewer columns show their number.
 _COLUMNS_WITH_NUMBERS = 10
@@ -64,16 +65,17 @@ def _memory(runs: Sequence[Run]) -> Figure:
     for panel, name in enumerate(("device_bytes", "host_bytes"), 1):
         for run in runs:
             bars = go.Bar(
-                x=[rank[name] for rank in run.cache["ranks"]],
+                x=[rank[name] / 2**20 for rank in run.cache["ranks"]],
                 y=[_rank_name(run, rank) for rank in run.cache["ranks"]],
                 orientation="h",
                 showlegend=False,
                 marker=fill(run.number),
-                hovertemplate="%{y}: %{x:.4s}B<extra></extra>",
+                customdata=[size(rank[name]) for rank in run.cache["ranks"]],
+                hovertemplate="%{y}: %{customdata}<extra></extra>",
             )
             figure.add_trace(bars, row=1, col=panel)
     figure.update_layout(barmode="overlay")  # a row has the bar of one run
-    figure.update_xaxes(tickformat="~s", ticksuffix="B", nticks=6)
+    figure.update_xaxes(title="MiB", nticks=6)
     figure.update_yaxes(type="category", autorange="reversed", automargin=True)
     figure.update_yaxes(showticklabels=False, col=2)
     note = "Of the caches, at the end. Not measured: dense layers, activations, input buffers, the programs themselves."

@@ -73,8 +73,8 @@ def moved(runs: Sequence[Run]) -> Section:
         sent = _figure(*(kind.replace("_", " ") for kind in kinds), columns=3, height=280)
         for run in sending:
             for panel, kind in enumerate(kinds, 1):
-                _draw(sent, run, "train", f"sent_bytes_{kind}", panel=panel)
-        sent.update_yaxes(rangemode="tozero", tickformat="~s", ticksuffix="B")
+                _draw(sent, run, "train", f"sent_bytes_{kind}", panel=panel, unit=2**20)
+        sent.update_yaxes(rangemode="tozero", ticksuffix=" MiB")
         note = (
             "Sent by a rank in a step, mean of the ranks. Ids are sent as batches become known: with look-ahead, the "
             "first report has more of them, the last one fewer. other: agreements, reports, checkpoints, evaluations."
@@ -107,15 +107,16 @@ def _draw(
     mode: str = "lines",
     symbol: str = "circle",
     suffix: str = "",
+    unit: int = 1,
 ) -> None:
-    """Draw one number of a run's reports; the legend has each run once."""
+    """Draw one number of a run's reports, in multiples of `unit`; the legend has each run once."""
     samples_at = _samples_at(run.folder.reports("train"))
     reports = [report for report in run.folder.reports(kind) if isinstance(report.get(name), (int, float))]
     columns = len(figure._grid_ref[0])
     figure.add_trace(
         go.Scatter(
             x=[samples_at(report["step"]) for report in reports],
-            y=[report[name] for report in reports],
+            y=[report[name] / unit for report in reports],
             customdata=[report["step"] for report in reports],
             hovertemplate="%{y:,.5~g} at step %{customdata:,}",
             name=text(run.name + suffix),

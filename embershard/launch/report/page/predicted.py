@@ -136,7 +136,7 @@ def _hit_rates(compared: Sequence[_Compared]) -> Figure:
 
 
 def _step_parts(compared: Sequence[_Compared]) -> Figure:
-    """Draw the predicted parts of a step, which are not measured, and the measured whole."""
+    """Draw the predicted parts of a step, which are not measured, the simulated whole and the measured one."""
     figure = new_figure(height=220 + 30 * sum(len(each.prediction.ranks) for each in compared))
     names = [f"{text(each.run.name)} · rank {rank.rank}" for each in compared for rank in each.prediction.ranks]
     ranks = [rank for each in compared for rank in each.prediction.ranks]
@@ -146,16 +146,21 @@ def _step_parts(compared: Sequence[_Compared]) -> Figure:
         figure.add_trace(
             go.Bar(x=parts, y=names, name=label, orientation="h", hovertemplate=f"{label}: %{{x:.3~f}} ms")
         )
-    medians = [each.found.step_seconds.measured for each in compared for _ in each.prediction.ranks]
-    marker = {"color": "black", "symbol": "line-ns-open", "size": 18, "line": {"width": 3}}
-    x = [None if median is None else 1e3 * median for median in medians]
-    figure.add_trace(go.Scatter(x=x, y=names, mode="markers", name="measured median of the run", marker=marker))
+    steps: dict[tuple[str, str], list[float | None]] = {
+        ("simulated step of the plan", "dimgray"): [each.prediction.step_seconds for each in compared],
+        ("measured median of the run", "black"): [each.found.step_seconds.measured for each in compared],
+    }
+    for (name, shade), of_runs in steps.items():
+        of_ranks = [step for step, each in zip(of_runs, compared, strict=True) for _ in each.prediction.ranks]
+        x = [None if step is None else 1e3 * step for step in of_ranks]
+        marker = {"color": shade, "symbol": "line-ns-open", "size": 18, "line": {"width": 3}}
+        figure.add_trace(go.Scatter(x=x, y=names, mode="markers", name=name, marker=marker))
     figure.update_layout(barmode="stack")
     figure.update_xaxes(title="ms")
     figure.update_yaxes(autorange="reversed", automargin=True)
     note = (
-        "The parts are predicted, none of them is measured. They run in streams beside each other: the predicted step "
-        "may be shorter than their sum."
+        "The parts are predicted, none of them is measured. The simulated step is a replay of steps of all ranks: it "
+        "may be shorter than the sum of a rank's parts, which run beside each other, or longer where ranks wait."
     )
     return Figure("Predicted parts of a step", figure, note)
 

@@ -1,5 +1,5 @@
 """The fewest rows that any cache can fill for a stream of batches whose future is known: MIN (Belady 1966), with
-whole batches resident. It shares no code with the package.
+whole batches resident. It shares no code with the cache.
 
 A batch needs its rows all at once, so its missing rows are filled in any case. The only choice is the victim: the row
 that is not held and whose next use is furthest. A late eviction never costs a fill, so rows are evicted only when the

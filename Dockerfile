@@ -1,0 +1,39 @@
+# embershard in a container: one image for the CPU, one for NVIDIA GPUs.
+#
+#   docker build --target cpu -t embershard:0.1-cpu .
+#   docker build --target cuda -t embershard:0.1 .
+#   docker run --rm --gpus all --shm-size 8g -v "$PWD:/work" embershard:0.1 train quickstart
+#
+# On a GPU machine NVIDIA's driver and container toolkit must be installed; CUDA's libraries come with torch. Versions are
+# those of requirements.txt and scripts/setup_rules.py (a test compares them).
+
+FROM python:3.11-slim AS wheel
+WORKDIR /source
+COPY pyproject.toml setup.cfg README.md LICENSE ./
+COPY embershard embershard
+COPY examples examples
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
+
+FROM python:3.11-slim AS base
+RUN useradd --create-home --uid 1000 embershard && install -d -o embershard /opt/embershard /work
+USER embershard
+ENV PATH=/opt/embershard/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1
+RUN python -m venv /opt/embershard
+COPY requirements.txt /tmp/requirements.txt
+COPY --from=wheel /wheels /tmp/wheels
+WORKDIR /work
+ENTRYPOINT ["embershard"]
+
+# torchrec comes without its dependencies: they would put the CUDA build of FBGEMM over the CPU build. The last command
+# compiles the caches' loops for this machine's kind of CPU.
+FROM base AS cpu
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+RUN pip install --index-url "$TORCH_INDEX" torch==2.13.0
+RUN pip install -r /tmp/requirements.txt
+RUN pip install --no-deps fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0 /tmp/wheels/*.whl
+RUN embershard --version && python -c "import embershard.cache.loops"
+
+FROM base AS cuda
+RUN pip install -r /tmp/requirements.txt
+RUN pip install --no-deps fbgemm-gpu==1.8.0 torchrec==1.8.0 /tmp/wheels/*.whl
+RUN embershard --version && python -c "import embershard.cache.loops"

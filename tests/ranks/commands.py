@@ -1,0 +1,172 @@
+"""`embershard train` and the like in processes that are forked, not started anew: the imports of a rank take 6 s.
+
+Launcher and ranks are processes of their own, with the environment, output, signals and exit codes of the command. What
+a new interpreter adds is left to those tests that start one: another hash seed, and the interpreter's own end.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NoReturn
+
+from embershard.launch import cli
+
+PROJECT = Path(__file__).resolve().parents[2]
+_new_process = subprocess.Popen
+#: What ranks import, some of it at their first use.
+_IMPORTED_ONCE = [
+    "embershard.launch.train.command",
+    "embershard.launch.verify.command",
+    "torch.distributed.optim",
+    "torch.utils.tensorboard",
+    "torchmetrics.functional.classification",
+    "torchrec.distributed.model_parallel",
+    "torchrec.metrics.ne",
+]
+
+
+def forked() -> Any:
+    """Return how to start processes that are forked from one which has imported the slow libraries, and has no threads.
+
+    All such processes of a session have the same parent.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED_ONCE)
+    return context
+
+
+class Process:
+    """A process of `multiprocessing`, used like one of `subprocess`."""
+
+    def __init__(self, process: BaseProcess) -> None:
+        self._process = process
+        process.start()
+        assert process.pid is not None
+        self.pid = process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code; negative after a signal, None while it runs."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """Return the exit code."""
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end; return the exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not ended after `timeout` seconds.
+        """
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout or 0.0)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.send_signal(signal.SIGKILL)
+
+
+def start(arguments: Sequence[str], output: Path, errors: Path | None = None, **variables: str) -> Process:
+    """Start `embershard arguments...` in the project's folder, on the CPU.
+
+    Args:
+        output, errors: files to which it appends what it prints; without `errors`, both go to `output`.
+        variables: of its environment, beside this process's own.
+    """
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **variables}
+    return Process(forked().Process(target=_command, args=(list(arguments), output, errors, environment)))
+
+
+def run(arguments: Sequence[str], folder: Path, timeout: float = 300.0) -> subprocess.CompletedProcess[str]:
+    """Run `embershard arguments...` to its end.
+
+    Args:
+        folder: for files with what it prints.
+
+    Raises:
+        subprocess.TimeoutExpired: it takes longer; it is killed.
+    """
+    output, errors = folder / "output.txt", folder / "errors.txt"
+    output.unlink(missing_ok=True)
+    errors.unlink(missing_ok=True)
+    process = start(arguments, output, errors)
+    try:
+        code = process.wait(timeout)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(list(arguments), code, output.read_text(), errors.read_text())
+
+
+def _command(arguments: list[str], output: Path, errors: Path | None, environment: Mapping[str, str]) -> NoReturn:
+    """The launcher's process."""
+    print_to(output, errors)
+    os.chdir(PROJECT)
+    _become(environment, ["embershard", *arguments])
+    subprocess.Popen = _popen  # type: ignore[assignment, misc]
+    sys.exit(cli.main(arguments))
+
+
+def print_to(output: Path, errors: Path | None = None) -> None:
+    """Have this process append what it prints to these files; without `errors`, all to `output`."""
+    for path, descriptor in ((output, 1), (errors or output, 2)):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, descriptor)
+        os.close(file)
+
+
+def _become(environment: Mapping[str, str], words: list[str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = words
+    tempfile.tempdir = None  # what was found by the environment before
+
+
+def _popen(command: Sequence[str], **how: Any) -> Any:
+    """`subprocess.Popen`, which forks this process for `python -m embershard.MODULE ARGUMENTS...`."""
+    if list(command[:2]) != [sys.executable, "-m"] or not command[2].startswith("embershard."):
+        return _new_process(command, **how)
+    assert how.pop("start_new_session")
+    how.pop("pass_fds", None)  # a fork has them all
+    return Process(multiprocessing.get_context("fork").Process(target=_module, args=(command[2:],), kwargs=how))
+
+
+def _module(
+    words: Sequence[str],
+    env: Mapping[str, str] | None = None,
+    stdout: Any = None,
+    stderr: int | None = None,
+    preexec_fn: Callable[[], None] | None = None,
+) -> NoReturn:
+    """The process of a rank or of a run: what its parent changed in its own is undone."""
+    os.setsid()
+    if preexec_fn is not None:
+        preexec_fn()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if stdout is not None:
+        assert stderr == subprocess.STDOUT
+        print_to(Path(stdout.name))
+    _become(env or dict(os.environ), list(words))
+    try:
+        code = importlib.import_module(words[0]).main()
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        code = 1
+    sys.exit(code)

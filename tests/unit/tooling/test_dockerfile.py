@@ -1,0 +1,71 @@
+"""The Dockerfile: its stages, its user, and the versions that it installs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import setup_rules as rules
+
+Stages = dict[str, tuple[str, list[tuple[str, str]]]]
+
+
+def stages_of(text: str) -> Stages:
+    """Name -> what it is built from, and its instructions."""
+    found: Stages = {}
+    for line in text.replace("\\\n", " ").splitlines():
+        if not line.strip() or line.startswith("#"):
+            continue
+        instruction, _, rest = line.partition(" ")
+        if instruction == "FROM":
+            base, _, name = rest.partition(" AS ")
+            found[name] = (base, [])
+        else:
+            list(found.values())[-1][1].append((instruction, rest))
+    return found
+
+
+@pytest.fixture(scope="module")
+def stages(project_dir: Path) -> Stages:
+    return stages_of((project_dir / "Dockerfile").read_text())
+
+
+@pytest.mark.parametrize(("target", "fbgemm"), [("cpu", rules.CPU_FBGEMM), ("cuda", rules.CUDA_FBGEMM)])
+def test_the_versions_are_those_of_the_set_up(stages: Stages, project_dir: Path, target: str, fbgemm: str) -> None:
+    runs = [rest for instruction, rest in stages[target][1] if instruction == "RUN"]
+    pins = dict(re.findall(r"([\w-]+)==([\w.]+)", " ".join(runs)))
+    torch = rules.torch_requirement((project_dir / "requirements.txt").read_text()).partition("==")[2]
+    assert pins.pop("torch", torch) == torch
+    assert pins == {name: rules.PINS[name] for name in (fbgemm, "torchrec")}
+    (compiled_for_each_other,) = [run for run in runs if "torchrec==" in run]
+    assert compiled_for_each_other.startswith("pip install --no-deps ")
+    assert runs.index("pip install -r /tmp/requirements.txt") < runs.index(compiled_for_each_other)
+
+
+def test_images_start_embershard_as_a_user_without_rights(stages: Stages) -> None:
+    assert list(stages) == ["wheel", "base", "cpu", "cuda"]
+    for target in ("cpu", "cuda"):
+        assert stages[target][0] == "base"
+        assert not [rest for instruction, rest in stages[target][1] if instruction in ("USER", "ENTRYPOINT")]
+    base = dict(stages["base"][1])
+    assert base["USER"] == "embershard"
+    assert base["ENTRYPOINT"] == '["embershard"]'
+    python = re.fullmatch(r"python:(\d+)\.(\d+)-slim", stages["base"][0])
+    assert python is not None
+    assert rules.python_problem((int(python[1]), int(python[2]))) == ""
+    assert stages["wheel"][0] == stages["base"][0]
+
+
+def test_what_is_copied_is_there_and_not_ignored(stages: Stages, project_dir: Path) -> None:
+    ignored, *kept = (project_dir / ".dockerignore").read_text().split()
+    assert ignored == "*"
+    copies = [shlex.split(rest) for _, of in stages.values() for instruction, rest in of if instruction == "COPY"]
+    for words in copies:
+        if words[0].startswith("--from="):
+            assert words[0].removeprefix("--from=") in stages
+            continue
+        for source in words[:-1]:
+            assert (project_dir / source).exists(), source
+            assert f"!{source}" in kept
