@@ -17,8 +17,7 @@ from pyarrow import types
 
 from embershard.data.bad_rows import BadRow, short
 from embershard.data.hashing import Ids, Words, cell_bytes, map_ids, text_keys
-from embershard.data.schema import Task
-from embershard.data.table.config import TIME_ROWS, TableConfig, TableFeature
+from embershard.data.table.config import TIME_ROWS, TableFeature
 from embershard.data.table.raw import RawChunk, is_list, is_text, is_time
 from embershard.data.table.scaling import scaled
 from embershard.errors import DataError, IdOutOfRangeError
@@ -32,9 +31,6 @@ _MOST_SECONDS = 1e11  # the year 5138
 _MOST_SECONDS_IN_MICROS = 2.0**63 / 1e6
 _LARGEST_WHOLE = 2.0**63
 _PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6}
-_NEEDED_LABEL = (
-    'a label must be 0 or 1; data.kind = "table" takes other numbers, by label_at_least or task = "regression"'
-)
 _NEEDED_TIME = "needed a time as 2024-12-31 or 2024-12-31 23:59:59, seconds since 1970, or nothing"
 #: Texts, as regular expressions, that are a whole number with a point, and the text that stands for them.
 _WHOLE = {r"^-?(?:0\.0*|\.0+)$": "0", r"^(-?[1-9][0-9]*)\.0*$": r"\1"}
@@ -83,35 +79,6 @@ class ChunkDecoder:
             found = scaled(numbers, feature)
         self.note(~np.isfinite(found), name, numbers, f"needed a number that is finite after {feature.scale}")
         return found
-
-    def labels(self, settings: TableConfig) -> NDArray[np.float32]:
-        """Return the labels [n], or [n, T] of several; NaN where a file has not their column."""
-        columns = [
-            self._label(name, settings.task, least)
-            for name, least in zip(settings.labels, settings.thresholds(), strict=True)
-        ]
-        return columns[0] if len(columns) == 1 else np.stack(columns, axis=1)
-
-    def _label(self, name: str, task: Task, least: float | None) -> NDArray[np.float32]:
-        if name not in self._chunk.table.column_names:
-            return np.full(self._chunk.table.num_rows, np.nan, np.float32)
-        numbers = self.numbers(name)
-        if task == "binary" and least is None:
-            self.note(~np.isin(numbers, (0, 1)), name, numbers, _NEEDED_LABEL)
-            return numbers.astype(np.float32)
-        self.note(np.isnan(numbers), name, numbers, "a label must be a number")
-        return numbers.astype(np.float32) if least is None else (numbers >= least).astype(np.float32)
-
-    def weights(self, settings: TableConfig) -> NDArray[np.float32] | None:
-        """Return the samples' weights [n]: None where the settings have none, NaN where a file has not their column."""
-        name = settings.weight
-        if name is None:
-            return None
-        if name not in self._chunk.table.column_names:
-            return np.full(self._chunk.table.num_rows, np.nan, np.float32)
-        numbers = self.numbers(name)
-        self.note(~(numbers >= 0), name, numbers, "a weight must be a number of at least 0")
-        return numbers.astype(np.float32)
 
     def bags(self, feature: TableFeature, most: tuple[int, str]) -> tuple[Ids, NDArray[np.int32]]:
         """Return the rows of a sparse feature's bags, and the size [n] of each. A single value is a bag of one.

@@ -14,6 +14,7 @@ from embershard.data.table.config import TableConfig, settings_of
 from embershard.data.table.decode import ChunkDecoder
 from embershard.data.table.parquet_files import ParquetFiles, are_parquet
 from embershard.data.table.raw import TableFiles
+from embershard.data.table.targets import labels_and_weights
 from embershard.data.table.text_files import TextTables
 
 #: The dense feature of tables that have none, which models need: 1 in every sample.
@@ -57,7 +58,7 @@ class TableSource(FileSource):
         chunk = self._files.read(number, most_bad)
         decoder = ChunkDecoder(chunk)
         num_rows = chunk.table.num_rows
-        labels, weights = decoder.labels(self._settings), decoder.weights(self._settings)
+        labels, weights = labels_and_weights(chunk, decoder, self._settings)
         dense = np.ones((num_rows, self.schema.num_dense), np.float32)
         for column, feature in zip(dense.T, self._dense.values(), strict=False):  # none: the constant
             column[:] = decoder.dense(feature)

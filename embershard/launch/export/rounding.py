@@ -56,7 +56,8 @@ class RoundingSample:
         before, after, labels = (torch.cat(parts) for parts in zip(*pairs, strict=True))
         weights = [torch.from_numpy(block.weights) for block in self._blocks if block.weights is not None]
         of_samples = torch.cat(weights) if weights else None
-        target, found = self._schema.target, {"samples": len(before), **_score_distances(target, before, after)}
+        target = self._schema.target
+        found: dict[str, Any] = {"samples": len(before), **_score_distances(target, before, after)}
         has_labels = not labels.isnan().any() and (of_samples is None or not of_samples.isnan().any())
         for what, outputs in (("trained", before), ("exported", after)):
             values = main_values(judge(target, Predicted(outputs, labels, of_samples)))
@@ -72,11 +73,11 @@ class RoundingSample:
         return trained(dense, ids, offsets), exported(dense, ids, offsets), batch.labels
 
 
-def _score_distances(target: Target, before: Tensor, after: Tensor) -> dict[str, Any]:
+def _score_distances(target: Target, before: Tensor, after: Tensor) -> dict[str, float]:
     scores = {"score": (before, after)}
     if target.task == "binary":
         scores = {"logit": (before, after), "score": (before.sigmoid(), after.sigmoid())}
-    found = {}
+    found: dict[str, float] = {}
     for name, (one, other) in scores.items():
         distance = (other - one).abs()
         found |= {f"{name}_max": float(distance.max()), f"{name}_mean": float(distance.mean())}
