@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from embershard.data.config import AvazuConfig, CriteoConfig, DataConfig, ParquetConfig, SyntheticConfig
     from embershard.data.kinds import kind_of_files, open_source, schema_of
     from embershard.data.sample_writer import write_samples
-    from embershard.data.schema import Schema, SparseFeature
+    from embershard.data.schema import Schema, SparseFeature, Target
     from embershard.data.source import Source
     from embershard.data.stream import BatchStream, StreamState
     from embershard.data.table.config import TableConfig, TableFeature
@@ -22,7 +22,7 @@ else:
             "batch": ["Batch"],
             "config": ["AvazuConfig", "CriteoConfig", "DataConfig", "ParquetConfig", "SyntheticConfig"],
             "kinds": ["kind_of_files", "open_source", "schema_of"],
-            "schema": ["Schema", "SparseFeature"],
+            "schema": ["Schema", "SparseFeature", "Target"],
             "source": ["Source"],
             "stream": ["BatchStream", "StreamState"],
             "table.config": ["TableConfig", "TableFeature"],
@@ -44,6 +44,7 @@ __all__ = [
     "SyntheticConfig",
     "TableConfig",
     "TableFeature",
+    "Target",
     "kind_of_files",
     "open_source",
     "schema_of",

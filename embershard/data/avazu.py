@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from embershard.data.config import DataConfig
 from embershard.data.hashing import Ids, map_ids, text_keys
 from embershard.data.lines import LineFormat, LineSource, joined_cells
-from embershard.data.schema import Schema, SparseFeature
+from embershard.data.schema import Schema, SparseFeature, Target
 
 HASHED = (
     *("C1", "banner_pos", "site_id", "site_domain", "site_category", "app_id", "app_domain", "app_category"),
@@ -44,7 +44,7 @@ class AvazuSource(LineSource):
     @staticmethod
     def schema_of(config: DataConfig) -> Schema:
         hashed = map(SparseFeature, HASHED, config.avazu.rows_per_table)
-        return Schema(("constant",), (*TIMES, *hashed), label="click")
+        return Schema(("constant",), (*TIMES, *hashed), target=Target(("click",)))
 
     def parse_cells(self, table: pa.Table) -> tuple[NDArray[np.float32], Sequence[Ids]]:
         text, lengths = joined_cells(table, HASHED)

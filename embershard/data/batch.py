@@ -25,15 +25,17 @@ class Batch(Pipelineable):
     Attributes:
         dense_features: float32 [B, D].
         sparse_features: F keys, int64 values [N], int32 lengths [F * B].
-        labels: float32 [B], 0 or 1.
+        labels: float32 [B], or [B, T] of several.
         is_hot: every sample of this step, on all ranks, looks up hot rows only (`sharding.mode = "hot_cold"`); the same
             on all ranks.
+        weights: float32 [B], of the samples; None: 1 each.
     """
 
     dense_features: torch.Tensor
     sparse_features: KeyedJaggedTensor
     labels: torch.Tensor
     is_hot: bool = False
+    weights: torch.Tensor | None = None
 
     @property
     def num_samples(self) -> int:
@@ -48,14 +50,17 @@ class Batch(Pipelineable):
             self.sparse_features.to(device, non_blocking=non_blocking),
             self.labels.to(device, non_blocking=non_blocking),
             self.is_hot,
+            None if self.weights is None else self.weights.to(device, non_blocking=non_blocking),
         )
 
     def pin_memory(self) -> Batch:
         """Return a copy in page-locked host memory, from which `to(..., non_blocking=True)` is asynchronous."""
         dense, sparse, labels = self.dense_features, self.sparse_features, self.labels
-        return Batch(dense.pin_memory(), sparse.pin_memory(), labels.pin_memory(), self.is_hot)
+        weights = None if self.weights is None else self.weights.pin_memory()
+        return Batch(dense.pin_memory(), sparse.pin_memory(), labels.pin_memory(), self.is_hot, weights)
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the memory of all tensors until `stream` is done with them."""
-        for tensor in (self.dense_features, self.sparse_features, self.labels):
-            tensor.record_stream(stream)
+        for tensor in (self.dense_features, self.sparse_features, self.labels, self.weights):
+            if tensor is not None:
+                tensor.record_stream(stream)

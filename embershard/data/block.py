@@ -28,9 +28,10 @@ class Block:
 
     Attributes:
         dense: float32 [n, D].
-        labels: float32 [n].
+        labels: float32 [n], or [n, T] of several.
         values: int64 ids of each sparse feature's bags, sample after sample.
         lengths: int32 [F, n], ids per bag; or one number per feature, where all its bags have the same size.
+        weights: float32 [n], of the samples; None: 1 each.
         bad: rows that are not among the samples, because they are none.
     """
 
@@ -38,6 +39,7 @@ class Block:
     labels: NDArray[np.float32]
     values: tuple[Ids, ...]
     lengths: Lengths
+    weights: NDArray[np.float32] | None = None
     bad: tuple[BadRow, ...] = ()
 
     @property
@@ -53,7 +55,8 @@ class Block:
         else:
             values = tuple(take_bags(v, n, rows) for v, n in zip(self.values, lengths, strict=True))
             lengths = lengths[:, rows]
-        return Block(self.dense[rows], self.labels[rows], values, lengths)
+        weights = None if self.weights is None else self.weights[rows]
+        return Block(self.dense[rows], self.labels[rows], values, lengths, weights)
 
     @staticmethod
     def join(blocks: Sequence[Block]) -> Block:
@@ -66,10 +69,12 @@ class Block:
             lengths = np.concatenate([np.asarray(b.lengths) for b in blocks], axis=1)
         dense = np.concatenate([b.dense for b in blocks])
         bad = tuple(row for b in blocks for row in b.bad)
-        return Block(dense, np.concatenate([b.labels for b in blocks]), values, lengths, bad)
+        labels = np.concatenate([b.labels for b in blocks])
+        weights = None if blocks[0].weights is None else np.concatenate([np.asarray(b.weights) for b in blocks])
+        return Block(dense, labels, values, lengths, weights, bad)
 
     def to_batch(self, schema: Schema) -> Batch:
-        """Return the same samples as tensors, which share the memory of `dense` and `labels`."""
+        """Return the same samples as tensors, which share the memory of the arrays but `values`."""
         import torch
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -81,14 +86,17 @@ class Block:
             lengths = torch.from_numpy(np.ascontiguousarray(self.lengths)).view(-1)
         values = torch.from_numpy(np.concatenate(self.values))
         sparse = KeyedJaggedTensor(keys=schema.keys, values=values, lengths=lengths)
-        return Batch(torch.from_numpy(self.dense), sparse, torch.from_numpy(self.labels))
+        weights = None if self.weights is None else torch.from_numpy(self.weights)
+        return Batch(torch.from_numpy(self.dense), sparse, torch.from_numpy(self.labels), weights=weights)
 
 
 def empty_block(schema: Schema) -> Block:
     """Return no samples: the block of a rank whose slice begins behind the end of an evaluation."""
     none = tuple(np.empty(0, np.int64) for _ in schema.sparse)
     dense = np.empty((0, schema.num_dense), np.float32)
-    return Block(dense, np.empty(0, np.float32), none, np.empty((len(none), 0), np.int32))
+    labels = np.empty((0, *([] if len(schema.target.labels) == 1 else [len(schema.target.labels)])), np.float32)
+    weights = None if schema.target.weight is None else np.empty(0, np.float32)
+    return Block(dense, labels, none, np.empty((len(none), 0), np.int32), weights)
 
 
 def take_bags(values: Ids, lengths: NDArray[np.int32], rows: Ids) -> Ids:

@@ -73,7 +73,7 @@ class LineSource(FileSource):
 
     def __init__(self, config: DataConfig, schema: Schema, patterns: tuple[str, ...], form: LineFormat) -> None:
         files, held_out = list_files(config, patterns)
-        self._form = form
+        self._form, (self._label,) = form, schema.target.labels
         self._text = TextFiles(files, config.chunk_rows, config.num_workers, has_header=form.has_header)
         for file, header in zip(files, self._text.headers, strict=True):
             if form.has_header:
@@ -110,7 +110,7 @@ class LineSource(FileSource):
     def _parse_lines(self, lines: memoryview, num_rows: int) -> Block:
         """Return the samples of some whole lines; raise if one of them is none."""
         table = self._form.read(lines)
-        labels = table.column(self.schema.label).to_numpy()
+        labels = table.column(self._label).to_numpy()
         if table.num_rows != num_rows or not np.isin(labels, (0, 1)).all():
             raise ValueError(f"{table.num_rows} rows; a label must be 0 or 1")
         dense, rows = self.parse_cells(table)
@@ -129,7 +129,7 @@ class LineSource(FileSource):
         if len(cells) != len(form.columns):
             return "", f"has {len(cells)} {word}-separated columns; needed {len(form.columns)}: {form.contents}"
         for name, cell in zip(form.columns, cells, strict=True):
-            problem = _label_problem(cell) if name == self.schema.label else self.cell_problem(name, cell)
+            problem = _label_problem(cell) if name == self._label else self.cell_problem(name, cell)
             if problem is not None:
                 return name, f"{name}={short(cell)}: {problem}"
         return "", f"cannot be parsed: {' '.join(str(error).split())}"

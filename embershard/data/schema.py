@@ -1,10 +1,36 @@
-"""A sample's schema: its columns, and the rows of their tables."""
+"""A sample's schema: what is predicted of it, its columns, and the rows of their tables."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 from embershard.errors import ConfigError
+
+Task = Literal["binary", "regression"]
+Pooling = Literal["sum", "mean"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is predicted of a sample: T labels.
+
+    >>> Target(("click", "buy"), label_weights=(1.0, 2.0)).task
+    'binary'
+
+    Attributes:
+        labels: names of their columns.
+        task: "binary": labels are 0 or 1; "regression": any numbers.
+        label_weights: factor of each label's loss; empty: 1 each.
+        weight: column of the samples' weights; None: 1 each.
+        label_means: of a regression, where a model's outputs start; empty: at 0.
+    """
+
+    labels: tuple[str, ...] = ("label",)
+    task: Task = "binary"
+    label_weights: tuple[float, ...] = ()
+    weight: str | None = None
+    label_means: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -13,19 +39,27 @@ class SparseFeature:
 
     A table of one row has no other: all its ids are row 0.
 
+    Attributes:
+        num_rows: of the table.
+        table: name of the table, which features share that name the same; None: the feature's name.
+        pooling: what a bag's rows give: their sum, or their mean.
+
     >>> SparseFeature("user", num_rows=1000).name
     'user'
     """
 
     name: str
     num_rows: int
+    table: str | None = None
+    pooling: Pooling = "sum"
 
     def __post_init__(self) -> None:
-        if not self.name or any(c in "./\\" or not c.isprintable() for c in self.name):
-            raise ConfigError(
-                f"sparse feature {self.name!r}: needed a name without dot, slash, backslash and control characters, "
-                "since modules, tensors and files are named after it; rename the column"
-            )
+        for name, what, of in ((self.name, "sparse feature", "the column"), (self.table or self.name, "table", "it")):
+            if not name or any(c in "./\\" or not c.isprintable() for c in name):
+                raise ConfigError(
+                    f"{what} {name!r}: needed a name without dot, slash, backslash and control characters, since "
+                    f"modules, tensors and files are named after it; rename {of}"
+                )
         if self.num_rows < 1:
             raise ConfigError(f"sparse feature {self.name!r} has num_rows={self.num_rows}; needed at least 1")
 
@@ -44,15 +78,24 @@ class Schema:
 
     dense: tuple[str, ...]
     sparse: tuple[SparseFeature, ...]
-    label: str = "label"
+    target: Target = field(default_factory=Target)
 
     def __post_init__(self) -> None:
-        names = [*self.dense, *self.keys, self.label]
+        names = [*self.dense, *self.keys, *self.target.labels]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ConfigError(f"the schema has columns twice: {', '.join(twice)}; every name must be unique")
         if not self.sparse:
             raise ConfigError("the schema has no sparse column; a recommendation model needs at least one")
+        first: dict[str, SparseFeature] = {}
+        for feature in self.sparse:
+            other = first.setdefault(feature.table or feature.name, feature)
+            if (other.num_rows, other.pooling) != (feature.num_rows, feature.pooling):
+                raise ConfigError(
+                    f"the features {other.name!r} and {feature.name!r} share the table {other.table or other.name!r}, "
+                    f"and have num_rows {other.num_rows} and {feature.num_rows}, pooling {other.pooling!r} and "
+                    f"{feature.pooling!r}; needed the same of both. Or give one of them a table of its own"
+                )
 
     @property
     def keys(self) -> list[str]:

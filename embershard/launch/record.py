@@ -23,6 +23,7 @@ from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
 from embershard.training.hot_cold import packed_totals
 from embershard.training.identity import global_batch
+from embershard.training.quality import main_values, metric_names, quality_values
 from embershard.training.reports import (
     BadRowsReport,
     EvalReport,
@@ -161,7 +162,7 @@ def make_result(
     `hot_cold` do; `steps` includes those before a resume. `bad_rows` is None where none is tolerated, `hot_cold` in
     other modes. `changes` are the settings that resumes changed on request.
     """
-    quality = {} if evaluation is None else dataclasses.asdict(evaluation.quality)
+    quality = {} if evaluation is None else quality_values(evaluation.quality)
     config, ranks, plan = trainer.config, trainer.ranks, trainer.plan
     measured, is_steady = steady_steps(trainer.step_seconds, config.lookahead)
     p50, p95 = (float(v) * 1e3 for v in np.percentile(measured, [50, 95])) if measured else (None, None)
@@ -176,7 +177,7 @@ def make_result(
         "step_ms": {"p50": p50, "p95": p95},
         "is_steady": is_steady,
         "loss": loss,
-        **{name: quality.get(name) for name in ("auc", "ne", "logloss", "accuracy", "calibration")},
+        **{name: quality.get(name) for name in metric_names(trainer.target)},
         "eval_samples": quality.get("samples", 0),
         "bad_rows": trainer.bad_rows.num_bad if trainer.bad_rows.are_tolerated else None,
         "world_size": ranks.world_size,
@@ -195,12 +196,13 @@ def make_result(
 def flat_report(report: Report) -> tuple[str, dict[str, Any]]:
     """Return the kind of a report and its values, as a line of metrics.jsonl has them."""
     if isinstance(report, TrainReport):
-        values = dataclasses.asdict(report)
+        values = dataclasses.asdict(report) | main_values(report.quality)
+        del values["quality"]
         sent, batches = values.pop("sent_bytes"), values.pop("batches") or {}
         values |= {f"{kind}_batches": count for kind, count in batches.items()}
         return "train", {**values, **{f"sent_bytes_{kind}": count for kind, count in sent.items()}}
     if isinstance(report, EvalReport):
-        return "eval", {"step": report.step, **dataclasses.asdict(report.quality), "seconds": report.seconds}
+        return "eval", {"step": report.step, **quality_values(report.quality), "seconds": report.seconds}
     if isinstance(report, FailedSaveReport):
         return "failed_checkpoint", dataclasses.asdict(report)
     if isinstance(report, BadRowsReport):

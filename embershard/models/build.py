@@ -25,8 +25,8 @@ def build_model(config: ModelConfig, schema: SchemaLike, device: torch.device) -
         device: of the dense layers.
 
     Returns:
-        A module from a batch with `dense_features` [B, num_dense], `sparse_features` and `labels` [B] to
-        `(loss [], (loss [], logits [B], labels [B]))`.
+        A module from a batch with `dense_features` [B, num_dense], `sparse_features`, `labels` [B] ([B, T] of several)
+        and `weights` [B] or None to `(loss [], (loss [], outputs, labels))`; the outputs have the labels' shape.
 
     Raises:
         ConfigError: the schema has no dense or no sparse feature, a name twice, or a table without rows; or the model

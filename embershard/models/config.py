@@ -36,8 +36,8 @@ class ModelConfig:
     """Layer widths of the MLP over the dense features. The last one must be `embedding_dim`; "deepfm" has two."""
 
     over_arch_layer_sizes: tuple[int, ...] = (64, 32, 1)
-    """Layer widths of the MLP over the interaction. The last one must be 1: the logit. "deepfm" has two: the layer over
-    all embeddings, and the logit."""
+    """Layer widths of the MLP over the interaction. The last one must be 1, the logit; of several labels, the
+    model has as many. "deepfm" has two: the layer over all embeddings, and the logit."""
 
     table_dtype: Literal["fp32", "fp16"] = "fp32"
     """Number format of the embedding rows. The dense layers are always fp32."""
@@ -141,6 +141,10 @@ class ModelConfig:
     def is_torchrecs(self) -> bool:
         """TorchRec has the architecture: one EmbeddingBagCollection, with a table for each feature."""
         return self.build is None and self.arch not in WITH_HISTORY
+
+    def over_layers(self, num_labels: int) -> tuple[int, ...]:
+        """Return `over_arch_layer_sizes` with an output for each label."""
+        return (*self.over_arch_layer_sizes[:-1], num_labels)
 
     @property
     def title(self) -> str:

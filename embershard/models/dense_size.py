@@ -14,15 +14,15 @@ _FLOPS_PER_MULTIPLY_ADD = 2 * 3  # the forward, and in the backward the gradient
 
 @dataclass(frozen=True)
 class DenseSize:
-    """The dense part of a DLRM with F tables of dim D: an MLP over the dense features, the interaction, an MLP over it.
+    """The dense part of a DLRM with F sparse features of dim D: MLP over dense features, interaction, MLP over it.
 
-    >>> DenseSize("dlrm", num_dense=1, num_tables=1, dim=4, dense_layers=(4,), over_layers=(1,)).parameter_bytes
+    >>> DenseSize("dlrm", num_dense=1, num_features=1, dim=4, dense_layers=(4,), over_layers=(1,)).parameter_bytes
     56
 
     Attributes:
         arch: see `ModelConfig`.
         num_dense: dense features of a sample.
-        num_tables, dim: F and D.
+        num_features, dim: F and D.
         dense_layers, over_layers: layer widths of the two MLPs.
         cross_layers, cross_rank: of the cross network of "dlrm_dcn"; otherwise 0.
         number_bytes: of a weight, and of a number that layers pass on.
@@ -30,7 +30,7 @@ class DenseSize:
 
     arch: Arch
     num_dense: int
-    num_tables: int
+    num_features: int
     dim: int
     dense_layers: Sequence[int]
     over_layers: Sequence[int]
@@ -39,13 +39,15 @@ class DenseSize:
     number_bytes: int = 4
 
     @classmethod
-    def of(cls, config: ModelConfig, num_dense: int, num_tables: int, number_bytes: int = 4) -> DenseSize:
+    def of(
+        cls, config: ModelConfig, num_dense: int, num_features: int, number_bytes: int = 4, num_labels: int = 1
+    ) -> DenseSize:
         """The dense part of the model that `build_model` builds from `config`."""
         cross = (0, 0)
         if config.arch == "dlrm_dcn":
             cross = (config.dcn_num_layers or DCN_NUM_LAYERS, config.dcn_low_rank_dim or DCN_LOW_RANK_DIM)
-        layers = (config.dense_arch_layer_sizes, config.over_arch_layer_sizes)
-        return cls(config.arch, num_dense, num_tables, config.embedding_dim, *layers, *cross, number_bytes)
+        layers = (config.dense_arch_layer_sizes, config.over_layers(num_labels))
+        return cls(config.arch, num_dense, num_features, config.embedding_dim, *layers, *cross, number_bytes)
 
     @property
     def flops_per_sample(self) -> float:
@@ -80,7 +82,7 @@ class DenseSize:
 
     @property
     def _features(self) -> int:
-        return self.num_tables + 1
+        return self.num_features + 1
 
     @property
     def _crossed(self) -> int:
@@ -96,8 +98,8 @@ class DenseSize:
     def _layers(self) -> list[tuple[int, int]]:
         """Input and output width of every layer of both MLPs."""
         if self.arch == "deepfm":
-            deep, logit = self.over_layers
+            deep, labels = self.over_layers
             dense = (self.num_dense, *self.dense_layers)
-            return [*pairwise(dense), (self._crossed, deep), (self._interaction_width, logit)]
+            return [*pairwise(dense), (self._crossed, deep), (self._interaction_width, labels)]
         widths = (self.num_dense, *self.dense_layers), (self._interaction_width, *self.over_layers)
         return [layer for mlp in widths for layer in pairwise(mlp)]

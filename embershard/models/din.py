@@ -26,7 +26,7 @@ class DIN(nn.Module):
         num_others: O, other features of dim D.
         dim: D.
         history_layers: layer widths of the activation unit, without its last one of width 1.
-        over_layers: layer widths of the last MLP; the last one is 1.
+        over_layers: layer widths of the last MLP; the last one is T, the number of labels.
 
     >>> model = DIN(num_features=1, num_others=0, dim=4, history_layers=[8], over_layers=[8, 1])
     >>> is_event = torch.tensor([[True, True, False]])
@@ -45,7 +45,7 @@ class DIN(nn.Module):
         self.over = nn.Sequential(MLP(width, hidden), nn.Linear([width, *hidden][-1], last))
 
     def forward(self, target: Tensor, history: Tensor, is_event: Tensor, others: Tensor) -> Tensor:
-        """Return the logits [B, 1] of targets [B, P, D] with histories [B, L, P, D] and other features [B, O, D].
+        """Return the outputs [B, T] of targets [B, P, D] with histories [B, L, P, D] and other features [B, O, D].
 
         `is_event`, bool [B, L], is False behind a history's end.
         """

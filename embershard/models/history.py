@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchrec.models.dlrm import DLRMTrain
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_configs import DataType, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.mlp import MLP
 
 from embershard.errors import ConfigError, DataError
 from embershard.models.config import ModelConfig
 from embershard.models.din import DIN
+from embershard.models.dlrm import embedding_tables
+from embershard.models.loss import WithLoss
 from embershard.models.schema import SchemaLike, table_name
 from embershard.models.tbsm import TBSM
 
@@ -51,6 +52,7 @@ class HistoryEmbeddings(nn.Module):
         self._target, self._history, self._dim = list(config.target), list(config.history), config.embedding_dim
         rows = {feature.name: feature.num_rows for feature in schema.sparse}
         _check(config, rows)
+        _check_tables(config, schema)
         meta, common = torch.device("meta"), {"embedding_dim": config.embedding_dim}
         common["data_type"] = DataType.FP16 if config.table_dtype == "fp16" else DataType.FP32
         pairs = zip(config.target, config.history, strict=True)
@@ -60,10 +62,7 @@ class HistoryEmbeddings(nn.Module):
         ]
         self.sequences = EmbeddingCollection(tables=sequences, device=meta)
         names = [name for name in rows if name not in {*config.target, *config.history}]
-        bags = [
-            EmbeddingBagConfig(name=table_name(name), num_embeddings=rows[name], feature_names=[name], **common)
-            for name in names
-        ]
+        bags = embedding_tables(config, [feature for feature in schema.sparse if feature.name in names])
         self.bags = EmbeddingBagCollection(tables=bags, device=meta) if bags else None
         num_dense = len(schema.dense)
         layers = list(config.dense_arch_layer_sizes)
@@ -102,14 +101,14 @@ class HistoryEmbeddings(nn.Module):
 
 
 class HistoryModel(nn.Module):
-    """Tables, and a network over what they give; for `DLRMTrain`, which adds the loss."""
+    """Tables, and a network over what they give; for `WithLoss`, which adds the loss."""
 
     def __init__(self, embeddings: HistoryEmbeddings, network: nn.Module) -> None:
         super().__init__()
         self.embeddings, self.network = embeddings, network
 
     def forward(self, dense_features: Tensor, sparse_features: Any) -> Tensor:
-        """Return the logits [B, 1]."""
+        """Return the outputs [B, T]."""
         looked = self.embeddings(dense_features, sparse_features)
         return self.network(looked.target, looked.history, looked.is_event, looked.others)
 
@@ -120,10 +119,9 @@ def build_with_history(config: ModelConfig, schema: SchemaLike, device: torch.de
     network_class = DIN if config.arch == "din" else TBSM
     sizes = list(config.history_layer_sizes or HISTORY_LAYER_SIZES)
     with device:
-        network = network_class(
-            len(config.target), embeddings.num_others, config.embedding_dim, sizes, list(config.over_arch_layer_sizes)
-        )
-        return DLRMTrain(HistoryModel(embeddings, network))
+        over = config.over_layers(len(schema.target.labels))
+        network = network_class(len(config.target), embeddings.num_others, config.embedding_dim, sizes, over)
+        return WithLoss(HistoryModel(embeddings, network), schema.target)
 
 
 def _check(config: ModelConfig, rows: Mapping[str, int]) -> None:
@@ -141,4 +139,20 @@ def _check(config: ModelConfig, rows: Mapping[str, int]) -> None:
             raise ConfigError(
                 f"model.target {item!r} has {rows[item]} rows and model.history {past!r} has {rows[past]}: they share "
                 "a table. Give both the same number of rows in the data's settings."
+            )
+
+
+def _check_tables(config: ModelConfig, schema: SchemaLike) -> None:
+    """Raise where a feature's own settings of table and pooling meet the tables of target and history."""
+    events = {*config.target, *config.history}
+    for feature in schema.sparse:
+        if feature.name in events and (feature.table is not None or feature.pooling != "sum"):
+            raise ConfigError(
+                f"data.table.features.{feature.name}: table and pooling have no effect on a feature of model.target or "
+                "model.history: each pair shares a table of sequences. Leave them out."
+            )
+        if feature.name not in events and feature.table in events:
+            raise ConfigError(
+                f"data.table.features.{feature.name}: table {feature.table!r} is that of a feature of model.target or "
+                "model.history, which is of sequences. Leave table out."
             )

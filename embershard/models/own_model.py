@@ -16,47 +16,49 @@ from torch import Tensor, nn
 
 from embershard.errors import ConfigError
 from embershard.models.config import ModelConfig
+from embershard.models.loss import loss_of
 from embershard.models.own_errors import note_batch, place_of
-from embershard.models.schema import SchemaLike
+from embershard.models.schema import SchemaLike, TargetLike
 from embershard.models.tables import collections_of, tables_in
 
 
 class OwnModel(nn.Module):
     """A model of one's own, with the loss.
 
-    Its forward takes a batch and returns `(loss [], (loss [], logits [B], labels [B]))`, as DLRMTrain's does.
+    Its forward takes a batch and returns `(loss [], (loss [], outputs, labels))`, as `WithLoss` does.
 
     Args:
-        model: from a batch to logits [B] or [B, 1], of which the loss is the binary cross-entropy with the labels; or
-            to `(loss [], logits)`.
+        model: from a batch to outputs [B] or [B, 1], of several labels [B, T], of which `loss_of` gives the loss; or to
+            `(loss [], outputs)`.
     """
 
-    def __init__(self, model: nn.Module, name: str) -> None:
+    def __init__(self, model: nn.Module, name: str, target: TargetLike) -> None:
         super().__init__()
-        self.model, self._name = model, name
+        self.model, self._name, self._target = model, name, target
 
     def forward(self, batch: Any) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """Return the loss, and loss, logits and labels without gradients."""
+        """Return the loss, and loss, outputs and labels without gradients."""
         try:
             found, labels = self.model(batch), batch.labels
         except Exception as error:
             note_batch(error, batch)
             raise
-        loss, logits = found if isinstance(found, tuple) and len(found) == 2 else (None, found)
-        self._check(loss, logits, labels)
-        logits = logits.reshape(-1)
+        loss, outputs = found if isinstance(found, tuple) and len(found) == 2 else (None, found)
+        self._check(loss, outputs, labels)
+        outputs = outputs.reshape(labels.shape)
         if loss is None:
-            loss = nn.functional.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
-        return loss, (loss.detach(), logits.detach(), labels.detach())
+            loss = loss_of(self._target, outputs, labels.to(outputs.dtype), batch.weights)
+        return loss, (loss.detach(), outputs.detach(), labels.detach())
 
     def _check(self, loss: Any, logits: Any, labels: Tensor) -> None:
-        is_right = isinstance(logits, Tensor) and logits.numel() == len(labels)
+        is_right = isinstance(logits, Tensor) and logits.numel() == labels.numel()
+        is_right = is_right and (labels.dim() == 1 or logits.shape == labels.shape)
         if not is_right or not (loss is None or (isinstance(loss, Tensor) and loss.numel() == 1)):
             shapes = [list(each.shape) if isinstance(each, Tensor) else type(each).__name__ for each in (loss, logits)]
             got = shapes[1] if loss is None else shapes
             raise ConfigError(
                 f"{self._name}: the model's forward returned {got} for {len(labels)} samples; needed logits "
-                f"[{len(labels)}], or (loss [], logits [{len(labels)}])."
+                f"{list(labels.shape)}, or (loss [], logits {list(labels.shape)})."
             )
 
 
@@ -77,7 +79,7 @@ def build_own(config: ModelConfig, schema: SchemaLike, device: torch.device) -> 
             raise ConfigError(f"{name} failed: {type(error).__name__}: {error} ({place_of(error)}).") from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{name} returned {type(model).__name__}; needed a torch.nn.Module.")
-    own = OwnModel(model, name)
+    own = OwnModel(model, name, schema.target)
     _check_collections(own, name)
     _check_tables(own, schema, name)
     return own

@@ -18,6 +18,28 @@ class SparseFeatureLike(Protocol):
     @property
     def num_rows(self) -> int: ...
 
+    @property
+    def table(self) -> str | None: ...
+
+    @property
+    def pooling(self) -> str: ...
+
+
+class TargetLike(Protocol):
+    """What is predicted of a sample, as `embershard.data.Target` has it."""
+
+    @property
+    def labels(self) -> Sequence[str]: ...
+
+    @property
+    def task(self) -> str: ...
+
+    @property
+    def label_weights(self) -> Sequence[float]: ...
+
+    @property
+    def label_means(self) -> Sequence[float]: ...
+
 
 class SchemaLike(Protocol):
     """The features of a data set, as `embershard.data.Schema` has them."""
@@ -27,6 +49,9 @@ class SchemaLike(Protocol):
 
     @property
     def sparse(self) -> Sequence[SparseFeatureLike]: ...
+
+    @property
+    def target(self) -> TargetLike: ...
 
 
 def table_name(feature: str) -> str:

@@ -29,7 +29,7 @@ class TBSM(nn.Module):
         num_others: O, other features, alike for all events of a sample.
         dim: D.
         history_layers: layer widths of the MLP of a step; the last one is Z, the numbers of z.
-        over_layers: layer widths of the last MLP; the last one is 1.
+        over_layers: layer widths of the last MLP; the last one is T, the number of labels.
 
     >>> model = TBSM(num_features=1, num_others=1, dim=4, history_layers=[8], over_layers=[8, 1])
     >>> is_event = torch.tensor([[True, True, False]])
@@ -51,7 +51,7 @@ class TBSM(nn.Module):
         self.over = nn.Sequential(MLP(3 * width, hidden), nn.Linear([3 * width, *hidden][-1], last))
 
     def forward(self, target: Tensor, history: Tensor, is_event: Tensor, others: Tensor) -> Tensor:
-        """Return the logits [B, 1] of targets [B, P, D] with histories [B, L, P, D] and other features [B, O, D].
+        """Return the outputs [B, T] of targets [B, P, D] with histories [B, L, P, D] and other features [B, O, D].
 
         `is_event`, bool [B, L], is False behind a history's end.
         """

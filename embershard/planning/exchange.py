@@ -29,6 +29,7 @@ def exchange_bytes(workload: Workload, table: str, sharding: str, columns: int, 
         rank_share=1 / num_shards,
         distinct_ids=workload.distinct_per_rank(table) if exchange == "rows" else None,
         number_bytes=shape.number_bytes,
+        num_features=workload.num_features[table],
     )
     return num_shards * of_shard.in_training
 

@@ -99,6 +99,7 @@ def shard_work(workload: Workload, shard: PlacedShard, report: ShardReport) -> S
         distinct_ids=distinct,
         number_bytes=shape.number_bytes,
         vectors_per_sample=workload.vectors_per_sample(size),
+        num_features=size.num_features,
     )
     return StepWork(
         embedding_bytes=work.embedding_bytes(report.lookups, size, shard.columns),

@@ -123,6 +123,11 @@ class Workload:
         """Mean lookups of a sample, by table."""
         return {name: t.num_lookups / max(1, self.data.num_samples) for name, t in self.data.tables.items()}
 
+    @cached_property
+    def num_features(self) -> dict[str, int]:
+        """Features that share a table, by its name."""
+        return {table.table: table.num_features for table in self.model.tables}
+
     def distinct_per_rank(self, table: str) -> float:
         """Return the expected distinct rows of a table in one rank's batch."""
         return distinct_rows(self.data.tables[table], self.shape.batch_size, self.data.num_samples)

@@ -133,7 +133,7 @@ def step_bytes(
     distinct rows are exchanged, so is the place of each id among the distinct ones.
     """
     batch = settings.batch_size
-    vectors = 2.0 * sum(table.dim for table in model.tables) * batch * _FLOAT_BYTES
+    vectors = 2.0 * sum(table.dim * table.num_features for table in model.tables) * batch * _FLOAT_BYTES
     for shard, arriving in zip(shards, lookups, strict=True):
         samples = batch if shard.kernel == "replicated" else batch * world_size
         vectors += vector_bytes(shard, samples, arriving)

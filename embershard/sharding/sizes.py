@@ -20,6 +20,7 @@ class TableSize:
         state_bytes_per_column: optimizer state per column (Adagrad: 4, Adam: 8).
         group: tables of different groups share no cache: see `groups_of`.
         is_sequence: of an EmbeddingCollection: every lookup's row travels, and fewer sharding types can hold it.
+        num_features: that share the table: each has its own bags.
     """
 
     table: str
@@ -30,6 +31,7 @@ class TableSize:
     state_bytes_per_column: int = 0
     group: str = ""
     is_sequence: bool = False
+    num_features: int = 1
 
     def weight_bytes(self, columns: int | None = None) -> int:
         """Return the bytes of a row's weights, with so many columns (default: all)."""

@@ -41,7 +41,8 @@ COMPARED = frozenset(
     | _names("data.criteo", "num_rows id_mapping dense_transform")
     | _names("data.avazu", "num_rows")
     | _names("data.parquet", "dense sparse num_rows label id_mapping dense_transform max_bag_size")
-    | _names("data.table", "features label label_at_least separator columns quoted null_values max_bag_size")
+    | _names("data.table", "features label task label_at_least label_mean label_weights weight")
+    | _names("data.table", "separator columns quoted null_values max_bag_size")
     | _names("model", "arch embedding_dim dense_arch_layer_sizes over_arch_layer_sizes table_dtype")
     | _names("model", "dcn_num_layers dcn_low_rank_dim target history history_layer_sizes build options")
     | _names("sharding", "forward_dtype backward_dtype")
@@ -86,7 +87,7 @@ FREE = frozenset(
 #: have the same values of them; the label's name, the size of bags and the form of text files may be others.
 _MEANING = (
     *("data.kind", "data.criteo.", "data.avazu.", "data.parquet.", "data.synthetic.scale", "data.synthetic.num_dense"),
-    *("data.table.features", "model."),
+    *("data.table.features", "data.table.task", "model."),
 )
 _NO_MEANING = ("data.parquet.label", "data.parquet.max_bag_size")
 

@@ -17,7 +17,8 @@ class KeptBatches:
     """Writes batches to the run's folder.
 
     A file has a dict for `torch.load(path, weights_only=True)`: "step", "rank", "losses" (of all ranks), "features"
-    (names, F), "dense_features" [B, D], "lengths" [F * B], "values" [N] and "labels" [B].
+    (names, F), "dense_features" [B, D], "lengths" [F * B], "values" [N], "labels" [B] or [B, T], and "weights" [B] or
+    None.
 
     Args:
         checkpoints: the run's folder of checkpoints; files go to the folder `FOLDER` beside it.
@@ -73,6 +74,7 @@ class KeptBatches:
                     "lengths": ids.lengths(),
                     "values": ids.values(),
                     "labels": batch.labels.cpu(),
+                    "weights": None if batch.weights is None else batch.weights.cpu(),
                 },
                 file,
             )

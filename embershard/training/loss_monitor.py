@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import binary_cross_entropy_with_logits
 
-from embershard.data import Batch
+from embershard.data import Batch, Target
 from embershard.distributed import Ranks
 from embershard.errors import NotFiniteError
+from embershard.models.loss import loss_of
 from embershard.training.kept_batches import KeptBatches
 
 #: After so many batches in a row without a finite loss, rows or parameters are the cause, not the data.
@@ -28,17 +28,20 @@ class _Step:
     event: torch.cuda.Event | None
 
 
-def in_float64(loss: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross entropy [] of logits [B] and labels [B], of which `loss` [] is the rounded value.
+def in_float64(
+    target: Target, loss: torch.Tensor, outputs: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the loss [] of outputs and labels, of which `loss` [] is the rounded value; see `loss_of`.
 
     A mean rounded to float32 depends on how a batch is divided among ranks. A loss that is not finite is returned as it
     is.
 
     >>> loss = torch.tensor(0.6931472)
-    >>> in_float64(loss, torch.zeros(2), torch.tensor([0.0, 1.0]))
+    >>> in_float64(Target(), loss, torch.zeros(2), torch.tensor([0.0, 1.0]), None)
     tensor(0.6931, dtype=torch.float64)
     """
-    exact = binary_cross_entropy_with_logits(logits.detach().double(), labels.double())
+    wide = None if weights is None else weights.double()
+    exact = loss_of(target, outputs.detach().double(), labels.double(), wide)
     return torch.where(torch.isfinite(loss.detach()), exact, loss.detach().double())
 
 

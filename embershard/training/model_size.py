@@ -48,7 +48,7 @@ def model_size(config: RunConfig, rows: Mapping[str, int]) -> ModelSize:
     337648
     """
     tables, groups = {table.name: table for table in tables_of_run(config)}, table_groups(config)
-    flops, parameters, activations = _dense_part(config, len(tables))
+    flops, parameters, activations = _dense_part(config)
     return ModelSize(
         tables=tuple(
             TableSize(
@@ -59,6 +59,7 @@ def model_size(config: RunConfig, rows: Mapping[str, int]) -> ModelSize:
                 *config.embedding_optimizer.state_bytes,
                 group=groups[name],
                 is_sequence=tables[name].is_sequence,
+                num_features=len(tables[name].features),
             )
             for name, count in rows.items()
         ),
@@ -69,12 +70,13 @@ def model_size(config: RunConfig, rows: Mapping[str, int]) -> ModelSize:
     )
 
 
-def _dense_part(config: RunConfig, num_tables: int) -> tuple[float, int, float]:
+def _dense_part(config: RunConfig) -> tuple[float, int, float]:
     """Return operations of a sample, bytes of the parameters, and bytes that a sample's forward keeps."""
     schema = schema_of(config.data)
     if config.model.is_torchrecs:
         number_bytes = 8 if config.train.precision == "fp64" else 4
-        dense = DenseSize.of(config.model, schema.num_dense, num_tables, number_bytes)
+        sizes = schema.num_dense, len(schema.sparse), number_bytes, len(schema.target.labels)
+        dense = DenseSize.of(config.model, *sizes)
         return dense.flops_per_sample, dense.parameter_bytes, dense.activation_bytes_per_sample
     parameters = num_parameters(config.model, schema)
     kept = sum(table.dim * len(table.features) for table in tables_of_run(config))

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from embershard.data import Batch
+from embershard.data import Batch, Target
 from embershard.distributed import Ranks, Supervision
 from embershard.training.config import TrainConfig
-from embershard.training.metrics import PredictionBuffer
+from embershard.training.metrics import Predicted, PredictionBuffer
 
 #: An evaluation asks so often whether a rank must stop.
 _BATCHES_BETWEEN_STOPS = 16
@@ -34,13 +34,13 @@ def autocast(settings: TrainConfig, device: torch.device) -> AbstractContextMana
 
 
 @torch.no_grad()
-def logits_of(
+def predicted_of(
     model: nn.Module,
     batches: Iterable[Batch],
     device: torch.device,
     autocast: Callable[[], AbstractContextManager[Any]],
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the logits [B] and labels [B] of each batch; the model trains again afterwards. Collective.
+) -> Iterator[Predicted]:
+    """Yield what the model says of each batch; the model trains again afterwards. Collective.
 
     Args:
         batches: as many on every rank; some may be empty.
@@ -51,21 +51,23 @@ def logits_of(
         count = batch.num_samples
         batch = _never_empty(batch).to(device, non_blocking=True)
         with autocast():
-            _, (_, logits, labels) = model(batch)
-        yield logits[:count], labels[:count]
+            _, (_, outputs, labels) = model(batch)
+        weights = None if batch.weights is None else batch.weights[:count]
+        yield Predicted(outputs[:count], labels[:count], weights)
     model.train()
 
 
 def predict(
     model: nn.Module,
+    target: Target,
     batches: Iterable[Batch],
     device: torch.device,
     autocast: Callable[[], AbstractContextManager[Any]],
 ) -> PredictionBuffer:
-    """Return the predictions and labels of all batches; see `logits_of`."""
-    predictions = PredictionBuffer()
-    for logits, labels in logits_of(model, batches, device, autocast):
-        predictions.add(logits, labels)
+    """Return the predictions of all batches; see `predicted_of`."""
+    predictions = PredictionBuffer(target)
+    for predicted in predicted_of(model, batches, device, autocast):
+        predictions.add(predicted)
     return predictions
 
 
@@ -79,5 +81,6 @@ def _never_empty(batch: Batch) -> Batch:
         KeyedJaggedTensor(
             sparse.keys(), sparse.values().new_empty(0), lengths=sparse.lengths().new_zeros(len(sparse.keys()))
         ),
-        batch.labels.new_zeros(1),
+        batch.labels.new_zeros(1, *batch.labels.shape[1:]),
+        weights=None if batch.weights is None else batch.weights.new_ones(1),
     )

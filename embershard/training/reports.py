@@ -7,7 +7,7 @@ from pathlib import Path
 
 from embershard.data.bad_rows import BadRow
 from embershard.distributed.sent_bytes import SentBytes
-from embershard.training.quality import Quality
+from embershard.training.quality import AnyQuality
 
 
 @dataclass(frozen=True)
@@ -15,6 +15,8 @@ class TrainReport:
     """Progress since the last such report, over all ranks.
 
     `fills`, `write_backs` (rows of the caches) and `sent_bytes` are of one rank in one step, on average.
+
+    `quality` is that of the newest samples.
 
     `batches`: in the mode "hot_cold", batches by kind that this process has trained on so far.
     """
@@ -24,7 +26,7 @@ class TrainReport:
     samples: int
     loss: float
     batches: dict[str, int] | None
-    auc: float | None
+    quality: AnyQuality
     samples_per_second: float
     hit_rate_unique: float | None
     hit_rate_lookups: float | None
@@ -39,7 +41,7 @@ class EvalReport:
     """Quality on the held-out part."""
 
     step: int
-    quality: Quality
+    quality: AnyQuality
     seconds: float
 
 

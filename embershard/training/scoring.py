@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-
-from embershard.data import Source
+from embershard.data import Source, Target
 from embershard.distributed import Ranks, Supervision, load_tensors, shortest, without_empty
 from embershard.distributed.checkpoint.load import without_known_warnings
 from embershard.training.build import build_sharded_model
 from embershard.training.memory_check import check_memory_for_run
-from embershard.training.metrics import PredictionBuffer
-from embershard.training.prediction import autocast, logits_of
-from embershard.training.quality import Quality
+from embershard.training.metrics import Predicted, PredictionBuffer
+from embershard.training.prediction import autocast, predicted_of
+from embershard.training.quality import AnyQuality
 from embershard.training.steps import open_stream
 from embershard.training.trained_run import TrainedRun, for_scoring
 
@@ -46,24 +44,29 @@ class Scorer:
         """Samples to score, of all ranks."""
         return self._source.chunks("eval").num_samples
 
-    def scores(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield logits and labels, both float32 [n] on the host, of all samples in their order: those of all ranks, a
-        global batch at a time, the same on every rank. Collective."""
-        for logits, labels in self._own():
-            both = torch.stack([logits.float().reshape(-1), labels.float().reshape(-1)], dim=1)
-            yield tuple(self._ranks.all_gather_rows(both).cpu().unbind(1))  # type: ignore[misc]
+    @property
+    def target(self) -> Target:
+        """What is predicted of a sample."""
+        return self._source.schema.target
 
-    def quality(self) -> Quality:
+    def scores(self) -> Iterator[Predicted]:
+        """Yield what the model says of all samples in their order, float32 on the host: those of all ranks, a global
+        batch at a time, the same on every rank. Collective."""
+        for predicted in self._own():
+            gathered = self._ranks.all_gather_rows(predicted.columns()).cpu()
+            yield Predicted.of_columns(gathered, self.target)
+
+    def quality(self) -> AnyQuality:
         """Return the quality over all samples. Collective, with the same result everywhere."""
-        buffer = PredictionBuffer()
-        for logits, labels in self._own():
-            buffer.add(logits, labels)
+        buffer = PredictionBuffer(self.target)
+        for predicted in self._own():
+            buffer.add(predicted)
         return buffer.quality(self._ranks)
 
-    def _own(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _own(self) -> Iterator[Predicted]:
         device = self._ranks.device
         with open_stream(self._config, self._source, self._ranks, None, None) as stream:
             batches = shortest(stream, device)
-            for found in logits_of(self.model, batches, device, lambda: autocast(self._config.train, device)):
+            for found in predicted_of(self.model, batches, device, lambda: autocast(self._config.train, device)):
                 self._supervision.beat()
                 yield found

@@ -31,7 +31,7 @@ from embershard.training.kept_batches import KeptBatches
 from embershard.training.loss_monitor import LossMonitor, in_float64
 from embershard.training.machines import check_machines
 from embershard.training.memory_check import check_memory_for_run
-from embershard.training.metrics import PredictionBuffer
+from embershard.training.metrics import Predicted, PredictionBuffer
 from embershard.training.optimizers import LearningRates
 from embershard.training.prediction import autocast, predict, until_stopped
 from embershard.training.reports import (
@@ -76,6 +76,7 @@ class Trainer:
         check_machines(config, ranks, checkpoints and checkpoints.parent)
         self.plan = find_plan(config, ranks)
         self.source = open_source(config.data)
+        self.target = self.source.schema.target
         self._first_step = 0  # of this process: it may go on from a checkpoint
         self.memory_warning = check_memory_for_run(config, self.plan, ranks)  # before the model is built
         profile = find_profile(config, self.source)
@@ -92,7 +93,7 @@ class Trainer:
         self.bad_rows = BadRowCount(config.data.bad_rows, ranks)
         self._saves = Saves(config.checkpoint, ranks)
         self.loss_monitor = self._make_loss_monitor()
-        self.window = PredictionBuffer(WINDOW_SAMPLES)
+        self.window = PredictionBuffer(self.target, WINDOW_SAMPLES)
         self.cache_reader = CacheReader(self.model, ranks)
         self.traffic_reader = TrafficReader(ranks)
         self.steps = self.samples = 0
@@ -205,8 +206,9 @@ class Trainer:
         self._learning_rates.set(self.steps)
         self.dense_optimizer.zero_grad()
         with stage("forward"), self._autocast():
-            loss, (_, logits, labels) = self.model(batch)
-        exact = in_float64(loss, logits, labels)
+            loss, (_, outputs, labels) = self.model(batch)
+        predicted = Predicted(outputs, labels, batch.weights)
+        exact = in_float64(self.target, loss, *predicted)
         problem = self.loss_monitor.add(self.steps + 1, exact, batch, signal=self.supervision.signal)
         self.supervision.hear(self.loss_monitor.signal)
         if problem:
@@ -220,7 +222,7 @@ class Trainer:
         with stage("optimizer"):
             self.config.dense_optimizer.clip(self.dense_parameters.values())
             self.dense_optimizer.step()
-        self.window.add(logits, labels)
+        self.window.add(predicted)
         self.steps += 1
         self.samples += batch.num_samples * self.ranks.world_size
         return None
@@ -237,7 +239,7 @@ class Trainer:
             samples=self.samples,
             loss=self.loss_monitor.mean(),
             batches=None if (schedule := self.stream.schedule) is None else dict(schedule.num_trained),
-            auc=self.window.quality(self.ranks).auc,
+            quality=self.window.quality(self.ranks),
             samples_per_second=len(seconds) * global_batch(self.config, self.ranks.world_size) / sum(seconds),
             hit_rate_unique=cached.hit_rate_unique,
             hit_rate_lookups=cached.hit_rate_lookups,
@@ -257,7 +259,7 @@ class Trainer:
         with self._open_stream(None) as stream:
             batches = self._input_failure.watch(shortest(stream, self.ranks.device))
             batches = until_stopped(batches, self.supervision, self.ranks)
-            predictions = predict(self.model, batches, self.ranks.device, self._autocast)
+            predictions = predict(self.model, self.target, batches, self.ranks.device, self._autocast)
             self.bad_rows.add(stream, "eval")
         if self.supervision.agree(self.ranks):
             return None
@@ -316,7 +318,7 @@ class Trainer:
         self.config = comparison.config
         self.steps, self.samples = saved.step, saved.samples
         self._first_step = self._reported_steps = saved.step
-        self.loss_monitor, self.window = self._make_loss_monitor(), PredictionBuffer(WINDOW_SAMPLES)
+        self.loss_monitor, self.window = self._make_loss_monitor(), PredictionBuffer(self.target, WINDOW_SAMPLES)
         self.stream.close()
         self.stream = self._open_stream(comparison.stream)
         if manifest is not None:

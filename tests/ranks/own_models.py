@@ -13,6 +13,7 @@ from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.torchrec import cache_stats
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.equivalence import Verdict, compare_with_stock
+from embershard.training.reports import TrainReport
 from embershard.training.trainer import Trainer
 from tests.ranks.parity import differences, snapshot
 from tests.ranks.planned import here
@@ -78,3 +79,11 @@ def resumed_equals_whole(config: RunConfig, checkpoints: Path) -> list[str]:
     for _ in second.train():
         pass
     return differences(snapshot(whole.model), snapshot(second.model))
+
+
+def trained(config: RunConfig) -> tuple[list[float], dict[str, Any]]:
+    """Train the whole run; return the loss of each step, and the weights and states that it ends with."""
+    trainer = Trainer(config, here())
+    losses = [report.loss for report in trainer.train() if isinstance(report, TrainReport)]
+    trainer.close()
+    return losses, snapshot(trainer.model)

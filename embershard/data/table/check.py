@@ -11,6 +11,7 @@ from embershard.data.table.config import TableConfig, settings_of
 from embershard.data.table.decode import ChunkDecoder
 from embershard.data.table.parquet_files import are_parquet, first_rows, parquet_schema
 from embershard.data.table.raw import RawChunk, check_columns, check_types
+from embershard.data.table.targets import labels_and_weights
 from embershard.data.table.text_columns import columns_of, first_bytes
 from embershard.errors import DataError
 
@@ -62,6 +63,6 @@ def _check_values(chunk: RawChunk, settings: TableConfig) -> None:
         decoder.dense(feature)
     for feature in settings.of_kind("sparse").values():
         decoder.bags(feature, (settings.max_bag_size, "data.table.max_bag_size"))
-    decoder.labels(settings)
+    labels_and_weights(chunk, decoder, settings)
     if decoder.bad:
         raise DataError(str(decoder.bad[min(decoder.bad)]))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from embershard.data.config_checks import ONE_PATTERN, check_fields, freeze_lists
+from embershard.data.schema import Pooling, Target, Task
 from embershard.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,6 +44,11 @@ class TableFeature:
     mapping: IdMapping = "text"
     """Row of a sparse value. "text": by the 64-bit hash of the value as text. Of integers: "hash" by a 64-bit mix,
     "modulo" by the remainder, "none": they are rows. Of a time, in UTC: "hour" and "weekday"."""
+    table: str | None = None
+    """Name of a sparse feature's embedding table: features with the same name share one, and need the same `num_rows`,
+    `mapping` and `pooling`. Default: the feature's name."""
+    pooling: Pooling = "sum"
+    """What the rows of a sparse feature's bag give: their "sum", or their "mean"."""
     separator: str | None = None
     """Between the values of a cell of text: the cell is a bag of them then, in their order."""
 
@@ -79,6 +85,8 @@ class TableFeature:
                 "at least 1" if needs_rows else f"nothing: a {'time' if is_sparse else 'dense feature'} needs none",
             ),
             mapping=(is_sparse or self.mapping == "text", no_effect),
+            table=(is_sparse or self.table is None, no_effect),
+            pooling=(is_sparse or self.pooling == "sum", no_effect),
             separator=(
                 self.separator is None or (is_sparse and not is_time and self.separator != ""),
                 "nothing, or the text between the values of a cell of a sparse feature that is no time",
@@ -101,10 +109,23 @@ class TableConfig:
 
     features: dict[str, TableFeature] = field(default_factory=dict, hash=False)
     """The features of a sample by name, in order: a section per feature."""
-    label: str = "label"
-    """Name of the column of labels: 0 or 1, or any number with `label_at_least`."""
-    label_at_least: float | None = None
-    """A label is 1 where the column's number is at least this, else 0. Default: the column has 0 and 1."""
+    label: str | tuple[str, ...] = "label"
+    """Name of the column of labels; or names: the model then has an output for each. 0 or 1; any number with
+    `label_at_least` or task = "regression"."""
+    task: Task = "binary"
+    """"binary": scores are probabilities of label 1. "regression": scores are numbers, near the labels in the mean of
+    the squared distance."""
+    label_at_least: float | tuple[float, ...] | None = None
+    """A label is 1 where the column's number is at least this, else 0; of several labels, one number for all or a
+    number each. Default: the columns have 0 and 1."""
+    label_mean: float | tuple[float, ...] | None = None
+    """With task = "regression": where the model's outputs start, about the mean label; of several labels, a number
+    each. `embershard data inspect` finds it. Default: 0."""
+    label_weights: tuple[float, ...] = ()
+    """Of several labels: the factor of each label's loss, above 0. Default: 1 each."""
+    weight: str | None = None
+    """Name of a column of numbers of at least 0: the factor of a sample's loss, and its share of the held-out metrics.
+    Default: 1 each."""
     separator: str = ","
     """Between the cells of a line of a text file: one character."""
     columns: tuple[str, ...] = ()
@@ -120,6 +141,7 @@ class TableConfig:
 
     def __post_init__(self) -> None:
         freeze_lists(self)
+        self._check_target()
         check_fields(
             self,
             "table.",
@@ -128,8 +150,64 @@ class TableConfig:
             max_bag_size=(self.max_bag_size >= 1, "at least 1"),
             files=(len(self.files) > 0, ONE_PATTERN),
         )
+        mappings: dict[str, tuple[str, str]] = {}
         for name, feature in self.features.items():
             feature.check(name)
+            if feature.kind == "sparse":
+                other, mapping = mappings.setdefault(feature.table or name, (name, feature.mapping))
+                if mapping != feature.mapping:
+                    raise ConfigError(
+                        f"data.table.features.{name}: shares a table with {other!r}, whose mapping is {mapping!r}, and "
+                        f"has mapping {feature.mapping!r}: one value would have two rows. Give both the same."
+                    )
+
+    def _check_target(self) -> None:
+        labels, least = self.labels, self.label_at_least
+        num_given = len(least) if isinstance(least, tuple) else len(labels)
+        means = self.target.label_means
+        check_fields(
+            self,
+            "table.",
+            label=(
+                len(labels) > 0 and all(labels) and len(set(labels)) == len(labels),
+                "the name of a column, or names, each once",
+            ),
+            label_at_least=(
+                num_given == len(labels) and (least is None or self.task == "binary"),
+                f"one number, or {len(labels)}, one for each label"
+                if self.task == "binary"
+                else 'nothing: with task = "regression", labels are numbers as they are',
+            ),
+            label_mean=(
+                not means or (self.task == "regression" and len(means) == len(labels)),
+                f'{len(labels)} numbers with task = "regression", and nothing otherwise',
+            ),
+            label_weights=(
+                not self.label_weights
+                or (1 < len(labels) == len(self.label_weights) and all(each > 0 for each in self.label_weights)),
+                f"{len(labels)} numbers above 0, one for each label"
+                if len(labels) > 1
+                else "nothing: there is one label",
+            ),
+            weight=(self.weight != "", "the name of a column"),
+        )
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of the columns of labels."""
+        return (self.label,) if isinstance(self.label, str) else self.label
+
+    @property
+    def target(self) -> Target:
+        """What is predicted of a sample."""
+        mean = self.label_mean
+        means = mean if isinstance(mean, tuple) else () if mean is None else (mean,)
+        return Target(self.labels, self.task, self.label_weights, self.weight, means)
+
+    def thresholds(self) -> tuple[float | None, ...]:
+        """Return from which number on each label is 1; None: it has 0 and 1."""
+        least = self.label_at_least
+        return least if isinstance(least, tuple) else (least,) * len(self.labels)
 
     @staticmethod
     def of_parquet(settings: ParquetConfig) -> TableConfig:

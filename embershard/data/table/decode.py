@@ -17,7 +17,7 @@ from pyarrow import types
 
 from embershard.data.bad_rows import BadRow, short
 from embershard.data.hashing import Ids, Words, cell_bytes, map_ids, text_keys
-from embershard.data.table.config import TIME_ROWS, TableConfig, TableFeature
+from embershard.data.table.config import TIME_ROWS, TableFeature
 from embershard.data.table.raw import RawChunk, is_list, is_text, is_time
 from embershard.data.table.scaling import scaled
 from embershard.errors import DataError, IdOutOfRangeError
@@ -79,17 +79,6 @@ class ChunkDecoder:
             found = scaled(numbers, feature)
         self.note(~np.isfinite(found), name, numbers, f"needed a number that is finite after {feature.scale}")
         return found
-
-    def labels(self, settings: TableConfig) -> NDArray[np.float32]:
-        """Return the labels [n], 0 or 1."""
-        name, least = settings.label, settings.label_at_least
-        numbers = self.numbers(name)
-        if least is None:
-            needed = 'a label must be 0 or 1; of other numbers, label_at_least of data.kind = "table" makes one'
-            self.note(~np.isin(numbers, (0, 1)), name, numbers, needed)
-            return numbers.astype(np.float32)
-        self.note(np.isnan(numbers), name, numbers, "a label must be a number")
-        return (numbers >= least).astype(np.float32)
 
     def bags(self, feature: TableFeature, most: tuple[int, str]) -> tuple[Ids, NDArray[np.int32]]:
         """Return the rows of a sparse feature's bags, and the size [n] of each. A single value is a bag of one.

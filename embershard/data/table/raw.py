@@ -74,8 +74,8 @@ def check_columns(path: Path, names: Sequence[str], settings: TableConfig, *, ne
         DataError: a column is missing; with the name that comes near.
     """
     wanted = needed_columns(settings)
-    if needs_labels or settings.label in names:
-        wanted.append(settings.label)
+    judging = [*settings.labels, *([] if settings.weight is None else [settings.weight])]
+    wanted += [name for name in judging if needs_labels or name in names]
     for name in wanted:
         if name not in names:
             close = difflib.get_close_matches(name, names, n=1)
@@ -86,9 +86,10 @@ def check_columns(path: Path, names: Sequence[str], settings: TableConfig, *, ne
 
 def check_types(path: Path, schema: pa.Schema, settings: TableConfig) -> None:
     """Raise `DataError` where a Parquet column is not of a type that its feature can be read from."""
-    label = schema.field(settings.label).type if settings.label in schema.names else pa.int8()
-    if not (_is_number(label) or is_text(label)):
-        raise DataError(f"{path}: column {settings.label!r} is of type {label}; needed a number")
+    for name in (*settings.labels, settings.weight):
+        kind = schema.field(name).type if name in schema.names else pa.int8()
+        if not (_is_number(kind) or is_text(kind)):
+            raise DataError(f"{path}: column {name!r} is of type {kind}; needed a number")
     for name, feature in settings.features.items():
         column = feature.column or name
         kind = schema.field(column).type

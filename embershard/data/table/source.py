@@ -14,6 +14,7 @@ from embershard.data.table.config import TableConfig, settings_of
 from embershard.data.table.decode import ChunkDecoder
 from embershard.data.table.parquet_files import ParquetFiles, are_parquet
 from embershard.data.table.raw import TableFiles
+from embershard.data.table.targets import labels_and_weights
 from embershard.data.table.text_files import TextTables
 
 #: The dense feature of tables that have none, which models need: 1 in every sample.
@@ -48,23 +49,23 @@ class TableSource(FileSource):
         dense = tuple(settings.of_kind("dense"))
         if config.kind == "table" and not dense:
             dense = (CONSTANT,)
-        features = tuple(SparseFeature(name, feature.table_rows) for name, feature in sparse.items())
-        return Schema(dense, features, settings.label)
+        features = tuple(
+            SparseFeature(name, feature.table_rows, feature.table, feature.pooling) for name, feature in sparse.items()
+        )
+        return Schema(dense, features, settings.target)
 
     def parse(self, number: int, most_bad: int | None = None) -> ParsedChunk:
         chunk = self._files.read(number, most_bad)
         decoder = ChunkDecoder(chunk)
         num_rows = chunk.table.num_rows
-        labels = np.full(num_rows, np.nan, np.float32)
-        if self._settings.label in chunk.table.column_names:
-            labels = decoder.labels(self._settings)
+        labels, weights = labels_and_weights(chunk, decoder, self._settings)
         dense = np.ones((num_rows, self.schema.num_dense), np.float32)
         for column, feature in zip(dense.T, self._dense.values(), strict=False):  # none: the constant
             column[:] = decoder.dense(feature)
         bags = [decoder.bags(feature, self._most) for feature in self._sparse.values()]
         values, lengths = zip(*bags, strict=True)
         sizes: Lengths = np.stack(lengths) if self._has_bags else (1,) * len(values)
-        block = Block(dense, labels, values, sizes)
+        block = Block(dense, labels, values, sizes, weights)
         if not decoder.bad:
             return ParsedChunk(block)
         bad = dict(sorted(decoder.bad.items()))

@@ -146,7 +146,15 @@ def _settings(
         f"label = {toml(label.column)}    # {label.why}",
     ]
     if label.at_least is not None:
-        lines.append(f"label_at_least = {label.at_least:g}    # labels are 1 from here on, else 0")
+        threshold = f"label_at_least = {label.at_least:g}    # labels are 1 from here on, else 0"
+        if label.mean is None:
+            lines.append(threshold)
+        else:
+            lines.append(f"label_mean = {label.mean:g}")
+            lines.append(
+                'task = "regression"    # predicts the number. To predict clicks, in place of these two lines:'
+            )
+            lines.append(f"# {threshold}")
     if form.is_text:
         lines.append(f"separator = {toml(form.form.separator)}")
         given = {"columns": form.form.columns, "null_values": form.form.null_values, "quoted": form.form.quoted}

@@ -52,7 +52,7 @@ class DataScan:
         reasons: rows by column and problem, without their values.
         first: the first bad row of each reason.
         damage: chunks that cannot be read, or of which no row is good.
-        columns: by name; the label's first.
+        columns: by name; the labels' first.
     """
 
     num_train: int = 0
@@ -81,8 +81,9 @@ class DataScan:
         if train_rows and bad_train == train_rows:
             self.damage.append(f"{parsed.bad[0]}; and none of the {bad_train:,} rows to train on near it is good")
         samples = parsed.samples
-        names = (schema.label, *schema.dense, *schema.keys)
-        for name, values in zip(names, (samples.labels, *samples.dense.T, *samples.values), strict=True):
+        labels = samples.labels.reshape(samples.num_samples, len(schema.target.labels))
+        names = (*schema.target.labels, *schema.dense, *schema.keys)
+        for name, values in zip(names, (*labels.T, *samples.dense.T, *samples.values), strict=True):
             self.columns.setdefault(name, ColumnScan()).add(values, 1)
         for name, lengths in zip(schema.keys, samples.lengths, strict=True):
             column = self.columns[name]

@@ -30,6 +30,7 @@ _UNIQUE_SHARE, _UNIQUE_ROWS = 0.95, 1000
 _ROWS_PER_VALUE, _MANY_VALUES, _ROWS_PER_ONE_OF_MANY = 10, 1_000_000, 2
 _LEAST_ROWS = 16
 _TRIED = 200
+_VALUES_OF_CLICKS = 2
 _SKEWED = 5.0  # standard deviations from the mean to the largest number
 _QUANTILE_PARTS = 16
 _PARTS_SHARE = 0.05
@@ -57,10 +58,17 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class LabelSuggestion:
-    """The column of labels, from which number on a label is 1 (None: it has 0 and 1), and what it holds."""
+    """The column of labels.
+
+    Attributes:
+        at_least: from which number on a label would be 1; None: the column has 0 and 1.
+        mean: where the numbers themselves are predicted, since the column has more than two values: their mean.
+        why: what the column holds.
+    """
 
     column: str
     at_least: float | None
+    mean: float | None
     why: str
 
 
@@ -84,10 +92,12 @@ def suggest_label(columns: Mapping[str, ColumnSurvey], wanted: str | None) -> La
     numbers = numeric[found].numbers
     said = f"{numeric[found].inner}, {numbers.least:g} to {numbers.largest:g}, mean {numbers.mean:.4g}"
     if found in binary:
-        return LabelSuggestion(found, None, said)
+        return LabelSuggestion(found, None, None, said)
     middle = (numbers.least + numbers.largest) / 2
     least = float(floor(middle) + 1) if numbers.are_whole else middle
-    return LabelSuggestion(found, least, f"{said}; {numbers.share_at_least(least):.1%} are at least {least:g}")
+    why = f"{said}; {numbers.share_at_least(least):.1%} are at least {least:g}"
+    has_many = numeric[found].values.estimate > _VALUES_OF_CLICKS
+    return LabelSuggestion(found, least, _rounded(numbers.mean) if has_many else None, why)
 
 
 def suggest_features(column: ColumnSurvey, taken: Sequence[str]) -> Suggestion:

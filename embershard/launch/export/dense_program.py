@@ -98,7 +98,7 @@ class DenseLayers(nn.Module):
         self.model: Any = model
 
     def forward(self, dense: Tensor, found: list[Tensor]) -> Tensor:
-        """Return the logits [B] of dense features [B, D].
+        """Return the outputs, [B] or of several labels [B, T], of dense features [B, D].
 
         Args:
             found: of each lookup the pooled embeddings [B, dim]; or, for a sequence, rows [N, dim] and lengths [B].

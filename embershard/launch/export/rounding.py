@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from embershard.data import DataConfig, open_source
+from embershard.data import DataConfig, Target, open_source
 from embershard.data.block import Block
 from embershard.data.reader import SampleReader
 from embershard.launch.export.serving_model import Model, Table, table_names
 from embershard.launch.export.tables import KeptRows
-from embershard.training.metrics import judge
+from embershard.training.metrics import Predicted, judge
+from embershard.training.quality import main_values
 
 _BATCH = 1024
 
@@ -43,8 +44,8 @@ class RoundingSample:
     def error(self, model: nn.Module, layers: nn.Module) -> dict[str, Any]:
         """Return the error of the exported `model` on the samples, as JSON values.
 
-        The distances of logits and of scores from the trained model's are the largest and the mean one; the AUCs are
-        None where labels are missing or all equal.
+        The distances of logits and of scores from the trained model's are the largest and the mean one; the AUCs, or
+        RMSEs, are None where labels are missing or do not define them.
 
         Args:
             layers: of the trained model, around its tables.
@@ -53,18 +54,15 @@ class RoundingSample:
         with torch.no_grad():
             pairs = [self._score(block, trained, model) for block in self._blocks]
         before, after, labels = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-        logit, score = (after - before).abs(), (after.sigmoid() - before.sigmoid()).abs()
-        has_labels = not labels.isnan().any()
-        aucs = [judge(logits, labels).auc if has_labels else None for logits in (before, after)]
-        return {
-            "samples": len(before),
-            "logit_max": float(logit.max()),
-            "logit_mean": float(logit.mean()),
-            "score_max": float(score.max()),
-            "score_mean": float(score.mean()),
-            "auc_trained": aucs[0],
-            "auc_exported": aucs[1],
-        }
+        weights = [torch.from_numpy(block.weights) for block in self._blocks if block.weights is not None]
+        of_samples = torch.cat(weights) if weights else None
+        target = self._schema.target
+        found: dict[str, Any] = {"samples": len(before), **_score_distances(target, before, after)}
+        has_labels = not labels.isnan().any() and (of_samples is None or not of_samples.isnan().any())
+        for what, outputs in (("trained", before), ("exported", after)):
+            values = main_values(judge(target, Predicted(outputs, labels, of_samples)))
+            found |= {f"{name}_{what}": value if has_labels else None for name, value in values.items()}
+        return found
 
     def _score(self, block: Block, trained: nn.Module, exported: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
         batch = block.to_batch(self._schema)
@@ -73,6 +71,17 @@ class RoundingSample:
         ids = [bag.values() for bag in bags]
         dense = batch.dense_features
         return trained(dense, ids, offsets), exported(dense, ids, offsets), batch.labels
+
+
+def _score_distances(target: Target, before: Tensor, after: Tensor) -> dict[str, float]:
+    scores = {"score": (before, after)}
+    if target.task == "binary":
+        scores = {"logit": (before, after), "score": (before.sigmoid(), after.sigmoid())}
+    found: dict[str, float] = {}
+    for name, (one, other) in scores.items():
+        distance = (other - one).abs()
+        found |= {f"{name}_max": float(distance.max()), f"{name}_mean": float(distance.mean())}
+    return found
 
 
 class _KeptTable(Table):

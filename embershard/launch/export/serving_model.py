@@ -30,7 +30,8 @@ def load(folder: str | Path) -> Model:
     """Return the model in an export's folder, on the CPU.
 
     It is a torch module from dense features [B, D], and for each sparse feature its rows [N] and the places [B + 1] at
-    which the bags begin and the last one ends, to logits [B].
+    which the bags begin and the last one ends, to logits [B]; of several labels, whose names are in export.json,
+    [B, T]; with task "regression" to predicted numbers in place of logits.
     """
     root = Path(folder)
     about = json.loads((root / "export.json").read_text())

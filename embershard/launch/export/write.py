@@ -77,7 +77,7 @@ def write_export(request: ExportRequest, folder: Path) -> Iterator[str]:
 
 def _write(request: ExportRequest, trained: TrainedRun, folder: Path) -> dict[str, Any] | None:
     """Write all files; return the error of the tables' rounding, None for none."""
-    config = request.config
+    config, target = request.config, schema_of(request.config.data).target
     inputs = serving_inputs(config.data)
     tables = tables_of_run(config)
     inputs["lookups"] = [
@@ -90,6 +90,8 @@ def _write(request: ExportRequest, trained: TrainedRun, folder: Path) -> dict[st
         "step": trained.saved.step,
         "format": "module" if request.is_module else "parquet",
         "arch": config.model.title,
+        "labels": target.labels,
+        "task": target.task,
         "dtype": request.dtype,
         "versions": versions(),
     }

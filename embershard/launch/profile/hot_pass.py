@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from embershard.data import DataConfig
+from embershard.data import DataConfig, schema_of
 from embershard.data.hashing import Ids
 from embershard.data.hot_samples import HotRowsFilter
 from embershard.frequency import HotRows
@@ -44,7 +44,8 @@ class ClickCounts:
 
 
 def count_clicks(data: DataConfig, rows: HotRows, options: PassOptions, reader: PartReader) -> list[ClickCounts]:
-    """Return the counts of hot and of cold samples, among those that the profile was counted on.
+    """Return the counts of hot and of cold samples, among those that the profile was counted on; of several labels,
+    clicks are those of the first. None where labels are no clicks.
 
     Args:
         rows: of all tables, in the schema's order.
@@ -53,6 +54,8 @@ def count_clicks(data: DataConfig, rows: HotRows, options: PassOptions, reader: 
     Raises:
         SetupError: a process ended by itself.
     """
+    if schema_of(data).target.task != "binary":
+        return []
     of_tables = list(rows.rows.values())
     ranges = part_ranges(reader.num_samples, options.sample, reader.part_samples())
     make = partial(_make_worker, dataclasses.replace(data, num_workers=0), of_tables)
@@ -62,13 +65,19 @@ def count_clicks(data: DataConfig, rows: HotRows, options: PassOptions, reader: 
     return total
 
 
-def hot_sentences(rows: HotRows, hot: ClickCounts, cold: ClickCounts) -> list[str]:
-    """Return what a reader must know before training on hot and cold batches."""
+def hot_sentences(rows: HotRows, *counts: ClickCounts) -> list[str]:
+    """Return what a reader must know before training on hot and cold batches; `counts`: see `count_clicks`."""
     whole = sum(rows.is_whole(table) for table in rows.rows)
+    of_rows = (
+        f"Hot rows: {rows.total:,} of {sum(rows.num_rows.values()):,} are looked up at least {rows.threshold:,} times "
+        f"and take {size(rows.num_bytes)}; {whole} of {len(rows.rows)} tables are hot whole."
+    )
+    if not counts:
+        return [of_rows]
+    hot, cold = counts
     share = hot.samples / max(1, hot.samples + cold.samples)
     return [
-        f"Hot rows: {rows.total:,} of {sum(rows.num_rows.values()):,} are looked up at least {rows.threshold:,} times "
-        f"and take {size(rows.num_bytes)}; {whole} of {len(rows.rows)} tables are hot whole.",
+        of_rows,
         f"Hot samples: {share:.2%} of {hot.samples + cold.samples:,} look up hot rows only. Click rate: "
         f"{_rate(hot)} of hot samples, {_rate(cold)} of cold ones (with standard errors). {_difference(hot, cold)}",
     ]
@@ -101,8 +110,9 @@ def _worker(reader: PartReader, rows: Sequence[Ids]) -> Callable[[int, int], lis
         found = [ClickCounts(), ClickCounts()]
         for block in reader.read(start, stop):
             is_hot = of_rows.hot_samples(block)
+            labels = block.labels if block.labels.ndim == 1 else block.labels[:, 0]
             for kind, flags in enumerate((is_hot, ~is_hot)):
-                found[kind] += ClickCounts(int(flags.sum()), int(block.labels[flags].sum()))
+                found[kind] += ClickCounts(int(flags.sum()), int(labels[flags].sum()))
         return found
 
     return count

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from embershard.launch.score.arguments import add_run, checkpoints_of, run_confi
 from embershard.launch.score.scores_file import ScoresFile
 from embershard.launch.screen import make_table, number, plain_console, progress_bar, say, silence_libraries
 from embershard.training.config import RunConfig
+from embershard.training.quality import quality_values
 from embershard.training.scoring import Scorer
 from embershard.training.trained_run import open_trained
 
@@ -55,7 +55,7 @@ def score_run(
         say(console, scorer.memory_warning)
     if output is None:
         table = make_table(f"Quality at step {trained.saved.step}", ["what"], ["value"])
-        for name, value in dataclasses.asdict(scorer.quality()).items():
+        for name, value in quality_values(scorer.quality()).items():
             table.add_row(name, number(value, ",") if name == "samples" else number(value, ".6f"))
         console.print(table)
         return
@@ -63,14 +63,14 @@ def score_run(
 
 
 def _write(scorer: Scorer, output: Path, console: Console, ranks: Ranks) -> None:
-    file = ScoresFile(output) if ranks.is_first else None
+    file = ScoresFile(output, scorer.target) if ranks.is_first else None
     num_written = 0
     try:
         with progress_bar(console, "samples") as show:
-            for logits, labels in scorer.scores():
+            for predicted in scorer.scores():
                 if file is not None:
-                    file.add(logits, labels)
-                num_written += len(logits)
+                    file.add(predicted)
+                num_written += len(predicted.labels)
                 show(num_written, scorer.num_samples)
         if file is not None:
             file.finish()

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from embershard.launch.quality_text import form_of, main_names, title_of
 from embershard.launch.screen import make_table, number, say
 from embershard.launch.sweep.experiments import Experiment
 from embershard.launch.sweep.outcomes import Outcome, read_result
@@ -60,11 +61,14 @@ class SweepDisplay:
     def table(self) -> Table:
         """Return the table of all runs."""
         varied = list(dict.fromkeys(key for each in self._experiments for key in each.varied))
-        table = make_table(str(self._sweep), ["state", *varied, "repeat"], ["seconds", "samples/s", "loss", "AUC"])
+        ended = [each.name for each in self._experiments if each.name in self._outcomes]
+        results = {name: read_result(self._sweep, name) for name in ended}
+        names, right = main_names(results.values()), ["seconds", "samples/s", "loss"]
+        table = make_table(str(self._sweep), ["state", *varied, "repeat"], [*right, *map(title_of, names)])
         for experiment in self._experiments:
             outcome = self._outcomes.get(experiment.name)
             waiting = "running" if experiment.name in self._running else "waiting"
-            result = read_result(self._sweep, experiment.name) if outcome else {}
+            result = results.get(experiment.name, {})
             table.add_row(
                 waiting if outcome is None else outcome.status,
                 *(str(experiment.varied.get(key, "")) for key in varied),
@@ -72,7 +76,7 @@ class SweepDisplay:
                 number(None if outcome is None else outcome.seconds, ".1f"),
                 number(result.get("samples_per_second"), ",.0f"),
                 number(result.get("loss"), ".5f"),
-                number(result.get("auc"), ".4f"),
+                *(number(result.get(name), form_of(name)) for name in names),
             )
         return table
 

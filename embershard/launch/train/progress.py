@@ -9,7 +9,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
+from embershard.launch.quality_text import figures, quality_line, quality_rows
 from embershard.launch.screen import number, say
+from embershard.training.quality import main_values, quality_values
 from embershard.training.reports import (
     BadRowsReport,
     EvalReport,
@@ -78,28 +80,25 @@ class ProgressDisplay:
 
 
 def train_line(report: TrainReport) -> str:
-    """Return speed, loss, AUC so far, hit rate and bytes between ranks in one line."""
+    """Return speed, loss, AUC (or RMSE) so far, hit rate and bytes between ranks in one line."""
     hits = "" if report.hit_rate_lookups is None else f"  hit rate {report.hit_rate_lookups:.1%}"
     speed = f"{report.samples_per_second:,.0f} samples/s"
     sent = report.sent_bytes.in_training
     between = f"  sent {size(sent)}/step" if sent else ""
-    return f"{speed}  loss {report.loss:.4f}  AUC {number(report.auc, '.4f')}{hits}{between}"
+    return f"{speed}  loss {report.loss:.4f}  {quality_line(main_values(report.quality))}{hits}{between}"
 
 
 def _bar_line(report: TrainReport) -> str:
     """Return the same, short enough for a line with a bar."""
     hits = "" if report.hit_rate_lookups is None else f" hit {report.hit_rate_lookups:.1%}"
-    return f"{report.samples_per_second:,.0f}/s loss {report.loss:.4f} AUC {number(report.auc, '.3f')}{hits}"
+    main, *_ = figures(main_values(report.quality))  # of the first label
+    return f"{report.samples_per_second:,.0f}/s loss {report.loss:.4f} {main.title} {main.value}{hits}"
 
 
 def eval_line(report: EvalReport) -> str:
     """Return the quality on the held-out samples in one line."""
-    q = report.quality
-    return (
-        f"held-out AUC {number(q.auc, '.4f')}  NE {number(q.ne, '.4f')}  logloss {number(q.logloss, '.4f')}  "
-        f"accuracy {number(q.accuracy, '.1%')}  calibration {number(q.calibration, '.3f')}  "
-        f"({q.samples:,} samples, {report.seconds:.1f} s)"
-    )
+    values = quality_values(report.quality)
+    return f"held-out {quality_line(values)}  ({values['samples']:,} samples, {report.seconds:.1f} s)"
 
 
 def closing_table(result: dict[str, Any], what: str) -> Table:
@@ -109,9 +108,8 @@ def closing_table(result: dict[str, Any], what: str) -> Table:
     device = "GPUs" if result["device"].startswith("cuda") else "CPU processes"
     table.add_row("trained", what, f"{result['samples']:,} samples in {result['steps']:,} steps")
     table.add_row("ranks", f"{result['world_size']} {device}", "each holds a part of every batch and of the tables")
-    table.add_row("AUC", number(result["auc"], ".4f"), "held-out samples; 0.5 is guessing, 1 is perfect")
-    table.add_row("NE", number(result["ne"], ".4f"), "normalized entropy; below 1 beats the average click rate")
-    table.add_row("log loss", number(result["logloss"], ".4f"), "held-out samples")
+    for row in quality_rows(result):
+        table.add_row(*row)
     p50, p95 = (number(result["step_ms"][name], ".1f") for name in ("p50", "p95"))
     speed = f"{number(result['samples_per_second'], ',.0f')} samples/s"
     table.add_row("speed", speed, f"a step takes {p50} ms (median), {p95} ms (95 %)")

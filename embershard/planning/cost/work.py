@@ -45,6 +45,7 @@ def exchanged_bytes(
     distinct_ids: float | None = None,
     number_bytes: tuple[float, float] = (_FLOAT_BYTES, _FLOAT_BYTES),
     vectors_per_sample: float | None = None,
+    num_features: int = 1,
 ) -> SentBytes:
     """Return the bytes that a shard adds to its rank's link in a step: of each kind, the larger of sent and received.
 
@@ -65,7 +66,8 @@ def exchanged_bytes(
         distinct_ids: of the table in a rank's batch, where distinct rows are exchanged; None: pooled embeddings are.
         number_bytes: of one number of an embedding, and of its gradient.
         vectors_per_sample: embeddings of a sequence that travel for a sample, of which this shard sends those of its
-            rows; None: a pooled one travels.
+            rows; None: a pooled one travels for each feature.
+        num_features: that share the table, B lengths of bags each.
 
     Raises:
         ConfigError: the sharding type is unknown.
@@ -76,9 +78,9 @@ def exchanged_bytes(
         rows = (world_size - 1) * distinct_ids * rank_share
         return _of_vectors(rows * _ID_BYTES + (world_size - 1) * _LENGTH_BYTES, rows * columns, number_bytes)
     others = (world_size - 1) * batch_size
-    ids = others * (ids_per_sample * rank_share * _ID_BYTES + _LENGTH_BYTES)
+    ids = others * (ids_per_sample * rank_share * _ID_BYTES + num_features * _LENGTH_BYTES)
     if sharding in ("table_wise", "column_wise", "table_column_wise", "row_wise", "table_row_wise", "grid_shard"):
-        vectors = 1.0 if vectors_per_sample is None else vectors_per_sample * rank_share
+        vectors = num_features if vectors_per_sample is None else vectors_per_sample * rank_share
         return _of_vectors(ids, others * columns * vectors, number_bytes)
     raise ConfigError(f"Unknown sharding type {sharding!r}; needed one of TorchRec's, for instance 'table_wise'.")
 

@@ -90,7 +90,7 @@ def test_plain_packed_and_folder_as_a_slow_reader_sees_them(open_stream, tmp_pat
 def test_the_schema_needs_no_file():
     schema = schema_of(DataConfig(kind="avazu", path="x", avazu=AvazuConfig(num_rows=NUM_ROWS)))
     assert [feature.num_rows for feature in schema.sparse] == [25, 8, *NUM_ROWS]
-    assert (schema.dense, schema.label) == (("constant",), "click")
+    assert (schema.dense, schema.target.labels) == (("constant",), ("click",))
     with pytest.raises(ConfigError, match=r"data.avazu.num_rows = \(5, 6\); needed one number or 21 numbers"):
         AvazuConfig(num_rows=[5, 6])  # type: ignore[arg-type]
 

@@ -144,7 +144,8 @@ def test_parquet_rows_are_named_by_their_first_problem(tmp_path):
     parsed = open_source(config).parse(0)
     assert [f"{row.row} {row.column} {row.problem}" for row in parsed.bad.values()] == [
         "2 age age=inf: needed a finite number, below 3.4e38",
-        '3 label label=7.0: a label must be 0 or 1; of other numbers, label_at_least of data.kind = "table" makes one',
+        '3 label label=7.0: a label must be 0 or 1; data.kind = "table" takes other numbers, by label_at_least or '
+        'task = "regression"',
         "4 item item=18446744073709551615: needed a row in 0..9",
         "5 age age=1e+39: needed a finite number, below 3.4e38",
         "6 item item=4 ids: needed at most 3 (data.parquet.max_bag_size)",

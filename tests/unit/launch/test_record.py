@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 
 from embershard.cache import TableStats
+from embershard.data import Target
 from embershard.data.bad_rows import BadRow
 from embershard.distributed import Ranks
 from embershard.distributed.sent_bytes import SentBytes
@@ -37,9 +38,12 @@ KEYS = {
 }  # fmt: skip
 
 
+UNKNOWN = Quality(0, None, None, None, None, None)
+
+
 def train_report(step: int) -> TrainReport:
     sent = SentBytes(ids=1e6, gradients=2e6, other=9e9)
-    return TrainReport(step, 0, step * 8, 0.5, None, None, 1234.5, 0.25, 0.75, 30.0, 20.0, 1.0, sent)
+    return TrainReport(step, 0, step * 8, 0.5, None, UNKNOWN, 1234.5, 0.25, 0.75, 30.0, 20.0, 1.0, sent)
 
 
 def eval_report(step: int) -> EvalReport:
@@ -52,6 +56,7 @@ def result(step_seconds=(*[9.0] * 10, *[0.1] * 30), **changes):
         config=RunConfig(train=TrainConfig(batch_size=10)),
         ranks=Ranks(0, 2, 0, 2, torch.device("cpu")),
         plan=None,
+        target=Target(),
         hot=None,
         stream=None,
         steps=40,
@@ -182,10 +187,11 @@ def test_plain_lines_when_not_a_terminal():
 def test_a_bar_on_a_terminal():
     screen = io.StringIO()
     display = ProgressDisplay(Console(file=screen, force_terminal=True, width=80, color_system=None), 20_000, 0)
-    display.show(dataclasses.replace(train_report(10_000), auc=0.75, samples_per_second=1e6))
+    quality = dataclasses.replace(UNKNOWN, auc=0.75)
+    display.show(dataclasses.replace(train_report(10_000), quality=quality, samples_per_second=1e6))
     display.close()
     text = screen.getvalue()
-    for said in ("10000/20000", "1,000,000/s loss 0.5000 AUC 0.750 hit 75.0%", "ETA"):
+    for said in ("10000/20000", "1,000,000/s loss 0.5000 AUC 0.7500 hit 75.0%", "ETA"):
         assert said in text
     assert "…" not in text
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from embershard.data import Target
 from embershard.errors import ConfigError
 from embershard.models import ModelConfig, build_model
 
@@ -20,12 +21,15 @@ from embershard.models import ModelConfig, build_model
 class Feature:
     name: str
     num_rows: int
+    table: str | None = None
+    pooling: str = "sum"
 
 
 @dataclass(frozen=True)
 class SchemaStub:
     dense: tuple[str, ...] = ("d0", "d1", "d2")
     sparse: tuple[Feature, ...] = (Feature("a", 10), Feature("b", 20))
+    target: Target = field(default_factory=Target)
 
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from embershard.data import Batch, Schema, SparseFeature
+from embershard.data import Batch, Schema, SparseFeature, Target
 from embershard.distributed import Supervision
 from embershard.errors import ConfigError
 from embershard.launch.ranks.rank_errors import _show_error
@@ -167,14 +167,14 @@ def batch(num_samples: int) -> Any:
 
 def test_the_loss_is_the_cross_entropy_or_one_s_own():
     logits = torch.tensor([[0.5], [-1.0], [2.0]], requires_grad=True)
-    loss, (shown, found, labels) = OwnModel(Returns(logits), "m")(batch(3))
+    loss, (shown, found, labels) = OwnModel(Returns(logits), "m", Target())(batch(3))
     expected = torch.nn.functional.binary_cross_entropy_with_logits(logits.flatten(), torch.tensor([0.0, 1.0, 0.0]))
     assert torch.equal(loss, expected)
     assert torch.equal(shown, expected)
     assert not shown.requires_grad
     assert found.tolist() == [0.5, -1.0, 2.0]
     assert labels.tolist() == [0, 1, 0]
-    own, (_, found, _) = OwnModel(Returns((logits.sum(), logits)), "m")(batch(3))
+    own, (_, found, _) = OwnModel(Returns((logits.sum(), logits)), "m", Target())(batch(3))
     assert torch.equal(own, logits.sum())
     assert found.shape == (3,)
 
@@ -182,7 +182,7 @@ def test_the_loss_is_the_cross_entropy_or_one_s_own():
 @pytest.mark.parametrize("found", [torch.zeros(4), torch.zeros(3, 2), "text", (torch.zeros(3), torch.zeros(3)), None])
 def test_a_forward_that_returns_something_else_is_refused(found):
     with pytest.raises(ConfigError, match=r"m: the model's forward returned .* for 3 samples; needed logits \[3\]"):
-        OwnModel(Returns(found), "m")(batch(3))
+        OwnModel(Returns(found), "m", Target())(batch(3))
 
 
 def test_an_error_in_the_forward_is_told_by_the_lines_of_the_model(tmp_path, monkeypatch, capsys):

@@ -102,6 +102,8 @@ def test_bytes_of_each_sharding_by_hand() -> None:
     # From each of 3 others: 10 samples of 2 ids of 8 bytes and a length of 4; to and from each 10 x 8 floats.
     table_wise = formulas.exchanged_bytes("table_wise", world_size=4, **common)
     assert table_wise == SentBytes(3 * 10 * (2 * 8 + 4), 3 * 10 * 8 * 4, 3 * 10 * 8 * 4)
+    shared = formulas.exchanged_bytes("table_wise", world_size=4, num_features=2, **common)
+    assert shared == SentBytes(3 * 10 * (2 * 8 + 2 * 4), 2 * 3 * 10 * 8 * 4, 2 * 3 * 10 * 8 * 4), "bags of two features"
     row_wise = formulas.exchanged_bytes("row_wise", world_size=4, rank_share=0.25, **common)
     assert row_wise == SentBytes(3 * 10 * (0.5 * 8 + 4), 3 * 10 * 8 * 4, 3 * 10 * 8 * 4)
     # Two nodes of 2: partial sums of all 40 samples, half of them to the neighbour; then 10 samples to the other node.

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from embershard.data import Target
 from embershard.distributed import Ranks, process_group
 from embershard.errors import NotFiniteError
 from embershard.launch.record import RunRecord, make_result
@@ -33,13 +34,13 @@ def ranks() -> Iterator[Ranks]:
 def test_reported_losses_do_not_depend_on_how_a_batch_is_divided():
     logits, labels = torch.randn(64, generator=torch.Generator().manual_seed(3)), torch.arange(64.0) % 2
     whole, *parts = [
-        in_float64(torch.tensor(0.7), logits[part], labels[part])
+        in_float64(Target(), torch.tensor(0.7), logits[part], labels[part], None)
         for part in (slice(64), slice(0, 16), slice(16, 32), slice(32, 48), slice(48, 64))
     ]
     assert float(sum(parts) / 4) == pytest.approx(float(whole), abs=1e-15)
     rounded = [float(part.float()) for part in parts]
     assert math.fsum(rounded) / 4 != pytest.approx(float(whole), abs=1e-15)  # the control
-    assert float(in_float64(torch.tensor(math.inf), logits, labels)) == math.inf
+    assert float(in_float64(Target(), torch.tensor(math.inf), logits, labels, None)) == math.inf
 
 
 @pytest.mark.parametrize("cache", CACHES)

@@ -10,6 +10,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from embershard.distributed.sent_bytes import SentBytes
+from embershard.launch.quality_text import main_names, title_of
 from embershard.launch.report.page.runs import Run
 from embershard.launch.report.page.section import Figure, Section, look, new_figure, text
 
@@ -20,7 +21,8 @@ _Reports = Sequence[Mapping[str, Any]]
 def training(runs: Sequence[Run]) -> Section:
     """Return the section of loss, AUC and throughput."""
     parts = []
-    for title, trained, held_out in (("Loss", "loss", "logloss"), ("AUC", "auc", "auc")):
+    judged = main_names(report for run in runs for report in run.folder.reports("train"))
+    for title, trained, held_out in (("Loss", "loss", "logloss"), *((title_of(name), name, name) for name in judged)):
         figure = _figure(title)
         for run in runs:
             _draw(figure, run, "train", trained)
@@ -28,7 +30,7 @@ def training(runs: Sequence[Run]) -> Section:
         note = (
             "Lines: training samples since the last report. Diamonds: held-out samples. Equal lines cover each other."
         )
-        if trained == "auc":
+        if trained != "loss":
             note = "Lines: the newest training samples, at most 16,384 of each rank. Diamonds: held-out samples."
         parts.append(Figure(title, figure, note))
     speed = _figure("samples/s")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from embershard.errors import ConfigError
+from embershard.launch.quality_text import form_of, main_names, title_of
 from embershard.launch.report.page.section import Section, Table
 from embershard.launch.report.run_folder import RunFolder
 from embershard.launch.screen import number
@@ -43,22 +44,23 @@ class Run:
 
 def summary(runs: Sequence[Run]) -> Section:
     """Return the section of all runs' results."""
-    header = ["run", "ranks", "steps", "samples", "samples/s", "step ms, median", "95 %", "loss", "AUC", "NE"]
-    header += ["hits", "device", "host", "sent"]
+    names = [*main_names(run.result for run in runs), *(["ne"] if any("ne" in run.result for run in runs) else [])]
+    header = ["run", "ranks", "steps", "samples", "samples/s", "step ms, median", "95 %", "loss"]
+    header += [*map(title_of, names), "hits", "device", "host", "sent"]
     note = (
-        "loss: of training, mean since the last report; AUC and NE: of the held-out samples; hits: share of lookups; "
-        "device and host: bytes of the caches on all ranks; sent: to other ranks, by a rank in a step."
+        "loss: of training, mean since the last report; AUC, NE and RMSE: of the held-out samples; hits: share of "
+        "lookups; device and host: bytes of the caches on all ranks; sent: to other ranks, by a rank in a step."
     )
     going = [run.name for run in runs if not run.result]
     text = [f"Not ended, so without a result: {', '.join(going)}."] if going else []
-    return Section("Runs", [Table("Results", header, [_summary_row(run) for run in runs], note)], text)
+    return Section("Runs", [Table("Results", header, [_summary_row(run, names) for run in runs], note)], text)
 
 
-def _summary_row(run: Run) -> tuple[str, ...]:
+def _summary_row(run: Run, names: Sequence[str]) -> tuple[str, ...]:
     result, cache = run.result, run.cache
     if not result:
         reports = run.folder.reports("train")
-        return (run.name, "", str(reports[-1]["step"]) if reports else "0", *[""] * 11)
+        return (run.name, "", str(reports[-1]["step"]) if reports else "0", *[""] * (9 + len(names)))
     sent = sum(value for kind, value in result["sent_bytes"].items() if kind not in ("ranks", "other"))
     return (
         run.name,
@@ -69,8 +71,7 @@ def _summary_row(run: Run) -> tuple[str, ...]:
         number(result["step_ms"]["p50"], ".2f"),
         number(result["step_ms"]["p95"], ".2f"),
         number(result["loss"], ".5f"),
-        number(result["auc"], ".4f"),
-        number(result["ne"], ".4f"),
+        *(number(result.get(name), form_of(name)) for name in names),
         number(cache.get("hit_rate_lookups"), ".2%") if cache else "no cache",
         size(cache["device_bytes"]) if cache else "",
         size(cache["host_bytes"]) if cache else "",

@@ -11,6 +11,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from embershard.errors import ConfigError
+from embershard.launch.quality_text import form_of, main_names, title_of
 from embershard.launch.report.page.section import Figure, Section, Table, colour, look, new_figure, text
 from embershard.launch.report.run_folder import RunFolder
 from embershard.launch.sweep.outcomes import Outcome, read_outcomes, run_folder
@@ -21,7 +22,6 @@ _FORMS = {
     "samples/s": ",.0f",
     "step ms, median": ".2f",
     "loss": ".5f",
-    "AUC": ".4f",
     "hits": ".2%",
 }
 
@@ -52,7 +52,7 @@ class Configuration:
 
     def values(self, what: str) -> list[float]:
         """Return one of the results, of each repeat that has it."""
-        return [value for folder in self.folders if (value := _results(folder.result)[what]) is not None]
+        return [value for folder in self.folders if (value := _results(folder.result).get(what)) is not None]
 
 
 def read_sweep(path: Path) -> list[Configuration]:
@@ -98,12 +98,14 @@ def sweep_section(path: Path, configurations: Sequence[Configuration]) -> Sectio
 
 def _results(result: Mapping[str, Any]) -> dict[str, float | None]:
     cache = result["cache"] or {}
-    values = (result["samples_per_second"], result["step_ms"]["p50"], result["loss"], result["auc"])
-    return dict(zip(_FORMS, (*values, cache.get("hit_rate_lookups")), strict=True))
+    values = (result["samples_per_second"], result["step_ms"]["p50"], result["loss"], cache.get("hit_rate_lookups"))
+    return dict(zip(_FORMS, values, strict=True)) | {name: result.get(name) for name in main_names([result])}
 
 
 def _comparison(configurations: Sequence[Configuration]) -> Table:
     names = list(dict.fromkeys(name for each in configurations for name in each.varied))
+    judged = main_names(folder.result for each in configurations for folder in each.folders)
+    forms = _FORMS | {name: form_of(name) for name in judged}
     rows = []
     for each in configurations:
         caches = [folder.result["cache"] for folder in each.folders if folder.result["cache"]]
@@ -111,7 +113,7 @@ def _comparison(configurations: Sequence[Configuration]) -> Table:
             (
                 *(str(each.varied.get(name, "")) for name in names),
                 f"{len(each.folders)} of {len(each.outcomes)}",
-                *(_spread_text(each.values(what), form) for what, form in _FORMS.items()),
+                *(_spread_text(each.values(what), form) for what, form in forms.items()),
                 size(caches[0]["device_bytes"]) if caches else "",
             )
         )
@@ -119,7 +121,7 @@ def _comparison(configurations: Sequence[Configuration]) -> Table:
         "Means over the repeats that finished, in brackets the least and the greatest. finished: of the repeats that "
         "ended. hits: share of lookups. device: bytes of the caches on all ranks."
     )
-    return Table("Comparison", (*names, "finished", *_FORMS, "device"), rows, note)
+    return Table("Comparison", (*names, "finished", *_FORMS, *map(title_of, judged), "device"), rows, note)
 
 
 def _spread_text(values: Sequence[float], form: str) -> str:

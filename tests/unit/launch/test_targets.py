@@ -1,0 +1,174 @@
+"""Regression, weights of samples and several labels, from a file to held-out metrics, scores and an export."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from embershard.decoding import to_toml
+from embershard.errors import CheckpointError, ConfigError, DataError
+from embershard.launch import cli
+from embershard.launch.export import serving_model
+from embershard.launch.ranks import launcher
+from embershard.models import ModelConfig
+from embershard.training.config import RunConfig
+from tests.unit.data.targets import target_config, write_targets
+
+HELD_OUT = 120
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_targets(tmp_path_factory.mktemp("targets") / "samples.parquet")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder to work in, where commands that start ranks run the program of one in this process."""
+    monkeypatch.chdir(tmp_path)
+
+    def start(num_ranks: int, module: str, given: list[str], **options: object) -> int:
+        code: int = importlib.import_module(module).main.__wrapped__(given)
+        return code
+
+    monkeypatch.setattr(launcher, "start_ranks", start)
+    return tmp_path
+
+
+def train(config: RunConfig, *words: str) -> dict[str, Any]:
+    """Train by the command; return result.json."""
+    Path("run.toml").write_text(to_toml(config))
+    assert cli.main(["train", "--config", "run.toml", "--run-dir", "run", *words]) == 0
+    found: dict[str, Any] = json.loads(Path("run/result.json").read_text())
+    return found
+
+
+def scores_and_export(names: list[str]) -> np.ndarray:
+    """Predict and export; the module's outputs are the predicted columns, bit for bit. Return the columns."""
+    assert cli.main(["predict", "run", "-o", "scores.parquet", "--set", f"train.batch_size={HELD_OUT}"]) == 0
+    assert cli.main(["export", "run", "-o", "exported"]) == 0
+    model = serving_model.load("exported")
+    samples = pq.read_table("samples.parquet", columns=model.columns).to_pylist()
+    found = model(*model.encode(samples[-HELD_OUT:])).detach().reshape(HELD_OUT, -1)
+    scores = pq.read_table("scores.parquet")
+    columns = np.stack([scores[name].to_numpy() for name in names], axis=1)
+    assert torch.equal(found, torch.from_numpy(columns))
+    return columns
+
+
+def longer(config: RunConfig) -> RunConfig:
+    optimizers = {"embedding_optimizer.lr": 0.05, "dense_optimizer.lr": 0.01}
+    changed = replace(config, train=replace(config.train, max_steps=None, epochs=2, log_every=20))
+    for name, value in optimizers.items():
+        section = name.partition(".")[0]
+        changed = replace(changed, **{section: replace(getattr(changed, section), lr=value)})
+    return changed
+
+
+def test_regression_from_file_to_scores(made, folder, capsys):
+    Path("samples.parquet").symlink_to(made)
+    result = train(longer(target_config(Path("samples.parquet"), "regression")))
+    labels = pq.read_table(made)["stars"].to_numpy()[-HELD_OUT:]
+    assert result["rmse"] < 0.95 * labels.std(), "better than the mean label"
+    assert {"auc", "logloss"}.isdisjoint(result)
+    said = capsys.readouterr().out
+    assert "RMSE" in said
+    assert "AUC" not in said
+    columns = scores_and_export(["score"])
+    assert pq.read_table("scores.parquet").column_names == ["score", "label"]
+    assert np.sqrt(np.mean((columns[:, 0] - labels) ** 2)) == pytest.approx(result["rmse"], rel=1e-5)
+    assert result["mae"] == pytest.approx(np.abs(columns[:, 0] - labels).mean(), rel=1e-5)
+    assert 1 - result["rmse"] ** 2 / labels.var() == pytest.approx(result["r2"], abs=1e-5)
+    capsys.readouterr()
+    assert cli.main(["eval", "run"]) == 0
+    assert f"{result['rmse']:.6f}" in capsys.readouterr().out
+    with pytest.raises(CheckpointError, match=r"data.table.task"):
+        importlib.import_module("embershard.launch.score.command").main.__wrapped__(
+            ["run", "-o", "x.parquet", "--set", "data.table.task=binary", "--set", "data.table.label_at_least=4"]
+        )
+    assert cli.main(["report", "run"]) == 0
+    assert cli.main(["report", "run", "-o", "page.html"]) == 0
+    assert "RMSE" in Path("page.html").read_text()
+
+
+@pytest.mark.parametrize("arch", ["dlrm", "dlrm_dcn", "deepfm"])
+def test_several_labels_from_file_to_scores(made, folder, arch):
+    """With weights, a table of two features, and means of bags."""
+    Path("samples.parquet").symlink_to(made)
+    config = target_config(Path("samples.parquet"), "several")
+    layers = (8, 8) if arch == "deepfm" else (8,)
+    result = train(longer(replace(config, model=ModelConfig(arch, 8, layers, (8, 1)))))
+    assert result["auc/click"] > 0.6
+    assert result["auc/buy"] > 0.6
+    columns = scores_and_export(["logit/click", "logit/buy"])
+    scores, table = pq.read_table("scores.parquet"), pq.read_table(made)
+    assert scores["label/buy"].to_pylist() == table["buy"].to_pylist()[-HELD_OUT:]
+    weights = table["weight"].to_numpy()[-HELD_OUT:]
+    right = (columns[:, 0] > 0) == (table["click"].to_numpy()[-HELD_OUT:] == 1)
+    assert result["accuracy/click"] == pytest.approx(np.average(right, weights=weights), rel=1e-6)
+    assert result["accuracy/click"] != pytest.approx(right.mean(), rel=1e-6), "the control: weights count"
+    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert {"auc/click", "auc/buy"} < set(next(line for line in lines if line["kind"] == "train"))
+
+
+def test_files_without_labels_and_weights_are_scored(made, folder):
+    Path("samples.parquet").symlink_to(made)
+    train(target_config(Path("samples.parquet"), "several"))
+    pq.write_table(pq.read_table(made).drop_columns(["click", "weight"]), "new.parquet", write_page_checksum=True)
+    assert cli.main(["predict", "run", "--data", "new.parquet", "-o", "scores.parquet"]) == 0
+    assert pq.read_table("scores.parquet").column_names[-3:] == ["logit/buy", "score/buy", "label/buy"]
+    with pytest.raises(DataError, match="no column 'click'"):
+        importlib.import_module("embershard.launch.score.command").main.__wrapped__(["run", "--data", "new.parquet"])
+
+
+def test_a_sweep_of_regressions_shows_its_error(made, folder):
+    Path("samples.parquet").symlink_to(made)
+    train(target_config(Path("samples.parquet"), "regression"))
+    from embershard.launch.quality_text import main_names
+
+    assert main_names([json.loads(Path("run/result.json").read_text())]) == ["rmse"]
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), None])
+def test_bad_weights_are_named(made, folder, weight):
+    table = pq.read_table(made).slice(0, 50)
+    weights = table["weight"].to_pylist()
+    weights[6] = weight
+    table = table.set_column(table.column_names.index("weight"), "weight", pa.array(weights))
+    pq.write_table(table, "samples.parquet", write_page_checksum=True)
+    config = target_config(Path("samples.parquet"), "weighted")
+    from embershard.data import open_source
+
+    shown = "nan" if weight is None else weight
+    (found,) = open_source(config.data).parse(0).bad.values()
+    assert str(found) == f"samples.parquet:7 weight={shown}: a weight must be a number of at least 0"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"task": "regression", "label_at_least": 4.0}, 'nothing: with task = "regression"'),
+        ({"label_mean": 3.0}, "nothing otherwise"),
+        ({"task": "regression", "label": ("a", "b"), "label_mean": 3.0}, '2 numbers with task = "regression"'),
+        ({"label": ("a", "a")}, "each once"),
+        ({"label": ()}, "the name of a column, or names"),
+        ({"label": ("a", "b"), "label_at_least": (1.0,)}, "one number, or 2, one for each label"),
+        ({"label_weights": (1.0,)}, "nothing: there is one label"),
+        ({"label": ("a", "b"), "label_weights": (1.0, 0.0)}, "2 numbers above 0"),
+        ({"weight": ""}, "the name of a column"),
+    ],
+)
+def test_settings_without_a_meaning_are_refused(changes, said):
+    from embershard.data.table.config import TableConfig
+
+    with pytest.raises(ConfigError, match=said):
+        TableConfig(**changes)
