@@ -107,10 +107,9 @@ def candidates(
     if usable < count:
         width = queue_slots.size
         usable = _count_usable(*queue, width, oldest_pinned, use_stamps, next_uses)
-    room = width + ready_slots.size
+    room, queued, total = width + ready_slots.size, 0, usable
     slots, stamps = np.empty(room, np.int64), np.empty(room, np.int64)
     ranks, places = np.empty(room, np.int64), np.empty(room, np.int64)
-    queued, total = 0, usable
     for i in range(room):
         is_queued = i < width
         slot = queue_slots[i] if is_queued else ready_slots[i - width]
