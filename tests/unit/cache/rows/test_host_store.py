@@ -119,7 +119,7 @@ def test_a_disk_that_is_too_small_is_refused_with_its_name(tmp_path, monkeypatch
 
 def test_the_states_need_room_on_the_disk_too(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 5000})())
-    with pytest.raises(ConfigError, match="4.88 KiB free"):
+    with pytest.raises(ConfigError, match=r"4\.88 KiB free"):
         HostStore([100], 8, FP32, STATES[1:], "mmap", str(tmp_path))  # 3200 bytes twice
 
 
