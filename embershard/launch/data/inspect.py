@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embershard.data.table.config import TableFeature
-from embershard.data.table.raw import is_text, is_time
 from embershard.decoding import toml, toml_key
 from embershard.errors import ConfigError, DataError
 from embershard.launch.arguments import check_new_output, help_parts
@@ -108,6 +107,7 @@ def survey_files(files: list[WholeColumns]) -> tuple[dict[str, ColumnSurvey], in
 
 
 def _show(columns: dict[str, ColumnSurvey], num_bad: int) -> None:
+    from embershard.data.table.raw import is_text, is_time
     from embershard.data.table.survey import SECONDS_PER_DAY
     from embershard.launch.data.suggest import day_of, distinct_values
 
