@@ -34,7 +34,7 @@ def test_a_stopped_rank_is_named_restarted_and_asked_to_end(tmp_path: Path) -> N
         healthy, stopped = (run.folder / "stacks.txt").read_text().split("rank 1\n")
         assert waits_for_others(healthy)
         assert "trainer.py" in stopped
-        run.wait_for_step(2 * SAVE_EVERY + 6)
+        run.wait_for(lambda: f"step {2 * SAVE_EVERY + 6}/" in run.text.rpartition("Restart 1 of 1")[2])
         run.process.send_signal(signal.SIGTERM)
         assert run.end() == 0, run.text
         assert still_alive(first) == []
