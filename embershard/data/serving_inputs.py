@@ -6,8 +6,7 @@ from typing import Any
 
 from embershard.data.config import DataConfig
 from embershard.data.kinds import schema_of
-from embershard.data.table.config import settings_of
-from embershard.data.table.source import CONSTANT
+from embershard.data.table.config import CONSTANT, settings_of
 
 
 def serving_inputs(config: DataConfig) -> dict[str, Any]:

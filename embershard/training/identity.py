@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -21,7 +22,7 @@ from embershard.training.config import RunConfig
 BATCH, SEED = "train.global_batch_size", "data.seed"
 #: Whether batches are packed of hot and cold samples, and of which; "plain": they are not.
 ORDER, PLAIN = "data.order", "plain"
-FEATURES = "data.table.features"
+FEATURES, LABELS = "data.table.features", "data.table.label"
 #: The file that defines a model of one's own. Not compared where a trained model scores: its weights must fit.
 SOURCE = "model.source"
 _FILES = ("data.files", "data.eval_files")
@@ -133,9 +134,17 @@ def identity_of(config: RunConfig, world_size: int, hot_samples: str | None = No
 
 
 def meaning_of(config: RunConfig) -> dict[str, Any]:
-    """Return the values of the settings that say what a model's weights and inputs mean, as JSON values by name."""
+    """Return the values of the settings that say what a model's weights, inputs and outputs mean, as JSON values by
+    name. One output means the label, whatever that is called; of several, each has its label's name."""
     values = _compared(config)
-    return _as_saved({k: v for k, v in values.items() if k.startswith(_MEANING) and k not in _NO_MEANING})
+    kept = {k: v for k, v in values.items() if k.startswith(_MEANING) and k not in _NO_MEANING}
+    return _as_saved({**kept, LABELS: values[LABELS]} if LABELS in values else kept)
+
+
+def labels_change(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Return True if the outputs of a model have other labels now than in `saved`; the label of one may be renamed."""
+    before, after = ([names] if isinstance(names, str) else names for names in (saved.get(LABELS), now.get(LABELS)))
+    return before is not None and after is not None and before != after and max(len(before), len(after)) > 1
 
 
 def _compared(config: RunConfig) -> dict[str, Any]:
@@ -220,7 +229,7 @@ def refusal(found: Sequence[Change]) -> str:
 
 def _set_back(change: Change) -> str:
     alone = "--set train.batch_size=none " if change.key == BATCH else ""  # one of the two decides
-    return f"{alone}--set {change.key}={change.saved}"
+    return f"{alone}--set {shlex.quote(f'{change.key}={change.saved}')}"
 
 
 def _value(config: RunConfig, key: str) -> Any:

@@ -14,7 +14,7 @@ from embershard.errors import CheckpointError, InvalidCheckpointError
 from embershard.frequency.config import ProfileConfig
 from embershard.sharding.config import ShardingConfig
 from embershard.training.config import RunConfig
-from embershard.training.identity import changes, meaning_of, tables_of
+from embershard.training.identity import LABELS, changes, labels_change, meaning_of, tables_of
 from embershard.training.optimizers import EmbeddingOptimizerConfig
 from embershard.training.saved_run import SavedRun
 
@@ -88,7 +88,10 @@ def for_scoring(config: RunConfig, device: str) -> RunConfig:
 
 def _check_meaning(config: RunConfig, checkpoint: Path, saved: SavedRun) -> None:
     """Raise unless samples of `config` mean to the model what those that it was trained on meant."""
-    different = changes(with_current_names(saved.identity), meaning_of(config))
+    before, now = with_current_names(saved.identity), meaning_of(config)
+    if not labels_change(before, now):
+        now.pop(LABELS, None)
+    different = changes(before, now)
     if different:
         first = different[0]
         raise CheckpointError(

@@ -7,7 +7,7 @@ import pyarrow as pa
 
 from embershard.data.config import DataConfig
 from embershard.data.input_file import InputFile
-from embershard.data.table.config import TableConfig, settings_of
+from embershard.data.table.config import TableConfig, settings_of, table_schema
 from embershard.data.table.decode import ChunkDecoder
 from embershard.data.table.parquet_files import are_parquet, first_rows, parquet_schema
 from embershard.data.table.raw import RawChunk, check_columns, check_types
@@ -24,9 +24,11 @@ def check_table(config: DataConfig, files: list[InputFile]) -> None:
     the first rows, values that fit.
 
     Raises:
+        ConfigError: the features do not fit each other.
         DataError: a file is empty or damaged, a column is missing or of another type, or a value does not fit.
     """
     settings = settings_of(config)
+    table_schema(config)
     if config.kind == "parquet" or are_parquet(files):
         for file in files:
             schema, _ = parquet_schema(file.path)

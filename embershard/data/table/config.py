@@ -6,11 +6,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from embershard.data.config_checks import ONE_PATTERN, check_fields, freeze_lists
-from embershard.data.schema import Pooling, Target, Task
+from embershard.data.schema import Pooling, Schema, SparseFeature, Target, Task
 from embershard.errors import ConfigError
 
 if TYPE_CHECKING:
     from embershard.data.config import DataConfig, ParquetConfig
+
+#: The dense feature of tables that have none, which models need: 1 in every sample.
+CONSTANT = "constant"
 
 IdMapping = Literal["text", "hash", "modulo", "none", "hour", "weekday"]
 #: Rows of the tables of hours and of weekdays: row 0 is that of a missing time.
@@ -249,3 +252,19 @@ def settings_of(config: DataConfig) -> TableConfig:
     if not config.parquet.sparse:
         raise ConfigError('data.kind = "parquet" needs data.parquet.sparse and .num_rows: the id columns')
     return TableConfig.of_parquet(config.parquet)
+
+
+def table_schema(config: DataConfig) -> Schema:
+    """Return the schema of either kind of data that has declared columns.
+
+    Raises:
+        ConfigError: the settings name no sparse column, a column twice, or a shared table with two sizes.
+    """
+    settings = settings_of(config)
+    sparse, dense = settings.of_kind("sparse"), tuple(settings.of_kind("dense"))
+    if config.kind == "table" and not dense:
+        dense = (CONSTANT,)
+    features = tuple(
+        SparseFeature(name, feature.table_rows, feature.table, feature.pooling) for name, feature in sparse.items()
+    )
+    return Schema(dense, features, settings.target)

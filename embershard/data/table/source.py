@@ -8,17 +8,14 @@ from embershard.data.bad_rows import ParsedChunk
 from embershard.data.block import Block, Lengths
 from embershard.data.config import DataConfig
 from embershard.data.input_file import InputFile
-from embershard.data.schema import Schema, SparseFeature
+from embershard.data.schema import Schema
 from embershard.data.source import FileSource, SplitChunks, list_files
-from embershard.data.table.config import TableConfig, settings_of
+from embershard.data.table.config import TableConfig, settings_of, table_schema
 from embershard.data.table.decode import ChunkDecoder
 from embershard.data.table.parquet_files import ParquetFiles, are_parquet
 from embershard.data.table.raw import TableFiles
 from embershard.data.table.targets import labels_and_weights
 from embershard.data.table.text_files import TextTables
-
-#: The dense feature of tables that have none, which models need: 1 in every sample.
-CONSTANT = "constant"
 
 
 class TableSource(FileSource):
@@ -44,15 +41,7 @@ class TableSource(FileSource):
 
     @staticmethod
     def schema_of(config: DataConfig) -> Schema:
-        settings = settings_of(config)
-        sparse = settings.of_kind("sparse")
-        dense = tuple(settings.of_kind("dense"))
-        if config.kind == "table" and not dense:
-            dense = (CONSTANT,)
-        features = tuple(
-            SparseFeature(name, feature.table_rows, feature.table, feature.pooling) for name, feature in sparse.items()
-        )
-        return Schema(dense, features, settings.target)
+        return table_schema(config)
 
     def parse(self, number: int, most_bad: int | None = None) -> ParsedChunk:
         chunk = self._files.read(number, most_bad)

@@ -293,6 +293,11 @@ def test_converted_files_give_the_same_samples(folder):
         ),
         ('user = {kind = "dense"}\nlabel2 = {kind = "sparse", num_rows = 9, column = "user"}', "a.csv:2 user='u0'"),
         ('price = {kind = "dense"}', "`embershard data inspect FILE -o run.toml` writes them"),
+        (
+            'user = {kind = "sparse", num_rows = 9}\n'
+            'seen = {kind = "sparse", num_rows = 8, column = "user", table = "user"}',
+            "share the table 'user', and have num_rows 9 and 8",
+        ),
     ],
 )
 def test_a_dry_run_checks_the_columns(folder, capsys, settings, said):

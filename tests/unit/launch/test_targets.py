@@ -120,14 +120,21 @@ def test_several_labels_from_file_to_scores(made, folder, arch):
     assert {"auc/click", "auc/buy"} < set(next(line for line in lines if line["kind"] == "train"))
 
 
-def test_files_without_labels_and_weights_are_scored(made, folder):
+def test_files_without_labels_and_weights_are_scored(made, folder, capsys):
     Path("samples.parquet").symlink_to(made)
     train(target_config(Path("samples.parquet"), "several"))
     pq.write_table(pq.read_table(made).drop_columns(["click", "weight"]), "new.parquet", write_page_checksum=True)
     assert cli.main(["predict", "run", "--data", "new.parquet", "-o", "scores.parquet"]) == 0
     assert pq.read_table("scores.parquet").column_names[-3:] == ["logit/buy", "score/buy", "label/buy"]
+    score = importlib.import_module("embershard.launch.score.command").main.__wrapped__
     with pytest.raises(DataError, match="no column 'click'"):
-        importlib.import_module("embershard.launch.score.command").main.__wrapped__(["run", "--data", "new.parquet"])
+        score(["run", "--data", "new.parquet"])
+    for labels in ('["buy", "click"]', '["click", "stars"]', '"click"'):  # the outputs keep their names
+        with pytest.raises(CheckpointError, match=r'with data.table.label = \["click", "buy"\], and .* cannot score'):
+            score(["run", "--set", f"data.table.label={labels}", "--set", "data.table.label_weights=[]"])
+        words = ["export", "run", "-o", "x", "--set", f"data.table.label={labels}"]
+        assert cli.main([*words, "--set", "data.table.label_weights=[]"]) != 0
+        assert "Leave data.table.label as it was" in capsys.readouterr().err
 
 
 def test_a_sweep_of_regressions_shows_its_error(made, folder):

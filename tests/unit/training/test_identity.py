@@ -31,6 +31,7 @@ from embershard.training.identity import (
     Change,
     check_keys,
     identity_of,
+    labels_change,
     refusal,
 )
 from embershard.training.optimizers import DenseOptimizerConfig, ScheduleConfig
@@ -272,3 +273,20 @@ def test_a_file_is_told_from_another_one(tmp_path, size):
         assert FileIdentity.of(path) != before
     path.write_bytes(bytes(size + 1))
     assert FileIdentity.of(path) != before
+
+
+def test_outputs_keep_their_labels_and_one_may_be_renamed():
+    def change(saved: Any, now: Any) -> bool:
+        return labels_change({"data.table.label": saved}, {"data.table.label": now})
+
+    assert not change("click", "clicked")
+    assert not change(["click"], "clicked")
+    assert not change(["click", "buy"], ["click", "buy"])
+    assert change(["click", "buy"], ["buy", "click"])
+    assert change(["click", "buy"], "click")
+    assert not labels_change({}, {"data.table.label": ["a", "b"]}), "saved before there were several"
+
+
+def test_the_way_back_can_be_pasted():
+    said = refusal([Change("data.table.label", '["click", "buy"]', '["buy", "click"]')])
+    assert """(--set 'data.table.label=["click", "buy"]')""" in said
