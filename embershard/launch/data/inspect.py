@@ -63,10 +63,11 @@ def inspect(arguments: argparse.Namespace) -> int:
     if output is not None or arguments.label is not None:
         label = suggest_label(columns, arguments.label)
     suggested: list[Suggestion] = []
+    taken = set() if label is None else {label.column}
     for name, column in columns.items():
         if label is None or name != label.column:
-            taken = [each for suggestion in suggested for each in suggestion.features]
             suggested.append(suggest_features(column, taken))
+            taken.update(suggested[-1].features)
     _show(columns, num_bad)
     if output is not None and label is not None:
         num_rows = next(iter(columns.values())).rows
