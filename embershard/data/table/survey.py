@@ -103,7 +103,9 @@ class Numbers:
         first = -self.count % self._step
         total = self.count + len(numbers)
         change = float(numbers.mean()) - self.mean
-        self.squares += float(((numbers - numbers.mean()) ** 2).sum()) + change * change * self.count * len(numbers) / total
+        self.squares += (
+            float(((numbers - numbers.mean()) ** 2).sum()) + change * change * self.count * len(numbers) / total
+        )
         self.mean += change * len(numbers) / total
         self.count = total
         self.least, self.largest = min(self.least, float(numbers.min())), max(self.largest, float(numbers.max()))

@@ -163,7 +163,7 @@ def _settings(
         lines += [f"{name} = {toml(value)}" for name, value in given.items() if value != defaults[name]]
     lines += ["", "[data.table.features]"]
     for suggestion in suggested:
-        lines.append(f"# {suggestion.column}: {suggestion.why}")
+        lines.append(f"# {' '.join(suggestion.column.split())}: {suggestion.why}")  # a name may have several lines
         lines += [f"{toml_key(name)} = {toml(settings)}" for name, settings in suggestion.features.items()]
     return "\n".join([*lines, *_of_the_model(suggested, num_rows)])
 

@@ -23,6 +23,7 @@ _ID_WORDS = {"id", "ids", "uid", "uuid", "key", "code", "zip", "hash", "user", "
 _ID_WORDS |= {"products", "category", "categories", "genre", "genres", "brand", "gender", "country", "region", "city"}
 _ID_WORDS |= {"store", "shop", "device", "campaign", "ad", "advertiser", "publisher", "site", "page"}
 _LEAST_LONG = 2.0**53  # integers from here on are no numbers: float64 has not all of them
+_LEAST_TOO_LARGE = 2.0**63  # no integer, for ids in floats
 _TIME_WORDS = {"time", "timestamp", "ts", "date", "datetime"}
 _EPOCH_SECONDS = (1e8, 1e10)  # 1973 to 2286
 _EPOCH_MILLISECONDS = (1e11, 1e13)
@@ -93,8 +94,8 @@ def suggest_label(columns: Mapping[str, ColumnSurvey], wanted: str | None) -> La
         raise ConfigError(f"--label: {what}. Name the column to predict; columns of numbers: {some}.{hints}")
     numbers = numeric[found].numbers
     said = f"{numeric[found].inner}, {numbers.least:g} to {numbers.largest:g}, mean {numbers.mean:.4g}"
-    if reason := _refused(numeric[found]):
-        said += f"; {reason}"
+    if no_label := numeric[found].missing + numeric[found].refused:
+        said += f"; {no_label:,} rows have no finite number: the run stops at them, unless data.bad_rows allows them"
     if found in binary:
         return LabelSuggestion(found, None, None, said)
     middle = (numbers.least + numbers.largest) / 2
@@ -158,7 +159,7 @@ def _features(name: str, column: ColumnSurvey) -> tuple[_Features, str, int]:
 
 def _refused(column: ColumnSurvey) -> str:
     """Say which of a column's values training would refuse, and what to do; or ""."""
-    remedy = "the run would stop at these rows. Mend them, or make them missing"
+    remedy = "the run would stop at these rows. Mend them, or make them missing (in text files: --null CELL)"
     if column.refused and not is_text(column.inner):
         what = "times after 5138-11-16 or long before 1970" if is_time(column.inner) else "infinite or above 3.4e38"
         return f"{column.refused:,} of its values are {what}: {remedy}"
@@ -232,6 +233,9 @@ def _hint(column: ColumnSurvey) -> str:
 
 def _ids(name: str, column: ColumnSurvey) -> tuple[_Features, str, int]:
     """As `_features`, of a column of whole numbers that are ids, or of lists of them."""
+    is_large = types.is_floating(column.inner) and column.numbers.largest >= _LEAST_TOO_LARGE
+    if types.is_decimal(column.inner) or is_large:
+        return {}, f"ids are not read of {'large ' if is_large else ''}{column.inner}: write integers, or text", 0
     if _is_unique(column):
         return {}, _UNIQUE, 0
     if types.is_integer(column.inner):

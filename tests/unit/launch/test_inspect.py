@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow as pa
@@ -87,7 +88,7 @@ def test_columns_that_training_refuses_are_left_out(values, why):
     [
         (some(float("inf"), 0.5), "1 of its values are infinite or above 3.4e38"),
         (some(1e300, -1e300, 0.5), "2 of its values are infinite"),
-        ([b"\xff\xfe%d" % n for n in range(ROWS)], "? distinct, 0 missing; left out: its values are bytes that are not"),
+        ([b"\xff\xfe%d" % n for n in range(ROWS)], "? distinct, 0 missing; left out: its values are bytes that"),
     ],
 )
 def test_parquet_columns_that_training_refuses_are_left_out(values, why):
@@ -95,6 +96,25 @@ def test_parquet_columns_that_training_refuses_are_left_out(values, why):
     written, names = inspected({"click": label(), "user_id": some(), "x": values}, is_text=False)
     assert names == ["user_id"]
     assert why in written
+
+
+@pytest.mark.parametrize(
+    ("ids", "why"),
+    [
+        ([1e19 + n * 1e5 for n in range(ROWS)], "ids are not read of large double: write integers, or text"),
+        ([Decimal(n % 7) for n in range(ROWS)], "ids are not read of decimal128(1, 0): write integers, or text"),
+    ],
+)
+def test_ids_that_training_refuses_are_left_out(ids, why):
+    written, names = inspected({"click": label(), "user_id": list(range(ROWS)), "item_id": ids}, is_text=False)
+    assert names == ["user_id"]
+    assert why in written
+
+
+def test_labels_that_are_no_numbers_are_counted():
+    Path("a.csv").write_text("click,user\n1,a\n0,b\n,a\n1,b\n1e300,a\n")
+    assert cli.main(["data", "inspect", "a.csv", "-o", "run.toml"]) == 0
+    assert "; 2 rows have no finite number: the run stops at them, unless data.bad_rows" in Path("run.toml").read_text()
 
 
 def test_long_cells_of_short_values_are_bags():
