@@ -145,8 +145,8 @@ class ColumnSurvey:
         parts: per separator, the distinct values between it, and in how many cells it is.
         can_be: of texts: the names of `_TYPES` that all of them fit, but for `missing_words`.
         missing_words: how many cells are each of `_MISSING_WORDS`, where all others fit a type.
-        refused: numbers that are infinite, or too large for float32, and times after the last one: bad rows in
-            training. Such numbers are not among `numbers`.
+        refused: numbers that are infinite or too large for float32, which `numbers` has not, and times at
+            `MOST_SECONDS` or farther: bad rows in training.
         too_long: texts above `MOST_BYTES`, which `values` has not: cells under "", parts under their separator.
         is_bytes: values are no UTF-8, and nothing else is known of them.
     """

@@ -233,13 +233,14 @@ def _hint(column: ColumnSurvey) -> str:
 
 def _ids(name: str, column: ColumnSurvey) -> tuple[_Features, str, int]:
     """As `_features`, of a column of whole numbers that are ids, or of lists of them."""
-    is_large = types.is_floating(column.inner) and column.numbers.largest >= _LEAST_TOO_LARGE
+    limits = column.numbers.least, column.numbers.largest
+    is_large = types.is_floating(column.inner) and max(abs(limit) for limit in limits) >= _LEAST_TOO_LARGE
     if types.is_decimal(column.inner) or is_large:
         return {}, f"ids are not read of {'large ' if is_large else ''}{column.inner}: write integers, or text", 0
     if _is_unique(column):
         return {}, _UNIQUE, 0
     if types.is_integer(column.inner):
-        settings, why = _category("hash", column.ids, (column.numbers.least, column.numbers.largest))
+        settings, why = _category("hash", column.ids, limits)
     else:
         settings, why = _category("text", column.values, None)
     return {name: settings}, _bag(column) + why, column.most
