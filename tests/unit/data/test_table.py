@@ -191,7 +191,7 @@ def test_bools_of_text_files_are_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("column", "mapping", "expected", "said"),
     [
-        (pa.array([0, 2**62], pa.timestamp("ms")), "hour", [1], "at=146140482-04-24T07:36:28: is beyond the last time"),
+        (pa.array([0, 2**62], pa.timestamp("ms")), "hour", [1], "at=146140482-04-24T15:36:28: is beyond the last time"),
         (
             pa.array([0, 253402214400], pa.timestamp("s")),
             "weekday",
