@@ -24,14 +24,19 @@ from embershard.errors import DataError, IdOutOfRangeError
 
 #: Longest text, so that a damaged file cannot take much memory.
 MOST_BYTES = 1024
+#: Since 1970. Times are below that: the last day is 5138-11-16.
+MOST_SECONDS = 1e11
 _SECONDS_PER_HOUR, _HOURS_PER_DAY, _DAYS_PER_WEEK = 3600, 24, 7
 _SECONDS_PER_DAY = _SECONDS_PER_HOUR * _HOURS_PER_DAY
 _WEEKDAY_OF_1970 = 3  # a Thursday; Monday is 0
-_MOST_SECONDS = 1e11  # the year 5138
 _MOST_SECONDS_IN_MICROS = 2.0**63 / 1e6
 _LARGEST_WHOLE = 2.0**63
 _PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6}
 _NEEDED_TIME = "needed a time as 2024-12-31 or 2024-12-31 23:59:59, seconds since 1970, or nothing"
+_NEEDED_EARLIER = (
+    "is beyond the last time, 5138-11-16. If it stands for a missing time, name it in data.table.null_values (of text "
+    "files), or leave such rows out: data.bad_rows. If it is milliseconds, divide by 1000"
+)
 #: Texts, as regular expressions, that are a whole number with a point, and the text that stands for them.
 _WHOLE = {r"^-?(?:0\.0*|\.0+)$": "0", r"^(-?[1-9][0-9]*)\.0*$": r"\1"}
 _SAME = {b"True": b"true", b"TRUE": b"true", b"False": b"false", b"FALSE": b"false", b"-0": b"0"}
@@ -180,16 +185,19 @@ class ChunkDecoder:
 
     def _seconds(self, column: pa.Array, name: str) -> NDArray[np.float64]:
         """Return times, seconds, or texts that are either, as seconds since 1970; NaN for a missing or a bad one."""
-        column = _decoded(column)
+        given = column = _decoded(column)
         if is_text(column.type):
             column = self._read(column, _text_seconds, pa.float64(), name, _NEEDED_TIME)
         is_number = types.is_integer(column.type)
         found = seconds_since_1970(column) if is_time(column.type) else column.cast(pa.float64(), safe=False)
         is_missing = found.is_null().to_numpy(zero_copy_only=False)
         seconds = found.fill_null(0).to_numpy(zero_copy_only=False)
-        is_time_here = np.abs(seconds) < _MOST_SECONDS  # milliseconds are not, and NaN is not
+        is_time_here = np.abs(seconds) < MOST_SECONDS  # milliseconds are not, and NaN is not
         if is_number:
             is_time_here &= ~_are_dates(seconds)
+        for row in np.flatnonzero((seconds >= MOST_SECONDS) & np.isfinite(seconds)).tolist():
+            cell = np.datetime64(int(seconds[row]), "s") if is_time(given.type) else _shown(given[row])
+            self._note_row(row, name, f"{name}={cell}: {_NEEDED_EARLIER}")
         self.note(~is_time_here, name, seconds, _NEEDED_TIME)
         return np.where(is_time_here & ~is_missing, seconds, np.nan)
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pyarrow import types
 
 from embershard.data.hashing import Words, mix64
-from embershard.data.table.decode import seconds_since_1970, text_words
+from embershard.data.table.decode import MOST_BYTES, MOST_SECONDS, seconds_since_1970, text_words
 from embershard.data.table.raw import is_list, is_text, is_time
 
 #: Hashes that are kept of each column. The estimate of distinct values is exact up to so many, then within 3 %.
@@ -97,13 +97,15 @@ class Numbers:
     _num_sampled: int = 0
 
     def add(self, numbers: NDArray[np.float64]) -> None:
-        """Add finite numbers."""
+        """Add numbers that float32 holds, or times: the squares of larger ones would not be finite."""
         if not len(numbers):
             return
         first = -self.count % self._step
         total = self.count + len(numbers)
         change = float(numbers.mean()) - self.mean
-        self.squares += float(((numbers - numbers.mean()) ** 2).sum()) + change**2 * self.count * len(numbers) / total
+        self.squares += (
+            float(((numbers - numbers.mean()) ** 2).sum()) + change * change * self.count * len(numbers) / total
+        )
         self.mean += change * len(numbers) / total
         self.count = total
         self.least, self.largest = min(self.least, float(numbers.min())), max(self.largest, float(numbers.max()))
@@ -143,6 +145,10 @@ class ColumnSurvey:
         parts: per separator, the distinct values between it, and in how many cells it is.
         can_be: of texts: the names of `_TYPES` that all of them fit, but for `missing_words`.
         missing_words: how many cells are each of `_MISSING_WORDS`, where all others fit a type.
+        refused: numbers that are infinite or too large for float32, which `numbers` has not, and times at
+            `MOST_SECONDS` or farther: bad rows in training.
+        too_long: texts above `MOST_BYTES`, which `values` has not: cells under "", parts under their separator.
+        is_bytes: values are no UTF-8, and nothing else is known of them.
     """
 
     name: str
@@ -156,6 +162,9 @@ class ColumnSurvey:
     parts: dict[str, tuple[DistinctCount, int, int]] = field(default_factory=dict)
     can_be: set[str] = field(default_factory=lambda: set(_TYPES))
     missing_words: Counter[str] = field(default_factory=Counter)
+    refused: int = 0
+    too_long: Counter[str] = field(default_factory=Counter)
+    is_bytes: bool = False
 
     def add(self, column: pa.Array) -> None:
         """Add some rows."""
@@ -172,7 +181,7 @@ class ColumnSurvey:
         if is_text(column.type):
             self._add_texts(column)
         elif is_time(column.type):
-            self._add_numbers(seconds_since_1970(column))
+            self._add_times(column)
             self.values.add(
                 mix64(column.cast(pa.timestamp("us"), safe=False).cast(pa.int64()).to_numpy().view(np.uint64))
             )
@@ -188,12 +197,20 @@ class ColumnSurvey:
         self.ids.add(mix64(column.cast(pa.int64(), safe=False).to_numpy(zero_copy_only=False).view(np.uint64)))
 
     def _add_texts(self, column: pa.Array) -> None:
-        words, _, is_empty = text_words(column)
+        words, sizes, is_empty = text_words(column)
         self.missing += int(is_empty.sum())
-        if not len(column):
+        if not len(column) or self.is_bytes:
             return
-        self.values.add(words[~is_empty])
-        column = column.filter(pa.array(~is_empty)).cast(pa.string())
+        try:
+            column = column.filter(pa.array(~is_empty)).cast(pa.string())
+        except pa.ArrowInvalid:
+            self.is_bytes = True
+            self.can_be.clear()
+            self.missing_words.clear()
+            return
+        is_short = sizes <= MOST_BYTES
+        self.values.add(words[~is_empty & is_short])
+        self.too_long[""] += int((~is_short).sum())
         if self.can_be:
             is_word = pc.is_in(column, value_set=pa.array(_MISSING_WORDS))
             self.missing_words.update(column.filter(is_word).to_pylist())
@@ -213,7 +230,7 @@ class ColumnSurvey:
             self.can_be -= {"number"}
         found = next((as_type[kind] for kind in _TYPES if kind in self.can_be), None)
         if found is not None:
-            self._add_numbers(seconds_since_1970(found) if is_time(found.type) else found)
+            (self._add_times if is_time(found.type) else self._add_numbers)(found)
         if self.can_be & {"integer", "unsigned"}:
             assert found is not None
             self.ids.add(mix64(found.to_numpy(zero_copy_only=False).view(np.uint64)))
@@ -225,16 +242,25 @@ class ColumnSurvey:
                 continue
             found, cells, most = self.parts.get(separator, (DistinctCount(), 0, 0))
             lists = pc.split_pattern(column, separator)
-            words, _, is_empty = text_words(lists.flatten())
-            found.add(words[~is_empty])
+            words, sizes, is_empty = text_words(lists.flatten())
+            is_short = sizes <= MOST_BYTES
+            found.add(words[~is_empty & is_short])
+            self.too_long[separator] += int((~is_short).sum())
             self.parts[separator] = found, cells + count, max(most, pc.max(pc.list_value_length(lists)).as_py())
 
     def _add_numbers(self, column: pa.Array) -> NDArray[np.float64]:
         numbers: NDArray[np.float64] = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
-        is_finite = np.isfinite(numbers)
-        self.missing += int(np.isnan(numbers).sum())
-        self.numbers.add(numbers[is_finite])
-        return numbers[is_finite]
+        is_missing = np.isnan(numbers)
+        with np.errstate(over="ignore"):
+            is_held = np.isfinite(numbers.astype(np.float32))
+        self.missing += int(is_missing.sum())
+        self.refused += int((~is_held & ~is_missing).sum())
+        self.numbers.add(numbers[is_held])
+        return numbers[is_held]
+
+    def _add_times(self, column: pa.Array) -> None:
+        seconds = self._add_numbers(seconds_since_1970(column))
+        self.refused += int((np.abs(seconds) >= MOST_SECONDS).sum())
 
     @property
     def present(self) -> int:
@@ -245,6 +271,8 @@ class ColumnSurvey:
     def is_readable(self) -> bool:
         """False for a type of which no feature is made, and no value is counted."""
         kind = self.inner
+        if self.is_bytes:
+            return False
         is_number = types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
         return is_number or is_text(kind) or is_time(kind) or types.is_boolean(kind) or types.is_null(kind)
 

@@ -63,10 +63,11 @@ def inspect(arguments: argparse.Namespace) -> int:
     if output is not None or arguments.label is not None:
         label = suggest_label(columns, arguments.label)
     suggested: list[Suggestion] = []
+    taken = set() if label is None else {label.column}
     for name, column in columns.items():
         if label is None or name != label.column:
-            taken = [each for suggestion in suggested for each in suggestion.features]
             suggested.append(suggest_features(column, taken))
+            taken.update(suggested[-1].features)
     _show(columns, num_bad)
     if output is not None and label is not None:
         num_rows = next(iter(columns.values())).rows
@@ -162,7 +163,7 @@ def _settings(
         lines += [f"{name} = {toml(value)}" for name, value in given.items() if value != defaults[name]]
     lines += ["", "[data.table.features]"]
     for suggestion in suggested:
-        lines.append(f"# {suggestion.column}: {suggestion.why}")
+        lines.append(f"# {' '.join(suggestion.column.split())}: {suggestion.why}")  # a name may have several lines
         lines += [f"{toml_key(name)} = {toml(settings)}" for name, settings in suggestion.features.items()]
     return "\n".join([*lines, *_of_the_model(suggested, num_rows)])
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
+from itertools import count
 from math import exp, floor
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 from pyarrow import types
 
 from embershard.data.table.config import TIME_ROWS
+from embershard.data.table.decode import MOST_BYTES
 from embershard.data.table.raw import is_list, is_text, is_time
 from embershard.data.table.survey import SECONDS_PER_DAY, ColumnSurvey, DistinctCount, Numbers
 from embershard.errors import ConfigError
@@ -21,6 +23,7 @@ _ID_WORDS = {"id", "ids", "uid", "uuid", "key", "code", "zip", "hash", "user", "
 _ID_WORDS |= {"products", "category", "categories", "genre", "genres", "brand", "gender", "country", "region", "city"}
 _ID_WORDS |= {"store", "shop", "device", "campaign", "ad", "advertiser", "publisher", "site", "page"}
 _LEAST_LONG = 2.0**53  # integers from here on are no numbers: float64 has not all of them
+_LEAST_TOO_LARGE = 2.0**63  # no integer, for ids in floats
 _TIME_WORDS = {"time", "timestamp", "ts", "date", "datetime"}
 _EPOCH_SECONDS = (1e8, 1e10)  # 1973 to 2286
 _EPOCH_MILLISECONDS = (1e11, 1e13)
@@ -91,6 +94,8 @@ def suggest_label(columns: Mapping[str, ColumnSurvey], wanted: str | None) -> La
         raise ConfigError(f"--label: {what}. Name the column to predict; columns of numbers: {some}.{hints}")
     numbers = numeric[found].numbers
     said = f"{numeric[found].inner}, {numbers.least:g} to {numbers.largest:g}, mean {numbers.mean:.4g}"
+    if no_label := numeric[found].missing + numeric[found].refused:
+        said += f"; {no_label:,} rows have no finite number: the run stops at them, unless data.bad_rows allows them"
     if found in binary:
         return LabelSuggestion(found, None, None, said)
     middle = (numbers.least + numbers.largest) / 2
@@ -100,9 +105,14 @@ def suggest_label(columns: Mapping[str, ColumnSurvey], wanted: str | None) -> La
     return LabelSuggestion(found, least, _rounded(numbers.mean) if has_many else None, why)
 
 
-def suggest_features(column: ColumnSurvey, taken: Sequence[str]) -> Suggestion:
-    """Return how to use a column; `taken` are the names of features that are there already."""
-    features, why, lookups = _features(_feature_name(column.name, taken), column)
+def suggest_features(column: ColumnSurvey, taken: Container[str]) -> Suggestion:
+    """Return how to use a column; `taken` are names that its features must not have."""
+    plain = _feature_name(column.name)
+    found, why, lookups = _features(plain, column)
+    endings = {each.removeprefix(plain): settings for each, settings in found.items()}
+    names = (plain if number == 1 else f"{plain}_{number}" for number in count(1))
+    free = next(name for name in names if not any(name + ending in taken for ending in endings))
+    features = {free + ending: settings for ending, settings in endings.items()}
     for name, settings in features.items():
         if name != column.name:
             settings["column"] = column.name
@@ -115,9 +125,13 @@ def _features(name: str, column: ColumnSurvey) -> tuple[_Features, str, int]:
     sample."""
     inner, numbers = column.inner, column.numbers
     words = set(re.split(r"[\W_]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", column.name).lower()))
+    if column.is_bytes:
+        return {}, "its values are bytes that are not UTF-8 text", 0
+    if reason := _refused(column):
+        return {}, reason, 0
     if not column.is_readable:
         return {}, f"no feature is made of {column.title}", 0
-    if not column.values.estimate:
+    if not column.values.estimate and not column.too_long[""]:
         return {}, "it has no values", 0
     if column.values.estimate == 1 and not column.missing and not column.parts:
         return {}, "it has one value in all rows", 0
@@ -141,6 +155,18 @@ def _features(name: str, column: ColumnSurvey) -> tuple[_Features, str, int]:
     elif is_whole_number and bool(words & _TIME_WORDS) and _are_within(numbers, _EPOCH_MILLISECONDS):
         why += "; if these are milliseconds since 1970, divide them by 1000: seconds are taken as times"
     return features, why, 0
+
+
+def _refused(column: ColumnSurvey) -> str:
+    """Say which of a column's values training would refuse, and what to do; or ""."""
+    remedy = "the run would stop at these rows. Mend them, or make them missing (in text files: --null CELL)"
+    if column.refused and not is_text(column.inner):
+        what = "times after 5138-11-16 or long before 1970" if is_time(column.inner) else "infinite or above 3.4e38"
+        return f"{column.refused:,} of its values are {what}: {remedy}"
+    long = column.too_long[""]
+    if long and is_text(column.inner) and _parts(column) is None:
+        return f"{long:,} of its values are longer than {MOST_BYTES:,} bytes, too long to be told apart: {remedy}"
+    return ""
 
 
 def _are_within(numbers: Numbers, limits: tuple[float, float]) -> bool:
@@ -174,8 +200,8 @@ def day_of(seconds: float) -> str:
 
 
 def distinct_values(column: ColumnSurvey) -> str:
-    """Return the number of distinct values as text: `~` is an estimate, `?` for types that are not read."""
-    if not column.is_readable:
+    """Return the number of distinct values as text: `~` is an estimate, `?` where values cannot be told apart."""
+    if not column.is_readable or column.too_long[""]:
         return "?"
     return f"{'' if column.values.is_exact else '~'}{column.values.estimate:,}"
 
@@ -207,10 +233,14 @@ def _hint(column: ColumnSurvey) -> str:
 
 def _ids(name: str, column: ColumnSurvey) -> tuple[_Features, str, int]:
     """As `_features`, of a column of whole numbers that are ids, or of lists of them."""
+    limits = column.numbers.least, column.numbers.largest
+    is_large = types.is_floating(column.inner) and max(abs(limit) for limit in limits) >= _LEAST_TOO_LARGE
+    if types.is_decimal(column.inner) or is_large:
+        return {}, f"ids are not read of {'large ' if is_large else ''}{column.inner}: write integers, or text", 0
     if _is_unique(column):
         return {}, _UNIQUE, 0
     if types.is_integer(column.inner):
-        settings, why = _category("hash", column.ids, (column.numbers.least, column.numbers.largest))
+        settings, why = _category("hash", column.ids, limits)
     else:
         settings, why = _category("text", column.values, None)
     return {name: settings}, _bag(column) + why, column.most
@@ -279,15 +309,15 @@ def _fewest_collisions(distinct: DistinctCount, num_rows: int) -> tuple[int, int
 def _parts(column: ColumnSurvey) -> tuple[str, DistinctCount, int] | None:
     """Return the separator of the values in a column's cells, those values, and the most in a cell."""
     for separator, (distinct, cells, most) in column.parts.items():
-        if cells >= _PARTS_SHARE * column.present and distinct.estimate < column.values.estimate:
+        cells_differ = distinct.estimate < column.values.estimate + column.too_long[""]
+        if cells >= _PARTS_SHARE * column.present and cells_differ and not column.too_long[separator]:
             return separator, distinct, most
     return None
 
 
-def _feature_name(column: str, taken: Sequence[str]) -> str:
-    """Return a name that tables and files can have, and no other feature has."""
-    name = re.sub(r"[^\w-]+", "_", column).strip("_") or "feature"
-    return name if name not in taken else next(f"{name}_{n}" for n in range(2, 99) if f"{name}_{n}" not in taken)
+def _feature_name(column: str) -> str:
+    """Return a name that tables and files can have."""
+    return re.sub(r"[^\w-]+", "_", column).strip("_") or "feature"
 
 
 def _rounded(value: float) -> float:
