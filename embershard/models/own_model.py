@@ -30,11 +30,14 @@ class OwnModel(nn.Module):
     Args:
         model: from a batch to outputs [B] or [B, 1], of several labels [B, T], of which `loss_of` gives the loss; or to
             `(loss [], outputs)`.
+
+    Attributes:
+        target: what is predicted of a sample.
     """
 
     def __init__(self, model: nn.Module, name: str, target: TargetLike) -> None:
         super().__init__()
-        self.model, self._name, self._target = model, name, target
+        self.model, self._name, self.target = model, name, target
 
     def forward(self, batch: Any) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """Return the loss, and loss, outputs and labels without gradients."""
@@ -47,7 +50,7 @@ class OwnModel(nn.Module):
         self._check(loss, outputs, labels)
         outputs = outputs.reshape(labels.shape)
         if loss is None:
-            loss = loss_of(self._target, outputs, labels.to(outputs.dtype), batch.weights)
+            loss = loss_of(self.target, outputs, labels.to(outputs.dtype), batch.weights)
         return loss, (loss.detach(), outputs.detach(), labels.detach())
 
     def _check(self, loss: Any, logits: Any, labels: Tensor) -> None:

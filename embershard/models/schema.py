@@ -38,6 +38,9 @@ class TargetLike(Protocol):
     def label_weights(self) -> Sequence[float]: ...
 
     @property
+    def weight(self) -> str | None: ...
+
+    @property
     def label_means(self) -> Sequence[float]: ...
 
 

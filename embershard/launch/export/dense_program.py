@@ -17,6 +17,7 @@ from embershard.errors import ConfigError
 from embershard.models import ModelConfig, ModelTable, build_model
 from embershard.models.own_errors import place_of
 from embershard.models.own_model import OwnModel
+from embershard.models.schema import TargetLike
 from embershard.models.tables import collections_of, tables_in
 
 _EXAMPLES, _IDS = 4, 2  # samples of the example by which the program is recorded, and ids in each of its sequences
@@ -109,11 +110,18 @@ class DenseLayers(nn.Module):
             dense.shape[0],
         )
         if isinstance(self.model, OwnModel):
-            outputs = self.model.model(Batch(dense, features, dense.new_zeros(dense.shape[0])))
+            outputs = self.model.model(_unlabelled_batch(dense, features, self.model.target))
             outputs = outputs[1] if isinstance(outputs, tuple) else outputs
         else:
             outputs = self.model.model(dense, features)
         return outputs.squeeze(-1) if outputs.dim() > 1 else outputs
+
+
+def _unlabelled_batch(dense: Tensor, features: Any, target: TargetLike) -> Batch:
+    """Return a batch with labels and weights of the shapes of training, for a loss that reads them."""
+    num_samples, num_labels = dense.shape[0], len(target.labels)
+    labels = dense.new_zeros((num_samples, num_labels) if num_labels > 1 else num_samples)
+    return Batch(dense, features, labels, weights=None if target.weight is None else dense.new_ones(num_samples))
 
 
 def dense_layers(config: ModelConfig, schema: Schema, checkpoint: Path) -> DenseLayers:
@@ -147,7 +155,8 @@ def dense_program(layers: DenseLayers, num_dense: int) -> torch.export.ExportedP
     except Exception as error:
         if not isinstance(layers.model, OwnModel):
             raise
+        first, *_ = (str(error).strip() or type(error).__name__).splitlines()
         raise ConfigError(
-            f"torch.export cannot record this model ({place_of(error)}): {str(error).strip().splitlines()[0]} "
+            f"torch.export cannot record this model ({place_of(error)}): {first.rstrip('. ')}. "
             "docs/serving.md says what a model may do. Or export the tables alone (--format parquet)."
         ) from error

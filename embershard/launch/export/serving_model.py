@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import json
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,8 @@ class Model(nn.Module):
         list, an array, or a text where the data had such texts. Times are datetimes, texts, or seconds since 1970.
 
         Raises:
-            ValueError: a key is unknown or absent, or a value is not what its feature needs, with both.
+            ValueError: the samples are no list of dicts, a key is unknown or absent, or a value is not what its feature
+                needs, with both.
         """
         self._check_keys(samples)
         columns = [[self._given(sample, each) for sample in samples] for each in self.inputs["dense"]]
@@ -122,9 +123,14 @@ class Model(nn.Module):
         return list(dict.fromkeys(each["column"] for each in features if each.get("scale") != "constant"))
 
     def _check_keys(self, samples: Sequence[dict[str, Any]]) -> None:
+        if isinstance(samples, Mapping):
+            raise ValueError("got one dict; needed a list of dicts, one per sample, so [sample] for one")
         columns = self.columns
         needed = set(columns)
         for number, sample in enumerate(samples):
+            if not isinstance(sample, Mapping):
+                needs = f"needed a dict with the keys {', '.join(columns)}"
+                raise ValueError(f"sample {number}: got {sample!r:.60}; {needs}")
             if sample.keys() == needed:
                 continue
             absent = [name for name in columns if name not in sample]

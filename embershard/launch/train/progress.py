@@ -32,6 +32,7 @@ class ProgressDisplay:
         self._console, self._total = console, total_steps
         self._first_step, self._started = done_steps, time.monotonic()
         self._bar: Progress | None = None
+        self._said_weightless = False
         if console.is_terminal:
             self._bar = Progress(
                 MofNCompleteColumn(),
@@ -46,6 +47,14 @@ class ProgressDisplay:
 
     def show(self, report: Report) -> None:
         """Print a line, and move the bar."""
+        if isinstance(report, TrainReport | EvalReport) and not self._said_weightless:
+            values = quality_values(report.quality)
+            count = values.pop("samples")
+            self._said_weightless = count > 0 and set(values.values()) == {None}
+            if self._said_weightless:
+                which = "held-out" if isinstance(report, EvalReport) else "newest training"
+                line = f"step {report.step}: warning: all {count:,} {which} samples have weight 0 (data.table.weight)"
+                say(self._console, line)
         if isinstance(report, TrainReport):
             line = f"step {report.step}/{self._total}  {train_line(report)}"
             if self._bar is not None:

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embershard.data import DataConfig, ParquetConfig, Schema, SparseFeature, open_source
+from embershard.data import DataConfig, ParquetConfig, Schema, SparseFeature, Target, open_source
 from embershard.data.hashing import map_ids
 from embershard.data.serving_inputs import serving_inputs
 from embershard.distributed.checkpoint.load import load_group
@@ -195,10 +195,49 @@ def test_an_own_model_is_recorded_around_its_tables(tmp_path):
         assert program(*inputs).tolist() == pytest.approx(expected.tolist(), abs=1e-5)
     line = 1 + OWN[: OWN.index("longest = max")].count("\n")
     fixed = ModelConfig(build="own_last:build", folder=str(tmp_path), options={"int": True})
-    with pytest.raises(
-        ConfigError, match=rf"cannot record this model \(.*/own_last.py, line {line}\): .*--format parquet"
-    ):
+    said = rf"cannot record this model \(.*/own_last.py, line {line}\): .*[^. ]\. docs/serving.md .*--format parquet"
+    with pytest.raises(ConfigError, match=said):
         dense_program(DenseLayers(build_model(fixed, schema, torch.device("cpu"))).eval(), 1)
+
+
+OWN_LOSS = """
+import torch
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+
+class Weighted(nn.Module):
+    def __init__(self, num_labels):
+        super().__init__()
+        table = EmbeddingBagConfig(name="t", num_embeddings=9, embedding_dim=4, feature_names=["x"])
+        self.bags = EmbeddingBagCollection([table], device=torch.device("meta"))
+        self.over = nn.Linear(5, num_labels)
+
+    def forward(self, batch):
+        found = self.bags(batch.sparse_features).values()
+        outputs = self.over(torch.cat([batch.dense_features, found], dim=1))
+        if batch.labels.dim() == 1:
+            losses = nn.functional.mse_loss(outputs.squeeze(1), batch.labels, reduction="none")
+            return (losses * batch.weights).mean(), outputs
+        click, buy = (outputs - batch.labels).unbind(1)
+        return ((click**2 + buy**2) * batch.weights).mean(), outputs
+
+def build(schema, options):
+    return Weighted(len(schema.target.labels))
+"""
+
+
+@pytest.mark.parametrize("labels", [("click",), ("click", "buy")])
+def test_an_own_loss_may_read_labels_and_weights(tmp_path, labels):
+    module = f"own_loss_{len(labels)}"
+    (tmp_path / f"{module}.py").write_text(OWN_LOSS)
+    schema = Schema(("a",), (SparseFeature("x", 9),), Target(labels, weight="w"))
+    config = ModelConfig(build=f"{module}:build", folder=str(tmp_path))
+    layers = DenseLayers(build_model(config, schema, torch.device("cpu"))).eval()
+    program = dense_program(layers, 1).module()
+    for num_samples in (1, 7):
+        dense, found = torch.randn(num_samples, 1), torch.randn(num_samples, 4)
+        expected = layers.model.model.over(torch.cat([dense, found], dim=1))
+        assert torch.equal(program(dense, [found]), expected.squeeze(-1))
 
 
 @given(
@@ -253,6 +292,20 @@ def test_keys_are_those_of_the_columns(exported):
         serving_model.Model([], torch.nn.Identity(), serving_inputs(DataConfig("avazu", "x"))).columns[0]
         == "hour_of_day"
     )
+
+
+@pytest.mark.parametrize(
+    ("samples", "said"),
+    [
+        ([{"age": 1}, None], r"^sample 1: got None; needed a dict with the keys age$"),
+        ([[1]], r"^sample 0: got \[1\]; needed a dict"),
+        ({"age": 1}, r"^got one dict; needed a list of dicts, one per sample, so \[sample\] for one$"),
+    ],
+)
+def test_samples_that_are_no_dicts_are_refused(samples, said):
+    inputs = {"dense": [{"name": "age", "column": "age", "scale": "none"}], "sparse": []}
+    with pytest.raises(ValueError, match=said):
+        serving_model.Model([], torch.nn.Identity(), inputs).encode(samples)
 
 
 def test_values_that_are_not_mapped_are_refused():

@@ -29,7 +29,7 @@ from embershard.launch.train.progress import ProgressDisplay, closing_table, eva
 from embershard.launch.versions import git_commit, versions
 from embershard.training.cache_report import summed, with_hot_rows
 from embershard.training.config import RunConfig, TrainConfig
-from embershard.training.quality import Quality
+from embershard.training.quality import Quality, RegressionQuality
 from embershard.training.reports import BadRowsReport, EvalReport, FailedSaveReport, SaveReport, TrainReport
 
 KEYS = {
@@ -182,6 +182,18 @@ def test_plain_lines_when_not_a_terminal():
     assert third == "step 10: saved r/step_10 (12.3 s; training waited 0.2 s)"
     assert fourth == "step 10: saved r/step_10 (12.3 s)"
     assert fifth == "no space. Training goes on (checkpoint.on_failed_save)."
+
+
+@pytest.mark.parametrize("quality", [Quality(10, *[None] * 5), RegressionQuality(10, *[None] * 3)])
+def test_weights_of_0_alone_are_said_once(quality):
+    screen = io.StringIO()
+    display = ProgressDisplay(Console(file=screen, force_terminal=False, width=200), 20, 0)
+    display.show(eval_report(5))
+    assert "weight 0" not in screen.getvalue()
+    for _ in range(2):
+        display.show(dataclasses.replace(eval_report(10), quality=quality))
+    said = "step 10: warning: all 10 held-out samples have weight 0 (data.table.weight)"
+    assert screen.getvalue().count("weight 0") == screen.getvalue().count(said) == 1
 
 
 def test_a_bar_on_a_terminal():
