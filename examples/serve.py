@@ -7,6 +7,7 @@ samples.json is a list of samples as they are in the data: {"age": 31.5, "user":
 
 import json
 import sys
+from pathlib import Path
 
 import torch
 
@@ -17,10 +18,11 @@ def main(folder: str, samples: str) -> None:
     from model import load  # the folder's own; no other file is needed
 
     model = load(folder)
-    with open(samples) as file:
-        dense, ids, offsets = model.encode(json.load(file))
+    task = json.loads(Path(folder, "export.json").read_text())["task"]
+    dense, ids, offsets = model.encode(json.loads(Path(samples).read_text()))
     with torch.no_grad():
-        print(json.dumps(model(dense, ids, offsets).sigmoid().tolist()))
+        outputs = model(dense, ids, offsets)
+    print(json.dumps((outputs if task == "regression" else outputs.sigmoid()).tolist()))
 
 
 if __name__ == "__main__":

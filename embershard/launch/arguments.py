@@ -71,7 +71,8 @@ class _OneConfig(argparse.Action):
     def __call__(self, parser, namespace, values, option_string=None):  # type: ignore[no-untyped-def]
         before = getattr(namespace, self.dest, None)
         if before is not None and values is not None:
-            parser.error(f"got two files of settings, {before} and {values}; give one")
+            hint = "" if Path(values).suffix else f". Is {values} the value of an option? Settings are given by --set"
+            parser.error(f"got two files of settings, {before} and {values}; give one{hint}")
         setattr(namespace, self.dest, values or before)
 
 

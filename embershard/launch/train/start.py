@@ -52,6 +52,8 @@ def main(argv: Sequence[str]) -> int:
             from embershard.launch.train.own_model import describe_own  # it loads TorchRec
 
             own = f"\n{describe_own(config)}"
+        if arguments.resume is not None:
+            own += "\n# The checkpoint was not looked at: a run that resumes compares its settings with these."
         print(f"{to_toml(config)}{own}")
         return 0
     num_ranks = num_ranks or default_ranks(config)

@@ -44,6 +44,8 @@ def test_dry_run_prints_all_settings_and_starts_nothing(example, started, tmp_pa
     printed = tomllib.loads(capsys.readouterr().out)
     assert printed["train"]["batch_size"] == 7
     assert set(printed) >= {"data", "model", "cache", "embedding_optimizer", "dense_optimizer", "schedule", "train"}
+    assert cli.main([*words, "--run-dir", str(tmp_path), "--resume"]) == 0
+    assert "The checkpoint was not looked at" in capsys.readouterr().out
     assert started == []
 
 

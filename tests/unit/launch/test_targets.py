@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import runpy
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,10 @@ from embershard.launch.export import serving_model
 from embershard.launch.ranks import launcher
 from embershard.models import ModelConfig
 from embershard.training.config import RunConfig
-from tests.unit.data.targets import target_config, write_targets
+from tests.unit.data.targets import FEATURES, target_config, write_targets
 
 HELD_OUT = 120
+PROJECT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +77,7 @@ def longer(config: RunConfig) -> RunConfig:
     return changed
 
 
-def test_regression_from_file_to_scores(made, folder, capsys):
+def test_regression_from_file_to_scores(made, folder, capsys, monkeypatch):
     Path("samples.parquet").symlink_to(made)
     result = train(longer(target_config(Path("samples.parquet"), "regression")))
     labels = pq.read_table(made)["stars"].to_numpy()[-HELD_OUT:]
@@ -85,6 +88,14 @@ def test_regression_from_file_to_scores(made, folder, capsys):
     assert "AUC" not in said
     columns = scores_and_export(["score"])
     assert pq.read_table("scores.parquet").column_names == ["score", "label"]
+    samples = pq.read_table(made, columns=list(FEATURES)).to_pylist()[-HELD_OUT:]
+    Path("samples.json").write_text(json.dumps(samples))
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.path", [*sys.path])
+        runpy.run_path(str(PROJECT / "examples" / "serve.py"))["main"]("exported", "samples.json")
+        patch.delitem(sys.modules, "model")
+    assert json.loads(capsys.readouterr().out) == pytest.approx(columns[:, 0].tolist(), rel=1e-6)
     assert np.sqrt(np.mean((columns[:, 0] - labels) ** 2)) == pytest.approx(result["rmse"], rel=1e-5)
     assert result["mae"] == pytest.approx(np.abs(columns[:, 0] - labels).mean(), rel=1e-5)
     assert 1 - result["rmse"] ** 2 / labels.var() == pytest.approx(result["r2"], abs=1e-5)
