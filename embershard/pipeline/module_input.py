@@ -66,6 +66,11 @@ class ModuleInput:
             self._known[number] = pool.know(features)
 
     @property
+    def num_ids(self) -> int:
+        """Ids that this rank's caches look up."""
+        return sum(features.values().numel() for _, features in self._pools)
+
+    @property
     def known_bytes(self) -> int:
         """Memory of the ids and of their known uses, in bytes. Walks through all tensors: ask once."""
         known_bytes = sum(batch.num_bytes for batch in self._known.values() if batch is not None)

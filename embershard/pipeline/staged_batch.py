@@ -46,6 +46,11 @@ class StagedBatch:
         self._is_sent = False
 
     @property
+    def num_ids(self) -> int:
+        """Ids that this rank's caches look up."""
+        return sum(part.num_ids for part in self.inputs.values())
+
+    @property
     def known_bytes(self) -> int:
         """Memory of its inputs, beside the batch itself, in bytes."""
         return sum(part.known_bytes for part in self.inputs.values())
@@ -89,8 +94,9 @@ class StagedBatch:
         """
         if any(tensor._version != version for tensor, version in self._versions):
             raise DataError(
-                "a batch was written to in place after the pipeline had taken it, which keeps it for lookahead + 3 or "
-                "more steps. Give each batch tensors of its own (batch.clone(), or no reuse of buffers in the loader)"
+                "a batch was written to in place after the pipeline had taken it, which keeps it for up to "
+                "lookahead + 6 steps. Give each batch tensors of its own (batch.clone(), or no reuse of buffers in the "
+                "loader)"
             )
         self._copy_to_device()
         self._streams.give(self.on_device, self.inputs)

@@ -27,7 +27,7 @@ class Window:
         self._unknown: deque[StagedBatch] = deque()  # the newest of those
         self._arriving: deque[StagedBatch] = deque()
         self._bytes: dict[StagedBatch, int] = {}
-        self._last_weighed, self._num_counted = 0, 0  # bytes of a batch, and batches
+        self._last_weighed, self._weighed_ids, self._num_counted = 0, 0, 0  # bytes and ids of a batch, and batches
         #: Memory of the batches and of their known uses, in bytes, as of when they became known; estimated.
         self.known_bytes = 0
 
@@ -110,10 +110,11 @@ class Window:
         self.known_bytes = 0
 
     def _weigh(self, staged: StagedBatch) -> None:
-        """Count a batch's memory: of one batch in eight, whose tensors are walked through; others are taken to be like
-        the last one weighed."""
-        if self._num_counted % _WEIGH_EVERY == 0:
-            self._last_weighed = staged.known_bytes
+        """Count a batch's memory. The tensors of one batch in eight are walked through, and of those with a number of
+        ids that is not about that of the last one; the others are taken to be like it."""
+        num_ids = staged.num_ids
+        if self._num_counted % _WEIGH_EVERY == 0 or 16 * abs(num_ids - self._weighed_ids) > self._weighed_ids:
+            self._last_weighed, self._weighed_ids = staged.known_bytes, num_ids
         self._num_counted += 1
         self.known_bytes += self._last_weighed - self._bytes.get(staged, 0)
         self._bytes[staged] = self._last_weighed
