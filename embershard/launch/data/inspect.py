@@ -40,9 +40,24 @@ def add_inspect(actions: Any) -> None:
     )
     action.add_argument("data", type=Path, metavar="FILE_OR_FOLDER", help="CSV, TSV or Parquet")
     action.add_argument("-o", dest="output", type=Path, metavar="FILE", help="TOML file for the settings")
-    action.add_argument("--label", metavar="NAME", help="column to predict (default: the one that looks like it)")
+    action.add_argument(
+        "--label", action=_OneLabel, metavar="NAME", help="column to predict (default: the one that looks like it)"
+    )
     add_form(action)
     action.set_defaults(run=inspect)
+
+
+class _OneLabel(argparse.Action):
+    """Stores the label, and refuses a second one, which would become a feature."""
+
+    def __call__(self, parser, namespace, values, option_string=None):  # type: ignore[no-untyped-def]
+        before = getattr(namespace, self.dest)
+        if before is not None:
+            parser.error(
+                f"got --label {before} and --label {values}; give one. For several, write label = "
+                f'["{before}", "{values}"] in the TOML file, and leave {values} out of its features'
+            )
+        setattr(namespace, self.dest, values)
 
 
 def inspect(arguments: argparse.Namespace) -> int:

@@ -135,3 +135,11 @@ def test_a_time_beyond_the_last_is_named_with_its_remedy(capsys):
     assert "data.bad_rows" in said
     missing = "data.table.null_values=['', '9999-12-31']"
     assert cli.main(["train", "--config", "run.toml", "--dry-run", "--set", missing]) == 0
+
+
+def test_a_second_label_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["data", "inspect", str(tmp_path / "a.csv"), "--label", "click", "--label", "buy"])
+    said = capsys.readouterr().err
+    assert "got --label click and --label buy; give one" in said
+    assert "leave buy out of its features" in said
