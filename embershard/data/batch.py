@@ -43,7 +43,8 @@ class Batch(Pipelineable):
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         """Return a copy on `device`, or this batch itself where it is there already."""
-        if {self.dense_features.device, self.sparse_features.device(), self.labels.device} == {device}:
+        tensors = (self.dense_features, self.sparse_features.values(), self.labels, self.weights)
+        if {tensor.device for tensor in tensors if tensor is not None} == {device}:
             return self
         return Batch(
             self.dense_features.to(device, non_blocking=non_blocking),

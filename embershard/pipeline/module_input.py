@@ -67,8 +67,8 @@ class ModuleInput:
 
     @property
     def num_ids(self) -> int:
-        """Ids that this rank's caches look up."""
-        return sum(features.values().numel() for _, features in self._pools)
+        """Ids that this rank received."""
+        return sum(features.values().numel() for features in self._received)
 
     @property
     def known_bytes(self) -> int:

@@ -47,7 +47,7 @@ class StagedBatch:
 
     @property
     def num_ids(self) -> int:
-        """Ids that this rank's caches look up."""
+        """Ids that this rank received."""
         return sum(part.num_ids for part in self.inputs.values())
 
     @property

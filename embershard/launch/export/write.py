@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,9 +77,8 @@ def write_export(request: ExportRequest, folder: Path) -> Iterator[str]:
 
 def _write(request: ExportRequest, trained: TrainedRun, folder: Path) -> dict[str, Any] | None:
     """Write all files; return the error of the tables' rounding, None for none."""
-    config, target = request.config, schema_of(request.config.data).target
-    inputs = serving_inputs(config.data)
-    tables = tables_of_run(config)
+    config, schema = request.config, schema_of(request.config.data)
+    inputs, tables = serving_inputs(config.data), tables_of_run(config)
     inputs["lookups"] = [
         {"feature": feature, "table": table.name, "dim": table.dim, "pooling": table.pooling}
         for table in tables
@@ -90,8 +89,8 @@ def _write(request: ExportRequest, trained: TrainedRun, folder: Path) -> dict[st
         "step": trained.saved.step,
         "format": "module" if request.is_module else "parquet",
         "arch": config.model.title,
-        "labels": target.labels,
-        "task": target.task,
+        "labels": schema.target.labels,
+        "task": schema.target.task,
         "dtype": request.dtype,
         "versions": versions(),
     }
@@ -102,26 +101,30 @@ def _write(request: ExportRequest, trained: TrainedRun, folder: Path) -> dict[st
             rows = saved_rows(trained.checkpoint, _tensor(table))
             write_parquet(folder / "tables" / f"{table.name}.parquet", rows)
         return None
-    schema = schema_of(config.data)
     layers = dense_layers(config.model, schema, trained.checkpoint)
     with naming_file(folder / "dense.pt2"):
         torch.export.save(dense_program(layers, schema.num_dense), folder / "dense.pt2")
     program = Path(str(serving_model.__file__)).read_text(encoding="utf-8")
     (folder / "model.py").write_text(program.replace(serving_values.__name__, "model_values"), encoding="utf-8")
     shutil.copyfile(str(serving_values.__file__), folder / "model_values.py")
-    error = _write_tables(request, trained.checkpoint, folder, inputs, layers)
+    error = _write_tables(request, trained.checkpoint, folder, inputs, tables, layers)
     _write_json(folder / "export.json", {**about, "error": error})
     return error
 
 
 def _write_tables(
-    request: ExportRequest, checkpoint: Path, folder: Path, inputs: dict[str, Any], layers: DenseLayers
+    request: ExportRequest,
+    checkpoint: Path,
+    folder: Path,
+    inputs: dict[str, Any],
+    tables: Sequence[ModelTable],
+    layers: DenseLayers,
 ) -> dict[str, Any] | None:
     """Write the module's tables; return their error on samples, None for none."""
     sample = None
     if request.dtype != "fp32":
         sample = RoundingSample(request.config.data, request.num_samples, inputs)
-    for table in tables_of_run(request.config):
+    for table in tables:
         blocks = saved_rows(checkpoint, _tensor(table))
         if sample is not None:
             blocks = sample.kept[table.name].watch(blocks)

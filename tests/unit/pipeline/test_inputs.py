@@ -11,6 +11,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
+from embershard.data import Batch
 from embershard.pipeline.batch_tensors import tensors_of
 
 
@@ -75,3 +76,15 @@ def test_what_a_dataclass_got_besides_its_fields_is_found():
     batch = Plain(torch.zeros(1))
     batch.later = torch.zeros(2)  # type: ignore[attr-defined]
     assert {len(each) for each in tensors_of(batch)} == {1, 2}
+
+
+def test_a_batch_is_not_copied_only_where_all_of_it_is_on_the_device():
+    features = KeyedJaggedTensor(["a"], torch.tensor([1]), lengths=torch.tensor([1]))
+    batch = Batch(torch.zeros(1, 2), features, torch.zeros(1), weights=torch.ones(1))
+    assert batch.to(torch.device("cpu")) is batch
+    mixed = Batch(torch.zeros(1, 2), features, torch.zeros(1), weights=torch.ones(1, device="meta"))
+    moved = mixed.to(torch.device("meta"))
+    assert moved is not mixed
+    assert moved.dense_features.is_meta
+    with pytest.raises(NotImplementedError):  # the weights have no data to copy, and they are not left where they are
+        mixed.to(torch.device("cpu"))
