@@ -69,7 +69,7 @@ def test_public_torchrec_is_free_to_use():
     assert not breaches({Path("embershard/training/trainer.py"): public})
 
 
-MOST_LINES, MOST_LINES_OF_A_FUNCTION = 350, 50
+MOST_LINES, MOST_LINES_OF_A_FUNCTION = 600, 50
 
 
 def too_long(path: Path, source: str) -> Iterator[str]:
@@ -90,7 +90,7 @@ def test_files_and_functions_stay_short(sources: dict[Path, str]):
 @pytest.mark.parametrize(
     ("longest", "problem"),
     [
-        ("x = 1\n" * MOST_LINES, "a.py has 351 lines"),
+        ("x = 1\n" * MOST_LINES, f"a.py has {MOST_LINES + 1} lines"),
         ("def f():\n" + "    pass\n" * (MOST_LINES_OF_A_FUNCTION - 1), "a.py: f has 51 lines"),
         ("class A:\n    def f(self):\n" + "        pass\n" * (MOST_LINES_OF_A_FUNCTION - 1), "a.py: f has 51 lines"),
     ],
