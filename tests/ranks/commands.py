@@ -160,6 +160,8 @@ def _module(
         preexec_fn()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if stdout is not None:
         assert stderr == subprocess.STDOUT
         print_to(Path(stdout.name))

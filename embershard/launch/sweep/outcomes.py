@@ -64,11 +64,21 @@ def _state_of(sweep: Path, name: str) -> Path:
 
 def read_result(sweep: Path, name: str) -> dict[str, Any]:
     """Return the contents of a run's result.json; empty where it has none that can be read."""
+    return _find_result(sweep, name) or {}
+
+
+def has_result(sweep: Path, name: str) -> bool:
+    """Return whether a run has a result.json that can be read. Such a run is finished, whatever happened to its last
+    checkpoint, and however its process ended."""
+    return _find_result(sweep, name) is not None
+
+
+def _find_result(sweep: Path, name: str) -> dict[str, Any] | None:
     try:
         found = json.loads((run_folder(sweep, name) / "result.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def find_outcome(experiment: Experiment, sweep: Path) -> Outcome | None:
@@ -80,7 +90,7 @@ def find_outcome(experiment: Experiment, sweep: Path) -> Outcome | None:
         ConfigError: what was noted cannot be read.
     """
     outcome, folder = _read(_state_of(sweep, experiment.name)), run_folder(sweep, experiment.name)
-    if outcome is None and (folder / "result.json").exists():
+    if outcome is None and has_result(sweep, experiment.name):
         started, ended = ((folder / name).stat().st_mtime for name in ("config.toml", "result.json"))
         attempt = 1 + max(_earlier(folder), default=0)
         outcome = make_outcome(experiment, "finished", "", started_at=started, seconds=ended - started, attempt=attempt)

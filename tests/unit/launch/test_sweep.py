@@ -206,6 +206,35 @@ def test_a_run_whose_end_was_not_noted_is_not_started_again(
     assert read_outcomes(folder) == [found]
 
 
+def test_half_a_result_is_none(sweep_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What a copy or a full disk left; a run itself writes its result in one move."""
+    train_by(monkeypatch, TRAINS)
+    folder, experiment = tmp_path / "out", one(sweep_file)
+    run_experiment(experiment, folder, None)
+    for state in (folder / "states").iterdir():
+        state.unlink()
+    result = run_folder(folder, experiment.name) / "result.json"
+    result.write_text(result.read_text()[:20])
+    assert find_outcome(experiment, folder) is None
+    train_by(monkeypatch, TRAINS.replace("json.dump(result, ", "print('{', file="))
+    assert run_experiment(experiment, folder, None).status == "interrupted"
+
+
+def test_a_run_with_a_result_is_finished_whatever_became_of_its_last_checkpoint(
+    sweep_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With `checkpoint.on_failed_save = "continue"` such a run writes its result and ends with 1. All engines, and a
+    sweep that finds the run later, say the same."""
+    train_by(monkeypatch, f"{TRAINS}sys.exit('FailedSaveError: step 4 could not be saved')")
+    folder, experiment = tmp_path / "out", one(sweep_file)
+    outcome = run_experiment(experiment, folder, None)
+    assert (outcome.status, outcome.reason) == ("finished", "")
+    next((folder / "states").iterdir()).unlink()
+    found = find_outcome(experiment, folder)
+    assert found is not None
+    assert (found.status, found.reason) == ("finished", "")
+
+
 def test_the_results_are_one_table(sweep_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     first, second, *_ = Sweep.read(sweep_file).experiments

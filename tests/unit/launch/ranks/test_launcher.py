@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ from embershard.errors import ConfigError
 from embershard.launch.ranks import rank_group
 from embershard.launch.ranks.launcher import Restarts, loopback_store, start_ranks
 from embershard.launch.ranks.rank_group import Ended, RankGroup
-from embershard.launch.ranks.stop_signals import StopAsked
+from embershard.launch.ranks.stop_signals import StopAsked, stop_asked
 
 #: A rank that starts at once: without torch, it uses the launcher's memory itself.
 _BEGIN = """
@@ -119,6 +120,46 @@ def test_a_second_signal_ends_all_at_once():
         threading.Timer(0.5 + at_seconds / 10, asked.receive, (signal.SIGINT, at_seconds)).start()
     ended = run("signal.signal(signal.SIGTERM, signal.SIG_IGN); tell(BEATS, 1); wait()", asked=asked)
     assert ended == Ended(130, "stopped at once. Steps that are in no checkpoint are lost.")
+
+
+_LAUNCHER = """
+import signal, sys, time
+from pathlib import Path
+from embershard.launch.ranks.stop_signals import stop_asked
+with stop_asked() as asked:
+    print("ready", flush=True)
+    while not asked.number:
+        time.sleep(0.01)
+    print("nobody reads this", flush=True)
+    print("nor this", file=sys.stderr, flush=True)
+    Path("number").write_text(f"{asked.number}")
+"""
+
+
+def test_a_closed_terminal_is_a_request_to_stop(tmp_path, project_dir):
+    """And what is written after that is no error."""
+    process, terminal = pty.fork()
+    if not process:
+        os.chdir(tmp_path)
+        os.execve(sys.executable, [sys.executable, "-c", _LAUNCHER], {**os.environ, "PYTHONPATH": str(project_dir)})
+    assert os.read(terminal, 5) == b"ready"
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+    assert (tmp_path / "number").read_text() == f"{signal.SIGHUP:d}"
+
+
+@pytest.mark.parametrize("before", [signal.SIG_IGN, signal.SIG_DFL])
+def test_a_sighup_that_is_ignored_stays_so(before):
+    """`nohup embershard train ...`"""
+    at_first = signal.signal(signal.SIGHUP, before)
+    try:
+        with stop_asked() as asked:
+            assert callable(signal.getsignal(signal.SIGHUP)) is (before == signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert asked.number == (0 if before == signal.SIG_IGN else signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == before
+    finally:
+        signal.signal(signal.SIGHUP, at_first)
 
 
 _WAITS = """
