@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from embershard.distributed.supervision import end_with_parent
@@ -17,6 +17,7 @@ from embershard.launch.sweep.outcomes import (
     Status,
     begin_attempt,
     find_outcome,
+    has_result,
     keep_outcome,
     make_outcome,
     output_of,
@@ -49,12 +50,11 @@ def run_experiment(experiment: Experiment, sweep: Path, time_limit_seconds: floa
             code = None
         finally:
             _end(process)
-    has_result = (folder / "result.json").exists()
     status: Status = "failed"
     if code is None:
         status = "timed out"
     elif code in _STOPPED:
-        status = "finished" if code == 0 and has_result else "interrupted"
+        status = "finished" if code == 0 and has_result(sweep, experiment.name) else "interrupted"
     reason = f"took longer than {time_limit_seconds:g} s" if code is None else _reason(output, code, status)
     seconds = time.monotonic() - started
     outcome = make_outcome(experiment, status, reason, started_at=started_at, seconds=seconds, attempt=attempt)
@@ -104,13 +104,19 @@ def _reason(output: Path, code: int, status: Status) -> str:
 
 
 def run_here(
-    sweep: Sweep, experiments: Sequence[Experiment], folder: Path, begin: Callable[[Experiment], None]
-) -> Iterator[Outcome]:
-    """Run experiments of a sweep one after another on this machine; yield each outcome. `begin` is called before each.
+    sweep: Sweep,
+    experiments: Sequence[Experiment],
+    folder: Path,
+    begin: Callable[[Experiment], None],
+    end: Callable[[Outcome], None],
+) -> None:
+    """Run experiments of a sweep one after another on this machine.
 
     Args:
         folder: of the sweep.
+        begin: called before each experiment.
+        end: called with each outcome.
     """
     for experiment in experiments:
         begin(experiment)
-        yield run_experiment(experiment, folder, sweep.time_limit_seconds)
+        end(run_experiment(experiment, folder, sweep.time_limit_seconds))
