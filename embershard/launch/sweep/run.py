@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from embershard.distributed.supervision import end_with_parent
@@ -109,13 +109,19 @@ def _reason(output: Path, code: int) -> str:
 
 
 def run_here(
-    sweep: Sweep, experiments: Sequence[Experiment], folder: Path, begin: Callable[[Experiment], None]
-) -> Iterator[Outcome]:
-    """Run experiments of a sweep one after another on this machine; yield each outcome. `begin` is called before each.
+    sweep: Sweep,
+    experiments: Sequence[Experiment],
+    folder: Path,
+    begin: Callable[[Experiment], None],
+    end: Callable[[Outcome], None],
+) -> None:
+    """Run experiments of a sweep one after another on this machine.
 
     Args:
         folder: of the sweep.
+        begin: called before each experiment.
+        end: called with each outcome.
     """
     for experiment in experiments:
         begin(experiment)
-        yield run_experiment(experiment, folder, sweep.time_limit_seconds)
+        end(run_experiment(experiment, folder, sweep.time_limit_seconds))
