@@ -5,7 +5,8 @@
 #   docker run --rm --gpus all --shm-size 8g -v "$PWD:/work" embershard:0.1 train quickstart
 #
 # On a GPU machine NVIDIA's driver and container toolkit must be installed; CUDA's libraries come with torch. Versions are
-# those of requirements.txt and scripts/setup_rules.py (a test compares them).
+# those of requirements.txt; torch, torchrec and FBGEMM belong together, and docs/installation.md has the tested sets (a
+# test compares them).
 
 FROM python:3.11-slim AS wheel
 WORKDIR /source
@@ -28,12 +29,18 @@ ENTRYPOINT ["embershard"]
 # compiles the caches' loops for this machine's kind of CPU.
 FROM base AS cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-RUN pip install --index-url "$TORCH_INDEX" torch==2.13.0
-RUN pip install -r /tmp/requirements.txt
-RUN pip install --no-deps fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0 /tmp/wheels/*.whl
+ARG TORCH=2.13.0
+ARG TORCHREC=1.8.0
+ARG FBGEMM=1.8.0
+RUN pip install --index-url "$TORCH_INDEX" torch==$TORCH
+RUN sed "s/^torch==.*/torch==$TORCH/" /tmp/requirements.txt | pip install -r /dev/stdin
+RUN pip install --no-deps fbgemm-gpu-cpu==$FBGEMM torchrec==$TORCHREC /tmp/wheels/*.whl
 RUN embershard --version && python -c "import embershard.cache.loops"
 
 FROM base AS cuda
-RUN pip install -r /tmp/requirements.txt
-RUN pip install --no-deps fbgemm-gpu==1.8.0 torchrec==1.8.0 /tmp/wheels/*.whl
+ARG TORCH=2.13.0
+ARG TORCHREC=1.8.0
+ARG FBGEMM=1.8.0
+RUN sed "s/^torch==.*/torch==$TORCH/" /tmp/requirements.txt | pip install -r /dev/stdin
+RUN pip install --no-deps fbgemm-gpu==$FBGEMM torchrec==$TORCHREC /tmp/wheels/*.whl
 RUN embershard --version && python -c "import embershard.cache.loops"

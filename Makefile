@@ -1,11 +1,13 @@
 # The first two a newcomer needs: `make train` and `make test`. `make help` lists the rest.
 #
 # PYTHON=/path/to/python uses an environment of yours as it is, and skips the set-up.
+# EMBERSHARD_VERSIONS=torchrec-1.9 takes another set of versions, in a folder of its own (docs/installation.md).
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
-VENV ?= $(or $(EMBERSHARD_VENV),.venv)
+EMBERSHARD_VERSIONS ?=
+VENV ?= $(or $(EMBERSHARD_VENV),.venv$(addprefix -,$(EMBERSHARD_VERSIONS)))
 ifdef PYTHON
   SETUP :=
   SETUP_TESTS :=
@@ -19,11 +21,13 @@ CONFIG ?= examples/quickstart.toml
 NPROC ?=
 ARGS ?=
 CODE := embershard tests scripts benchmarks examples
+TORCHREC_1.9 := build/torchrec-1.9.2
+TORCHREC_TESTS := tests/unit/sharding tests/unit/pipeline tests/unit/planning tests/ranks/test_exactness.py
 
-.PHONY: help setup setup-tests train test test-fast check format bench doctor clean clean-venv
+.PHONY: help setup setup-tests train test test-fast test-torchrec-1.9 check format bench doctor clean clean-venv
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+	@grep -hE '^[a-z0-9.-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9.-]+):.*## /\1\t/' | expand -t 19
 
 setup: ## make .venv with what training needs, or repair it; a second run is immediate
 	@EMBERSHARD_VENV="$(VENV)" $(or $(EMBERSHARD_PYTHON),python3) scripts/setup_env.py
@@ -40,6 +44,13 @@ test: $(SETUP_TESTS) ## the whole test suite (ARGS="-k cache" for a part)
 
 test-fast: $(SETUP_TESTS) ## unit tests without the slow ones: one to two minutes (ARGS="-k cache" for a part)
 	@$(PYTHON) -m pytest -q -n 2 tests/unit -m "not slow" $(ARGS)
+
+$(TORCHREC_1.9): | $(SETUP_TESTS)
+	@$(PYTHON) -m pip install -q --no-deps --target $@ torchrec==$(@:build/torchrec-%=%)
+
+test-torchrec-1.9: $(SETUP_TESTS) $(TORCHREC_1.9) ## what TorchRec's changes reach, with 1.9 in front of the venv's (a few minutes)
+	@EMBERSHARD_VERSIONS=torchrec-1.9-on-torch-2.13 PYTHONPATH="$(CURDIR)/$(TORCHREC_1.9)$(addprefix :,$(PYTHONPATH))" \
+		$(PYTHON) -m pytest -q -n 2 $(or $(ARGS),$(TORCHREC_TESTS))
 
 check: $(SETUP_TESTS) ## lint, format, types and the import contract
 	$(PYTHON) -m ruff check $(CODE)

@@ -1,7 +1,8 @@
 """Makes or repairs `.venv`: `python3 scripts/setup_env.py [--tests] [--force]`.
 
-Standard library only, because it runs before anything is installed. Versions that belong together are pinned in
-requirements.txt and in `setup_rules.PINS`. pip's own configuration decides where packages come from.
+Standard library only, because it runs before anything is installed. Versions that belong together are the sets of
+embershard/launch/doctor/version_sets.py; all others are pinned in requirements.txt, and hold for every set. pip's own
+configuration decides where packages come from.
 
 FBGEMM needs care. It comes as two distributions, `fbgemm-gpu` (CUDA) and `fbgemm-gpu-cpu`, that own the *same* folder
 `fbgemm_gpu`: the second one installed overwrites the first, and uninstalling one breaks the other. torchrec requires
@@ -13,7 +14,8 @@ Training needs requirements.txt. Tests and checks need requirements-dev.txt, too
 A stamp in the venv makes the second run immediate. It is void when a requirement file, these scripts, the GPU driver,
 or the torch, torchrec or FBGEMM files in the venv have changed.
 
-Environment: `EMBERSHARD_PYTHON` is the interpreter that makes the venv, `EMBERSHARD_VENV` the venv's folder.
+Environment: `EMBERSHARD_PYTHON` is the interpreter that makes the venv, `EMBERSHARD_VENV` the venv's folder, and
+`EMBERSHARD_VERSIONS` the set of versions: by default the first one, in `.venv`; another one in `.venv-NAME`.
 """
 
 from __future__ import annotations
@@ -30,11 +32,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # embershard is not installed yet
+
 from setup_rules import (
-    CPU_FBGEMM,
     STAMP,
     SetupError,
     choose_python,
+    chosen_set,
     digest,
     dist_infos,
     explain_pip,
@@ -47,9 +51,10 @@ from setup_rules import (
     site_packages_of,
     snapshot,
     stamp_is_valid,
-    torch_requirement,
-    wanted_fbgemm,
+    with_versions,
 )
+
+from embershard.launch.doctor.version_sets import CPU_FBGEMM, SETS, VersionSet, wanted_fbgemm
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAINING, TESTS = "requirements.txt", "requirements-dev.txt"
@@ -60,7 +65,9 @@ INPUTS = (
     "pyproject.toml",
     "scripts/setup_env.py",
     "scripts/setup_rules.py",
+    "embershard/launch/doctor/version_sets.py",
 )
+REQUIREMENTS = ".embershard-requirements.txt"
 LOG = ".embershard-setup.log"
 
 # Run by the venv's Python. It prints one JSON line even if torch is broken.
@@ -96,6 +103,12 @@ assert torch.equal(got, want), f"FBGEMM summed rows to {got}, needed {want}"
 print(f"torch {torch.__version__}, torchrec {torchrec.__version__}, FBGEMM {fbgemm_gpu.__version__} "
       f"({fbgemm_gpu.__variant__}), on {torch.cuda.get_device_name() if cuda else 'the CPU'}")
 """
+
+
+def venv_folder(environ: Mapping[str, str]) -> Path:
+    """Return the venv's folder: a set of versions that was asked for by name has one of its own."""
+    asked = environ.get("EMBERSHARD_VERSIONS")
+    return Path(environ.get("EMBERSHARD_VENV") or ROOT / (f".venv-{asked}" if asked else ".venv")).absolute()
 
 
 def venv_python(venv: Path) -> Path:
@@ -175,13 +188,13 @@ def inspect(venv: Path) -> dict[str, object]:
     return found
 
 
-def install(venv: Path, driver: bool, files: Sequence[str]) -> None:
-    """Install what the requirement `files` say; a package that is right already stays."""
+def install(venv: Path, driver: bool, files: Sequence[str], versions: VersionSet) -> None:
+    """Install these `versions` and what the requirement `files` say; a package that is right already stays."""
     pip = Pip(venv)
     if subprocess.run([str(venv_python(venv)), "-m", "pip", "--version"], capture_output=True).returncode:
         say("this environment has no pip; installing the one that comes with Python")
         subprocess.run([str(venv_python(venv)), "-m", "ensurepip"], capture_output=True)
-    torch_pin = torch_requirement((ROOT / TRAINING).read_text())
+    torch_pin = f"torch=={versions.torch}"
     pip(f"install {torch_pin} (up to 3 GiB with CUDA)", "install", torch_pin)
     found = inspect(venv)
     if found["error"]:
@@ -189,7 +202,9 @@ def install(venv: Path, driver: bool, files: Sequence[str]) -> None:
         found = inspect(venv)
     if found["error"]:
         raise SetupError(f"torch does not import: {found['error']}")
-    pip(f"install {' and '.join(files)}", "install", *(word for file in files for word in ("-r", file)))
+    requirements = venv / REQUIREMENTS
+    requirements.write_text(with_versions("".join((ROOT / file).read_text() for file in files), versions))
+    pip(f"install {' and '.join(files)}", "install", "-r", str(requirements))
 
     site_packages = site_packages_of(venv)
     assert site_packages is not None
@@ -200,7 +215,8 @@ def install(venv: Path, driver: bool, files: Sequence[str]) -> None:
     wanted = wanted_fbgemm(str(cuda) if cuda else None, driver)
     if cuda and not driver:
         say(f"torch is a CUDA {cuda} build, but there is no NVIDIA driver here: taking {CPU_FBGEMM}")
-    for step in [*plan_fbgemm(wanted, installed, damaged), *plan_torchrec(installed, damaged)]:
+    fbgemm = plan_fbgemm(wanted, versions.fbgemm, installed, damaged)
+    for step in [*fbgemm, *plan_torchrec(versions.torchrec, installed, damaged)]:
         if step.remove:
             shutil.rmtree(site_packages / step.remove, ignore_errors=True)
         else:
@@ -232,18 +248,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tests", action="store_true", help=f"install what tests and checks need, too: {TESTS}")
     parser.add_argument("--force", action="store_true", help="run all steps, even if the stamp is valid")
     arguments = parser.parse_args(argv)
-    venv = Path(os.environ.get("EMBERSHARD_VENV") or ROOT / ".venv").absolute()
     driver = has_driver()
-    want = digest({name: (ROOT / name).read_bytes() for name in INPUTS}, driver)
     try:
+        name = chosen_set(os.environ)
+        venv = venv_folder(os.environ)
+        want = digest({file: (ROOT / file).read_bytes() for file in INPUTS}, driver, name)
         with locked(venv.parent):
             if not arguments.force and stamp_is_valid(venv, want, tests=arguments.tests):
                 say(f"{venv} is up to date")
                 return 0
             start = time.monotonic()
+            say(f"{name}: {SETS[name]}")
             ensure_venv(venv, os.environ)
             (venv / STAMP).unlink(missing_ok=True)
-            install(venv, driver, (TRAINING, TESTS) if arguments.tests else (TRAINING,))
+            install(venv, driver, (TRAINING, TESTS) if arguments.tests else (TRAINING,), SETS[name])
             say(prove(venv))
             stamp = {"digest": want, "snapshot": snapshot(venv), "tests": arguments.tests}
             (venv / STAMP).write_text(json.dumps(stamp, indent=1))

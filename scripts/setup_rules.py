@@ -17,9 +17,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 12)
-PINS = {"torchrec": "1.8.0", "fbgemm-gpu": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"}
-CUDA_FBGEMM, CPU_FBGEMM = "fbgemm-gpu", "fbgemm-gpu-cpu"
+from embershard.launch.doctor.version_sets import (
+    CPU_FBGEMM,
+    CUDA_FBGEMM,
+    DEFAULT_SET,
+    NEWEST_PYTHON,
+    OLDEST_PYTHON,
+    SETS,
+    VersionSet,
+)
+
 STAMP = ".embershard-setup.json"
 
 
@@ -45,23 +52,23 @@ def python_problem(version: tuple[int, int]) -> str:
     return f"Python {got} {reason}. Needed: {oldest} to {newest}."
 
 
-def wanted_fbgemm(torch_cuda: str | None, driver: bool) -> str:
-    """Return the FBGEMM distribution that this machine can load.
+def chosen_set(environ: Mapping[str, str]) -> str:
+    """Return the name of the versions to install: the default ones, unless `EMBERSHARD_VERSIONS` names others."""
+    name = environ.get("EMBERSHARD_VERSIONS") or DEFAULT_SET
+    if name not in SETS:
+        known = "\n".join(f"    {each}: {versions}" for each, versions in SETS.items())
+        raise SetupError(f"EMBERSHARD_VERSIONS={name} is no known set of versions. Known are:\n{known}")
+    return name
 
-    A CUDA build of torch also runs without a GPU, and then needs FBGEMM's CPU build: the CUDA build is linked against
-    the driver's `libnvidia-ml.so.1` and cannot be loaded without it.
-    """
-    return CUDA_FBGEMM if torch_cuda and driver else CPU_FBGEMM
 
-
-def plan_fbgemm(wanted: str, installed: Mapping[str, str], damaged: Sequence[str]) -> list[Step]:
-    """Return the steps after which exactly `wanted` is installed, complete and in the pinned version.
+def plan_fbgemm(wanted: str, version: str, installed: Mapping[str, str], damaged: Sequence[str]) -> list[Step]:
+    """Return the steps after which exactly the distribution `wanted` is installed, complete and in this version.
 
     `installed` has a version per distribution; of those in `damaged`, files are missing or were overwritten.
     """
     found = {name: installed[name] for name in (CUDA_FBGEMM, CPU_FBGEMM) if name in installed}
-    requirement = f"{wanted}=={PINS[wanted]}"
-    if found == {wanted: PINS[wanted]} and wanted not in damaged:
+    requirement = f"{wanted}=={version}"
+    if found == {wanted: version} and wanted not in damaged:
         return []
     clean = Step("remove what is left of fbgemm_gpu", remove="fbgemm_gpu")
     if not found:
@@ -75,17 +82,25 @@ def plan_fbgemm(wanted: str, installed: Mapping[str, str], damaged: Sequence[str
     ]
 
 
-def plan_torchrec(installed: Mapping[str, str], damaged: Sequence[str]) -> list[Step]:
-    """Return the steps after which the pinned torchrec is installed, without its dependencies."""
-    if installed.get("torchrec") == PINS["torchrec"] and "torchrec" not in damaged:
+def plan_torchrec(version: str, installed: Mapping[str, str], damaged: Sequence[str]) -> list[Step]:
+    """Return the steps after which this torchrec is installed, without its dependencies."""
+    if installed.get("torchrec") == version and "torchrec" not in damaged:
         return []
-    requirement = f"torchrec=={PINS['torchrec']}"
+    requirement = f"torchrec=={version}"
     return [Step(f"install {requirement}", ("install", "--no-deps", "--force-reinstall", requirement))]
 
 
-def torch_requirement(requirements: str) -> str:
-    """Return the line of requirements.txt that pins torch."""
-    return next(line.strip() for line in requirements.splitlines() if line.startswith("torch=="))
+def with_versions(requirements: str, versions: VersionSet) -> str:
+    """Return requirement files' text, which pins the default versions of torch and triton, with those of another set.
+
+    >>> print(with_versions("torch==2.13.0\\ntriton==3.7.1; x\\ntqdm==4.70.1", SETS["torchrec-1.9"]))
+    torch==2.14.1
+    triton==3.8.0; x
+    tqdm==4.70.1
+    """
+    for name in ("torch", "triton"):
+        requirements = re.sub(rf"^{name}==[\w.]+", f"{name}=={getattr(versions, name)}", requirements, flags=re.M)
+    return requirements
 
 
 def explain_pip(requirement: str, output: str) -> str:
@@ -105,15 +120,15 @@ def explain_pip(requirement: str, output: str) -> str:
     elif "No matching distribution" in output:
         fix = "The index has it, but not for this Python and platform (see the versions listed in the log)."
     elif "No space left" in output:
-        fix = "The disk is full: a CPU environment takes 2 GiB, a CUDA one 8 GiB."
+        fix = "The disk is full: a CPU environment takes 2 GiB, a CUDA one up to 8 GiB."
     else:
         fix = "pip failed; its last lines are above."
     return f"could not run: pip {requirement}\n{tail}\n{fix}"
 
 
-def digest(inputs: Mapping[str, bytes], driver: bool) -> str:
-    """Return the hash of the inputs that decide the venv's content."""
-    hashed = hashlib.sha256(f"driver={driver}".encode())
+def digest(inputs: Mapping[str, bytes], driver: bool, versions: str) -> str:
+    """Return the hash of the inputs that decide the venv's content: files, the driver, the name of the versions."""
+    hashed = hashlib.sha256(f"driver={driver} versions={versions}".encode())
     for name in sorted(inputs):
         hashed.update(f"\n{name} {len(inputs[name])}\n".encode() + inputs[name])
     return hashed.hexdigest()

@@ -17,6 +17,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+from embershard.launch.doctor.version_sets import SETS
+from embershard.launch.versions import installed_version
+
 PROJECT = Path(__file__).resolve().parent.parent
 SHARED_VARIABLE = "EMBERSHARD_SHARED"
 _STARTED_ANEW = ("test_planning_workflow.py", "test_torchrec_dlrm.py", "test_train_cli.py")  # as users start them
@@ -35,6 +38,21 @@ def pytest_configure(config: pytest.Config) -> None:
     places = [Path(config.invocation_params.dir, arg.split("::")[0]).resolve() for arg in config.args]
     if not all(PROJECT / "tests" / "gpu" in (place, *place.parents) for place in places):
         os.environ.update(CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")
+
+
+def pytest_sessionstart() -> None:
+    """Refuse to test other versions than those that `EMBERSHARD_VERSIONS` names: they would prove nothing."""
+    name = os.environ.get("EMBERSHARD_VERSIONS")
+    if name:
+        torch_version, torchrec_version = (
+            (installed_version("torch") or "").partition("+")[0],
+            installed_version("torchrec"),
+        )
+        if name not in SETS or (torch_version, torchrec_version) != (SETS[name].torch, SETS[name].torchrec):
+            raise pytest.UsageError(
+                f"got torch {torch_version} and torchrec {torchrec_version}, but EMBERSHARD_VERSIONS={name} means "
+                f"{SETS.get(name, 'no known set of versions')}: make setup-tests EMBERSHARD_VERSIONS={name}"
+            )
 
 
 def cuda_problem() -> str:

@@ -9,20 +9,24 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from embershard.launch.doctor.version_sets import (
+    CPU_FBGEMM,
+    CUDA_FBGEMM,
+    DEFAULT_SET,
+    NEWEST_PYTHON,
+    OLDER,
+    OLDEST_PYTHON,
+    SETS,
+    minor,
+    wanted_fbgemm,
+)
 from embershard.machine import HostMemory
 from embershard.units import size
 
 PASS, WARN, FAIL, SKIP = "PASS", "WARN", "FAIL", "SKIP"
 _GIB = 1 << 30
 
-#: Releases of torch, torchrec and FBGEMM that were built for each other; whether embershard is tested with them.
-RELEASES = (
-    ("2.13", "1.8", "1.8", True),
-    ("2.12", "1.7", "1.7", False),
-    ("2.11", "1.6", "1.6", True),
-)
-CUDA_FBGEMM, CPU_FBGEMM = "fbgemm-gpu", "fbgemm-gpu-cpu"
-PAIR = "torchrec==1.8.0 with FBGEMM 1.8.0 for torch 2.13"
+TESTED = "; or ".join(str(versions) for versions in SETS.values() if versions.is_a_pairing)
 SETUP = "make setup repairs .venv; by hand, see docs/installation.md"
 
 
@@ -37,12 +41,13 @@ class CheckResult:
 
 
 def check_python(version: tuple[int, int]) -> CheckResult:
-    """Check the Python version: 3.10 to 3.12 are tested, older ones cannot work."""
-    text = f"{version[0]}.{version[1]}"
-    if version < (3, 10):
-        return CheckResult("python", FAIL, f"{text}; needed: 3.10 or newer", "make the venv with a newer Python")
-    if version > (3, 12):
-        return CheckResult("python", WARN, f"{text}; tested: 3.10 to 3.12", "if something fails, try Python 3.12")
+    """Check the Python version: older ones than those tested cannot work."""
+    text, oldest, newest = (".".join(map(str, each)) for each in (version, OLDEST_PYTHON, NEWEST_PYTHON))
+    if version < OLDEST_PYTHON:
+        return CheckResult("python", FAIL, f"{text}; needed: {oldest} or newer", "make the venv with a newer Python")
+    if version > NEWEST_PYTHON:
+        remedy = f"if something fails, try Python {newest}"
+        return CheckResult("python", WARN, f"{text}; tested: {oldest} to {newest}", remedy)
     return CheckResult("python", PASS, text)
 
 
@@ -51,31 +56,40 @@ def check_versions(torch: str | None, torchrec: str | None, fbgemm: str | None) 
     got = {"torch": torch, "torchrec": torchrec, "FBGEMM": fbgemm}
     detail = ", ".join(f"{name} {version or 'is missing'}" for name, version in got.items())
     if not (torch and torchrec and fbgemm):
-        return CheckResult("versions", FAIL, detail, f"{SETUP} (needed: {PAIR})")
-    found = tuple(".".join(re.split(r"[.+]", version)[:2]) for version in (torch, torchrec, fbgemm))
-    fitting = next((release for release in RELEASES if release[0] == found[0]), None)
-    if fitting is None:
-        return CheckResult("versions", WARN, f"{detail}: an unknown set", f"tested: {PAIR}")
-    if found != fitting[:3]:
-        remedy = f"torch {fitting[0]} needs torchrec {fitting[1]}.x and FBGEMM {fitting[2]}.x: {SETUP}"
-        return CheckResult("versions", FAIL, f"{detail}: they do not fit", remedy)
-    if not fitting[3]:
-        return CheckResult("versions", WARN, f"{detail}: they fit, but are not tested", f"tested: {PAIR}")
-    return CheckResult("versions", PASS, detail)
+        return CheckResult("versions", FAIL, detail, f"{SETUP} (needed: {SETS[DEFAULT_SET]})")
+    found = minor(torch), minor(torchrec), minor(fbgemm)
+    fitting = {versions.minors: True for versions in SETS.values() if versions.is_a_pairing} | OLDER
+    if fitting.get(found):
+        return CheckResult("versions", PASS, detail)
+    if found in fitting:
+        return CheckResult("versions", WARN, f"{detail}: they fit, but are not tested", f"tested: {TESTED}")
+    for versions in SETS.values():
+        if found == versions.minors:
+            detail += f": not released for each other; tested with {versions.tested} only"
+            return CheckResult("versions", WARN, detail, f"for training: {TESTED}")
+    for release in fitting:
+        if found[0] == release[0]:
+            remedy = f"torch {release[0]} needs torchrec {release[1]}.x and FBGEMM {release[2]}.x: {SETUP}"
+            return CheckResult("versions", FAIL, f"{detail}: they do not fit", remedy)
+    return CheckResult("versions", WARN, f"{detail}: an unknown set", f"tested: {TESTED}")
 
 
-def check_fbgemm_build(dists: Mapping[str, str], torch_cuda: str | None, driver: bool) -> CheckResult:
+def check_fbgemm_build(
+    dists: Mapping[str, str], torch: str | None, torch_cuda: str | None, driver: bool
+) -> CheckResult:
     """Check that exactly one FBGEMM is installed: the one that this torch and this machine can load.
 
     Args:
         dists: version by name of the installed FBGEMM distributions.
+        torch: the installed torch's version.
         torch_cuda: `torch.version.cuda`.
         driver: whether NVIDIA's driver is on this machine.
     """
     name = "fbgemm build"
     build = f"torch is a {f'CUDA {torch_cuda}' if torch_cuda else 'CPU'} build"
-    wanted = CUDA_FBGEMM if torch_cuda and driver else CPU_FBGEMM
-    by_hand = f"pip uninstall -y {CUDA_FBGEMM} {CPU_FBGEMM}, then pip install --no-deps {wanted}==1.8.0"
+    wanted = wanted_fbgemm(torch_cuda, driver)
+    fitting = next((each for each in SETS.values() if torch and each.minors[0] == minor(torch)), SETS[DEFAULT_SET])
+    by_hand = f"pip uninstall -y {CUDA_FBGEMM} {CPU_FBGEMM}, then pip install --no-deps {wanted}=={fitting.fbgemm}"
     remedy = f"make setup, or: {by_hand}"
     if not dists:
         return CheckResult(name, FAIL, f"none is installed; {build}", remedy)
@@ -102,7 +116,7 @@ def check_import(module: str, error: str, seconds: float) -> CheckResult:
     elif "libnvidia-ml" in error or "libcuda" in error:
         remedy = f"FBGEMM's CUDA build needs NVIDIA's driver; on this machine take {CPU_FBGEMM}: make setup"
     elif "undefined symbol" in error or "no attribute" in error:
-        remedy = f"the versions were not built for each other; needed: {PAIR}; {SETUP}"
+        remedy = f"the versions were not built for each other; tested: {TESTED}; {SETUP}"
     else:
         remedy = SETUP
     return CheckResult(name, FAIL, detail[:500], remedy)

@@ -132,8 +132,9 @@ def examine(timeout_seconds: float) -> Iterator[CheckResult]:
     shared_bytes = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None
     yield checks.check_python((sys.version_info[0], sys.version_info[1]))
     fbgemm = next(iter(dists.values()), None)
-    yield checks.check_versions(installed_version("torch"), installed_version("torchrec"), fbgemm)
-    yield checks.check_fbgemm_build(dists, torch_cuda, driver)
+    torch = installed_version("torch")
+    yield checks.check_versions(torch, installed_version("torchrec"), fbgemm)
+    yield checks.check_fbgemm_build(dists, torch, torch_cuda, driver)
     for module in ("torch", "torchrec"):
         yield checks.check_import(module, *import_error(module, IMPORT_TIMEOUT_SECONDS))
     yield checks.check_cpu(len(os.sched_getaffinity(0)), host_memory())

@@ -32,17 +32,20 @@ CASES = [
     (checks.check_versions("2.12.0", "1.7.0", "1.7.0"), WARN),
     (checks.check_versions("2.13.0", "1.8.0", "1.9.0"), FAIL),
     (checks.check_versions("2.13.0", "1.6.0", "1.8.0"), FAIL),
-    (checks.check_versions("2.14.0", "1.9.0", "1.9.0"), WARN),
+    (checks.check_versions("2.14.1", "1.9.2", "1.9.0"), PASS),
+    (checks.check_versions("2.14.1", "1.8.0", "1.9.0"), FAIL),
+    (checks.check_versions("2.13.0+cpu", "1.9.2", "1.8.0"), WARN),
+    (checks.check_versions("2.15.0", "1.9.2", "1.9.0"), WARN),
     (checks.check_versions("2.13.0", None, "1.8.0"), FAIL),
     # FBGEMM's build
-    (checks.check_fbgemm_build({CPU: "1.8.0"}, None, False), PASS),
-    (checks.check_fbgemm_build({CUDA: "1.8.0"}, "13.0", True), PASS),
-    (checks.check_fbgemm_build({CPU: "1.8.0"}, "13.0", False), PASS),
-    (checks.check_fbgemm_build({CUDA: "1.8.0"}, None, True), FAIL),
-    (checks.check_fbgemm_build({CUDA: "1.8.0"}, "13.0", False), FAIL),
-    (checks.check_fbgemm_build({CPU: "1.8.0"}, "13.0", True), FAIL),
-    (checks.check_fbgemm_build({CPU: "1.8.0", CUDA: "1.9.0"}, None, False), FAIL),
-    (checks.check_fbgemm_build({}, None, False), FAIL),
+    (checks.check_fbgemm_build({CPU: "1.8.0"}, "2.13.0", None, False), PASS),
+    (checks.check_fbgemm_build({CUDA: "1.8.0"}, "2.13.0", "13.0", True), PASS),
+    (checks.check_fbgemm_build({CPU: "1.8.0"}, "2.13.0", "13.0", False), PASS),
+    (checks.check_fbgemm_build({CUDA: "1.8.0"}, "2.13.0", None, True), FAIL),
+    (checks.check_fbgemm_build({CUDA: "1.8.0"}, "2.13.0", "13.0", False), FAIL),
+    (checks.check_fbgemm_build({CPU: "1.8.0"}, "2.13.0", "13.0", True), FAIL),
+    (checks.check_fbgemm_build({CPU: "1.8.0", CUDA: "1.9.0"}, "2.13.0", None, False), FAIL),
+    (checks.check_fbgemm_build({}, "2.13.0", None, False), FAIL),
     # imports
     (checks.check_import("torchrec", "", 2.5), PASS),
     (checks.check_import("torchrec", "ModuleNotFoundError: No module named 'tensordict'", 0.1), FAIL),
@@ -87,8 +90,9 @@ def test_a_result_is_a_value():
 
 def test_the_remedy_names_the_build_that_is_right_here():
     both = {CPU: "1.8.0", CUDA: "1.9.0"}
-    assert f"{CPU}==1.8.0" in checks.check_fbgemm_build(both, None, False).remedy
-    assert f"{CUDA}==1.8.0" in checks.check_fbgemm_build(both, "13.0", True).remedy
+    assert f"{CPU}==1.9.0" in checks.check_fbgemm_build(both, "2.14.1", None, False).remedy
+    assert f"{CPU}==1.8.0" in checks.check_fbgemm_build(both, "2.13.0", None, False).remedy
+    assert f"{CUDA}==1.8.0" in checks.check_fbgemm_build(both, "2.13.0", "13.0", True).remedy
 
 
 @pytest.mark.parametrize(

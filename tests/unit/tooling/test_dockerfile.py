@@ -35,13 +35,15 @@ def stages(project_dir: Path) -> Stages:
 @pytest.mark.parametrize(("target", "fbgemm"), [("cpu", rules.CPU_FBGEMM), ("cuda", rules.CUDA_FBGEMM)])
 def test_the_versions_are_those_of_the_set_up(stages: Stages, project_dir: Path, target: str, fbgemm: str) -> None:
     runs = [rest for instruction, rest in stages[target][1] if instruction == "RUN"]
-    pins = dict(re.findall(r"([\w-]+)==([\w.]+)", " ".join(runs)))
-    torch = rules.torch_requirement((project_dir / "requirements.txt").read_text()).partition("==")[2]
-    assert pins.pop("torch", torch) == torch
-    assert pins == {name: rules.PINS[name] for name in (fbgemm, "torchrec")}
+    arguments = dict(rest.split("=") for instruction, rest in stages[target][1] if instruction == "ARG")
+    pins = {name: arguments[value] for name, value in re.findall(r"([\w-]+)==\$(\w+)", " ".join(runs))}
+    versions = rules.SETS[rules.DEFAULT_SET]
+    assert pins == {"torch": versions.torch, fbgemm: versions.fbgemm, "torchrec": versions.torchrec}
+    assert f"torch=={versions.torch}\n" in (project_dir / "requirements.txt").read_text()
     (compiled_for_each_other,) = [run for run in runs if "torchrec==" in run]
     assert compiled_for_each_other.startswith("pip install --no-deps ")
-    assert runs.index("pip install -r /tmp/requirements.txt") < runs.index(compiled_for_each_other)
+    (others,) = [run for run in runs if "/tmp/requirements.txt | pip install -r /dev/stdin" in run]
+    assert runs.index(others) < runs.index(compiled_for_each_other)
 
 
 def test_images_start_embershard_as_a_user_without_rights(stages: Stages) -> None:

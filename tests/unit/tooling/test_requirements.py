@@ -70,18 +70,47 @@ def test_the_pins_satisfy_the_metadata(
 def test_torchrec_and_fbgemm_are_left_to_the_set_up(pins: dict[str, Requirement], metadata: configparser.ConfigParser):
     """pip, given torchrec in a list, would pull in the newest CUDA build of FBGEMM."""
     required = parse(metadata["options"]["install_requires"], "3.12")
-    for name in rules.PINS:
+    for name in ("torchrec", rules.CUDA_FBGEMM, rules.CPU_FBGEMM):
         assert name not in pins
         assert name not in required
 
 
-@pytest.mark.parametrize("extra", ["cuda", "cpu"])
-def test_the_extras_are_the_set_up_s_versions(
-    metadata: configparser.ConfigParser, pins: dict[str, Requirement], extra: str
-):
-    for name, requirement in parse(metadata["options.extras_require"][extra], "3.12").items():
-        want = rules.PINS.get(name) or str(version(pins[name]))
-        assert str(version(requirement)) == want
+@pytest.mark.parametrize("name", [name for name, versions in rules.SETS.items() if versions.is_a_pairing])
+def test_every_released_set_has_its_extras(metadata: configparser.ConfigParser, name: str):
+    versions = rules.SETS[name]
+    suffix = "" if name == rules.DEFAULT_SET else f"-{name.replace('.', '-')}"
+    cuda, cpu = (parse(metadata["options.extras_require"][kind + suffix], "3.12") for kind in ("cuda", "cpu"))
+    want = {"torch": versions.torch, rules.CPU_FBGEMM: versions.fbgemm}
+    assert {each: str(version(requirement)) for each, requirement in cpu.items()} == want
+    want = {"torch": versions.torch, rules.CUDA_FBGEMM: versions.fbgemm, "torchrec": versions.torchrec}
+    assert {each: str(version(requirement)) for each, requirement in cuda.items()} == want
+
+
+def test_every_set_is_within_the_metadata(metadata: configparser.ConfigParser):
+    required = parse(metadata["options"]["install_requires"], "3.12")["torch"].specifier
+    assert all(required.contains(versions.torch) for versions in rules.SETS.values())
+
+
+def test_the_docs_say_which_versions_were_tested(project_dir: Path):
+    page = (project_dir / "docs" / "installation.md").read_text()
+    for name, of in rules.SETS.items():
+        title = f"`{name}`{' (default)' if name == rules.DEFAULT_SET else ''}"
+        assert f"| {title} | {of.torch} | {of.torchrec} | {of.fbgemm} | {of.tested} |\n" in page
+    for name, of in rules.SETS.items():
+        if of.is_a_pairing:
+            readme = " ".join((project_dir / "README.md").read_text().split())
+            assert str(of) in readme
+            arguments = (
+                f"--build-arg TORCH={of.torch} --build-arg TORCHREC={of.torchrec} --build-arg FBGEMM={of.fbgemm}"
+            )
+            assert name == rules.DEFAULT_SET or arguments in page
+
+
+def test_continuous_integration_tests_torchrec_1_9_on_the_default_torch(project_dir: Path):
+    mixed, default = rules.SETS["torchrec-1.9-on-torch-2.13"], rules.SETS[rules.DEFAULT_SET]
+    assert (mixed.torch, mixed.fbgemm) == (default.torch, default.fbgemm)
+    assert f"torchrec-{mixed.torchrec}\n" in (project_dir / "Makefile").read_text()
+    assert "make test-torchrec-1.9 " in (project_dir / ".ci" / "run").read_text()
 
 
 def test_the_cpu_extra_does_not_name_torchrec(metadata: configparser.ConfigParser):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +15,8 @@ import setup_env
 import setup_rules as rules
 
 CPU, CUDA = rules.CPU_FBGEMM, rules.CUDA_FBGEMM
-PIN = rules.PINS[CPU]
+VERSIONS = rules.SETS[rules.DEFAULT_SET]
+PIN = VERSIONS.fbgemm
 
 
 class FakeSite:
@@ -52,7 +54,7 @@ class FakeSite:
     def plan(self, wanted: str) -> list[rules.Step]:
         infos = rules.dist_infos(self.folder)
         damaged = [name for name, (_, info) in infos.items() if rules.is_damaged(info)]
-        return rules.plan_fbgemm(wanted, {name: version for name, (version, _) in infos.items()}, damaged)
+        return rules.plan_fbgemm(wanted, PIN, {name: version for name, (version, _) in infos.items()}, damaged)
 
     def run(self, steps: list[rules.Step]) -> None:
         for step in steps:
@@ -79,7 +81,7 @@ def site(tmp_path: Path) -> FakeSite:
     [(None, False, CPU), (None, True, CPU), ("13.0", True, CUDA), ("13.0", False, CPU)],
 )
 def test_the_fbgemm_build_is_the_one_that_can_be_loaded(torch_cuda: str | None, driver: bool, wanted: str):
-    assert rules.wanted_fbgemm(torch_cuda, driver) == wanted
+    assert setup_env.wanted_fbgemm(torch_cuda, driver) == wanted
 
 
 def nothing(site: FakeSite) -> None:
@@ -142,17 +144,54 @@ def test_uninstalling_only_the_wrong_build_breaks_the_right_one(site: FakeSite):
 
 
 def test_torchrec_is_installed_without_what_it_pulls_in():
-    (step,) = rules.plan_torchrec({"torchrec": "1.9.0"}, [])
+    (step,) = rules.plan_torchrec("1.8.0", {"torchrec": "1.9.0"}, [])
     assert "--no-deps" in step.pip_args
     assert step.pip_args[-1] == "torchrec==1.8.0"
-    assert rules.plan_torchrec({"torchrec": "1.8.0"}, []) == []
-    assert rules.plan_torchrec({"torchrec": "1.8.0"}, ["torchrec"])
+    assert rules.plan_torchrec("1.8.0", {"torchrec": "1.8.0"}, []) == []
+    assert rules.plan_torchrec("1.8.0", {"torchrec": "1.8.0"}, ["torchrec"])
+
+
+def test_versions_are_chosen_by_name():
+    assert rules.chosen_set({}) == rules.chosen_set({"EMBERSHARD_VERSIONS": ""}) == rules.DEFAULT_SET
+    assert rules.chosen_set({"EMBERSHARD_VERSIONS": "torchrec-1.9"}) == "torchrec-1.9"
+    with pytest.raises(rules.SetupError) as raised:
+        rules.chosen_set({"EMBERSHARD_VERSIONS": "torchrec-2"})
+    assert "EMBERSHARD_VERSIONS=torchrec-2" in str(raised.value)
+    assert all(f"{name}: {versions}" in str(raised.value) for name, versions in rules.SETS.items())
+
+
+def test_a_set_of_versions_has_a_folder_of_its_own(project_dir: Path, tmp_path: Path):
+    """The script and the Makefile agree, and `.venv` is not changed by another set."""
+    for variables, folder in (
+        ({}, ".venv"),
+        ({"EMBERSHARD_VERSIONS": "torchrec-1.9"}, ".venv-torchrec-1.9"),
+        ({"EMBERSHARD_VERSIONS": "torchrec-1.9", "EMBERSHARD_VENV": str(tmp_path)}, str(tmp_path)),
+    ):
+        assert setup_env.venv_folder(variables) == setup_env.ROOT / folder
+        command = ["make", "--dry-run", "setup", *(f"{name}={value}" for name, value in variables.items())]
+        ours = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "PYTHON", "VENV")}
+        environ = {name: value for name, value in ours.items() if not name.startswith("EMBERSHARD_V")}
+        shown = subprocess.run(command, cwd=project_dir, env=environ, capture_output=True, text=True, check=True).stdout
+        assert f'EMBERSHARD_VENV="{folder}"' in shown
+
+
+@pytest.mark.parametrize("name", rules.SETS)
+def test_requirement_files_serve_every_set(project_dir: Path, name: str):
+    """Only torch and triton differ, and the files as they are hold the default versions."""
+    text = (project_dir / "requirements.txt").read_text() + (project_dir / "requirements-dev.txt").read_text()
+    versions = rules.SETS[name]
+    changed = rules.with_versions(text, versions)
+    assert f"\ntorch=={versions.torch}\n" in changed
+    assert f"\ntriton=={versions.triton}; " in changed
+    others = [line for line in text.splitlines() if not line.startswith(("torch==", "triton=="))]
+    assert [line for line in changed.splitlines() if not line.startswith(("torch==", "triton=="))] == others
+    assert rules.with_versions(text, VERSIONS) == text
 
 
 def finished(site: FakeSite, want: str, *, tests: bool = True) -> Path:
     venv = site.folder.parents[2]
     site.install(CPU, PIN)
-    site.install("torchrec", rules.PINS["torchrec"])
+    site.install("torchrec", VERSIONS.torchrec)
     stamp = {"digest": want, "snapshot": rules.snapshot(venv), "tests": tests}
     (venv / rules.STAMP).write_text(json.dumps(stamp))
     return venv
@@ -190,19 +229,22 @@ def test_what_training_needs_is_not_enough_for_tests(site: FakeSite):
     assert rules.stamp_is_valid(finished(site, "a"), "a", tests=False)
 
 
-def test_the_digest_sees_files_and_the_driver():
-    one = rules.digest({"setup.cfg": b"x", "requirements.txt": b"y"}, driver=False)
-    assert one == rules.digest({"requirements.txt": b"y", "setup.cfg": b"x"}, driver=False)
-    assert one != rules.digest({"setup.cfg": b"x", "requirements.txt": b"z"}, driver=False)
-    assert one != rules.digest({"setup.cfg": b"x", "requirements.txt": b"y"}, driver=True)
+def test_the_digest_sees_files_the_driver_and_the_versions():
+    files = {"setup.cfg": b"x", "requirements.txt": b"y"}
+    one = rules.digest(files, driver=False, versions="a")
+    assert one == rules.digest(dict(reversed(files.items())), driver=False, versions="a")
+    assert one != rules.digest({**files, "requirements.txt": b"z"}, driver=False, versions="a")
+    assert one != rules.digest(files, driver=True, versions="a")
+    assert one != rules.digest(files, driver=False, versions="b")
 
 
 def test_a_second_run_does_nothing_but_say_so(
     site: FakeSite, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     inputs = {name: (setup_env.ROOT / name).read_bytes() for name in setup_env.INPUTS}
-    venv = finished(site, rules.digest(inputs, rules.has_driver()))
+    venv = finished(site, rules.digest(inputs, rules.has_driver(), "torchrec-1.9"))
     monkeypatch.setenv("EMBERSHARD_VENV", str(venv))
+    monkeypatch.setenv("EMBERSHARD_VERSIONS", "torchrec-1.9")
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("a second run starts no process"))
     assert setup_env.main([]) == 0
     assert capsys.readouterr().out.count("\n") == 1
