@@ -94,7 +94,7 @@ def start(arguments: Sequence[str], output: Path, errors: Path | None = None, **
     return Process(forked().Process(target=_command, args=(list(arguments), output, errors, environment)))
 
 
-def run(arguments: Sequence[str], folder: Path, timeout: float = 300.0) -> subprocess.CompletedProcess[str]:
+def run(arguments: Sequence[str], folder: Path, timeout: float = 600.0) -> subprocess.CompletedProcess[str]:
     """Run `embershard arguments...` to its end.
 
     Args:

@@ -189,7 +189,7 @@ def test_a_run_that_takes_too_long_is_ended(sweep_file: Path, monkeypatch: pytes
     started = time.monotonic()
     outcome = run_experiment(one(sweep_file), tmp_path / "out", 0.5)
     assert (outcome.status, outcome.reason) == ("timed out", "took longer than 0.5 s")
-    assert time.monotonic() - started < 50
+    assert time.monotonic() - started < 60, "it sleeps for 60 s"
 
 
 def test_what_an_earlier_attempt_left_is_set_aside(
