@@ -44,13 +44,14 @@ Unequal = Callable[[Any], list[str]]
 @dataclass(frozen=True)
 class Case(parity.Case):
     """``lookahead``: batches known ahead; 0: no pipeline. ``empty_every``: every so many batches this rank has no id;
-    the other rank has them, and the rank after it one batch later. ``hot_every``: every so many batches have hot ids
-    only, on all ranks."""
+    the other rank has them, and the rank after it one batch later. ``absent_every``: the same, without a sample.
+    ``hot_every``: every so many batches have hot ids only, on all ranks."""
 
     exchange: str = "rows"
     steps: int = 15
     lookahead: int = 0
     empty_every: int = 0
+    absent_every: int = 0
     hot_every: int = 0
 
 
@@ -87,7 +88,9 @@ def batches(case: Case) -> Iterator[tuple[KeyedJaggedTensor, Tensor]]:
     width = sum(case.dims[int(name[1])] for name in case.features)
     for step in range(case.steps):
         generator = torch.Generator().manual_seed(1000 * step + rank)
-        lengths = torch.tensor([0, 1, 2, 4])[torch.randint(0, 4, (len(rows), case.batch_size), generator=generator)]
+        is_absent = bool(case.absent_every) and (step + rank) % case.absent_every == 0
+        size = 0 if is_absent else case.batch_size
+        lengths = torch.tensor([0, 1, 2, 4])[torch.randint(0, 4, (len(rows), size), generator=generator)]
         if case.empty_every and (step + rank) % case.empty_every == 0:
             lengths.zero_()
         values = []
@@ -99,7 +102,7 @@ def batches(case: Case) -> Iterator[tuple[KeyedJaggedTensor, Tensor]]:
         weights = torch.randint(1, 9, ids.shape, generator=generator) / 4 if case.weighted else None
         features = KeyedJaggedTensor(keys=case.features, values=ids, lengths=lengths.flatten(), weights=weights)
         features.is_hot = is_hot
-        yield features, torch.randint(-8, 9, (case.batch_size, width), generator=generator) / 4
+        yield features, torch.randint(-8, 9, (size, width), generator=generator) / 4
 
 
 def train_linear(model: DistributedModelParallel, case: Case) -> KeyedJaggedTensor:
@@ -137,7 +140,7 @@ def compare_variants(
 
     ``unequal``: what differs between the ranks of a trained model.
     """
-    with _means_by_length():
+    with means_by_length():
         stock = parity.build(case, False, LinearModel)
         train_linear(stock, dataclasses.replace(case, lookahead=0))
         expected = snapshot(stock)
@@ -217,7 +220,8 @@ def error_of_a_step(case: Case) -> str:
 
 
 @contextlib.contextmanager
-def _means_by_length() -> Iterator[None]:
+def means_by_length() -> Iterator[None]:
+    """Let TorchRec divide the sums of row-wise tables by the lengths of the bags alone."""
     make = embeddingbag._create_mean_pooling_divisor
     whole = lambda *args, **kwargs: make(*args, **kwargs).round().clamp(min=1)  # noqa: E731
     with mock.patch.object(embeddingbag, "_create_mean_pooling_divisor", whole):
