@@ -158,7 +158,7 @@ def _lock_lines(file: str) -> frozenset[int]:
     return frozenset(
         node.lineno
         for node in statements
-        if len(node.items) == 1 and ast.unparse(node.items[0].context_expr).endswith(("lock", "_changed"))
+        if ast.unparse(node.items[0].context_expr).endswith(("lock", "_changed"))
     )
 
 

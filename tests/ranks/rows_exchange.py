@@ -23,16 +23,18 @@ from torchrec.distributed import embeddingbag
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from embershard import LookAheadPipeline, cache_stats
+from embershard import LookAheadPipeline, cache_stats, flush
+from embershard.distributed import row_gradients
 from embershard.distributed.sent_bytes import SentBytes
 from embershard.distributed.traffic import count_sent_bytes, sent_bytes
 from embershard.errors import EmbershardError
+from embershard.sharding.torchrec import freeze
 from embershard.sharding.torchrec.bags import Bags
 from embershard.sharding.torchrec.distinct_ids import DistinctIds
 from embershard.sharding.torchrec.hot_cold import follow_hot_batches
 from embershard.sharding.torchrec.rows_exchange import RowsInput
 from tests.ranks import parity
-from tests.ranks.look_ahead import Batch
+from tests.ranks.look_ahead import Batch, message_of
 from tests.ranks.parity import LinearModel, differences, snapshot
 from tests.ranks.replicated_rows import division_missing
 from tests.ranks.rounding import reversed_samples
@@ -217,6 +219,28 @@ def error_of_a_step(case: Case) -> str:
     except EmbershardError as error:
         return str(error)
     return ""
+
+
+def interrupt_all(case: Case) -> list[str]:
+    """Rank 0 is interrupted when it has the gradients of all ranks in the last step, before it trains rows; the others
+    train them and are interrupted then. What this rank says to somebody who reads its rows."""
+    model, steps = parity.build(case, True, LinearModel), list(batches(case))
+    for features, coefficients in steps[:-1]:
+        model(features, coefficients).backward()
+    gather = row_gradients._gather
+
+    def interrupted(*arguments: Any) -> Any:
+        found = gather(*arguments)
+        if not dist.get_rank():
+            raise KeyboardInterrupt
+        return found
+
+    with mock.patch.object(row_gradients, "_gather", interrupted), contextlib.suppress(KeyboardInterrupt):
+        features, coefficients = steps[-1]
+        model(features, coefficients).backward()
+        raise KeyboardInterrupt
+    reads: list[Callable[[], Any]] = [lambda: snapshot(model), lambda: flush(model), lambda: freeze(model)]
+    return [message_of(read) for read in reads]
 
 
 @contextlib.contextmanager
