@@ -167,7 +167,7 @@ def compare_all(cases: list[Case]) -> list[Outcome]:
 def compare_real(case: Case, unequal: Unequal = _nothing) -> Outcome:
     """The same after gradients of a real loss, which are rounded."""
     trained = []
-    with _means_by_length():
+    with means_by_length():
         for is_ours, order in ((False, None), (False, reversed_samples), (True, None)):
             model = parity.build(case, is_ours)
             trained.append((parity.train(model, case, order=order), snapshot(model)))
