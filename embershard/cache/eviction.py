@@ -115,6 +115,10 @@ class VictimQueue:
         if sum(part.slots.numel() for _, part in self._offered) > self._map.num_used // 2:
             self.clear()  # nearly everything passes the bound, so it is out of date
 
+    def ranks(self, slots: Tensor) -> Tensor:
+        """Return the present ranks of `slots` (int64 [M]), whether they may be evicted or not: int64 [M]."""
+        return self._rank(slots).ranks
+
     def _better(self, slots: Tensor, next_uses: Tensor) -> _Ranked:
         """Return those of `slots` that rank among the ranked ones; arguments as for `offer`."""
         worth = ((next_uses == 0) | (next_uses >= self._worst_next_use)).nonzero().flatten()

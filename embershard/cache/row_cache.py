@@ -14,6 +14,7 @@ from embershard.cache.contents import CacheContents
 from embershard.cache.gpu.choose import planning_classes
 from embershard.cache.next_use import KnownBatch
 from embershard.cache.one_at_a_time import one_at_a_time
+from embershard.cache.pin_watch import PinWatch
 from embershard.cache.pinned_tables import OtherTables
 from embershard.cache.planner import CachePlan, Shortage
 from embershard.cache.policies import make_scores
@@ -96,6 +97,7 @@ class RowCache:
         self.counters = counters = CacheCounters(host.row_offsets, table_of_feature, device)
         self._overflow = overflow
         self._in_flight = in_flight = InFlight()
+        self._pin_watch: PinWatch | None = None
         self._lock = threading.RLock()
         make_transfer = transfer_maker(transfer, device, host)
         assert not policy.warmup or row_counts is not None, "warm-up without a profile"
@@ -210,6 +212,11 @@ class RowCache:
             with self._guard.change("skipping a known batch"):
                 self.next_use_index.skip(known, keys)
 
+    def watch_pins(self) -> PinWatch:
+        """Count from now on how often pins mattered. Plans take longer: for checks."""
+        self._pin_watch = PinWatch(self.state)
+        return self._pin_watch
+
     def freeze_pins(self) -> None:
         """Keep the batches in flight pinned until `unfreeze_pins`, released or not."""
         self._in_flight.freeze()
@@ -232,6 +239,8 @@ class RowCache:
         if self.state.is_static:
             self._rows.remove_passing(self._planner, batch if oldest is None else oldest)
         found = self._planner.plan(keys, batch, batch if oldest is None else oldest)
+        if self._pin_watch is not None:
+            self._pin_watch.add(found, batch, batch if oldest is None else oldest)
         if isinstance(found, Shortage):
             if if_it_fits and oldest is not None:
                 return None

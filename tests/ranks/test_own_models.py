@@ -31,7 +31,7 @@ def test_cached_equals_stock_and_no_row_is_late(model: str, windows: Path, one_r
     config = own_models.own_config() if model == "own" else own_models.history_config(model, windows)
     for pool in (one_rank, two_ranks):
         verdicts = pool.run(own_models.verdict, config)
-        assert all(verdict.is_equal and verdict.evictions > 50 for verdict in verdicts), verdicts
+        assert all(verdict.is_equal and verdict.caches[0].evictions > 50 for verdict in verdicts), verdicts
         assert pool.run(own_models.late_rows, config) == [0] * len(verdicts)
 
 
@@ -49,7 +49,7 @@ def test_a_plan_of_several_collections_is_obeyed(two_ranks: RankPool, tmp_path: 
     assert cli.main(["plan", "--config", run, "--profile", profile, "--ranks", "2", "-o", plan]) == 0
     planned = replace(config, sharding=ShardingConfig(plan=plan))
     verdicts = two_ranks.run(own_models.verdict, planned)
-    assert all(verdict.is_equal and verdict.evictions > 50 for verdict in verdicts), verdicts
+    assert all(verdict.is_equal and verdict.caches[0].evictions > 50 for verdict in verdicts), verdicts
 
 
 def test_a_checkpoint_has_all_collections(two_ranks: RankPool, tmp_path: Path):

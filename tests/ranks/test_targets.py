@@ -30,7 +30,7 @@ def test_cached_equals_stock(samples: Path, one_rank: RankPool, two_ranks: RankP
     """On two ranks also with several labels, by the plan of the next test."""
     for target, pool in (("several", one_rank), ("weighted regression", two_ranks)):
         verdicts = pool.run(own_models.verdict, target_config(samples, target))
-        assert all(verdict.is_equal and verdict.evictions > 20 for verdict in verdicts), verdicts
+        assert all(verdict.is_equal and verdict.caches[0].evictions > 20 for verdict in verdicts), verdicts
 
 
 def test_a_plan_of_shared_tables_is_obeyed(samples: Path, two_ranks: RankPool, tmp_path: Path):
@@ -41,7 +41,7 @@ def test_a_plan_of_shared_tables_is_obeyed(samples: Path, two_ranks: RankPool, t
     assert cli.main(["profile", "--config", run, "-o", profile]) == 0
     assert cli.main(["plan", "--config", run, "--profile", profile, "--ranks", "2", "-o", plan]) == 0
     verdicts = two_ranks.run(own_models.verdict, replace(config, sharding=ShardingConfig(plan=plan)))
-    assert all(verdict.is_equal and verdict.evictions > 20 for verdict in verdicts), verdicts
+    assert all(verdict.is_equal and verdict.caches[0].evictions > 20 for verdict in verdicts), verdicts
 
 
 def test_weights_of_one_change_no_bit(samples: Path, two_ranks: RankPool):

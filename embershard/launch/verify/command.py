@@ -42,18 +42,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 def lines(verdict: Verdict, num_ranks: int) -> Iterator[str]:
     """Yield the verdict for the screen."""
     trained = f"{verdict.steps} steps on {num_ranks} {'rank' if num_ranks == 1 else 'ranks'}"
-    if verdict.is_equal:
+    if not verdict.is_equal:
+        yield f"DIFFERENT within {trained}, with the cache and with stock TorchRec."
+    else:
         yield (
             f"EQUAL: {trained}, with the cache and with stock TorchRec: all losses and {verdict.num_tensors} tensors "
-            f"of weights and optimizer states, bit for bit. {verdict.evictions:,} rows were evicted meanwhile."
+            f"of weights and optimizer states, bit for bit."
         )
-        if not verdict.evictions:
-            yield (
-                "No row was evicted, so this says little about the cache: compare more steps (--steps), or with a "
-                "smaller cache (--set cache.ratio=...)."
-            )
+    for number, cache in enumerate(verdict.caches, 1):
+        found = "different" if number == len(verdict.caches) and not verdict.is_equal else "equal"
+        yield (
+            f"  {cache.slots:,} slots: {found}; {cache.evictions:,} rows were evicted, and "
+            f"{cache.passed_over:,} times a slot was passed over because a batch pinned it"
+        )
+    if verdict.is_equal:
+        yield from _weakness(verdict)
         return
-    yield f"DIFFERENT within {trained}."
     if verdict.loss_step is not None:
         yield f"The first loss that differs is that of step {verdict.loss_step}."
     if verdict.step is None:
@@ -68,6 +72,18 @@ def lines(verdict: Verdict, num_ranks: int) -> Iterator[str]:
         )
     if len(verdict.differences) > _SHOWN:
         yield f"  and {len(verdict.differences) - _SHOWN} more"
+
+
+def _weakness(verdict: Verdict) -> Iterator[str]:
+    """Yield what the comparison of equal runs does not show."""
+    last = verdict.caches[-1]
+    if not last.evictions:
+        yield "No row was evicted, so this says little about the cache."
+    if not last.passed_over:
+        yield (
+            "No pin mattered, in no size of the cache that was tried: a cache that evicts rows in use would have been "
+            "equal, too. Compare more steps (--steps), or larger batches (--set train.batch_size=...)."
+        )
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from embershard.launch.verify.arguments import add_comparison
 from embershard.training.config import RunConfig
 
 _HELP = """Train the first steps of a run twice, with the cache and with stock TorchRec, and compare every bit of
-losses, weights and optimizer states. Nothing is kept. Both need the memory of their tables at the same time.
+losses, weights and optimizer states; where both are equal, again with ever smaller caches, until rows that a batch uses
+were often in the way of an eviction. Nothing is kept. Both need the memory of their tables at the same time.
 Exit codes: 0 equal; 1 different; 2 wrong usage, settings or data.
 
 On several machines, torchrun starts the ranks: -m embershard.launch.verify.command --config run.toml.

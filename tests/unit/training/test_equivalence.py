@@ -23,9 +23,11 @@ from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.config import ShardingConfig
 from embershard.sharding.plan import TablePlacement
 from embershard.training.config import RunConfig, TrainConfig
-from embershard.training.equivalence import Verdict, compare_with_stock
+from embershard.training.equivalence import CachedRun, Verdict, compare_with_stock
+from embershard.training.model_size import tables_of_run
 from embershard.training.optimizers import DenseOptimizerConfig
 from embershard.training.trainer import Trainer
+from tests.unit.cache.faults import FAULTS
 from tests.unit.sharding.plans import make_plan
 
 pytestmark = pytest.mark.slow  # whole training runs
@@ -54,7 +56,7 @@ def make_config(lookahead: int, **train: Any) -> RunConfig:
 def test_the_cache_equals_stock_torchrec(ranks: Ranks, lookahead: int, init: str) -> None:
     verdict = compare_with_stock(make_config(lookahead, init=init), ranks, STEPS)
     assert verdict.is_equal
-    assert verdict.evictions > 100
+    assert verdict.caches[0].evictions > 100
     assert verdict.num_tensors > 60  # weights and states of 26 tables, and the dense layers
     assert "EQUAL: 12 steps on 1 rank" in " ".join(lines(verdict, 1))
 
@@ -120,9 +122,53 @@ def test_a_forward_that_is_wrong_for_its_loss_alone_is_found(ranks: Ranks, monke
     assert "step 4" in " ".join(lines(verdict, 1))
 
 
-def test_without_evictions_it_says_so() -> None:
-    verdict = Verdict(steps=3, evictions=0, num_tensors=4, loss_step=None, step=None, differences=())
-    assert "No row was evicted" in " ".join(lines(verdict, 2))
+def with_larger_cache(lookahead: int, ranks: Ranks, folder: Path | None) -> RunConfig:
+    """Settings in which no pin matters; with a `folder`, by a plan in it."""
+    config = make_config(lookahead)
+    if folder is None:
+        return dataclasses.replace(config, cache=CacheConfig(ratio=0.3, overflow="raise"))
+    tables = [
+        TablePlacement(table.name, table.num_rows, table.dim, "fp32", "table_wise", "cached", (0,))
+        for table in tables_of_run(config)
+    ]
+    make_plan(tables, 1, 1, batch_size=50).save(folder / "plan.json")
+    return dataclasses.replace(config, sharding=ShardingConfig(plan=str(folder / "plan.json")))
+
+
+@pytest.mark.parametrize(("lookahead", "by_plan"), [(0, False), (8, False), (8, True)])
+def test_caches_are_made_smaller_until_pins_matter(ranks: Ranks, lookahead: int, by_plan: bool, tmp_path: Path) -> None:
+    config = with_larger_cache(lookahead, ranks, tmp_path if by_plan else None)
+    verdict = compare_with_stock(config, ranks, STEPS)
+    assert verdict.is_equal
+    own, *_, last = verdict.caches
+    assert own.evictions > 100
+    assert own.passed_over < STEPS <= last.passed_over
+    assert last.slots < own.slots
+    text = " ".join(lines(verdict, 1))
+    assert f"{own.slots:,} slots: equal" in text
+    assert f"{last.passed_over:,} times a slot was passed over" in text
+
+
+@pytest.mark.parametrize("lookahead", [0, 8])
+def test_a_victim_that_a_batch_uses_is_found_from_caches_in_which_no_pin_matters(ranks: Ranks, lookahead: int) -> None:
+    config = with_larger_cache(lookahead, ranks, None)
+    with FAULTS["pins_ignored"]():
+        verdict = compare_with_stock(config, ranks, STEPS)
+    assert not verdict.is_equal
+    assert len(verdict.caches) > 1, "the larger cache is equal, so this proves nothing"
+    text = " ".join(lines(verdict, 1))
+    assert text.startswith("DIFFERENT within 12 steps on 1 rank")
+    assert f"{verdict.caches[-1].slots:,} slots: different" in text
+
+
+def test_what_equal_runs_do_not_show_is_said() -> None:
+    def said(evictions: int, passed_over: int) -> str:
+        caches = (CachedRun(slots=80, rows=900, evictions=evictions, passed_over=passed_over),)
+        return " ".join(lines(Verdict(3, caches, num_tensors=4, loss_step=None, step=None, differences=()), 2))
+
+    assert "No row was evicted" in said(0, 0)
+    assert "No pin mattered" in said(7, 0)
+    assert "No" not in said(7, 1)
 
 
 def test_what_cannot_be_compared_is_refused(ranks: Ranks) -> None:
