@@ -7,6 +7,7 @@ import time
 import uuid
 from array import array
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -143,7 +144,8 @@ class Trainer:
             self.supervision.beat()
             if skipped is not None:
                 self.upcoming.replace_one()
-                yield skipped
+                behind = self.upcoming.state
+                yield replace(skipped, epoch=behind.epoch, sample=behind.global_sample)
                 continue
             self.step_seconds.append(time.perf_counter() - started)
             is_last = self.steps == self.total_steps
