@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,10 @@ from embershard.whole_file import whole_file
 #: Steps at the start that do not count for the speed: caches fill, memory is allocated.
 _WARMUP_STEPS = 10
 _DAMAGED, _BAD_ROWS, _RESULT = "metrics.damaged.jsonl", "bad_rows.jsonl", "result.json"
+#: Kinds of reports that a resumed run may make again at the step of its checkpoint, as the run before it did; and what,
+#: beside the step, tells one from another.
+_MADE_AGAIN = {"eval": (), "stop": (), "skipped_batch": ("epoch", "sample")}
+_Again = tuple[Any, ...]
 #: Lines of bad_rows.jsonl.
 _MOST_BAD_ROWS = 10_000
 
@@ -68,7 +72,9 @@ class RunRecord:
         if plan is not None:
             plan.save(folder / "plan.json")
         metrics = folder / METRICS
-        kept, damaged = _lines_up_to(metrics, resumed_at) if resumed_at is not None and metrics.exists() else ([], [])
+        kept, self._standing, damaged = list[bytes](), set[_Again](), list[bytes]()
+        if resumed_at is not None and metrics.exists():
+            kept, self._standing, damaged = _lines_up_to(metrics, resumed_at)
         if damaged:
             with naming_file(folder / _DAMAGED), (folder / _DAMAGED).open("ab") as aside:
                 aside.writelines(damaged)
@@ -77,14 +83,18 @@ class RunRecord:
         self._bad_rows = BadRowFile(folder / _BAD_ROWS)
         self._metrics = metrics.open("a", encoding="utf-8")
 
-    def add(self, report: Report) -> None:
-        """Append a line to metrics.jsonl, and bad rows to their file."""
+    def add(self, report: Report) -> bool:
+        """Append a line to metrics.jsonl, and bad rows to their file; return False for a report that stands there, from
+        before a resume."""
         if isinstance(report, BadRowsReport):
             self._bad_rows.add(report.rows)
         kind, values = flat_report(report)
+        if _of_report({"kind": kind, **values}) in self._standing:
+            return False
         with naming_file(self._metrics.name):
             self._metrics.write(json.dumps({"kind": kind, **values}) + "\n")
             self._metrics.flush()
+        return True
 
     def finish(self, result: dict[str, Any]) -> None:
         """Write result.json."""
@@ -214,17 +224,28 @@ def flat_report(report: Report) -> tuple[str, dict[str, Any]]:
     return "checkpoint", {**dataclasses.asdict(report), "path": report.path.name}
 
 
-def _lines_up_to(metrics: Path, step: int) -> tuple[list[bytes], list[bytes]]:
-    """Return the lines of an earlier run that the resumed one will not write again, and those that cannot be read."""
-    kept, damaged = [], []
+def _lines_up_to(metrics: Path, step: int) -> tuple[list[bytes], set[_Again], list[bytes]]:
+    """Return the lines of an earlier run up to a step; what of that step the resumed run may report again; and the
+    lines that cannot be read."""
+    kept, standing, damaged = [], set(), []
     for line in metrics.read_bytes().splitlines(keepends=True):
         whole = line if line.endswith(b"\n") else line + b"\n"
         try:
             values = json.loads(line)
-            is_kept = values["step"] < step or (values["step"] == step and values["kind"] != "eval")
+            at, again = values["step"], _of_report(values)
+            is_kept = at <= step
         except (ValueError, KeyError, TypeError):
             damaged.append(whole)
             continue
         if is_kept:
             kept.append(whole)
-    return kept, damaged
+        if at == step and again is not None:
+            standing.add(again)
+    return kept, standing, damaged
+
+
+def _of_report(values: Mapping[str, Any]) -> _Again | None:
+    """Return what tells a report from the others that a resumed run may make again; None for other kinds."""
+    if (names := _MADE_AGAIN.get(values["kind"])) is None:
+        return None
+    return values["kind"], values["step"], *(values.get(name) for name in names)

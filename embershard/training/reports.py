@@ -80,10 +80,17 @@ class BadRowsReport:
 
 @dataclass(frozen=True)
 class SkippedBatchReport:
-    """A batch that trained nothing, since its loss is not finite; `step` steps were trained before it."""
+    """A batch that trained nothing, since its loss is not finite; `step` steps were trained before it.
+
+    Attributes:
+        epoch, sample: the position behind it in the order of the training data; None where `Trainer.step` was called
+            with a batch of one's own.
+    """
 
     step: int
     reason: str
+    epoch: int | None = None
+    sample: int | None = None
 
 
 @dataclass(frozen=True)

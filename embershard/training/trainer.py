@@ -144,7 +144,8 @@ class Trainer:
             self.supervision.beat()
             if skipped is not None:
                 self.upcoming.replace_one()
-                yield skipped
+                behind = self.upcoming.state
+                yield replace(skipped, epoch=behind.epoch, sample=behind.global_sample)
                 continue
             self.step_seconds.append(time.perf_counter() - started)
             is_last = self.steps == self.total_steps

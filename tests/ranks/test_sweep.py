@@ -83,7 +83,7 @@ def test_a_killed_sweep_goes_on_without_running_anything_twice(project_dir: Path
     rows = pq.read_table(tmp_path / "out" / "results.parquet").to_pylist()
     assert sorted(row["cache.ratio"] for row in rows) == [0.1, 0.2]  # none lost, none twice
     assert {row["status"] for row in rows} == {"finished"}
-    assert len({row["loss"] for row in rows}) == 1  # the cache's size changes no loss
+    assert len({row["result.loss"] for row in rows}) == 1  # the cache's size changes no loss
     assert all(path.read_text() == text for path, text in before.items())
 
     pytest.importorskip("plotly", reason="Plotly is not installed (the extra [report])")
@@ -101,7 +101,7 @@ def complete(running: subprocess.Popen[str], folder: Path) -> None:
     rows = pq.read_table(folder / "out" / "results.parquet").to_pylist()
     assert sorted(row["cache.ratio"] for row in rows) == [0.1, 0.2]  # none lost, none twice
     assert {row["status"] for row in rows} == {"finished"}
-    assert len({row["loss"] for row in rows}) == 1
+    assert len({row["result.loss"] for row in rows}) == 1
 
 
 def wait_for(condition: Callable[[], Any], running: subprocess.Popen[str]) -> None:

@@ -23,7 +23,7 @@ class TensorBoardTracker:
         self._step = run.resumed_at or 0
 
     def add(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._step = step
+        self._step = max(self._step, step)
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, step)
 
@@ -48,9 +48,12 @@ class WandbTracker:
             dir=str(run.folder),
             config=dict(run.settings),
         )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
 
     def add(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._run.log(dict(numbers), step=step)
+        # Not as its own step: it drops numbers of one before its newest, without an error.
+        self._run.log({"step": step, **numbers})
 
     def finish(self, result: Mapping[str, float]) -> None:
         self._run.summary.update(dict(result))
@@ -97,7 +100,7 @@ class TrackioTracker:
         self._step = run.resumed_at or 0
 
     def add(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._step = step
+        self._step = max(self._step, step)
         self._run.log(dict(numbers), step=step)
 
     def finish(self, result: Mapping[str, float]) -> None:
@@ -116,13 +119,14 @@ class PrometheusTracker:
         self._make = prometheus_client.Gauge
         self._registry = prometheus_client.CollectorRegistry()
         self._gauges: dict[str, Any] = {}
-        self._name = run.name
+        self._name, self._step = run.name, run.resumed_at or 0
         self._server, self._thread = prometheus_client.start_http_server(
             run.config.prometheus_port, run.config.prometheus_host, self._registry
         )
 
     def add(self, step: int, numbers: Mapping[str, float]) -> None:
-        for name, value in {"step": step, **numbers}.items():
+        self._step = max(self._step, step)
+        for name, value in {"step": self._step, **numbers}.items():
             metric = "embershard_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
             if metric not in self._gauges:
                 self._gauges[metric] = self._make(metric, name, ["run"], registry=self._registry)

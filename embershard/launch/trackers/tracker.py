@@ -35,7 +35,10 @@ class Tracker(Protocol):
     """Gets the numbers of a run, on its first rank."""
 
     def add(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Note the numbers of a report at `step`, by `kind/name`."""
+        """Note the numbers of a report at `step`, by `kind/name`.
+
+        A report may be of an earlier step than the one before: that of a save beside training comes when it has ended.
+        """
 
     def finish(self, result: Mapping[str, float]) -> None:
         """Note the numbers of result.json, by `result/name`."""

@@ -211,8 +211,8 @@ class _Outputs:
         self._evaluation: EvalReport | None = None
 
     def add(self, report: Report) -> None:
-        self._record.add(report)
-        self._trackers.add(*flat_report(report))
+        if self._record.add(report):  # what stands there from before a resume, trackers have, too
+            self._trackers.add(*flat_report(report))
         self._display.show(report)
         if isinstance(report, TrainReport):
             self._loss = report.loss

@@ -26,12 +26,21 @@ from embershard.distributed.sent_bytes import SentBytes
 from embershard.errors import ConfigError
 from embershard.launch.record import RunRecord, has_result, make_result, steady_steps
 from embershard.launch.run_dir import check_run_dir, lock_run_dir
+from embershard.launch.train.command import _Outputs
 from embershard.launch.train.progress import ProgressDisplay, closing_table, eval_line, train_line
 from embershard.launch.versions import git_commit, versions
 from embershard.training.cache_report import summed, with_hot_rows
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.quality import Quality, RegressionQuality
-from embershard.training.reports import BadRowsReport, EvalReport, FailedSaveReport, SaveReport, TrainReport
+from embershard.training.reports import (
+    BadRowsReport,
+    EvalReport,
+    FailedSaveReport,
+    SaveReport,
+    SkippedBatchReport,
+    StopReport,
+    TrainReport,
+)
 
 KEYS = {
     "steps", "samples", "samples_per_second", "step_ms", "loss", "auc", "ne", "logloss", "world_size",
@@ -131,6 +140,49 @@ def test_a_run_that_is_killed_while_it_writes_leaves_no_half_of_a_file(tmp_path:
         RunRecord(tmp_path, RunConfig(train=TrainConfig(max_steps=7)), 5)
     assert (tmp_path / "config.toml").read_text() == settings
     record.close()
+
+
+def test_what_comes_again_after_a_resume_stands_once(tmp_path: Path):
+    """The evaluation of the checkpoint's step, and the batches that were skipped after it."""
+    first = [train_report(20), SkippedBatchReport(20, "nan", 0, 210), eval_report(20), StopReport(20, None)]
+    record = RunRecord(tmp_path, RunConfig(), None)
+    assert all(record.add(report) for report in [*first, train_report(21), eval_report(21)])
+    record.close()
+    record = RunRecord(tmp_path, RunConfig(), 20)
+    again = [*first[1:], SkippedBatchReport(20, "nan", 0, 220), train_report(21), eval_report(21)]
+    assert [record.add(report) for report in again] == [False, False, False, True, True, True]
+    record.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    found = [(line["kind"], line["step"], line.get("sample")) for line in lines]
+    assert found == [
+        ("train", 20, None), ("skipped_batch", 20, 210), ("eval", 20, None), ("stop", 20, None),
+        ("skipped_batch", 20, 220), ("train", 21, None), ("eval", 21, None),
+    ]  # fmt: skip
+
+
+def test_metrics_and_tensorboard_agree_on_a_resumed_run(tmp_path: Path):
+    """Its second part repeats what its first part did after the checkpoint of step 20; the third goes on from 30."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    saved = SaveReport(20, tmp_path / "step_20", 0.1, 0.1)
+    skipped = SkippedBatchReport(20, "nan", 0, 210)
+    parts = {
+        None: [train_report(20), skipped, train_report(21), saved, eval_report(20), eval_report(21)],
+        20: [skipped, eval_report(20), train_report(30), eval_report(30)],
+        30: [eval_report(30), train_report(40), eval_report(40)],
+    }
+    for resumed_at, reports in parts.items():
+        trainer: Any = SimpleNamespace(config=RunConfig(), plan=None, total_steps=40, steps=resumed_at or 0)
+        with _Outputs(trainer, tmp_path, resumed_at, Console(file=io.StringIO())) as outputs:
+            for report in reports:
+                outputs.add(report)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    shown = {"train": "train/loss", "eval": "eval/auc", "skipped_batch": "skipped_batch/sample"}
+    for kind, steps in (("train", [20, 30, 40]), ("eval", [20, 30, 40]), ("skipped_batch", [20])):
+        assert [line["step"] for line in lines if line["kind"] == kind] == steps
+        assert [each.step for each in events.Scalars(shown[kind])] == steps
 
 
 def test_a_resumed_run_has_no_result_until_it_ends(tmp_path: Path):

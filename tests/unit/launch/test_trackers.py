@@ -147,6 +147,43 @@ def test_tensorboard_has_reports_and_result(tmp_path):
     assert [each.value for each in events.Scalars("result/auc")] == [0.75]
 
 
+class MadeUpWandb:
+    """Keeps numbers by W&B's rule: those of a step before its newest are dropped, without an error."""
+
+    def __init__(self) -> None:
+        self.history: list[dict[str, float]] = []
+        self.axes: dict[str, str | None] = {}
+        self.summary: dict[str, float] = {}
+        self._newest = 0
+
+    def init(self, **_: Any) -> MadeUpWandb:
+        return self
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        self.axes[name] = step_metric
+
+    def log(self, numbers: dict[str, float], step: int | None = None) -> None:
+        step = self._newest + 1 if step is None else step
+        if step >= self._newest:
+            self._newest = step
+            self.history.append(numbers)
+
+    def finish(self) -> None: ...
+
+
+def test_weights_and_biases_get_the_report_of_a_save_that_ended_later(monkeypatch, tmp_path):
+    wandb = MadeUpWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(module, "check_trackers", lambda config: None)
+    trackers = Trackers(tracked(tmp_path, "wandb"), pytest.fail)
+    for kind, step in (("train", 20), ("train", 22), ("checkpoint", 20), ("eval", 22)):
+        trackers.add(kind, {"step": step, "seconds": 0.5})
+    trackers.close()
+    expected = [("train", 20), ("train", 22), ("checkpoint", 20), ("eval", 22)]
+    assert wandb.history == [{"step": step, f"{kind}/seconds": 0.5} for kind, step in expected]
+    assert wandb.axes == {"step": None, "*": "step"}  # over which its curves are drawn
+
+
 @pytest.mark.slow
 def test_weights_and_biases_offline(tmp_path):
     pytest.importorskip("wandb", reason="wandb is not installed")
@@ -192,6 +229,7 @@ def test_prometheus_reads_the_newest_numbers_on_this_machine_only(tmp_path):
     trackers = Trackers(tracked(tmp_path / "mine", "prometheus", prometheus_port=port), pytest.fail)
     for step in (10, 20):
         trackers.add("train", {"step": step, "loss": 1 / step})
+    trackers.add("checkpoint", {"step": 10, "seconds": 0.5})  # of a save that ended later
     text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
     assert 'embershard_train_loss{run="mine"} 0.05\n' in text
     assert 'embershard_step{run="mine"} 20.0\n' in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +44,10 @@ def test_reported_losses_do_not_depend_on_how_a_batch_is_divided():
     assert float(in_float64(Target(), torch.tensor(math.inf), logits, labels, None)) == math.inf
 
 
+def skipped_in(reports):
+    return [report for report in reports if isinstance(report, SkippedBatchReport)]
+
+
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_skipped_batch_trains_nothing(ranks, cache):
     """Among them the last one that is read at first: another batch takes its place, also at the end."""
@@ -53,7 +58,8 @@ def test_a_skipped_batch_trains_nothing(ranks, cache):
     assert len(losses(reports)) == trainer.steps == 12
     assert state.keys() == expected.keys()
     assert [name for name, values in state.items() if not torch.equal(values, expected[name])] == []
-    skipped = [report for report in reports if isinstance(report, SkippedBatchReport)]
+    skipped = skipped_in(reports)
+    assert [(report.epoch, report.sample) for report in skipped] == [(0, 200), (0, 300), (0, 700), (1, 300)]
     assert [report.step for report in skipped] == [1, 1, 4, 8]
     assert skipped[0].reason == "Step 2: the loss of rank 0 is nan."
     _, other, _ = run(config_of(cache), ranks, left_out={2, 3, 7})
@@ -67,6 +73,8 @@ def test_a_run_resumes_exactly_after_a_skipped_batch(ranks, tmp_path):
     Feed(resumed, poisoned={9 - 6})  # six batches were read by then: five trained, one skipped
     reports = list(resumed.train())
     assert losses(reports) == losses(whole)[5:]
+    (again,), (_, before) = skipped_in(reports), skipped_in(whole)
+    assert (again.step, again.epoch, again.sample) == (before.step, before.epoch, before.sample) == (7, 0, 900)
     assert all(torch.equal(values, expected[name]) for name, values in state_of(resumed).items())
     resumed.close()
 
@@ -173,5 +181,6 @@ def test_a_skipped_batch_is_recorded(ranks, tmp_path):
             record.add(report)
     record.close()
     lines = (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()
-    assert '{"kind": "skipped_batch", "step": 2, "reason": "Step 3: the loss of rank 0 is nan."}' in lines
+    values = {"step": 2, "reason": "Step 3: the loss of rank 0 is nan.", "epoch": 0, "sample": 300}
+    assert json.dumps({"kind": "skipped_batch", **values}) in lines
     assert make_result(trainer, None, None, None, None, {})["skipped_batches"] == 1
