@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,12 +20,17 @@ class ChangeGuard:
     Args:
         pool: name of the pool, for messages.
 
+    Attributes:
+        doubt: what is not certain any more after a change that did not end, for messages.
+
     >>> guard = ChangeGuard("rank 0, tables a")
     >>> with guard.change("growing"):
     ...     pass
     >>> guard.is_broken
     False
     """
+
+    doubt = "it is not certain which row is in which slot"
 
     def __init__(self, pool: str) -> None:
         self._pool = pool
@@ -67,6 +73,38 @@ class ChangeGuard:
             return
         cause = "interrupted" if self._cause is None else f"{type(self._cause).__name__}: {self._cause}"
         raise CacheError(
-            f"{self._pool}: {self._change} did not end ({cause}), so it is not certain which row is in which slot. "
+            f"{self._pool}: {self._change} did not end ({cause}), so {self.doubt}. "
             "Nothing is read, trained or saved from now on. Fix the cause and resume from the last checkpoint"
         ) from self._cause
+
+
+class CopiesGuard(ChangeGuard):
+    """Refuses rows of which other ranks have equal copies, after an update that did not end on this rank.
+
+    An update takes gradients from all ranks, and gives this rank's to them. From then on the others may have trained
+    the rows, whatever happens here.
+
+    Other threads wait for the end of an update: what they read is whole.
+
+    >>> guard = CopiesGuard("rank 0, hot rows of tables a")
+    >>> with guard.change("training"):
+    ...     pass
+    >>> guard.check()
+    """
+
+    doubt = "these rows may differ from their copies on the other ranks"
+
+    def __init__(self, pool: str) -> None:
+        super().__init__(pool)
+        self._lock = threading.RLock()
+
+    @contextmanager
+    def change(self, what: str) -> Iterator[None]:
+        """As every guard."""
+        with self._lock, super().change(what):
+            yield
+
+    def check(self) -> None:
+        """As every guard."""
+        with self._lock:
+            super().check()

@@ -24,6 +24,7 @@ STACKS_SIGNAL = signal.SIGUSR1
 BEATS, WRITES_STACKS, FAILED_AT_NANOSECONDS, IS_FINAL = range(4)
 _NUM_COLUMNS = 4
 _PR_SET_PDEATHSIG = 1
+_prctl = ctypes.CDLL(None).prctl  # found here: behind a fork, the loader's lock may be another thread's for ever
 
 
 def pulses(descriptor: int, num_ranks: int | None = None) -> Any:
@@ -117,5 +118,5 @@ class Supervision:
 
 
 def end_with_parent() -> None:
-    """Have the system kill this process when its parent dies."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    """Have the system kill this process when its parent dies. May run between fork and exec."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -35,6 +35,7 @@ from embershard.training.reports import (
     TrainReport,
 )
 from embershard.training.trainer import Trainer
+from embershard.whole_file import whole_file
 
 #: Steps at the start that do not count for the speed: caches fill, memory is allocated.
 _WARMUP_STEPS = 10
@@ -60,8 +61,8 @@ class RunRecord:
         check_run_dir(folder, resume=resumed_at is not None)
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        with naming_file(folder / RUN_CONFIG):
-            (folder / RUN_CONFIG).write_text(to_toml(config), encoding="utf-8")
+        with whole_file(folder / RUN_CONFIG) as partial:  # a resume that is killed leaves the settings of before
+            partial.write_text(to_toml(config), encoding="utf-8")
         for earlier in ("plan.json", _RESULT):  # an earlier part of the run may have had them
             (folder / earlier).unlink(missing_ok=True)
         if plan is not None:
@@ -71,10 +72,8 @@ class RunRecord:
         if damaged:
             with naming_file(folder / _DAMAGED), (folder / _DAMAGED).open("ab") as aside:
                 aside.writelines(damaged)
-        new = folder / f"{METRICS}.new"
-        with naming_file(new):
-            new.write_bytes(b"".join(kept))
-        new.replace(metrics)  # a full disk leaves the earlier lines as they are
+        with whole_file(metrics) as partial:  # a full disk leaves the earlier lines as they are
+            partial.write_bytes(b"".join(kept))
         self._bad_rows = BadRowFile(folder / _BAD_ROWS)
         self._metrics = metrics.open("a", encoding="utf-8")
 
@@ -90,8 +89,8 @@ class RunRecord:
     def finish(self, result: dict[str, Any]) -> None:
         """Write result.json."""
         text = json.dumps(result, indent=2, allow_nan=False)
-        with naming_file(self._folder / _RESULT):
-            (self._folder / _RESULT).write_text(text + "\n", encoding="utf-8")
+        with whole_file(self._folder / _RESULT) as partial:  # who finds it, finds all of it
+            partial.write_text(text + "\n", encoding="utf-8")
 
     def close(self) -> None:
         """Close the files."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
+import stat
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -18,7 +21,12 @@ _WIDTH = 150  # of tables that go to a file or a pipe
 
 
 class _Console(Console):
-    """A console that goes quiet when the reader of a pipe has ended, where rich would end the process."""
+    """A console that goes quiet when nobody reads it any more, where rich would end the process."""
+
+    @property  # type: ignore[misc]  # read only
+    def file(self) -> IO[str]:
+        """The file that is written to."""
+        return cast(IO[str], _Output(super().file))
 
     def print(self, *objects: Any, **options: Any) -> None:
         with naming_file("standard output"):  # a file, perhaps, on a full disk
@@ -29,10 +37,57 @@ class _Console(Console):
             super().on_broken_pipe()
 
 
+class _Output:
+    """A file for which a terminal that was closed is what a pipe without a reader is: no error of a disk."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> int:
+        with self._as_pipe():
+            return self._file.write(text)
+
+    def flush(self) -> None:
+        with self._as_pipe():
+            self._file.flush()
+
+    @contextmanager
+    def _as_pipe(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno != errno.EIO or not _is_device(self._file.fileno()):
+                raise
+            leave_closed_terminal()
+            raise BrokenPipeError from error
+
+
+def leave_closed_terminal() -> None:
+    """Write to nowhere from now on where standard output or standard error is a terminal that was closed: at its end,
+    Python would fail with what it could not write."""
+    for descriptor in (1, 2):
+        try:
+            if _is_device(descriptor):
+                os.write(descriptor, b"")
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
+
+
+def _is_device(descriptor: int) -> bool:
+    """Return whether it is a terminal, or another device, and no file on a disk."""
+    return stat.S_ISCHR(os.fstat(descriptor).st_mode)
+
+
 def plain_console(**options: Any) -> Console:
     """Return a console that shows texts as they are: `[/x]` or `:smile:` in a path is no markup.
 
-    It goes quiet when the reader of its pipe has ended (`| head`; Ctrl-C ends `tee`, too): the command goes on.
+    It goes quiet when the reader of its pipe has ended (`| head`; Ctrl-C ends `tee`, too), or its terminal was closed:
+    the command goes on.
     """
     return _Console(markup=False, emoji=False, **options)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
@@ -17,26 +18,29 @@ _LEAVES = frozenset({int, str, float, bool, type(None)})
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """Return all tensors in a batch, a module's input or its context.
+    """Return all tensors in a batch, a module's input or its context: in containers, dataclasses, and attributes of
+    objects that can be moved to a device.
 
     >>> [tensor.numel() for tensor in tensors_of({"dense": torch.zeros(3), "labels": [torch.zeros(2)]})]
     [3, 2]
     """
     found: list[torch.Tensor] = []
-    _collect(value, found)
+    _collect(value, found, set())
     return found
 
 
-def _collect(value: Any, found: list[torch.Tensor]) -> None:
+def _collect(value: Any, found: list[torch.Tensor], seen: set[int]) -> None:
     cls: type = type(value)
     if cls in _LEAVES:  # most lists are of names or numbers
         return
     parts_of = _reader(cls)
-    if parts_of is not None:
+    if parts_of is None:
+        if issubclass(cls, torch.Tensor):
+            found.append(value)
+    elif id(value) not in seen:  # parts may refer back to the whole
+        seen.add(id(value))
         for part in parts_of(value):
-            _collect(part, found)
-    elif issubclass(cls, torch.Tensor):
-        found.append(value)
+            _collect(part, found, seen)
 
 
 @functools.cache
@@ -48,9 +52,10 @@ def _reader(cls: type) -> Callable[[Any], Any] | None:
         return iter
     if issubclass(cls, dict):
         return dict.values
-    if dataclasses.is_dataclass(cls) or issubclass(cls, Multistreamable):
-        slots = _slots(cls)
-        return functools.partial(_attributes, slots) if slots else lambda value: vars(value).values()
+    if issubclass(cls, torch.Tensor | nn.Module):  # a module that a batch refers to is no part of it
+        return None
+    if dataclasses.is_dataclass(cls) or issubclass(cls, Multistreamable) or hasattr(cls, "to"):
+        return functools.partial(_attributes, _slots(cls))
     return None
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.train_pipeline.utils import _rewrite_model
 from torchrec.distributed.types import ShardedModule
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.errors import CacheError, ShardingError
 from embershard.pipeline.announced import features_among
@@ -84,13 +85,17 @@ class PipelinedForward:
         if self.module.forward is not self:
             self.module.forward = self
 
+    def features_of(self, batch: Any) -> KeyedJaggedTensor | None:
+        """Return what the module would read of `batch`."""
+        return features_among(*self.args.build_args_kwargs(batch))
+
     def check(self, batch: Any) -> None:
         """Check the ids that the module would read of `batch`. Not collective.
 
         Raises:
             IdOutOfRangeError: an out-of-range id.
         """
-        features = features_among(*self.args.build_args_kwargs(batch))
+        features = self.features_of(batch)
         if features is not None:
             check_ids(self.module, features)
 

@@ -38,7 +38,8 @@ class StagedBatch:
     ) -> None:
         self.batch = batch
         self._device, self._forwards, self._streams = device, forwards, streams
-        self._versions = [(each, each._version) for each in tensors_of(batch) if not each.is_inference()]
+        announced = [forward.features_of(batch) for forward in forwards]  # of a batch whose parts nobody else can read
+        self._versions = [(each, each._version) for each in tensors_of([batch, announced]) if not each.is_inference()]
         with streams.copying():
             self.on_device = batch.to(device, non_blocking=True)
         with streams.distributing(self.on_device):

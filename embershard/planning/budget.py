@@ -16,7 +16,7 @@ from embershard.planning.shard_costs import ShardCosts
 from embershard.planning.slot_split import fixed_bytes, least_slots
 from embershard.planning.workload import Workload, by_pool, by_rank
 from embershard.sharding import memory_model
-from embershard.sharding.shards import TablePlacement, largest_pool_problem
+from embershard.sharding.shards import TablePlacement, largest_pool_problem, no_rows_problem
 from embershard.sharding.sizes import PlacedShard, place_shards
 from embershard.units import size
 
@@ -33,6 +33,7 @@ class RankNeed:
         table_bytes: device memory of caches, by table.
         host_bytes: by table.
         copies: device memory of replicated tables, a part of `fixed_bytes`.
+        whole: device memory of tables without a cache, a part of `fixed_bytes`.
         pool_rows: rows of the largest pool.
     """
 
@@ -41,14 +42,16 @@ class RankNeed:
     table_bytes: dict[str, int]
     host_bytes: dict[str, int]
     copies: dict[str, int]
+    whole: dict[str, int]
     pool_rows: int
 
     @property
     def largest(self) -> tuple[str, int, str]:
         """The table that takes most, its bytes, and what they are for."""
-        everything = {**self.copies, **self.table_bytes}
-        table, count = max(everything.items(), key=lambda item: item[1], default=("none", 0))
-        return table, count, "a copy of it" if table in self.copies else "slot map, and the rows of one batch"
+        parts = {"a copy of it": self.copies, "all its rows": self.whole}
+        parts["slot map, and the rows of one batch"] = self.table_bytes
+        everything = [(table, count, purpose) for purpose, part in parts.items() for table, count in part.items()]
+        return max(everything, key=lambda item: item[1], default=("none", 0, "nothing"))
 
     def asked(self, budget: Budget) -> int:
         """Return the least bytes of the budgeted memory: everything, or the caches alone."""
@@ -57,7 +60,10 @@ class RankNeed:
 
 @dataclass(frozen=True)
 class LeastNeed:
-    """The placement found that needs the least memory on its fullest rank, and the need of every rank."""
+    """The placement found that needs the least memory on its fullest rank, and the need of every rank.
+
+    All its tables are cached, or none is.
+    """
 
     tables: tuple[TablePlacement, ...]
     ranks: tuple[RankNeed, ...]
@@ -70,6 +76,10 @@ class LeastNeed:
     def asked(self, budget: Budget) -> int:
         """Return the bytes that the budget must give each rank; below it nothing fits."""
         return self.fullest(budget).asked(budget)
+
+    def fits_device(self, budget: Budget) -> bool:
+        """Return whether the devices can hold the least need."""
+        return budget.rank_bytes is None or self.asked(budget) <= budget.rank_bytes
 
     @property
     def excess_rows(self) -> int:
@@ -111,13 +121,14 @@ class LeastNeed:
             ShardingError: the table, the missing bytes, and the smallest changes that make it fit.
         """
         budget, limit = request.budget, request.budget.rank_bytes
-        need = self.asked(budget)
-        if limit is None or need <= limit:
+        if limit is None or self.fits_device(budget):
             return
+        need = self.asked(budget)
         rank = self.fullest(budget)
         table, part, purpose = rank.largest
         change = f"--device-memory {need}" if budget.cache_bytes is None else f"--set cache.device_bytes={need}"
-        others = f"; all but caches takes {_bytes(rank.fixed_bytes)}" if budget.cache_bytes is None else ""
+        rest, tables = rank.fixed_bytes - sum(rank.whole.values()), "these tables" if rank.whole else "caches"
+        others = f"; all but {tables} takes {_bytes(rest)}" if budget.cache_bytes is None else ""
         raise ShardingError(
             f"the plan does not fit: rank {rank.rank} needs at least {_bytes(need)} of device memory and may use "
             f"{_bytes(limit)}: {_bytes(need - limit)} are missing. Its largest table is {table!r} with {_bytes(part)} "
@@ -145,8 +156,8 @@ class LeastNeed:
 
 
 def least_need(request: PlanRequest, *, by_rows: bool = False) -> LeastNeed:
-    """Find the placement that needs the least device memory on its fullest rank, whatever its speed, among those
-    whose caches can number their rows; where there is none, the one that comes nearest.
+    """Find the placement of cached tables that needs the least device memory on its fullest rank, whatever its speed,
+    among those whose caches can number their rows; where there is none, the one that comes nearest.
 
     `by_rows`: look only at the placement that cuts every table by rows, where that is allowed.
     """
@@ -155,17 +166,34 @@ def least_need(request: PlanRequest, *, by_rows: bool = False) -> LeastNeed:
     return min(needs, key=lambda need: (need.excess_rows, need.asked(request.budget), need.host_bytes))
 
 
+def least_need_without_caches(request: PlanRequest) -> LeastNeed | None:
+    """Find the placement that needs the least device memory with all rows on the devices: less than `least_need` where
+    a batch looks up most rows, as a cache adds its maps to them. None where the budget is one of caches, or FBGEMM
+    could train no such placement."""
+    if request.budget.ratio is not None or request.budget.cache_bytes is not None or not request.sharded:
+        return None
+    shape = request.workload.shape
+    found: list[Sequence[TablePlacement] | None] = [_alike(request)]
+    if shape.world_size > 1:
+        found = [_least_memory(request, resident=True), *_by_rows(request)]
+        if all("table_wise" in types for types in request.allowed.values()):  # with one way, vectors have one buffer
+            whole = replace(request, only={table: ["table_wise"] for table in request.allowed})
+            found.append(_least_memory(whole, resident=True))
+    tried = [tuple(table.without_cache for table in placed(request, each)) for each in found if each is not None]
+    ranks_per_node = min(shape.ranks_per_node, shape.world_size)
+    needs = [_need(request.workload, tables) for tables in tried if not no_rows_problem(tables, ranks_per_node)]
+    return min(needs, key=lambda need: need.asked(request.budget), default=None)
+
+
 def _small_placements(request: PlanRequest, only_by_rows: bool) -> list[Sequence[TablePlacement]]:
     shape, allowed = request.workload.shape, request.allowed
     if shape.world_size == 1:
-        alike = [cached(table, allowed[table.table][0], [0]) for table in request.sharded]
+        alike = _alike(request)
         if not largest_pool_problem(placed(request, alike), 1):
             return [alike]
         # Tables that are sharded in different ways share no cache, even on one rank.
         return [_least_memory(request) or alike]
-    by_rows: list[Sequence[TablePlacement]] = []
-    if all("row_wise" in types for types in allowed.values()):
-        by_rows = [[cached(table, "row_wise", range(shape.world_size)) for table in request.sharded]]
+    by_rows = _by_rows(request)
     if by_rows and only_by_rows:
         return by_rows
     balanced = _least_memory(request)
@@ -180,12 +208,31 @@ def _small_placements(request: PlanRequest, only_by_rows: bool) -> list[Sequence
     return found
 
 
-def _least_memory(request: PlanRequest, any_rows: bool = False) -> list[TablePlacement] | None:
-    """Return the placement of TorchRec's planner, or None; `any_rows` allows caches that cannot number their rows."""
+def _alike(request: PlanRequest) -> list[TablePlacement]:
+    """Return the tables on one rank, each sharded in the first way that it may be."""
+    return [cached(table, request.allowed[table.table][0], [0]) for table in request.sharded]
+
+
+def _by_rows(request: PlanRequest) -> list[Sequence[TablePlacement]]:
+    """Return the placement that cuts every table by rows; none where a table may not be cut so."""
+    if not all("row_wise" in types for types in request.allowed.values()):
+        return []
+    return [[cached(table, "row_wise", range(request.workload.shape.world_size)) for table in request.sharded]]
+
+
+def _least_memory(
+    request: PlanRequest, *, any_rows: bool = False, resident: bool = False
+) -> list[TablePlacement] | None:
+    """Return the placement of TorchRec's planner, or None.
+
+    Args:
+        any_rows: allow caches that cannot number their rows.
+        resident: for tables without caches.
+    """
     shape = request.workload.shape
     return place(
         request.sharded,
-        ShardCosts(request.workload, Rates(), num_slots=1),
+        ShardCosts(request.workload, Rates(), num_slots=1, resident=resident),
         world_size=shape.world_size,
         ranks_per_node=min(shape.ranks_per_node, shape.world_size),
         device_bytes=None,
@@ -193,7 +240,7 @@ def _least_memory(request: PlanRequest, any_rows: bool = False) -> list[TablePla
         allowed=request.allowed,
         sort_by="device_bytes",
         by_memory=True,
-        limit_rows=not any_rows,
+        limit_rows=not (any_rows or resident),
     )
 
 
@@ -225,8 +272,12 @@ def _rank_need(workload: Workload, rank: int, here: Sequence[PlacedShard]) -> Ra
     for shard in here:
         if shard.kernel == "cached":
             host[shard.table.table] += sum(memory_model.host_bytes([shard], settings).values())
-    copies = {s.table.table: sum(memory_model.resident_bytes([s]).values()) for s in here if s.kernel == "replicated"}
-    return RankNeed(rank, fixed_bytes(workload, here), device, host, copies, pool_rows)
+    copies, whole = Counter[str](), Counter[str]()
+    for shard in here:
+        if shard.kernel != "cached":
+            resident = copies if shard.kernel == "replicated" else whole
+            resident[shard.table.table] += sum(memory_model.resident_bytes([shard]).values())
+    return RankNeed(rank, fixed_bytes(workload, here), device, host, copies, whole, pool_rows)
 
 
 def _other_changes(request: PlanRequest, device: int | None = None, host: int | None = None) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from embershard.errors import ShardingError
-from embershard.planning.budget import LeastNeed, least_need, placed
+from embershard.planning.budget import LeastNeed, least_need, least_need_without_caches, placed
 from embershard.planning.exchange import exchange_notes, with_exchange
 from embershard.planning.predict import predict
 from embershard.planning.request import PlanRequest
@@ -61,14 +61,18 @@ def best_candidate(request: PlanRequest) -> Candidate:
         ShardingError: as `make_plan`.
     """
     need = least_need(request)
+    found = _candidates(request, need)
+    if found:
+        return min(found, key=lambda candidate: candidate.step_seconds)
+    whole = least_need_without_caches(request)
+    if whole is not None and (candidate := sized(request, whole.tables)) is not None:
+        return candidate
     if not need.excess_rows:
-        need.check_device(request)
-    found = _candidates(request, need)  # even so: without caches the rows may fit
-    if not found:
-        need.check_pools(request)
-        need.check_host(request)
-        raise ShardingError(_no_room(request, need))
-    return min(found, key=lambda candidate: candidate.step_seconds)
+        needs = [need] if whole is None else [need, whole]
+        min(needs, key=lambda each: each.asked(request.budget)).check_device(request)
+    need.check_pools(request)
+    need.check_host(request)
+    raise ShardingError(_no_room(request, need))
 
 
 def _no_room(request: PlanRequest, need: LeastNeed) -> str:
@@ -121,10 +125,12 @@ def sized(request: PlanRequest, tables: Sequence[TablePlacement]) -> Candidate |
 
 
 def _candidates(request: PlanRequest, need: LeastNeed) -> list[Candidate]:
-    """Return placements that fit, among them the one that needs the least memory. First come those without a cache:
-    where all rows fit the devices, nothing need be planned or moved."""
-    found = list(dict.fromkeys([*_searched(request, need), *_round_robin(request), need.tables]))
-    tried = [*_searched(request, need, resident=True), *map(_without_caches, found), *found]
+    """Return placements that fit, among them the cached one that needs the least memory. First come those without a
+    cache: where all rows fit the devices, nothing need be planned or moved."""
+    may_be_cached = need.excess_rows or need.fits_device(request.budget)
+    searched = _searched(request, need) if may_be_cached else []
+    found = list(dict.fromkeys([*searched, *_round_robin(request), need.tables]))
+    tried = [*_searched(request, need, resident=True), *map(_without_caches, found), *(found if may_be_cached else [])]
     ranks_per_node = min(request.workload.shape.ranks_per_node, request.workload.shape.world_size)
     trained = [tables for tables in dict.fromkeys(tried) if not no_rows_problem(tables, ranks_per_node)]
     candidates = [sized(request, tables) for tables in trained]

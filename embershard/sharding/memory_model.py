@@ -57,7 +57,7 @@ class MemorySettings:
 class PoolMemory:
     """Device memory of one pool: `map_bytes`, and `slot_bytes` for each slot and the null slot.
 
-    >>> PoolMemory(rows=1000, map_bytes=4000, slot_bytes=100).num_slots(device_bytes=10_000)
+    >>> PoolMemory(rows=1000, map_bytes=4000, slot_bytes=100).slots_in(device_bytes=10_000)
     59
     """
 
@@ -73,9 +73,17 @@ class PoolMemory:
         """Return the slots that fit beside the null slot; below 1 if none does."""
         return (device_bytes - self.map_bytes) // self.slot_bytes - 1
 
-    def num_slots(self, device_bytes: int) -> int:
-        """Return the slots that fit, at most one per row; below 1 if none does."""
-        return min(self.rows, self.slots_in(device_bytes))
+    def share_of(self, device_bytes: int, elements: int, all_elements: int) -> int:
+        """Return the slots that fit into the pool's share of a module's budget; below 1 if none does.
+
+        Args:
+            device_bytes: what all pools of a sharded module may take on a rank: `CacheConfig.device_bytes`.
+            elements, all_elements: rows times columns of the pool's shards, and of all shards of these pools.
+
+        >>> PoolMemory(rows=1000, map_bytes=0, slot_bytes=100).share_of(3000, elements=16, all_elements=48)
+        9
+        """
+        return self.slots_in(device_bytes * elements // all_elements)
 
 
 def slots_for(rows: int, wanted: float) -> int:

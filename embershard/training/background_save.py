@@ -42,7 +42,6 @@ class BackgroundSave:
         self._path: Path | None = None
         self._failure: BaseException | None = None
         self._started, self.seconds = time.perf_counter(), 0.0
-        prepared.tensors.before_block = self._before_block
         # A daemon: at the exit of a failed run nobody waits for ranks that are gone.
         self._thread = threading.Thread(target=self._write, name="embershard-save", daemon=True)
         threads = torch.get_num_threads()
@@ -61,9 +60,14 @@ class BackgroundSave:
         self._thread.join()
 
     def result(self) -> Path:
-        """Return the checkpoint, or raise what prevented it. The save is done."""
-        if self._failure is not None:
-            raise self._failure
+        """Return the checkpoint, or raise what prevented it. The save is done. Called once: an error that is kept keeps
+        this object, by its traceback."""
+        failure, self._failure = self._failure, None
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure
         assert self._path is not None
         return self._path
 
@@ -78,7 +82,7 @@ class BackgroundSave:
         try:
             if self._prepared.tensors.is_copied:
                 self._go_on()
-            self._path = self._prepared.write(self._ranks)
+            self._path = self._prepared.write(self._ranks, self._before_block)
         except BaseException as error:  # raised by `result`
             self._failure = error
         finally:

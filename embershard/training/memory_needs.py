@@ -159,9 +159,16 @@ def _even_plan(config: RunConfig, model: ModelSize, ranks: RanksHere) -> Plan:
         for table in model.tables
     )
     settings, cache, pools = _settings(config, ranks), config.cache, []
-    for pool in _pools_of(tables, ranks.ranks_per_node, _is_data_parallel(config, ranks)):
+    found = _pools_of(tables, ranks.ranks_per_node, _is_data_parallel(config, ranks))
+    module_of = {table.name: table.module for table in tables_of_run(config)}
+    elements: Counter[tuple[int, str]] = Counter()  # of all pools of a rank that share a budget: those of a module
+    for pool in found:
+        elements[pool.rank, module_of[pool.tables[0]]] += pool.rows * pool.dim
+    for pool in found:
         if cache.device_bytes is not None:
-            slots = _pool_memory(model, pool, settings).num_slots(cache.device_bytes)
+            of_module = elements[pool.rank, module_of[pool.tables[0]]] or 1
+            memory = _pool_memory(model, pool, settings)
+            slots = min(pool.rows, memory.share_of(cache.device_bytes, pool.rows * pool.dim, of_module))
         else:
             slots = memory_model.slots_for(pool.rows, (cache.slot_ratio or 1.0) * pool.rows)
         pools.append(pool.with_slots(max(1, slots)))

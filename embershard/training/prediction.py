@@ -40,21 +40,23 @@ def predicted_of(
     device: torch.device,
     autocast: Callable[[], AbstractContextManager[Any]],
 ) -> Iterator[Predicted]:
-    """Yield what the model says of each batch; the model trains again afterwards. Collective.
+    """Yield what the model says of each batch; the model trains again afterwards, however it ends. Collective.
 
     Args:
         batches: as many on every rank; some may be empty.
         autocast: returns the context of each forward.
     """
     model.eval()
-    for batch in batches:
-        count = batch.num_samples
-        batch = _never_empty(batch).to(device, non_blocking=True)
-        with autocast():
-            _, (_, outputs, labels) = model(batch)
-        weights = None if batch.weights is None else batch.weights[:count]
-        yield Predicted(outputs[:count], labels[:count], weights)
-    model.train()
+    try:
+        for batch in batches:
+            count = batch.num_samples
+            batch = _never_empty(batch).to(device, non_blocking=True)
+            with autocast():
+                _, (_, outputs, labels) = model(batch)
+            weights = None if batch.weights is None else batch.weights[:count]
+            yield Predicted(outputs[:count], labels[:count], weights)
+    finally:
+        model.train()
 
 
 def predict(

@@ -57,10 +57,11 @@ class SaveReport:
 
 @dataclass(frozen=True)
 class FailedSaveReport:
-    """A checkpoint that could not be written; the training goes on."""
+    """A checkpoint that could not be written. The training goes on, unless the run ends by another error."""
 
     step: int
     reason: str
+    run_ends: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -49,18 +49,23 @@ class PreparedSave:
     keep_last: int
     run_id: str
 
-    def write(self, ranks: Ranks) -> Path:
+    def write(self, ranks: Ranks, before_block: Callable[[], None] = lambda: None) -> Path:
         """Write the checkpoint and return it. All ranks call it together.
+
+        Args:
+            before_block: see `TensorBlocks`.
 
         Raises:
             CheckpointError: one of this step exists.
             FailedSaveError: it could not be written.
         """
+        self.tensors.before_block = before_block
         try:
             return save_checkpoint(
                 self.folder, self.step, self.tensors, self.scalars, ranks, keep_last=self.keep_last, run_id=self.run_id
             )
         finally:
+            self.tensors.before_block = lambda: None  # its owner may hold this object: no cycle may keep the copies
             self.close()
 
     def close(self) -> None:

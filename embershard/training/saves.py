@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterator
 
@@ -51,10 +50,12 @@ class Saves:
         self._own_group: Ranks | None = None
         self._running: BackgroundSave | None = None
         self._stall_seconds = 0.0
+        self._ended: list[SaveReport | FailedSaveReport] = []  # of saves beside training, not yielded yet
         self.saved_step: int | None = None
 
     def write(self, step: int, prepare: Prepare) -> SaveReport:
-        """Save the step now; a save that is being written ends before, and counts if it is of this step.
+        """Save the step now. A save that is being written ends before. It counts if it is of this step; otherwise its
+        report, or its error, comes with those of `finished`, `last` or `ended`.
 
         Args:
             step: steps trained so far.
@@ -63,8 +64,9 @@ class Saves:
         Raises:
             FailedSaveError: it could not be written.
         """
-        ended = self._end()
-        if isinstance(ended, SaveReport) and ended.step == step:
+        self.wait()
+        ended = self._ended.pop() if self._ended and self._ended[-1].step == step else None
+        if isinstance(ended, SaveReport):  # one that failed is tried again
             return ended
         started = time.perf_counter()
         path = prepare(0).write(self._ranks)
@@ -79,7 +81,7 @@ class Saves:
         """
         yield from self.last()
         if not self._asynchronous:
-            yield self._reported(step, lambda: self.write(step, prepare))
+            yield self._allowed(self._written(step, lambda: self.write(step, prepare)))
             return
         started = time.perf_counter()
         if self._own_group is None:
@@ -93,7 +95,9 @@ class Saves:
         Raises:
             FailedSaveError: as `start`.
         """
-        if self._running is not None and self._ranks.all_gather(torch.tensor(self._running.is_done)).all():
+        if self._ended or (
+            self._running is not None and self._ranks.all_gather(torch.tensor(self._running.is_done)).all()
+        ):
             yield from self.last()
 
     def last(self) -> Iterator[SaveReport | FailedSaveReport]:
@@ -102,17 +106,28 @@ class Saves:
         Raises:
             FailedSaveError: as `start`.
         """
-        if (report := self._end()) is not None:
-            yield report
+        self.wait()
+        yield from map(self._allowed, self.ended())
+
+    def ended(self) -> Iterator[SaveReport | FailedSaveReport]:
+        """Yield the reports of saves beside training that ended, whatever became of them: for a run that ends."""
+        while self._ended:
+            yield self._ended.pop(0)
 
     def wait(self) -> None:
         """Wait for the save beside training, whatever becomes of it."""
-        with contextlib.suppress(FailedSaveError):
-            self._end()
+        running, started = self._running, time.perf_counter()
+        if running is None:
+            return
+        running.wait()  # an interrupt here leaves a save that can be given up
+        self._running = None
+        self._stall_seconds += time.perf_counter() - started
+        self._ended.append(self._written(running.step, lambda: self._result(running)))
 
     def forget(self) -> None:
-        """Do what `wait` does, and forget which step was saved last."""
+        """Do what `wait` does, and forget which step was saved last, and reports that were not yielded."""
         self.wait()
+        self._ended.clear()
         self.saved_step = None
 
     def __enter__(self) -> Saves:
@@ -122,23 +137,19 @@ class Saves:
         if kind not in (None, GeneratorExit) and self._running is not None:
             self._running.give_up()
 
-    def _end(self) -> SaveReport | FailedSaveReport | None:
-        running, started = self._running, time.perf_counter()
-        if running is None:
-            return None
-        running.wait()  # an interrupt here leaves a save that can be given up
-        self._running = None
-        self._stall_seconds += time.perf_counter() - started
-        return self._reported(running.step, lambda: self._result(running))
-
     def _result(self, running: BackgroundSave) -> SaveReport:
         path, self.saved_step = running.result(), running.step
         return SaveReport(running.step, path, running.seconds, self._stall_seconds)
 
-    def _reported(self, step: int, save: Callable[[], SaveReport]) -> SaveReport | FailedSaveReport:
+    @staticmethod
+    def _written(step: int, save: Callable[[], SaveReport]) -> SaveReport | FailedSaveReport:
         try:
             return save()
         except FailedSaveError as error:
-            if self._config.on_failed_save == "stop":
-                raise
             return FailedSaveReport(step, str(error))
+
+    def _allowed(self, report: SaveReport | FailedSaveReport) -> SaveReport | FailedSaveReport:
+        """Return the report, or raise its failure where the run ends with it."""
+        if isinstance(report, FailedSaveReport) and self._config.on_failed_save == "stop":
+            raise FailedSaveError(report.reason)
+        return report

@@ -7,6 +7,7 @@ import time
 import uuid
 from array import array
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -284,12 +285,15 @@ class Trainer:
         )
 
     def _save_at_failure(self) -> Iterator[Report]:
+        own: list[SaveReport | FailedSaveReport] = []
         try:
-            yield self.save()
+            own = [self.save()]
         except FailedSaveError as error:
-            yield FailedSaveReport(self.steps, str(error))
+            own = [FailedSaveReport(self.steps, str(error))]
         except CheckpointError:  # this step is saved already
             pass
+        for report in [*self._saves.ended(), *own]:
+            yield replace(report, run_ends=True) if isinstance(report, FailedSaveReport) else report
 
     def resume(
         self, checkpoint: Path, *, allow_unverified: bool = False, allow_changes: Collection[str] = ()

@@ -42,7 +42,7 @@ def start(command: Sequence[str], project: Path, **variables: str) -> subprocess
 def ended(processes: Sequence[subprocess.Popen[str]]) -> list[str]:
     """Waits for all; returns what each printed. Kills what is left when one does not end."""
     try:
-        return [process.communicate(timeout=300)[0] for process in processes]
+        return [process.communicate(timeout=600)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -94,7 +94,7 @@ def start(arguments: Sequence[str], output: Path, errors: Path | None = None, **
     return Process(forked().Process(target=_command, args=(list(arguments), output, errors, environment)))
 
 
-def run(arguments: Sequence[str], folder: Path, timeout: float = 300.0) -> subprocess.CompletedProcess[str]:
+def run(arguments: Sequence[str], folder: Path, timeout: float = 600.0) -> subprocess.CompletedProcess[str]:
     """Run `embershard arguments...` to its end.
 
     Args:
@@ -160,6 +160,8 @@ def _module(
         preexec_fn()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if stdout is not None:
         assert stderr == subprocess.STDOUT
         print_to(Path(stdout.name))

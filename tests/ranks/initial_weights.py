@@ -26,8 +26,11 @@ from embershard.training.reports import TrainReport
 from embershard.training.trainer import Trainer
 from tests.ranks.parity import Case, Outcome, batches, build, differences, snapshot, train
 from tests.ranks.planned import here, make_config
+from tests.ranks.rounding import loss_rounding
 
 SEED = 11
+STEPS, GLOBAL_BATCH = 20, 240
+CLOSE, CLOSE_IN_FP64 = (loss_rounding(STEPS, GLOBAL_BATCH, dtype) for dtype in (torch.float32, torch.float64))
 
 
 def unmade(model: DistributedModelParallel) -> int:
@@ -173,12 +176,14 @@ def writes_before_rows_are_made(case: Case) -> tuple[str, str]:
 
 
 def run_of_global_batches(precision: Literal["fp32", "fp64"] = "fp32") -> tuple[list[float], list[Tensor]]:
-    """Losses and first dense parameters of 20 steps of 240 samples on all ranks together."""
+    """Losses and first dense parameters of the steps of global batches, on all ranks together."""
     config = make_config(
         None,
         data=DataConfig(synthetic=SyntheticConfig(num_samples=6000, scale=0.0005), num_workers=0, eval_fraction=0.0),
         cache=CacheConfig(ratio=0.3),
-        train=TrainConfig(global_batch_size=240, max_steps=20, log_every=1, device="cpu", precision=precision),
+        train=TrainConfig(
+            global_batch_size=GLOBAL_BATCH, max_steps=STEPS, log_every=1, device="cpu", precision=precision
+        ),
         embedding_optimizer=EmbeddingOptimizerConfig(kind="rowwise_adagrad", lr=0.05),
         dense_optimizer=DenseOptimizerConfig(kind="adam", lr=0.002),
     )

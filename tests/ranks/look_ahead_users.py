@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,11 +24,25 @@ from tests.ranks.look_ahead import (
 )
 
 
-def reused_buffers(case: Case, run: Run, what: str) -> str:
-    """A loader that refills the tensors of its batches; the error's text."""
-    ring = batches(case, 3)
+class PlainBatch:
+    """A batch of a class that neither TorchRec nor the pipeline knows."""
 
-    def refill() -> Iterator[Batch]:
+    def __init__(self, batch: Batch) -> None:
+        self.features, self.labels = batch.features, batch.labels
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> PlainBatch:
+        """The batch is there already."""
+        return self
+
+    def record_stream(self, stream: Any) -> None:
+        """As TorchRec's batches."""
+
+
+def reused_buffers(case: Case, run: Run, what: str, kind: Callable[[Batch], Any]) -> str:
+    """A loader that refills the tensors of its batches, of a `kind`; the error's text."""
+    ring = [kind(batch) for batch in batches(case, 3)]
+
+    def refill() -> Iterator[Any]:
         for number in itertools.count():
             batch = ring[number % len(ring)]
             if number >= len(ring):

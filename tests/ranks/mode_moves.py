@@ -25,13 +25,14 @@ from embershard.training.reports import TrainReport
 from embershard.training.trainer import Trainer
 from tests.ranks import resharding
 from tests.ranks.planned import here
-from tests.ranks.resharding import Layout
+from tests.ranks.resharding import BATCH, Layout
+from tests.ranks.rounding import loss_rounding
 from tests.ranks.test_resharding import tensors_that_differ
 from tests.ranks.workers import RankPool
 
 SAVED_AT, STEPS = 6, 9
 #: Of losses on other ranks, or of a mode that adds gradients up in another order.
-CLOSE = 1e-6
+CLOSE = loss_rounding(STEPS - SAVED_AT, BATCH)
 MODES = {
     "pooled": Layout(),
     "rows": Layout(exchange="rows"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -252,11 +253,19 @@ def make_profile(case: Case) -> FrequencyProfile:
     return FrequencyProfile.count(counted, {f"t{t}": rows for t, rows in enumerate(case.rows)})
 
 
-def train(model: DistributedModelParallel, case: Case, steps: int | None = None, seed: int = 0) -> list[float]:
-    """Train on this rank's batches; the losses (an evaluation's among them, where the case has one)."""
+def train(
+    model: DistributedModelParallel,
+    case: Case,
+    steps: int | None = None,
+    seed: int = 0,
+    order: Callable[[KeyedJaggedTensor, Tensor], tuple[KeyedJaggedTensor, Tensor]] | None = None,
+) -> list[float]:
+    """Train on this rank's batches; the losses (an evaluation's among them, where the case has one). ``order``: of the
+    samples of a batch."""
     optimizer = torch.optim.SGD([p for n, p in model.named_parameters() if "dense" in n], lr=0.05)
     losses = []
-    for step, (features, labels) in enumerate(batches(case, dist.get_rank(), steps, seed)):
+    given = batches(case, dist.get_rank(), steps, seed)
+    for step, (features, labels) in enumerate(itertools.starmap(order, given) if order else given):
         optimizer.zero_grad()
         loss = model(features.to(model.device), labels.to(model.device))
         loss.backward()

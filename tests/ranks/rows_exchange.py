@@ -23,21 +23,22 @@ from torchrec.distributed import embeddingbag
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from embershard import LookAheadPipeline, cache_stats
+from embershard import LookAheadPipeline, cache_stats, flush
+from embershard.distributed import row_gradients
 from embershard.distributed.sent_bytes import SentBytes
 from embershard.distributed.traffic import count_sent_bytes, sent_bytes
 from embershard.errors import EmbershardError
+from embershard.sharding.torchrec import freeze
 from embershard.sharding.torchrec.bags import Bags
 from embershard.sharding.torchrec.distinct_ids import DistinctIds
 from embershard.sharding.torchrec.hot_cold import follow_hot_batches
 from embershard.sharding.torchrec.rows_exchange import RowsInput
 from tests.ranks import parity
-from tests.ranks.look_ahead import Batch
+from tests.ranks.look_ahead import Batch, message_of
 from tests.ranks.parity import LinearModel, differences, snapshot
 from tests.ranks.replicated_rows import division_missing
+from tests.ranks.rounding import reversed_samples
 
-#: Of losses and weights after 30 steps of a real loss at a learning rate of 0.1, on weights of up to 1/sqrt(333).
-LOSS_BOUND, WEIGHT_BOUND = 2e-6, 1e-4
 Faults = dict[str, Callable[[], contextlib.AbstractContextManager[Any]]]
 Unequal = Callable[[Any], list[str]]
 
@@ -45,19 +46,21 @@ Unequal = Callable[[Any], list[str]]
 @dataclass(frozen=True)
 class Case(parity.Case):
     """``lookahead``: batches known ahead; 0: no pipeline. ``empty_every``: every so many batches this rank has no id;
-    the other rank has them, and the rank after it one batch later. ``hot_every``: every so many batches have hot ids
-    only, on all ranks."""
+    the other rank has them, and the rank after it one batch later. ``absent_every``: the same, without a sample.
+    ``hot_every``: every so many batches have hot ids only, on all ranks."""
 
     exchange: str = "rows"
     steps: int = 15
     lookahead: int = 0
     empty_every: int = 0
+    absent_every: int = 0
     hot_every: int = 0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank saw. ``different`` is empty when all was bitwise equal; the errors are the largest ones."""
+    """What one rank saw. ``different`` is empty when all was bitwise equal. The errors are means, as multiples of what
+    stock TorchRec differs from itself by when it adds samples up in reverse."""
 
     different: list[str]
     num_compared: int
@@ -87,7 +90,9 @@ def batches(case: Case) -> Iterator[tuple[KeyedJaggedTensor, Tensor]]:
     width = sum(case.dims[int(name[1])] for name in case.features)
     for step in range(case.steps):
         generator = torch.Generator().manual_seed(1000 * step + rank)
-        lengths = torch.tensor([0, 1, 2, 4])[torch.randint(0, 4, (len(rows), case.batch_size), generator=generator)]
+        is_absent = bool(case.absent_every) and (step + rank) % case.absent_every == 0
+        size = 0 if is_absent else case.batch_size
+        lengths = torch.tensor([0, 1, 2, 4])[torch.randint(0, 4, (len(rows), size), generator=generator)]
         if case.empty_every and (step + rank) % case.empty_every == 0:
             lengths.zero_()
         values = []
@@ -99,7 +104,7 @@ def batches(case: Case) -> Iterator[tuple[KeyedJaggedTensor, Tensor]]:
         weights = torch.randint(1, 9, ids.shape, generator=generator) / 4 if case.weighted else None
         features = KeyedJaggedTensor(keys=case.features, values=ids, lengths=lengths.flatten(), weights=weights)
         features.is_hot = is_hot
-        yield features, torch.randint(-8, 9, (case.batch_size, width), generator=generator) / 4
+        yield features, torch.randint(-8, 9, (size, width), generator=generator) / 4
 
 
 def train_linear(model: DistributedModelParallel, case: Case) -> KeyedJaggedTensor:
@@ -137,7 +142,7 @@ def compare_variants(
 
     ``unequal``: what differs between the ranks of a trained model.
     """
-    with _means_by_length():
+    with means_by_length():
         stock = parity.build(case, False, LinearModel)
         train_linear(stock, dataclasses.replace(case, lookahead=0))
         expected = snapshot(stock)
@@ -160,19 +165,25 @@ def compare_all(cases: list[Case]) -> list[Outcome]:
 
 
 def compare_real(case: Case, unequal: Unequal = _nothing) -> Outcome:
-    """The same after gradients of a real loss."""
-    stock = parity.build(case, False)
-    losses, expected = parity.train(stock, case), snapshot(stock)
-    model = parity.build(case, True)
-    ours, found = parity.train(model, case), snapshot(model)
-    pairs = [(value, found[name]) for name, value in expected.items() if value.numel() and name.startswith("weight")]
-    return Outcome(
-        sorted(set(expected) ^ set(found)) + unequal(model),
-        len(found),
-        sum(stats.evictions for stats in cache_stats(model)),
-        max(abs(a - b) for a, b in zip(losses, ours, strict=True)),
-        max(float((a - b).abs().max()) for a, b in pairs),
-    )
+    """The same after gradients of a real loss, which are rounded."""
+    trained = []
+    with means_by_length():
+        for is_ours, order in ((False, None), (False, reversed_samples), (True, None)):
+            model = parity.build(case, is_ours)
+            trained.append((parity.train(model, case, order=order), snapshot(model)))
+    stock, turned, ours = trained
+    rounding, errors = (_mean_errors(stock, each) for each in (turned, ours))
+    dist.all_reduce(rounding, dist.ReduceOp.MAX)
+    different, found = sorted(set(stock[1]) ^ set(ours[1])) + unequal(model), ours[1]
+    evictions = sum(stats.evictions for stats in cache_stats(model))
+    return Outcome(different, len(found), evictions, *(errors / rounding).tolist())
+
+
+def _mean_errors(some: tuple[list[float], dict[str, Tensor]], other: tuple[list[float], dict[str, Tensor]]) -> Tensor:
+    """Of losses, and of weights. (The largest one of a weight depends on how nearly some gradient cancels out.)"""
+    losses = torch.tensor(some[0]) - torch.tensor(other[0])
+    weights = [(some[1][name] - other[1][name]).flatten() for name in some[1] if name.startswith("weight")]
+    return torch.stack([losses.abs().mean(), torch.cat(weights).abs().mean()])
 
 
 def move_between_exchanges(case: Case) -> list[str]:
@@ -210,8 +221,31 @@ def error_of_a_step(case: Case) -> str:
     return ""
 
 
+def interrupt_all(case: Case) -> list[str]:
+    """Rank 0 is interrupted when it has the gradients of all ranks in the last step, before it trains rows; the others
+    train them and are interrupted then. What this rank says to somebody who reads its rows."""
+    model, steps = parity.build(case, True, LinearModel), list(batches(case))
+    for features, coefficients in steps[:-1]:
+        model(features, coefficients).backward()
+    gather = row_gradients._gather
+
+    def interrupted(*arguments: Any) -> Any:
+        found = gather(*arguments)
+        if not dist.get_rank():
+            raise KeyboardInterrupt
+        return found
+
+    with mock.patch.object(row_gradients, "_gather", interrupted), contextlib.suppress(KeyboardInterrupt):
+        features, coefficients = steps[-1]
+        model(features, coefficients).backward()
+        raise KeyboardInterrupt
+    reads: list[Callable[[], Any]] = [lambda: snapshot(model), lambda: flush(model), lambda: freeze(model)]
+    return [message_of(read) for read in reads]
+
+
 @contextlib.contextmanager
-def _means_by_length() -> Iterator[None]:
+def means_by_length() -> Iterator[None]:
+    """Let TorchRec divide the sums of row-wise tables by the lengths of the bags alone."""
     make = embeddingbag._create_mean_pooling_divisor
     whole = lambda *args, **kwargs: make(*args, **kwargs).round().clamp(min=1)  # noqa: E731
     with mock.patch.object(embeddingbag, "_create_mean_pooling_divisor", whole):

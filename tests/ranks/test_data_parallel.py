@@ -6,6 +6,7 @@ import pytest
 
 from tests.ranks import data_parallel, parity
 from tests.ranks.data_parallel import Case
+from tests.ranks.rounding import MANY
 from tests.ranks.workers import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -54,11 +55,11 @@ def test_faults_are_noticed(two_ranks: RankPool, fault: str) -> None:
 
 @pytest.mark.parametrize("mean", [False, True])
 def test_real_gradients_differ_by_rounding(two_ranks: RankPool, mean: bool) -> None:
-    """30 steps of row-wise Adagrad with learning rate 0.1, on weights of up to 1/sqrt(333)."""
+    """30 steps of row-wise Adagrad with learning rate 0.1, on weights of up to 1/sqrt(333); the rounding is stock's."""
     for outcome in two_ranks.run(data_parallel.compare_real, Case(mean=mean, steps=30)):
         assert outcome.different == []
-        assert outcome.loss_error < 1e-6
-        assert outcome.weight_error < 1e-4
+        assert 0 < outcome.loss_error < MANY
+        assert 0 < outcome.weight_error < MANY
 
 
 @pytest.mark.parametrize("seed", range(3))

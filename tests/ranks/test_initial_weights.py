@@ -88,14 +88,16 @@ def test_another_seed_gives_other_weights(two_ranks: RankPool) -> None:
         assert len(wrong) == compared == 8
 
 
-@pytest.mark.parametrize(("precision", "close"), [("fp32", 1e-5), ("fp64", 1e-12)])
+@pytest.mark.parametrize(
+    ("precision", "close"), [("fp32", initial_weights.CLOSE), ("fp64", initial_weights.CLOSE_IN_FP64)]
+)
 def test_losses_do_not_depend_on_the_number_of_ranks(
     one_rank: RankPool, two_ranks: RankPool, precision: str, close: float
 ) -> None:
     """Not bitwise: two ranks add the gradients of half batches. Four ranks are in `test_exactness.py`."""
     ((losses, dense),) = one_rank.run(initial_weights.run_of_global_batches, precision)
     found = two_ranks.run(initial_weights.run_of_global_batches, precision)
-    assert len(losses) == 20
+    assert len(losses) == initial_weights.STEPS
     assert losses[-1] < losses[0] - 0.001
     for others, layers in found:
         assert others == pytest.approx(losses, abs=close, rel=0)

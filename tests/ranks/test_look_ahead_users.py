@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 
 from tests.ranks import look_ahead_users as users
@@ -12,9 +15,9 @@ pytestmark = pytest.mark.ranks
 CASE = Case(sharding="row_wise", ratio=0.6, policy="lookahead")
 
 
-@pytest.mark.parametrize("what", ["labels", "ids"])
-def test_batches_that_are_refilled_in_place_are_refused(one_rank: RankPool, what: str) -> None:
-    (message,) = one_rank.run(users.reused_buffers, CASE, Run(4, 2), what)
+@pytest.mark.parametrize(("what", "kind"), [("labels", copy.copy), ("ids", copy.copy), ("ids", users.PlainBatch)])
+def test_batches_that_are_refilled_in_place_are_refused(one_rank: RankPool, what: str, kind: Any) -> None:
+    (message,) = one_rank.run(users.reused_buffers, CASE, Run(4, 2), what, kind)
     assert message.startswith("DataError: a batch was written to in place")
 
 

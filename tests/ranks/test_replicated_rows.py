@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.ranks import replicated_rows
+from tests.ranks import data_parallel, replicated_rows, rows_exchange
 from tests.ranks.replicated_rows import FAULTS, Case
 from tests.ranks.workers import RankPool
 
@@ -18,6 +18,11 @@ CASES = {
     "weighted": Case(weighted=True, optimizer="adagrad"),
 }
 DECAYING = Case(weight_decay=0.25)
+INTERRUPTED = {
+    "hot rows": rows_exchange.Case(exchange="pooled", hot=40, hot_every=3, steps=3, ratio=0.3),
+    "data-parallel caches": data_parallel.Case(steps=3),
+    "replicated tables": rows_exchange.Case(init_seed=3, replicated=(0, 1, 2, 3), steps=3),
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -44,3 +49,16 @@ def test_faults_are_noticed(two_ranks: RankPool, fault: str) -> None:
     outcomes = two_ranks.run(replicated_rows.compare, DECAYING, fault)
     assert all(outcome.different for outcome in outcomes)
     assert all(bool(outcome.ranks_differ) == (fault == "own gradients only") for outcome in outcomes)
+
+
+@pytest.mark.parametrize("copies", ["hot rows", "data-parallel caches", "replicated tables"])
+def test_after_interrupts_at_different_points_copies_that_may_differ_are_refused(
+    two_ranks: RankPool, copies: str
+) -> None:
+    """Rank 1 has trained the batch, and rank 0 has not."""
+    (state_dict, *others), of_rank_1 = two_ranks.run(rows_exchange.interrupt_all, INTERRUPTED[copies])
+    needed = "did not end (KeyboardInterrupt: ), so these rows may differ from their copies on the other ranks"
+    for message in (state_dict, *(others if copies != "replicated tables" else ())):
+        assert needed in message
+        assert "tables t" in message
+    assert of_rank_1 == [""] * 3

@@ -8,7 +8,8 @@ import pytest
 
 from tests.ranks import rows_exchange
 from tests.ranks.modes_matrix import SHARDINGS, case_of, combinations, faults_of, with_look_ahead
-from tests.ranks.rows_exchange import LOSS_BOUND, WEIGHT_BOUND, Case, Outcome
+from tests.ranks.rounding import MANY
+from tests.ranks.rows_exchange import Case, Outcome
 from tests.ranks.workers import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -89,11 +90,11 @@ def test_faults_are_noticed(two_ranks: RankPool, pooling: str) -> None:
 
 @pytest.mark.parametrize(("sharding", "mean"), [("table_wise", False), ("row_wise", True), ("column_wise", True)])
 def test_real_gradients_differ_by_rounding(two_ranks: RankPool, sharding: str, mean: bool) -> None:
-    """30 steps of row-wise Adagrad with learning rate 0.1, on weights of up to 1/sqrt(333)."""
+    """30 steps of row-wise Adagrad with learning rate 0.1, on weights of up to 1/sqrt(333); the rounding is stock's."""
     for outcome in two_ranks.run(rows_exchange.compare_real, Case(sharding=sharding, mean=mean, steps=30)):
         assert outcome.different == []
-        assert outcome.loss_error < LOSS_BOUND
-        assert outcome.weight_error < WEIGHT_BOUND
+        assert 0 < outcome.loss_error < MANY
+        assert 0 < outcome.weight_error < MANY
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)

@@ -73,7 +73,7 @@ def test_a_killed_sweep_goes_on_without_running_anything_twice(project_dir: Path
         time.sleep(0.05)
     children = psutil.Process(first.pid).children(recursive=True)
     first.kill()
-    gone, alive = psutil.wait_procs(children, timeout=20)
+    gone, alive = psutil.wait_procs(children, timeout=60)
     assert gone
     assert not alive  # no run trains on without its sweep
     before = {path: path.read_text() for path in ended(tmp_path)}

@@ -27,7 +27,7 @@ def by_torchrun(project: Path) -> str:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = os.pathsep.join([str(project), environment.get("PYTHONPATH", "")])
     command = [*torchrun, *EXAMPLE]
-    done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 

@@ -42,7 +42,7 @@ def run(project: Path, *command: str) -> subprocess.CompletedProcess[str]:
     """Runs a program in the project, in new interpreters, and shows what it said where it fails."""
     environment = {**os.environ, "PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = os.pathsep.join([str(project), environment.get("PYTHONPATH", "")])
-    return ended(subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=300))
+    return ended(subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=600))
 
 
 def embershard(folder: Path, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:

@@ -17,7 +17,7 @@ CODE = "{statement}; import sys; print(*{{name.partition('.')[0] for name in sys
 def modules_after(statement: str, folder: Path) -> set[str]:
     """Top-level modules that are loaded in a fresh process after a statement."""
     command = [sys.executable, "-W", "ignore", "-c", CODE.format(statement=statement)]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=120)
+    run = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=600)
     assert run.returncode == 0, run.stderr
     return set(run.stdout.split())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -95,6 +96,7 @@ def _write_tensors(partial: Path, tensors: TensorBlocks, ranks: Ranks) -> dict[s
             dcp.save({}, storage_writer=writer, planner=tensors, process_group=ranks.group)
     except dcp.CheckpointException as error:
         failures = causes(error)
+        traceback.clear_frames(error.__traceback__)  # those of torch hold its error, and so the tensors, in a cycle
     own = files.error or failures.get(ranks.rank)
     for rank, found in enumerate(ranks.all_gather_objects(own if isinstance(own, OSError) else None)):
         if found is not None:

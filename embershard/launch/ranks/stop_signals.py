@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C, in a rank and in its launcher: the first ends the run in order, a second one at once."""
+"""SIGTERM, SIGHUP and Ctrl-C, in a rank and in its launcher: the first ends the run in order, a second one at once."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 from embershard.distributed import Supervision
+from embershard.launch.screen import leave_closed_terminal
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+#: Requests to stop. SIGHUP comes when a terminal is closed or an ssh session ends.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 #: A second signal that comes sooner is the same request: many send it to the launcher and to the ranks.
 _SAME_REQUEST_SECONDS = 1.0
 
@@ -46,23 +48,26 @@ class StopAsked:
 def stop_code(number: int) -> int:
     """Return the exit code of a run that ended in order after this signal: 0, and 130 after Ctrl-C.
 
-    >>> stop_code(signal.SIGTERM), stop_code(signal.SIGINT)
-    (0, 130)
+    >>> stop_code(signal.SIGTERM), stop_code(signal.SIGHUP), stop_code(signal.SIGINT)
+    (0, 0, 130)
     """
     return 130 if number == signal.SIGINT else 0
 
 
 @contextmanager
 def stop_asked(then: Callable[[StopAsked], None] | None = None) -> Iterator[StopAsked]:
-    """Note SIGTERM and SIGINT, and call `then` after each."""
+    """Note SIGTERM, SIGINT and SIGHUP, and call `then` after each. A SIGHUP that is ignored (`nohup`) stays so."""
     asked = StopAsked()
 
     def receive(number: int, _: FrameType | None) -> None:
+        leave_closed_terminal()
         asked.receive(number, time.monotonic())
         if then is not None:
             then(asked)
 
-    before = {number: signal.signal(number, receive) for number in _SIGNALS}
+    is_kept = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    noted = [number for number in STOP_SIGNALS if not (is_kept and number == signal.SIGHUP)]
+    before = {number: signal.signal(number, receive) for number in noted}
     try:
         yield asked
     finally:
@@ -79,11 +84,11 @@ def stop_training_on_signals(supervision: Supervision) -> Iterator[None]:
             os._exit(128 + asked.number)
         if not supervision.is_training:
             if os.environ.get("RANK", "0") == "0" and not supervision.has_launcher:
-                with suppress(BrokenPipeError):
+                with suppress(OSError):
                     os.write(2, b"embershard: stopped before the first step. Nothing was trained.\n")
             os._exit(stop_code(asked.number))
         if supervision.notice and not supervision.signal:
-            with suppress(BrokenPipeError):
+            with suppress(OSError):
                 os.write(2, f"{supervision.notice}\n".encode())
         supervision.signal = asked.number
 

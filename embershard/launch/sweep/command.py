@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,11 +72,17 @@ def main(argv: Sequence[str]) -> int:
     left = [experiment for experiment in sweep.experiments if experiment.name not in ended]
     say(console, f"{len(sweep.experiments)} runs, {len(left)} of them to do; everything goes to {folder}")
     display = SweepDisplay(console, folder, sweep.experiments, ended)
-    with display.shown():
-        for outcome in run_all(sweep, left, folder, display.begin):
-            ended[outcome.name] = outcome
+
+    def end(outcome: Outcome) -> None:
+        ended[outcome.name] = outcome
+        try:
             write_results(folder)
-            display.end(outcome)
+        except Exception as error:  # other runs go on, and they matter more than a table of those that ended
+            say(console, f"Warning: the results so far could not be written ({type(error).__name__}: {error}).")
+        display.end(outcome)
+
+    with display.shown():
+        run_all(sweep, left, folder, display.begin, end)
     write_results(folder)
     if not console.is_terminal:
         console.print(display.table())
@@ -87,9 +93,9 @@ def main(argv: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
-def _engine(name: str) -> Callable[..., Iterator[Outcome]]:
+def _engine(name: str) -> Callable[..., None]:
     module, function = _ENGINES[name].split(".")
-    found: Callable[..., Iterator[Outcome]] = getattr(import_module(f"embershard.launch.sweep.{module}"), function)
+    found: Callable[..., None] = getattr(import_module(f"embershard.launch.sweep.{module}"), function)
     return found
 
 

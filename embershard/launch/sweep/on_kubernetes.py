@@ -2,58 +2,69 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from embershard.errors import ConfigError, SetupError
+from embershard.launch.sweep.cluster_jobs import jobs_outlive_errors
 from embershard.launch.sweep.cluster_settings import job_name
 from embershard.launch.sweep.experiments import Experiment, Sweep
 from embershard.launch.sweep.outcomes import Outcome, begin_attempt, find_outcome, keep_outcome, make_outcome
 from embershard.launch.sweep.train_job import GROUP, PLURAL, VERSION, jobs_of, train_job
 
 _POLL_SECONDS = 5.0
-_MISSING = 404  # HTTP
+#: How long the cluster may fail to answer: longer than its control plane takes to restart.
+_PATIENCE_SECONDS = 900.0
+_ANSWER_SECONDS = 15.0
+#: HTTP. Those that pass: the login has expired, too slow, too many requests; and errors of the server.
+_MISSING, _CONFLICT, _LOGIN, _PASSING = 404, 409, 401, {401, 408, 429}
 
 
 def run_on_kubernetes(
-    sweep: Sweep, experiments: Sequence[Experiment], folder: Path, begin: Callable[[Experiment], None]
-) -> Iterator[Outcome]:
-    """Run experiments of a sweep as TrainJobs; yield each outcome as it ends.
+    sweep: Sweep,
+    experiments: Sequence[Experiment],
+    folder: Path,
+    begin: Callable[[Experiment], None],
+    end: Callable[[Outcome], None],
+) -> None:
+    """Run experiments of a sweep as TrainJobs.
 
-    Jobs are deleted when this ends in order. When it is killed they go on, and the next sweep waits for them: a run's
-    job always has the same name.
+    Ctrl-C deletes the jobs. When this ends in another way they go on, and the next sweep waits for them: a run's job
+    always has the same name.
 
     Args:
         folder: of the sweep, on the volume that all pods mount.
         begin: called when an experiment is handed to Kubernetes.
+        end: called with each outcome.
 
     Raises:
-        SetupError: the client is not installed, or has no cluster.
+        SetupError: the client is not installed, has no cluster, or the cluster has not answered for 15 minutes.
         ConfigError: the sweep's file does not say what is needed, or Kubernetes refuses a job.
     """
     manifests = {experiment.name: train_job(experiment, sweep, folder) for experiment in experiments}
     jobs = _Jobs(jobs_of(sweep).namespace)
     running: dict[str, tuple[Experiment, int, float]] = {}
-    try:
+    with jobs_outlive_errors(running, partial(jobs.delete, is_patient=False), jobs.delete_command):
         for experiment in experiments:
             begin(experiment)
             name, attempt = job_name(experiment.name, folder), 1
-            if not jobs.is_active(name):
+            is_new = not jobs.is_active(name)
+            if is_new:
                 attempt = begin_attempt(folder, experiment.name)
+            running[name] = experiment, attempt, time.time()  # first: Ctrl-C must find a job that was just made
+            if is_new:
                 jobs.create(name, manifests[experiment.name])
-            running[name] = experiment, attempt, time.time()
         while running:
             for name in list(running):
                 ended = jobs.end_of(name)
                 if ended is not None:
-                    yield _outcome(*running[name], *ended, name, folder)
-                    del running[name]
+                    end(_outcome(*running.pop(name), *ended, name, folder))
             time.sleep(_POLL_SECONDS if running else 0)
-    finally:
-        for name in running:
-            jobs.delete(name)
 
 
 def _outcome(
@@ -77,37 +88,42 @@ def _outcome(
 
 
 class _Jobs:
-    """The TrainJobs of a namespace."""
+    """The TrainJobs of a namespace.
+
+    What the cluster does not answer, or answers with an error that passes, is asked again for `_PATIENCE_SECONDS`, once
+    it has answered at all.
+
+    Attributes:
+        delete_command: deletes jobs whose names follow.
+    """
 
     def __init__(self, namespace: str) -> None:
         try:
             from kubernetes import client, config
+            from urllib3.exceptions import HTTPError  # the client's own errors are of answers only
         except ImportError as error:
             raise SetupError(
                 "--on kubernetes needs the Kubernetes client, which is not installed. Try: pip install kubernetes; or "
                 "--dry-run, which prints the manifests for kubectl."
             ) from error
+        self._client, self._config = client, config
+        self._errors = client.ApiException, HTTPError
+        self._place = {"group": GROUP, "version": VERSION, "namespace": namespace, "plural": PLURAL}
+        self.delete_command = f"kubectl delete --namespace {namespace} {PLURAL}.{GROUP}"
+        self._has_answered = False
         try:
-            config.load_config()
+            self._log_in()
         except config.ConfigException as error:
             raise SetupError(
                 f"--on kubernetes: no cluster is configured ({error}). Check `kubectl cluster-info`."
             ) from error
-        self._api, self._error = client.CustomObjectsApi(), client.ApiException
-        self._place = {"group": GROUP, "version": VERSION, "namespace": namespace, "plural": PLURAL}
 
     def create(self, name: str, manifest: Mapping[str, Any]) -> None:
         """Create a job; one of that name that has ended is deleted first."""
         self.delete(name)
-        try:
-            while self._conditions(name) is not None:
-                time.sleep(_POLL_SECONDS)
-            self._api.create_namespaced_custom_object(**self._place, body=manifest)
-        except self._error as error:
-            raise ConfigError(
-                f"Kubernetes refused the TrainJob {name}: {error.reason} {error.body or ''}. Kubeflow Trainer must be "
-                "installed there, and the section [kubernetes] fit the cluster."
-            ) from error
+        while self._conditions(name) is not None:
+            time.sleep(_POLL_SECONDS)
+        self._ask("create", name, body=manifest)
 
     def is_active(self, name: str) -> bool:
         """Return True if a job of that name waits or runs."""
@@ -119,24 +135,14 @@ class _Jobs:
         conditions = self._conditions(name)
         return (False, "somebody deleted the job") if conditions is None else self._end(conditions)
 
-    def delete(self, name: str) -> None:
+    def delete(self, name: str, is_patient: bool = True) -> None:
         """Delete a job, if it is there."""
-        try:
-            self._api.delete_namespaced_custom_object(**self._place, name=name)
-        except self._error as error:
-            if error.status != _MISSING:
-                raise
+        self._ask("delete", name, is_patient, name=name)
 
     def _conditions(self, name: str) -> Sequence[Mapping[str, str]] | None:
         """Return the conditions of a job's status; None where there is no such job."""
-        try:
-            job = self._api.get_namespaced_custom_object(**self._place, name=name)
-        except self._error as error:
-            if error.status == _MISSING:
-                return None
-            raise
-        found: Sequence[Mapping[str, str]] = job.get("status", {}).get("conditions", [])
-        return found
+        job = self._ask("get", name, name=name)
+        return None if job is None else job.get("status", {}).get("conditions", [])
 
     @staticmethod
     def _end(conditions: Sequence[Mapping[str, str]]) -> tuple[bool, str] | None:
@@ -144,3 +150,56 @@ class _Jobs:
             if each["type"] in ("Complete", "Failed") and each["status"] == "True":
                 return each["type"] == "Complete", f"{each.get('reason', '')}: {each.get('message', '')}"
         return None
+
+    def _log_in(self) -> None:
+        self._config.load_config()
+        self._api = self._client.CustomObjectsApi()
+
+    def _ask(self, verb: str, job: str, is_patient: bool = True, **arguments: Any) -> Any:
+        """Get, create or delete a job; return what the cluster answers, None where there is no such job.
+
+        Raises:
+            SetupError: the cluster does not answer.
+            ConfigError: it refuses.
+        """
+        method, failed_at = f"{verb}_namespaced_custom_object", None
+        while True:
+            try:
+                answer = getattr(self._api, method)(**self._place, **arguments, _request_timeout=_ANSWER_SECONDS)
+                self._has_answered = True
+                return answer
+            except self._errors as error:
+                status, reason = getattr(error, "status", None) or 0, getattr(error, "reason", None) or error
+                if status == _MISSING and verb != "create":
+                    self._has_answered = True
+                    return None
+                if status == _CONFLICT and verb == "create" and failed_at is not None:
+                    return None  # an attempt before was heard
+                if 0 < status < 500 and status not in _PASSING:
+                    raise ConfigError(
+                        f"Kubernetes refused to {verb} the TrainJob {job}: {status} {reason} "
+                        f"{getattr(error, 'body', None) or ''}. Kubeflow Trainer must be installed there, and the "
+                        "section [kubernetes] fit the cluster."
+                    ) from error
+                failed_at = self._be_patient(f"{status or ''} {reason}".strip(), failed_at, is_patient, error)
+            time.sleep(_POLL_SECONDS)
+            if status == _LOGIN:
+                with contextlib.suppress(self._config.ConfigException):
+                    self._log_in()
+
+    def _be_patient(self, reason: str, failed_at: float | None, is_patient: bool, error: Exception) -> float:
+        """Return since when the cluster has not answered, and tell the user once; raise where that is too long."""
+        now = time.monotonic()
+        waited = now - (now if failed_at is None else failed_at)
+        if not (is_patient and self._has_answered) or waited > _PATIENCE_SECONDS:
+            raise SetupError(
+                f"--on kubernetes: the cluster has not answered for {waited:.0f} s ({reason}). Check `kubectl "
+                "cluster-info`."
+            ) from error
+        if failed_at is None:
+            print(
+                f"embershard: Kubernetes does not answer ({reason}); the jobs go on, and it is asked again for "
+                f"{_PATIENCE_SECONDS / 60:.0f} minutes.",
+                file=sys.stderr,
+            )
+        return now - waited

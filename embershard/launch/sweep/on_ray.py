@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from embershard.errors import EmbershardError
 from embershard.launch.ray_cluster import RETRIES, ray_cluster
 from embershard.launch.sweep.experiments import Experiment, Sweep
 from embershard.launch.sweep.outcomes import Outcome, make_outcome
@@ -16,17 +16,23 @@ from embershard.launch.sweep.run import run_once
 
 
 def run_on_ray(
-    sweep: Sweep, experiments: Sequence[Experiment], folder: Path, begin: Callable[[Experiment], None]
-) -> Iterator[Outcome]:
-    """Run experiments of a sweep on a Ray cluster (`ray_cluster`); yield each outcome as it ends.
+    sweep: Sweep,
+    experiments: Sequence[Experiment],
+    folder: Path,
+    begin: Callable[[Experiment], None],
+    end: Callable[[Outcome], None],
+) -> None:
+    """Run experiments of a sweep on a Ray cluster (`ray_cluster`).
 
     A run takes a CPU, and where the cluster has GPUs a GPU, for each of its ranks, all on one machine. The sweep's
     folder, the settings and the data must be at the same paths on all machines. Ray starts a run again whose worker or
-    machine died; what that one left is set aside.
+    machine died; what that one left is set aside. A run that cannot even begin, or keep its outcome, ends alone: all
+    tasks end with this function, so it waits for the others.
 
     Args:
         folder: of the sweep.
         begin: called when an experiment is handed to Ray.
+        end: called with each outcome.
 
     Raises:
         SetupError: Ray is not installed, or no cluster can be reached.
@@ -43,18 +49,19 @@ def run_on_ray(
             pending[run.options(num_cpus=experiment.ranks, **gpus).remote(experiment, *common)] = experiment
         while pending:
             for task in ray.wait(list(pending))[0]:
-                experiment = pending.pop(task)
-                try:
-                    yield ray.get(task)
-                except ray.exceptions.RayTaskError as error:
-                    if isinstance(error.cause, (EmbershardError, OSError)):  # of the sweep's folder: no run can go on
-                        raise error.cause from error
-                    raise
-                except ray.exceptions.RayError as error:
-                    reason = f"Ray gave it up after {RETRIES} retries: {str(error).splitlines()[0]}"
-                    yield make_outcome(
-                        experiment, "interrupted", reason, started_at=time.time(), seconds=0.0, attempt=1 + RETRIES
-                    )
+                end(_outcome(ray, task, pending.pop(task)))
+
+
+def _outcome(ray: Any, task: Any, experiment: Experiment) -> Outcome:
+    """Return the outcome of a task that has ended, also where it has none of its own."""
+    try:
+        found: Outcome = ray.get(task)
+        return found
+    except ray.exceptions.RayTaskError as error:  # the run never began, or its outcome could not be kept
+        reason, attempt = f"{type(error.cause).__name__}: {error.cause}", 1
+    except ray.exceptions.RayError as error:
+        reason, attempt = f"Ray gave it up after {RETRIES} retries: {str(error).splitlines()[0]}", 1 + RETRIES
+    return make_outcome(experiment, "interrupted", reason, started_at=time.time(), seconds=0.0, attempt=attempt)
 
 
 def _warn_of_size(nodes: Sequence[dict], experiments: Sequence[Experiment]) -> None:  # type: ignore[type-arg]

@@ -7,11 +7,12 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 from embershard.errors import ConfigError, SetupError
+from embershard.launch.sweep.cluster_jobs import jobs_outlive_errors
 from embershard.launch.sweep.cluster_settings import job_name
 from embershard.launch.sweep.experiments import Experiment, Sweep
 from embershard.launch.sweep.outcomes import Outcome, find_outcome, make_outcome
@@ -25,18 +26,23 @@ _EXTRA_MINUTES = 5
 
 
 def run_on_slurm(
-    sweep: Sweep, experiments: Sequence[Experiment], folder: Path, begin: Callable[[Experiment], None]
-) -> Iterator[Outcome]:
-    """Run experiments of a sweep as Slurm jobs, a job each; yield each outcome as it ends.
+    sweep: Sweep,
+    experiments: Sequence[Experiment],
+    folder: Path,
+    begin: Callable[[Experiment], None],
+    end: Callable[[Outcome], None],
+) -> None:
+    """Run experiments of a sweep as Slurm jobs, a job each.
 
     A run takes `slurm.cpus_per_rank` CPUs and `slurm.gpus_per_rank` GPUs for each of its ranks, all on one machine. The
-    sweep's folder, the settings and the data must be at the same paths on all machines. Jobs are cancelled when this
-    ends in order; when it is killed they go on, and those of the next sweep wait for them: they have the same names,
-    and Slurm runs one job of a name at a time. A job that Slurm requeues starts its run again.
+    sweep's folder, the settings and the data must be at the same paths on all machines. Ctrl-C cancels the jobs; when
+    this ends in another way they go on, and those of the next sweep wait for them: they have the same names, and Slurm
+    runs one job of a name at a time. A job that Slurm requeues starts its run again.
 
     Args:
         folder: of the sweep.
         begin: called when an experiment is handed to Slurm.
+        end: called with each outcome.
 
     Raises:
         SetupError: submitit is not installed, or there is no Slurm.
@@ -46,7 +52,7 @@ def run_on_slurm(
     common = (folder.absolute(), sweep.time_limit_seconds, Path.cwd())
     threads = os.environ.get("OMP_NUM_THREADS", str(sweep.slurm.cpus_per_rank))
     jobs: dict[str, tuple[Experiment, Any]] = {}
-    try:
+    with jobs_outlive_errors(jobs, lambda number: jobs[number][1].cancel(), "scancel"):
         for experiment in experiments:
             begin(experiment)
             executor.update_parameters(**_parameters(experiment, sweep, folder))
@@ -62,12 +68,9 @@ def run_on_slurm(
                 waited = time.monotonic() - left_at.setdefault(number, time.monotonic())
                 outcome = find_outcome(jobs[number][0], folder)
                 if outcome is not None or waited > _SETTLE_SECONDS:
-                    yield outcome or _lost(*jobs[number])
-                    del jobs[number]
+                    ended = jobs.pop(number)
+                    end(outcome or _lost(*ended))
             time.sleep(_POLL_SECONDS if jobs else 0)
-    finally:
-        for _, job in jobs.values():
-            job.cancel()
 
 
 def _executor(sweep: Sweep, folder: Path) -> Any:

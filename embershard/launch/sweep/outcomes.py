@@ -16,6 +16,8 @@ from embershard.whole_file import whole_file
 
 Status = Literal["finished", "failed", "timed out", "interrupted"]
 _RUNS, _STATES, _OUTPUTS = "runs", "states", "outputs"
+#: Of result.json: what the tables and the report page of a sweep cannot do without.
+_NEEDED = {"steps", "samples_per_second", "step_ms", "loss", "cache"}
 
 
 @dataclass(frozen=True)
@@ -71,16 +73,24 @@ def read_result(sweep: Path, name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def has_result(sweep: Path, name: str) -> bool:
+    """Return whether a run has written its whole result.json: not one that a crash tore, or that another program made.
+
+    Such a run is finished, whatever happened to its last checkpoint, and however its process ended.
+    """
+    return read_result(sweep, name).keys() >= _NEEDED
+
+
 def find_outcome(experiment: Experiment, sweep: Path) -> Outcome | None:
     """Return what became of an experiment; None where it has not ended.
 
-    A run whose sweep was killed before it could note the end has its result, and counts as finished.
+    A run whose sweep was killed before it could note the end has its result (`has_result`), and counts as finished.
 
     Raises:
         ConfigError: what was noted cannot be read.
     """
     outcome, folder = _read(_state_of(sweep, experiment.name)), run_folder(sweep, experiment.name)
-    if outcome is None and (folder / "result.json").exists():
+    if outcome is None and has_result(sweep, experiment.name):
         started, ended = ((folder / name).stat().st_mtime for name in ("config.toml", "result.json"))
         attempt = 1 + max(_earlier(folder), default=0)
         outcome = make_outcome(experiment, "finished", "", started_at=started, seconds=ended - started, attempt=attempt)
@@ -145,8 +155,8 @@ def _read(path: Path) -> Outcome | None:
         return None
     except (ValueError, TypeError) as error:
         raise ConfigError(
-            f"{path}: cannot be read ({error}). Remove it: its run counts as finished if it has a result.json, and is "
-            "trained again otherwise."
+            f"{path}: cannot be read ({error}). Remove it: its run counts as finished if it has a whole result.json, "
+            "and is trained again otherwise."
         ) from error
 
 

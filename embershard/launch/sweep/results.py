@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import csv, parquet
 
-from embershard.decoding import flat
+from embershard.decoding import flat, toml
 from embershard.launch.sweep.outcomes import Outcome, read_outcomes, read_result
 from embershard.whole_file import whole_file
 
@@ -19,7 +19,9 @@ _LEFT_OUT = {"versions", "changes", "plan", "world_size"}
 def write_results(sweep: Path) -> pa.Table:
     """Write `results.parquet` and `results.csv` into a sweep's folder: a row for each run that ended.
 
-    The columns are what the sweep varies, how the run ended, and every number of its result.json.
+    The columns are what the sweep varies, by the settings' names; how the run ended; and every number of its
+    result.json, with names that begin with "result.": `cache.device_bytes` is asked for, `result.cache.device_bytes`
+    was used. A list is text, as in the sweep's file: CSV files have no lists, and Arrow groups by none.
     """
     rows = [_row(sweep, outcome) for outcome in read_outcomes(sweep)]
     names = dict.fromkeys(name for row in rows for name in row)
@@ -32,9 +34,9 @@ def write_results(sweep: Path) -> pa.Table:
 
 def _row(sweep: Path, outcome: Outcome) -> dict[str, Any]:
     values = dataclasses.asdict(outcome)
-    varied = values.pop("varied")
-    kept = {key: value for key, value in read_result(sweep, outcome.name).items() if key not in _LEFT_OUT}
-    return {**varied, **values, **{key: value for key, value in flat(kept).items() if _is_number(key, value)}}
+    varied = {key: toml(value) if isinstance(value, list) else value for key, value in values.pop("varied").items()}
+    result = flat({key: value for key, value in read_result(sweep, outcome.name).items() if key not in _LEFT_OUT})
+    return {**varied, **values, **{f"result.{key}": each for key, each in result.items() if _is_number(key, each)}}
 
 
 def _is_number(key: str, value: Any) -> bool:

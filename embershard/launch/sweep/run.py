@@ -7,23 +7,25 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from embershard.distributed.supervision import end_with_parent
+from embershard.launch.ranks.stop_signals import STOP_SIGNALS
 from embershard.launch.sweep.experiments import Experiment, Sweep
 from embershard.launch.sweep.outcomes import (
     Outcome,
     Status,
     begin_attempt,
     find_outcome,
+    has_result,
     keep_outcome,
     make_outcome,
     output_of,
     run_folder,
 )
 
-_STOPPED = {0, 130, 143}  # in order, or at once, by a signal
+_STOPPED = {0, *(128 + number for number in STOP_SIGNALS)}  # in order, or at once, by a signal
 _GRACE_SECONDS = 30.0
 
 
@@ -49,13 +51,9 @@ def run_experiment(experiment: Experiment, sweep: Path, time_limit_seconds: floa
             code = None
         finally:
             _end(process)
-    has_result = (folder / "result.json").exists()
-    status: Status = "failed"
-    if code is None:
-        status = "timed out"
-    elif code in _STOPPED:
-        status = "finished" if code == 0 and has_result else "interrupted"
-    reason = f"took longer than {time_limit_seconds:g} s" if code is None else _reason(output, code, status)
+    status, reason = _status(code, has_result(sweep, experiment.name)), ""
+    if status != "finished":
+        reason = f"took longer than {time_limit_seconds:g} s" if code is None else _reason(output, code)
     seconds = time.monotonic() - started
     outcome = make_outcome(experiment, status, reason, started_at=started_at, seconds=seconds, attempt=attempt)
     keep_outcome(outcome, sweep)
@@ -92,10 +90,17 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait()
 
 
-def _reason(output: Path, code: int, status: Status) -> str:
-    """Return the line of the output that says why the run did not finish; empty if it did."""
-    if status == "finished":
-        return ""
+def _status(code: int | None, has_result: bool) -> Status:
+    """Return how a run ended, from its exit code; None: it took too long."""
+    if has_result:
+        return "finished"
+    if code is None:
+        return "timed out"
+    return "interrupted" if code in _STOPPED else "failed"
+
+
+def _reason(output: Path, code: int) -> str:
+    """Return the line of the output that says why the run did not finish."""
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     lines = [line.strip() for line in output.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
@@ -104,13 +109,19 @@ def _reason(output: Path, code: int, status: Status) -> str:
 
 
 def run_here(
-    sweep: Sweep, experiments: Sequence[Experiment], folder: Path, begin: Callable[[Experiment], None]
-) -> Iterator[Outcome]:
-    """Run experiments of a sweep one after another on this machine; yield each outcome. `begin` is called before each.
+    sweep: Sweep,
+    experiments: Sequence[Experiment],
+    folder: Path,
+    begin: Callable[[Experiment], None],
+    end: Callable[[Outcome], None],
+) -> None:
+    """Run experiments of a sweep one after another on this machine.
 
     Args:
         folder: of the sweep.
+        begin: called before each experiment.
+        end: called with each outcome.
     """
     for experiment in experiments:
         begin(experiment)
-        yield run_experiment(experiment, folder, sweep.time_limit_seconds)
+        end(run_experiment(experiment, folder, sweep.time_limit_seconds))

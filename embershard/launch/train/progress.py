@@ -66,7 +66,8 @@ class ProgressDisplay:
         elif isinstance(report, EvalReport):
             say(self._console, f"step {report.step}: {eval_line(report)}")
         elif isinstance(report, FailedSaveReport):
-            say(self._console, f"{report.reason} Training goes on (checkpoint.on_failed_save).")
+            goes_on = "" if report.run_ends else " Training goes on (checkpoint.on_failed_save)."
+            say(self._console, f"{report.reason}{goes_on}")
         elif isinstance(report, BadRowsReport):
             first = f", for instance {report.rows[0]}" if report.rows else ""
             say(self._console, f"step {report.step}: {report.num_bad:,} bad rows so far{first}")

@@ -21,16 +21,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
 from torchrec.distributed.embedding_types import ShardingType
 from torchrec.distributed.types import Awaitable, NoWait
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from embershard.distributed.row_gradients import sum_rows
+from embershard.cache.change_guard import CopiesGuard
 from embershard.errors import ConfigError
 from embershard.sharding.torchrec.distinct_ids import DistinctIds
+from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.lookups import SEQUENCE_SHARDINGS
+from embershard.sharding.torchrec.replicated_rows import trained_alike
 from embershard.sharding.torchrec.rows_exchange import ExchangesRows, RowsContext
 from embershard.sharding.torchrec.spec import CACHED_KERNEL
 
@@ -119,42 +120,45 @@ class _Ids(Awaitable[KeyedJaggedTensor]):
 
 
 class UnionOutput(nn.Module):
-    """Takes this rank's rows out of those of all ranks."""
+    """Takes this rank's rows out of those of all ranks.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    Args:
+        group: of the ranks.
+        pools: that are looked up in, which get the guard of their copies.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, pools: Sequence[CachedTableBatchedEmbeddings]) -> None:
         super().__init__()
         self._group = group
+        tables = ", ".join(table for pool in pools for table in pool.cache.tables)
+        self._guard = CopiesGuard(f"rank {dist.get_rank(group)}, data-parallel tables {tables}")
+        for pool in pools:
+            pool.copies_guard = self._guard
 
     def forward(self, rows: Tensor, context: RowsContext) -> Awaitable[Tensor]:
         """Return rows [M, D] of this rank's distinct ids, of rows [U, D]. The backward is collective."""
-        union: Union = context.union
-        assert union.own is not None, "the batch's ids have arrived"
-        return NoWait(_OwnRows.apply(rows, union.own, self._group))
+        own = context.union.own
+        assert own is not None, "the batch's ids have arrived"
 
+        def train(_: Tensor, gradients: Tensor) -> None:  # of all rows: each is some rank's
+            rows.backward(gradients)
 
-class _OwnRows(torch.autograd.Function):
-    """The backward adds up the gradients of each row over the ranks, divided by their number as TorchRec divides."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, own: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]
-        ctx.own, ctx.group = own, group
-        return rows.index_select(0, own)
-
-    @staticmethod
-    def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        if get_gradient_division():
-            gradients = gradients / dist.get_world_size(ctx.group)
-        return sum_rows(ctx.own, gradients, ctx.group).sums, None, None  # of all rows: each is some rank's
+        return NoWait(trained_alike(rows.index_select(0, own), own, self._group, self._guard, train))
 
 
 class _OfAllRanks:
     """Overrides of TorchRec's row-wise sharding of sequences."""
 
+    def create_lookup(self, *args: Any, **kwargs: Any) -> Any:
+        lookup = super().create_lookup(*args, **kwargs)  # type: ignore[misc]
+        self._pools = [kernel.emb_module for kernel in lookup._emb_modules]
+        return lookup
+
     def create_input_dist(self, device: torch.device | None = None) -> UnionInput:
         return UnionInput(self._pg)  # type: ignore[attr-defined]
 
     def create_output_dist(self, device: torch.device | None = None) -> UnionOutput:
-        return UnionOutput(self._pg)  # type: ignore[attr-defined]
+        return UnionOutput(self._pg, self._pools)  # type: ignore[attr-defined]
 
 
 _RowWise: Any = SEQUENCE_SHARDINGS[ShardingType.ROW_WISE.value]

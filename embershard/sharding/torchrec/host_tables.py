@@ -11,6 +11,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocati
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
 from torch import Tensor, nn
 
+from embershard.cache.change_guard import CopiesGuard
 from embershard.cache.row_cache import RowCache
 from embershard.cache.rows.frozen_rows import FrozenRows
 from embershard.cache.rows.host_store import HostStore
@@ -31,6 +32,7 @@ class HostTables(nn.Module):
         slots: the rows' places on the device.
         cache: moves rows between the two.
         hot_tables: copies of hot rows, which are up to date in place of this memory; None: there are none.
+        copies_guard: of slots that are equal on all ranks; None: they are not.
     """
 
     host: HostStore
@@ -40,6 +42,7 @@ class HostTables(nn.Module):
     prefetch_pipeline = True
     _is_flushed = True
     hot_tables: HotTables | None = None
+    copies_guard: CopiesGuard | None = None
 
     @property
     def embedding_specs(self) -> list[tuple[int, int, EmbeddingLocation, ComputeDevice]]:
@@ -106,7 +109,13 @@ class HostTables(nn.Module):
             self.cache.flush()
 
     def write_back(self) -> None:
-        """Write trained rows back to the host tier."""
+        """Write trained rows back to the host tier.
+
+        Raises:
+            CacheError: rows of which other ranks have copies, and a backward that did not end on this rank.
+        """
+        if self.copies_guard is not None:
+            self.copies_guard.check()
         self.cache.write_back()
         if self.hot_tables is not None:
             self.hot_tables.write_to(self.host)

@@ -104,7 +104,8 @@ class _Group:
         self._addends = torch.tensor(addends, device=device)
         table = members[0][0]
         precision = data_type_to_sparse_type(table.data_type)
-        arguments = (device, PoolingMode.SUM, precision, dict(table.fused_params), group)
+        name = f"hot rows of tables {', '.join(dict.fromkeys(table.name for table, _ in members))}"
+        arguments = (device, PoolingMode.SUM, precision, dict(table.fused_params), group, name)
         self.rows = ReplicatedRows(num_rows, columns, part_of_feature, *arguments)
 
     def prepare(self, hot: KeyedJaggedTensor) -> ReplicatedBags:
@@ -182,7 +183,12 @@ class HotTables:
         """Write the rows of this rank's shards in a host tier.
 
         Nothing is written over contents that were loaded into it since :meth:`load`.
+
+        Raises:
+            CacheError: a backward did not end on this rank.
         """
+        for group in self._groups:
+            group.rows.guard.check()
         if self._is_behind or host.version != self._versions[id(host)]:
             return
         for shard in self._shards:

@@ -174,6 +174,26 @@ def ids_are_checked(module: Any) -> Iterator[None]:
         attributes["_ids_are_checked"] = before
 
 
+@contextmanager
+def _no_divisor(module: Any, ctx: Any, features: Any) -> Iterator[None]:
+    """Return a context in which TorchRec makes no divisor of row-wise means for a batch without a sample: it would fail
+    on this rank, and the others would wait."""
+    is_empty = False
+    if module._has_mean_pooling_callback:
+        jagged = as_keyed_jagged(features)
+        is_empty = not jagged.variable_stride_per_key() and jagged.stride() == 0
+    if not is_empty:
+        yield
+        return
+    if module._has_uninitialized_input_dist:
+        module._init_mean_pooling_callback(list(jagged.keys()), None)
+    module._has_mean_pooling_callback = False
+    try:
+        yield
+    finally:
+        module._has_mean_pooling_callback, ctx.divisor = True, torch.ones((), device=module._device)
+
+
 class CachedShardedEmbeddingBagCollection(_CachedModule, ShardedEmbeddingBagCollection):
     """A `ShardedEmbeddingBagCollection` whose cached tables are in host memory behind device caches."""
 
@@ -188,7 +208,8 @@ class CachedShardedEmbeddingBagCollection(_CachedModule, ShardedEmbeddingBagColl
 
     def input_dist(self, ctx: Any, features: Any) -> Any:
         """Check the ids, then run TorchRec's input all-to-all; of tables that exchange rows, on distinct ids."""
-        awaitable = super().input_dist(ctx, features)
+        with _no_divisor(self, ctx, features):
+            awaitable = super().input_dist(ctx, features)
         for number, input_dist in enumerate(self._input_dists):
             if isinstance(input_dist, RowsInput):
                 ctx.sharding_contexts[number] = input_dist.take_context()

@@ -6,7 +6,7 @@ all ranks then apply the same update to the same rows, and the copies stay equal
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,25 +17,33 @@ from torch import Tensor, nn
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.optim.fused import FusedOptimizer
 
+from embershard.cache.change_guard import CopiesGuard
 from embershard.distributed.row_gradients import sum_rows
 from embershard.sharding.torchrec.bags import Bags
 from embershard.sharding.torchrec.distinct_ids import DistinctIds
 from embershard.sharding.torchrec.slots import SlotTable
 
 
-def look_up(table: SlotTable, slots: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the rows [M, D] in distinct `slots` (int64 [M]) of a table whose contents are equal on all ranks.
+def trained_alike(
+    rows: Tensor,
+    numbers: Tensor,
+    group: dist.ProcessGroup | None,
+    guard: CopiesGuard,
+    train: Callable[[Tensor, Tensor], None],
+) -> Tensor:
+    """Return `rows` [M, D], copies of which are equal on all ranks.
 
     The backward is collective: it trains every row that any rank looked up, once, on all ranks alike. Ranks must look
     up in several tables in one order. Gradients are divided by the number of ranks, as TorchRec's are.
 
     Args:
-        table: made with :func:`trained_features`, pooling by SUM.
-        slots: that this rank looks up; none is in twice.
+        numbers: int64 [M], of the rows, the same on all ranks; none is in twice.
         group: of the ranks; None: the default group.
+        guard: of the copies. A backward that does not end leaves its mark.
+        train: is given the numbers [T] of the rows of all ranks, ascending, and the sums of their gradients [T, D].
     """
-    anchor = torch.empty(0, device=slots.device, requires_grad=torch.is_grad_enabled())
-    return _LookUp.apply(anchor, table, slots, group)  # type: ignore[no-any-return]
+    anchor = torch.empty(0, device=rows.device, requires_grad=torch.is_grad_enabled())
+    return _TrainedAlike.apply(anchor, rows.detach(), numbers, group, guard, train)  # type: ignore[no-any-return]
 
 
 def trained_features(table_of_feature: Sequence[int], fused_params: Mapping[str, Any]) -> list[int]:
@@ -48,18 +56,19 @@ def trained_features(table_of_feature: Sequence[int], fused_params: Mapping[str,
     return [0, 0] if has_decay and len(set(table_of_feature)) < len(table_of_feature) else [0]
 
 
-class _LookUp(torch.autograd.Function):
+class _TrainedAlike(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, table: SlotTable, slots: Tensor, group: Any) -> Tensor:  # type: ignore[override]
-        ctx.table, ctx.slots, ctx.group = table, slots, group
-        return table.payload[0].detach().index_select(0, slots).float()
+    def forward(ctx: Any, anchor: Tensor, rows: Tensor, numbers: Tensor, group: Any, guard: Any, train: Any) -> Tensor:  # type: ignore[override]
+        ctx.numbers, ctx.group, ctx.guard, ctx.train = numbers, group, guard, train
+        return rows
 
     @staticmethod
-    def backward(ctx: Any, gradients: Tensor) -> tuple[None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradients: Tensor) -> tuple[None, ...]:  # type: ignore[override]
         if get_gradient_division():
             gradients = gradients / dist.get_world_size(ctx.group)
-        ctx.table.train_rows(*sum_rows(ctx.slots, gradients, ctx.group))
-        return None, None, None, None
+        with ctx.guard.change("training a batch"):
+            ctx.train(*sum_rows(ctx.numbers, gradients, ctx.group))
+        return (None,) * 6
 
 
 class ReplicatedBags(NamedTuple):
@@ -89,9 +98,11 @@ class ReplicatedRows(nn.Module):
         pooling_mode: SUM or MEAN.
         weights_precision, fused_params: as `SlotTable` takes them.
         group: of the ranks; None: the default group.
+        name: of the rows, for messages.
 
     Attributes:
         slots: the rows, from slot 1 on.
+        guard: of the copies. Check it before the rows are read or saved.
     """
 
     def __init__(
@@ -104,8 +115,10 @@ class ReplicatedRows(nn.Module):
         weights_precision: SparseType,
         fused_params: dict[str, Any],
         group: dist.ProcessGroup | None = None,
+        name: str = "rows",
     ) -> None:
         super().__init__()
+        self.guard = CopiesGuard(f"rank {dist.get_rank(group)}, {name}")
         self._group, self._num_features = group, len(table_of_feature)
         self._is_mean = pooling_mode == PoolingMode.MEAN
         self._is_alone = dist.get_world_size(group) == 1
@@ -139,13 +152,20 @@ class ReplicatedRows(nn.Module):
         return ReplicatedBags(found.ids, Bags(found.inverse, offsets, scales, self._num_features))
 
     def forward(self, batch: ReplicatedBags) -> Tensor:
-        """Pool the rows of a batch by bag: [B, F * D]. The backward is collective."""
+        """Pool the rows of a batch by bag: [B, F * D]. The backward is collective.
+
+        Raises:
+            CacheError: an earlier backward did not end on this rank.
+        """
+        self.guard.check()
         slots, bags = batch
         if self._is_alone:
             return self.slots(slots, bags.offsets, per_sample_weights=bags.scales)
         if not torch.is_grad_enabled():
             self.slots.count_reading()
-        return bags.pool(look_up(self.slots, slots, self._group)).to(self.slots.output_dtype)
+        rows = self.slots.payload[0].detach().index_select(0, slots).float()
+        rows = trained_alike(rows, slots, self._group, self.guard, self.slots.train_rows)
+        return bags.pool(rows).to(self.slots.output_dtype)
 
 
 class CopiesOptimizer(FusedOptimizer):

@@ -172,6 +172,7 @@ class ReplicatedTables(nn.Module):
             precision,
             config.fused_params or {},
             group,
+            f"replicated tables {', '.join(table.name for table in tables)}",
         )
 
     def forward(self, indices: Tensor, offsets: Tensor, lengths: list[int], weights: Tensor | None) -> Tensor:
@@ -199,7 +200,12 @@ class ReplicatedTables(nn.Module):
         )
 
     def flush(self) -> None:
-        """Do nothing: the rows are where they are read."""
+        """Check that the rows are equal on all ranks. They are where they are read.
+
+        Raises:
+            CacheError: a backward did not end on this rank.
+        """
+        self.rows.guard.check()
 
     def reset_cache_states(self) -> None:
         """Do nothing: there is no cache."""

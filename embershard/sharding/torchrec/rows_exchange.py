@@ -131,7 +131,7 @@ class _PooledRows(Awaitable[Tensor]):
         pooled = self._bags.pool(self._rows.wait().view(-1, self._dim))
         if self._order is None:
             return pooled
-        parts = pooled.view(pooled.shape[0], -1, self._dim)
+        parts = pooled.unflatten(1, (len(self._order), self._dim))
         return parts.index_select(1, self._order).flatten(1)
 
 

@@ -145,7 +145,7 @@ class CacheSpec:
         weights = sum(table.local_rows * table.local_cols for table in tables)
         kind = map_kind(self.config.slot_map, rows, self.device_type)
         memory = cache_memory(rows, row_bytes, self.policy, kind)
-        slots = memory.slots_in(self.config.device_bytes * weights // self.rank_weights)
+        slots = memory.share_of(self.config.device_bytes, weights, self.rank_weights)
         if slots < 1:
             least = memory.device_bytes(1) * self.rank_weights // weights + 1
             names = [table.name for table in tables][:5]

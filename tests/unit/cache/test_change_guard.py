@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from embershard.cache.change_guard import ChangeGuard
+from embershard.cache.change_guard import ChangeGuard, CopiesGuard
 from embershard.cache.tickets import Ticket
 from embershard.cache.update_gate import UpdateGate
 from embershard.errors import CacheError
@@ -55,6 +55,22 @@ def test_what_is_put_right_again_leaves_no_mark() -> None:
     with pytest.raises(OSError, match="disk"):
         bring_in()
     guard.check()
+
+
+def test_who_reads_copies_waits_for_their_update() -> None:
+    guard, order = CopiesGuard("rank 0, hot rows of tables a"), []
+
+    def read() -> None:
+        guard.check()
+        order.append("read")
+
+    reader = threading.Thread(target=read)
+    with guard.change("training a batch"):
+        reader.start()
+        reader.join(0.05)
+        order.append("trained")
+    reader.join(10)
+    assert order == ["trained", "read"]
 
 
 def ticket() -> Ticket:

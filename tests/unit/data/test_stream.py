@@ -230,7 +230,7 @@ def test_threads_end_with_the_stream(kit, ending):
         del stream
         gc.collect()
     for thread in started:
-        thread.join(timeout=5)
+        thread.join(timeout=60)
         assert not thread.is_alive()
 
 
@@ -243,7 +243,7 @@ def test_interpreter_ends_in_the_middle_of_a_stream():
         " config=c)\n"
         "print(next(s).num_samples)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
     assert done.stdout.strip() == "512"
     assert done.returncode == 0
     assert "Traceback" not in done.stderr

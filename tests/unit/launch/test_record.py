@@ -12,6 +12,7 @@ from array import array
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -118,6 +119,20 @@ def test_a_resumed_run_writes_on_from_its_checkpoint(tmp_path: Path):
     assert kinds == [("train", 5), ("checkpoint", 5), ("train", 10), ("failed_checkpoint", 10)]
 
 
+def test_a_run_that_is_killed_while_it_writes_leaves_no_half_of_a_file(tmp_path: Path, monkeypatch):
+    """A sweep takes a run with a result for finished, and a resume reads the settings."""
+    record = RunRecord(tmp_path, RunConfig(), None)
+    settings = (tmp_path / "config.toml").read_text()
+    monkeypatch.setattr("os.replace", mock.Mock(side_effect=SystemExit))  # after the contents, before the name
+    with pytest.raises(SystemExit):
+        record.finish({"steps": 60})
+    assert not (tmp_path / "result.json").exists()
+    with pytest.raises(SystemExit):
+        RunRecord(tmp_path, RunConfig(train=TrainConfig(max_steps=7)), 5)
+    assert (tmp_path / "config.toml").read_text() == settings
+    record.close()
+
+
 def test_a_resumed_run_has_no_result_until_it_ends(tmp_path: Path):
     record = RunRecord(tmp_path, RunConfig(), None)
     record.finish({"steps": 60})
@@ -172,16 +187,18 @@ def test_plain_lines_when_not_a_terminal():
     screen = io.StringIO()
     display = ProgressDisplay(Console(file=screen, force_terminal=False), 20, 0)
     saved = SaveReport(10, Path("r/step_10"), 12.34, 0.2)
-    saves = (saved, dataclasses.replace(saved, stall_seconds=12.34), FailedSaveReport(20, "no space."))
+    failed = FailedSaveReport(20, "no space.")
+    saves = (saved, dataclasses.replace(saved, stall_seconds=12.34), failed, dataclasses.replace(failed, run_ends=True))
     for report in (train_report(10), eval_report(10), *saves):
         display.show(report)
     display.close()
-    first, second, third, fourth, fifth = screen.getvalue().splitlines()
+    first, second, third, fourth, fifth, sixth = screen.getvalue().splitlines()
     assert first.startswith("step 10/20  1,234 samples/s  loss 0.5000  AUC n/a  hit rate 75.0%  sent 2.86 MiB/step  ")
     assert second.startswith("step 10: held-out AUC 0.7000  NE 0.9000")
     assert third == "step 10: saved r/step_10 (12.3 s; training waited 0.2 s)"
     assert fourth == "step 10: saved r/step_10 (12.3 s)"
     assert fifth == "no space. Training goes on (checkpoint.on_failed_save)."
+    assert sixth == "no space."
 
 
 @pytest.mark.parametrize("quality", [Quality(10, *[None] * 5), RegressionQuality(10, *[None] * 3)])

@@ -123,6 +123,16 @@ def test_a_run_that_has_not_ended_has_its_curves(planned: Path):
     assert caches.caches(found).parts == ()
 
 
+def test_values_of_any_type_have_an_order(tmp_path: Path):
+    """Runs of a list `[[runs]]` vary different settings."""
+    states = sorted((write_sweep(tmp_path) / "states").iterdir())[::2]
+    for state, value in zip(states, (True, "none", [8, 1], 2, 0.5, "all"), strict=True):
+        varied = {"ranks": 1, "varied": value}
+        state.write_text(json.dumps({**json.loads(state.read_text()), "digest": str(value), "varied": varied}))
+    found = [each.varied["varied"] for each in sweep.read_sweep(tmp_path) if "varied" in each.varied]
+    assert found == [0.5, True, 2, [8, 1], "all", "none"]
+
+
 def test_a_sweep_has_means_and_their_spread(tmp_path: Path):
     configurations = sweep.read_sweep(write_sweep(tmp_path / "s"))
     section = sweep.sweep_section(tmp_path / "s", configurations)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import pty
 import sys
 from typing import TextIO
 
@@ -32,6 +34,27 @@ def test_the_launcher_keeps_its_exit_code_when_nobody_reads_its_messages(unread,
     launcher._tell("stopped before the first step. Nothing was trained.")
     with pytest.raises(BrokenPipeError):
         unread.close()
+
+
+def test_a_command_goes_on_when_its_terminal_was_closed(monkeypatch):
+    """The system's error is that of a failing disk."""
+    ours, terminal = pty.openpty()
+    os.close(ours)
+    lost = os.fdopen(terminal, "w")
+    monkeypatch.setattr(sys, "stdout", lost)
+    console = plain_console()
+    say(console, "one", "two")
+    assert console.quiet
+    lost.close()
+
+
+def test_an_error_of_a_disk_is_none_of_a_terminal(tmp_path):
+    class Failing(io.TextIOWrapper):
+        def write(self, text: str) -> int:
+            raise OSError(5, "Input/output error")
+
+    with Failing((tmp_path / "log").open("wb")) as file, pytest.raises(OSError, match="error: 'standard output'"):
+        say(plain_console(file=file), "one")
 
 
 def test_output_on_a_full_disk_is_named():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -14,9 +17,9 @@ from pyarrow import csv
 
 from embershard.errors import ConfigError, SetupError
 from embershard.launch.examples import examples
-from embershard.launch.sweep import command, run
+from embershard.launch.sweep import command, on_ray, run
 from embershard.launch.sweep.experiments import Experiment, Sweep
-from embershard.launch.sweep.outcomes import find_outcome, read_outcomes, run_folder
+from embershard.launch.sweep.outcomes import Outcome, find_outcome, make_outcome, read_outcomes, run_folder
 from embershard.launch.sweep.results import write_results
 from embershard.launch.sweep.run import run_experiment
 
@@ -24,15 +27,25 @@ CONFIG = "[data.synthetic]\nscale = 0.001\n"
 GRID = (
     'config = "run.toml"\nrepeats = 2\n[set]\ntrain.max_steps = 4\n[grid]\nranks = [1, 2]\ncache.ratio = [0.1, 0.2]\n'
 )
+RESULT = json.dumps(
+    {
+        "steps": 4,
+        "samples_per_second": 9.0,
+        "step_ms": {"p50": 2.0},
+        "loss": 0.5,
+        "cache": {"fills": 7, "ratio": None, "device_bytes": 19_999_000, "tables": {"t": 1}, "ranks": [1]},
+        "versions": {},
+    }
+)
 # The program in place of `embershard train`: what a run leaves in its folder.
-TRAINS = """
-import json, os, sys
+LEAVES = """
+import os, sys
 folder = sys.argv[-1]
 os.makedirs(folder)
 open(folder + "/config.toml", "w").close()
-result = {"loss": 0.5, "cache": {"fills": 7, "tables": {"t": 1}, "ranks": [1]}, "step_ms": {"p50": 2.0}, "versions": {}}
-json.dump(result, open(folder + "/result.json", "w"))
+open(folder + "/result.json", "w").write({!r})
 """
+TRAINS, TEARS = LEAVES.format(RESULT), LEAVES.format(RESULT[:-20])
 FAILS = "import sys; print('noise'); sys.exit('[rank0]: ConfigError: cache.ratio: got 7, needed less.')"
 WAITS = "import os, sys, time; os.makedirs(sys.argv[-1]); time.sleep(60)"
 
@@ -176,7 +189,7 @@ def test_a_run_that_takes_too_long_is_ended(sweep_file: Path, monkeypatch: pytes
     started = time.monotonic()
     outcome = run_experiment(one(sweep_file), tmp_path / "out", 0.5)
     assert (outcome.status, outcome.reason) == ("timed out", "took longer than 0.5 s")
-    assert time.monotonic() - started < 50
+    assert time.monotonic() - started < 60, "it sleeps for 60 s"
 
 
 def test_what_an_earlier_attempt_left_is_set_aside(
@@ -206,6 +219,47 @@ def test_a_run_whose_end_was_not_noted_is_not_started_again(
     assert read_outcomes(folder) == [found]
 
 
+def test_a_run_with_a_result_is_finished_whatever_became_of_its_last_checkpoint(
+    sweep_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With `checkpoint.on_failed_save = "continue"` such a run writes its result and ends with 1. All engines, and a
+    sweep that finds the run later, say the same."""
+    train_by(monkeypatch, f"{TRAINS}sys.exit('FailedSaveError: step 4 could not be saved')")
+    folder, experiment = tmp_path / "out", one(sweep_file)
+    outcome = run_experiment(experiment, folder, None)
+    assert (outcome.status, outcome.reason) == ("finished", "")
+    next((folder / "states").iterdir()).unlink()
+    found = find_outcome(experiment, folder)
+    assert found is not None
+    assert (found.status, found.reason) == ("finished", "")
+
+
+def leave(experiment: Experiment, folder: Path, result: str) -> None:
+    """A run's files, without what the sweep notes of it."""
+    run = run_folder(folder, experiment.name)
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "config.toml").touch()
+    (run / "result.json").write_text(result, encoding="latin-1")
+
+
+@pytest.mark.parametrize("text", ["", RESULT[:-20], "{}", "[1]", "\xff"])
+def test_a_torn_result_is_none(sweep_file: Path, tmp_path: Path, text: str) -> None:
+    folder, experiment = tmp_path / "out", one(sweep_file)
+    leave(experiment, folder, text)
+    assert find_outcome(experiment, folder) is None
+    leave(experiment, folder, RESULT)
+    assert find_outcome(experiment, folder) is not None
+
+
+def test_a_run_that_ends_without_a_whole_result_is_started_again(
+    sweep_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    train_by(monkeypatch, TEARS)
+    folder, experiment = tmp_path / "out", one(sweep_file)
+    assert run_experiment(experiment, folder, None).status == "interrupted"
+    assert find_outcome(experiment, folder) is None
+
+
 def test_the_results_are_one_table(sweep_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     first, second, *_ = Sweep.read(sweep_file).experiments
@@ -217,10 +271,36 @@ def test_the_results_are_one_table(sweep_file: Path, monkeypatch: pytest.MonkeyP
     rows = pq.read_table(folder / "results.parquet").to_pylist()
     assert [row["status"] for row in rows] == ["finished", "failed"]
     assert [row["cache.ratio"] for row in rows] == [0.1, 0.2]
-    assert (rows[0]["loss"], rows[0]["cache.fills"], rows[0]["step_ms.p50"]) == (0.5, 7, 2.0)
-    assert rows[1]["loss"] is None
+    assert [rows[0][f"result.{name}"] for name in ("loss", "cache.fills", "step_ms.p50")] == [0.5, 7, 2.0]
+    assert rows[1]["result.loss"] is None
     assert not any("tables" in name or "versions" in name for name in rows[0])
     assert csv.read_csv(folder / "results.csv").column_names == list(rows[0])
+
+
+@pytest.mark.parametrize(
+    ("setting", "values", "columns"),
+    [
+        ("cache.device_bytes", "[10_000_000, 20_000_000]", [10_000_000, 20_000_000]),
+        ("cache.ratio", "[0.1, 0.2]", [0.1, 0.2]),
+        ("model.dense_arch_layer_sizes", "[[32, 16], [64, 16]]", ["[32, 16]", "[64, 16]"]),
+        ("tracking.trackers", '[[], ["tensorboard"]]', ["[]", '["tensorboard"]']),
+    ],
+)
+def test_what_a_sweep_varies_is_in_its_tables(
+    sweep_file: Path, tmp_path: Path, setting: str, values: str, columns: list[object]
+) -> None:
+    """Beside the measurements of the same name."""
+    folder = tmp_path / "out"
+    for experiment in of_file(sweep_file, f'config = "run.toml"\ngrid.{setting} = {values}'):
+        leave(experiment, folder, RESULT)
+        assert find_outcome(experiment, folder) is not None
+    write_results(folder)
+    table = pq.read_table(folder / "results.parquet")
+    assert table[setting].to_pylist() == columns
+    assert set(table["result.cache.device_bytes"].to_pylist()) == {19_999_000}
+    assert csv.read_csv(folder / "results.csv")[setting].to_pylist() == columns
+    means = table.group_by([setting]).aggregate([("result.loss", "mean")])
+    assert means.num_rows == 2
 
 
 def run_all(sweep_file: Path, folder: Path, *options: str) -> int:
@@ -251,6 +331,20 @@ def test_the_same_command_goes_on(
     assert {row["status"] for row in pq.read_table(folder / "results.parquet").to_pylist()} == {"finished"}
 
 
+def test_a_table_that_cannot_be_written_ends_no_run(
+    sweep_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The runs go on, and the command says so at the end."""
+    monkeypatch.setattr("embershard.launch.run_dir.lock_run_dir", lambda folder, option: folder.mkdir(exist_ok=True))
+    train_by(monkeypatch, TRAINS)
+    sweep_file.write_text('config = "run.toml"\ngrid.ranks = [1, 2]')
+    (tmp_path / "out" / "results.csv.partial").mkdir(parents=True)
+    with pytest.raises(OSError, match=r"results\.csv"):
+        run_all(sweep_file, tmp_path / "out")
+    assert len(read_outcomes(tmp_path / "out")) == 2
+    assert capsys.readouterr().out.count("Warning: the results so far could not be written (IsADirectoryError") == 2
+
+
 def test_a_dry_run_prints_the_commands(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main([str(sweep_file), "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -264,6 +358,59 @@ def test_ray_is_asked_for_where_it_is_missing(
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(SetupError, match="pip install"):
         run_all(sweep_file, tmp_path / "out", "--on", "ray")
+
+
+class TaskError(Exception):
+    """As Ray raises what a task raised."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__("traceback of a worker")
+        self.cause = cause
+
+
+class MadeUpRay:
+    """Stands in for Ray: the tasks that `fails` names raise an error, the others finish."""
+
+    exceptions = SimpleNamespace(RayTaskError=TaskError, RayError=RuntimeError)
+
+    def __init__(self, fails: str) -> None:
+        self._fails = fails
+        self._tasks: dict[str, Experiment] = {}
+
+    def init(self, **_: Any) -> None: ...
+    def shutdown(self) -> None: ...
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": 2.0}
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"Alive": True, "Resources": {"CPU": 2.0}}]
+
+    def remote(self, **_: Any) -> Any:
+        return lambda function: SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self._start))
+
+    def _start(self, experiment: Experiment, *_: Any) -> str:
+        self._tasks[experiment.name] = experiment
+        return experiment.name
+
+    def wait(self, tasks: list[str]) -> tuple[list[str], list[str]]:
+        return tasks[:1], tasks[1:]
+
+    def get(self, task: str) -> Outcome:
+        if task == self._fails:
+            raise TaskError(OSError("[Errno 116] Stale file handle"))
+        return make_outcome(self._tasks[task], "finished", "", started_at=0.0, seconds=1.0, attempt=1)
+
+
+def test_an_error_on_a_machine_of_ray_ends_no_other_run(
+    sweep_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """All tasks end with the command, so the command must not."""
+    first, second, *_ = (sweep := Sweep.read(sweep_file)).experiments
+    monkeypatch.setitem(sys.modules, "ray", MadeUpRay(fails=first.name))
+    found: list[Outcome] = []
+    on_ray.run_on_ray(sweep, [first, second], tmp_path, lambda experiment: None, found.append)
+    assert [each.status for each in found] == ["interrupted", "finished"]
+    assert found[0].reason == "OSError: [Errno 116] Stale file handle"
 
 
 def test_the_example_is_sound(project_dir: Path) -> None:

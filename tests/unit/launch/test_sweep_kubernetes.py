@@ -6,6 +6,7 @@ No test runs on a real cluster.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +16,10 @@ from typing import Any
 import pytest
 
 from embershard.errors import ConfigError, SetupError
-from embershard.launch.sweep import command, on_kubernetes
+from embershard.launch.sweep import cluster_jobs, command, on_kubernetes
 from embershard.launch.sweep.cluster_settings import job_name
 from embershard.launch.sweep.experiments import Experiment, Sweep
-from embershard.launch.sweep.outcomes import find_outcome, read_outcomes, run_folder
+from embershard.launch.sweep.outcomes import Outcome, find_outcome, read_outcomes, run_folder
 from embershard.launch.sweep.train_job import manifests, train_job
 
 FILE = """
@@ -120,26 +121,39 @@ class ApiError(Exception):
         self.status, self.reason, self.body = status, "Refused", ""
 
 
-class Cluster:
-    """Stands in for a cluster: `ends` says what becomes of a job, when its status is asked for."""
+class NoAnswerError(Exception):
+    """As urllib3 raises where there is no connection."""
 
-    def __init__(self, ends: Callable[[str], dict[str, Any]]) -> None:
+
+class Cluster:
+    """Stands in for a cluster: `ends` says what becomes of a job, when its status is asked for; `fails` raises what a
+    cluster in trouble answers, for a verb and a job."""
+
+    def __init__(
+        self, ends: Callable[[str], dict[str, Any]], fails: Callable[[str, str], None] = lambda verb, name: None
+    ) -> None:
         self.jobs: dict[str, dict[str, Any]] = {}
         self.created: list[str] = []
         self.deleted: list[str] = []
-        self._ends = ends
+        self.logins = 0
+        self._ends, self._fails = ends, fails
 
     def create_namespaced_custom_object(self, body: dict[str, Any], **place: str) -> None:
         assert place["plural"] == "trainjobs"
+        self._fails("create", body["metadata"]["name"])
+        if body["metadata"]["name"] in self.jobs:
+            raise ApiError(409)
         self.jobs[body["metadata"]["name"]] = body
         self.created.append(body["metadata"]["name"])
 
     def get_namespaced_custom_object(self, name: str, **_: str) -> dict[str, Any]:
+        self._fails("get", name)
         if name not in self.jobs:
             raise ApiError(404)
         return {"status": {"conditions": [self._ends(name)]}}
 
     def delete_namespaced_custom_object(self, name: str, **_: str) -> None:
+        self._fails("delete", name)
         if self.jobs.pop(name, None) is None:
             raise ApiError(404)
         self.deleted.append(name)
@@ -148,10 +162,15 @@ class Cluster:
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Cluster], Cluster]:
     def use_cluster(cluster: Cluster) -> Cluster:
+        def log_in() -> None:
+            cluster.logins += 1
+
         client = SimpleNamespace(CustomObjectsApi=lambda: cluster, ApiException=ApiError)
-        config = SimpleNamespace(load_config=lambda: None, ConfigException=KeyError)
+        config = SimpleNamespace(load_config=log_in, ConfigException=KeyError)
         monkeypatch.setitem(sys.modules, "kubernetes", SimpleNamespace(client=client, config=config))
+        monkeypatch.setitem(sys.modules, "urllib3.exceptions", SimpleNamespace(HTTPError=NoAnswerError))
         monkeypatch.setattr(on_kubernetes, "_POLL_SECONDS", 0.0)
+        monkeypatch.setattr(cluster_jobs, "_PAUSE_SECONDS", 0.0)
         return cluster
 
     return use_cluster
@@ -165,8 +184,21 @@ def finish(experiment: Experiment, folder: Path) -> None:
     """What the first pod leaves."""
     run = run_folder(folder, experiment.name)
     run.mkdir(parents=True, exist_ok=True)
-    for name in ("config.toml", "result.json"):
-        (run / name).write_text("{}")
+    (run / "config.toml").touch()
+    result = {"steps": 4, "samples_per_second": 1e3, "step_ms": {"p50": 1.0}, "loss": 0.5, "cache": None}
+    (run / "result.json").write_text(json.dumps(result))
+
+
+def run_all(sweep: Sweep, folder: Path, end: Callable[[Outcome], None] = lambda outcome: None) -> dict[str, Outcome]:
+    """Return the outcomes by name."""
+    found: dict[str, Outcome] = {}
+
+    def note(outcome: Outcome) -> None:
+        found[outcome.name] = outcome
+        end(outcome)
+
+    on_kubernetes.run_on_kubernetes(sweep, sweep.experiments, folder, lambda experiment: None, note)
+    return found
 
 
 def test_jobs_become_outcomes(file: Path, use: Callable[[Cluster], Cluster]) -> None:
@@ -180,7 +212,7 @@ def test_jobs_become_outcomes(file: Path, use: Callable[[Cluster], Cluster]) -> 
         return condition("Complete")
 
     cluster = use(Cluster(ends))
-    found = {each.name: each for each in on_kubernetes.run_on_kubernetes(sweep, sweep.experiments, folder, print)}
+    found = run_all(sweep, folder)
     assert (found[good.name].status, found[bad.name].status) == ("finished", "timed out")
     assert "DeadlineExceeded: it was active longer" in found[bad.name].reason
     assert {each.name for each in read_outcomes(folder)} == {good.name, bad.name}
@@ -206,19 +238,146 @@ def test_a_job_that_still_runs_is_waited_for_and_one_that_ended_is_replaced(
 
     cluster = use(Cluster(ends))
     cluster.jobs = {job_name(each.name, folder): train_job(each, sweep, folder) for each in sweep.experiments}
-    found = list(on_kubernetes.run_on_kubernetes(sweep, sweep.experiments, folder, lambda experiment: None))
-    assert {each.status for each in found} == {"finished"}
+    found = run_all(sweep, folder)
+    assert {each.status for each in found.values()} == {"finished"}
     assert cluster.created == [job_name(ended.name, folder)]  # the other one was there
+
+
+def stop(_: Outcome) -> None:
+    raise KeyboardInterrupt
+
+
+def made_of(sweep: Sweep, folder: Path) -> list[str]:
+    return [job_name(each.name, folder) for each in sweep.experiments]
 
 
 def test_jobs_end_with_a_sweep_that_is_stopped(file: Path, use: Callable[[Cluster], Cluster]) -> None:
     sweep, folder = Sweep.read(file), Path("out").absolute()
-    cluster = use(Cluster(lambda name: condition("Failed", "Oops") if len(cluster.jobs) == 2 else condition("Created")))
-    outcomes = on_kubernetes.run_on_kubernetes(sweep, sweep.experiments, folder, lambda experiment: None)
-    assert next(outcomes).reason.startswith("Oops")
-    outcomes.close()  # as Ctrl-C does
-    assert len(cluster.deleted) == 2
+    first, second = made_of(sweep, folder)
+    cluster = use(Cluster(lambda name: condition("Failed" if name == first else "Created", "Oops")))
+    with pytest.raises(KeyboardInterrupt):
+        run_all(sweep, folder, stop)
+    assert cluster.deleted == [second]
+    assert find_outcome(sweep.experiments[0], folder) is not None
     assert find_outcome(sweep.experiments[1], folder) is None
+
+
+@pytest.mark.parametrize("error", [ApiError(503), ApiError(429), ApiError(401), ApiError(0), NoAnswerError("refused")])
+@pytest.mark.parametrize("verb", ["get", "create"])
+def test_a_cluster_that_does_not_answer_for_a_while_costs_no_job(
+    file: Path, use: Callable[[Cluster], Cluster], capsys: pytest.CaptureFixture[str], error: Exception, verb: str
+) -> None:
+    sweep, folder = Sweep.read(file), Path("out").absolute()
+    left = [error] * 3
+
+    def fails(asked: str, name: str) -> None:
+        if asked == verb and cluster.created and left:
+            raise left.pop()
+
+    def ends(name: str) -> dict[str, Any]:
+        finish(next(each for each in sweep.experiments if job_name(each.name, folder) == name), folder)
+        return condition("Complete")
+
+    cluster = use(Cluster(ends, fails))
+    found = run_all(sweep, folder)
+    assert not left
+    assert {each.status for each in found.values()} == {"finished"}
+    assert (cluster.created, cluster.deleted) == (made_of(sweep, folder), [])
+    assert (cluster.logins > 1) == (getattr(error, "status", 0) == 401)  # a new login where the old one has expired
+    said = capsys.readouterr().err
+    assert said.count("Kubernetes does not answer") == 1
+    assert "the jobs go on" in said
+
+
+def test_a_job_whose_creation_was_heard_without_an_answer_is_made_once(
+    file: Path, use: Callable[[Cluster], Cluster]
+) -> None:
+    sweep, folder = Sweep.read(file), Path("out").absolute()
+    first, second = made_of(sweep, folder)
+
+    def fails(verb: str, name: str) -> None:
+        if (verb, name) == ("create", second) and second not in cluster.jobs:
+            cluster.jobs[second] = {}
+            raise NoAnswerError("timed out")
+
+    cluster = use(Cluster(lambda name: condition("Failed"), fails))
+    run_all(sweep, folder)
+    assert (cluster.created, cluster.deleted) == ([first], [])
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"), [(ApiError(503), "has not answered for 0 s (503 Refused)"), (ApiError(403), "refused to get")]
+)
+def test_jobs_go_on_where_the_command_gives_up(
+    file: Path,
+    use: Callable[[Cluster], Cluster],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    raised: str,
+) -> None:
+    sweep, folder = Sweep.read(file), Path("out").absolute()
+    monkeypatch.setattr(on_kubernetes, "_PATIENCE_SECONDS", 0.0)
+
+    def fails(verb: str, name: str) -> None:
+        if len(cluster.created) == 2:
+            raise error
+
+    cluster = use(Cluster(lambda name: condition("Created"), fails))
+    with pytest.raises((SetupError, ConfigError), match=re.escape(raised)):
+        run_all(sweep, folder)
+    assert sorted(cluster.jobs) == sorted(made_of(sweep, folder))
+    assert "Start the same command again: it waits for them" in capsys.readouterr().err
+
+
+def test_jobs_go_on_where_an_outcome_cannot_be_shown(file: Path, use: Callable[[Cluster], Cluster]) -> None:
+    sweep, folder = Sweep.read(file), Path("out").absolute()
+    first, second = made_of(sweep, folder)
+    cluster = use(Cluster(lambda name: condition("Failed" if name == first else "Created")))
+
+    def end(_: Outcome) -> None:
+        raise OSError("No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        run_all(sweep, folder, end)
+    assert second in cluster.jobs
+
+
+def test_a_job_that_cannot_be_deleted_does_not_keep_the_others(
+    file: Path, use: Callable[[Cluster], Cluster], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(file.read_text().replace("[1, 4]", "[1, 2, 4]"))
+    sweep, folder = Sweep.read(file), Path("out").absolute()
+    first, second, third = made_of(sweep, folder)
+    tries: dict[str, int] = {}
+
+    def fails(verb: str, name: str) -> None:
+        if verb == "delete" and cluster.created:
+            tries[name] = tries.get(name, 0) + 1
+            if name == first or (name == second and tries[name] == 1):
+                raise ApiError(503)
+
+    def ends(name: str) -> dict[str, Any]:
+        if name == third:
+            raise KeyboardInterrupt
+        return condition("Created")
+
+    cluster = use(Cluster(ends, fails))
+    with pytest.raises(KeyboardInterrupt):
+        run_all(sweep, folder)
+    assert sorted(cluster.deleted) == sorted([second, third])
+    said = capsys.readouterr().err
+    assert "1 jobs could not be cancelled" in said
+    assert f"kubectl delete --namespace default trainjobs.trainer.kubeflow.org {first}\n" in said
+
+
+def test_a_cluster_that_never_answered_is_not_waited_for(file: Path, use: Callable[[Cluster], Cluster]) -> None:
+    def fails(verb: str, name: str) -> None:
+        raise NoAnswerError("connection refused")
+
+    use(Cluster(lambda name: condition("Created"), fails))
+    with pytest.raises(SetupError, match=r"has not answered for 0 s \(connection refused\). Check `kubectl"):
+        run_all(Sweep.read(file), Path("out").absolute())
 
 
 def test_the_client_is_asked_for_where_it_is_missing(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from embershard.errors import ConfigError, SetupError
-from embershard.launch.sweep import command, on_slurm
+from embershard.launch.sweep import cluster_jobs, command, on_slurm
 from embershard.launch.sweep.experiments import Experiment, Sweep
 from embershard.launch.sweep.outcomes import Outcome, keep_outcome, make_outcome
 
@@ -36,12 +36,13 @@ def sweep(tmp_path: Path) -> Sweep:
 
 
 class Slurm:
-    """Stands in for submitit and Slurm: a job leaves the queue when the queue is looked at, `work` having been done."""
+    """Stands in for submitit and Slurm: a job leaves the queue when the queue is looked at, `work` having been done.
+    It takes `most` jobs, and cancels none of those that are `stuck`."""
 
-    def __init__(self, work: Callable[..., Outcome | None]) -> None:
+    def __init__(self, work: Callable[..., Outcome | None], most: int = 9, stuck: Set[str] = frozenset()) -> None:
         self.asked: list[dict[str, Any]] = []
         self.cancelled: list[str] = []
-        self._work = work
+        self._work, self._most, self._stuck = work, most, stuck
         self._waiting: list[tuple[Any, ...]] = []
 
     def update_parameters(self, **parameters: Any) -> None:
@@ -50,10 +51,17 @@ class Slurm:
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Any:
         assert function is on_slurm.run_once
         number = str(len(self.asked))
+        if len(self.asked) > self._most:
+            raise RuntimeError("sbatch: QOSMaxSubmitJobPerUserLimit")
         self._waiting.append(arguments)
         return SimpleNamespace(
-            job_id=number, cancel=lambda: self.cancelled.append(number), stderr=lambda: "noise\nslurmstepd: killed\n"
+            job_id=number, cancel=lambda: self._cancel(number), stderr=lambda: "noise\nslurmstepd: killed\n"
         )
+
+    def _cancel(self, number: str) -> None:
+        if number in self._stuck:
+            raise RuntimeError("scancel: Socket timed out")
+        self.cancelled.append(number)
 
     def queued(self, jobs: Set[str]) -> Set[str]:
         for arguments in self._waiting:
@@ -81,12 +89,20 @@ def finished(experiment: Experiment, folder: Path, *_: Any) -> Outcome:
     return outcome
 
 
-def ignore(_: Experiment) -> None: ...
+def run_all(sweep: Sweep, folder: Path, end: Callable[[Outcome], None] = lambda outcome: None) -> list[Outcome]:
+    found: list[Outcome] = []
+
+    def note(outcome: Outcome) -> None:
+        found.append(outcome)
+        end(outcome)
+
+    on_slurm.run_on_slurm(sweep, sweep.experiments, folder, lambda experiment: None, note)
+    return found
 
 
 def test_a_run_is_a_job(sweep: Sweep, use: Callable[[Slurm], Slurm], tmp_path: Path) -> None:
     slurm = use(Slurm(finished))
-    found = list(on_slurm.run_on_slurm(sweep, sweep.experiments, tmp_path / "out", ignore))
+    found = run_all(sweep, tmp_path / "out")
     assert [each.status for each in found] == ["finished"] * 2
     first, second = slurm.asked
     assert (first["cpus_per_task"], second["cpus_per_task"]) == (3, 12)
@@ -102,7 +118,7 @@ def test_a_run_is_a_job(sweep: Sweep, use: Callable[[Slurm], Slurm], tmp_path: P
 
 def test_a_job_without_a_result_has_not_ended(sweep: Sweep, use: Callable[[Slurm], Slurm], tmp_path: Path) -> None:
     use(Slurm(lambda *arguments: None))
-    first, _ = on_slurm.run_on_slurm(sweep, sweep.experiments, tmp_path / "out", ignore)
+    first, _ = run_all(sweep, tmp_path / "out")
     assert (first.status, first.reason) == (
         "interrupted",
         "Slurm's job 1 ended without a result: slurmstepd: killed",
@@ -117,12 +133,47 @@ def test_a_queue_that_does_not_answer_says_nothing(monkeypatch: pytest.MonkeyPat
         monkeypatch.undo()
 
 
+def stop(_: Outcome) -> None:
+    raise KeyboardInterrupt
+
+
 def test_jobs_end_with_a_sweep_that_is_stopped(sweep: Sweep, use: Callable[[Slurm], Slurm], tmp_path: Path) -> None:
     slurm = use(Slurm(finished))
-    outcomes = on_slurm.run_on_slurm(sweep, sweep.experiments, tmp_path / "out", ignore)
-    next(outcomes)
-    outcomes.close()  # as Ctrl-C does
-    assert "2" in slurm.cancelled
+    with pytest.raises(KeyboardInterrupt):
+        run_all(sweep, tmp_path / "out", stop)
+    assert slurm.cancelled == ["2"]
+
+
+def test_a_job_that_cannot_be_cancelled_does_not_keep_the_others(
+    sweep: Sweep,
+    use: Callable[[Slurm], Slurm],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(cluster_jobs, "_PAUSE_SECONDS", 0.0)
+    slurm = use(Slurm(finished, stuck={"1"}))
+
+    def queued(jobs: Set[str]) -> Set[str]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(on_slurm, "_queued_ids", queued)
+    with pytest.raises(KeyboardInterrupt):
+        run_all(sweep, tmp_path / "out")
+    assert slurm.cancelled == ["2"]
+    assert "1 jobs could not be cancelled (scancel: Socket timed out). To end them: scancel 1\n" in (
+        capsys.readouterr().err
+    )
+
+
+def test_jobs_go_on_after_an_error(
+    sweep: Sweep, use: Callable[[Slurm], Slurm], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm = use(Slurm(finished, most=1))
+    with pytest.raises(ConfigError, match="Slurm refused a job: sbatch: QOSMaxSubmitJobPerUserLimit"):
+        run_all(sweep, tmp_path / "out")
+    assert slurm.cancelled == []
+    assert "the jobs that were handed over go on. Start the same command again" in capsys.readouterr().err
 
 
 def test_what_is_missing_is_asked_for(

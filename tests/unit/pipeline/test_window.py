@@ -1,4 +1,4 @@
-"""The memory that batches ahead are taken to need."""
+"""The batches ahead: each is there once, and counted with the memory that it is taken to need."""
 
 from __future__ import annotations
 
@@ -31,3 +31,19 @@ def test_batches_of_changing_sizes_are_weighed_as_they_are(every: int) -> None:
     while len(window):
         window.take_first()
     assert window.known_bytes == 0
+
+
+@pytest.mark.parametrize("was_taken", [False, True])
+def test_a_batch_that_did_not_begin_is_the_next_one_again_and_there_once(was_taken: bool) -> None:
+    """Its step was interrupted before it left the window, or after."""
+    window, staged = Window(), [cast(Any, Sized(size)) for size in (10, 20)]
+    for each in staged:
+        window.add(each)
+        window.arrive()
+    window.know()
+    known_bytes = window.known_bytes
+    if was_taken:
+        window.take_first()
+    window.put_back(staged[0])
+    assert window.coming(0, 3) == staged
+    assert window.known_bytes == known_bytes

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from embershard.cache.config import MOST_POOL_ROWS
 from embershard.errors import ConfigError, ShardingError
 from embershard.frequency import DataStatistics
-from embershard.planning.budget import least_need
+from embershard.planning.budget import least_need, least_need_without_caches
 from embershard.planning.make_plan import best_candidate, make_plan, sized
 from embershard.planning.request import Budget, PlanRequest
 from embershard.sharding.plan import Plan, TablePlacement, pools_of
@@ -39,7 +39,14 @@ CASES: dict[str, dict[str, Any]] = {
     "row_wise only": {"types": ["row_wise"], "world_size": 8},
     "rows that one cache cannot number": {"rows": (21 * 10**8, 23 * 10**8), "data": ROWS_OF_TWO_CACHES},
     "fp16": {"dtype": "fp16", "state_bytes": 0, "state_bytes_per_column": 8},
+    "a batch of most rows": {"rows": (3000, 2000, 900, 50), "world_size": 4, "batch_size": 8192},
 }
+
+
+def least_device_bytes(request: PlanRequest) -> int:
+    """With caches, or without them."""
+    needs = [least_need(request), least_need_without_caches(request)]
+    return min(need.asked(request.budget) for need in needs if need is not None)
 
 
 def with_device(request: PlanRequest, device_bytes: int) -> PlanRequest:
@@ -61,7 +68,7 @@ def bytes_in(pattern: str, text: str) -> int:
 @pytest.mark.parametrize("name", CASES)
 def test_the_named_need_fits_and_a_byte_less_does_not(name):
     request = make_request(**CASES[name])
-    need = least_need(request).asked(request.budget)
+    need = least_device_bytes(request)
     plan = make_plan(with_device(request, need))
     assert plan.prediction is not None
     assert max(sum(rank.device_bytes.values()) for rank in plan.prediction.ranks) <= need
@@ -70,6 +77,21 @@ def test_the_named_need_fits_and_a_byte_less_does_not(name):
     assert "1 bytes are missing" in said
     assert f"Smallest change that fits: --device-memory {need}" in said
     assert bytes_in(r"--device-memory (\d+)", said) == need
+
+
+def test_a_plan_without_caches_fits_in_what_it_takes():
+    """Where a batch looks up most rows, the maps of caches alone are more than the rows that need no slot."""
+    request = make_request(Budget(device_bytes=10**9), **CASES["a batch of most rows"])
+    plan = make_plan(request)
+    assert plan.prediction is not None
+    assert {table.kernel for table in plan.tables} == {"device"}
+    taken = plan.prediction.most_device_bytes
+    assert taken < least_need(request).asked(request.budget)
+    assert make_plan(with_device(request, taken)).tables == plan.tables
+    need = least_device_bytes(request)
+    said = refusal(with_device(request, need - 1))
+    assert "(all its rows); all but these tables takes" in said
+    assert f"Smallest change that fits: --device-memory {need};" in said
 
 
 @pytest.mark.parametrize("name", ["one rank", "two ranks", "dims"])

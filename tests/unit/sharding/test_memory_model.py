@@ -84,10 +84,9 @@ def test_slots_fill_a_budget_to_the_byte():
     memory = pool_memory([shard_of(size_of(1000))], SETTINGS)
     for slots in (1, 17, 999):
         exact = memory.device_bytes(slots)
-        assert memory.num_slots(exact) == memory.num_slots(exact + memory.slot_bytes - 1) == slots
-        assert memory.num_slots(exact - 1) == slots - 1
-    assert memory.num_slots(10**12) == 1000
-    assert memory.num_slots(memory.map_bytes) < 1
+        assert memory.slots_in(exact) == memory.slots_in(exact + memory.slot_bytes - 1) == slots
+        assert memory.slots_in(exact - 1) == slots - 1
+    assert memory.slots_in(memory.map_bytes) < 1
 
 
 def test_rows_with_a_part_of_the_columns():

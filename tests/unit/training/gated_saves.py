@@ -35,7 +35,7 @@ class Late:
         def late(blocks: TensorBlocks, item: Any) -> torch.Tensor:
             if threading.current_thread().name == "embershard-save" and blocks._parts[item.index].order[0] > 0:
                 blocks.before_block()
-                assert self.go.wait(60), "training did not go on"
+                assert self.go.wait(600), "training did not go on"
             return resolve(blocks, item)
 
         def closed(rows: FrozenRows) -> None:
@@ -46,9 +46,11 @@ class Late:
             yield self
 
 
-def train(config: RunConfig, ranks: Ranks, folder: Path) -> tuple[list[Report], list[int], int | None]:
+def train(
+    config: RunConfig, ranks: Ranks, folder: Path, late: Late | None = None
+) -> tuple[list[Report], list[int], int | None]:
     """Train, with late saves: the reports, the bytes put aside, and the step in which the save was reported."""
-    trainer, late, reported = Trainer(config, ranks, folder), Late(), None
+    trainer, late, reported = Trainer(config, ranks, folder), late or Late(), None
     reports = []
     with late.applied():
         for report in trainer.train():

@@ -210,21 +210,71 @@ SMALL = ("data.synthetic.scale=0.001", "data.num_workers=0", "train.batch_size=1
 
 
 @pytest.mark.slow
-def test_a_built_model_takes_what_was_computed():
-    for settings in (
+@pytest.mark.parametrize("model", ["dlrm", "own"])
+@pytest.mark.parametrize(
+    "settings",
+    [
         ("cache.ratio=0.3",),
         ("cache.device_bytes=900000", "cache.policy=lru"),
+        ("cache.device_bytes=90000000",),
+        ("cache.device_bytes=900000", "cache.slot_map=hashed"),
         ("cache.slot_map=hashed",),
-    ):
-        config = config_of(*SMALL, *settings)
-        needs = needs_of(*SMALL, *settings, ranks=RanksHere(1, 1, "cpu"))
-        with process_group("cpu") as ranks:
-            run = Trainer(config, ranks)
-            stats = cache_stats(run.model)
-            run.close()
-        host = needs.host
-        assert sum(table.host_bytes for table in stats) == host["weights"] + host["optimizer_states"] + host["scores"]
-        assert sum(table.device_bytes for table in stats) == host["slots"] + host["maps"]
+    ],
+    ids=["ratio", "lru", "roomy", "hashed-budget", "hashed"],
+)
+def test_a_built_model_takes_what_was_computed(model: str, settings: tuple[str, ...], several_pools: tuple[str, ...]):
+    if model == "own":
+        settings = (*settings, *several_pools)
+    config = config_of(*SMALL, *settings)
+    host = needs_of(*SMALL, *settings, ranks=RanksHere(1, 1, "cpu")).host
+    with process_group("cpu") as ranks:
+        run = Trainer(config, ranks)
+        stats = cache_stats(run.model)
+        run.close()
+    assert sum(table.host_bytes for table in stats) == host["weights"] + host["optimizer_states"] + host["scores"]
+    assert sum(table.device_bytes for table in stats) == host["slots"] + host["maps"]
+
+
+def test_pools_of_a_module_share_its_budget(several_pools: tuple[str, ...]):
+    for world_size in (1, 2):  # on more ranks all rows fit
+        ranks = RanksHere(world_size, world_size, "cpu")
+        host = needs_of(*SMALL, "cache.device_bytes=600000", *several_pools, ranks=ranks).host
+        most = 2 * 600_000 * world_size  # two modules
+        assert 0.8 * most < host["slots"] + host["maps"] <= most
+
+
+@pytest.fixture(scope="module")
+def several_pools(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """The settings of a model with three pools of cached rows in two modules: one has tables of dims 16 and 32."""
+    folder = tmp_path_factory.mktemp("several_pools")
+    (folder / "several_pools.py").write_text(_SEVERAL_POOLS)
+    return ("model.build=several_pools:build", f"model.folder={folder}")
+
+
+_SEVERAL_POOLS = """
+import torch
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+
+class Model(torch.nn.Module):
+    def __init__(self, features, dims):
+        super().__init__()
+        tables = [
+            EmbeddingBagConfig(name=f"t_{f.name}", num_embeddings=f.num_rows, embedding_dim=dim, feature_names=[f.name])
+            for f, dim in zip(features, dims)
+        ]
+        half = len(tables) // 2
+        self.two_dims = EmbeddingBagCollection(tables[:half], device=torch.device("meta"))
+        self.one_dim = EmbeddingBagCollection(tables[half:], device=torch.device("meta"))
+        self.over = torch.nn.Linear(sum(dims), 1)
+
+    def forward(self, dense, sparse):
+        pooled = [self.two_dims(sparse).values(), self.one_dim(sparse).values()]
+        return self.over(torch.cat(pooled, dim=1)).squeeze(1)
+
+def build(schema, options):
+    half = len(schema.sparse) // 2
+    return Model(schema.sparse, [16] * (half - 3) + [32] * 3 + [8] * (len(schema.sparse) - half))
+"""
 
 
 def test_a_run_is_refused_before_its_model_is_built(monkeypatch):

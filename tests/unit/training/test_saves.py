@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -105,12 +104,14 @@ def test_without_copies_it_would_be_another_state(ranks, tmp_path, broken):
     if broken == "dense":
         patched = mock.patch("embershard.distributed.checkpoint.blocks.TensorBlocks._copy", return_value=True)
 
-    def late(*arguments: Any, **named: Any) -> Path:
-        time.sleep(1)  # training goes on
+    late = Late()
+
+    def save_late(*arguments: Any, **named: Any) -> Path:
+        late.go.wait(600)  # training goes on
         return save_checkpoint(*arguments, **named)
 
-    with patched, mock.patch.object(run_state, "save_checkpoint", late):
-        train(config_of(tmp_path), ranks, tmp_path / "beside")
+    with patched, mock.patch.object(run_state, "save_checkpoint", save_late):
+        train(config_of(tmp_path), ranks, tmp_path / "beside", late)
     assert different(tmp_path / "at_once" / "step_6", tmp_path / "beside" / "step_6")
 
 
@@ -127,7 +128,7 @@ def test_a_save_does_not_pause_when_training_may_soon_wait_for_it(ranks, tmp_pat
     monkeypatch.setattr(background_save, "_PAUSE", 1e9)
     with mock.patch.object(FrozenRows, "is_filling", True):
         save = started_save(ranks, tmp_path)
-        save._thread.join(60)
+        save._thread.join(600)
         assert save.is_done
 
 

@@ -146,7 +146,7 @@ def test_ranks_begin_to_note_signals_together_once_the_files_are_made(ranks, tmp
     assert f"--logdir '{folder}'\n" in capsys.readouterr().out  # it can be pasted
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130), (signal.SIGHUP, 0)])
 def test_a_signal_before_the_training_ends_the_process(number, code, monkeypatch, capfd):
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)

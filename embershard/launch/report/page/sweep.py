@@ -73,7 +73,13 @@ def read_sweep(path: Path) -> list[Configuration]:
         finished = [outcome for outcome in own if outcome.status == "finished"]
         folders = tuple(RunFolder.read(run_folder(path, outcome.name)) for outcome in finished)
         found.append(Configuration(own[0].varied, own, folders))
-    return sorted(found, key=lambda each: [(isinstance(v, str), v) for v in each.varied.values()])
+    return sorted(found, key=lambda each: [_place(value) for value in each.varied.values()])
+
+
+def _place(value: Any) -> tuple[bool, float, str]:
+    """Return the key by which values of a setting are sorted: numbers first, then texts and lists."""
+    is_number = isinstance(value, int | float)
+    return not is_number, value if is_number else 0, "" if is_number else str(value)
 
 
 def sweep_section(path: Path, configurations: Sequence[Configuration]) -> Section:

@@ -129,10 +129,16 @@ def test_a_reader_beside_the_training_with_room_for_few_rows(tmp_path, lazy, map
 
     reader = threading.Thread(target=read_all)
     reader.start()
-    threading.Timer(0.05, go.set).start()
+    wait = FrozenRows._wait
+
+    def wait_for_the_reader(self: FrozenRows) -> None:
+        go.set()
+        wait(self)
+
     generator = torch.Generator().manual_seed(5)
-    for _ in range(20):
-        train(host, torch.randint(0, sum(ROWS), (40,), generator=generator).tolist())
+    with mock.patch.object(FrozenRows, "_wait", wait_for_the_reader):
+        for _ in range(20):
+            train(host, torch.randint(0, sum(ROWS), (40,), generator=generator).tolist())
     reader.join()
     assert same(got, expected)
     assert frozen.aside_bytes == 5 * host.row_bytes

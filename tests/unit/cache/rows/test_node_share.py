@@ -30,7 +30,7 @@ SLOTS, DISTANCES, STEPS = 12, range(1, 7), 30  # the batch in training, the next
 class Node:
     """Memory of a machine, and its ranks."""
 
-    def __init__(self, timeout_seconds: float = 20.0) -> None:
+    def __init__(self, timeout_seconds: float = 600.0) -> None:
         self._tensors: dict[int, Tensor] = {}
         cells = torch.zeros(RANKS, CELLS_PER_RANK, dtype=torch.int64)
         self.meetings = [Meetings(cells, rank, timeout_seconds) for rank in range(RANKS)]
@@ -96,7 +96,7 @@ def batches(distance: int) -> list[list[int]]:
 def train_all(distance: int) -> list[Rank]:
     """Two ranks after training and a flush: rank 0 prepares the next batch in a thread beside the training, rank 1
     before it. As in a backward, no rank trains before all of them have looked their rows up."""
-    node, barrier = Node(), threading.Barrier(RANKS, timeout=20)
+    node, barrier = Node(), threading.Barrier(RANKS, timeout=600)
     ranks, stream = [Rank(node, rank) for rank in range(RANKS)], batches(distance)
 
     def run(rank: int, worker: ThreadPoolExecutor) -> None:
@@ -176,7 +176,7 @@ def test_only_the_owner_writes_a_row_back() -> None:
 
 
 def test_a_flush_on_one_rank_loses_nothing() -> None:
-    node, barrier = Node(), threading.Barrier(RANKS, timeout=20)
+    node, barrier = Node(), threading.Barrier(RANKS, timeout=600)
     ranks = [Rank(node, rank) for rank in range(RANKS)]
 
     def run(rank: int) -> None:

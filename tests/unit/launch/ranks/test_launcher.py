@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ from embershard.errors import ConfigError
 from embershard.launch.ranks import rank_group
 from embershard.launch.ranks.launcher import Restarts, loopback_store, start_ranks
 from embershard.launch.ranks.rank_group import Ended, RankGroup
-from embershard.launch.ranks.stop_signals import StopAsked
+from embershard.launch.ranks.stop_signals import StopAsked, stop_asked
 
 #: A rank that starts at once: without torch, it uses the launcher's memory itself.
 _BEGIN = """
@@ -79,14 +80,15 @@ def test_an_error_that_would_come_again_is_not_tried_again():
     assert not run("tell(FAILED_AT, 1); tell(IS_FINAL, 1); sys.exit(1)").may_restart
 
 
-def asked_when_ready(number: int, folder: Path) -> StopAsked:
-    """Return a request that comes when both ranks have made their file."""
+def asked_when_ready(number: int, folder: Path, *more_at_seconds: float) -> StopAsked:
+    """Return a request that comes when both ranks have made their file, and again at these times after the first."""
     asked = StopAsked()
 
     def when_ready() -> None:
         while not all((folder / str(rank)).exists() for rank in range(2)):
             time.sleep(0.01)
-        asked.receive(number, 0.0)
+        for at_seconds in (0.0, *more_at_seconds):
+            asked.receive(number, at_seconds)
 
     threading.Thread(target=when_ready, daemon=True).start()
     return asked
@@ -113,12 +115,51 @@ def test_a_rank_that_lost_one_that_stopped_before_the_first_step_has_not_failed(
     assert run(ready, asked=asked_when_ready(signal.SIGTERM, tmp_path)).code == code
 
 
-def test_a_second_signal_ends_all_at_once():
-    asked = StopAsked()
-    for at_seconds in (0.0, 0.1, 2.0):
-        threading.Timer(0.5 + at_seconds / 10, asked.receive, (signal.SIGINT, at_seconds)).start()
-    ended = run("signal.signal(signal.SIGTERM, signal.SIG_IGN); tell(BEATS, 1); wait()", asked=asked)
+def test_a_second_signal_ends_all_at_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN); tell(BEATS, 1); open(f'{rank}', 'w').close(); wait()"
+    ended = run(stubborn, asked=asked_when_ready(signal.SIGINT, tmp_path, 0.1, 2.0))
     assert ended == Ended(130, "stopped at once. Steps that are in no checkpoint are lost.")
+
+
+_LAUNCHER = """
+import signal, sys, time
+from pathlib import Path
+from embershard.launch.ranks.stop_signals import stop_asked
+with stop_asked() as asked:
+    print("ready", flush=True)
+    while not asked.number:
+        time.sleep(0.01)
+    print("nobody reads this", flush=True)
+    print("nor this", file=sys.stderr, flush=True)
+    Path("number").write_text(f"{asked.number}")
+"""
+
+
+def test_a_closed_terminal_is_a_request_to_stop(tmp_path, project_dir):
+    """And what is written after that is no error."""
+    process, terminal = pty.fork()
+    if not process:
+        os.chdir(tmp_path)
+        os.execve(sys.executable, [sys.executable, "-c", _LAUNCHER], {**os.environ, "PYTHONPATH": str(project_dir)})
+    assert os.read(terminal, 5) == b"ready"
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+    assert (tmp_path / "number").read_text() == f"{signal.SIGHUP:d}"
+
+
+@pytest.mark.parametrize("before", [signal.SIG_IGN, signal.SIG_DFL])
+def test_a_sighup_that_is_ignored_stays_so(before):
+    """`nohup embershard train ...`"""
+    at_first = signal.signal(signal.SIGHUP, before)
+    try:
+        with stop_asked() as asked:
+            assert callable(signal.getsignal(signal.SIGHUP)) is (before == signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert asked.number == (0 if before == signal.SIG_IGN else signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == before
+    finally:
+        signal.signal(signal.SIGHUP, at_first)
 
 
 _WAITS = """
@@ -149,7 +190,7 @@ def test_a_rank_that_is_stopped_is_named(tmp_path):
 
 def test_ranks_that_may_hang():
     assert run("time.sleep(1.5)", hang_seconds=None) == Ended(0)
-    assert run("time.sleep(1.5)", hang_seconds=0.5).code == 1
+    assert run("wait()", hang_seconds=0.5).code == 1
 
 
 def test_restarts(tmp_path, monkeypatch, capfd):
@@ -191,7 +232,7 @@ def test_ranks_end_with_their_launcher(tmp_path, project_dir):
         ranks = psutil.Process(process.pid).children()
         process.kill()
     assert len(ranks) == 2
-    assert psutil.wait_procs(ranks, timeout=20)[1] == []
+    assert psutil.wait_procs(ranks, timeout=60)[1] == []
 
 
 def test_only_this_machine_can_reach_the_store():

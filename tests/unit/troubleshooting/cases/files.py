@@ -47,7 +47,7 @@ def _full_disk() -> None:
 
 def _full_run() -> None:
     Path("mine").mkdir()
-    Path("mine/config.toml").symlink_to("/dev/full")
+    Path("mine/config.toml.partial").symlink_to("/dev/full")  # it gets its name when it is whole
 
 
 def _case(cause: str, words: tuple[str, ...], message: str, remedy: str, **given: Any) -> Case:

@@ -1,0 +1,56 @@
+"""Every batch of an iterator enters the pipeline once, whatever is raised on its way in. One rank alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from embershard.pipeline.intake import Intake
+
+Batches = list[str]
+
+
+def fill(intake: Intake, batches: Any, entered: Batches, number: int) -> None:
+    for _ in range(number):
+        intake.offer(batches, is_full=False, wish=1)
+        intake.admit(entered.append)
+
+
+def test_a_batch_that_could_not_be_let_in_is_let_in_later() -> None:
+    intake, batches, entered = Intake(torch.device("cpu"), lambda batch: None), iter("abc"), Batches()
+
+    def out_of_memory(batch: str) -> None:
+        raise MemoryError(batch)
+
+    intake.offer(batches, is_full=False, wish=1)
+    with pytest.raises(MemoryError, match="a"):
+        intake.admit(out_of_memory)
+    fill(intake, batches, entered, 4)
+    assert entered == ["a", "b", "c"]
+    assert intake.is_over
+
+
+def test_a_batch_that_is_in_does_not_enter_again() -> None:
+    """An interrupt came when it was in, and before the intake knew."""
+    intake, batches, entered = Intake(torch.device("cpu"), lambda batch: None), iter("abc"), Batches()
+
+    def interrupted(batch: str) -> None:
+        entered.append(batch)
+        raise KeyboardInterrupt
+
+    intake.offer(batches, is_full=False, wish=1)
+    with pytest.raises(KeyboardInterrupt):
+        intake.admit(interrupted)
+    intake.has_let_in(entered[-1])
+    fill(intake, batches, entered, 3)
+    assert entered == ["a", "b", "c"]
+
+
+def test_a_batch_waits_while_there_is_no_room() -> None:
+    intake, batches, entered = Intake(torch.device("cpu"), lambda batch: None), iter("ab"), Batches()
+    intake.offer(batches, is_full=True, wish=1)
+    assert not intake.admit(entered.append)
+    fill(intake, batches, entered, 2)
+    assert entered == ["a", "b"]

@@ -1,0 +1,149 @@
+"""A batch that is written to while the pipeline has it is refused, whatever its class; others train."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
+
+from embershard.errors import DataError
+from embershard.pipeline.pipelined_forward import PipelinedForward
+from embershard.pipeline.staged_batch import StagedBatch
+from embershard.pipeline.streams import Streams
+
+CPU = torch.device("cpu")
+
+
+class Movable:
+    """What the pipeline needs of a batch."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Any:
+        return self
+
+    def record_stream(self, stream: Any) -> None: ...
+
+
+class Plain(Movable):
+    def __init__(self, features: KeyedJaggedTensor, labels: Tensor) -> None:
+        self.features, self.labels = features, labels
+
+
+class Slots(Movable):
+    __slots__ = ("features", "labels")
+
+    def __init__(self, features: KeyedJaggedTensor, labels: Tensor) -> None:
+        self.features, self.labels = features, labels
+
+
+class Mapped(Movable, collections.UserDict):  # type: ignore[type-arg]
+    def __init__(self, features: KeyedJaggedTensor, labels: Tensor) -> None:
+        super().__init__(features=features, labels=labels)
+
+
+class Nested(Movable):
+    """A batch of parts, of which one refers back to it."""
+
+    def __init__(self, features: KeyedJaggedTensor, labels: Tensor) -> None:
+        self.parts = [Plain(features, labels)]
+        self.parts[0].whole = self  # type: ignore[attr-defined]
+
+
+class Untold(Movable):
+    """Nothing can be read of it but by its method."""
+
+    def __init__(self, features: KeyedJaggedTensor, labels: Tensor) -> None:
+        self.sparse: Callable[[], KeyedJaggedTensor] = lambda: features
+
+
+@dataclasses.dataclass
+class Data(Movable):
+    features: KeyedJaggedTensor
+    labels: Tensor
+
+
+class _Pair(NamedTuple):
+    features: KeyedJaggedTensor
+    labels: Tensor
+
+
+class Named(Movable, _Pair): ...
+
+
+class Pipelined(Pipelineable):
+    def __init__(self, features: KeyedJaggedTensor, labels: Tensor) -> None:
+        self.features, self.labels = features, labels
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Pipelined:
+        return self
+
+    def record_stream(self, stream: Any) -> None: ...
+
+
+class Announcing:
+    """The forward of a module that reads a batch's features."""
+
+    name, args = "bags", cast(Any, None)
+
+    def __init__(self, features_of: Callable[[Any], KeyedJaggedTensor]) -> None:
+        self.features_of, self.args = features_of, self
+
+    def build_args_kwargs(self, batch: Any) -> tuple[list[Any], dict[str, Any]]:
+        return [self.features_of(batch)], {}
+
+    def start(self, batch: Any) -> Any:
+        return self
+
+    def install(self) -> None: ...
+
+    def expect(self, args: list[Any], kwargs: dict[str, Any]) -> None: ...
+
+
+def staged(batch: Any, *forwards: Announcing) -> StagedBatch:
+    return StagedBatch(batch, CPU, cast("list[PipelinedForward]", forwards), Streams(CPU))
+
+
+def parts() -> tuple[KeyedJaggedTensor, Tensor]:
+    ids = torch.arange(6)
+    return KeyedJaggedTensor(["f"], ids, lengths=torch.tensor([2, 1, 3])), torch.zeros(3)
+
+
+KINDS = [Plain, Slots, Mapped, Nested, Data, Named, Pipelined]
+
+
+@pytest.mark.parametrize("written", ["ids", "labels"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_that_is_refilled_is_refused(kind: Any, written: str) -> None:
+    features, labels = parts()
+    batch = staged(kind(features, labels))
+    (features.values() if written == "ids" else labels).add_(1)
+    with pytest.raises(DataError, match="written to in place"):
+        batch.begin()
+
+
+def test_ids_that_only_the_model_can_read_are_watched() -> None:
+    features, labels = parts()
+    batch = staged(Untold(features, labels), Announcing(lambda batch: batch.sparse()))
+    features.values().add_(1)
+    with pytest.raises(DataError, match="written to in place"):
+        batch.begin()
+
+
+@pytest.mark.parametrize("kind", [*KINDS, Untold])
+def test_a_batch_that_nobody_writes_to_trains(kind: Any) -> None:
+    """Also where it refers to a model, whose weights change with every step."""
+    features, labels = parts()
+    whole = kind(features, labels)
+    model = nn.Linear(1, 1)
+    if hasattr(whole, "__dict__"):
+        whole.model = model
+    batch = staged(whole, Announcing(lambda batch: features))
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    assert batch.begin() is whole
