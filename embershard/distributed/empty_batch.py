@@ -15,8 +15,8 @@ from embershard.errors import DataError
 def empty_like(batch: Any) -> Any:
     """Return a stand-in for a batch: one sample, its numbers zero and its bags empty.
 
-    It has a sample because not all layers run on none: in TorchRec 1.8 a sharded `DLRM` does, `DLRM_DCN` and an
-    unsharded `EmbeddingBagCollection` do not.
+    It has a sample because not all layers run on none: TorchRec's `DLRM_DCN` does not, nor an unsharded
+    `EmbeddingBagCollection` before 1.9.
 
     Args:
         batch: a tensor [B, ...], a KeyedJaggedTensor, or a dataclass, (named) tuple, list or dict of those. Other

@@ -1,4 +1,4 @@
-"""Differences between the TorchRec versions that embershard runs on (1.6 to 1.8), and small readings of its types."""
+"""Differences between the TorchRec versions that embershard runs on (1.6 to 1.9), and small readings of its types."""
 
 from __future__ import annotations
 

@@ -82,10 +82,10 @@ class _AtMost(Proposer):
 
 
 class OrderedEnumerator(EmbeddingEnumerator):
-    """TorchRec's enumerator with the options in one order.
+    """TorchRec's enumerator with the options in one order, the same on all versions. It goes when TorchRec 1.8 does.
 
-    TorchRec intersects options as sets, so the process's hash seed breaks ties, and ranks that plan for themselves
-    would build different models.
+    Before 1.9, TorchRec intersects options as sets, so the process's hash seed breaks ties, and ranks that plan for
+    themselves would build different models.
     """
 
     def _filter_sharding_types(self, *args: Any, **kwargs: Any) -> list[str]:

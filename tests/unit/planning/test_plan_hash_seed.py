@@ -1,7 +1,7 @@
 """Every rank may plan for itself, so a plan must not depend on the process's string hash seed.
 
-TorchRec's planner intersects options as sets: with seeds 0 and 2 it used to build different plans from this model, and
-ranks with different plans wait for each other for ever.
+Before 1.9, TorchRec's planner intersects options as sets: with seeds 0 and 2 it used to build different plans from this
+model, and ranks with different plans wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ print(make_plan(make_request(Budget(ratio=0.1), rows=rows, dims=dims, world_size
 def test_plans_do_not_depend_on_the_hash_seed(project_dir: Path) -> None:
     """Of this process, and another one: by `plan_sharding`, and by `embershard plan`."""
     command = [sys.executable, "-W", "ignore", "-c", PLANS + "print(hash('t0'))"]
-    environment = {**os.environ, "PYTHONHASHSEED": "2", "PYTHONPATH": str(project_dir)}
+    places = os.pathsep.join([str(project_dir), os.environ.get("PYTHONPATH", "")])  # of this TorchRec, too
+    environment = {**os.environ, "PYTHONHASHSEED": "2", "PYTHONPATH": places}
     said = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.splitlines()
     with contextlib.redirect_stdout(io.StringIO()) as own:
         exec(PLANS, {})
