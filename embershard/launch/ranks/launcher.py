@@ -67,8 +67,8 @@ def start_ranks(
 ) -> int:
     """Run `python -m module arguments...` as `num_ranks` ranks; return the exit code.
 
-    It is 0 when all ended well, also after a SIGTERM or SIGHUP that ended them in order; 130 after a Ctrl-C that did; 128 and the
-    signal's number after a second signal, which ends them at once; 1 when a rank failed.
+    It is 0 when all ended well, also after a SIGTERM or SIGHUP that ended them in order; 130 after a Ctrl-C that did;
+    128 and the signal's number after a second signal, which ends them at once; 1 when a rank failed.
 
     Each rank gets cores / `num_ranks` OpenMP threads and uses the loopback interface only, unless OMP_NUM_THREADS,
     GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME say otherwise. The ranks end when this process dies.
