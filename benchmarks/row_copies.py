@@ -24,7 +24,7 @@ def main() -> None:
     options = parser.parse_args()
     size = options.rows * options.dim
     small = torch.zeros(size).fill_(1).view(options.rows, options.dim)
-    huge = zeros(size, torch.float32).fill_(1).view(options.rows, options.dim)
+    huge = zeros(size, torch.float32, small_pages=False).fill_(1).view(options.rows, options.dim)
     source = torch.randn(options.moved, options.dim)
     keys = [torch.randint(0, options.rows, (options.moved,)) for _ in range(20)]
     variants = {

@@ -5,6 +5,7 @@ Nothing here imports torch: the doctor must run when it is broken.
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,37 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     groups = [group for group in _limited_groups(root) if group.total_bytes < machine.total_bytes]
     least = min((machine, *groups), key=lambda memory: memory.available_bytes)
     return HostMemory(least.total_bytes, max(0, least.available_bytes), least.limit)
+
+
+@dataclass(frozen=True)
+class MapLimit:
+    """A limit of the memory that may be mapped, whether it is used or not.
+
+    Attributes:
+        name: where it is set.
+        most_bytes: it allows.
+        taken_bytes: of it, by this process, or by all programs.
+    """
+
+    name: str
+    most_bytes: int
+    taken_bytes: int
+
+
+def limits_of_maps(root: Path = Path("/")) -> list[MapLimit]:
+    """Return the limits of the memory that this process may map, besides the memory that there is.
+
+    Args:
+        root: folder with `proc`; for tests.
+    """
+    pages = [int(word) for word in (root / "proc/self/statm").read_text(encoding="utf-8").split()]
+    kinds = (("ulimit -v", resource.RLIMIT_AS, pages[0]), ("ulimit -d", resource.RLIMIT_DATA, pages[5]))
+    page_bytes = resource.getpagesize()
+    limits = [(name, resource.getrlimit(kind)[0], taken * page_bytes) for name, kind, taken in kinds]
+    if (root / "proc/sys/vm/overcommit_memory").read_text(encoding="utf-8").strip() == "2":
+        meminfo = _numbers(root / "proc/meminfo")
+        limits.append(("vm.overcommit_memory = 2", meminfo["CommitLimit"] * 1024, meminfo["Committed_AS"] * 1024))
+    return [MapLimit(*limit) for limit in limits if limit[1] != resource.RLIM_INFINITY]
 
 
 def cores_problem(num_ranks: int, cores: int | None, where: str) -> str | None:

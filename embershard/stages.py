@@ -10,7 +10,9 @@ from typing import Any, Literal, ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
-Stage = Literal["input", "id exchange", "know", "plan", "fills", "lookup", "forward", "backward", "optimizer"]
+Stage = Literal[
+    "input", "id exchange", "know", "warm-up", "plan", "fills", "lookup", "forward", "backward", "optimizer"
+]  # fmt: skip
 #: Folder of the traces in that of a run; and the ending of the files of each rank's stage times.
 TRACES, STAGES_ENDING = "profile", ".stages.json"
 #: Begins the names of stages in a trace.

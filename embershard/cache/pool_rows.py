@@ -289,9 +289,10 @@ class PoolRows:
             row_bytes=self._host.row_bytes,
         )
 
+    @is_stage("warm-up")
     def _preload(self, keys: Tensor) -> None:
         slots = self._map.next_free(keys.numel())
-        self.copies.fill(keys, slots)
+        self.copies.preload(keys, slots)
         with self.guard.change("filling the cache before the first batch"):
             self._state.preload(keys, slots)
             self._counters.add_rows(Counter.PRELOADS, keys)

@@ -110,7 +110,7 @@ class Saves:
         yield from map(self._allowed, self.ended())
 
     def ended(self) -> Iterator[SaveReport | FailedSaveReport]:
-        """Yield the reports of saves beside training that ended, whatever became of them: for a run that ends."""
+        """Yield the reports of saves beside training that ended, whatever became of them: the run ends anyway."""
         while self._ended:
             yield self._ended.pop(0)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
 
-from embershard.machine import HostMemory, host_memory
+from embershard.machine import HostMemory, MapLimit, host_memory, limits_of_maps
 
 GIB = 1 << 30
 MACHINE = HostMemory(64 * GIB, 60 * GIB)
@@ -61,3 +62,17 @@ def test_the_tightest_limit_counts(cgroup: str, files: dict[str, object], expect
         total, available, folder = expected
         expected = HostMemory(total * GIB, available * GIB, str(tmp_path / "sys/fs/cgroup" / folder))
     assert found == expected
+
+
+@pytest.mark.parametrize("overcommit", [0, 1, 2])
+def test_what_limits_mapped_memory(overcommit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Strict overcommit (2) counts what programs mapped, used or not."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/sys/vm").mkdir(parents=True)
+    (tmp_path / "proc/self/statm").write_text("500 20 10 1 0 300 0\n")
+    (tmp_path / "proc/sys/vm/overcommit_memory").write_text(f"{overcommit}\n")
+    (tmp_path / "proc/meminfo").write_text(f"CommitLimit: {12 << 20} kB\nCommitted_AS: {3 << 20} kB\n")
+    allowed = {resource.RLIMIT_AS: 8 * GIB, resource.RLIMIT_DATA: resource.RLIM_INFINITY}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (allowed[kind], resource.RLIM_INFINITY))
+    strict = [MapLimit("vm.overcommit_memory = 2", 12 * GIB, 3 * GIB)] if overcommit == 2 else []
+    assert limits_of_maps(tmp_path) == [MapLimit("ulimit -v", 8 * GIB, 500 * resource.getpagesize()), *strict]

@@ -7,8 +7,11 @@ from torch import Tensor
 
 from embershard.cache.planner import CachePlan
 from embershard.cache.rows.host_store import HostStore
-from embershard.cache.rows.transfer import MakeTransfer, Transfer
+from embershard.cache.rows.transfer import MakeTransfer, PlainTransfer, Transfer
 from embershard.cache.tickets import Ticket
+
+#: Rows that are made while somebody waits, in a few milliseconds.
+_MOST_MADE_AT_ONCE = 1000
 
 
 class RowCopies:
@@ -35,6 +38,7 @@ class RowCopies:
 
     def attach(self, payload: list[Tensor]) -> None:
         """Copy between these slots and the host rows from now on. All earlier copies must be done."""
+        self._payload = payload
         self.transfer: Transfer = self._make_transfer(payload, self._host.payload)
 
     def write_back_evicted(self, plan: CachePlan) -> None:
@@ -94,6 +98,17 @@ class RowCopies:
         """Copy host rows `keys` to `slots` at once, outside of any plan."""
         self._host.make(keys)
         self.transfer.fill(keys.to(self.transfer.key_device), slots)
+
+    def preload(self, keys: Tensor, slots: Tensor) -> None:
+        """Do what `fill` does, for many rows before the first batch: those in host memory that must be made first are
+        made meanwhile, in a thread, where the slots are in host memory, too."""
+        if self._device.type != "cpu" or self._host.is_made or keys.numel() <= _MOST_MADE_AT_ONCE:
+            self.fill(keys, slots)
+            return
+        weights, *states = self._payload
+        self._host.read_ahead(keys, weights, slots)
+        for of_slots, of_host in zip(states, self._host.payload[1:], strict=True):
+            PlainTransfer([of_slots], [of_host]).fill(keys, slots)
 
     def write_back(self, slots: Tensor, keys: Tensor) -> None:
         """Copy `slots` to host rows `keys`; the CPU sees them afterwards."""

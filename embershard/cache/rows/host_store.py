@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import mmap
 import os
 import shutil
 import tempfile
@@ -22,8 +23,9 @@ from embershard.cache.rows.node_share import NodeShare
 from embershard.errors import ConfigError
 from embershard.units import size
 
-#: With so small a part of the blocks unmade (one of 8), the system may use huge pages.
-_HUGE_PAGES_FROM = 8
+#: With so small a part of the blocks unmade (one of 8), the system may use huge pages. So many writes per page, to
+#: random rows, leave such a part of the pages untouched.
+_HUGE_PAGES_FROM, _WRITES_PER_PAGE = 8, 2
 
 
 class HostStore:
@@ -39,6 +41,7 @@ class HostStore:
         host: plain memory, or a file in `host_dir` mapped into memory.
         host_dir: folder for mapped files.
         whole_pages: give every tensor pages of its own, so that they can be locked.
+        fills_all: the caller writes all rows at once, before any other use.
         initial: initial weights of each table, made when a row of their block is first touched: call `make` before
             reading rows, `make_all` before handing the whole memory out. None: zeros, which the caller overwrites.
         share: this rank's share in one copy of the rows for all ranks of a machine. The initial weights of its own
@@ -67,6 +70,7 @@ class HostStore:
         host: Literal["memory", "mmap"] = "memory",
         host_dir: str | None = None,
         whole_pages: bool = False,
+        fills_all: bool = False,
         initial: Sequence[ShardWeights] | None = None,
         share: NodeShare | None = None,
     ) -> None:
@@ -81,8 +85,10 @@ class HostStore:
         self._first_own, self._end_own = bounds.view(-1, 2).unbind(1)
         self._table_ends = torch.tensor(self.rows_per_table).cumsum(0)
         self.row_bytes = dim * dtype.itemsize + sum(math.prod(shape) * t.itemsize for _, shape, t in states)
-        # Locking touches every page anyway.
-        self._has_small_pages = initial is not None and host == "memory" and not whole_pages
+        # Where all is written at once, huge pages take less time; locking touches every page anyway. Elsewhere the
+        # first write to a row would wait for the system to find and clear a huge one (docs/decisions/0057).
+        self._has_small_pages = host == "memory" and share is None and not whole_pages and not fills_all
+        self._num_written = 0
         allocate: Callable[[int, torch.dtype], Tensor] = functools.partial(
             memory.zeros, whole_pages=whole_pages, small_pages=self._has_small_pages
         )
@@ -96,7 +102,7 @@ class HostStore:
         for name, shape, state_dtype in states:
             numel = self.num_rows * math.prod(shape)
             self.states[name] = allocate(numel, state_dtype).view(self.num_rows, *shape)
-            if initial is None and host == "memory" and share is None:
+            if initial is None and host == "memory" and share is None and not self._has_small_pages:
                 self.states[name].zero_()  # allocates its pages now: the first write-backs would wait for huge ones
         self.makes_weights = initial is not None
         self._lazy: LazyRows | None = None
@@ -105,6 +111,7 @@ class HostStore:
         elif initial is not None:
             for weights, rows in zip(initial, self.table_weights(), strict=True):
                 weights.write(rows)
+        self._is_read_ahead = False
         self._frozen: FrozenRows | None = None
 
     @property
@@ -139,10 +146,22 @@ class HostStore:
         """Make the initial weights of rows `keys` (int64 [M]) that have none yet."""
         if self._lazy is not None and self._lazy.num_unmade:
             self._lazy.make(keys.cpu())
-            if self._has_small_pages and self._lazy.num_unmade * _HUGE_PAGES_FROM <= self._lazy.num_blocks:
-                self._has_small_pages = False
-                for tensor in self.payload:
-                    memory.use_huge_pages(tensor)
+            if self._lazy.num_unmade * _HUGE_PAGES_FROM <= self._lazy.num_blocks:
+                self._grow_pages()
+
+    def read_ahead(self, keys: Tensor, out: Tensor, places: Tensor) -> None:
+        """Write the weights of rows `keys` to rows `places` (both int64 [M]) of `out` [S, D] in host memory. Those that
+        have no initial weights are made there, and here in a thread: their pages take longer than the rows."""
+        assert self._lazy is not None, "all rows are made"
+        self._lazy.read(keys, out, places)
+        self._is_read_ahead = True
+        self._lazy.make_later(keys)
+
+    def _grow_pages(self) -> None:
+        if self._has_small_pages:
+            self._has_small_pages = False
+            for tensor in self.payload:
+                memory.use_huge_pages(tensor)
 
     def make_all(self) -> None:
         """Make the initial weights of all rows that have none yet."""
@@ -185,6 +204,12 @@ class HostStore:
 
     def before_write(self, keys: Tensor) -> None:
         """Let a reader of frozen rows keep the contents of rows `keys` (int64 [M]), which are about to change."""
+        if self._is_read_ahead:  # first: a block that is made later would undo the change
+            self.make(keys)
+        if self._has_small_pages and self._lazy is None:
+            self._num_written += keys.numel()
+            if self._num_written * mmap.PAGESIZE > _WRITES_PER_PAGE * self.weights.nbytes:
+                self._grow_pages()
         if self._frozen is not None:
             if self._frozen.is_closed:
                 self._frozen = None

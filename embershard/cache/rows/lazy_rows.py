@@ -3,8 +3,12 @@
 # mypy: disable-error-code="no-untyped-call, untyped-decorator"
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import threading
+import time
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +25,9 @@ from embershard.cache.rows.initial_weights import PoolWeights, ShardWeights, as_
 #: Weights of a block: about a page of memory, which is allocated when the block is made (docs/decisions/0024).
 BLOCK_BYTES = 4096
 _CHUNK_BYTES = 8 << 20  # made in one go by each thread of `make_all`
+_LOWEST_PRIORITY = 19  # "niceness"
+#: Rows that `make_later` makes in one go, about a millisecond, and its pause after them, in which others make theirs.
+_PART, _PAUSE_SECONDS = 256, 1e-3
 
 
 class LazyRows:
@@ -64,10 +71,13 @@ class LazyRows:
 
     def make(self, keys: Tensor) -> None:
         """Make the rows `keys` (int64 [M], in host memory) and those of their blocks, where they are missing."""
+        self._make(keys.numpy())
+
+    def _make(self, keys: NDArray[np.int64]) -> None:
         if self.num_unmade:
             with self._lock:
                 self.num_unmade -= make_blocks_of(
-                    keys.numpy(),
+                    keys,
                     self._made,
                     self._shift,
                     self._out,
@@ -75,6 +85,26 @@ class LazyRows:
                     *self._pool.arrays,
                     self._pool.groups,
                 )
+
+    def read(self, keys: Tensor, out: Tensor, places: Tensor) -> None:
+        """Write the weights of rows `keys` to rows `places` (both int64 [M]) of `out` [S, D], all in host memory. Rows
+        that are missing stay so."""
+        with self._lock:
+            read_rows(
+                keys.numpy(),
+                places.numpy(),
+                self._made,
+                self._shift,
+                self._out,
+                as_array(out),
+                *self._pool.arrays,
+                self._pool.groups,
+            )
+
+    def make_later(self, keys: Tensor) -> None:
+        """Make the rows `keys`, as `make` does, in a thread of the lowest priority."""
+        arguments = (weakref.ref(self), keys.numpy())
+        threading.Thread(target=_make_later, args=arguments, name="embershard-rows").start()
 
     def make_all(self) -> None:
         """Make all rows that are missing, with as many threads as torch uses.
@@ -116,6 +146,18 @@ class LazyRows:
             *self._pool.arrays,
             self._pool.groups,
         )
+
+
+def _make_later(reference: weakref.ref[LazyRows], keys: NDArray[np.int64]) -> None:
+    with contextlib.suppress(OSError):  # a system that forbids it
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+    for start in range(0, keys.size, _PART):
+        rows = reference()
+        if rows is None or not threading.main_thread().is_alive():
+            return
+        rows._make(keys[start : start + _PART])
+        del rows
+        time.sleep(_PAUSE_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -166,6 +208,18 @@ def make_blocks(first, stop, made, shift, out, num_rows, ends, firsts, widths, h
             made[block] = True
             count += 1
     return count
+
+
+@numba.njit(nogil=True, cache=True)
+def read_rows(keys, places, made, shift, weights, out, ends, firsts, widths, hashes, lows, spans, groups):  # type: ignore[no-untyped-def]
+    """Copy rows `keys` of `weights` to rows `places` of `out`, and write those of blocks that are not `made` there."""
+    columns = 4 * groups
+    for number in range(keys.size):
+        key, at = keys[number], columns * places[number]
+        if made[key >> shift]:
+            out[at : at + columns] = weights[columns * key : columns * (key + 1)]
+        else:
+            write_rows(out, at, key, key + 1, ends, firsts, widths, hashes, lows, spans, groups)
 
 
 @numba.njit(nogil=True, cache=True)

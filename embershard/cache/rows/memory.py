@@ -13,10 +13,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from embershard.errors import ConfigError
+from embershard.machine import host_memory, limits_of_maps
+from embershard.units import size
+
 _HUGE_PAGE_BYTES = 2 << 20
 #: Maps and scores of 134 million rows. In larger ones the rows of some steps touch few of the small pages, and nearly
 #: all of the huge ones, each of which takes the system milliseconds.
 _MOST_HUGE_BYTES = 512 << 20
+#: Of Linux on x86 and Arm; Python names it from 3.13 on.
+_NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -27,17 +33,38 @@ def zeros(numel: int, dtype: torch.dtype, whole_pages: bool = False, small_pages
     Random rows of a table of gigabytes miss the TLB at nearly every access with pages of 4 KiB; with 2 MiB, row copies
     take less time (docs/decisions/0003-row-copies.md). Pages are allocated as they are written, so memory that is
     written here and there, and perhaps never whole, wants `small_pages` (docs/decisions/0024). None: from 512 MiB on.
+
+    The system is not asked to keep memory for all of it: it may be larger than the machine's.
+
+    Raises:
+        ConfigError: a limit of the process or of the system does not allow it, with figures.
     """
     num_bytes = numel * dtype.itemsize
     has_huge_pages = num_bytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE")
     if not numel or not (has_huge_pages or whole_pages):
         return torch.zeros(numel, dtype=dtype)
     small_pages = num_bytes > _MOST_HUGE_BYTES if small_pages is None else small_pages
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+    except OSError as error:
+        raise _refusal(num_bytes, error) from error
     if has_huge_pages:
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_NOHUGEPAGE if small_pages else mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype)
+
+
+def _refusal(num_bytes: int, error: OSError) -> ConfigError:
+    limits = [
+        f"{limit.name} allows {size(limit.most_bytes)} ({size(limit.taken_bytes)} taken)" for limit in limits_of_maps()
+    ]
+    has = host_memory()
+    limits.append(f"{size(has.available_bytes)} of {size(has.total_bytes)} are available ({has.limit})")
+    return ConfigError(
+        f"{size(num_bytes)} of host memory for rows, or for maps of rows, could not be had ({error.strerror}): "
+        f"{', '.join(limits)}. Raise the limit, make tables or dims smaller, or use more machines; cache.host = "
+        '"mmap" keeps rows in files.'
+    )
 
 
 def array_of(tensor: Tensor) -> NDArray[Any]:
@@ -49,8 +76,8 @@ def use_huge_pages(tensor: Tensor) -> None:
     """Let the system use huge pages for a tensor made by `zeros` with `small_pages`: at once for parts without a page,
     in the background (khugepaged) for the others. Nothing happens where `zeros` would use none."""
     if tensor.nbytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        address, size = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes)
-        ctypes.CDLL(None).madvise(address, size, mmap.MADV_HUGEPAGE)  # advice: a failure changes nothing
+        address, num_bytes = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes)
+        ctypes.CDLL(None).madvise(address, num_bytes, mmap.MADV_HUGEPAGE)  # advice: a failure changes nothing
 
 
 def record_stream(*tensors: Tensor) -> None:
@@ -76,8 +103,8 @@ def widest_views(*tables: Tensor) -> list[Tensor]:
         return list(tables)
     row_bytes = row_numel * tables[0].element_size()
     for dtype in (torch.complex128, torch.int64, torch.int32, torch.int16):
-        size = dtype.itemsize
-        aligned = all(t.data_ptr() % size == 0 and t.storage_offset() * t.element_size() % size == 0 for t in tables)
-        if size > tables[0].element_size() and row_bytes % size == 0 and aligned:
+        width = dtype.itemsize
+        aligned = all(t.data_ptr() % width == 0 and t.storage_offset() * t.element_size() % width == 0 for t in tables)
+        if width > tables[0].element_size() and row_bytes % width == 0 and aligned:
             return [table.view(table.shape[0], row_numel).view(dtype) for table in tables]
     return list(tables)

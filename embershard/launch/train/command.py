@@ -292,6 +292,9 @@ def _announce(trainer: Trainer, console: Console, run_dir: Path) -> None:
         notes.append(trainer.hot.describe())
     if trainer.memory_warning:
         notes.append(trainer.memory_warning)
+    if config.cache.enabled and (trainer.steps or config.cache.policy_for(config.has_profile).warmup):
+        rows = "those of the checkpoint" if trainer.steps else "the rows that the profile counted most often"
+        notes.append(f"The first step takes longer: it fills the caches with {rows}.")
     say(
         console,
         f"{config.model.title}: {len(tables)} tables with {sum(table.num_rows for table in tables):,} rows of "

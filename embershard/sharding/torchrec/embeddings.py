@@ -75,6 +75,7 @@ class CachedTableBatchedEmbeddings(HostTables):
             spec.config.host,
             spec.config.host_dir,
             whole_pages=self._device.type == "cuda",
+            fills_all=spec.counter_init is None,
             initial=None if spec.counter_init is None else [spec.counter_init.of_shard(table) for table in shards],
             share=share,
         )

@@ -12,9 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embershard.cache.config import Policy
+from embershard.cache.rows import copies
 from embershard.cache.rows.host_store import HostStore
+from embershard.cache.rows.lazy_rows import LazyRows
 from embershard.cache.rows.staged_transfer import StagedTransfer
 from embershard.errors import CacheError
+from embershard.stages import stages_recorded
 from tests.unit.cache.harness import Pool, made_rows, random_operations, run, windowed_operations
 from tests.unit.cache.test_row_cache import NUM_ROWS, operations, window_operations
 
@@ -39,6 +42,33 @@ def test_every_row_is_right_after_any_operations(operations, policy, num_slots, 
         ),
         operations,
     )
+
+
+@given(operations, st.integers(6, 12), st.booleans(), st.sampled_from(TRANSFERS))
+@settings(max_examples=60)
+def test_every_row_is_right_after_a_warm_up_that_leaves_host_rows_for_later(operations, num_slots, later, transfer):
+    """Made by the thread, or not before a write-back needs them."""
+    make_later = LazyRows.make_later if later else mock.Mock()
+    with mock.patch.object(copies, "_MOST_MADE_AT_ONCE", 0), mock.patch.object(LazyRows, "make_later", make_later):
+        profile = [(7 * k) % 23 for k in range(NUM_ROWS)]
+        pool = Pool(num_slots=num_slots, overflow="grow", profile=profile, warmup=True, transfer=transfer, lazy=True)
+        run(pool, operations)
+
+
+def test_a_warm_up_makes_no_row_while_a_step_waits_for_it_and_is_a_stage(monkeypatch):
+    """A page of host memory for each row took 3 s of the first step (docs/decisions/0057)."""
+    monkeypatch.setattr(copies, "_MOST_MADE_AT_ONCE", 0)
+    later = mock.Mock()
+    monkeypatch.setattr(LazyRows, "make_later", later)
+    pool = Pool(num_slots=8, lazy=True, profile=list(range(NUM_ROWS)), warmup=True)
+    with stages_recorded(), mock.patch("torch.profiler.record_function") as stage:
+        pool.prepare([NUM_ROWS - 1])
+    assert mock.call("embershard: warm-up") in stage.mock_calls
+    assert not made_rows(pool.host).any()
+    warm = later.call_args.args[0]
+    assert warm.tolist() == list(range(NUM_ROWS - 8, NUM_ROWS)), "the most frequent ones"
+    slots = pool.cache.state.map.lookup(warm)
+    assert torch.equal(pool.slots[0][slots], pool.rows[0][warm])
 
 
 @given(window_operations, st.integers(1, 14), st.sampled_from([None, 1]))

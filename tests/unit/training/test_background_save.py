@@ -1,4 +1,4 @@
-"""Saves of a run without a run: what a save beside training leaves in memory; which reports and errors come when."""
+"""Saves without a run: what one beside training leaves in memory, and which reports and errors come when."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ setting or the file. `<words>` stand for what differs from case to case.
 | 1 | a run, a check or a comparison failed; also if the ranks see why before a step (too few samples or memory) |
 | 2 | wrong usage, settings, files or data, seen before any rank was started |
 | 130 | stopped by Ctrl-C, in order or at once by a second one |
-| 143 | stopped at once by a second SIGTERM (0 after the first, which stops in order) |
+| 129, 143 | stopped at once by a second SIGHUP or SIGTERM (0 after the first, which stops in order) |
 
 A message of a rank begins with the rank and the name of the error: `[rank1]: DataError: ...`. A traceback is a bug of
 embershard: please report it.

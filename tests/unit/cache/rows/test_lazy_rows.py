@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 from pathlib import Path
 from unittest import mock
@@ -15,6 +16,8 @@ from embershard.cache.rows import lazy_rows, memory
 from embershard.cache.rows.host_store import HostStore
 from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.cache.rows.lazy_rows import LazyRows
+from embershard.errors import ConfigError
+from embershard.machine import host_memory
 
 TABLES = [ShardWeights("a", 1, 8, 1.0, 2.0), ShardWeights("b", 1, 16, 1.0, 2.0, first_row=40, first_column=8)]
 
@@ -29,7 +32,7 @@ def make(
 
 def eager(rows: tuple[int, ...] = (70, 23), dtype=torch.float32) -> torch.Tensor:
     weights = torch.zeros(sum(rows), 8, dtype=dtype)
-    for table, part in zip(TABLES, weights.split(rows), strict=True):
+    for table, part in zip(TABLES[: len(rows)], weights.split(rows), strict=True):
         table.write(part)
     return weights
 
@@ -126,6 +129,41 @@ def test_the_host_store_makes_what_it_is_asked_for(host, tmp_path):
     assert store.version == before, "making rows is nobody's write"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rows_are_read_without_being_made_and_made_later(dtype):
+    lazy, weights = make(dtype=dtype)
+    lazy.make(torch.tensor([5]))
+    weights[5] = 9.0
+    expected = eager(dtype=dtype)
+    expected[5] = 9.0
+    keys, places, out = torch.tensor([5, 92, 69, 6]), torch.tensor([3, 0, 2, 5]), torch.zeros(6, 8, dtype=dtype)
+    unmade = lazy.num_unmade
+    lazy.read(keys, out, places)
+    assert torch.equal(out[places], expected[keys])
+    assert not out[[1, 4]].any()
+    assert lazy.num_unmade == unmade
+    lazy.make_later(keys)
+    for thread in threading.enumerate():
+        if thread.name == "embershard-rows":
+            thread.join()
+    assert lazy.num_unmade == unmade - 2
+    assert torch.equal(weights[keys], expected[keys])
+
+
+def test_a_save_has_the_initial_weights_of_rows_that_were_read_ahead_and_then_changed():
+    """A row that is put aside for the save was made before, though its block was not when the save began."""
+    store = HostStore([512], 8, torch.float32, [], initial=TABLES[:1])
+    keys, slots = torch.tensor([3, 300]), torch.zeros(2, 8)
+    with mock.patch.object(LazyRows, "make_later"):
+        store.read_ahead(keys, slots, torch.arange(2))
+    frozen = store.freeze()
+    store.before_write(keys)
+    store.weights.data[keys] = 7.0
+    assert torch.equal(frozen.read(store.weights), eager((512,)))
+    store.make_all()
+    assert (store.weights[keys] == 7.0).all(), "made later, they would be lost"
+
+
 def test_rows_without_initial_weights_are_made_already():
     store = HostStore([10], 6, torch.float32, [])
     store.make(torch.tensor([3]))
@@ -156,6 +194,46 @@ def test_cold_rows_take_no_memory():
     assert (store.weights[keys] >= 1).all()
     store.states["square"][keys] = 1.0
     assert 1900 * 4096 <= resident_bytes(*store.payload) <= 2100 * 4096
+
+
+def test_fresh_rows_take_the_memory_of_what_is_written():
+    """Also where the caller brings the weights: on huge pages the first write-backs would wait for gigabytes."""
+    store = HostStore([34_000_000], 16, torch.float32, [("square", torch.Size([16]), torch.float32)])
+    keys = torch.randint(0, 34_000_000, (1000,), generator=torch.Generator().manual_seed(0))
+    store.before_write(keys)
+    for rows in store.payload:
+        rows[keys] = 1.0
+    assert 1900 * 4096 <= resident_bytes(*store.payload) <= 2100 * 4096
+
+
+@pytest.mark.parametrize("fills_all", [False, True])
+def test_pages_grow_once_nearly_all_of_them_were_written_to(monkeypatch, fills_all):
+    grown: list[torch.Tensor] = []
+    monkeypatch.setattr(memory, "use_huge_pages", grown.append)
+    store = HostStore([4096], 16, torch.float32, [], fills_all=fills_all)  # 64 pages
+    for _ in range(3):
+        store.before_write(torch.randint(0, 4096, (64,)))
+    assert [tensor.data_ptr() for tensor in grown] == ([] if fills_all else [store.weights.data_ptr()])
+
+
+def test_more_rows_than_the_machine_has_memory_for():
+    """Rows that are never touched take none; 52 GB of them ended in "Cannot allocate memory"."""
+    if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2":
+        pytest.skip("this system promises no more memory than it has")
+    rows = 4 * host_memory().total_bytes // 64
+    store = HostStore([rows], 16, torch.float32, [], initial=[ShardWeights("a", 0, 16, 1.0, 2.0)])
+    store.make(torch.tensor([rows - 1]))
+    assert (store.weights[rows - 1] >= 1).all()
+
+
+def test_memory_that_a_limit_forbids_is_refused_with_figures():
+    limit, mapped = resource.getrlimit(resource.RLIMIT_AS), int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (mapped * resource.getpagesize() + (1 << 30), limit[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"^2\.00 GiB of host memory for rows.*ulimit -v allows \d.*GiB taken"):
+            HostStore([1 << 25], 16, torch.float32, [])
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limit)
 
 
 def test_pages_grow_once_nearly_all_rows_are_made(monkeypatch):
