@@ -126,7 +126,8 @@ class LeftSteps:
 
 def _num_collectives() -> int:
     """Return how many collectives of the default group this rank has begun."""
-    return dist.distributed_c10d._get_default_group()._get_sequence_number_for_group()
+    group: Any = dist.distributed_c10d._get_default_group()
+    return int(group._get_sequence_number_for_group())
 
 
 def _store() -> dist.Store:

@@ -166,9 +166,7 @@ def _lock_exits(code: CodeType) -> frozenset[int]:
 def _lock_lines(file: str) -> frozenset[int]:
     statements = (node for node in ast.walk(ast.parse(Path(file).read_text())) if isinstance(node, ast.With))
     return frozenset(
-        node.lineno
-        for node in statements
-        if ast.unparse(node.items[0].context_expr).endswith(("lock", "_changed"))
+        node.lineno for node in statements if ast.unparse(node.items[0].context_expr).endswith(("lock", "_changed"))
     )
 
 

@@ -41,7 +41,8 @@ from tests.ranks.parity import differences, snapshot
 class Case(parity.Case):
     """``modules``: kind (pooled or sequence) and number of tables of each embedding module; () for a single one.
     ``empty_every``: every so many batches have no id at all. ``cycle``: a batch has rows of its own, and so many
-    batches later they come again. ``dyadic``: gradients are dyadic rationals, whose sums have the same bits in any order; there is no dense layer.
+    batches later they come again. ``dyadic``: there is no dense layer, and
+    gradients are dyadic rationals, whose sums have the same bits in any order.
     ``hot_every``: every so many batches have ids of ``hot`` rows only, on all ranks."""
 
     steps: int = 12
