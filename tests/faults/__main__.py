@@ -1,5 +1,5 @@
-"""Every fault, or a sample of them: `python -m tests.faults [--points N] [--seed S] [--training N] [--sigint N]
-[--kills N]`."""
+"""Every fault, or a sample of them: `python -m tests.faults [--points N] [--seed S] [--training N] [--modes N]
+[--sigint N] [--kills N]`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 
-from tests.faults import model_level
+from tests.faults import leaving, model_level
 from tests.faults.cache_level import SETTINGS, Tally, chosen, try_points
 from tests.faults.interrupts import interrupted_runs
 from tests.faults.processes import Fault, Training, try_fault
@@ -26,6 +26,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--points", type=int, help="of the cache by itself; all by default")
     parser.add_argument("--training", type=int, default=300, help="points in the training of a model")
+    parser.add_argument("--modes", type=int, default=0, help="points in every mode: one rank raises, or all do")
     parser.add_argument("--sigint", type=int, default=0, help="real interrupts of a training")
     parser.add_argument("--kills", type=int, default=0, help="processes of a training that are killed or stopped")
     parser.add_argument("--seed", type=int, default=0)
@@ -40,6 +41,8 @@ def main() -> int:
         problems += _one_cache(names, arguments.points, arguments.seed)
     if arguments.training:
         problems += _training(arguments.training, arguments.seed)
+    if arguments.modes:
+        problems += _modes(arguments.modes, arguments.seed)
     if arguments.sigint:
         problems += _interrupts(arguments.sigint, arguments.seed)
     if arguments.kills:
@@ -68,6 +71,23 @@ def _training(count: int, seed: int) -> list[str]:
             tally = model_level.try_sample(pool, training, share, seed, folder)
         pool.close()
         _show(f"training, {training.name}", tally, time.perf_counter() - started)
+        problems += tally.problems
+    return problems
+
+
+def _modes(count: int, seed: int) -> list[str]:
+    """Half of the points have one fault, in all threads; the other half one on every rank, in one step."""
+    problems: list[str] = []
+    for mode in model_level.NAMES_OF_MODES:
+        pool, tally, started = RankPool(2, timeout_seconds=3000.0), Tally(), time.perf_counter()
+        for worker in ("inline", "worker"):
+            training = model_level.MODES[f"{mode}, {worker}"]
+            with tempfile.TemporaryDirectory() as folder:
+                tally.join("one rank", model_level.try_sample(pool, training, -(-count // 4), seed, folder))
+            with tempfile.TemporaryDirectory() as folder:
+                tally.join("all ranks", leaving.try_sample(pool, training, -(-count // 4), seed, folder))
+        pool.close()
+        _show(f"mode {mode}", tally, time.perf_counter() - started)
         problems += tally.problems
     return problems
 

@@ -433,6 +433,11 @@ class Tally:
         if problem:
             self.problems.append(problem)
 
+    def join(self, name: str, other: Tally) -> None:
+        """Those of another tally, under one name."""
+        self.ended.setdefault(name, Counter()).update(other.totals)
+        self.problems += other.problems
+
     @property
     def totals(self) -> Counter[str]:
         """Over all names."""

@@ -1,10 +1,10 @@
-"""Many steps, saves and restarts of a training with tiny tables: nothing grows.
+"""Many steps, saves, evaluations and restarts of a training: nothing grows.
 
-    python -m tests.faults.endurance [--steps N] [--saves N] [--restarts N]
+    python -m tests.faults.endurance [--steps N] [--saves N] [--restarts N] [--scale S]
 
 Half of the steps are trained in short runs, each resumed from the last checkpoint of the one before; the other half in
-one long run. Looked at, from outside: memory, open files and threads of both ranks; files of the run's folder
-and temporary ones; processes that are left.
+one long run. With every save there is an evaluation. Looked at: memory, tensors, open files and threads of both
+ranks; files of the run's folder and temporary ones; processes that are left.
 """
 
 from __future__ import annotations
@@ -24,10 +24,17 @@ from tests.faults.processes import Training, still_alive
 
 #: Memory that a rank may gain in the second half of a run: the allocator's and the interpreter's ups and downs.
 MOST_GROWTH_BYTES = 16 << 20
+#: Tensors that a rank may gain: batches ahead. A save that is kept is some hundred.
+MOST_MORE_TENSORS = 100
+#: Of the generated data: 26 MiB of rows with their optimizer states, so that kept rows show.
+SCALE = 0.012
 _SETTINGS = (
-    "data.synthetic.num_samples=20000", "data.synthetic.scale=0.001", "data.eval_fraction=0.0", "train.eval_every=none",
+    "data.synthetic.num_samples=20000", "data.eval_fraction=0.02",
     "look_ahead.lookahead=8", "train.batch_size=64", "train.epochs=none", "train.device=cpu", "checkpoint.keep_last=2",
 )  # fmt: skip
+
+
+_MOST_MORE = {"memory_bytes": MOST_GROWTH_BYTES, "tensors": MOST_MORE_TENSORS, "open_files": 0, "threads": 0}
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,7 @@ class Usage:
 
     step: int
     memory_bytes: int
+    tensors: int
     open_files: int
     threads: int
 
@@ -45,24 +53,30 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--saves", type=int, default=200)
     parser.add_argument("--restarts", type=int, default=20)
+    parser.add_argument("--scale", type=float, default=SCALE, help="of the tables")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        problems = list(endure(Path(folder) / "run", options.steps, options.saves, options.restarts))
+        problems = list(endure(Path(folder) / "run", options.steps, options.saves, options.restarts, options.scale))
     print("\n".join(problems) or "nothing grew")
     return 1 if problems else 0
 
 
-def endure(folder: Path, steps: int, saves: int, restarts: int) -> Iterator[str]:
+def endure(folder: Path, steps: int, saves: int, restarts: int, scale: float = SCALE) -> Iterator[str]:
     """Train; yield what grew."""
     short, every = steps // 2 // restarts, steps // saves
     ends = [short * (number + 1) for number in range(restarts)] + [steps]
     temporary, temporary_files, files_of_runs = folder.with_name("temporary"), [], []
     temporary.mkdir()
+    tensors = folder.with_name("tensors")
+    tensors.mkdir()
     for number, end in enumerate(ends):
-        settings = (*_SETTINGS, f"train.max_steps={end}", f"checkpoint.every_steps={every}", f"train.log_every={every}")
-        run = Training(folder, *(["--resume"] if number else []), settings=settings, temporary=temporary)
+        settings = (*_SETTINGS, f"data.synthetic.scale={scale}", f"train.max_steps={end}", f"train.eval_every={every}")
+        settings += (f"checkpoint.every_steps={every}", f"train.log_every={every}")
+        run = Training(
+            folder, *(["--resume"] if number else []), settings=settings, temporary=temporary, tensors=tensors
+        )
         ranks: list[psutil.Process] = []
-        usages = list(_watch(run, ranks))
+        usages = list(_watch(run, ranks, tensors))
         if run.process.returncode:
             yield f"the run to step {end} ended with {run.process.returncode}: {run.text[-1000:]}"
             return
@@ -74,14 +88,14 @@ def endure(folder: Path, steps: int, saves: int, restarts: int) -> Iterator[str]
     if not usages:
         yield f"the run to step {steps} was never looked at"
     for rank in zip(*usages, strict=True):
-        yield from _growth([usage for usage in rank if usage.step > ends[-2] + (steps - ends[-2]) // 2])
+        yield from growth([usage for usage in rank if usage.step > ends[-2] + (steps - ends[-2]) // 2])
     if len({str(files) for files in files_of_runs[1:]}) > 1:
         yield f"files of the run: {files_of_runs[1]} after the first restart, {files_of_runs[-1]} at the end"
     if left := sorted(temporary_files[-1] - temporary_files[0]):  # torch keeps a folder
         yield f"temporary files are left: {left[:5]}"
 
 
-def _watch(run: Training, found: list[psutil.Process]) -> Iterator[list[Usage]]:
+def _watch(run: Training, found: list[psutil.Process], tensors: Path) -> Iterator[list[Usage]]:
     """Yield the usage of every rank from its first step on, and put their processes into `found`."""
     while run.process.poll() is None:
         time.sleep(0.5)
@@ -91,17 +105,23 @@ def _watch(run: Training, found: list[psutil.Process]) -> Iterator[list[Usage]]:
             if len(ranks) < 2 or not step:
                 continue
             found[:] = ranks
-            yield [Usage(step, rank.memory_full_info().uss, rank.num_fds(), rank.num_threads()) for rank in ranks[:2]]
-        except psutil.Error:  # it is ending
+            yield [_usage(step, rank, tensors) for rank in ranks[:2]]
+        except (psutil.Error, OSError):  # it is ending
             continue
 
 
-def _growth(usages: list[Usage]) -> Iterator[str]:
+def _usage(step: int, rank: psutil.Process, tensors: Path) -> Usage:
+    count = int((tensors / str(rank.pid)).read_text())
+    return Usage(step, rank.memory_full_info().uss, count, rank.num_fds(), rank.num_threads())
+
+
+def growth(usages: list[Usage]) -> Iterator[str]:
+    """Yield what grew from the first quarter to the last one."""
     quarter = max(1, len(usages) // 4)
     first, last = usages[:quarter], usages[-quarter:]
     if len(usages) < 8:
         return  # too short a run to say anything
-    for name, most in (("memory_bytes", MOST_GROWTH_BYTES), ("open_files", 0), ("threads", 0)):
+    for name, most in _MOST_MORE.items():
         before, after = (max(getattr(usage, name) for usage in part) for part in (first, last))
         if after - before > most:
             yield f"{name} grew from {before} to {after} between steps {first[0].step} and {last[-1].step}"
@@ -119,7 +139,8 @@ def _show(end: int, usages: list[list[Usage]]) -> None:
 
 
 def _line(usage: Usage) -> str:
-    return f"{usage.memory_bytes >> 20} MiB, {usage.open_files} open files, {usage.threads} threads"
+    counts = f"{usage.tensors} tensors, {usage.open_files} open files, {usage.threads} threads"
+    return f"{usage.memory_bytes >> 20} MiB, {counts}"
 
 
 if __name__ == "__main__":

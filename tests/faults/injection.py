@@ -23,8 +23,16 @@ ERRORS: tuple[type[BaseException], ...] = (KeyboardInterrupt, MemoryError, Runti
 _ROOT = Path(__file__).resolve().parent.parent.parent / "embershard"
 _SHOWS_NOTHING = {"__init__.py", "config.py", "pinned_tables.py", "page_lock.py", "row_kernels.py"}
 _TORCHREC = (
+    "distributed/row_gradients.py",
+    "sharding/torchrec/bags.py",
+    "sharding/torchrec/data_parallel.py",
+    "sharding/torchrec/distinct_ids.py",
     "sharding/torchrec/embeddings.py",
     "sharding/torchrec/feature_keys.py",
+    "sharding/torchrec/hot_cold.py",
+    "sharding/torchrec/hot_tables.py",
+    "sharding/torchrec/replicated_rows.py",
+    "sharding/torchrec/rows_exchange.py",
     "pipeline/module_input.py",
     "pipeline/pipelined_forward.py",
     "pipeline/staged_batch.py",
@@ -43,6 +51,8 @@ ALL_FILES = frozenset().union(*GROUPS.values())
 
 #: Not the cache: what looks at a batch as it is taken, before other ranks count on it.
 _NOT_CACHE = {"PipelinedForward.check", "pipelined_forwards", "_named_forwards"}
+#: As many lines as another rank is late.
+_WAITS = {"Meetings._wait"}
 
 
 class HangError(BaseException):
@@ -87,7 +97,7 @@ class Injector:
 
     def _enter(self, frame: FrameType, event: str, _: Any) -> Any:
         code = frame.f_code
-        if code.co_filename not in self._files:
+        if code.co_filename not in self._files or code.co_qualname in _WAITS:
             return None
         name = code.co_qualname
         if name == "one_at_a_time.<locals>.locked":

@@ -127,7 +127,7 @@ def _training_interrupted(
         place = _place(error)
     except BaseException as error:
         return Ended("wrong", kind, f"after {done} steps {type(error).__name__}: {error}")
-    return _compared(f"{kind}, step {done}, {place}", model, expected[done : done + 2])
+    return _compared(f"{kind}, step {done}, {place}", case, model, expected[done : done + 2])
 
 
 def _copies_interrupted(
@@ -147,12 +147,12 @@ def _copies_interrupted(
         place = _place(error)
     except BaseException as error:
         return Ended("wrong", kind, f"{type(error).__name__}: {error}")
-    return _compared(f"{kind}, {place}", model, [reference(case).after[_STEPS_BEFORE]])
+    return _compared(f"{kind}, {place}", case, model, [reference(case).after[_STEPS_BEFORE]])
 
 
-def _compared(where: str, model: nn.Module, expected: list[dict[str, torch.Tensor]]) -> Ended:
+def _compared(where: str, case: Case, model: nn.Module, expected: list[dict[str, torch.Tensor]]) -> Ended:
     try:
-        different = ", ".join(unlike(expected, snapshot(model)))
+        different = ", ".join(unlike(case, expected, snapshot(model)))
         return Ended("wrong" if different else "equal", where, different)
     except BaseException as error:
         if not is_refusal(error, KeyboardInterrupt()):

@@ -9,7 +9,7 @@ import os
 import random
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -18,14 +18,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from embershard import LookAheadPipeline, cache_stats, flush
+from embershard.errors import CacheError
 from embershard.pipeline.worker import CacheWorker
+from embershard.sharding.torchrec import cached_embeddings
+from embershard.sharding.torchrec.hot_cold import HotColdShardedEmbeddingBagCollection
 from tests.faults.cache_level import Tally
 from tests.faults.injection import ERRORS, Injector, is_refusal, no_collections, no_hang
 from tests.ranks.look_ahead import Case, Run, as_run, batches, only_our_warnings_raise, reference
-from tests.ranks.parity import snapshot
+from tests.ranks.parity import hot_rows, snapshot
 from tests.ranks.workers import RankPool
 
-_SECONDS = 20.0
+SECONDS = 20.0
 _GROUP_TIMEOUT = datetime.timedelta(seconds=8)
 _CASE = Case(rows=(200, 90, 150, 60), dims=(16, 16, 8, 8), steps=10, batch_size=8)
 _RUN = Run(lookahead=3, prefetch=2, working_set_of=3)
@@ -57,6 +60,22 @@ TRAININGS = {
         Training("two ranks, worker", _ROW_WISE, replace(_RUN, worker=True), 2),
     )
 }
+_DYADIC = replace(_ROW_WISE, dyadic=True)
+NAMES_OF_MODES = ("pooled", "rows", "hot_cold", "data_parallel")
+#: Two ranks in every mode, beside stock TorchRec's row-wise tables; no sum of gradients is rounded.
+MODES = {
+    training.name: training
+    for mode, case in {
+        "pooled": _DYADIC,
+        "rows": replace(_DYADIC, exchange="rows"),
+        "hot_cold": replace(_DYADIC, rows=(400, 180, 300, 120), hot=40, hot_every=3),
+        "data_parallel": replace(_DYADIC, mode="data_parallel"),
+    }.items()
+    for training in (
+        Training(f"{mode}, inline", case, replace(_RUN, worker=False), 2),
+        Training(f"{mode}, worker", case, replace(_RUN, worker=True), 2),
+    )
+}
 
 
 #: The exchange of ids. A rank that begins it again makes a collective that the others are not in.
@@ -84,14 +103,20 @@ class Point:
     rank: int = 0
 
 
+#: Numbers of rows, ascending, and their contents.
+Copies = tuple[Tensor, list[Tensor]]
+
+
 @dataclass
 class Ended:
-    """How a training with a fault ended: "equal", "refused", or neither: "wrong"; and where the fault was."""
+    """How a training with a fault ended: "equal", "refused", or neither: "wrong"; and where the fault was. ``copies``:
+    of rows, which must be those of the other ranks if none of them refuses."""
 
     kind: str
     where: str
     problem: str = ""
     has_left: bool = False
+    copies: list[Copies] = field(default_factory=list)
 
 
 class _Left(Exception):  # noqa: N818
@@ -101,11 +126,11 @@ class _Left(Exception):  # noqa: N818
 def lines_of(training: Training) -> dict[str, list[str]]:
     """For each thread the operation of every line; and proof that the training tests something. On every rank."""
     counters = {"main": Injector(), "worker": Injector()}
-    with _settled(), as_run(training.case, training.run) as (model, loop):
+    with settled(), as_run(training.case, training.run) as (model, loop):
         done, error = _train(training, model, loop, counters)
         assert error is None, error
         assert done == training.case.steps
-        assert not unlike([reference(training.case).after[done]], snapshot(model))
+        assert not unlike(training.case, [reference(training.case).after[done]], snapshot(model))
         evictions = [sum(s.evictions for s in pool) for pool in _by_pool(model)]
         assert len(evictions) > 1, "one pool"
         assert min(evictions) > 20, evictions
@@ -137,11 +162,11 @@ def try_points(found: Sequence[Point], folder: str) -> list[Ended]:
     if is_alone:
         gc.freeze()  # what is here stays, and collections are quick; a group that is to end must not stay
     else:
-        _begin_group(f"{folder}/first")
+        begin_group(f"{folder}/first")
     for number, point in enumerate(found):
         ended.append(_try(point))
         if not is_alone:
-            _meet(f"{folder}/{number}", ended[-1])
+            meet(f"{folder}/{number}", ended[-1])
     return ended
 
 
@@ -160,41 +185,89 @@ def try_sample(
 
 
 def _try(point: Point) -> Ended:
-    training = TRAININGS[point.training]
+    training = {**TRAININGS, **MODES}[point.training]
     is_here = dist.get_rank() == point.rank
     injector = Injector(point.line if is_here else None, point.error)
     try:
-        with _settled(), no_hang(_SECONDS):
+        with settled(), no_hang(SECONDS):
             reference(training.case)
-            kind, problem, has_left = _trained_with_a_fault(training, {point.thread: injector}, is_here)
+            ended = _trained_with_a_fault(training, {point.thread: injector}, is_here)
     except BaseException as error:
-        kind, problem, has_left = "wrong", f"{type(error).__name__}: {error}", True
-    where = f"{injector.where} [{training.name}, {point.thread}, rank {point.rank}]"
+        ended = Ended("wrong", "", f"{type(error).__name__}: {error}", True)
+    ended.where = f"{injector.where} [{training.name}, {point.thread}, rank {point.rank}]"
     if not is_here:
-        return Ended("beside", where, problem, has_left)
-    if injector.raised is None and not problem:
-        return Ended("not reached", where)
-    return Ended("wrong" if problem else kind, where, problem, has_left)
+        ended.kind = "beside"
+    elif ended.problem:
+        ended.kind = "wrong"
+    elif injector.raised is None:
+        ended.kind = "not reached"
+    return ended
 
 
-def _trained_with_a_fault(training: Training, injectors: dict[str, Injector], is_here: bool) -> tuple[str, str, bool]:
-    (injector,) = injectors.values()
-    with as_run(training.case, training.run) as (model, loop):
+def _trained_with_a_fault(training: Training, injectors: dict[str, Injector], is_here: bool) -> Ended:
+    (injector,), case = injectors.values(), training.case
+    with as_run(case, training.run) as (model, loop), impatient(model):
         done, error = _train(training, model, loop, injectors)
-        expected = reference(training.case).after
+        expected = reference(case).after
         if error is None:
-            return "equal", ", ".join(unlike([expected[done]], snapshot(model))), False
+            problem = ", ".join(unlike(case, [expected[done]], snapshot(model)))
+            return Ended("equal", "", problem, copies=copies_of(model))
         if not is_here:  # the other rank left
-            return "beside", "" if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}", True
-        if error is injector.raised:  # in a step: each table has seen its batch, or has not
+            problem = "" if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
+            return Ended("beside", "", problem, True, copies_of(model))
+        if error is injector.raised or is_of_ranks(error):  # in a step: each table has seen its batch, or has not
+            kind = "equal" if error is injector.raised else "refused"
             error = None
             try:
-                return "equal", ", ".join(unlike(expected[done : done + 2], snapshot(model))), True
+                problem = ", ".join(unlike(case, expected[done : done + 2], snapshot(model)))
+                return Ended(kind, "", problem, True, copies_of(model))
             except BaseException as refusal:
                 error = refusal
         if not is_refusal(error, injector.raised):
-            return "wrong", f"{type(error).__name__}: {error}", True
-        return "refused", _not_refused(model, injector), True
+            return Ended("wrong", "", f"{type(error).__name__}: {error}", True)
+        return Ended("refused", "", _not_refused(model, injector), True)
+
+
+def is_of_ranks(error: BaseException | None) -> bool:
+    """Whether a rank says that data-parallel caches do not go on together."""
+    return isinstance(error, CacheError) and ("planned batch" in str(error) or "did not come to" in str(error))
+
+
+@contextlib.contextmanager
+def impatient(model: nn.Module) -> Iterator[None]:
+    """Data-parallel caches wait seconds, not minutes, for a rank that has left."""
+    with contextlib.ExitStack() as stack:
+        for pool in cached_embeddings(model):
+            if pool.host._share is not None:
+                stack.enter_context(mock.patch.object(pool.host._share.meetings, "_timeout_seconds", 2.0))
+        yield
+
+
+def copies_of(model: nn.Module) -> list[Copies]:
+    """The rows of which other ranks have copies, too."""
+    found = []
+    for module in model.modules():
+        if isinstance(module, HotColdShardedEmbeddingBagCollection):
+            for group in module._hot._groups:
+                rows = [part.clone() for part in group.rows.payload]
+                found.append((torch.arange(len(rows[0])), rows))
+    for pool in cached_embeddings(model):
+        if pool.host.is_shared:
+            slots = pool.cache.state.map.used_slots()
+            keys, order = pool.cache.state.map.keys(slots).sort()
+            found.append((keys, [part.detach()[slots[order]] for part in pool.slots.payload]))
+    return found
+
+
+def _unequal(own: list[Copies], others: list[Copies]) -> int:
+    """Rows that two ranks have, with different contents."""
+    number = 0
+    for (keys, rows), (other_keys, other_rows) in zip(own, others, strict=True):
+        here, there = torch.isin(keys, other_keys), torch.isin(other_keys, keys)
+        pairs = zip(rows, other_rows, strict=True)
+        differ = [(part[here] != other[there]).reshape(int(here.sum()), -1).any(dim=1) for part, other in pairs]
+        number += int(torch.stack(differ).any(dim=0).sum())
+    return number
 
 
 def _train(
@@ -247,13 +320,14 @@ def _not_refused(model: nn.Module, injector: Injector) -> str:
     return ""
 
 
-def unlike(expected: Sequence[dict[str, Tensor]], found: dict[str, Tensor]) -> list[str]:
+def unlike(case: Case, expected: Sequence[dict[str, Tensor]], found: dict[str, Tensor]) -> list[str]:
     """Tables, weights and states together, that equal none of the `expected` snapshots; and dense parameters, each by
-    itself, as torch's optimizer updates them one after the other."""
+    itself, as torch's optimizer updates them one after the other. Hot rows of a table are trained apart."""
+    expected, found = [_halves(case, each) for each in expected], _halves(case, found)
     names: dict[str, list[str]] = {}
     for name in found:
         table = re.search(r"\bt\d+\b", name)
-        names.setdefault(table[0] if table else name, []).append(name)
+        names.setdefault(f"{table[0]}{name[name.find(' hot') :]}" if table else name, []).append(name)
     assert all(set(each) == set(found) for each in expected)
     assert len(names) > 3, names
     return [
@@ -263,13 +337,27 @@ def unlike(expected: Sequence[dict[str, Tensor]], found: dict[str, Tensor]) -> l
     ]
 
 
+def _halves(case: Case, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Hot rows of each table apart from the others, if the case has some."""
+    if case.hot is None:
+        return {f"{name} hot: no": rows for name, rows in found.items()}
+    halves, hot = {}, hot_rows(case)
+    for name, rows in found.items():
+        table, place = re.search(r"\bt\d+\b", name), re.search(r"\((\d+),", name)
+        is_hot = torch.zeros(rows.shape[:1], dtype=torch.bool)
+        if table and place:
+            is_hot = torch.isin(torch.arange(len(rows)) + int(place[1]), hot[table[0]])
+        halves.update({f"{name} hot: yes": rows[is_hot], f"{name} hot: no": rows[~is_hot]})
+    return halves
+
+
 def _by_pool(model: nn.Module) -> list[list[Any]]:
     stats = cache_stats(model)
     return [stats[:2], stats[2:]]
 
 
 @contextlib.contextmanager
-def _settled() -> Iterator[None]:
+def settled() -> Iterator[None]:
     only_our_warnings_raise()
     with no_collections():
         yield
@@ -278,23 +366,31 @@ def _settled() -> Iterator[None]:
 # -- ranks that left
 
 
-def _meet(store: str, ended: Ended) -> None:
-    """All ranks go on together. Where one has left, the others find out, and a new group is made."""
+def meet(store: str, ended: Ended) -> None:
+    """All ranks go on together. Where one has left, the others find out, and a new group is made. If no rank refuses,
+    their copies are compared."""
     try:
         if ended.has_left:
             raise _Left
         dist.barrier()
     except (_Left, RuntimeError):
-        _begin_group(store)
+        begin_group(store)
+    others: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(others, (ended.kind, ended.copies))
+    if all(kind not in ("refused", "wrong") for kind, _ in others):
+        number = max(_unequal(ended.copies, copies) for _, copies in others)
+        if number:
+            ended.kind, ended.problem = "wrong", f"{number} rows are not as on the other ranks"
 
 
-def _begin_group(store: str) -> None:
+def begin_group(store: str) -> None:
     """In place of the present group. A rank that waits in that one for others notices at once where they hold nothing
     of it any more, and else after the group's timeout."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     gc.collect()
     dist.destroy_process_group()
     gc.collect()
+    gc.freeze()  # what is here without a group stays, and collections are quick
     os.makedirs(os.path.dirname(store), exist_ok=True)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=_GROUP_TIMEOUT

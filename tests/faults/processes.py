@@ -71,6 +71,7 @@ class Training:
         settings: of the run.
         temporary: folder for temporary files; None: the system's.
         launcher: starts the ranks; what it needs before the arguments of the training.
+        tensors: folder in which ranks write how many tensors they have; None: they do not.
     """
 
     def __init__(
@@ -80,11 +81,13 @@ class Training:
         settings: Sequence[str] = SETTINGS,
         temporary: Path | None = None,
         launcher: Sequence[str] = (),
+        tensors: Path | None = None,
     ) -> None:
         self.folder, self._log = folder, folder.with_name(f"{folder.name}.log")
         words = ["--config", "examples/quickstart.toml", "--run-dir", str(folder), *more]
         words += [word for text in settings for word in ("--set", text)]
-        variables = {} if temporary is None else {"TMPDIR": str(temporary)}
+        given = {"TMPDIR": temporary, commands.TENSORS_VARIABLE: tensors}
+        variables = {name: str(folder) for name, folder in given.items() if folder is not None}
         self._log.touch()
         self._before = self._log.stat().st_size
         self.process: subprocess.Popen[bytes] | commands.Process

@@ -13,7 +13,7 @@ from embershard.launch.config import load_config
 from embershard.launch.ranks.hang_watch import waits_for_others
 from embershard.launch.train.command import train_run
 from embershard.training.config import RunConfig
-from tests.faults.endurance import endure
+from tests.faults.endurance import Usage, endure, growth
 from tests.faults.processes import KINDS, SAVE_EVERY, SETTINGS, STEPS, TORCHRUN, Fault, Training, still_alive
 from tests.ranks import commands
 
@@ -102,6 +102,14 @@ def test_seeds_take_all_kinds_and_ranks_in_turn() -> None:
     assert all(1 <= fault.step < STEPS for fault in faults)
 
 
+def test_what_grows_is_named() -> None:
+    usages = [Usage(step, 500 << 20, 3000 + 2 * step, 40, 20 + step // 90) for step in range(100)]
+    assert [problem.split(" between")[0] for problem in growth(usages)] == [
+        "tensors grew from 3048 to 3198",
+        "threads grew from 20 to 21",
+    ]
+
+
 def test_a_short_endurance(tmp_path: Path) -> None:
     """Files, processes and exit codes; whether memory grows takes more steps (`python -m tests.faults.endurance`)."""
-    assert list(endure(tmp_path / "run", steps=60, saves=6, restarts=1)) == []
+    assert list(endure(tmp_path / "run", steps=60, saves=6, restarts=1, scale=0.001)) == []

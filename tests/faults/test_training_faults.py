@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults import leaving
 from tests.faults.interrupts import KINDS, interrupted_runs
-from tests.faults.model_level import TRAININGS, try_sample
+from tests.faults.model_level import MODES, NAMES_OF_MODES, TRAININGS, try_sample
 from tests.ranks.workers import RankPool
 
 
@@ -35,6 +36,22 @@ def test_a_step_that_is_interrupted_before_it_told_the_others(pools: dict[int, R
     tally = try_sample(pools[2], TRAININGS["two ranks, inline"], 6, 0, str(tmp_path), "Window.send")
     assert tally.problems == []
     assert tally.totals["equal"] + tally.totals["refused"] == 6, tally.totals
+
+
+@pytest.mark.parametrize("mode", NAMES_OF_MODES)
+def test_all_ranks_leave_a_step(mode: str, pools: dict[int, RankPool], tmp_path: Path) -> None:
+    """At lines of their own. `python -m tests.faults --modes 400` tries more of them, and faults of one rank."""
+    tally = leaving.try_sample(pools[2], MODES[f"{mode}, inline"], 4, 1, str(tmp_path))
+    assert tally.problems == []
+    assert tally.totals.total() == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["hot_cold", "data_parallel"])
+def test_copies_that_differ_are_found(mode: str, pools: dict[int, RankPool], tmp_path: Path) -> None:
+    """Without the guards, in backwards."""
+    tally = leaving.try_sample(pools[2], MODES[f"{mode}, inline"], 8, 0, str(tmp_path), is_guarded=False)
+    assert any("rows are not as on the other ranks" in problem for problem in tally.problems), tally.problems
 
 
 def test_real_interrupts(pools: dict[int, RankPool]) -> None:

@@ -6,6 +6,7 @@ a new interpreter adds is left to those tests that start one: another hash seed,
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -13,6 +14,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -21,6 +24,9 @@ from typing import Any, NoReturn
 from embershard.launch import cli
 
 PROJECT = Path(__file__).resolve().parents[2]
+#: Of the environment: a folder in which each rank writes how many tensors it has, to a file by its process id.
+TENSORS_VARIABLE = "TESTS_TENSORS_FOLDER"
+_TENSORS_SECONDS = 2.0
 _new_process = subprocess.Popen
 #: What ranks import, some of it at their first use.
 _IMPORTED_ONCE = [
@@ -166,9 +172,22 @@ def _module(
         assert stderr == subprocess.STDOUT
         print_to(Path(stdout.name))
     _become(env or dict(os.environ), list(words))
+    if folder := os.environ.get(TENSORS_VARIABLE):
+        threading.Thread(target=_count_tensors, args=(Path(folder, str(os.getpid())),), daemon=True).start()
     try:
         code = importlib.import_module(words[0]).main()
     except Exception:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         code = 1
     sys.exit(code)
+
+
+def _count_tensors(file: Path) -> NoReturn:
+    """Those that Python knows, garbage that was not collected yet among them."""
+    import torch
+
+    while True:
+        count = sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+        file.with_suffix(".new").write_text(str(count))
+        file.with_suffix(".new").replace(file)
+        time.sleep(_TENSORS_SECONDS)

@@ -41,13 +41,17 @@ from tests.ranks.parity import differences, snapshot
 class Case(parity.Case):
     """``modules``: kind (pooled or sequence) and number of tables of each embedding module; () for a single one.
     ``empty_every``: every so many batches have no id at all. ``cycle``: a batch has rows of its own, and so many
-    batches later they come again."""
+    batches later they come again. ``dyadic``: there is no dense layer, and
+    gradients are dyadic rationals, whose sums have the same bits in any order.
+    ``hot_every``: every so many batches have ids of ``hot`` rows only, on all ranks."""
 
     steps: int = 12
     modules: tuple[tuple[str, int], ...] = ()
     empty_every: int = 0
     int32_ids: bool = False
     cycle: int = 0
+    dyadic: bool = False
+    hot_every: int = 0
 
     @property
     def parts(self) -> tuple[tuple[str, int], ...]:
@@ -115,11 +119,23 @@ class Batch(Pipelineable):
         self.labels.record_stream(stream)
 
 
+@dataclass
+class HotBatch(Batch):
+    """A batch that may have hot ids only, on all ranks."""
+
+    is_hot: bool
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> HotBatch:
+        """A copy, as a batch that comes from a loader's memory is."""
+        return HotBatch(*vars(super().to(device, non_blocking)).values(), self.is_hot)
+
+
 class Model(nn.Module):
     """One or several embedding modules and a dense layer. TorchRec's tracer can follow its forward."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
+        self._is_dyadic = case.dyadic
         self._names: list[list[str]] = []
         self._sequence = [kind == "sequence" for kind, _ in case.parts]
         parts: list[nn.Module] = []
@@ -145,7 +161,8 @@ class Model(nn.Module):
                 configs = [EmbeddingBagConfig(**c, pooling=pooling) for c in common]
                 parts.append(EmbeddingBagCollection(tables=configs, device=meta, is_weighted=case.weighted))
         self.parts = nn.ModuleList(parts)
-        self.dense = nn.Linear(sum(case.dims[int(name[1])] for name in case.features), 1)
+        if not case.dyadic:
+            self.dense = nn.Linear(sum(case.dims[int(name[1])] for name in case.features), 1)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Loss, and the loss again as the output."""
@@ -159,7 +176,11 @@ class Model(nn.Module):
                 ]
             else:  # not all at once: their order depends on how tables are grouped
                 pooled += [found[n] for n in names]
-        loss = ((self.dense(torch.cat(pooled, dim=1)).squeeze(1) - batch.labels) ** 2).mean()
+        x = torch.cat(pooled, dim=1)
+        if self._is_dyadic:
+            loss = (x * batch.labels.unsqueeze(1)).sum()
+        else:
+            loss = ((self.dense(x).squeeze(1) - batch.labels) ** 2).mean()
         return loss, loss.detach()
 
 
@@ -200,11 +221,20 @@ def batches(case: Case, steps: int | None = None, seed: int = 0) -> list[Batch]:
     if case.cycle:
         return [_cyclic_batch(case, step) for step in range(steps)]
     made = parity.batches(case, dist.get_rank(), steps, seed) if steps else ()
-    return [Batch(_features(case, step, features), labels) for step, (features, labels) in enumerate(made)]
+    found: list[Batch] = []
+    for step, (features, labels) in enumerate(made):
+        is_hot = bool(case.hot_every) and step % case.hot_every == case.hot_every - 1
+        labels = (labels * 16).floor() / 4 - 2 if case.dyadic else labels
+        found.append(HotBatch(_features(case, step, features, is_hot), labels, is_hot))
+    return found
 
 
-def _features(case: Case, step: int, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+def _features(case: Case, step: int, features: KeyedJaggedTensor, is_hot: bool) -> KeyedJaggedTensor:
     values, lengths = features.values(), features.lengths()
+    if is_hot:  # the rows of parity.hot_rows
+        rows = [case.rows[int(name[1])] for name in case.features]
+        parts = zip(values.split(features.length_per_key()), rows, strict=True)
+        values = torch.cat([part % min(case.hot or 0, count) * 7 % count for part, count in parts])
     if case.empty_every and step % case.empty_every == 1:
         values, lengths = values[:0], torch.zeros_like(lengths)
     values = values.int() if case.int32_ids else values
@@ -237,7 +267,8 @@ def build(case: Case, cached: bool, make_model: Callable[[Any], nn.Module] = Mod
 
 def dense_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     """SGD for what is not an embedding table."""
-    return torch.optim.SGD([p for name, p in model.named_parameters() if "dense" in name], lr=0.05)
+    parameters = [p for name, p in model.named_parameters() if "dense" in name]
+    return torch.optim.SGD(parameters or [nn.Parameter(torch.empty(0))], lr=0.05)
 
 
 def plain(model: nn.Module) -> Plain:
@@ -417,7 +448,8 @@ def _working_sets(case: Case) -> list[list[Tensor]]:
         stack.enter_context(mock.patch.object(ModuleInput, "make_resident", return_value=True))
         stack.enter_context(loop.step(iter(data)))
     loop.detach()
-    assert all(len(keys) == len(data) for keys in found.values())
+    num_cold = sum(not getattr(batch, "is_hot", False) for batch in data)
+    assert all(len(keys) == num_cold for keys in found.values())
     return list(found.values())
 
 

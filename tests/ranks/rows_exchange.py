@@ -34,7 +34,7 @@ from embershard.sharding.torchrec.distinct_ids import DistinctIds
 from embershard.sharding.torchrec.hot_cold import follow_hot_batches
 from embershard.sharding.torchrec.rows_exchange import RowsInput
 from tests.ranks import parity
-from tests.ranks.look_ahead import Batch, message_of
+from tests.ranks.look_ahead import HotBatch, message_of
 from tests.ranks.parity import LinearModel, differences, snapshot
 from tests.ranks.replicated_rows import division_missing
 from tests.ranks.rounding import reversed_samples
@@ -67,17 +67,6 @@ class Outcome:
     evictions: int
     loss_error: float = 0.0
     weight_error: float = 0.0
-
-
-@dataclass
-class HotBatch(Batch):
-    """A batch that may have hot ids only, on all ranks."""
-
-    is_hot: bool
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> HotBatch:
-        """A copy, as a batch that comes from a loader's memory is."""
-        return HotBatch(*vars(super().to(device, non_blocking)).values(), self.is_hot)
 
 
 def _nothing(model: Any) -> list[str]:

@@ -160,6 +160,29 @@ def left_before_its_backward(case: Case, run: Run, catches: bool) -> None:
             print("then", message_of(lambda: loop.progress(iterator)), flush=True)
 
 
+def left_at_different_collectives() -> str:
+    """Rank 0 leaves a step behind the begin of a collective, the others before it; what each is told."""
+    left, rank = left_steps.LeftSteps(), dist.get_rank()
+    begun = None if rank else dist.all_reduce(torch.ones(1), async_op=True)
+    left.say(3, KeyError(f"of rank {rank}"))
+    message = message_of(left.check)
+    if begun is None:
+        dist.all_reduce(torch.ones(1))
+    else:
+        begun.wait()
+    return message
+
+
+def left_at_the_same_collective() -> str:
+    """All ranks leave a step behind the begin of a collective; what each is told."""
+    left = left_steps.LeftSteps()
+    begun = dist.all_reduce(torch.ones(1), async_op=True)
+    left.say(3, KeyError("of all"))
+    message = message_of(left.check)
+    begun.wait()
+    return message
+
+
 # -- what was announced
 
 

@@ -80,6 +80,16 @@ def test_a_rank_that_leaves_a_step_before_its_backward_stops_all_with_its_messag
     assert (refused in second) == (then == "catches"), second
 
 
+def test_ranks_that_left_at_different_collectives_do_not_go_on(two_ranks: RankPool) -> None:
+    """The next collective of one would meet an earlier one of the other: wrong data, if the sizes are the same."""
+    first, second = two_ranks.run(step_contract.left_at_different_collectives)
+    assert "StepError: rank 0 left step 3 when it had begun" in first
+    assert "StepError: rank 1 left step 3 when it had begun" in second
+    assert "(KeyError: 'of rank 0')" in first
+    assert "(KeyError: 'of rank 0')" in second
+    assert two_ranks.run(step_contract.left_at_the_same_collective) == ["", ""]
+
+
 # -- what was announced
 
 
