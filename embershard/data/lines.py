@@ -19,7 +19,7 @@ from embershard.data.config import DataConfig
 from embershard.data.hashing import Ids, cell_bytes
 from embershard.data.schema import Schema
 from embershard.data.source import FileSource, SplitChunks, list_files
-from embershard.data.text import TextFiles
+from embershard.data.text import BYTE_ORDER_MARK, TextFiles
 from embershard.errors import DataError
 
 _NEWLINE = 10
@@ -51,9 +51,11 @@ class LineFormat:
             pa.ArrowException: a line has not as many cells as there are columns, or a number is none.
         """
         types = dict.fromkeys(self.columns, pa.binary()) | dict.fromkeys(self.numbers, pa.float32())
+        is_marked = lines[: len(BYTE_ORDER_MARK)] == BYTE_ORDER_MARK
+        data = BYTE_ORDER_MARK + bytes(lines) if is_marked else lines  # Arrow drops the first one
         table = csv.read_csv(
-            pa.py_buffer(lines),
-            csv.ReadOptions(use_threads=False, block_size=len(lines) + 1, column_names=self.columns),
+            pa.py_buffer(data),
+            csv.ReadOptions(use_threads=False, block_size=len(data) + 1, column_names=self.columns),
             csv.ParseOptions(
                 delimiter=self.separator[0], quote_char=False, double_quote=False, ignore_empty_lines=False
             ),

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from zlib import _Decompress
 
 
+#: Where a file begins with it, it is no part of the first line; elsewhere it is part of a cell.
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _NEWLINE = 10
 _SCAN_BYTES = 1 << 23
 _INFLATE_BYTES = 1 << 20
@@ -184,8 +186,11 @@ class TextFiles:
         self.first_row = np.concatenate([np.arange(len(rows)) * chunk_rows + has_header for _, rows in scanned])
 
     def read(self, chunk: int) -> memoryview:
+        """Return the lines of a chunk, with their ends."""
         start, stop = self._borders[chunk].tolist()
-        return self._files[self.file[chunk]].read(start, stop)
+        lines = self._files[self.file[chunk]].read(start, stop)
+        is_marked = start == 0 and stop > len(BYTE_ORDER_MARK) and lines[: len(BYTE_ORDER_MARK)] == BYTE_ORDER_MARK
+        return lines[len(BYTE_ORDER_MARK) :] if is_marked else lines
 
     def path(self, chunk: int) -> Path:
         return self._paths[self.file[chunk]]

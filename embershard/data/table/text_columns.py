@@ -13,10 +13,11 @@ from embershard.data.bad_rows import short
 from embershard.data.input_file import InputFile
 from embershard.data.table.config import TableConfig
 from embershard.data.table.raw import check_columns
+from embershard.data.text import BYTE_ORDER_MARK
 from embershard.errors import DataError
 
-_BYTE_ORDER_MARK = "\ufeff"
 _CARRIAGE_RETURN = "has a carriage return in it; lines must end in a line feed: tr '\\r' '\\n' < FILE > NEW"
+_NEWLINE = 10
 _WORDS = {",": "comma", "\t": "tab", "|": "bar", ";": "semicolon", " ": "space"}
 
 
@@ -36,14 +37,22 @@ class TextColumns:
     def read(self, lines: memoryview, num_lines: int) -> pa.Table:
         """Return the needed columns of whole lines as bytes, each in one piece; a missing cell is null.
 
+        A cell that swallows the end of its line leaves fewer rows than lines, since nothing leaves more: only a lone
+        carriage return would end a row within a line, and is refused.
+
         Raises:
             pa.ArrowException: a line has not as many cells as there are columns.
-            ValueError: a quoted cell does not end in its line.
+            ValueError: a quoted cell does not end in its line, or a line has a carriage return in it.
         """
         quote = '"' if self.settings.quoted else False
-        data = bytes(lines)
-        data += b"" if data.endswith(b"\n") or not data else b"\n"
-        data += self.settings.separator.encode() * (len(self.names) - 1) + b"\n"  # what no open quote may swallow
+        data = b"".join((
+            BYTE_ORDER_MARK,  # Arrow drops it, and would drop one that the first cell begins with
+            lines,
+            b"" if not len(lines) or lines[-1] == _NEWLINE else b"\n",
+            self.settings.separator.encode() * (len(self.names) - 1) + b"\n",  # what no open quote may swallow
+        ))  # fmt: skip
+        if data.count(b"\r") != data.count(b"\r\n"):
+            raise ValueError("a line has a carriage return in it")
         table = csv.read_csv(
             pa.py_buffer(data),
             csv.ReadOptions(use_threads=False, block_size=len(data) + 1, column_names=self.names),
@@ -62,7 +71,7 @@ class TextColumns:
 
     def explain(self, line: bytes) -> str:
         """Say what is wrong with a line that cannot be cut into cells."""
-        text = line.decode("utf-8", "backslashreplace").rstrip("\r\n")
+        text = _line_text(line)
         if "\r" in text:
             return f"{short(text)}: {_CARRIAGE_RETURN}"
         separator = self.settings.separator
@@ -79,15 +88,15 @@ class TextColumns:
 
 
 def first_bytes(file: InputFile, count: int) -> bytes:
-    """Return the first `count` bytes of a text file, plain or gzip, decompressed.
+    """Return the first `count` bytes of a text file, plain or gzip, decompressed, without a byte order mark.
 
     Raises:
         DataError: it is damaged.
     """
     try:
         with pa.input_stream(str(file.path), compression="gzip" if file.is_gzip() else None) as stream:
-            data: bytes = stream.read(count)
-            return data
+            data: bytes = stream.read(count + len(BYTE_ORDER_MARK))
+            return data.removeprefix(BYTE_ORDER_MARK)[:count]
     except (pa.ArrowException, OSError) as error:
         file.check(0)
         raise DataError(f"{file.path}: cannot be read ({' '.join(str(error).split())}); fetch it again") from None
@@ -109,7 +118,7 @@ def header_names(path: Path, header: bytes, settings: TableConfig) -> list[str]:
     Raises:
         DataError: a name is there twice, or there is none for a column; or lines end in a carriage return alone.
     """
-    text = header.decode("utf-8", "backslashreplace").removeprefix(_BYTE_ORDER_MARK).rstrip("\r\n")
+    text = _line_text(header).removeprefix(BYTE_ORDER_MARK.decode())
     if "\r" in text:
         raise DataError(f"{path}:1 {short(text)}: {_CARRIAGE_RETURN}")
     names = _cells(text, settings)
@@ -120,6 +129,11 @@ def header_names(path: Path, header: bytes, settings: TableConfig) -> list[str]:
             f"{path}:1 the header {problem}: {short(text)}. If the file has no header: data.table.columns names them"
         )
     return names
+
+
+def _line_text(line: bytes) -> str:
+    """Return a line without its end; at the end of a file, that may be a carriage return alone."""
+    return line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8", "backslashreplace")
 
 
 def _cells(line: str, settings: TableConfig) -> list[str]:
