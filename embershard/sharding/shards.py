@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -205,25 +206,50 @@ def largest_pool_problem(tables: Sequence[TablePlacement], ranks_per_node: int) 
 
 
 def no_rows_problem(tables: Iterable[TablePlacement], ranks_per_node: int) -> str:
-    """Return the problem of a rank whose shards on the device, of one sharding type and dtype, have no row in all;
-    empty where there is none. On a CPU, FBGEMM takes the empty tensor of such a group for one on a GPU, and fails.
+    """Return the problem of a rank whose shards on the device have no row: see :func:`empty_group_problem`.
 
     >>> tiny = TablePlacement("t0", 3, 16, "fp32", "row_wise", "device", (0, 1, 2, 3))
     >>> no_rows_problem([tiny], ranks_per_node=4)
-    "rank 3 has no row of its row_wise tables on the device ['t0']"
+    'rank 3 has no row of its row_wise tables on the device: t0 (3 rows on 4 ranks)'
     >>> other = TablePlacement("t1", 4, 16, "fp32", "row_wise", "device", (0, 1, 2, 3))
     >>> no_rows_problem([tiny, other], ranks_per_node=4)
     ''
     """
-    groups: dict[tuple[int, Sharding, Dtype], dict[str, int]] = {}
+    cut = []
     for table in tables:
-        for shard in shards_of(table, ranks_per_node) if table.kernel == "device" else ():
-            rows = groups.setdefault((shard.rank, table.sharding, table.dtype), {})
-            rows[table.table] = rows.get(table.table, 0) + shard.rows
-    for (rank, sharding, _), rows in sorted(groups.items()):
-        if not any(rows.values()):
-            return f"rank {rank} has no row of its {sharding} tables on the device {sorted(rows)[:5]}"
+        shards = shards_of(table, ranks_per_node) if table.kernel == "device" else ()
+        columns = str(shards[0].columns) if shards and table.exchange == "rows" else ""
+        cut.append(((table.sharding, table.dtype, table.group, columns), shards))
+    return empty_group_problem(cut)
+
+
+def empty_group_problem(tables: Iterable[tuple[tuple[str, ...], Sequence[Shard]]]) -> str:
+    """Return the problem of a rank on which a group of tables has no row; empty where there is none. On a CPU, FBGEMM
+    takes the empty tensor of such a group for one on a GPU, and fails.
+
+    Args:
+        tables: of each that is on the device, what FBGEMM groups by (the sharding type first), and all of its shards.
+    """
+    groups: dict[tuple[int, tuple[str, ...]], dict[str, Sequence[Shard]]] = {}
+    rows: Counter[tuple[int, tuple[str, ...]]] = Counter()
+    for kind, shards in tables:
+        for shard in shards:
+            groups.setdefault((shard.rank, kind), {})[shard.table] = shards
+            rows[shard.rank, kind] += shard.rows
+    for rank, kind in sorted(groups):
+        if not rows[rank, kind]:
+            named = sorted(groups[rank, kind].items())
+            more = f" and {len(named) - 5} more" if len(named) > 5 else ""
+            sizes = ", ".join(f"{table} ({_size(shards)})" for table, shards in named[:5])
+            return f"rank {rank} has no row of its {kind[0]} tables on the device: {sizes}{more}"
     return ""
+
+
+def _size(shards: Sequence[Shard]) -> str:
+    """Return the rows of a table, and for how many ranks they are cut, in words."""
+    by_rows = [shard for shard in shards if shard.first_column == shards[0].first_column]
+    rows = sum(shard.rows for shard in by_rows)
+    return f"{rows} row{'' if rows == 1 else 's'} on {len(by_rows)} ranks"
 
 
 def is_cut_too_small(rows: int, sharding: str, world_size: int, ranks_per_node: int) -> bool:

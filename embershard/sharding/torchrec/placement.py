@@ -114,7 +114,7 @@ def torchrec_plan(
     if device_type == "cpu" and (problem := no_rows_problem(on_device, plan.ranks_per_node)):
         raise ShardingError(
             f"{problem}, and FBGEMM cannot train that on a CPU. Place these table_wise in the plan, or train them with "
-            'a cache (kernel "cached", cache.enabled = true).'
+            'a cache (kernel "cached", cache.enabled = true)'
         )
     by_name = {table.table: table for table in plan.tables}
     _check_groups(plan, model_groups(model, sharders))

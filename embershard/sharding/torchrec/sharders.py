@@ -23,6 +23,7 @@ from embershard.sharding.config import check_no_size
 from embershard.sharding.plan import Plan
 from embershard.sharding.shards import ROWS_TYPES, Exchange
 from embershard.sharding.torchrec.counter_init import CounterInit
+from embershard.sharding.torchrec.empty_groups import check_groups
 from embershard.sharding.torchrec.hot_cold import HotColdShardedEmbeddingBagCollection
 from embershard.sharding.torchrec.modules import (
     CachedShardedEmbeddingBagCollection,
@@ -98,6 +99,8 @@ class _Cached:
         device: Any,
         **rest: Any,
     ) -> Any:
+        rows_tables = self._rows_tables(params) if env.world_size > 1 else frozenset()  # one rank exchanges nothing
+        check_groups(module, params, torch.device(device or "cpu").type, rows_tables)
         self._warn_without_cache(params)
         init = None if self._init_seed is None else CounterInit.of_module(module, self._init_seed)
         spec = CacheSpec.make(
@@ -108,7 +111,7 @@ class _Cached:
             self._plan,
             torch.device(device or "cpu").type,
             init,
-            self._rows_tables(params) if env.world_size > 1 else frozenset(),  # one rank exchanges nothing
+            rows_tables,
             self._hot_rows,
             self._is_data_parallel and env.world_size > 1,
         )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import ShardingType
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
 from embershard.sharding.torchrec.counter_init import CounterInit
+from embershard.sharding.torchrec.empty_groups import check_groups
 from embershard.sharding.torchrec.lookups import POOLED_SHARDINGS, SEQUENCE_SHARDINGS
 
 POOLED_TYPES = [ShardingType.DATA_PARALLEL.value, *POOLED_SHARDINGS]
@@ -28,9 +30,14 @@ class _FromSeed:
         super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)  # type: ignore[call-arg]
         self._init_seed = init_seed
 
-    def shard(self, module: Any, *args: Any, **kwargs: Any) -> Any:
-        """Shard the module. `DistributedModelParallel` calls this."""
-        sharded = super().shard(module, *args, **kwargs)  # type: ignore[misc]
+    def shard(self, module: Any, params: Any, env: Any, device: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Shard the module. `DistributedModelParallel` calls this.
+
+        Raises:
+            ShardingError: on a CPU, a rank has no row of some tables, which ends a process in FBGEMM.
+        """
+        check_groups(module, params, torch.device(device or "cpu").type)
+        sharded = super().shard(module, params, env, device, *args, **kwargs)  # type: ignore[misc]
         if self._init_seed is not None:
             CounterInit.of_module(module, self._init_seed).write(sharded)
         return sharded

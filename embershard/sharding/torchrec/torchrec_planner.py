@@ -18,6 +18,7 @@ from torchrec.modules.embedding_configs import PoolingType
 
 from embershard.errors import ShardingError
 from embershard.machine import host_memory
+from embershard.sharding.torchrec.empty_groups import check_groups
 from embershard.sharding.torchrec.partitioner import PoolRowsPartitioner
 from embershard.sharding.torchrec.proposals import OrderedEnumerator, distinct_types, proposers
 from embershard.sharding.torchrec.sharders import has_cache
@@ -63,12 +64,11 @@ def plan_sharding(
         batch_size: per rank, for the planner's cost model.
 
     Raises:
-        ShardingError: a constraint names an unknown table, or no plan fits the memory and what a cache can number.
+        ShardingError: constraints, memory, what a cache can number, or FBGEMM on a CPU leave no plan for named tables.
     """
     if not 1 <= local_world_size <= world_size:
         raise ShardingError(f"world_size={world_size} and local_world_size={local_world_size} do not fit together")
-    device_type = torch.device(device).type
-    tables = shardable_tables(model, sharders)
+    device_type, tables = torch.device(device).type, shardable_tables(model, sharders)
     _warn_of_memory(tables, device_type, local_world_size / world_size)
     wanted = _constraints(constraints or {}, tables, device_type)
     cached = {t: c for t, c in wanted.items() if CACHED_KERNEL in (c.compute_kernels or ())}
@@ -81,6 +81,8 @@ def plan_sharding(
     for table, constraint in as_fused.items():
         param = plan.plan[table.path][table.name]  # type: ignore[index]
         param.compute_kernel, param.cache_params = CACHED_KERNEL, constraint.cache_params
+    for path, params in plan.plan.items():
+        check_groups(model.get_submodule(path), params, device_type)  # type: ignore[arg-type]
     return plan
 
 

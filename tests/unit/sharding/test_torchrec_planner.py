@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +25,11 @@ from embershard import (
 from embershard.cache.config import MOST_POOL_ROWS
 from embershard.errors import ConfigError, ShardingError
 from embershard.machine import HostMemory
-from embershard.sharding.torchrec import StockEmbeddingBagCollectionSharder, torchrec_planner
+from embershard.sharding.torchrec import (
+    StockEmbeddingBagCollectionSharder,
+    StockEmbeddingCollectionSharder,
+    torchrec_planner,
+)
 from embershard.sharding.torchrec.partitioner import PoolRowsPartitioner
 from embershard.sharding.torchrec.proposals import distinct_types
 from embershard.sharding.torchrec.spec import CACHED_KERNEL
@@ -330,6 +336,61 @@ def test_tables_with_fewer_rows_than_ranks_are_not_cut_by_rows():
     assert found == [whole, by_node, by_node, every.sharding_types]
     only = ParameterConstraints(sharding_types=["row_wise"])
     assert distinct_types(only, 3, 16, topology).sharding_types == ["row_wise"], "a user's own choice"
+
+
+def tiny(*rows: int, sequence: bool = False) -> nn.ModuleDict:
+    """A module of tables t0, t1, ... of so many rows."""
+    given = [
+        {"name": f"t{n}", "embedding_dim": 16, "num_embeddings": count, "feature_names": [f"f{n}"]}
+        for n, count in enumerate(rows)
+    ]
+    if sequence:
+        return nn.ModuleDict({"m": EmbeddingCollection([EmbeddingConfig(**table) for table in given], device=META)})
+    return nn.ModuleDict({"m": EmbeddingBagCollection([EmbeddingBagConfig(**table) for table in given], device=META)})
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind", "says"),
+    [
+        ((3,), "row_wise", "rank 3 has no row of its row_wise tables on the device: t0 (3 rows on 4 ranks)"),
+        (
+            (5, 3),
+            "row_wise",
+            "row_wise tables on the device: t0 (5 rows on 4 ranks), t1 (3 rows on 4 ranks), and FBGEMM",
+        ),
+        ((1,), "table_row_wise", "has no row of its table_row_wise tables on the device: t0 (1 row on 2 ranks)"),
+        ((1,), "grid_shard", "has no row of its grid_shard tables on the device: t0 (1 row on 2 ranks)"),
+        ((5, 400), "row_wise", ""),
+        ((3, 4), "row_wise", ""),
+    ],
+)
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_rank_without_a_row_on_a_cpu_is_refused_by_name(rows, kind, says, cached):
+    """FBGEMM ends the process there. A sharder also refuses a plan that was made elsewhere."""
+    sharder = CachedEmbeddingBagCollectionSharder() if cached else StockEmbeddingBagCollectionSharder()
+    given = {f"t{n}": {"sharding_types": [kind], "min_partition": 8} for n in range(len(rows))}
+    on_device = {name: {**constraint, "compute_kernels": ["fused"]} for name, constraint in given.items()}
+    sizes = {"world_size": 4, "local_world_size": 2}
+    params = plan([sharder], tiny(*rows), **sizes, device="cuda", **on_device)
+    if not says:
+        assert kernels(plan([sharder], tiny(*rows), **sizes, **on_device)) == dict.fromkeys(on_device, "fused")
+        return
+    with pytest.raises(ShardingError, match=re.escape(says)):
+        plan([sharder], tiny(*rows), **sizes, **on_device)
+    with pytest.raises(ShardingError, match=re.escape(says)):
+        sharder.shard(tiny(*rows)["m"], params, SimpleNamespace(rank=0, world_size=4), torch.device("cpu"))
+    if cached:
+        assert kernels(plan([sharder], tiny(*rows), **sizes, **given)) == dict.fromkeys(given, CACHED_KERNEL)
+
+
+def test_sequences_that_leave_a_rank_without_a_row_are_refused():
+    with pytest.raises(ShardingError, match=r"rank 3 has no row of its row_wise tables on the device: t0 \(3 rows"):
+        plan(
+            [StockEmbeddingCollectionSharder()],
+            tiny(3, sequence=True),
+            world_size=4,
+            t0={"sharding_types": ["row_wise"]},
+        )
 
 
 def large(rows: int = 10**9) -> nn.ModuleDict:
