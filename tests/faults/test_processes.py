@@ -32,7 +32,7 @@ def test_a_stopped_rank_is_named_restarted_and_asked_to_end(tmp_path: Path) -> N
         before = run.losses()
         assert "embershard: rank 1 hangs (stopped by a signal)" in run.text
         healthy, stopped = (run.folder / "stacks.txt").read_text().split("rank 1\n")
-        assert waits_for_others(healthy)
+        assert waits_for_others(healthy), healthy
         assert "trainer.py" in stopped
         run.wait_for(lambda: f"step {2 * SAVE_EVERY + 6}/" in run.text.rpartition("Restart 1 of 1")[2])
         run.process.send_signal(signal.SIGTERM)
