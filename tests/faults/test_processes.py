@@ -55,6 +55,7 @@ def test_a_stopped_rank_is_named_restarted_and_asked_to_end(tmp_path: Path) -> N
         run.process.kill()
 
 
+@pytest.mark.matrix
 def test_a_killed_rank_and_ctrl_c_under_torchrun(tmp_path: Path) -> None:
     """A run with steps 12 and 24 goes on from step 12, and a rank is killed after its own step 24: the restart goes on
     from there, not from step 12 again. Ctrl-C then ends the ranks with one line, which says how to go on."""
@@ -102,6 +103,7 @@ def test_seeds_take_all_kinds_and_ranks_in_turn() -> None:
     assert all(1 <= fault.step < STEPS for fault in faults)
 
 
+@pytest.mark.matrix
 def test_a_short_endurance(tmp_path: Path) -> None:
     """Files, processes and exit codes; whether memory grows takes more steps (`python -m tests.faults.endurance`)."""
     assert list(endure(tmp_path / "run", steps=60, saves=6, restarts=1)) == []
