@@ -26,6 +26,8 @@ from embershard.training.config import RunConfig
 from tests.covering import keep
 from tests.unit.data.targets import FEATURES, target_config, write_targets
 
+pytestmark = pytest.mark.slow
+
 HELD_OUT = 120
 PROJECT = Path(__file__).resolve().parents[3]
 
