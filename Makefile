@@ -24,7 +24,7 @@ CODE := embershard tests scripts benchmarks examples
 TORCHREC_1.9 := build/torchrec-1.9.2
 TORCHREC_TESTS := tests/unit/sharding tests/unit/pipeline tests/unit/planning tests/ranks/test_exactness.py
 
-.PHONY: help setup setup-tests train test test-fast test-torchrec-1.9 check format bench doctor clean clean-venv
+.PHONY: help setup setup-tests train test test-all test-fast test-torchrec-1.9 check format bench doctor clean clean-venv
 
 help: ## this list
 	@grep -hE '^[a-z0-9.-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9.-]+):.*## /\1\t/' | expand -t 19
@@ -38,12 +38,16 @@ setup-tests: ## the same, and what tests and checks need
 train: $(SETUP) ## train a small DLRM; a rank per GPU, or 2 on the CPU (CONFIG=..., NPROC=..., ARGS="--set key=value")
 	@$(PYTHON) -m embershard.launch.cli train --config $(CONFIG) $(if $(NPROC),--nproc $(NPROC)) $(ARGS)
 
-test: $(SETUP_TESTS) ## the whole test suite (ARGS="-k cache" for a part)
+test: $(SETUP_TESTS) ## every promise once: 8 minutes on 2 cores (ARGS="-k cache" for a part)
+	@$(PYTHON) -m pytest -q -n 2 -m "not matrix" $(ARGS)
+	@$(if $(ARGS),,$(PYTHON) -m tests.gpu)
+
+test-all: $(SETUP_TESTS) ## all tests, those of whole matrices as well: what CI runs
 	@$(PYTHON) -m pytest -q -n 2 $(ARGS)
 	@$(if $(ARGS),,$(PYTHON) -m tests.gpu)
 
-test-fast: $(SETUP_TESTS) ## unit tests without the slow ones: one to two minutes (ARGS="-k cache" for a part)
-	@$(PYTHON) -m pytest -q -n 2 tests/unit -m "not slow" $(ARGS)
+test-fast: $(SETUP_TESTS) ## unit tests without the slow ones: a minute on 2 cores (ARGS="-k cache" for a part)
+	@$(PYTHON) -m pytest -q -n 2 tests/unit -m "not slow and not matrix" $(ARGS)
 
 $(TORCHREC_1.9): | $(SETUP_TESTS)
 	@$(PYTHON) -m pip install -q --no-deps --target $@ torchrec==$(@:build/torchrec-%=%)

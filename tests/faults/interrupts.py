@@ -123,10 +123,10 @@ def _training_interrupted(
             for _ in range(case.steps):
                 loop.progress(iterator)
                 done += 1
-    except KeyboardInterrupt as error:
-        place = _place(error)
     except BaseException as error:
-        return Ended("wrong", kind, f"after {done} steps {type(error).__name__}: {error}")
+        if not _is_interrupt(error):
+            return Ended("wrong", kind, f"after {done} steps {type(error).__name__}: {error}")
+        place = _place(error)
     return _compared(f"{kind}, step {done}, {place}", case, model, expected[done : done + 2])
 
 
@@ -143,10 +143,10 @@ def _copies_interrupted(
                 for pool in cached_embeddings(model):
                     pool.cache.state.clean_through = 0  # as if nothing had been written back
                 copy(model)
-    except KeyboardInterrupt as error:
-        place = _place(error)
     except BaseException as error:
-        return Ended("wrong", kind, f"{type(error).__name__}: {error}")
+        if not _is_interrupt(error):
+            return Ended("wrong", kind, f"{type(error).__name__}: {error}")
+        place = _place(error)
     return _compared(f"{kind}, {place}", case, model, [reference(case).after[_STEPS_BEFORE]])
 
 
@@ -158,6 +158,11 @@ def _compared(where: str, case: Case, model: nn.Module, expected: list[dict[str,
         if not is_refusal(error, KeyboardInterrupt()):
             return Ended("wrong", where, f"the snapshot says {type(error).__name__}: {error}")
         return Ended("refused", where)
+
+
+def _is_interrupt(error: BaseException) -> bool:
+    """Whether it is one, or what CPython makes of one that comes within a call of a compiled function."""
+    return isinstance(error if type(error) is not SystemError else error.__cause__, KeyboardInterrupt)
 
 
 def _place(error: BaseException) -> str:

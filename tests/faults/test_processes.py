@@ -32,7 +32,7 @@ def test_a_stopped_rank_is_named_restarted_and_asked_to_end(tmp_path: Path) -> N
         before = run.losses()
         assert "embershard: rank 1 hangs (stopped by a signal)" in run.text
         healthy, stopped = (run.folder / "stacks.txt").read_text().split("rank 1\n")
-        assert waits_for_others(healthy)
+        assert waits_for_others(healthy), healthy
         assert "trainer.py" in stopped
         run.wait_for(lambda: f"step {2 * SAVE_EVERY + 6}/" in run.text.rpartition("Restart 1 of 1")[2])
         run.process.send_signal(signal.SIGHUP)  # a terminal was closed
@@ -55,6 +55,7 @@ def test_a_stopped_rank_is_named_restarted_and_asked_to_end(tmp_path: Path) -> N
         run.process.kill()
 
 
+@pytest.mark.matrix
 def test_a_killed_rank_and_ctrl_c_under_torchrun(tmp_path: Path) -> None:
     """A run with steps 12 and 24 goes on from step 12, and a rank is killed after its own step 24: the restart goes on
     from there, not from step 12 again. Ctrl-C then ends the ranks with one line, which says how to go on."""
@@ -110,6 +111,7 @@ def test_what_grows_is_named() -> None:
     ]
 
 
+@pytest.mark.matrix
 def test_a_short_endurance(tmp_path: Path) -> None:
     """Files, processes and exit codes; whether memory grows takes more steps (`python -m tests.faults.endurance`)."""
     assert list(endure(tmp_path / "run", steps=60, saves=6, restarts=1, scale=0.001)) == []

@@ -1,4 +1,4 @@
-"""The GPU tests, where there is a GPU: `make test` runs them after all others."""
+"""The GPU tests, where there is a GPU: `make test` and `make test-all` run them after all others."""
 
 from __future__ import annotations
 

@@ -10,7 +10,9 @@ import gc
 import importlib
 import multiprocessing
 import os
+import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -127,6 +129,39 @@ def _command(arguments: list[str], output: Path, errors: Path | None, environmen
     _become(environment, ["embershard", *arguments])
     subprocess.Popen = _popen  # type: ignore[assignment, misc]
     sys.exit(cli.main(arguments))
+
+
+def run_script(words: Sequence[str], folder: Path, world_size: int = 2) -> str:
+    """Run `words`, a script of the project and its arguments, in forked ranks; return what all of them print.
+
+    Args:
+        folder: for files with what each rank prints.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    place = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
+    files = [folder / f"rank_{rank}.txt" for rank in range(world_size)]
+    ranks = [
+        Process(forked().Process(target=_script, args=(list(words), rank, {**place, "MASTER_PORT": port}, file)))
+        for rank, file in enumerate(files)
+    ]
+    try:
+        codes = [rank.wait(600) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    said = [file.read_text() for file in files]
+    assert codes == [0] * world_size, "\n".join(said)
+    return "".join(said)
+
+
+def _script(words: list[str], rank: int, place: Mapping[str, str], output: Path) -> None:
+    os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank), CUDA_VISIBLE_DEVICES="")
+    os.chdir(PROJECT)
+    output.unlink(missing_ok=True)
+    print_to(output)
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
 
 
 def print_to(output: Path, errors: Path | None = None) -> None:

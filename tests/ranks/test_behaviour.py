@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.covering import covering, matrix
 from tests.ranks import behaviour
 from tests.ranks.parity import Case
 from tests.ranks.workers import RankPool
@@ -13,7 +14,7 @@ from tests.ranks.workers import RankPool
 pytestmark = pytest.mark.ranks
 
 
-@pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "column_wise"])
+@pytest.mark.parametrize("sharding", [matrix("table_wise"), "row_wise", "column_wise"])
 def test_loading_replaces_everything_cached(two_ranks: RankPool, sharding: str) -> None:
     for result in two_ranks.run(behaviour.load_full_state, Case(sharding=sharding)):
         assert result == {"loaded": [], "losses": True, "later": []}
@@ -32,7 +33,7 @@ def test_rows_written_behind_the_cache(two_ranks: RankPool) -> None:
     assert two_ranks.run(behaviour.write_in_place_after_flush, Case()) == [True, True]
 
 
-@pytest.mark.parametrize(("save_cached", "load_cached"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(("save_cached", "load_cached"), [(True, False), (False, True), matrix(True, True)])
 def test_checkpoints_are_stock_checkpoints(
     two_ranks: RankPool, tmp_path: Path, save_cached: bool, load_cached: bool
 ) -> None:
@@ -43,8 +44,7 @@ def test_checkpoints_are_stock_checkpoints(
     ]
 
 
-@pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize(("sharding", "depth"), covering(("table_wise", "row_wise"), (1, 2, 3)))
 def test_prefetching_ahead_is_exact(two_ranks: RankPool, sharding: str, depth: int) -> None:
     """Rows are filled between another batch's forward and backward; no step waits for one."""
     case = Case(sharding=sharding, ratio=0.2 + 0.15 * depth)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.covering import matrix
 from tests.ranks import data_parallel, parity
 from tests.ranks.data_parallel import Case
 from tests.ranks.rounding import MANY
@@ -34,11 +35,15 @@ def test_weights_and_states_are_those_of_sharded_tables(two_ranks: RankPool, nam
         assert outcome.evictions > 50
 
 
-def test_four_ranks(four_ranks: RankPool) -> None:
-    cases = [Case(ratio=0.6), Case(ratio=0.6, optimizer="adagrad", lookahead=3, policy="lookahead")]
-    for outcomes in four_ranks.run(data_parallel.compare_all, cases):
-        assert [outcome.different for outcome in outcomes] == [[], []]
-        assert all(outcome.evictions > 20 for outcome in outcomes)
+@pytest.mark.parametrize(
+    "case",
+    [Case(ratio=0.6, optimizer="adagrad", lookahead=3, policy="lookahead"), matrix(Case(ratio=0.6))],
+    ids=["look-ahead", "not"],
+)
+def test_four_ranks(four_ranks: RankPool, case: Case) -> None:
+    for (outcome,) in four_ranks.run(data_parallel.compare_all, [case]):
+        assert outcome.different == []
+        assert outcome.evictions > 20
 
 
 def test_one_rank_has_an_ordinary_cache(one_rank: RankPool) -> None:
@@ -53,7 +58,7 @@ def test_faults_are_noticed(two_ranks: RankPool, fault: str) -> None:
         assert outcome.different
 
 
-@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("mean", [matrix(False), True])
 def test_real_gradients_differ_by_rounding(two_ranks: RankPool, mean: bool) -> None:
     """30 steps of row-wise Adagrad with learning rate 0.1, on weights of up to 1/sqrt(333); the rounding is stock's."""
     for outcome in two_ranks.run(data_parallel.compare_real, Case(mean=mean, steps=30)):
@@ -62,7 +67,7 @@ def test_real_gradients_differ_by_rounding(two_ranks: RankPool, mean: bool) -> N
         assert 0 < outcome.weight_error < MANY
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, matrix(1), matrix(2)])
 def test_ranks_plan_alike_whenever_they_plan(two_ranks: RankPool, seed: int) -> None:
     case = Case(lookahead=4, policy="lookahead", ratio=0.3, steps=25, batch_size=8)
     for different, unequal, waits in two_ranks.run(data_parallel.train_with_delays, case, seed):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.covering import matrix
 from tests.ranks import initial_weights
 from tests.ranks.parity import Case
 from tests.ranks.test_exactness import POOLED, VARIANTS
@@ -89,7 +90,7 @@ def test_another_seed_gives_other_weights(two_ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "close"), [("fp32", initial_weights.CLOSE), ("fp64", initial_weights.CLOSE_IN_FP64)]
+    ("precision", "close"), [matrix("fp32", initial_weights.CLOSE), ("fp64", initial_weights.CLOSE_IN_FP64)]
 )
 def test_losses_do_not_depend_on_the_number_of_ranks(
     one_rank: RankPool, two_ranks: RankPool, precision: str, close: float

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.covering import matrix
 from tests.ranks import inputs
 from tests.ranks.rounding import loss_rounding
 from tests.ranks.workers import RankPool
@@ -14,7 +15,7 @@ from tests.ranks.workers import RankPool
 pytestmark = pytest.mark.ranks
 
 
-@pytest.mark.parametrize("lookahead", [0, 4])
+@pytest.mark.parametrize("lookahead", [matrix(0), 4])
 def test_a_bad_row_of_one_rank_ends_all_after_a_checkpoint(two_ranks: RankPool, tmp_path: Path, lookahead: int):
     inputs.write_clicks(tmp_path / "day_0", bad=(251,))  # the second half of global batch 12
     run = inputs.config(tmp_path / "day_0", lookahead)
@@ -26,7 +27,7 @@ def test_a_bad_row_of_one_rank_ends_all_after_a_checkpoint(two_ranks: RankPool, 
     assert first["error"].startswith("DataError: the input of rank 1 failed, so all ranks stop")
 
 
-@pytest.mark.parametrize("lookahead", [0, 4])
+@pytest.mark.parametrize("lookahead", [matrix(0), 4])
 def test_a_truncated_file_ends_the_run_and_a_repaired_one_lets_it_go_on(
     two_ranks: RankPool, tmp_path: Path, lookahead: int
 ):

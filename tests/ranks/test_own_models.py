@@ -14,6 +14,7 @@ from embershard.distributed import CheckpointConfig
 from embershard.launch import cli
 from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.config import ShardingConfig
+from tests.covering import matrix
 from tests.ranks import own_models
 from tests.ranks.workers import RankPool
 from tests.unit.data.windows import make_windows
@@ -26,13 +27,25 @@ def windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_windows(tmp_path_factory.mktemp("events"), users=2000, items=3000, history=6)
 
 
-@pytest.mark.parametrize("model", ["own", "din", "tbsm"])
-def test_cached_equals_stock_and_no_row_is_late(model: str, windows: Path, one_rank: RankPool, two_ranks: RankPool):
+@pytest.mark.parametrize(
+    ("model", "ranks"),
+    [
+        ("own", "two_ranks"),
+        ("din", "one_rank"),
+        matrix("own", "one_rank"),
+        matrix("din", "two_ranks"),
+        matrix("tbsm", "one_rank"),
+        matrix("tbsm", "two_ranks"),
+    ],
+)
+def test_cached_equals_stock_and_no_row_is_late(
+    model: str, ranks: str, windows: Path, request: pytest.FixtureRequest
+) -> None:
     config = own_models.own_config() if model == "own" else own_models.history_config(model, windows)
-    for pool in (one_rank, two_ranks):
-        verdicts = pool.run(own_models.verdict, config)
-        assert all(verdict.is_equal and verdict.caches[0].evictions > 50 for verdict in verdicts), verdicts
-        assert pool.run(own_models.late_rows, config) == [0] * len(verdicts)
+    pool: RankPool = request.getfixturevalue(ranks)
+    verdicts = pool.run(own_models.verdict, config)
+    assert all(verdict.is_equal and verdict.caches[0].evictions > 50 for verdict in verdicts), verdicts
+    assert pool.run(own_models.late_rows, config) == [0] * len(verdicts)
 
 
 def test_without_look_ahead_rows_are_late(one_rank: RankPool):

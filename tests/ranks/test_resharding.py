@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from embershard.launch.ckpt.view import differences
+from tests.covering import keep
 from tests.ranks import resharding
 from tests.ranks.resharding import BATCH, SAVED_AT, STEPS, Layout
 from tests.ranks.rounding import loss_rounding
@@ -64,11 +65,12 @@ ON_TWO = {
 }
 
 
-@pytest.mark.parametrize("name", ON_TWO)
+@pytest.mark.parametrize("name", keep(["smaller cache, lru", "resident, table-wise"], ON_TWO))
 def test_on_as_many_ranks(two_ranks: RankPool, folder: Path, whole: list[float], tmp_path: Path, name: str) -> None:
     assert go_on(two_ranks, ON_TWO[name], folder, tmp_path) == ([], whole[SAVED_AT:])
 
 
+@pytest.mark.matrix
 def test_data_parallel_and_back(two_ranks: RankPool, folder: Path, whole: list[float], tmp_path: Path) -> None:
     """Data-parallel tables add gradients up in another order; what they load and save is exact."""
     layout = Layout(mode="data_parallel", policy="lookahead", lookahead=3)
@@ -96,7 +98,7 @@ def test_on_one_rank_and_back(
     assert two_ranks.run(resharding.go_on, Layout(), folder, copy, tmp_path / "b")[0] == whole[SAVED_AT:]
 
 
-@pytest.mark.parametrize("ranks", ["one_rank", pytest.param("four_ranks", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", keep(["one_rank"], ["one_rank", "four_ranks"]))
 def test_in_float64_losses_do_not_depend_on_the_number_of_ranks(
     request: pytest.FixtureRequest,
     whole: list[float],
@@ -122,7 +124,6 @@ def test_stock_torchrec_reads_ours_and_we_read_its(
         assert (num_compared > 8, different) == (True, [])
 
 
-@pytest.mark.slow
 def test_on_four_ranks(four_ranks: RankPool, folder: Path, whole: list[float], tmp_path: Path) -> None:
     layout = Layout("table_row_wise", policy="lookahead", lookahead=3)
     assert go_on(four_ranks, layout, folder, tmp_path) == ([], pytest.approx(whole[SAVED_AT:], rel=0, abs=CLOSE))

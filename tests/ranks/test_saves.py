@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.covering import matrix
 from tests.ranks import saves
 from tests.ranks.workers import RankPool
 
 pytestmark = pytest.mark.ranks
 
 
-@pytest.mark.parametrize("lookahead", [0, 16])
+@pytest.mark.parametrize("lookahead", [matrix(0), 16])
 def test_the_state_of_its_step(two_ranks: RankPool, tmp_path: Path, lookahead: int):
     found = two_ranks.run(saves.compare, tmp_path, lookahead)
     assert [different for different, _, _ in found] == [[], []]
@@ -22,7 +23,7 @@ def test_the_state_of_its_step(two_ranks: RankPool, tmp_path: Path, lookahead: i
     assert min(step or 0 for step in reported) > saves.EVERY
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", [matrix(0), 1])
 def test_a_failure_is_reported_in_the_same_step(two_ranks: RankPool, tmp_path: Path, failing: int):
     first, second = two_ranks.run(saves.fail, tmp_path, failing, "continue")
     assert first == second

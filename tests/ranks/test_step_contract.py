@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.covering import covering
 from tests.ranks import step_contract
 from tests.ranks.commands import Process, forked, print_to
 from tests.ranks.look_ahead import Case, Run
@@ -28,8 +29,7 @@ def test_loading_in_place_between_steps_reaches_rows_that_are_resident(two_ranks
         assert different == [[], []]
 
 
-@pytest.mark.parametrize("how", ["data", "numpy", "rows"])
-@pytest.mark.parametrize("sharding", ["row_wise", "column_wise"])
+@pytest.mark.parametrize(("how", "sharding"), covering(("data", "numpy", "rows"), ("row_wise", "column_wise")))
 def test_writes_past_torch_are_read_once_they_are_announced(two_ranks: RankPool, how: str, sharding: str) -> None:
     case, run = Case(sharding=sharding), Run(4, 2, 3)
     assert two_ranks.run(step_contract.write_past_torch, case, run, how, True) == [[], []]
@@ -44,8 +44,7 @@ def test_writes_past_torch_go_unnoticed_otherwise(two_ranks: RankPool) -> None:
 # -- steps that are left
 
 
-@pytest.mark.parametrize("worker", [True, False])
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize(("failing", "worker"), covering((0, 1), (True, False)))
 def test_a_rank_that_raises_after_its_update_trains_on_with_the_others(
     two_ranks: RankPool, failing: int, worker: bool
 ) -> None:
@@ -69,7 +68,7 @@ def test_a_rank_that_leaves_a_step_before_its_backward_stops_all_with_its_messag
     ranks = [Process(forked().Process(target=leave, args=(rank, tmp_path, then == "catches"))) for rank in (0, 1)]
     try:
         for rank in ranks:
-            rank.wait(100)
+            rank.wait(600)
     finally:
         for rank in ranks:
             rank.kill()
@@ -93,28 +92,28 @@ def test_ranks_that_left_at_different_collectives_do_not_go_on(two_ranks: RankPo
 # -- what was announced
 
 
-@pytest.mark.parametrize("worker", [True, False])
-@pytest.mark.parametrize(
-    ("how", "says"),
-    [
-        ("lengths", "a batch with other lengths"),
-        ("weights", "a batch with other weights"),
-        ("in place", "was written to in place after it was announced"),
-        ("lengths in place", "was written to in place after it was announced"),
-        ("the same", ""),
-    ],
+#: How a batch was changed, and what is said.
+CHANGES = (
+    ("lengths", "a batch with other lengths"),
+    ("weights", "a batch with other weights"),
+    ("in place", "was written to in place after it was announced"),
+    ("lengths in place", "was written to in place after it was announced"),
+    ("the same", ""),
 )
+
+
+@pytest.mark.parametrize(("change", "worker"), covering(CHANGES, (True, False)))
 def test_a_forward_of_anything_else_than_what_was_announced_is_refused(
-    two_ranks: RankPool, how: str, says: str, worker: bool
+    two_ranks: RankPool, change: tuple[str, str], worker: bool
 ) -> None:
+    how, says = change
     case, run = Case(sharding="row_wise", weighted=True), Run(4, 2, 3, worker=worker)
     for result in two_ranks.run(step_contract.change_the_batch, case, run, how):
         assert result["different"] == []
         assert (says in result["error"]) if says else not result["error"]
 
 
-@pytest.mark.parametrize("worker", [True, False])
-@pytest.mark.parametrize("step", [0, 2, 5, 7])
+@pytest.mark.parametrize(("step", "worker"), covering((0, 2, 5, 7), (True, False)))
 def test_a_second_forward_of_a_step_is_always_refused(two_ranks: RankPool, step: int, worker: bool) -> None:
     case, run = Case(sharding="row_wise"), Run(4, 2, 3, worker=worker)
     for result in two_ranks.run(step_contract.second_forward, case, run, step):

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.ranks.agents import free_port
-from tests.ranks.commands import PROJECT, Process, forked, print_to
+from tests.covering import matrix
+from tests.ranks.commands import run_script
 
 # More steps than the pipeline knows batches ahead (64): rows that were evicted come back, with what they had learned.
 STEPS, LOG_EVERY = 120, 20
@@ -32,31 +31,12 @@ def by_torchrun(project: Path) -> str:
     return done.stdout
 
 
-def stock(folder: Path) -> str:
-    """What the example prints with `--stock`, in two forked ranks."""
-    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [Process(forked().Process(target=_be_stock, args=(rank, place, folder))) for rank in (0, 1)]
-    try:
-        codes = [rank.wait(120) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    said = [(folder / f"rank_{rank}.txt").read_text() for rank in (0, 1)]
-    assert codes == [0, 0], "\n".join(said)
-    return "".join(said)
-
-
-def _be_stock(rank: int, place: dict[str, str], folder: Path) -> None:
-    os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank), CUDA_VISIBLE_DEVICES="")
-    print_to(folder / f"rank_{rank}.txt")
-    sys.argv = [*EXAMPLE, "--stock"]
-    runpy.run_path(str(PROJECT / EXAMPLE[0]), run_name="__main__")
-
-
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_two_changed_lines_keep_every_bit_and_never_wait(project_dir: Path, tmp_path: Path) -> None:
-    theirs, ours = stock(tmp_path), by_torchrun(project_dir)
+@pytest.mark.parametrize("how", ["forked", matrix("by torchrun")])
+def test_two_changed_lines_keep_every_bit_and_never_wait(project_dir: Path, tmp_path: Path, how: str) -> None:
+    theirs = run_script([*EXAMPLE, "--stock"], tmp_path)
+    ours = run_script(EXAMPLE, tmp_path) if how == "forked" else by_torchrun(project_dir)
     pattern = re.compile(r"^step (\d+)  loss (\S+)  waited for (\d+) rows$", re.MULTILINE)
     steps, losses, waited = zip(*pattern.findall(ours), strict=True)
     stock_steps, stock_losses, stock_waited = zip(*pattern.findall(theirs), strict=True)

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.covering import matrix
 from tests.ranks import commands
 from tests.ranks.agents import two_agents, two_networks
 from tests.ranks.test_resharding import tensors_that_differ
@@ -75,9 +76,10 @@ def settings(criteo_sample: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def cached(project_dir: Path, settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run_dir = tmp_path_factory.mktemp("cached") / "run"
-    done = run(project_dir, *EMBERSHARD, "train", *settings, "--nproc", "2", "--run-dir", str(run_dir))
+def cached(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cached")
+    run_dir = folder / "run"
+    done = embershard(folder, "train", *settings, "--nproc", "2", "--run-dir", str(run_dir))
     (run_dir / "stdout").write_text(done.stdout)
     return run_dir
 
@@ -150,6 +152,17 @@ def run_by_two_agents(
     return two_agents(project, settings, run_dir, 1, address=address, within=within, interfaces=interfaces)
 
 
+@pytest.mark.matrix
+def test_new_interpreters_train_to_the_bits_of_forked_ones(
+    cached: Path, project_dir: Path, settings: list[str], tmp_path: Path
+) -> None:
+    """Strings have other hashes in them."""
+    run(project_dir, *EMBERSHARD, "train", *settings, "--nproc", "2", "--run-dir", str(tmp_path / "r"))
+    assert losses(tmp_path / "r") == losses(cached)
+    assert tensors_that_differ(cached / "checkpoints" / "step_105", tmp_path / "r" / "checkpoints" / "step_105") == []
+
+
+@pytest.mark.matrix
 def test_two_torchrun_agents_train_to_the_bits_of_one(
     networks: Networks | None, cached: Path, project_dir: Path, settings: list[str], tmp_path: Path
 ) -> None:
@@ -161,7 +174,7 @@ def test_two_torchrun_agents_train_to_the_bits_of_one(
     assert tensors_that_differ(cached / "checkpoints" / "step_105", tmp_path / "checkpoints" / "step_105") == []
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_machines_that_share_no_folder_are_refused(
     networks: Networks | None, project_dir: Path, settings: list[str], tmp_path: Path
 ) -> None:
@@ -183,7 +196,7 @@ def test_a_resumed_run_has_the_losses_of_the_uninterrupted_one(
     (run_dir / "checkpoints" / "step_999").mkdir()
     (run_dir / "checkpoints" / "step_106.tmp").mkdir()  # what a run leaves that died while saving
     resumed = [*settings, "--run-dir", str(run_dir), "--resume"]
-    done = embershard(tmp_path, "train", *resumed, "--nproc", "2")  # strings have other hashes in its processes
+    done = embershard(tmp_path, "train", *resumed, "--nproc", "2")
     assert re.search(r"^Not used: .*step_999: manifest.json is missing", done.stdout, re.MULTILINE)
     assert re.search(r"^Not used: .*step_105: __1_0.distcp: its bytes 0 to \d+ are not", done.stdout, re.MULTILINE)
     assert "step_70 at step 70" in done.stdout
@@ -225,14 +238,16 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_named(tmp_path: Path) -> 
     assert "failed first" in done.stderr
 
 
-def test_the_plain_torchrec_example_runs(project_dir: Path) -> None:
-    done = run(project_dir, *TORCHRUN, "examples/train_dlrm.py")
-    first, *_, last = [line for line in done.stdout.splitlines() if line.startswith("step ")]
+@pytest.mark.parametrize("how", ["forked", matrix("by torchrun")])
+def test_the_plain_torchrec_example_runs(project_dir: Path, tmp_path: Path, how: str) -> None:
+    script = "examples/train_dlrm.py"
+    said = commands.run_script([script], tmp_path) if how == "forked" else run(project_dir, *TORCHRUN, script).stdout
+    first, *_, last = [line for line in said.splitlines() if line.startswith("step ")]
     assert float(last.split()[3]) < float(first.split()[3])
     assert "hit rate" in last
 
 
-@pytest.mark.parametrize("example", ["criteo", "quickstart"])
+@pytest.mark.parametrize("example", [matrix("criteo"), "quickstart"])
 def test_verify_finds_the_examples_equal_to_stock_torchrec(settings: list[str], tmp_path: Path, example: str) -> None:
     small = ["--set", "data.synthetic.scale=0.01", "--set", "profile.samples=5000", "--set", "train.batch_size=128"]
     given = settings if example == "criteo" else ["--config", "examples/quickstart.toml", *small]

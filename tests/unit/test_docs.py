@@ -393,6 +393,7 @@ def reached(arrows: set[tuple[str, str]]) -> set[tuple[str, str]]:
     return arrows
 
 
+@pytest.mark.slow
 def test_the_picture_of_the_floors_is_what_the_code_imports():
     (picture,) = blocks(ARCHITECTURE.read_text(encoding="utf-8"), "mermaid")
     drawn = set(re.findall(r"^ +(\w+) --> (\w+)$", picture, re.MULTILINE))

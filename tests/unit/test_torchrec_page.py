@@ -17,6 +17,7 @@ from tests.unit.test_docs import blocks
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "torchrec.md"
 
 
+@pytest.mark.slow
 def test_the_page_is_a_program_that_runs(capsys):
     names: dict[str, Any] = {}
     with process_group("cpu"), warnings.catch_warnings():
@@ -41,6 +42,7 @@ def test_the_page_is_a_program_that_runs(capsys):
         assert len(cache_stats(sharded)) == 2
 
 
+@pytest.mark.slow
 def test_a_sharder_that_caches_nothing_says_so():
     names: dict[str, Any] = {}
     with process_group("cpu"):

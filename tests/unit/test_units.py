@@ -6,6 +6,7 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,6 +33,7 @@ def _messages(file: Path) -> set[str]:
     return {text for text in texts - docstrings if _DECIMAL.search(text)}
 
 
+@pytest.mark.slow
 def test_no_message_has_decimal_units(tmp_path: Path) -> None:
     files = [file for file in _PACKAGE.rglob("*.py") if file.name not in _READ]
     assert len(files) > 150

@@ -12,6 +12,7 @@ _WORKING_FACTOR = 5
 #: Files in which a rank waits for other ranks, by parts of their paths.
 _WAITING = ("/torch/distributed/", "/torchrec/distributed/", "/embershard/distributed/")
 _STEP = "_engine_run_backward"  # gradients are reduced inside it
+_JOIN = ("in join", "in _wait_for_tstate_lock")  # of another thread, as of a save beside the training
 
 
 @dataclass(frozen=True)
@@ -104,13 +105,16 @@ def hanging_ranks(looks: Mapping[int, Look], stacks: Mapping[int, str]) -> list[
 
 
 def waits_for_others(stacks: str) -> bool:
-    """Return whether a rank's main thread, the last one in its stacks, is in a collective.
+    """Return whether a rank's main thread, the last one in its stacks, is in a collective, or joins a thread that is.
 
     >>> waits_for_others('Current thread 0x01 (most recent call first):\\n  File "a.py", line 3 in read_batch')
     False
     """
-    top = next(iter(_frames(stacks.rpartition("(most recent call first):")[2].splitlines())), "")
-    return any(part in top for part in _WAITING) or top.endswith(_STEP)
+    threads = stacks.split("(most recent call first):")[1:]
+    *others, top = [next(iter(_frames(thread.splitlines())), "") for thread in threads] or [""]
+    return top.endswith(_STEP) or any(
+        part in each for each in (others if top.endswith(_JOIN) else [top]) for part in _WAITING
+    )
 
 
 def _frames(lines: Iterable[str]) -> list[str]:

@@ -39,6 +39,7 @@ def test_the_capped_tables_have_what_is_claimed():
     assert 60e9 < sum(min(rows, 23_000_000) for rows in TERABYTE) * 128 * 4 < 62e9
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there the variants of TorchRec run, too")
 def test_all_of_it_at_toy_size(tmp_path: Path, project_dir: Path):

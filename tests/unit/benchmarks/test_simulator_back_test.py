@@ -27,6 +27,7 @@ def test_the_machine_file_has_every_number_of_ranks() -> None:
     assert [topology.jitter_for(ranks) for ranks in back_test.RANKS] == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_a_public_point_is_simulated_and_its_error_stated() -> None:
     found = back_test._public("dlrm", "a100-40x4", 4096, 1_458_176)
     error = found["simulated_samples_per_second"] / found["published_samples_per_second"] - 1

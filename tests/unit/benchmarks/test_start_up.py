@@ -17,6 +17,7 @@ def test_rows_that_do_not_fit_are_made_lazily_only(monkeypatch):
         assert found == {"rows": 340_000_000, "mode": mode, "skipped": "the rows take 23.1 GB, 24.0 GB are free"}
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_start_is_measured_and_modes_train_alike(tmp_path, monkeypatch):
     output = tmp_path / "found.json"

@@ -29,6 +29,7 @@ def test_the_summary_has_the_geometric_mean_and_the_worst_shape():
     assert step_matrix.summary(shapes) == {"look_ahead_over_resident_mean": 1.0, "look_ahead_over_resident_worst": 2.0}
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_shape_runs_on_two_ranks(tmp_path, monkeypatch, capsys):
     arguments = (

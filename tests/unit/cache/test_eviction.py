@@ -43,6 +43,7 @@ operations = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(
     operations,
     st.integers(3, 18),
@@ -81,6 +82,7 @@ def check_choices() -> None:
         run(pool, all_known(num_slots, steps=80, lookahead=lookahead))
 
 
+@pytest.mark.slow
 def test_the_negative_controls_pass_without_a_fault():
     check_choices()
 

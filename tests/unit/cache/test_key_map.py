@@ -19,6 +19,7 @@ def ids(values) -> torch.Tensor:
     return torch.tensor(list(values), dtype=torch.int64)
 
 
+@pytest.mark.slow
 @given(
     st.integers(1, 60),
     st.lists(

@@ -25,6 +25,7 @@ POLICIES = get_args(Policy)
 TRANSFERS = ["plain", StagedTransfer, functools.partial(StagedTransfer, buffer_bytes=1)]
 
 
+@pytest.mark.slow
 @given(operations, st.sampled_from(POLICIES), st.integers(1, 12), st.booleans(), st.sampled_from(TRANSFERS))
 @settings(max_examples=60)
 def test_every_row_is_right_after_any_operations(operations, policy, num_slots, warmup, transfer):
@@ -71,6 +72,7 @@ def test_a_warm_up_makes_no_row_while_a_step_waits_for_it_and_is_a_stage(monkeyp
     assert torch.equal(pool.slots[0][slots], pool.rows[0][warm])
 
 
+@pytest.mark.slow
 @given(window_operations, st.integers(1, 14), st.sampled_from([None, 1]))
 @settings(max_examples=60)
 def test_every_row_is_right_in_a_window(operations, num_slots, pinned_table):
@@ -86,6 +88,7 @@ def test_every_row_is_right_in_a_window(operations, num_slots, pinned_table):
     )
 
 
+@pytest.mark.slow
 def test_long_histories_in_memory_and_in_files(tmp_path):
     run(Pool(num_slots=12, lazy=True), random_operations(seed=0, steps=100))
     run(Pool(num_slots=12, lazy=True, mmap_dir=tmp_path), random_operations(seed=1, steps=60))

@@ -173,6 +173,7 @@ def check_fixed() -> None:
     compare(random_operations(seed=0, steps=30), num_slots=12, policy="lfu", decay=0.9)
 
 
+@pytest.mark.slow
 def test_the_negative_controls_pass_without_a_fault():
     check_fixed()
 

@@ -125,6 +125,7 @@ def test_next_uses_stay_exact_when_the_ring_grows_and_shrinks(seed, pinned_table
     assert set(changes) == {True, False}, cells
 
 
+@pytest.mark.slow
 def test_the_negative_controls_pass_without_a_fault():
     assert max(check_ring()) == 64, "as many cells as uses were known at a time"
     cells = check_bursts()
@@ -259,6 +260,7 @@ def test_a_forgotten_or_second_token_changes_nothing():
 # -- tables that stay ---------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(st.lists(rows, min_size=1, max_size=6), st.sampled_from([0, 1, 2]))
 @settings(max_examples=30)
 def test_where_keys_are_not_on_the_cpu_tables_that_stay_are_left_out_all_the_same(batches, pinned_table):

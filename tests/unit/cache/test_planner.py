@@ -49,6 +49,7 @@ def values(plan: CachePlan) -> dict[str, object]:
     return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in fields.items()}
 
 
+@pytest.mark.slow
 @given(batches, st.sampled_from(get_args(Scoring)))
 def test_equal_states_and_keys_give_equal_plans(batches, policy):
     a, b = make(policy), make(policy)

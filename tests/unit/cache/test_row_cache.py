@@ -41,6 +41,7 @@ operations = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(
     operations,
     st.sampled_from(POLICIES),
@@ -75,6 +76,7 @@ window_operations = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(
     window_operations,
     st.integers(1, 14),
@@ -168,6 +170,7 @@ def check_scenarios() -> None:
     run(Pool(num_slots=24, policy="lookahead"), windowed_operations(seed=2, steps=150, batch_size=3))
 
 
+@pytest.mark.slow
 def test_the_negative_controls_pass_without_a_fault():
     check_scenarios()
 
@@ -182,6 +185,7 @@ def test_a_fault_is_noticed(fault):
 # -- pins ---------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.lists(st.integers(0, NUM_ROWS - 1), max_size=6), min_size=2, max_size=4),
     st.permutations(range(4)),
@@ -240,6 +244,7 @@ def test_a_ticket_that_nobody_holds_unpins():
     pool.check()
 
 
+@pytest.mark.slow
 def test_a_ticket_in_a_reference_cycle_unpins_when_it_is_collected():
     pool = Pool(num_slots=4, policy="lru")
     ticket, _ = pool.tickets.pop(pool.prepare([1, 2, 3, 4]))

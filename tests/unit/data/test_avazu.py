@@ -69,6 +69,7 @@ def read_all(open_stream, path, *, batch_size=100, split="train", **settings):
     return torch.cat([b.labels for b in batches]), rows
 
 
+@pytest.mark.slow
 def test_plain_packed_and_folder_as_a_slow_reader_sees_them(open_stream, tmp_path):
     lines = [line_of(number) for number in range(60)]
     lines[7] = line_of(7, site_id="", C21="more than eight bytes", app_id="größe", device_ip="x" * 64)

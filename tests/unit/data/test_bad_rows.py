@@ -46,6 +46,7 @@ def order(config: DataConfig, world_size: int, batch_size: int, split="train", s
     return found, sorted(row.row for stream in streams for row in stream.bad_rows.rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_the_order_does_not_depend_on_ranks_or_batches(criteo_line, tmp_path, shuffle):
     import dataclasses

@@ -89,6 +89,7 @@ def test_gz_plain_and_folder_are_the_same_data(criteo_text, open_stream, tmp_pat
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
 
 
+@pytest.mark.slow
 def test_gz_is_read_from_the_middle(criteo_text, open_stream, tmp_path, monkeypatch):
     monkeypatch.setattr(text, "_SEGMENT_BYTES", 50_000)
     monkeypatch.setattr(text, "_INFLATE_BYTES", 3_000)

@@ -59,6 +59,7 @@ shapes = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(shapes)
 @settings(max_examples=50)
 def test_every_sample_once_and_one_order_for_any_number_of_ranks(kit, shape):
@@ -104,6 +105,7 @@ def test_the_samples_of_a_kind_keep_the_epoch_s_order(kit, shape):
         assert samples(packed, start, min(start + 9, len(flags))) == expected[start : start + 9]
 
 
+@pytest.mark.slow
 @given(shapes, st.integers(0, 10**6), st.sampled_from([1, 2, 4]))
 @settings(max_examples=40)
 def test_a_state_goes_on_in_the_middle_of_a_segment_on_any_number_of_ranks(kit, shape, place, world_size):

@@ -60,6 +60,7 @@ shapes = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(shapes)
 @settings(max_examples=60)
 def test_every_sample_once_and_one_order_for_any_world_size(kit, shape):
@@ -210,6 +211,7 @@ def _data_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("embershard-data")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["close", "exhausted", "forgotten"])
 def test_threads_end_with_the_stream(kit, ending):
     before = set(_data_threads())

@@ -150,6 +150,7 @@ def test_labels_can_be_learned(full_size):
     assert auc(np.roll(scores, 1), block.labels) == pytest.approx(0.5, abs=0.02)
 
 
+@pytest.mark.slow
 def test_a_linear_model_learns_them_within_a_hundred_steps(open_stream):
     config = DataConfig(num_workers=0, synthetic=SyntheticConfig(num_samples=200_000, scale=0.001))
     source = SyntheticSource(config)

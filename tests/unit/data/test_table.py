@@ -126,6 +126,7 @@ def test_every_format_gives_the_same_samples(tmp_path, name):
     assert np.array_equal(found.lengths, expected.lengths)
 
 
+@pytest.mark.slow
 @given(st.lists(st.one_of(st.text(max_size=40), st.integers(-(2**63), 2**63 - 1)), max_size=20))
 def test_the_hash_is_that_of_the_text(values):
     texts = [str(value) for value in values]
@@ -141,6 +142,7 @@ def test_the_hash_is_that_of_the_text(values):
     assert text_words(pa.array(numbers, pa.int64()))[0].tolist() == [text_word(number) for number in numbers]
 
 
+@pytest.mark.slow
 @given(st.lists(st.from_regex(r"-?[0-9]{0,3}\.?0*", fullmatch=True) | st.sampled_from(["True", "tRUE", "FALSE"])))
 def test_an_export_knows_the_same_words(texts):
     texts = [text for text in texts if text]

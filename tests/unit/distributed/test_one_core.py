@@ -32,6 +32,7 @@ def started_by(group: dist.ProcessGroup | None) -> int:
     return len(os.listdir("/proc/self/task")) - before
 
 
+@pytest.mark.slow
 def test_gathers_start_no_thread() -> None:
     with process_group("cpu") as ranks:
         assert started_by(None) == 0
@@ -45,6 +46,7 @@ def test_without_it_they_do() -> None:
         assert started_by(group) == 2
 
 
+@pytest.mark.slow
 def test_a_process_with_one_thread_stays_so() -> None:
     torch.set_num_threads(1)
     with process_group("cpu"):

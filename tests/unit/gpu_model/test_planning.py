@@ -14,6 +14,7 @@ from embershard.cache.gpu.planner import KernelPlanner
 from embershard.cache.gpu.slot_map import KernelSlotMap
 from embershard.cache.gpu.victim_queue import KernelVictimQueue
 from embershard.cache.row_cache import RowCache
+from tests.covering import matrix
 from tests.unit.gpu_model.training import Setting, modelled, train
 
 pytestmark = pytest.mark.slow
@@ -81,7 +82,7 @@ def check(found: list[Cost]) -> None:
             assert cost.launches.total() <= (120 if cost.misses else 60), cost.launches
 
 
-@pytest.mark.parametrize("slot_map", ["array", "hashed"])
+@pytest.mark.parametrize("slot_map", [matrix("array"), "hashed"])
 def test_a_plan_of_hits_waits_once(slot_map: str) -> None:
     """Measured with what `know` takes: 29 launches, 42 where slots are ranked; hashed 36 and 49."""
     found = costs(Setting(kernels=True, slot_map=slot_map, **HITS))  # type: ignore[arg-type]
@@ -89,7 +90,7 @@ def test_a_plan_of_hits_waits_once(slot_map: str) -> None:
     assert sum(not cost.misses and "rank_candidates" in cost.launches for cost in found) > 3
 
 
-@pytest.mark.parametrize("slot_map", ["array", "hashed"])
+@pytest.mark.parametrize("slot_map", [matrix("array"), "hashed"])
 def test_a_plan_with_evictions_waits_once(slot_map: str) -> None:
     """Measured with what `know` takes: 74 launches, hashed 84; 21 to 29 more where the slots are ranked anew."""
     found = costs(Setting(kernels=True, slot_map=slot_map, **EVICTIONS))  # type: ignore[arg-type]
@@ -98,6 +99,7 @@ def test_a_plan_with_evictions_waits_once(slot_map: str) -> None:
     assert any(cost.refills for cost in found)
 
 
+@pytest.mark.matrix
 def test_a_plan_waits_once_without_look_ahead() -> None:
     found = costs(Setting(kernels=True, policy="lfu", **EVICTIONS))  # type: ignore[arg-type]
     check(found)
@@ -127,7 +129,7 @@ _FIND, _READ = KernelSlotMap.find_missed, KernelPlanner._read
     ("owner", "name", "fault"),
     [
         (KernelSlotMap, "find_missed", _waits_in_find),
-        (KernelPlanner, "_read", _reads_twice),
+        matrix(KernelPlanner, "_read", _reads_twice),
         (KernelSlotMap, "find_missed", _launches_often),
     ],
 )

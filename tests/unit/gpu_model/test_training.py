@@ -25,6 +25,7 @@ from embershard.cache.rows.stream_order import StreamOrder
 from embershard.cache.rows.uva_transfer import UvaTransfer
 from embershard.pipeline.module_input import ModuleInput
 from embershard.pipeline.streams import Streams
+from tests.covering import covering, matrix
 from tests.unit.gpu_model.training import Setting, expected, initial_rows, modelled, train
 
 pytestmark = pytest.mark.slow
@@ -80,21 +81,20 @@ def test_nothing_goes_wrong(name: str) -> None:
     assert problems_of(dataclasses.replace(SETTINGS[name], between=EVENTS)) == []
 
 
-@pytest.mark.parametrize("name", ["hashed map that grows", "pool that grows"])
+@pytest.mark.parametrize("name", [matrix("hashed map that grows"), "pool that grows"])
 def test_nothing_goes_wrong_with_plans_by_kernels(name: str) -> None:
     """Elsewhere torch's operations plan: they take a tenth of the time of Triton's interpreter."""
     assert problems_of(dataclasses.replace(SETTINGS[name], between=EVENTS, kernels=True)) == []
 
 
-@pytest.mark.parametrize("locked_at", [0, 11, None])
-@pytest.mark.parametrize("transfer", ["triton_uva", "staged", "plain"])
+@pytest.mark.parametrize(("transfer", "locked_at"), covering(("triton_uva", "staged", "plain"), (11, 0, None)))
 def test_nothing_goes_wrong_with_rows_made_when_touched(transfer: str, locked_at: int | None) -> None:
     """The kernel starts when all rows are locked, which makes them; until then the CPU makes what it copies."""
     between = {4: "evaluate", 8: "stats", 11: "flush"}
     assert problems_of(Setting(transfer=transfer, locked_at=locked_at, between=between, lazy=True)) == []
 
 
-@pytest.mark.parametrize(("name", "kernels"), [("default", False), ("hashed map", False), ("default", True)])
+@pytest.mark.parametrize(("name", "kernels"), [("default", False), matrix("hashed map", False), ("default", True)])
 def test_the_host_never_waits_for_the_step_in_training(name: str, kernels: bool) -> None:
     setting = dataclasses.replace(SETTINGS[name], kernels=kernels)
     with modelled(setting) as (gpu, model, may_lock):
@@ -102,8 +102,7 @@ def test_the_host_never_waits_for_the_step_in_training(name: str, kernels: bool)
         assert (waits.late, waits.for_training, waits.for_events, gpu.problems) == ([], 0, 0, [])
 
 
-@pytest.mark.parametrize("copy", ["write_back", "fill"])
-@pytest.mark.parametrize("transfer", [UvaTransfer, StagedTransfer])
+@pytest.mark.parametrize(("transfer", "copy"), covering((UvaTransfer, StagedTransfer), ("write_back", "fill")))
 def test_nothing_goes_wrong_when_copies_fail(copy: str, transfer: Any) -> None:
     """Their plans are taken back; what was queued for them before goes on."""
     original, failing, calls = getattr(transfer, copy), range(3, 25, 3), itertools.count(1)

@@ -45,6 +45,7 @@ def test_the_slurm_script(project_dir: Path, tmp_path: Path, restarts: str) -> N
         assert "examples/clusters/slurm.sh" in shlex.split(line)
 
 
+@pytest.mark.slow
 def test_the_manifest_follows_the_published_schema(project_dir: Path) -> None:
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed")

@@ -59,6 +59,7 @@ def heavy_command(commands: list[list[str]], folder: Path) -> str:
     return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True).stderr
 
 
+@pytest.mark.slow
 def test_commands_without_tensors_import_no_torch(tmp_path):
     assert heavy_command(LIGHT_COMMANDS, tmp_path) == ""
 

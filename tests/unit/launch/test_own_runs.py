@@ -33,6 +33,7 @@ from embershard.training.config import RunConfig
 from embershard.training.hot_cold import find_hot_rows
 from embershard.training.resume import resume_run
 from embershard.training.trainer import Trainer
+from tests.covering import matrix
 from tests.unit.data.windows import make_windows
 from tests.unit.launch.test_export import WITHOUT
 
@@ -97,8 +98,7 @@ def windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_windows(tmp_path_factory.mktemp("log"), users=150, items=300, history=10)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ["din", "tbsm"])
+@pytest.mark.parametrize("arch", ["din", matrix("tbsm")])
 def test_a_log_of_events_becomes_scores(arch, windows, tmp_path, capsys):
     overrides = [f"model.arch={arch}", "train.max_steps=8", "train.device=cpu", "data.num_workers=0", "cache.ratio=0.9"]
     train(load_config(RunConfig, windows / "run.toml", overrides), tmp_path / "run")
@@ -123,7 +123,6 @@ def test_the_settings_of_the_windows_are_whole(windows):
         data_command.main(["events", str(windows.parent / "log.csv"), "-o", str(windows)])
 
 
-@pytest.mark.slow
 def test_an_own_model_is_trained_scored_and_resumed(tmp_path):
     for name in ("own_model.toml", "own_model.py"):
         shutil.copy(PROJECT / "examples" / name, tmp_path / name.replace("own_model", "own_copy"))
@@ -134,7 +133,7 @@ def test_an_own_model_is_trained_scored_and_resumed(tmp_path):
     train(config, tmp_path / "run")
     score.main([str(tmp_path / "run"), "-o", str(tmp_path / "scores.parquet")])
     assert len(pq.read_table(tmp_path / "scores.parquet")) == 60
-    check_export(tmp_path, held_out(config), is_rounded=True)
+    check_export(tmp_path, held_out(config), is_rounded=False)
 
     def resume(ranks: Ranks, changes: tuple[str, ...] = ()) -> Trainer:
         trainer = Trainer(config, ranks, tmp_path / "run" / "checkpoints")
@@ -203,6 +202,7 @@ def test_a_script_of_one_s_own_trains(monkeypatch, capsys, tmp_path):
     assert (tmp_path / "checkpoints" / "step_20").is_dir()
 
 
+@pytest.mark.matrix
 def test_attention_to_the_history_is_worth_it(tmp_path):
     """After the same steps from the same seed, on generated sessions; docs/LOG.md has larger ones."""
     data_command.main(["sessions", "-o", str(tmp_path / "log.csv"), "--users", "800", "--items", "400"])

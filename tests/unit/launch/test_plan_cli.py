@@ -19,6 +19,8 @@ from embershard.sharding.plan import Plan
 from tests.unit.planning.traces import profile_of, skewed
 from tests.unit.sharding.plans import small_plan
 
+pytestmark = pytest.mark.slow
+
 ROWS = {"a": 20_000, "b": 9000, "c": 3000, "d": 60}
 CONFIG = f"""
 [data]

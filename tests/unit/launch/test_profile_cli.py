@@ -103,6 +103,7 @@ def test_the_trace_is_what_the_trainer_reads(monkeypatch):
         assert profile.counts[table].tolist() == np.bincount(rows, minlength=profile.num_rows(table)).tolist()
 
 
+@pytest.mark.slow
 def test_the_real_sample(criteo_sample, tmp_path, capsys):
     file, picture = tmp_path / "p.npz", tmp_path / "curves.png"
     assert main([str(criteo_sample), "-o", str(file), *settings("data.criteo.num_rows=20000")]) == 0
@@ -146,6 +147,7 @@ def test_a_training_run_takes_such_a_profile(tmp_path):
     assert int(less.sum()) == 2 * (10_800 % 1024)
 
 
+@pytest.mark.slow
 def test_merge_and_compare(tmp_path, capsys):
     files = [str(tmp_path / f"{number}.npz") for number in (0, 1, 2)]
     for number, file in enumerate(files[:2]):
@@ -231,6 +233,7 @@ def test_a_share_of_the_memory_is_checked():
         PassOptions(memory_bytes=5)
 
 
+@pytest.mark.slow
 def test_the_picture_explains_its_curves(tmp_path, capsys):
     lookups = {name: (rows, skewed(rows, 30_000, seed=rows)) for name, rows in (("t_a", 20_000), ("t_b", 9000))}
     profile = profile_of(lookups)

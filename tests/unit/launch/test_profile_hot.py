@@ -15,6 +15,7 @@ from embershard.launch.profile.hot_pass import ClickCounts, hot_sentences
 ROWS = HotRows({"user": np.arange(3), "item": np.arange(2)}, {"user": 3, "item": 9}, threshold=4, num_bytes=2_000_000)
 
 
+@pytest.mark.slow
 def test_the_real_sample(criteo_sample, tmp_path, capsys):
     given = [str(criteo_sample), "-o", str(tmp_path / "p.npz"), "--set", "data.criteo.num_rows=20000"]
     assert main([*given, "--hot", "1MB"]) == 0
@@ -51,6 +52,7 @@ def test_a_difference_is_told_from_chance():
     assert "There is one kind only" in hot_sentences(ROWS, ClickCounts(100, 1), ClickCounts())[1]
 
 
+@pytest.mark.slow
 def test_too_few_bytes_are_refused(criteo_sample, tmp_path):
     with pytest.raises(ConfigError, match=r"got 10 bytes for them .*, needed at least \d+"):
         main([str(criteo_sample), "-o", str(tmp_path / "p.npz"), "--hot", "10"])

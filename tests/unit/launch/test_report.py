@@ -182,6 +182,7 @@ def test_a_topology_outside_the_catalogue_must_be_given(tmp_path, report):
     assert "made for topology 'this-machine', which is not in the catalogue" in err
 
 
+@pytest.mark.slow
 def test_planning_again_with_the_corrected_topology_predicts_what_was_measured(tmp_path, report):
     config = tmp_path / "run.toml"
     config.write_text(

@@ -21,6 +21,8 @@ from embershard.sharding.plan import Plan
 from tests.unit.launch.reported_runs import reports, write_run, write_sweep
 from tests.unit.planning.runs import changed, predicted_plan, result_of, without_cache
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def planned(tmp_path: Path) -> Path:

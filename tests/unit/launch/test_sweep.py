@@ -307,6 +307,7 @@ def run_all(sweep_file: Path, folder: Path, *options: str) -> int:
     return command.main([str(sweep_file), "--out", str(folder), *options])
 
 
+@pytest.mark.slow
 def test_the_same_command_goes_on(
     sweep_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -80,6 +80,7 @@ def kept_by_the_schema(manifest: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_manifests_follow_the_published_schema(file: Path) -> None:
     for manifest in documents(manifests(Sweep.read(file), Path("out"))):
         assert kept_by_the_schema(manifest) == manifest

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,6 +70,7 @@ def test_without_measurements_the_depth_is_the_most() -> None:
     assert set(run([depth], lambda rank, depth: 1.0, 100)) == {3}
 
 
+@pytest.mark.slow
 @given(st.integers(1, 5), st.lists(st.floats(0.0, 1.0), min_size=1, max_size=400))
 def test_the_depth_stays_between_one_and_the_most(most: int, stalls: list[float]) -> None:
     depth, waiting = PrefetchDepth(most, True), iter(stalls)

@@ -20,6 +20,8 @@ from embershard.sharding.plan import Plan, TablePlacement, pools_of
 from embershard.units import size
 from tests.unit.planning.requests import data_of, make_request, make_workload, random_rows
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _few_ranks(monkeypatch) -> None:

@@ -72,6 +72,7 @@ def every_kind(world_size: int, ranks_per_node: int) -> Plan:
     return make_plan(tables, world_size, ranks_per_node)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "ranks_per_node"), [(1, 1), (2, 2), (4, 2)])
 def test_every_rank_is_built_as_planned(world_size, ranks_per_node, monkeypatch):
     plan = every_kind(world_size, ranks_per_node)

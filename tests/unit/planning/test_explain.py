@@ -13,6 +13,8 @@ from embershard.planning.request import Budget
 from embershard.sharding.plan import TablePlacement
 from tests.unit.planning.requests import make_request
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _few_ranks(monkeypatch) -> None:

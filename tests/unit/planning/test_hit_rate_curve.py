@@ -10,6 +10,8 @@ from embershard.planning.simulate.hit_rate_curve import hit_rate_curve
 from embershard.planning.simulate.replay import ReplaySettings
 from tests.unit.planning.traces import skewed, trace_of
 
+pytestmark = pytest.mark.slow
+
 ROWS = {"a": 6000, "b": 1500}
 TRACE = trace_of({name: skewed(rows, 20_000, seed=rows) for name, rows in ROWS.items()})
 SIZES = [400, 800, 2000, 7500]

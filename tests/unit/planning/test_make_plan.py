@@ -20,6 +20,8 @@ from embershard.sharding.plan import Plan, pools_of
 from embershard.sharding.plan_checks import check_plan
 from tests.unit.planning.requests import data_of, make_request, random_rows, rates, round_robin
 
+pytestmark = pytest.mark.slow
+
 TIGHT = Budget(device_bytes=2_500_000)
 
 

@@ -35,6 +35,7 @@ def exhaustive(batches: Sequence[set[int]], capacity: int, prefetch: int) -> int
     return min(fewest.values(), default=None)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(STREAMS, st.integers(2, 6), st.integers(0, 2))
 def test_no_choice_of_victims_needs_fewer_fills(batches: list[set[int]], capacity: int, prefetch: int) -> None:

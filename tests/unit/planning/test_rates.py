@@ -49,6 +49,7 @@ def test_no_work_takes_the_overhead(rates) -> None:
     assert sum(step_parts(StepWork(), rates).values()) == rates.step_overhead_seconds
 
 
+@pytest.mark.slow
 @given(works, rates_)
 def test_values_survive_json(work, rates) -> None:
     assert decode(StepWork, json.loads(json.dumps(work.to_dict()))) == work

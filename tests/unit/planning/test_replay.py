@@ -120,6 +120,7 @@ def test_a_replay_counts_what_training_counts(ranks, profile, name, monkeypatch)
     assert pinned, "no table stays: this was to be tested too"
 
 
+@pytest.mark.slow
 def test_a_second_epoch_has_another_order(ranks, profile):
     """Which one, a trace does not know: hits of two epochs are close, not equal. The first one is as it is."""
     config = run_config(60, ratio=0.3, policy="lru", lookahead=0)
@@ -301,6 +302,7 @@ def test_counters_fit_each_other(num_slots, num_rows, batch_size, seed, name):
         assert report.write_backs <= report.fills + 1e-9
 
 
+@pytest.mark.slow
 def test_preferences_tell_a_loop_from_a_skew():
     """In a loop longer than the cache nothing is found by its past. Of few hot rows most is found by their counts."""
     loop = np.tile(np.arange(400), 15)

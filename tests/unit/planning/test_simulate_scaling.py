@@ -18,6 +18,8 @@ from embershard.sharding.shards import shards_of
 from tests.unit.planning.requests import LFU, make_request
 from tests.unit.planning.runs import predicted_plan
 
+pytestmark = pytest.mark.slow
+
 ROWS = (40_000, 9000, 5000, 900, 300, 40)
 
 

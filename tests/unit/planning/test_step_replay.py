@@ -13,6 +13,8 @@ from embershard.planning.cost.rates import PARTS, TERMS, Rates, StepWork, step_p
 from embershard.planning.simulate import step_replay
 from embershard.planning.simulate.step_replay import STAGES, STRAGGLERS, Pipeline, replay_steps
 
+pytestmark = pytest.mark.slow
+
 AMOUNTS = [field.name for field in dataclasses.fields(StepWork)]
 #: Kinds of work that one rank alone does not have.
 EXCHANGED = [name for name in AMOUNTS if name.startswith("sent_") or name in ("all_reduce_bytes", "num_collectives")]

@@ -205,6 +205,7 @@ def test_a_plan_without_caches_compares_the_step_time():
     assert verdict(compare(plan, result), "step time").error == pytest.approx(0)
 
 
+@pytest.mark.slow
 @given(st.floats(0.001, 1000), st.floats(0, 1e6), st.floats(0, 1e6))
 def test_recalibrated_rates_give_the_measured_step_for_the_measured_work(milliseconds, fills, ids):
     plan = predicted_plan()

@@ -128,6 +128,7 @@ def test_evaluation_leaves_cache_and_counters_as_they_are():
     assert torch.equal(pool.cache.state.map.use_stamp, before[1])
 
 
+@pytest.mark.slow
 def test_a_forward_without_backward_unpins_when_its_output_is_freed():
     pool = make_pool()
     output = pool(*batch(0))

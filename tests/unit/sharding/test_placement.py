@@ -97,6 +97,7 @@ def grouped_by_torchrec(plan: Plan) -> list[tuple[int, str, int, str, tuple[str,
     return sorted(pools)
 
 
+@pytest.mark.slow
 @given(plans())
 @settings(max_examples=60)
 def test_pools_are_those_that_torchrec_groups(plan):

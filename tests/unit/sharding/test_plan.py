@@ -43,6 +43,7 @@ def edited(tmp_path: Path):
     return load
 
 
+@pytest.mark.slow
 @given(plans())
 @settings(max_examples=40)
 def test_what_is_written_reads_back(tmp_path_factory, plan):
@@ -385,6 +386,7 @@ def test_the_command_takes_a_plan_and_refuses_it_before_it_starts(tmp_path, caps
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_plan_for_a_billion_ranks_is_refused_at_once(tmp_path):
     small_plan().save(tmp_path / "p.json")
     text = (tmp_path / "p.json").read_text()

@@ -49,6 +49,7 @@ def test_a_byte_budget_holds_for_the_tables_without_a_share_of_their_own():
     assert slots_of([100, 100], CacheConfig(device_bytes=4000), (0.05, None)) >= alone
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.integers(1, 3000), min_size=1, max_size=4),
     st.integers(100, 200_000),

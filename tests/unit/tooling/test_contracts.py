@@ -46,6 +46,7 @@ def sources(project_dir: Path) -> dict[Path, str]:
     return {file.relative_to(project_dir): file.read_text(encoding="utf-8") for file in files}
 
 
+@pytest.mark.slow
 def test_torchrec_s_private_modules_are_used_in_one_folder(sources: dict[Path, str]):
     assert breaches(sources) == []
 
@@ -83,6 +84,7 @@ def too_long(path: Path, source: str) -> Iterator[str]:
                 yield f"{path}: {node.name} has {size} lines"
 
 
+@pytest.mark.slow
 def test_files_and_functions_stay_short(sources: dict[Path, str]):
     assert [line for path, source in sources.items() for line in too_long(path, source)] == []
 

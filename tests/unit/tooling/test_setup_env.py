@@ -285,6 +285,7 @@ def test_a_folder_that_is_no_venv_is_left_alone(tmp_path: Path):
     assert (tmp_path / "thesis.tex").exists()
 
 
+@pytest.mark.slow
 def test_an_index_out_of_reach_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """pip itself, without any index."""
     monkeypatch.setenv("PIP_NO_INDEX", "1")

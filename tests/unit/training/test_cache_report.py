@@ -108,6 +108,7 @@ def test_a_report_names_the_module_only_of_namesakes(ranks):
     assert totals["rows"] == rank["rows"] == 150
 
 
+@pytest.mark.slow
 def test_a_report_of_different_names_has_no_modules(ranks):
     totals = CacheReader(train({"user": {"id": 40}, "item": {"shop": 60}}, {"user": {"id": 5}}), ranks).totals(0.5)
     assert totals is not None

@@ -90,6 +90,7 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_stops_the_run(ranks, bad):
     watch = LossMonitor(ranks)

@@ -39,6 +39,8 @@ from embershard.training.trainer import Trainer
 from tests.unit.distributed.checkpoints import make_manifest_right
 from tests.unit.training.test_trainer import losses, make_config
 
+pytestmark = pytest.mark.slow
+
 NUM_LINES = 300
 
 

@@ -24,6 +24,8 @@ from embershard.training.memory_needs import MemoryNeeds, RanksHere, memory_need
 from embershard.training.model_size import table_rows
 from embershard.training.trainer import Trainer
 
+pytestmark = pytest.mark.slow
+
 GB = 10**9
 #: Criteo Kaggle's rows, all written at the start: 2.16 GB of weights, 0.14 of states, 0.14 of scores, 0.14 of maps.
 EAGER = ("data.synthetic.scale=1.0", "train.init=torchrec", "cache.ratio=0.2")

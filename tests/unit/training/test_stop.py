@@ -20,6 +20,8 @@ from embershard.training.reports import EvalReport, Report, SaveReport, StopRepo
 from embershard.training.run_state import PreparedSave
 from embershard.training.trainer import Trainer
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:

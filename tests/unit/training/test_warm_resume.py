@@ -18,6 +18,7 @@ from embershard.training import run_state
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.reports import TrainReport
 from embershard.training.trainer import Trainer
+from tests.covering import matrix
 from tests.unit.training.test_trainer import make_config
 
 pytestmark = pytest.mark.slow  # whole training runs
@@ -64,7 +65,7 @@ def resumed(settings: RunConfig, ranks: Ranks, checkpoint: Path) -> dict[int, fl
 
 @pytest.mark.parametrize(
     "settings",
-    [config("lfu"), config("lookahead", 20), config("frequency", profile=3000)],
+    [matrix(config("lfu")), config("lookahead", 20), matrix(config("frequency", profile=3000))],
     ids=["lfu", "look-ahead", "frequency"],
 )
 def test_the_first_100_steps_hit_as_those_before(ranks, tmp_path, settings, monkeypatch):

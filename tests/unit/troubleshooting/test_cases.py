@@ -10,6 +10,8 @@ import pytest
 from tests.unit.troubleshooting.case import Case, Outcome
 from tests.unit.troubleshooting.page import PAGE, page, sections
 
+pytestmark = pytest.mark.slow
+
 CASES = [
     pytest.param(case, id=f"{module.__name__.rpartition('.')[2]}: {case.cause}")
     for module in sections()

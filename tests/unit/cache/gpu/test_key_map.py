@@ -19,6 +19,7 @@ def some_keys(seed: int, count: int, num_keys: int = NUM_KEYS) -> torch.Tensor:
     return torch.randint(0, num_keys, (count,), generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [PlacedArrayMap, PlacedHashedMap])
 def test_it_holds_what_an_array_holds(kind) -> None:
     array = ArrayKeyMap(NUM_KEYS, CPU)

@@ -81,6 +81,7 @@ def same(some: list[Tensor], others: list[Tensor]) -> bool:
 keys_of_a_step = st.lists(st.integers(0, sum(ROWS) - 1), max_size=30)
 
 
+@pytest.mark.slow
 @given(st.lists(keys_of_a_step, max_size=12), st.integers(1, 40), st.booleans(), st.randoms())
 @settings(deadline=None)
 def test_any_writes_between_the_blocks(writes, block_rows, lazy, random):

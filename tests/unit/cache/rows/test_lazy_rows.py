@@ -91,6 +91,7 @@ def test_bytes_of_memory_are_made_by_whole_blocks():
     assert not weights[12:].any()
 
 
+@pytest.mark.slow
 def test_rows_trained_beside_make_all_stay():
     """A fill makes the row, trains it and writes it back, while another thread makes all rows, as under a page lock."""
     lazy, weights = make((50_000, 10_000))

@@ -157,6 +157,7 @@ def test_a_row_comes_back_as_it_left(distance: int) -> None:
         assert sum(stats.evictions for stats in rank.cache.stats()) > 4 * 20
 
 
+@pytest.mark.slow
 def test_without_meetings_rows_come_back_as_they_were() -> None:
     """The test above can fail."""
     with slow_write_backs(0.02), mock.patch.object(Meetings, "meet"):

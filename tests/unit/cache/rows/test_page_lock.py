@@ -45,6 +45,7 @@ def tensors() -> list[torch.Tensor]:
     return [memory.zeros(2500, torch.int32, whole_pages=True), memory.zeros(1000, torch.uint8, whole_pages=True)]
 
 
+@pytest.mark.slow
 def test_every_byte_is_locked_once_and_given_back():
     locked, rows = Locked(), [*tensors(), torch.empty(0)]
     lock = PageLock(rows, locked.lock, locked.unlock, block_bytes=4096)

@@ -86,3 +86,24 @@ def test_the_main_thread_decides():
     threads = [f"Thread 0x{n} (most recent call first):\n  {text}\n" for n, text in enumerate((COLLECTIVE, READER))]
     assert not waits_for_others("\n".join(threads))
     assert waits_for_others("\n".join(reversed(threads)))
+
+
+_SAVE = """rank 0
+Thread 0x01 (most recent call first):
+  File "/env/torch/distributed/distributed_c10d.py", line 3151 in broadcast
+  File "/embershard/training/background_save.py", line 81 in _write
+
+Thread 0x02 (most recent call first):
+  File "/lib/python3.11/concurrent/futures/thread.py", line 81 in _worker
+
+Current thread 0x03 (most recent call first):
+  File "{}", line 1139 in {}
+  File "/embershard/training/background_save.py", line 61 in wait
+"""
+
+
+def test_a_rank_that_waits_for_its_save_waits_for_those_that_save():
+    assert waits_for_others(_SAVE.format("/lib/python3.11/threading.py", "_wait_for_tstate_lock"))
+    assert not waits_for_others(_SAVE.format("/app/reader.py", "read"))
+    alone = _SAVE.replace("/env/torch/distributed/distributed_c10d.py", "/embershard/whole_file.py")
+    assert not waits_for_others(alone.format("/lib/python3.11/threading.py", "_wait_for_tstate_lock"))

@@ -1,0 +1,31 @@
+"""Which cases of a matrix `make test` runs; `make test-all` runs all of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import pytest
+
+
+def matrix(*values: Any) -> Any:
+    """Return a case that only `make test-all` runs."""
+    return pytest.param(*values, marks=pytest.mark.matrix)
+
+
+def keep(kept: Collection[Any], cases: Iterable[Any]) -> list[Any]:
+    """Return cases of one value each, of which `make test` runs those in `kept`."""
+    return [case if case in kept else matrix(case) for case in cases]
+
+
+def covering(*values: Sequence[Any]) -> list[Any]:
+    """Return all combinations; `make test` runs as many as it takes to have every value once.
+
+    >>> [case for case in covering("ab", (1, 2, 3)) if isinstance(case, tuple)]
+    [('a', 1), ('b', 2), ('a', 3)]
+    """
+    longest = max(map(len, values))
+    kept = [tuple(each[number % len(each)] for each in values) for number in range(longest)]
+    combinations = itertools.product(*values)
+    return kept + [matrix(*combination) for combination in combinations if combination not in kept]
