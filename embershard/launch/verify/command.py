@@ -50,9 +50,9 @@ def lines(verdict: Verdict, num_ranks: int) -> Iterator[str]:
             f"of weights and optimizer states, bit for bit."
         )
     for number, cache in enumerate(verdict.caches, 1):
-        found = "different" if number == len(verdict.caches) and not verdict.is_equal else "equal"
+        result = "different" if number == len(verdict.caches) and not verdict.is_equal else "equal"
         yield (
-            f"  {cache.slots:,} slots: {found}; {cache.evictions:,} rows were evicted, and "
+            f"  {cache.slots:,} slots: {result}; {cache.evictions:,} rows were evicted, and "
             f"{cache.passed_over:,} times a slot was passed over because a batch pinned it"
         )
     if verdict.is_equal:
