@@ -42,8 +42,9 @@ def test_cached_equals_stock_and_no_row_is_late(
     model: str, ranks: str, windows: Path, request: pytest.FixtureRequest
 ) -> None:
     config = own_models.own_config() if model == "own" else own_models.history_config(model, windows)
+    small = replace(config, cache=CacheConfig(ratio=(config.cache.ratio or 0.0) / 2))  # else pins do not matter
     pool: RankPool = request.getfixturevalue(ranks)
-    verdicts = pool.run(own_models.verdict, config)
+    verdicts = pool.run(own_models.verdict, small)
     assert all(verdict.is_equal and verdict.caches[0].evictions > 50 for verdict in verdicts), verdicts
     assert pool.run(own_models.late_rows, config) == [0] * len(verdicts)
 
