@@ -142,6 +142,20 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    """Add `--trust-code`."""
+    parser.add_argument(
+        "--trust-code",
+        action="store_true",
+        help="import the module of model.build even from inside of a run's folder, which others may have written",
+    )
+
+
+def trust_words(arguments: argparse.Namespace) -> list[str]:
+    """Return the words of a command that trusts the code of run folders as `arguments` does."""
+    return ["--trust-code"] if arguments.trust_code else []
+
+
 def text_override(key: str, text: str) -> str:
     """Return the override that sets `key` to a text, whatever characters it has.
 
@@ -183,6 +197,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, required: bool = True)
     """Add the arguments that `embershard train` and the program of each rank have in common; `required`: --config."""
     add_settings(parser, required=required)
     add_plan(parser)
+    add_trust(parser)
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="folder for the run's files (default: runs/NAME-TIME)"
     )

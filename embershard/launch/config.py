@@ -10,9 +10,12 @@ import ast
 import dataclasses
 import inspect
 import itertools
+import os
+import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -36,23 +39,88 @@ C = TypeVar("C")
 RUN_CONFIG, METRICS, CHECKPOINTS = "config.toml", "metrics.jsonl", "checkpoints"
 
 
-def load_config(cls: type[C], path: Path, overrides: Sequence[str] = ()) -> C:
+def load_config(
+    cls: type[C],
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    trust_code: bool = False,
+    run_dir: Path | None = None,
+) -> C:
     """Read the dataclass `cls` from a TOML file and `key=value` overrides, of which the last one wins.
 
     In a run's own record, which an earlier version may have written, earlier names of settings are accepted.
 
+    Args:
+        trust_code: `model.build` may be a module inside of a run's folder, which somebody else may have written.
+        run_dir: counts as a run's folder, though nothing may be in it yet.
+
     Raises:
-        ConfigError: the file is missing or not TOML, a key is unknown, a value is of another type or refused.
+        ConfigError: the file is missing or not TOML, a key is unknown, a value is of another type or refused; or the
+            module of `model.build` is not to be trusted.
     """
     values = read_toml(path)
-    is_record = path.name == RUN_CONFIG and (path.parent / METRICS).exists()
+    is_record = path.name == RUN_CONFIG and holds_run(path.parent)
     bring_up_to_date(values, rename=is_record)
+    recorded = _own_model(values).get("folder") if is_record and not trust_code else None
+    is_named = any(override.partition("=")[0].strip() == "model.folder" for override in overrides)
+    if isinstance(recorded, str) and not Path(recorded).is_absolute() and not is_named:
+        raise ConfigError(f"{path}: model.folder = {recorded!r}, needed an absolute path. Give --set model.folder=DIR.")
     for override in overrides:
         apply_override(cls, values, override)
+    model = _own_model(values)
+    if isinstance(folder := model.get("folder", str(path.parent)), str) and model:  # the module may be beside the file
+        model["folder"] = os.path.abspath(folder)
+    config = decode(cls, values)
+    if model and not trust_code:
+        check_code(model["build"].partition(":")[0], Path(model["folder"]), run_dir)
+    return config
+
+
+def _own_model(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the section of a model of one's own; a dict without entries if the model is another one."""
     model = values.get("model")
-    if isinstance(model, dict) and "build" in model:  # its module may be beside the file
-        model.setdefault("folder", str(path.absolute().parent))
-    return decode(cls, values)
+    return model if isinstance(model, dict) and "build" in model else {}
+
+
+def holds_run(folder: Path) -> bool:
+    """Return True for the folder of a run that has begun."""
+    return (folder / METRICS).exists() or any((folder / CHECKPOINTS).glob("step_*"))
+
+
+def run_folder_of(path: Path) -> Path | None:
+    """Return the run's folder that `path` is, or is inside of; None if there is none."""
+    return next((each for each in (path, *path.parents) if holds_run(each)), None)
+
+
+def check_code(module: str, folder: Path, run_dir: Path | None = None) -> None:
+    """Raise `ConfigError` if importing a module would run code that is inside of a run's folder. Imports nothing.
+
+    Args:
+        module: with its packages, as "package.module".
+        folder: in which it is looked up, besides the Python path.
+        run_dir: counts as a run's folder.
+    """
+    run = None if run_dir is None else run_dir.resolve()
+    for place in _places(module, [*sys.path, str(folder)]):
+        for path in (place, place.resolve()):
+            inside = run if run in (path, *path.parents) else run_folder_of(path)
+            if inside is not None:
+                raise ConfigError(
+                    f"model.build: {place} is in the run folder {inside}, whose code runs only with --trust-code. "
+                    "Look at it first; or name a folder of your own: --set model.folder=DIR."
+                )
+
+
+def _places(module: str, search: Sequence[str]) -> Iterator[Path]:
+    """Yield the files and folders that an import of a module would run, or search, from the outermost package on."""
+    names = module.split(".")
+    for number in range(len(names)):
+        spec = PathFinder.find_spec(".".join(names[: number + 1]), list(search))
+        if spec is None:
+            return
+        search = list(spec.submodule_search_locations or [])
+        yield from (Path(place).absolute() for place in ([spec.origin] if spec.has_location else search) if place)
 
 
 def apply_override(cls: type, values: dict[str, Any], override: str) -> None:

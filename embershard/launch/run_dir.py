@@ -12,7 +12,7 @@ from typing import TextIO
 import psutil
 
 from embershard.errors import ConfigError, naming_file
-from embershard.launch.config import CHECKPOINTS, METRICS
+from embershard.launch.config import holds_run
 
 _NO_ID = "none"  # torchrun's default
 _RESUMED_BY = ".resumed_by"
@@ -46,7 +46,7 @@ def check_run_dir(folder: Path, *, resume: bool) -> None:
         raise ConfigError(
             f"--run-dir {str(folder)!r} is not UTF-8, as TensorBoard needs. Choose another name."
         ) from error
-    if not resume and ((folder / METRICS).exists() or any((folder / CHECKPOINTS).glob("step_*"))):
+    if not resume and holds_run(folder):
         raise ConfigError(f"{folder} holds a run already. Use another --run-dir, or --resume to continue it.")
 
 

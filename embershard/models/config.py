@@ -65,7 +65,8 @@ class ModelConfig:
     with TorchRec's embedding collections. No other setting of the model then has an effect."""
 
     folder: str | None = None
-    """Folder in which `build`'s module is looked up besides the Python path. Default: that of the settings' file."""
+    """Folder in which `build`'s module is looked up besides the Python path. Default: that of the settings' file. A run
+    records it as an absolute path; what is inside of a run's folder is imported only with --trust-code."""
 
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     """Settings of one's own, which `build`'s function gets: any names and values."""

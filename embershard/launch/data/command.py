@@ -57,7 +57,9 @@ def validate(arguments: argparse.Namespace) -> int:
     from embershard.launch.data.scan import scan_data, verdict
     from embershard.launch.profile.command import run_config
 
-    config = run_config(arguments.data, arguments.config, arguments.overrides).data
+    config = run_config(
+        arguments.data, arguments.config, arguments.overrides, trust_code=True
+    ).data  # no model is built
     source, began = open_source(config), time.monotonic()
     if not isinstance(source, FileSource):
         raise ConfigError(f'data.kind = "{config.kind}" reads no file: there is nothing to validate.')

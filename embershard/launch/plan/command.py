@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar, get_args
 from rich.console import Console
 
 from embershard.errors import ConfigError
-from embershard.launch.arguments import add_config_word, add_settings, check_output, make_parser, set_words
+from embershard.launch.arguments import add_config_word, add_settings, add_trust, check_output, make_parser, set_words
 from embershard.launch.screen import progress_bar, say, wide_console
 from embershard.units import parse_bytes
 
@@ -202,7 +202,7 @@ def _read(arguments: argparse.Namespace, command: str) -> _Setup:
 
     if arguments.config is None or arguments.profile is None:
         raise ConfigError(_missing(arguments))
-    config = load_config(RunConfig, arguments.config, arguments.overrides)
+    config = load_config(RunConfig, arguments.config, arguments.overrides, trust_code=arguments.trust_code)
     statistics = FrequencyProfile.load(arguments.profile).statistics
     if statistics is None:
         raise ConfigError(
@@ -262,6 +262,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("plan", _HELP, "[CONFIG] --profile FILE [options]")
     add_settings(parser, required=False)
+    add_trust(parser)
     add_config_word(parser)
     parser.add_argument("--profile", type=Path, metavar="FILE", help="the data's frequencies, of embershard profile")
     parser.add_argument("--ranks", type=_ranks, metavar="N[,N...]", help="ranks; several, or 1..64: compare them")

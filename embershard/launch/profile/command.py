@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embershard.errors import ConfigError
-from embershard.launch.arguments import add_settings, check_output, make_parser, text_override
+from embershard.launch.arguments import add_settings, add_trust, check_output, make_parser, text_override
 from embershard.launch.examples import config_file
 from embershard.launch.screen import plain_console, progress_bar, say, wide_console
 from embershard.units import parse_bytes, size
@@ -60,7 +60,7 @@ def collect(argv: Sequence[str]) -> None:
     check_output(arguments.output)
     from embershard.launch.profile.data_pass import PART_SAMPLES, PartReader, PassOptions, profile_data
 
-    config = run_config(arguments.data, arguments.config, arguments.overrides)
+    config = run_config(arguments.data, arguments.config, arguments.overrides, trust_code=arguments.trust_code)
     console = plain_console()
     began = time.monotonic()
     reader = PartReader(config.data, config.model)
@@ -155,11 +155,12 @@ def compare(argv: Sequence[str]) -> None:
     say(console, comparison_sentence(found))
 
 
-def run_config(data: str | None, path: Path | None, overrides: Sequence[str]) -> RunConfig:
+def run_config(data: str | None, path: Path | None, overrides: Sequence[str], *, trust_code: bool = False) -> RunConfig:
     """Return the settings of a file (None: the defaults) and overrides, with `data` in place of their data.
 
     `data` is a file, a folder, or the word synthetic; None keeps the data of the settings. Where the settings name no
     files, the kind of data follows from the files' names. A TOML file, or the name of an example, is the settings.
+    `trust_code` is that of `load_config`.
     """
     from embershard.data import kind_of_files
     from embershard.decoding import decode, read_toml
@@ -168,7 +169,7 @@ def run_config(data: str | None, path: Path | None, overrides: Sequence[str]) ->
 
     def load(before: Sequence[str], after: Sequence[str]) -> RunConfig:
         if path is not None:
-            return load_config(RunConfig, path, [*before, *overrides, *after])
+            return load_config(RunConfig, path, [*before, *overrides, *after], trust_code=trust_code)
         values: dict[str, Any] = {}
         for override in [*before, *overrides, *after]:
             apply_override(RunConfig, values, override)
@@ -204,6 +205,7 @@ def _collect_parser() -> argparse.ArgumentParser:
         "data", nargs="?", metavar="DATA", help="file, folder, or the word synthetic (./show is a file)"
     )
     add_settings(parser, required=False)
+    add_trust(parser)
     _add_outputs(parser)
     parser.add_argument(
         "--workers", type=int, metavar="N", help="processes that read and count (default: cores, fewer for small data)"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from embershard.distributed.supervision import pulses
+from embershard.launch.config import run_folder_of
 from embershard.launch.ranks.hang_watch import HangWatch, hanging_ranks
 from embershard.launch.ranks.rank_process import RankProcess
 from embershard.launch.ranks.stop_signals import StopAsked, stop_code
@@ -189,10 +190,16 @@ def _collect_stacks(ranks: Sequence[RankProcess]) -> None:
 
 
 def _environment(rank: int, num_ranks: int, address: tuple[str, int]) -> dict[str, str]:
-    """Return a rank's variables, those that torchrun sets."""
+    """Return a rank's variables, those that torchrun sets.
+
+    Inside of a run's folder, which others may have written, Python imports nothing from the folder that it is started
+    in (Python 3.10 knows no such option).
+    """
     host, port = address
+    is_safe = {"PYTHONSAFEPATH": "1"} if run_folder_of(Path.cwd()) else {}
     return {
         **os.environ,
+        **is_safe,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(num_ranks),

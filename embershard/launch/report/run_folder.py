@@ -88,7 +88,7 @@ class RunFolder:
         from embershard.launch.config import load_config
         from embershard.training.config import RunConfig  # loads torch
 
-        config = load_config(RunConfig, self.path / RUN_CONFIG)
+        config = load_config(RunConfig, self.path / RUN_CONFIG, trust_code=True)  # which nothing here imports
         return plan.other_settings(config.predicted_from(self.result.get("device"), self.result.get("world_size", 1)))
 
     def settings(self) -> dict[str, Any]:

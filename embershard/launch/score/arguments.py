@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 
 from embershard.errors import ConfigError
-from embershard.launch.arguments import add_overrides, text_override, whole
+from embershard.launch.arguments import add_overrides, add_trust, text_override, whole
 from embershard.launch.config import CHECKPOINTS, RUN_CONFIG, load_config
 from embershard.training.config import RunConfig
 
@@ -16,7 +16,7 @@ _SETTINGS = ("data.", "cache.", "model.", "train.batch_size", "train.global_batc
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """Add `RUN`, `--step N`, `--data PATH` and `--set KEY=VALUE`; the overrides become the list `overrides`."""
+    """Add `RUN`, `--step N`, `--data PATH`, `--trust-code` and `--set KEY=VALUE`, which become the list `overrides`."""
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="folder of the run")
     parser.add_argument(
         "--step", type=whole, metavar="N", help="use the checkpoint of this step (default: the newest valid one)"
@@ -24,6 +24,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", metavar="PATH", help="a file or folder, all of it (default: what the run's settings hold out)"
     )
+    add_trust(parser)
     add_overrides(parser, "override a setting of the run's data, cache or batch; may be repeated")
 
 
@@ -53,7 +54,8 @@ def run_config(arguments: argparse.Namespace, *, needs_samples: bool = True) -> 
     overrides = list(arguments.overrides)
     if arguments.data is not None:
         overrides.append(text_override("data.path", arguments.data))
-    config = load_config(RunConfig, file, ["train.eval_every=none", *overrides])
+    overrides = ["train.eval_every=none", *overrides]
+    config = load_config(RunConfig, file, overrides, trust_code=arguments.trust_code, run_dir=arguments.run_dir)
     if arguments.data is not None:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval_path=None, eval_fraction=1.0))
     if needs_samples and not config.holds_out:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from embershard.launch.arguments import make_parser, positive, set_words
+from embershard.launch.arguments import make_parser, positive, set_words, trust_words
 from embershard.launch.ranks import launcher
 from embershard.launch.score.arguments import add_run, run_config
 
@@ -25,7 +25,7 @@ def start(arguments: argparse.Namespace, more: list[str]) -> int:
     given = [str(arguments.run_dir), *more]
     given += [] if arguments.step is None else ["--step", str(arguments.step)]
     given += [] if arguments.data is None else ["--data", arguments.data]
-    given += set_words(arguments.overrides)
+    given += set_words(arguments.overrides) + trust_words(arguments)
     return launcher.start_ranks(
         arguments.nproc,
         "embershard.launch.score.command",

@@ -9,8 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from embershard.errors import ConfigError
-from embershard.launch.arguments import make_parser
+from embershard.launch.arguments import add_trust, make_parser
 from embershard.launch.screen import say, wide_console
 
 if TYPE_CHECKING:  # it loads torch, and --help must answer at once
@@ -51,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     from embershard.launch.sweep.results import write_results
     from embershard.launch.sweep.view import SweepDisplay
 
-    sweep, console = Sweep.read(arguments.file), wide_console()
+    sweep, console = Sweep.read(arguments.file, trust_code=arguments.trust_code), wide_console()
     folder = arguments.out or Path("sweeps") / arguments.file.stem
     if arguments.dry_run and arguments.on == "kubernetes":
         from embershard.launch.sweep.train_job import manifests
@@ -103,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = make_parser("sweep", _HELP)
     parser.add_argument("file", type=_file, metavar="FILE", help="the sweep, a TOML file")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the sweep (default: sweeps/NAME)")
+    add_trust(parser)
     parser.add_argument("--dry-run", action="store_true", help="check all settings, print commands or manifests, stop")
     parser.add_argument("--retry-failed", action="store_true", help="start runs that failed again, too")
     parser.add_argument("--on", choices=_ENGINES, default="local", help="where to run (default: %(default)s)")
@@ -111,5 +111,5 @@ def _parser() -> argparse.ArgumentParser:
 
 def _file(text: str) -> Path:
     if not Path(text).is_file():
-        raise ConfigError(f"{text}: there is no such file. Give the TOML file of a sweep (embershard sweep --help).")
+        raise argparse.ArgumentTypeError(f"{text}: there is no such file; give the TOML file of a sweep")
     return Path(text)

@@ -88,8 +88,8 @@ class Sweep:
     kubernetes: KubernetesJobs | None = None
 
     @classmethod
-    def read(cls, path: Path) -> Sweep:
-        """Read a sweep's file. All settings of all runs are checked.
+    def read(cls, path: Path, *, trust_code: bool = False) -> Sweep:
+        """Read a sweep's file. All settings of all runs are checked, with `trust_code` as of `load_config`.
 
         Repeats are interleaved: every run once, then again in reverse order, so that a machine that becomes slower
         favours none.
@@ -101,7 +101,7 @@ class Sweep:
         config = path.parent / file.config
         config = config if config.exists() else config_file(file.config)
         try:
-            runs = [_experiment(config, file.set, varied) for varied in _combinations(file)]
+            runs = [_experiment(config, file.set, varied, trust_code=trust_code) for varied in _combinations(file)]
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
         seen: dict[str, Experiment] = {}
@@ -129,17 +129,17 @@ def _combinations(file: _File) -> Iterator[dict[str, Any]]:
             yield {**given, **dict(zip(grid, values, strict=True))}
 
 
-def _experiment(config: Path, common: Mapping[str, Any], varied: Mapping[str, Any]) -> Experiment:
+def _experiment(config: Path, common: Mapping[str, Any], varied: Mapping[str, Any], *, trust_code: bool) -> Experiment:
     settings = {**flat(common), **varied}
     ranks = settings.pop(_RANKS, None)
     if ranks is not None and (not isinstance(ranks, int) or ranks < 1):
         raise ConfigError(f"ranks: got {ranks!r}, needed a whole number, 1 or more.")
     overrides = [f"{key}={value if isinstance(value, str) else toml(value)}" for key, value in settings.items()]
-    resolved = load_config(RunConfig, config, overrides)
+    resolved = load_config(RunConfig, config, overrides, trust_code=trust_code)
     ranks = planned_ranks(resolved, ranks) or _DEFAULT_RANKS
     resolved.train.rank_batch_size(ranks)
     digest = hashlib.sha256(f"{ranks}\n{to_toml(resolved)}".encode()).hexdigest()[:12]
-    words = ("--config", str(config), *set_words(overrides))
+    words = ("--config", str(config), *set_words(overrides), *(["--trust-code"] if trust_code else []))
     return Experiment("", {_RANKS: ranks, **varied}, ranks, words, digest, 0)
 
 

@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from embershard.decoding import flat
 from embershard.distributed import Ranks, Supervision, process_group
 from embershard.errors import FailedSaveError
-from embershard.launch.arguments import NEWEST, add_run_arguments, check_resume, set_words
+from embershard.launch.arguments import NEWEST, add_run_arguments, check_resume, set_words, trust_words
 from embershard.launch.config import CHECKPOINTS, load_config
 from embershard.launch.ranks.rank_errors import show_errors_of_rank
 from embershard.launch.ranks.stop_signals import stop_code, stop_training_on_signals
@@ -64,7 +64,7 @@ def _train_command(arguments: argparse.Namespace, overrides: Sequence[str], num_
     if num_ranks is None:
         return "torchrun as before, with"
     words = ["train", "--config", str(arguments.config)]
-    words += set_words(overrides)
+    words += set_words(overrides) + trust_words(arguments)
     words += ["--nproc", str(num_ranks)]
     return f"{_program('embershard', 'embershard.launch.cli')} {shlex.join(words)}"
 
@@ -85,7 +85,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     supervision = Supervision.of_this_process()
     show_errors_of_rank(supervision)
     with stop_training_on_signals(supervision):
-        config = load_config(RunConfig, arguments.config, arguments.overrides)
+        config = load_config(
+            RunConfig,
+            arguments.config,
+            arguments.overrides,
+            trust_code=arguments.trust_code,
+            run_dir=arguments.run_dir,
+        )
         with process_group(config.train.device) as ranks:
             run_dir = ranks.from_first(lambda: arguments.run_dir or default_run_dir(arguments.config))
             resume = ranks.from_first(lambda: _resume_step(arguments.resume, run_dir))

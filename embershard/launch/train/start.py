@@ -16,6 +16,7 @@ from embershard.launch.arguments import (
     positive,
     profile_words,
     set_words,
+    trust_words,
     whole,
 )
 from embershard.launch.config import load_config
@@ -40,7 +41,8 @@ def main(argv: Sequence[str]) -> int:
     """Run `embershard train`; return 0 when all ranks ended well."""
     arguments = _parser().parse_intermixed_args(argv)
     check_resume(arguments)
-    config = load_config(RunConfig, needed_config(arguments), arguments.overrides)
+    file, trust = needed_config(arguments), arguments.trust_code
+    config = load_config(RunConfig, file, arguments.overrides, trust_code=trust, run_dir=arguments.run_dir)
     check_trackers(config.tracking)
     num_ranks = planned_ranks(config, arguments.nproc, is_started=not arguments.dry_run)
     run_dir = arguments.run_dir or default_run_dir(arguments.config)
@@ -60,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     warn_of_cores(config, num_ranks)
     config.train.rank_batch_size(num_ranks)  # raises before any rank starts
     given = ["--config", str(arguments.config), "--run-dir", str(run_dir)]
-    given += set_words(arguments.overrides) + profile_words(arguments.profile_steps)
+    given += set_words(arguments.overrides) + profile_words(arguments.profile_steps) + trust_words(arguments)
     allowed = ["--unverified"] if arguments.unverified else []
     allowed += [word for key in arguments.allow_change for word in ("--allow-change", key)]
     resume = [] if arguments.resume is None else _resume_words(arguments.resume, allowed)

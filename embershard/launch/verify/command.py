@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     silence_libraries()
     show_errors_of_rank(Supervision.of_this_process())
-    config = load_config(RunConfig, arguments.config, arguments.overrides)
+    config = load_config(RunConfig, arguments.config, arguments.overrides, trust_code=arguments.trust_code)
     with process_group(config.train.device) as ranks:
         verdict = compare_with_stock(config, ranks, arguments.steps)
         say(plain_console(quiet=not ranks.is_first), *lines(verdict, ranks.world_size))

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from embershard.launch.arguments import add_config_word, make_parser, positive, set_words
+from embershard.launch.arguments import add_config_word, make_parser, positive, set_words, trust_words
 from embershard.launch.config import load_config
 from embershard.launch.examples import needed_config
 from embershard.launch.ranks import launcher
@@ -33,11 +33,11 @@ def main(argv: Sequence[str]) -> int:
     add_config_word(parser)
     parser.add_argument("--nproc", type=positive, metavar="N", help="number of ranks (default: as embershard train)")
     arguments = parser.parse_intermixed_args(argv)
-    config = load_config(RunConfig, needed_config(arguments), arguments.overrides)
+    config = load_config(RunConfig, needed_config(arguments), arguments.overrides, trust_code=arguments.trust_code)
     num_ranks = planned_ranks(config, arguments.nproc) or default_ranks(config)
     config.train.rank_batch_size(num_ranks)  # raises before any rank starts
     given = ["--config", str(arguments.config), "--steps", str(arguments.steps)]
-    given += set_words(arguments.overrides)
+    given += set_words(arguments.overrides) + trust_words(arguments)
     with tempfile.TemporaryDirectory() as folder:
         different = Path(folder) / "different"
         code = launcher.start_ranks(
