@@ -89,13 +89,7 @@ class HostStore:
         # first write to a row would wait for the system to find and clear a huge one (docs/decisions/0057).
         self._has_small_pages = host == "memory" and share is None and not whole_pages and not fills_all
         self._num_written = 0
-        allocate: Callable[[int, torch.dtype], Tensor] = functools.partial(
-            memory.zeros, whole_pages=whole_pages, small_pages=self._has_small_pages
-        )
-        if share is not None:
-            allocate = share.allocate
-        elif host == "mmap" and host_dir is not None:
-            allocate = _MappedFiles(host_dir, self.host_bytes)
+        allocate = self._allocator(host_dir if host == "mmap" else None, whole_pages)
         self.flat_weights = allocate(self.num_rows * dim, dtype)
         self.weights = self.flat_weights.view(self.num_rows, dim)
         self.states: dict[str, Tensor] = {}
@@ -113,6 +107,14 @@ class HostStore:
                 weights.write(rows)
         self._is_read_ahead = False
         self._frozen: FrozenRows | None = None
+
+    def _allocator(self, folder: str | None, whole_pages: bool) -> Callable[[int, torch.dtype], Tensor]:
+        """Return what makes zeroed tensors of so many elements and a dtype; in files, unless `folder` is None."""
+        if self._share is not None:
+            return self._share.allocate
+        if folder is not None:
+            return _MappedFiles(folder, self.host_bytes)
+        return functools.partial(memory.zeros, whole_pages=whole_pages, small_pages=self._has_small_pages)
 
     @property
     def payload(self) -> list[Tensor]:
