@@ -43,8 +43,10 @@ from tests.ranks.workers import RankPool
 
 #: Time for the other rank to leave the step, too: it does at once, or waits for this one.
 _GRACE = datetime.timedelta(seconds=1)
-#: Half of the points: lines so close to each other that often no collective is between them.
-_CLOSE = 12
+#: Half of the points: so many lines before the step's end, behind which often no collective is left.
+_LAST = 110
+#: Where a rank has the gradients of all ranks, and has not trained.
+_EXCHANGED = " sum_rows"
 
 
 @dataclass(frozen=True)
@@ -57,28 +59,40 @@ class Point:
     error: type[BaseException]
 
 
-def bodies_of(training: Training) -> list[range]:
-    """The lines of every step's body in the main thread of this rank."""
-    injector, bodies = Injector(), []
-    with settled(), as_run(training.case, training.run) as (model, loop):
+@dataclass(frozen=True)
+class Body:
+    """The lines of a step's body in a rank's main thread: the first one's number, and where each is."""
+
+    first: int
+    places: list[str]
+
+    def last(self, place: str) -> int | None:
+        """The last line at this place."""
+        return next((self.first + n for n, at in reversed([*enumerate(self.places)]) if at.endswith(place)), None)
+
+
+def bodies_of(training: Training, is_guarded: bool) -> list[Body]:
+    """Of every step on this rank."""
+    injector = Injector()
+    bodies: list[range] = []
+    with _guards(is_guarded), settled(), as_run(training.case, training.run) as (model, loop):
         error = _train(training, model, loop, injector, bodies)
         assert error is None, error
         assert not unlike(training.case, [reference(training.case).after[-1]], snapshot(model))
-    return bodies
+    return [Body(lines.start, [injector.events[line][1] for line in lines]) for lines in bodies]
 
 
-def points(training: Training, bodies: Sequence[Sequence[range]], count: int, seed: int) -> list[Point]:
-    """Lines of all ranks in the same step: anywhere in it, or close to each other."""
+def points(training: Training, bodies: Sequence[Sequence[Body]], count: int, seed: int) -> list[Point]:
+    """Lines of all ranks in the same step: anywhere in it, or near its end. First, where rows have copies: rank 0 has
+    all gradients and has not trained, the others have."""
     rng, found = random.Random(seed), []
     for number in range(count):
         step = rng.randrange(2, training.case.steps - 2)
-        spans = [of_rank[step] for of_rank in bodies]
-        first = rng.randrange(len(spans[0]))
-        places = [first]
-        for span in spans[1:]:
-            near = first + rng.randint(-_CLOSE, _CLOSE) if number % 2 else rng.randrange(len(span))
-            places.append(min(max(near, 0), len(span) - 1))
-        lines = tuple(span[place] for span, place in zip(spans, places, strict=True))
+        spans = [range(body.first, body.first + len(body.places)) for body in (of_rank[step] for of_rank in bodies)]
+        lines = tuple(rng.choice(span[-_LAST:] if number % 2 else span) for span in spans)
+        exchanged = bodies[0][step].last(_EXCHANGED)
+        if not number and exchanged is not None:
+            lines = (exchanged, *(span[-1] for span in spans[1:]))
         found.append(Point(training.name, step, lines, ERRORS[number % len(ERRORS)]))
     return found
 
@@ -89,7 +103,7 @@ def try_points(found: Sequence[Point], folder: str, is_guarded: bool) -> list[En
     begin_group(f"{folder}/first")
     ended = []
     for number, point in enumerate(found):
-        with contextlib.nullcontext() if is_guarded else unguarded():
+        with _guards(is_guarded):
             ended.append(_try(point))
         meet(f"{folder}/{number}", ended[-1])
     return ended
@@ -99,7 +113,7 @@ def try_sample(
     pool: RankPool, training: Training, count: int, seed: int, folder: str, is_guarded: bool = True
 ) -> Tally:
     """A sample of a training's points on these ranks. A point is refused if one rank refuses."""
-    found = points(training, pool.run(bodies_of, training), count, seed)
+    found = points(training, pool.run(bodies_of, training, is_guarded), count, seed)
     ended, tally = pool.run(try_points, found, folder, is_guarded), Tally()
     for number in range(len(found)):
         of_ranks = [result[number] for result in ended]
@@ -109,6 +123,10 @@ def try_sample(
         kind = "wrong" if problem else "refused" if _is_refused(of_ranks) else "equal"
         tally.add(training.name, kind, problem)
     return tally
+
+
+def _guards(are_set: bool) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if are_set else unguarded()
 
 
 def _is_refused(of_ranks: Sequence[Ended]) -> bool:

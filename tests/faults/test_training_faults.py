@@ -46,16 +46,14 @@ def test_a_step_that_is_interrupted_before_it_told_the_others(pools: dict[int, R
 @pytest.mark.parametrize("mode", NAMES_OF_MODES)
 def test_all_ranks_leave_a_step(mode: str, pools: dict[int, RankPool], tmp_path: Path) -> None:
     """At lines of their own. `python -m tests.faults --modes 400` tries more of them, and faults of one rank."""
-    tally = leaving.try_sample(pools[2], MODES[f"{mode}, inline"], 4, 1, str(tmp_path))
+    tally = leaving.try_sample(pools[2], MODES[f"{mode}, inline"], 3, 1, str(tmp_path))
     assert tally.problems == []
-    assert tally.totals.total() == 4
+    assert tally.totals.total() == 3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["hot_cold", "data_parallel"])
-def test_copies_that_differ_are_found(mode: str, pools: dict[int, RankPool], tmp_path: Path) -> None:
-    """Without the guards, in backwards."""
-    tally = leaving.try_sample(pools[2], MODES[f"{mode}, inline"], 8, 0, str(tmp_path), is_guarded=False)
+def test_without_guards_copies_that_differ_are_found(mode: str, pools: dict[int, RankPool], tmp_path: Path) -> None:
+    tally = leaving.try_sample(pools[2], MODES[f"{mode}, inline"], 1, 1, str(tmp_path), is_guarded=False)
     assert any("rows are not as on the other ranks" in problem for problem in tally.problems), tally.problems
 
 
