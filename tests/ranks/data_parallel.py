@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import gc
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,8 +108,9 @@ def flush_alone(case: Case) -> list[str]:
     """What the host tier lacks after training and `flush`: rows that are not as in their slots, by pool."""
     model = parity.build(case, True)
     parity.train(model, case)
+    if dist.get_rank() == 0:
+        time.sleep(0.5)  # the other one must not read before
     flush(model)
-    dist.barrier()  # each rank has written its own rows
     different = []
     for pool in cached_embeddings(model):
         keys = pool.cache.contents().rows

@@ -191,6 +191,11 @@ class HostStore:
         if self._share is not None:
             self._share.meetings.meet(name, digest)
 
+    def meet_at_writes(self, name: str) -> None:
+        """With a share, wait until all ranks have called this; rows may be written to, or have been."""
+        if self._share is not None:
+            self._share.at_writes.meet(name)
+
     @property
     def is_shared(self) -> bool:
         """True if other ranks map the same rows."""

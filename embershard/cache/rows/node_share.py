@@ -24,12 +24,14 @@ class NodeShare:
     Attributes:
         allocate: gives zeroed memory, the same on all ranks, for a number of elements and a dtype. Collective.
         own: of each table, the first row and the number of the rows that this rank alone writes.
-        meetings: of the ranks.
+        meetings: of the ranks, at their plans and loads.
+        at_writes: the same, before and after somebody writes to rows himself: in whichever thread plans are made.
     """
 
     allocate: Callable[[int, torch.dtype], Tensor]
     own: Sequence[tuple[int, int]]
     meetings: Meetings
+    at_writes: Meetings
 
 
 class Meetings:

@@ -55,12 +55,16 @@ class HotShard(NamedTuple):
     Attributes:
         host: the host tier that has the shard.
         keys: int64 [K], the rows in it.
+        table: its name.
+        numbers: int64 [K], the rows in the whole table.
         rows: the group that has their copies.
         start: the copies are start to start + K.
     """
 
     host: HostStore
     keys: Tensor
+    table: str
+    numbers: Tensor
     rows: ReplicatedRows
     start: int
 
@@ -141,6 +145,7 @@ class HotTables:
         self._process_group = group
         self._shards: list[HotShard] = []
         self._versions: dict[int, int] = {}  # of the host tiers, when the copies were equal to them
+        self._up_to_date: set[int] = set()  # host tiers that have what the copies learned
         self._is_behind = True
         self.optimizer = _HotOptimizer(self)
 
@@ -163,6 +168,8 @@ class HotTables:
         pieces: list[tuple[int, Tensor]] = []
         for group, bags in zip(self._groups, batch, strict=True):
             pooled = group.rows(bags)
+            if pooled.requires_grad:
+                pooled.register_hook(lambda _: self._up_to_date.clear())
             if len(self._groups) == 1 and list(group.places) == sorted(group.places):
                 return pooled
             pieces += zip(group.places, pooled.split(group.columns, dim=1), strict=True)
@@ -176,7 +183,8 @@ class HotTables:
         low, high = torch.searchsorted(hot, torch.tensor([rows[0], sum(rows)])).tolist()
         group = next(group for group in self._groups if (table, column) in group.first)
         start = group.first[table, column] + low
-        self._shards.append(HotShard(host, hot[low:high] - rows[0] + first_key, group.rows, start))
+        numbers = hot[low:high]
+        self._shards.append(HotShard(host, numbers - rows[0] + first_key, table, numbers, group.rows, start))
 
     @torch.no_grad()
     def write_to(self, host: HostStore) -> None:
@@ -191,6 +199,7 @@ class HotTables:
             group.rows.guard.check()
         if self._is_behind or host.version != self._versions[id(host)]:
             return
+        self._up_to_date.add(id(host))  # first: a backward in another thread takes it back
         for shard in self._shards:
             if shard.host is host:
                 host.before_write(shard.keys)
@@ -201,31 +210,98 @@ class HotTables:
         """Let the next batch take its rows from the host tiers. All ranks call it."""
         self._is_behind = True
 
-    @torch.no_grad()
-    @counted_as_other()
     def load(self) -> None:
         """Copy the rows from the host tiers of all ranks. Collective."""
+        self._take(None)
+        self._note_taken(everything=True)
+
+    @counted_as_other()
+    def host_rows_changed(self, table: str | None, rows: Tensor | None) -> None:
+        """Copy rows that somebody wrote to from the host tiers of all ranks. Collective.
+
+        Args:
+            table: a table's name; None for all tables.
+            rows: int64 [K] row numbers in the whole table, of which those count that are hot and on this rank. None for
+                all rows.
+
+        Raises:
+            CacheError: on all ranks: some of these rows may have been trained since the last flush.
+        """
+        if self._is_behind:
+            self.load()
+            return
+        flags = []
         for group in self._groups:
-            for copies in group.rows.payload:
-                copies.zero_()
-        for shard in self._shards:
-            shard.host.make(shard.keys)
-            for copies, rows in zip(shard.rows.payload, shard.host.payload, strict=True):
-                copies[shard.start : shard.start + len(shard.keys)] = rows.data[shard.keys].to(copies.device)
-        for group in self._groups:
-            for copies in group.rows.payload:
+            copies = group.rows.payload[0]
+            flag = torch.zeros(copies.shape[0] + 1, dtype=torch.uint8, device=copies.device)  # the last: not flushed
+            for shard in self._shards_of(group):
+                is_changed = self._is_changed(shard, table, rows)
+                flag[shard.start : shard.start + len(shard.keys)] = is_changed.to(flag.device)
+                if id(shard.host) not in self._up_to_date and bool(is_changed.any()):
+                    flag[-1] = 1
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._process_group)
+            flags.append(flag)
+        self._take([flag[:-1].nonzero().flatten() for flag in flags])
+        self._note_taken(everything=table is None)
+        if any(int(flag[-1]) for flag in flags):
+            raise CacheError(
+                f"host rows were written to in place while hot rows of tables {', '.join(sorted(self.tables))} were "
+                "trained after the last flush; what they learned since then is lost, and the host's rows count from "
+                "now on. Call embershard.flush(model) on all ranks before writing, or load with load_state_dict"
+            )
+
+    def _shards_of(self, group: _Group) -> list[HotShard]:
+        return [shard for shard in self._shards if shard.rows is group.rows]
+
+    def _is_changed(self, shard: HotShard, table: str | None, rows: Tensor | None) -> Tensor:
+        """Return which of a shard's hot rows may have been written to: bool [K]."""
+        if table is None or shard.host.version != self._versions[id(shard.host)]:  # through torch, to any rows
+            return torch.ones_like(shard.keys, dtype=torch.bool)
+        if shard.table != table:
+            return torch.zeros_like(shard.keys, dtype=torch.bool)
+        wanted = shard.numbers if rows is None else rows.flatten().long().cpu()
+        return torch.isin(shard.numbers, wanted)
+
+    @torch.no_grad()
+    @counted_as_other()
+    def _take(self, changed: Sequence[Tensor] | None) -> None:
+        """Copy rows from the host tiers of all ranks: per group these copies (int64, ascending), or all. Collective."""
+        for number, group in enumerate(self._groups):
+            shards = [(shard, shard.start, shard.keys) for shard in self._shards_of(group)]
+            places = None if changed is None else changed[number]
+            if places is not None:
+                shards = [_part(shard, places.cpu()) for shard in self._shards_of(group)]
+            for shard, _, keys in shards:
+                shard.host.make(keys)
+            for part, copies in enumerate(group.rows.payload):
+                taken = copies.zero_() if places is None else copies.new_zeros(len(places), *copies.shape[1:])
+                for shard, start, keys in shards:
+                    taken[start : start + len(keys)] = shard.host.payload[part].data[keys].to(copies.device)
                 # One rank has a row, the others zeros. Sums of bytes keep every bit; of numbers, not a zero's sign.
-                dist.all_reduce(copies.view(torch.uint8), group=self._process_group)
+                dist.all_reduce(taken.view(torch.uint8), group=self._process_group)
+                if places is not None:
+                    copies[places] = taken
+
+    def _note_taken(self, everything: bool) -> None:
         self._versions = {id(shard.host): shard.host.version for shard in self._shards}
+        if everything:
+            self._up_to_date = set(self._versions)
         self._is_behind = False
 
     def _check_host(self) -> None:
         for shard in self._shards:
             if shard.host.version != self._versions[id(shard.host)]:
                 raise CacheError(
-                    "the host tier of tables with hot rows was written to. Their hot rows are on all ranks, and only "
-                    "load_state_dict of model and fused optimizer, on all ranks, brings new contents there. Load so"
+                    "the host tier of tables with hot rows was written to. Their hot rows are on all ranks, and new "
+                    "contents get there by load_state_dict of model and fused optimizer, or by "
+                    "embershard.host_rows_changed(model), on all ranks. Call one of them before the next forward"
                 )
+
+
+def _part(shard: HotShard, places: Tensor) -> tuple[HotShard, int, Tensor]:
+    """Return a shard, the first of its copies among `places` (int64, ascending), and the keys of those."""
+    first, end = torch.searchsorted(places, torch.tensor([shard.start, shard.start + len(shard.keys)])).tolist()
+    return shard, first, shard.keys[places[first:end] - shard.start]
 
 
 class _HotOptimizer(CopiesOptimizer):

@@ -16,6 +16,7 @@ from embershard.cache.rows.frozen_rows import FrozenRows
 from embershard.cache.statistics import TableStats
 from embershard.errors import ConfigError
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
+from embershard.sharding.torchrec.hot_tables import HotTables
 
 
 def cached_embeddings(model: nn.Module) -> Iterator[CachedTableBatchedEmbeddings]:
@@ -81,10 +82,24 @@ def _named_modules(module: nn.Module, path: str, seen: set[int]) -> Iterator[tup
 def flush(model: nn.Module) -> None:
     """Write every trained row of this rank back to its host tier. `state_dict` does so by itself.
 
+    Collective in mode "data_parallel": returns when all ranks have written, and none reads rows until its next forward.
+
     >>> flush(model)  # a sharded model
+
+    Raises:
+        CacheError: a rank did not call it in that mode.
     """
+    try:
+        for pool in cached_embeddings(model):
+            pool.flush()
+    finally:  # the other ranks wait here
+        _meet(model, "flush")
+
+
+def _meet(model: nn.Module, what: str) -> None:
+    """Where ranks share rows, wait until all of them have come."""
     for pool in cached_embeddings(model):
-        pool.flush()
+        pool.host.meet_at_writes(f"{pool.cache.name}: {what}, which every rank calls in mode data_parallel")
 
 
 def freeze(model: nn.Module) -> list[FrozenRows]:
@@ -137,8 +152,9 @@ def host_rows_changed(model: nn.Module, table: str | None = None, rows: Tensor |
     """Announce a write to rows of this rank's host tier: cached copies of these rows are fetched again.
 
     Needed only for writes that torch does not count: through `.data` or NumPy, by a collective such as `broadcast` or
-    `all_to_all_single` into a table, by another process into a mapped file. Call `flush` before writing. Not
-    collective.
+    `all_to_all_single` into a table, by another process into a mapped file. Call `flush` before writing. Collective in
+    mode "data_parallel", where every rank gives the rows that any rank wrote, and with hot rows, which all ranks take
+    from the host tiers again.
 
     >>> import torch
     >>> flush(model)  # a sharded model; then write to rows 7 and 8 through NumPy
@@ -151,7 +167,7 @@ def host_rows_changed(model: nn.Module, table: str | None = None, rows: Tensor |
 
     Raises:
         CacheError: trained rows among them had not been flushed (what they learned is lost: the host's rows count from
-            now on), or a forward waits for its backward.
+            now on), or a forward waits for its backward. Of hot rows on all ranks, if any was trained since the flush.
         ConfigError: no sharded module has such a table, or `rows` without `table`.
     """
     if table is None and rows is not None:
@@ -159,8 +175,15 @@ def host_rows_changed(model: nn.Module, table: str | None = None, rows: Tensor |
     tables = {name for module in model.modules() for name in getattr(module, "module_sharding_plan", None) or ()}
     if table is not None and table not in tables:
         raise ConfigError(f"host_rows_changed got the table {table!r}; the sharded tables are {sorted(tables)}")
-    for pool in cached_embeddings(model):
-        if table is None:
-            pool.cache.host_rows_changed()
-        else:
-            pool.host_rows_changed(table, rows)
+    _meet(model, "host_rows_changed")
+    try:
+        for pool in cached_embeddings(model):
+            if table is None:
+                pool.cache.host_rows_changed()
+            else:
+                pool.host_rows_changed(table, rows)
+    finally:  # the other ranks wait here
+        for module in model.modules():  # not by pool: a rank may have none
+            hot = getattr(module, "_hot", None)
+            if isinstance(hot, HotTables):
+                hot.host_rows_changed(table, rows)

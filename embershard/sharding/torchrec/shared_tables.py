@@ -37,9 +37,9 @@ def share_of(
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     ranks = Ranks(rank, world_size, rank, world_size, device, group)
     memory = NodeMemory(ranks, config.host_dir if config.host == "mmap" else None)
-    cells = NodeMemory(ranks).zeros(world_size * CELLS_PER_RANK, torch.int64)
+    cells = NodeMemory(ranks).zeros(2 * world_size * CELLS_PER_RANK, torch.int64).view(2, world_size, -1)
     own = [(first_row(shard), shard.local_rows) for shard in shards]
-    return NodeShare(memory.zeros, own, Meetings(cells.view(world_size, CELLS_PER_RANK), rank))
+    return NodeShare(memory.zeros, own, *(Meetings(part, rank) for part in cells))
 
 
 def of_whole_tables(config: GroupedEmbeddingConfig) -> GroupedEmbeddingConfig:

@@ -41,7 +41,7 @@ class Node:
         def allocate(numel: int, dtype: torch.dtype) -> Tensor:
             return self._tensors.setdefault(next(numbers), torch.zeros(numel, dtype=dtype))
 
-        return NodeShare(allocate, OWN[rank], self.meetings[rank])
+        return NodeShare(allocate, OWN[rank], self.meetings[rank], self.meetings[rank])
 
     def host(self, rank: int) -> HostStore:
         shards = [ShardWeights(f"t{t}", 7, 4, -0.5, 0.5, first) for t, (first, _) in enumerate(OWN[rank])]
