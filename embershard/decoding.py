@@ -43,8 +43,8 @@ def decode(cls: type[T], values: object, error: type[EmbershardError] = ConfigEr
             passes unchanged.
     """
     try:
-        if (place := _not_finite(values)) is not None:
-            raise error(f"{place[0]}: got {place[1]}, needed a finite number.")
+        if (place := _no_number(values)) is not None:
+            raise error(f"{place[0]}: got {place[1]!r:.80}, needed {place[2]}.")
         text = json.dumps(values, default=lambda date: {"date": str(date)})  # TOML's only type that JSON lacks
         return TypeAdapter(cls).validate_json(text, strict=True, extra="forbid")
     except RecursionError as found:
@@ -117,6 +117,8 @@ def read_toml(file: Any) -> dict[str, Any]:
         raise ConfigError(f"{file}: cannot be read ({error.strerror}). Give an existing file.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: is not TOML: {error}") from error
+    except RecursionError:
+        raise ConfigError(f"{file}: lists or tables are nested too deeply.") from None
 
 
 def toml_value(text: str) -> Any:
@@ -125,7 +127,10 @@ def toml_value(text: str) -> Any:
     Raises:
         ValueError: `text` is no TOML value.
     """
-    return tomllib.loads(f"x = {text}")["x"]
+    try:
+        return tomllib.loads(f"x = {text}")["x"]
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def to_toml(values: Any, at: str = "") -> str:
@@ -176,16 +181,19 @@ def toml(value: Any) -> str:
     return repr(value)
 
 
-def _not_finite(values: object, at: str = "") -> tuple[str, float] | None:
-    """Return the path and the value of the first number that is infinite (1e999, too) or not a number."""
+def _no_number(values: object, at: str = "") -> tuple[str, float, str] | None:
+    """Return path and value of the first number that cannot be meant, and what is needed: it is infinite (1e999, too),
+    not a number, or an integer that 64 bits do not hold."""
     if isinstance(values, float) and not math.isfinite(values):
-        return at, values
+        return at, values, "a finite number"
+    if isinstance(values, int) and not -(2**63) <= values < 2**63:
+        return at, values, "an integer of 64 bits, below 2^63"
     inner: Iterable[tuple[str | int, object]] = ()
     if isinstance(values, Mapping):
         inner = values.items()
     elif isinstance(values, (list, tuple)):
         inner = enumerate(values)
-    return next((found for key, value in inner if (found := _not_finite(value, _joined(at, key)))), None)
+    return next((found for key, value in inner if (found := _no_number(value, _joined(at, key)))), None)
 
 
 def _message(cls: type, values: Any, problem: ErrorDetails) -> str:

@@ -7,11 +7,13 @@ from typing import Literal
 
 from embershard.data.config_checks import ONE_PATTERN, check_fields, freeze_lists
 from embershard.data.table.config import TableConfig
+from embershard.errors import ConfigError
 
 DataKind = Literal["synthetic", "criteo", "avazu", "parquet", "table"]
 NUM_CRITEO_DENSE = 13
 NUM_CRITEO_SPARSE = 26
 NUM_AVAZU_HASHED = 21
+_MOST_CHUNKS = 10_000_000  # of generated samples: each takes 50 bytes or so
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,8 @@ class ParquetConfig:
     sparse: tuple[str, ...] = ()
     """Names of the id columns: integers, or lists of integers."""
     num_rows: tuple[int, ...] = ()
-    """Rows of each id column's table, in the order of `sparse`, the reserved row 0 included."""
+    """Rows of each id column's table, in the order of `sparse`, the reserved row 0 included: at least 2, with
+    `id_mapping` "none" 1."""
     label: str = "label"
     """Name of the column of clicks: 0 or 1."""
     id_mapping: Literal["modulo", "hash", "none"] = "modulo"
@@ -148,8 +151,9 @@ class ParquetConfig:
 
     def __post_init__(self) -> None:
         freeze_lists(self)
-        needed = f"{len(self.sparse)} numbers, one for each of data.parquet.sparse, each at least 1"
-        is_rows = len(self.num_rows) == len(self.sparse) and all(n >= 1 for n in self.num_rows)
+        least = 1 if self.id_mapping == "none" else 2
+        needed = f"{len(self.sparse)} numbers, one for each of data.parquet.sparse, each at least {least}"
+        is_rows = len(self.num_rows) == len(self.sparse) and all(n >= least for n in self.num_rows)
         check_fields(
             self,
             "parquet.",
@@ -224,6 +228,12 @@ class DataConfig:
             num_workers=(self.num_workers >= 0, "0 or more"),
             prefetch_batches=(self.prefetch_batches >= 1, "at least 1"),
         )
+        most = _MOST_CHUNKS * self.chunk_rows
+        if self.synthetic.num_samples > most:
+            raise ConfigError(
+                f"data.synthetic.num_samples = {self.synthetic.num_samples}; needed at most {most:,}, which are "
+                f"{_MOST_CHUNKS:,} chunks of data.chunk_rows = {self.chunk_rows} samples"
+            )
 
 
 def _row_need(rows: tuple[int, ...], num_tables: int) -> tuple[bool, str]:

@@ -250,6 +250,10 @@ def _check_optimizer(
             raise ConfigError(
                 f"{section}.{name}: got {value}, needed more than 0{'' if name == 'lr' else ', or none'}."
             )
+    if config.betas is not None and not all(0 <= beta < 1 for beta in config.betas):
+        raise ConfigError(
+            f"{section}.betas: got {list(config.betas)}, needed two numbers, each at least 0 and below 1."
+        )
     effectless = {
         "eps": config.kind == "sgd",
         "weight_decay": config.kind in without_weight_decay,

@@ -43,7 +43,8 @@ class TableFeature:
     quantiles: tuple[float, ...] = ()
     """For scale = "quantile": rising numbers. The first becomes 0, the last 1."""
     num_rows: int | None = None
-    """Rows of a sparse feature's table, the reserved row 0 included. Not for "hour" and "weekday"."""
+    """Rows of a sparse feature's table, the reserved row 0 included: at least 2, with mapping "none" 1. Not for "hour"
+    and "weekday"."""
     mapping: IdMapping = "text"
     """Row of a sparse value. "text": by the 64-bit hash of the value as text. Of integers: "hash" by a 64-bit mix,
     "modulo" by the remainder, "none": they are rows. Of a time, in UTC: "hour" and "weekday"."""
@@ -64,6 +65,7 @@ class TableFeature:
         is_time = self.mapping in TIME_ROWS
         rising = all(a < b for a, b in zip(self.quantiles, self.quantiles[1:], strict=False))
         needs_rows = is_sparse and not is_time
+        least_rows = 1 if self.mapping == "none" else 2  # with one, all values would be the row of missing ones
         found_by = "`embershard data inspect` finds it"
 
         has_std = self.scale in ("standardize", "days")
@@ -84,8 +86,10 @@ class TableFeature:
                 "them), and none otherwise",
             ),
             num_rows=(
-                (self.num_rows is not None and self.num_rows >= 1) if needs_rows else self.num_rows is None,
-                "at least 1" if needs_rows else f"nothing: a {'time' if is_sparse else 'dense feature'} needs none",
+                (self.num_rows is not None and self.num_rows >= least_rows) if needs_rows else self.num_rows is None,
+                f"at least {least_rows}"
+                if needs_rows
+                else f"nothing: a {'time' if is_sparse else 'dense feature'} needs none",
             ),
             mapping=(is_sparse or self.mapping == "text", no_effect),
             table=(is_sparse or self.table is None, no_effect),

@@ -150,6 +150,9 @@ def test_flipped_bits_are_found(read, tmp_path):
 def test_wrong_settings_are_named(tmp_path):
     with pytest.raises(ConfigError, match=r"data.parquet.num_rows = .* needed 2 numbers"):
         ParquetConfig(sparse=("a", "b"), num_rows=(5,))
+    with pytest.raises(ConfigError, match=r"data.parquet.num_rows = \(1, 5\); needed 2 numbers, .* each at least 2"):
+        ParquetConfig(sparse=("a", "b"), num_rows=(1, 5))
+    assert ParquetConfig(sparse=("a",), num_rows=(1,), id_mapping="none").num_rows == (1,)
     with pytest.raises(ConfigError, match=r"needs data.parquet.sparse"):
         open_source(DataConfig(kind="parquet", path=str(tmp_path)))
     with pytest.raises(ConfigError, match=r"the schema has columns twice: a"):

@@ -113,6 +113,12 @@ def test_missing_file():
         load_config(Outer, Path("nowhere.toml"))
 
 
+@pytest.mark.parametrize("text", ["x = " + "[" * 3000 + "]" * 3000, f"[{'.'.join(['a'] * 3000)}]"])
+def test_a_file_that_is_nested_too_deeply_is_refused(load, text):
+    with pytest.raises(ConfigError, match=r"nested too deeply|cannot be read"):
+        load(text, cls=RunConfig)
+
+
 def test_written_config_reads_back(load):
     config = Outer(rate=1e-8, path='quo"te\\ \n ü', pair=(1.0, 2.0), inner=Inner(rows=(1, 2), names=("a", "b")))
     assert load(to_toml(config)) == config
@@ -189,6 +195,22 @@ def test_a_run_reads_back_with_every_section_changed(load):
         ),
         (["train.init=zeros"], "train.init"),
         (["checkpoint.keep_last=0"], "checkpoint.keep_last: got 0"),
+        (["train.seed=12345678901234567890123"], "train.seed: got 1234.*, needed an integer of 64 bits, below 2"),
+        (
+            ["train.max_steps=-9223372036854775809"],
+            "train.max_steps: got -9223372036854775809, needed an integer of 64",
+        ),
+        ([f"data.synthetic.num_samples={10**21}"], "data.synthetic.num_samples: got 1000.*, needed an integer of 64"),
+        (
+            [f"data.synthetic.num_samples={10**18}"],
+            "num_samples = 1000000000000000000; needed at most 40,960,000,000, which are 10,000,000 chunks",
+        ),
+        (["dense_optimizer.betas=[2, 3]"], r"dense_optimizer.betas: got \[2.0, 3.0\], needed .* each .* below 1"),
+        (
+            ["embedding_optimizer.kind=adam", "embedding_optimizer.betas=[0.9, 1]"],
+            r"embedding_optimizer.betas: got \[0.9, 1.0\], needed two numbers",
+        ),
+        ([f"model.over_arch_layer_sizes={'[' * 3000}"], "model.over_arch_layer_sizes.*needed"),
     ],
 )
 def test_a_run_refuses_what_cannot_be_meant(load, overrides, said):

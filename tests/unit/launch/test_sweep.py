@@ -417,3 +417,11 @@ def test_an_error_on_a_machine_of_ray_ends_no_other_run(
 def test_the_example_is_sound(project_dir: Path) -> None:
     sweep = Sweep.read(project_dir / "examples" / "sweep.toml")
     assert len(sweep.experiments) == 8
+
+
+def test_a_missing_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["missing.toml"])
+    assert (
+        "argument FILE: missing.toml: there is no such file; give the TOML file of a sweep" in capsys.readouterr().err
+    )
