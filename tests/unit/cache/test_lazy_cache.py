@@ -48,8 +48,8 @@ def test_every_row_is_right_after_any_operations(operations, policy, num_slots, 
 @given(operations, st.integers(6, 12), st.booleans(), st.sampled_from(TRANSFERS))
 @settings(max_examples=60)
 def test_every_row_is_right_after_a_warm_up_that_leaves_host_rows_for_later(operations, num_slots, later, transfer):
-    """Made by the thread, or not before a write-back needs them."""
-    make_later = LazyRows.make_later if later else mock.Mock()
+    """Made by the thread before the first batch, or not before a write-back needs them."""
+    make_later = LazyRows.make if later else mock.Mock()
     with mock.patch.object(copies, "_MOST_MADE_AT_ONCE", 0), mock.patch.object(LazyRows, "make_later", make_later):
         profile = [(7 * k) % 23 for k in range(NUM_ROWS)]
         pool = Pool(num_slots=num_slots, overflow="grow", profile=profile, warmup=True, transfer=transfer, lazy=True)
