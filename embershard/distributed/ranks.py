@@ -49,7 +49,7 @@ class Ranks:
 
     def with_own_group(self) -> Ranks:
         """Return the ranks with a new group in host memory, for another thread's collectives. Collective."""
-        group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        group: Any = dist.new_group(backend="gloo", timeout=TIMEOUT)  # of all ranks: never torch's "not a member"
         keep_gloo_to_one_core(group)
         return dataclasses.replace(self, group=group)
 

@@ -74,7 +74,7 @@ class _Counts(Awaitable[Awaitable[KeyedJaggedTensor]]):
         ranks = dist.get_world_size(group)
         sent = torch.tensor(distinct.length_per_key()).repeat(ranks)
         self._counts = torch.empty_like(sent)
-        self._work = dist.all_to_all_single(self._counts, sent, group=group, async_op=True)
+        self._work: Any = dist.all_to_all_single(self._counts, sent, group=group, async_op=True)
 
     def _wait_impl(self) -> Awaitable[KeyedJaggedTensor]:
         self._work.wait()
@@ -98,7 +98,7 @@ class _Ids(Awaitable[KeyedJaggedTensor]):
         ids = distinct.values().int()  # a cache numbers its rows by 31 bits
         from_each = [sum(of_rank) for of_rank in counts]
         self._ids = ids.new_empty(sum(from_each))
-        self._work = dist.all_to_all_single(
+        self._work: Any = dist.all_to_all_single(
             self._ids, ids.repeat(ranks), from_each, [ids.numel()] * ranks, group=group, async_op=True
         )
 
