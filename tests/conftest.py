@@ -27,6 +27,7 @@ CRITEO_SAMPLE = Path("data", "criteo_1tb_day0_10k")
 
 # The same examples on every run, and no deadline: a slow machine is not a bug.
 settings.register_profile("embershard", derandomize=True, deadline=None, print_blob=True)
+settings.register_profile("without the matrix", settings.get_profile("embershard"), max_examples=40)
 settings.load_profile("embershard")
 
 torch.set_num_threads(1)
@@ -34,7 +35,9 @@ torch.set_num_threads(1)
 
 def pytest_configure(config: pytest.Config) -> None:
     """Reserve the GPU for tests/gpu. All other tests use the CPU on every machine, and Triton's interpreter; a process
-    chooses once."""
+    chooses once. Without the matrix, properties are tried with fewer examples."""
+    if "not matrix" in config.option.markexpr:
+        settings.load_profile("without the matrix")
     places = [Path(config.invocation_params.dir, arg.split("::")[0]).resolve() for arg in config.args]
     if not all(PROJECT / "tests" / "gpu" in (place, *place.parents) for place in places):
         os.environ.update(CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")

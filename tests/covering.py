@@ -1,4 +1,4 @@
-"""Which cases of a matrix `make test` runs; `make test-all` runs all of them."""
+"""Which cases of a matrix, and how many examples, `make test` runs; `make test-all` runs all of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 
 def matrix(*values: Any) -> Any:
@@ -17,6 +18,11 @@ def matrix(*values: Any) -> Any:
 def keep(kept: Collection[Any], cases: Iterable[Any]) -> list[Any]:
     """Return cases of one value each, of which `make test` runs those in `kept`."""
     return [case if case in kept else matrix(case) for case in cases]
+
+
+def examples(count: int) -> settings:
+    """Return settings of a property: its number of examples, fewer where `make test` runs fewer of all properties."""
+    return settings(max_examples=max(8, count * settings.default.max_examples // 100))
 
 
 def covering(*values: Sequence[Any]) -> list[Any]:

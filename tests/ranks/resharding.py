@@ -28,7 +28,7 @@ from tests.ranks.planned import here
 from tests.unit.sharding.plans import make_plan, ranks_for
 
 ROWS = {"user": 301, "item": 250, "shop": 97, "day": 31}
-DIM, BATCH, SAVED_AT, STEPS = 8, 24, 6, 70
+DIM, BATCH, SAVED_AT, STEPS = 8, 24, 6, 30
 SAMPLES = 1000
 HOT_BYTES = 4000  # rows of 36 bytes: about a sixth of them
 
@@ -47,6 +47,7 @@ class Layout:
         mode: "hot_cold" and "data_parallel" have no plan.
         exchange: of all tables.
         precision: of the dense layers.
+        steps: of the run.
     """
 
     sharding: str = "row_wise"
@@ -58,6 +59,7 @@ class Layout:
     mode: str = "sharded"
     exchange: str = "pooled"
     precision: str = "fp32"
+    steps: int = STEPS
 
 
 def write_samples(path: Path) -> None:
@@ -104,7 +106,7 @@ def make_config(layout: Layout, folder: Path, world_size: int, ranks_per_node: i
         train=TrainConfig(
             global_batch_size=BATCH,
             log_every=1,
-            max_steps=STEPS,
+            max_steps=layout.steps,
             device="cpu",
             precision=layout.precision,  # type: ignore[arg-type]
         ),

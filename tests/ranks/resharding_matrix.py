@@ -18,12 +18,13 @@ from tests.ranks.test_resharding import tensors_that_differ
 from tests.ranks.workers import RankError, RankPool
 
 _TIMEOUT_SECONDS = 600.0  # also on a machine that others keep busy
+STEPS = SAVED_AT + 64
 SHARDINGS = ("row_wise", "table_wise", "column_wise", "table_column_wise", "table_row_wise", "grid_shard")
 
 
 def layouts(world_size: int, optimizer: str, precision: str) -> Iterator[Layout]:
     """Layouts for so many ranks."""
-    base = Layout(optimizer=optimizer, precision=precision)
+    base = Layout(optimizer=optimizer, precision=precision, steps=STEPS)
     for sharding in SHARDINGS if world_size > 1 else ("table_wise",):
         for kernel in ("cached", "device"):
             yield replace(base, sharding=sharding, kernel=kernel)
@@ -70,7 +71,7 @@ def saved_runs(folder: Path, precision: str) -> dict[str, tuple[Path, list[float
         place = folder / optimizer
         place.mkdir()
         resharding.write_samples(place / "samples.parquet")
-        layout = Layout(optimizer=optimizer, precision=precision)
+        layout = Layout(optimizer=optimizer, precision=precision, steps=STEPS)
         runs[optimizer] = place, pool.run(resharding.run, layout, place)[0]
     pool.close()
     return runs

@@ -1,6 +1,6 @@
 """Promise 1: with a cache, training gives bit for bit what stock TorchRec gives without one.
 
-Every case asserts that rows were really evicted, thousands of times; the negative controls prove that the
+Every case asserts that rows were really evicted, hundreds of times; the negative controls prove that the
 comparison fails when a row's optimizer state stays behind, or when a pinned slot is given away.
 """
 
@@ -21,13 +21,13 @@ from tests.ranks.workers import RankError, RankPool
 
 pytestmark = pytest.mark.ranks
 
-Case = functools.partial(parity.Case, steps=20)  # enough to put out thousands of rows
+Case = functools.partial(parity.Case, steps=14)  # enough to put out hundreds of rows
 POLICIES = get_args(Scoring)
 OPTIMIZERS = ("sgd", "rowwise_adagrad", "adagrad")
 POOLED = ("table_wise", "row_wise", "column_wise", "table_column_wise", "table_row_wise", "grid_shard")
 
 
-def _check(outcomes: list[dict[str, Outcome]], policies: tuple[str, ...], states: bool, evictions: int = 1000) -> None:
+def _check(outcomes: list[dict[str, Outcome]], policies: tuple[str, ...], states: bool, evictions: int = 500) -> None:
     """Nothing differs on any rank; states were compared; rows were evicted and written back."""
     for policy in policies:
         by_rank = [outcome[policy] for outcome in outcomes]
@@ -40,10 +40,12 @@ def _check(outcomes: list[dict[str, Outcome]], policies: tuple[str, ...], states
         assert written >= evicted // 2
 
 
-@pytest.mark.parametrize(("sharding", "optimizer"), covering(POOLED, OPTIMIZERS))
-def test_every_sharding_type_optimizer_and_policy(two_ranks: RankPool, sharding: str, optimizer: str) -> None:
-    case = Case(sharding=sharding, optimizer=optimizer)
-    _check(two_ranks.run(compare, case, POLICIES), POLICIES, states=optimizer != "sgd", evictions=2000)
+@pytest.mark.parametrize(("sharding", "optimizer", "policy"), covering(POOLED, OPTIMIZERS, POLICIES))
+def test_every_sharding_type_optimizer_and_policy(
+    two_ranks: RankPool, sharding: str, optimizer: str, policy: str
+) -> None:
+    case = Case(sharding=sharding, optimizer=optimizer, policy=policy)
+    _check(two_ranks.run(compare, case), (policy,), states=optimizer != "sgd", evictions=1000)
 
 
 VARIANTS = {
@@ -75,11 +77,14 @@ VARIANTS = {
     "evaluation_in_between": Case(evaluate_every=3),
     "evaluation_in_between_row_wise": Case(evaluate_every=3, sharding="row_wise", optimizer="adagrad"),
 }
+#: What is not a combination of others.
+SINGLE = [name for name in VARIANTS if not name.endswith(("adagrad", "sgd", "row_wise", "weighted"))]
+SINGLE += ["weighted", "mean_row_wise", "mean_grid_adagrad"]
 
 
 @pytest.mark.parametrize(
     ("name", "policies"),
-    [(name, (POLICIES[number % len(POLICIES)],)) for number, name in enumerate(VARIANTS)]
+    [(name, (POLICIES[number % len(POLICIES)],)) for number, name in enumerate(SINGLE)]
     + [matrix(name, POLICIES) for name in VARIANTS],
 )
 def test_variants(two_ranks: RankPool, name: str, policies: tuple[str, ...]) -> None:
@@ -87,10 +92,12 @@ def test_variants(two_ranks: RankPool, name: str, policies: tuple[str, ...]) -> 
     _check(two_ranks.run(compare, case, policies), policies, states=case.optimizer != "sgd")
 
 
-@pytest.mark.parametrize(("sharding", "optimizer"), covering(("table_wise", "row_wise", "column_wise"), OPTIMIZERS))
-def test_embedding_collection(two_ranks: RankPool, sharding: str, optimizer: str) -> None:
-    case = Case(sequence=True, sharding=sharding, optimizer=optimizer)
-    _check(two_ranks.run(compare, case, POLICIES), POLICIES, states=optimizer != "sgd")
+@pytest.mark.parametrize(
+    ("sharding", "optimizer", "policy"), covering(("table_wise", "row_wise", "column_wise"), OPTIMIZERS, POLICIES)
+)
+def test_embedding_collection(two_ranks: RankPool, sharding: str, optimizer: str, policy: str) -> None:
+    case = Case(sequence=True, sharding=sharding, optimizer=optimizer, policy=policy)
+    _check(two_ranks.run(compare, case), (policy,), states=optimizer != "sgd")
 
 
 MIXED = ("table_wise", "row_wise") * 2
@@ -164,7 +171,9 @@ def test_every_transfer(two_ranks: RankPool, transfer: str, optimizer: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("sharding", "comm"), covering(("table_wise", "row_wise"), (("fp16", "fp32"), ("fp32", "fp16"), ("fp16", "fp16")))
+    ("sharding", "comm"),
+    covering(("table_wise", "row_wise"), (("fp16", "fp32"), ("fp32", "fp16")))
+    + [matrix(sharding, ("fp16", "fp16")) for sharding in ("table_wise", "row_wise")],
 )
 def test_embeddings_that_travel_in_half_precision(two_ranks: RankPool, sharding: str, comm: tuple[str, str]) -> None:
     """Stock and cached round in the same way; and it is not what fp32 gives."""
@@ -184,7 +193,7 @@ def test_growing_cache_stays_exact(two_ranks: RankPool) -> None:
 def test_a_static_cache(two_ranks: RankPool, sharding: str) -> None:
     """Rows outside of the cache are trained right; and not if what trained them is not written back."""
     case = Case(sharding=sharding, optimizer="adagrad", policy="static")
-    _check(two_ranks.run(compare, case), ("static",), states=True, evictions=2000)
+    _check(two_ranks.run(compare, case), ("static",), states=True, evictions=1000)
     outcomes = two_ranks.run(faults.compare_with_fault, case, "write_back_skipped")
     assert any(outcome["static"].different for outcome in outcomes)
 
@@ -195,7 +204,7 @@ def test_the_comparison_fails_when(two_ranks: RankPool, fault: str) -> None:
     case = dataclasses.replace(Case(), sharding="row_wise")
     outcomes = two_ranks.run(faults.compare_with_fault, case, fault)
     assert any(outcome["lfu"].different for outcome in outcomes), f"{fault} went unnoticed"
-    assert sum(s.evictions for o in outcomes for s in o["lfu"].stats) >= 1000
+    assert sum(s.evictions for o in outcomes for s in o["lfu"].stats) >= 500
 
 
 def test_small_tables_stay_on_the_device(two_ranks: RankPool) -> None:

@@ -48,8 +48,8 @@ def test_one_rank_does_too(one_rank: RankPool) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(rows=LARGE, ratio=0.25, steps=12),
-        Case(rows=LARGE, ratio=0.25, steps=12, sharding="row_wise", policy="lru", optimizer="adagrad"),
+        matrix(Case(rows=LARGE, ratio=0.25, steps=12)),
+        matrix(Case(rows=LARGE, ratio=0.25, steps=12, sharding="row_wise", policy="lru", optimizer="adagrad")),
         Case(rows=LARGE, ratio=0.25, steps=4, sharding="column_wise", profile=True, evaluate_every=3),
         Case(rows=LARGE, ratio=0.25, steps=12, sharding="row_wise", sequence=True),
         Case(rows=LARGE, ratio=0.25, steps=12, fp16=(0, 1, 2, 3), optimizer="sgd", transfer="staged"),

@@ -121,7 +121,7 @@ def test_four_ranks_on_two_nodes(four_ranks: RankPool, optimizer: str, run: Run)
 
 @pytest.mark.parametrize(
     ("sharding", "optimizer"),
-    [("column_wise", "adagrad"), matrix("table_wise", "sgd"), matrix("row_wise", "rowwise_adagrad")],
+    [matrix("column_wise", "adagrad"), matrix("table_wise", "sgd"), matrix("row_wise", "rowwise_adagrad")],
 )
 def test_embedding_collection(two_ranks: RankPool, sharding: str, optimizer: str) -> None:
     case = Case(sequence=True, sharding=sharding, optimizer=optimizer)
@@ -144,9 +144,16 @@ VARIANTS = {
     "batches without ids": Case(empty_every=4, sharding="row_wise", weighted=True),
     "int32 ids": Case(int32_ids=True, sharding=MIXED, cached=(0, 2)),
 }
+#: What others have, too.
+COMBINED = [
+    matrix(name, run)
+    for name in ("two pooled", "mixed plan of sequences", "weighted and shared", "mean", "different dims")
+    for run in DEEP_AND_NOT
+]
+SINGLE = tuple(name for name in VARIANTS if name not in {case.values[0] for case in COMBINED})
 
 
-@pytest.mark.parametrize(("name", "run"), covering(tuple(VARIANTS), DEEP_AND_NOT), ids=str)
+@pytest.mark.parametrize(("name", "run"), covering(SINGLE, DEEP_AND_NOT) + COMBINED, ids=str)
 def test_variants(two_ranks: RankPool, name: str, run: Run) -> None:
     _check_all(two_ranks, VARIANTS[name], [run])
 
@@ -194,7 +201,7 @@ def test_a_long_window(two_ranks: RankPool) -> None:
 # -- slots
 
 
-@pytest.mark.parametrize("prefetch", [1, 2, matrix(3)])
+@pytest.mark.parametrize("prefetch", [1, matrix(2), matrix(3)])
 def test_slots_of_exactly_the_working_set(two_ranks: RankPool, prefetch: int) -> None:
     """Of P batches, a slot less and a slot more; and of P + 1, a slot less: then P shrinks, at least once."""
     sizes = [(prefetch, -1), (prefetch, 0), (prefetch, 1), (prefetch + 1, -1), (prefetch + 1, 0)]
@@ -253,7 +260,7 @@ ONE_TABLE = Case(batch_size=6, rows=(1,), dims=(16,), steps=14)
     "run",
     [
         matrix(Run(1, 1, working_set_of=2, even_if_crowded=True)),
-        Run(64, 3, working_set_of=4, even_if_crowded=True, worker=False),
+        matrix(Run(64, 3, working_set_of=4, even_if_crowded=True, worker=False)),
         matrix(Run(4, 2, working_set_of=1, even_if_crowded=True)),
         Run(64, 3, working_set_of=2, even_if_crowded=True),
     ],
@@ -331,11 +338,14 @@ def test_an_iterator_that_fails(two_ranks: RankPool, failing: int) -> None:
 # -- in the middle of the window
 
 
-@pytest.mark.parametrize("event", look_ahead_events.BETWEEN_STEPS)
-def test_between_two_steps(two_ranks: RankPool, event: str) -> None:
-    runs = [Run(4, 2, 3), Run(64, 3, 3, 0, True, worker=False, delays=4)]
-    for different in two_ranks.run(look_ahead_events.between_steps, Case(sharding="row_wise"), runs, event):
-        assert different == [[], []]
+@pytest.mark.parametrize(
+    ("event", "run"),
+    covering(tuple(look_ahead_events.BETWEEN_STEPS), (Run(4, 2, 3), Run(64, 3, 3, 0, True, worker=False, delays=4))),
+    ids=str,
+)
+def test_between_two_steps(two_ranks: RankPool, event: str, run: Run) -> None:
+    for different in two_ranks.run(look_ahead_events.between_steps, Case(sharding="row_wise"), [run], event):
+        assert different == [[]]
 
 
 @pytest.mark.parametrize(("at", "worker"), covering(("the end", "in the middle"), (True, False)))

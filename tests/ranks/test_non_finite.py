@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.covering import matrix
 from tests.ranks import non_finite
 from tests.ranks.workers import RankPool
 
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.ranks
 BAD = {2, 7, 12}
 
 
-@pytest.mark.parametrize(("bad_rank", "cache"), [(0, "resident"), (1, "cached"), (1, "look-ahead")])
+@pytest.mark.parametrize(("bad_rank", "cache"), [matrix(0, "resident"), (1, "cached"), (0, "look-ahead")])
 def test_both_ranks_skip_the_batch(two_ranks: RankPool, bad_rank: int, cache: str):
     expected = [f"Step {step}: the loss of rank {bad_rank} is nan." for step in (2, 6, 10)]
     for is_equal, different, said in two_ranks.run(non_finite.skip_batches, bad_rank, cache, BAD):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.covering import covering
+from tests.covering import covering, matrix
 from tests.ranks import step_contract
 from tests.ranks.commands import Process, forked, print_to
 from tests.ranks.look_ahead import Case, Run
@@ -62,7 +63,7 @@ def leave(rank: int, folder: Path, catches: bool) -> None:
     os._exit(0)  # as a process that an exception ends: without a farewell
 
 
-@pytest.mark.parametrize("then", ["ends", "catches"])
+@pytest.mark.parametrize("then", [matrix("ends"), "catches"])
 def test_a_rank_that_leaves_a_step_before_its_backward_stops_all_with_its_message(tmp_path: Path, then: str) -> None:
     """Its process ends, or it goes on as if nothing had happened: then it is refused."""
     ranks = [Process(forked().Process(target=leave, args=(rank, tmp_path, then == "catches"))) for rank in (0, 1)]
@@ -113,7 +114,10 @@ def test_a_forward_of_anything_else_than_what_was_announced_is_refused(
         assert (says in result["error"]) if says else not result["error"]
 
 
-@pytest.mark.parametrize(("step", "worker"), covering((0, 2, 5, 7), (True, False)))
+@pytest.mark.parametrize(
+    ("step", "worker"),
+    [(0, True), (7, False), *(matrix(*each) for each in itertools.product((0, 2, 5, 7), (True, False)))],
+)
 def test_a_second_forward_of_a_step_is_always_refused(two_ranks: RankPool, step: int, worker: bool) -> None:
     case, run = Case(sharding="row_wise"), Run(4, 2, 3, worker=worker)
     for result in two_ranks.run(step_contract.second_forward, case, run, step):

@@ -8,6 +8,7 @@ import pytest
 
 from embershard.distributed.sent_bytes import SentBytes
 from embershard.planning.verify.compare import Pair
+from tests.covering import matrix
 from tests.ranks import predicted_traffic, traffic
 from tests.ranks.parity import Case
 from tests.ranks.predicted_traffic import is_close, plan_of, sent_as_predicted
@@ -73,7 +74,7 @@ def test_one_rank_sends_nothing(one_rank: RankPool) -> None:
     "case",
     [
         predicted_traffic.Case("row_wise", "rows"),
-        predicted_traffic.Case("column_wise", "pooled"),
+        matrix(predicted_traffic.Case("column_wise", "pooled")),
         predicted_traffic.Case("table_wise", "auto", "MLPerf"),
         predicted_traffic.Case("table_wise", "pooled", replicate_rows=predicted_traffic.MOST_COPIED_ROWS),
     ],

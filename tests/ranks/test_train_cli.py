@@ -35,6 +35,9 @@ RESULT_KEYS = {
     "steps", "samples", "samples_per_second", "step_ms", "loss", "auc", "ne", "logloss", "world_size",
     "device", "cache", "look_ahead", "versions", "git_commit",
 }  # fmt: skip
+#: Of the run that most tests look at: two epochs.
+STEPS = 70
+LAST = f"checkpoints/step_{STEPS}"
 EMBERSHARD = [sys.executable, "-m", "embershard.launch.cli"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
@@ -71,7 +74,7 @@ def result(run_dir: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def settings(criteo_sample: Path) -> list[str]:
-    given = [f"data.path={criteo_sample}", "train.log_every=1", "cache.ratio=0.03"]
+    given = [f"data.path={criteo_sample}", "train.log_every=1", "train.epochs=2", "cache.ratio=0.03"]
     return ["--config", "examples/criteo.toml", *(word for text in given for word in ("--set", text))]
 
 
@@ -91,7 +94,7 @@ def test_real_clicks_are_learned_through_a_small_cache(cached: Path) -> None:
     assert found["auc"] > 0.6
     assert found["ne"] < 1.0
     assert found["eval_samples"] == 1000  # a tenth of the sample, once each, though 1000 is no multiple of 2 x 128
-    assert (found["world_size"], found["steps"], found["samples"]) == (2, 105, 105 * 256)
+    assert (found["world_size"], found["steps"], found["samples"]) == (2, STEPS, STEPS * 256)
     assert found["cache"]["evictions"] > 5000
     assert 0.5 < found["cache"]["hit_rate_unique"] < 1.0
     for name in ("slots", "fills", "evictions", "device_bytes"):
@@ -109,7 +112,7 @@ def test_real_clicks_are_learned_through_a_small_cache(cached: Path) -> None:
 
 def test_plain_lines_and_a_closing_table_when_not_on_a_terminal(cached: Path) -> None:
     text = (cached / "stdout").read_text()
-    assert "step 105/105  " in text
+    assert f"step {STEPS}/{STEPS}  " in text
     assert "samples/s  loss" in text
     assert "rows on device" in text
     assert "--set cache.enabled=false" in text
@@ -122,7 +125,7 @@ def test_uncached_run_of_the_same_command_has_the_same_losses(
     off = ["--set", "cache.enabled=false"]
     embershard(tmp_path, "train", *settings, *off, "--nproc", "2", "--run-dir", str(tmp_path / "r"))
     assert losses(tmp_path / "r") == losses(cached)
-    assert len(losses(cached)) == 105
+    assert len(losses(cached)) == STEPS
     assert result(tmp_path / "r")["cache"] is None
     assert result(tmp_path / "r")["auc"] == result(cached)["auc"]
 
@@ -159,7 +162,7 @@ def test_new_interpreters_train_to_the_bits_of_forked_ones(
     """Strings have other hashes in them."""
     run(project_dir, *EMBERSHARD, "train", *settings, "--nproc", "2", "--run-dir", str(tmp_path / "r"))
     assert losses(tmp_path / "r") == losses(cached)
-    assert tensors_that_differ(cached / "checkpoints" / "step_105", tmp_path / "r" / "checkpoints" / "step_105") == []
+    assert tensors_that_differ(cached / LAST, tmp_path / "r" / LAST) == []
 
 
 @pytest.mark.matrix
@@ -171,7 +174,7 @@ def test_two_torchrun_agents_train_to_the_bits_of_one(
     assert [code for code, _ in found] == [0, 0], "\n".join(output[-4000:] for _, output in found)
     assert losses(tmp_path) == losses(cached)
     assert result(tmp_path)["auc"] == result(cached)["auc"]
-    assert tensors_that_differ(cached / "checkpoints" / "step_105", tmp_path / "checkpoints" / "step_105") == []
+    assert tensors_that_differ(cached / LAST, tmp_path / LAST) == []
 
 
 @pytest.mark.matrix
@@ -191,21 +194,21 @@ def test_a_resumed_run_has_the_losses_of_the_uninterrupted_one(
 ) -> None:
     run_dir = tmp_path / "r"
     shutil.copytree(cached, run_dir)
-    shard = run_dir / "checkpoints" / "step_105" / "__1_0.distcp"
+    shard = run_dir / LAST / "__1_0.distcp"
     flip_bit(shard, shard)
     (run_dir / "checkpoints" / "step_999").mkdir()
-    (run_dir / "checkpoints" / "step_106.tmp").mkdir()  # what a run leaves that died while saving
+    (run_dir / "checkpoints" / f"step_{STEPS + 1}.tmp").mkdir()  # what a run leaves that died while saving
     resumed = [*settings, "--run-dir", str(run_dir), "--resume"]
     done = embershard(tmp_path, "train", *resumed, "--nproc", "2")
     assert re.search(r"^Not used: .*step_999: manifest.json is missing", done.stdout, re.MULTILINE)
-    assert re.search(r"^Not used: .*step_105: __1_0.distcp: its bytes 0 to \d+ are not", done.stdout, re.MULTILINE)
-    assert "step_70 at step 70" in done.stdout
+    assert re.search(r"^Not used: .*step_70: __1_0.distcp: its bytes 0 to \d+ are not", done.stdout, re.MULTILINE)
+    assert "step_35 at step 35" in done.stdout
     assert losses(run_dir) == losses(cached)
     assert result(run_dir)["auc"] == result(cached)["auc"]
-    assert result(run_dir)["steps"] == 105
+    assert result(run_dir)["steps"] == STEPS
     before = {path.name: path.read_bytes() for path in run_dir.iterdir() if path.is_file()}
     again = embershard(tmp_path, "train", *resumed, "--nproc", "2")
-    assert "is finished: step 105 was its last" in again.stdout
+    assert f"is finished: step {STEPS} was its last" in again.stdout
     assert {path.name: path.read_bytes() for path in run_dir.iterdir() if path.is_file()} == before
 
 

@@ -33,6 +33,7 @@ def test_the_command_line_answers_ctrl_c_at_once(project_dir: Path):
     assert modules_after("import embershard.launch.cli", project_dir) & {*HEAVY, "torch", "numpy", "numba"} == set()
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_rank_imports_no_metrics_before_its_first_step(project_dir: Path):
     assert (

@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from embershard.cache import eviction as victims
 from embershard.cache.config import CachePolicy
 from embershard.cache.eviction import VictimQueue
 from embershard.cache.planner import CachePlan, CachePlanner
+from tests.covering import examples
 from tests.unit.cache.faults import FAULTS_OF_CHOICE
 from tests.unit.cache.harness import Operation, Pool, run, windowed_operations
 
@@ -52,7 +53,7 @@ operations = st.lists(
     st.sampled_from([None, 1]),
     st.sampled_from(["grow", "raise"]),
 )
-@settings(max_examples=150)
+@examples(150)
 def test_victims_are_the_best_there_are_when_all_batches_are_known(
     operations, num_slots, queue_share, profile, pinned_table, overflow
 ):

@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numba.core import caching
 from numba.core.dispatcher import Dispatcher
@@ -22,6 +22,7 @@ from embershard.cache import NextUseIndex, SlotMap, eviction, loops, next_use
 from embershard.cache.config import Policy
 from embershard.cache.loops import compiled
 from embershard.cache.planner import CachePlan
+from tests.covering import examples
 from tests.unit.cache.harness import Operation, Pool, random_operations, run, windowed_operations
 
 NUM_ROWS = 30
@@ -129,7 +130,7 @@ def compare(operations: Sequence[Operation], most_known_uses: int = 10**9, **set
     st.sampled_from([None, 0, 1]),
     st.sampled_from([1, 8]),
 )
-@settings(max_examples=150)
+@examples(150)
 def test_loops_do_what_the_torch_operations_do(
     operations, policy, num_slots, overflow, decay, profile, pinned_table, queue_share
 ):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from embershard.cache import NextUseIndex, SlotMap
 from embershard.cache import next_use as next_use_index
+from tests.covering import examples
 from tests.unit.cache.harness import Operation, Pool, run, windowed_operations
 
 NUM_ROWS = 30
@@ -55,7 +56,7 @@ def run_with_small_ring(operations, **settings) -> Pool:
 
 @pytest.mark.slow
 @given(operations, st.integers(3, 14), st.sampled_from([None, 0, 1]), st.booleans())
-@settings(max_examples=150)
+@examples(150)
 def test_next_uses_are_those_of_the_naive_oracle_whatever_happens(operations, num_slots, pinned_table, warmup):
     if pinned_table is not None:
         num_slots += (17, 1)[pinned_table]
@@ -114,7 +115,7 @@ def check_bursts(resize: Resize | None = None) -> list[int]:
 
 @pytest.mark.slow
 @given(st.integers(0, 2**32), st.sampled_from([None, 0, 1]), st.booleans())
-@settings(max_examples=15)
+@examples(15)
 def test_next_uses_stay_exact_when_the_ring_grows_and_shrinks(seed, pinned_table, hashed):
     num_slots = 18 if pinned_table is None else 18 + (17, 1)[pinned_table]
     kind = "hashed" if hashed else "array"

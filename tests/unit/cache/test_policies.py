@@ -10,13 +10,14 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from embershard.cache import HostStore, RowCache, make_scores
 from embershard.cache import policies as scores_module
 from embershard.cache.config import CachePolicy, Policy, Scoring
 from embershard.frequency.counts import RowCounts
+from tests.covering import examples
 from tests.unit.cache.harness import Pool
 
 CPU = torch.device("cpu")
@@ -62,7 +63,7 @@ def test_lru_is_true_lru(policy, num_slots):
 
 @pytest.mark.slow
 @given(st.lists(st.integers(0, 29), min_size=40, max_size=150), st.integers(1, 9))
-@settings(max_examples=40)
+@examples(40)
 def test_lru_is_true_lru_on_any_stream(keys, num_slots):
     pool, reference = Pool(num_slots=num_slots, policy="lru"), OrderedDictLru(num_slots)
     for key in keys:

@@ -20,6 +20,7 @@ from embershard.cache.config import Policy
 from embershard.cache.rows.staged_transfer import StagedTransfer
 from embershard.cache.rows.uva_transfer import UvaTransfer
 from embershard.errors import CacheError, CacheOverflowError
+from tests.covering import examples
 from tests.unit.cache.faults import FAULTS
 from tests.unit.cache.harness import Pool, random_operations, run, windowed_operations
 
@@ -50,7 +51,7 @@ operations = st.lists(
     st.sampled_from([None, 0.9, 1e-3]),
     st.booleans(),
 )
-@settings(max_examples=120)
+@examples(120)
 def test_every_row_is_right_after_any_operations(operations, policy, num_slots, overflow, decay, warmup):
     profile = [(7 * k) % 23 for k in range(NUM_ROWS)] if warmup else None
     decay = decay if policy == "lfu" else None
@@ -85,7 +86,7 @@ window_operations = st.lists(
     st.sampled_from([None, "counts", "warmup"]),
     st.sampled_from([None, 1]),
 )
-@settings(max_examples=120)
+@examples(120)
 def test_every_row_is_right_after_any_operations_in_a_window(
     operations, num_slots, overflow, decay, profile, pinned_table
 ):
@@ -115,7 +116,7 @@ TRANSFERS = ["plain", StagedTransfer, functools.partial(StagedTransfer, buffer_b
     st.sampled_from(["array", "hashed"]),
     st.sampled_from([None, 1]),
 )
-@settings(max_examples=100)
+@examples(100)
 def test_every_transfer_and_kind_of_map_in_a_window(operations, num_slots, transfer, kind, pinned_table):
     """What a GPU uses: copies that land later, the kernel in Triton's interpreter, a hashed map."""
     run(

@@ -18,6 +18,7 @@ from embershard.data.order import EpochOrder
 from embershard.data.packed_order import PackedOrder
 from embershard.data.segments import PackedState
 from embershard.errors import ConfigError, DataError
+from tests.covering import examples
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,7 @@ shapes = st.fixed_dictionaries(
 
 @pytest.mark.slow
 @given(shapes)
-@settings(max_examples=50)
+@examples(50)
 def test_every_sample_once_and_one_order_for_any_number_of_ranks(kit, shape):
     source = kit.source(shape["file_rows"], shape["chunk_rows"])
     flags, hot = kit.hot_of(source, shape["share"], shape["seed"])
@@ -107,7 +108,7 @@ def test_the_samples_of_a_kind_keep_the_epoch_s_order(kit, shape):
 
 @pytest.mark.slow
 @given(shapes, st.integers(0, 10**6), st.sampled_from([1, 2, 4]))
-@settings(max_examples=40)
+@examples(40)
 def test_a_state_goes_on_in_the_middle_of_a_segment_on_any_number_of_ranks(kit, shape, place, world_size):
     source = kit.source(shape["file_rows"], shape["chunk_rows"])
     _, hot = kit.hot_of(source, shape["share"], shape["seed"])

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from embershard.data import BatchStream, DataConfig, StreamState
 from embershard.data.reader import SampleReader
 from embershard.errors import ConfigError, DataError
+from tests.covering import examples
 
 WORLD_SIZES = (1, 2, 3, 5)
 
@@ -62,7 +63,7 @@ shapes = st.fixed_dictionaries(
 
 @pytest.mark.slow
 @given(shapes)
-@settings(max_examples=60)
+@examples(60)
 def test_every_sample_once_and_one_order_for_any_world_size(kit, shape):
     source = kit.source(shape["file_rows"], shape["chunk_rows"], shape["eval_fraction"])
     total, order = source.chunks("train").num_samples, []
@@ -97,7 +98,7 @@ def test_blocks_are_the_stream_s_first_samples(kit, shape, num_workers, size, st
 
 @pytest.mark.slow
 @given(shapes, st.data())
-@settings(max_examples=40)
+@examples(40)
 def test_a_stream_goes_on_with_another_world_size(kit, shape, data):
     source = kit.source(shape["file_rows"], shape["chunk_rows"])
     total = source.chunks("train").num_samples

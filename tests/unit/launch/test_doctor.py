@@ -179,6 +179,7 @@ def test_json(capsys: pytest.CaptureFixture[str]):
     }
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_it_speaks_when_torchrec_cannot_be_imported(tmp_path: Path, project_dir: Path):
     """The whole doctor, with a torchrec in front of the real one that does not import."""

@@ -23,6 +23,7 @@ from embershard.training.memory_check import check_memory, check_memory_for_run
 from embershard.training.memory_needs import MemoryNeeds, RanksHere, memory_needs
 from embershard.training.model_size import table_rows
 from embershard.training.trainer import Trainer
+from tests.covering import matrix
 
 pytestmark = pytest.mark.slow
 
@@ -122,8 +123,8 @@ def test_the_message_has_figures_and_the_largest_table():
         (EAGER, limits(1.5), ON_CPU, {"cache.host", "data.synthetic.scale"}),
         ((*EAGER, "cache.enabled=false"), limits(1.5), ON_CPU, {"model.table_dtype", "data.synthetic.scale"}),
         (FILES, limits(1.0, disk=9), ON_CPU, {"cache.ratio", "data.synthetic.scale"}),
-        (FILES, limits(9.0, disk=2), ON_CPU, {"model.table_dtype", "data.synthetic.scale"}),
-        (
+        matrix(FILES, limits(9.0, disk=2), ON_CPU, {"model.table_dtype", "data.synthetic.scale"}),
+        matrix(
             (*EAGER, "cache.enabled=false"),
             limits(9, device=0.9),
             RanksHere(2, 2, "cuda"),

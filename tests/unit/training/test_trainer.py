@@ -28,6 +28,7 @@ from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig, ScheduleConfig
 from embershard.training.reports import EvalReport, FailedSaveReport, Report, SaveReport, TrainReport
 from embershard.training.trainer import Trainer
+from tests.covering import covering, matrix
 from tests.unit.distributed.checkpoints import make_manifest_right
 
 pytestmark = pytest.mark.slow  # whole training runs
@@ -96,9 +97,12 @@ def test_deepfm_trains_as_without_a_cache(ranks, policy):
     assert 0 < min(rates) < 1, "rows came and went"
 
 
-@pytest.mark.parametrize(("embedding", "dense"), [("rowwise_adagrad", "adam"), ("adagrad", "adagrad"), ("sgd", "sgd")])
-@pytest.mark.parametrize("cached", [True, False])
-def test_a_resumed_run_is_the_same_run(ranks, tmp_path, embedding, dense, cached):
+@pytest.mark.parametrize(
+    ("optimizers", "cached"),
+    covering((("rowwise_adagrad", "adam"), ("adagrad", "adagrad"), ("sgd", "sgd")), (True, False)),
+)
+def test_a_resumed_run_is_the_same_run(ranks, tmp_path, optimizers, cached):
+    embedding, dense = optimizers
     config = make_config(
         cache=CacheConfig(ratio=0.3, policy="lfu", enabled=cached),
         embedding_optimizer=EmbeddingOptimizerConfig(kind=embedding, lr=0.1),
@@ -113,7 +117,7 @@ def test_a_resumed_run_is_the_same_run(ranks, tmp_path, embedding, dense, cached
     assert whole[-1].quality == resumed[-1].quality
 
 
-@pytest.mark.parametrize("lookahead", [0, 64])
+@pytest.mark.parametrize("lookahead", [matrix(0), 64])
 def test_a_trainer_goes_back_to_a_checkpoint_in_mid_run(ranks, tmp_path, lookahead):
     """With batches ahead, whose rows are on the device."""
     config = make_config(

@@ -112,7 +112,7 @@ CASES: dict[str, tuple[Callable[[], list[Operation]], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", keep(CASES.keys() - {"look-ahead", "lfu", "frequency"}, CASES))
+@pytest.mark.parametrize("case", keep(CASES.keys() - {"look-ahead", "lfu", "frequency", "static"}, CASES))
 def test_plans_by_kernels_are_those_of_the_loops(case: str) -> None:
     operations, settings = CASES[case]
     with mock.patch.object(KernelVictimQueue, "_trim", autospec=True, side_effect=KernelVictimQueue._trim) as trims:
