@@ -46,7 +46,7 @@ class HangWatch:
 
     >>> watch, idle = HangWatch(hang_seconds=2.0), {0: Look(3, 1.5, 0, "sleeping")}
     >>> [watch.add(1.0, idle) for _ in range(4)]
-    [False, False, False, True]
+    ['', '', '', 'for 2 s no rank made progress (--hang-seconds)']
     """
 
     def __init__(self, hang_seconds: float) -> None:
@@ -55,8 +55,9 @@ class HangWatch:
         self._seconds_idle = self._seconds_without_step = 0.0
         self._seconds_stopped: dict[int, float] = {}
 
-    def add(self, seconds: float, looks: Mapping[int, Look]) -> bool:
-        """Add a look at every rank that lives, `seconds` after the one before; return True if they hang."""
+    def add(self, seconds: float, looks: Mapping[int, Look]) -> str:
+        """Add a look at every rank that lives, `seconds` after the one before; return why they are taken to hang, or an
+        empty string."""
         before, self._before = self._before, looks
         held = any(look.state == "tracing-stop" for look in looks.values())
         moved = held or before.keys() != looks.keys() or any(_has_moved(before[r], look) for r, look in looks.items())
@@ -69,10 +70,12 @@ class HangWatch:
             for rank, look in looks.items()
             if look.state == "stopped"
         }
-        return (
-            max([self._seconds_idle, *self._seconds_stopped.values()]) > self._hang_seconds
-            or self._seconds_without_step > _WORKING_FACTOR * self._hang_seconds
-        )
+        if max([self._seconds_idle, *self._seconds_stopped.values()]) > self._hang_seconds:
+            return f"for {self._hang_seconds:g} s no rank made progress (--hang-seconds)"
+        most = _WORKING_FACTOR * self._hang_seconds
+        if self._seconds_without_step > most:
+            return f"for {most:g} s a rank worked, and none ended a step ({_WORKING_FACTOR} times --hang-seconds)"
+        return ""
 
 
 def _has_moved(before: Look, now: Look) -> bool:

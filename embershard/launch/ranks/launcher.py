@@ -16,6 +16,7 @@ from embershard.errors import ConfigError
 from embershard.launch.arguments import whole
 from embershard.launch.ranks.rank_group import RankGroup
 from embershard.launch.ranks.stop_signals import stop_asked
+from embershard.machine import MapLimit, limits_of_maps
 
 if TYPE_CHECKING:  # it takes seconds to import: once ranks are started
     from torch.distributed import TCPStore
@@ -23,6 +24,8 @@ if TYPE_CHECKING:  # it takes seconds to import: once ranks are started
 LOOPBACK = "127.0.0.1"
 #: Ranks that do nothing for so long are stopped; with what follows, within a minute.
 HANG_SECONDS = 50.0
+#: The libraries of a rank map 2.0 to 2.6 GB on a CPU, most of it never used; with less, libc ends the process.
+_LEAST_MAPPED_BYTES = 2_500_000_000
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,9 @@ def start_ranks(
         stacks: file for the stacks of ranks that hang.
 
     Raises:
-        ConfigError: torchrun started this process as a rank.
+        ConfigError: torchrun started this process as a rank, or the memory that a process may map is limited too much.
     """
+    _check_map_limit(limits_of_maps())
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ConfigError(
             "torchrun starts ranks, and this command starts ranks, too: each of torchrun's would start all of them. "
@@ -105,6 +109,15 @@ def start_ranks(
             num_restarts += 1
             _tell(f"{ended.message} Restart {num_restarts} of {again.most}.")
             arguments = again.arguments(has_trained)
+
+
+def _check_map_limit(limits: Sequence[MapLimit]) -> None:
+    for limit in limits:
+        if limit.name == "ulimit -v" and limit.most_bytes < _LEAST_MAPPED_BYTES:
+            raise ConfigError(
+                f"{limit.name}: got {limit.most_bytes // 1024}, needed at least {_LEAST_MAPPED_BYTES // 1024} KiB for "
+                "the libraries of a rank, and more for its rows. Raise it: ulimit -v unlimited."
+            )
 
 
 def loopback_store() -> TCPStore:

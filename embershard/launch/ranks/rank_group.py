@@ -58,7 +58,6 @@ class RankGroup:
         stacks: Path | None,
     ) -> None:
         self._asked, self._stacks_file = asked, stacks
-        self._hang_seconds = hang_seconds
         self._watch = None if hang_seconds is None else HangWatch(hang_seconds)
         self._descriptor = os.memfd_create("pulses")
         board = pulses(self._descriptor, num_ranks)
@@ -98,8 +97,8 @@ class RankGroup:
                 break
             if now - looked_at > _LOOK_SECONDS:
                 # A pause of this process is not one of the ranks.
-                if self._hang(min(now - looked_at, 2 * _LOOK_SECONDS)):
-                    return Ended(1, self._explain_hang(), may_restart=not self._asked.number)
+                if why := self._hang(min(now - looked_at, 2 * _LOOK_SECONDS)):
+                    return Ended(1, self._explain_hang(why), may_restart=not self._asked.number)
                 looked_at = now
             time.sleep(_POLL_SECONDS)
         first = self._first_failed()  # only now: a cause may be seen after what it caused
@@ -141,14 +140,14 @@ class RankGroup:
         may_restart = not rank.is_final and not self._asked.number
         return Ended(1, f"rank {number} failed first ({how}).", may_restart)
 
-    def _hang(self, seconds: float) -> bool:
+    def _hang(self, seconds: float) -> str:
         if self._watch is None:
-            return False
+            return ""
         looks = {number: look for number, rank in enumerate(self._ranks) if (look := rank.look()) is not None}
-        return bool(looks) and self._watch.add(seconds, looks)
+        return self._watch.add(seconds, looks) if looks else ""
 
-    def _explain_hang(self) -> str:
-        """Return which ranks hang, and write all stacks to the file."""
+    def _explain_hang(self, why: str) -> str:
+        """Return which ranks hang and why they are taken to, and write all stacks to the file."""
         living = {number: rank for number, rank in enumerate(self._ranks) if rank.code is None}
         looks = {number: look for number, rank in living.items() if (look := rank.look()) is not None}
         stopped = {number for number, look in looks.items() if look.state == "stopped"}
@@ -164,7 +163,7 @@ class RankGroup:
             what = f"rank {names} hangs" if len(hanging) == 1 else f"ranks {names} hang"
             if stopped:
                 what += " (stopped by a signal)"
-        return f"{what}: for {self._hang_seconds:g} s no rank made progress (--hang-seconds), so all were ended.{where}"
+        return f"{what}: {why}, so all were ended.{where}"
 
     def _write_stacks(self, stacks: Mapping[int, str]) -> str:
         text = "".join(f"rank {number}\n{text or 'It wrote no stacks.'}\n\n" for number, text in stacks.items())

@@ -50,6 +50,13 @@ def test_work_without_a_step_ends_later():
     assert seconds_until_hang([{0: look(cpu_seconds=n), 1: IDLE} for n in range(100)]) == 52
 
 
+def test_the_time_that_ran_out_is_named():
+    watch = HangWatch(10.0)
+    said = [watch.add(1.0, {0: look(cpu_seconds=second)}) for second in range(53)]
+    assert said[-1] == "for 50 s a rank worked, and none ended a step (5 times --hang-seconds)"
+    assert set(said[:-2]) == {""}
+
+
 def test_processor_time_of_idle_threads_is_no_work():
     assert seconds_until_hang([{0: look(cpu_seconds=0.01 * n)} for n in range(100)]) == 12
 

@@ -260,3 +260,11 @@ def test_under_torchrun_it_names_the_program_to_start(monkeypatch: pytest.Monkey
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     with pytest.raises(ConfigError, match=r"-m some\.program"):
         start_ranks(2, "some.program", [])
+
+
+def test_a_limit_of_mapped_memory_under_which_libc_would_end_the_ranks_is_refused():
+    """In a process of its own: limits that were lowered stay low."""
+    lowers = "import resource; resource.setrlimit(resource.RLIMIT_AS, (1_200_000 << 10, -1))"
+    program = f"{lowers}; from embershard.launch.ranks.launcher import start_ranks; start_ranks(1, 'this', [])"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "ConfigError: ulimit -v: got 1200000, needed at least 2441406 KiB" in ended.stderr
