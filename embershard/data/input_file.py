@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import logging
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,9 +35,11 @@ class InputFile:
         """Return the file at `path` as it is now.
 
         Raises:
-            DataError: it is empty, or cannot be read.
+            DataError: it is empty, cannot be read, or is no file that can be read twice.
         """
         try:
+            if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
+                raise DataError(f"{path}: not a regular file; needed one: samples are read in any order, and again")
             with path.open("rb") as file:
                 status = os.fstat(file.fileno())
         except OSError as error:

@@ -33,6 +33,20 @@ class Resumed:
     comparison: Comparison | None = None
 
 
+def checkpoints_for(folder: Path, step: int | None) -> list[Path]:
+    """Return the complete checkpoints in `folder`, oldest first; with `step`, the one of that.
+
+    Raises:
+        CheckpointError: there is none of `step`.
+    """
+    found = complete_checkpoints(folder)
+    candidates = [path for path in found if step is None or path.name == f"step_{step}"]
+    if step is not None and not candidates:
+        there = ", ".join(path.name for path in found) or "no complete checkpoint"
+        raise CheckpointError(f"{folder}: no checkpoint of step {step}; there is {there}.")
+    return candidates
+
+
 def resume_run(
     trainer: Trainer,
     *,
@@ -56,11 +70,7 @@ def resume_run(
     folder, ranks = trainer.checkpoints, trainer.ranks
     if folder is None:
         raise CheckpointError("This run has no folder for checkpoints; make the trainer with one.")
-    found = ranks.from_first(lambda: complete_checkpoints(folder))
-    candidates = [path for path in found if step is None or path.name == f"step_{step}"]
-    if step is not None and not candidates:
-        there = ", ".join(path.name for path in found) or "no complete checkpoint"
-        raise CheckpointError(f"{folder}: no checkpoint of step {step}; there is {there}.")
+    candidates = ranks.from_first(lambda: checkpoints_for(folder, step))
     resume = partial(trainer.resume, allow_unverified=allow_unverified, allow_changes=allow_changes)
     used, skipped = newest_valid(candidates, resume)
     if used is not None:

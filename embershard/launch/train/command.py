@@ -43,7 +43,7 @@ from embershard.training.config import RunConfig
 from embershard.training.identity import global_batch
 from embershard.training.model_size import tables_of_run
 from embershard.training.reports import EvalReport, Report, TrainReport
-from embershard.training.resume import resume_run
+from embershard.training.resume import checkpoints_for, resume_run
 from embershard.training.step_trace import StepTrace
 from embershard.training.trainer import Trainer
 
@@ -142,11 +142,13 @@ def train_run(
         supervision: by which the training may be asked to stop.
         profile_steps: the first and the last step that are traced.
     """
+    wanted = None if resume == NEWEST else resume
     ranks.from_first(lambda: check_run_dir(run_dir, resume=resume is not None))
+    ranks.from_first(lambda: checkpoints_for(run_dir / CHECKPOINTS, wanted))  # which must be there: before any folder
     ranks.from_first(lambda: lock_run_dir(run_dir))
     console = plain_console(quiet=not ranks.is_first)
     trainer = Trainer(config, ranks, run_dir / CHECKPOINTS, supervision)
-    resumed_at = None if resume is None else _resume(trainer, console, resume, unverified, changes)
+    resumed_at = None if resume is None else _resume(trainer, console, wanted, unverified, changes)
     if resume is not None:
         ranks.from_first(lambda: note_resume(run_dir))
     is_over = resumed_at is not None and trainer.steps >= trainer.total_steps
@@ -272,9 +274,8 @@ def _next_run(mode: str, is_cached: bool) -> tuple[str, str]:
     return f"{other} (same losses; compare speed and memory)", change
 
 
-def _resume(trainer: Trainer, console: Console, step: int, unverified: bool, changes: Sequence[str]) -> int:
-    wanted = None if step == NEWEST else step
-    resumed = resume_run(trainer, step=wanted, allow_unverified=unverified, allow_changes=changes)
+def _resume(trainer: Trainer, console: Console, step: int | None, unverified: bool, changes: Sequence[str]) -> int:
+    resumed = resume_run(trainer, step=step, allow_unverified=unverified, allow_changes=changes)
     say(console, *(f"Not used: {reason}." for reason in resumed.skipped))
     if resumed.checkpoint is None:
         say(console, f"No complete checkpoint in {trainer.checkpoints}; starting from the beginning.")

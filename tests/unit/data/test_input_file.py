@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from embershard.data import CriteoConfig, DataConfig, ParquetConfig, open_source, text
+from embershard.data.check import check_data
 from embershard.data.input_file import InputFile
 from embershard.data.source import FileSource
 from embershard.errors import DataError
@@ -99,3 +100,10 @@ def test_gzip_is_known_by_its_first_bytes(criteo_line, tmp_path):
     wanted = open_source(config).parse(3).samples.values
     path.write_bytes(content)
     assert [ids.tolist() for ids in open_source(config).parse(3).samples.values] == [ids.tolist() for ids in wanted]
+
+
+@pytest.mark.parametrize("check", [open_source, check_data])
+def test_a_pipe_is_refused_and_not_waited_for(check, tmp_path):
+    os.mkfifo(tmp_path / "day_0")
+    with pytest.raises(DataError, match=r"day_0: not a regular file; needed one: samples are read in any order"):
+        check(DataConfig("criteo", str(tmp_path / "day_0")))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from embershard.distributed import CheckpointConfig, Supervision, process_group
-from embershard.errors import FailedSaveError
+from embershard.errors import CheckpointError, FailedSaveError
 from embershard.launch.train.command import train_run
 from embershard.training.config import RunConfig, TrainConfig
 from tests.unit.training.test_trainer import make_config
@@ -37,3 +37,11 @@ def test_the_result_is_not_lost_with_the_last_checkpoint(tmp_path, monkeypatch, 
     assert result["steps"] == 6
     assert result["auc"] is not None
     assert capsys.readouterr().out.count("no space") == 1, "that of step 3; the error tells of the last"
+
+
+def test_a_resume_from_a_step_that_is_not_there_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"new/checkpoints: no checkpoint of step 7; there is no complete checkpoint"
+    ):
+        run(RunConfig(), tmp_path / "new", resume=7)
+    assert not list(tmp_path.iterdir())
