@@ -28,7 +28,7 @@ from tests.ranks.planned import here
 from tests.unit.sharding.plans import make_plan, ranks_for
 
 ROWS = {"user": 301, "item": 250, "shop": 97, "day": 31}
-DIM, BATCH, SAVED_AT, STEPS = 8, 24, 6, 30
+DIM, BATCH, SAVED_AT, STEPS = 8, 24, 6, 70
 SAMPLES = 1000
 HOT_BYTES = 4000  # rows of 36 bytes: about a sixth of them
 

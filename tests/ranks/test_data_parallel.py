@@ -37,10 +37,9 @@ def test_weights_and_states_are_those_of_sharded_tables(two_ranks: RankPool, nam
 
 @pytest.mark.parametrize(
     "case",
-    [Case(ratio=0.6, optimizer="adagrad", lookahead=3, policy="lookahead"), Case(ratio=0.6)],
+    [Case(ratio=0.6, optimizer="adagrad", lookahead=3, policy="lookahead"), matrix(Case(ratio=0.6))],
     ids=["look-ahead", "not"],
 )
-@pytest.mark.matrix
 def test_four_ranks(four_ranks: RankPool, case: Case) -> None:
     for (outcome,) in four_ranks.run(data_parallel.compare_all, [case]):
         assert outcome.different == []

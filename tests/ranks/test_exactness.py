@@ -209,7 +209,7 @@ def test_the_comparison_fails_when(two_ranks: RankPool, fault: str) -> None:
 
 def test_small_tables_stay_on_the_device(two_ranks: RankPool) -> None:
     """The smallest tables never miss after they came in, whatever the others do."""
-    case = VARIANTS["tables_that_stay"]
+    case = dataclasses.replace(VARIANTS["tables_that_stay"], steps=20)
     for outcome in two_ranks.run(compare, case, POLICIES[1:]):
         for policy in POLICIES[1:]:
             by_table = {stats.table: stats for stats in outcome[policy].stats}
