@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import itertools
 import multiprocessing
 import os
 import runpy
@@ -218,11 +219,15 @@ def _module(
 
 
 def _count_tensors(file: Path) -> NoReturn:
-    """Those that Python knows, garbage that was not collected yet among them."""
+    """Those that Python knows, garbage that was not collected yet among them.
+
+    No other thread runs while objects are held: one that builds a tuple could not go on.
+    """
     import torch
 
     while True:
-        count = sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+        types = list(map(type, itertools.chain.from_iterable(map(gc.get_objects, (None,)))))
+        count = sum(issubclass(each, torch.Tensor) for each in types)
         file.with_suffix(".new").write_text(str(count))
         file.with_suffix(".new").replace(file)
         time.sleep(_TENSORS_SECONDS)
