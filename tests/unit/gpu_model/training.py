@@ -254,7 +254,14 @@ def modelled(setting: Setting) -> Iterator[tuple[Gpu, Module, threading.Event]]:
             (RowKernel, "_launch", _copy_rows),
         ):
             stack.enter_context(mock.patch.object(owner, name, stand_in))
-        stack.callback(may_lock.set)  # or the locking thread waits for ever
+
+        def end_locking() -> None:
+            may_lock.set()
+            for thread in threading.enumerate():  # it looks each block's `lock` up: the next model has another one
+                if thread.name == "embershard-page-lock":
+                    thread.join()
+
+        stack.callback(end_locking)
         model = Module(_pool(setting, gpu), setting.rows, setting.elsewhere)
         stack.enter_context(mock.patch.object(embeddings, "_release_after_backward", model.keep))
         yield gpu, model, may_lock

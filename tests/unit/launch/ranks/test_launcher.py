@@ -140,6 +140,7 @@ def test_a_closed_terminal_is_a_request_to_stop(tmp_path, project_dir):
     """And what is written after that is no error."""
     process, terminal = pty.fork()
     if not process:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests ignore it, as under nohup
         os.chdir(tmp_path)
         os.execve(sys.executable, [sys.executable, "-c", _LAUNCHER], {**os.environ, "PYTHONPATH": str(project_dir)})
     assert os.read(terminal, 5) == b"ready"
