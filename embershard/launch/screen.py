@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
-import stat
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from embershard.errors import naming_file
+from embershard.launch.closed_terminal import is_device, leave_closed_terminal
 
 _WIDTH = 150  # of tables that go to a file or a pipe
 
@@ -59,28 +58,10 @@ class _Output:
         try:
             yield
         except OSError as error:
-            if error.errno != errno.EIO or not _is_device(self._file.fileno()):
+            if error.errno != errno.EIO or not is_device(self._file.fileno()):
                 raise
             leave_closed_terminal()
             raise BrokenPipeError from error
-
-
-def leave_closed_terminal() -> None:
-    """Write to nowhere from now on where standard output or standard error is a terminal that was closed: at its end,
-    Python would fail with what it could not write."""
-    for descriptor in (1, 2):
-        try:
-            if _is_device(descriptor):
-                os.write(descriptor, b"")
-        except OSError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, descriptor)
-            os.close(nowhere)
-
-
-def _is_device(descriptor: int) -> bool:
-    """Return whether it is a terminal, or another device, and no file on a disk."""
-    return stat.S_ISCHR(os.fstat(descriptor).st_mode)
 
 
 def plain_console(**options: Any) -> Console:

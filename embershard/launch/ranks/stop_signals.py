@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 from embershard.distributed import Supervision
-from embershard.launch.screen import leave_closed_terminal
+from embershard.launch.closed_terminal import leave_closed_terminal
 
 #: Requests to stop. SIGHUP comes when a terminal is closed or an ssh session ends.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -143,9 +143,7 @@ def train_run(
         profile_steps: the first and the last step that are traced.
     """
     wanted = None if resume == NEWEST else resume
-    ranks.from_first(lambda: check_run_dir(run_dir, resume=resume is not None))
-    ranks.from_first(lambda: checkpoints_for(run_dir / CHECKPOINTS, wanted))  # which must be there: before any folder
-    ranks.from_first(lambda: lock_run_dir(run_dir))
+    ranks.from_first(lambda: _take_run_dir(run_dir, is_resumed=resume is not None, step=wanted))
     console = plain_console(quiet=not ranks.is_first)
     trainer = Trainer(config, ranks, run_dir / CHECKPOINTS, supervision)
     resumed_at = None if resume is None else _resume(trainer, console, wanted, unverified, changes)
@@ -171,6 +169,13 @@ def train_run(
         _finish(trainer, outputs, same_run)
     if failed_save is not None:
         raise failed_save
+
+
+def _take_run_dir(run_dir: Path, *, is_resumed: bool, step: int | None) -> None:
+    """Lock the folder of a run. The checkpoint of `step` must be there: looked for before a folder is made."""
+    check_run_dir(run_dir, resume=is_resumed)
+    checkpoints_for(run_dir / CHECKPOINTS, step)
+    lock_run_dir(run_dir)
 
 
 def _finish(trainer: Trainer, outputs: _Outputs | None, same_run: str) -> None:

@@ -191,7 +191,7 @@ DAMAGE: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (_with("step", 5), "step: got 5, needed that of step_6"),
     (_with("step", 10**12), r"step: got 1000000000000, needed at most 600 \(samples\)"),
     (_with("samples", -1), "samples: got -1, needed at least 0"),
-    (_with("samples", 10**30), r"samples: got 10{30}, needed less than 2\^63"),
+    (_with("samples", 10**30), r"samples: got 10{30}, needed an integer of 64 bits, below 2\^63"),
     (_with("samples", 1200.0), "samples: got 1200.0, needed integer"),
     (_with("stream", [0, 0, 0]), r"stream: got \[0, 0, 0\], needed section"),
     (_with("stream", {"epoch": 0, "seed": 0}), "stream.global_sample: got 'nothing', needed integer"),
