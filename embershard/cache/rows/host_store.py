@@ -211,8 +211,8 @@ class HostStore:
 
     def before_write(self, keys: Tensor) -> None:
         """Let a reader of frozen rows keep the contents of rows `keys` (int64 [M]), which are about to change."""
-        if self._is_read_ahead:  # first: a block that is made later would undo the change
-            self.make(keys)
+        if self._is_read_ahead and not (self._lazy is not None and self._lazy.has_caught_up):
+            self.make(keys)  # first: a block that is made later would undo the change
         if self._has_small_pages and self._lazy is None:
             self._num_written += keys.numel()
             if self._num_written * mmap.PAGESIZE > _WRITES_PER_PAGE * self.weights.nbytes:

@@ -58,6 +58,12 @@ class LazyRows:
         self._out, self._pool = as_array(weights), PoolWeights(rows_per_table, shards, columns)
         self._lock = threading.Lock()
         self.num_unmade = self._made.size
+        self._num_asked = self._num_done = 0  # calls of `make_later`, and those whose rows are all made
+
+    @property
+    def has_caught_up(self) -> bool:
+        """True once all rows that `make_later` was asked for are made."""
+        return 0 < self._num_asked == self._num_done
 
     @property
     def flag_bytes(self) -> int:
@@ -103,6 +109,8 @@ class LazyRows:
 
     def make_later(self, keys: Tensor) -> None:
         """Make the rows `keys`, as `make` does, in a thread of the lowest priority."""
+        with self._lock:
+            self._num_asked += 1
         arguments = (weakref.ref(self), keys.numpy())
         threading.Thread(target=_make_later, args=arguments, name="embershard-rows").start()
 
@@ -158,6 +166,9 @@ def _make_later(reference: weakref.ref[LazyRows], keys: NDArray[np.int64]) -> No
         rows._make(keys[start : start + _PART])
         del rows
         time.sleep(_PAUSE_SECONDS)
+    if (rows := reference()) is not None:
+        with rows._lock:
+            rows._num_done += 1
 
 
 @dataclass(frozen=True)

@@ -165,6 +165,26 @@ def test_a_save_has_the_initial_weights_of_rows_that_were_read_ahead_and_then_ch
     assert (store.weights[keys] == 7.0).all(), "made later, they would be lost"
 
 
+def test_writes_look_for_rows_to_make_only_until_the_thread_has_made_them():
+    """Else every write-back of a training would, for as long as some rows are never looked up."""
+    store = HostStore([100_000], 8, torch.float32, [], initial=[ShardWeights("a", 3, 8, 1.0, 2.0)])
+    keys = torch.arange(0, 50_000, 40)
+    may_go_on = threading.Event()
+    with mock.patch.object(lazy_rows.time, "sleep", side_effect=lambda _: may_go_on.wait()):
+        store.read_ahead(keys, torch.zeros(keys.numel(), 8), torch.arange(keys.numel()))
+        (thread,) = (each for each in threading.enumerate() if each.name == "embershard-rows")
+        store.before_write(keys[-1:])
+        assert store.weights[keys[-1]].all(), "made before it is written"
+        may_go_on.set()
+        thread.join()
+    store.before_write(keys[:1])
+    assert store.weights[keys].all()
+    assert not store.is_made
+    with mock.patch.object(LazyRows, "make") as make:
+        store.before_write(keys)
+    make.assert_not_called()
+
+
 def test_rows_without_initial_weights_are_made_already():
     store = HostStore([10], 6, torch.float32, [])
     store.make(torch.tensor([3]))
