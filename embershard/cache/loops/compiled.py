@@ -6,13 +6,16 @@ Numba checks nothing inside of a loop: an index out of range would read or overw
 from __future__ import annotations
 
 import functools
+import hashlib
 import typing
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NewType, TypeVar, cast
 
 import numba
 import numpy as np
+from numba.core.caching import IndexDataCacheFile
 from numpy.typing import NDArray
 
 Int64s = NDArray[np.int64]
@@ -39,7 +42,7 @@ def compiled(loop: _Loop) -> _Loop:
     """Compile `loop` for its annotations, now; it releases Python's lock while it runs.
 
     Numba keeps the result beside the loop's file, or in the user's cache folder if that cannot be written to. Without
-    either, or if its files are broken, the loop is compiled by every process, and a warning says so.
+    either, the loop is compiled by every process, and a warning says so.
 
     A change of another file is not noticed: a loop must not use constants or other loops of another file.
     """
@@ -48,22 +51,80 @@ def compiled(loop: _Loop) -> _Loop:
     return compiled_for([tuple(_TYPES[each] for each in arguments.values())])(loop)
 
 
-def compiled_for(signatures: list[tuple[Any, ...]]) -> Callable[[_Loop], _Loop]:
+def compiled_for(signatures: Sequence[tuple[Any, ...]]) -> Callable[[_Loop], _Loop]:
     """Do what `compiled` does, for Numba types of the arguments."""
     return functools.partial(_compile, signatures)
 
 
-def _compile(signatures: list[tuple[Any, ...]], loop: _Loop) -> _Loop:
+def compiled_when_called(**options: Any) -> Callable[[_Loop], _Loop]:
+    """Do what `compiled` does, for the types of the arguments of each call, and options of `numba.njit`."""
+    return functools.partial(_compile, (), **options)
+
+
+def _compile(signatures: Sequence[tuple[Any, ...]], loop: _Loop, **options: Any) -> _Loop:
+    found: Any = numba.njit(nogil=True, **options)(loop)
     try:
-        return cast(_Loop, numba.njit(signatures, nogil=True, cache=True)(loop))
-    except Exception as error:  # of any class: no folder, a full disk, a broken file
-        found = cast(_Loop, numba.njit(signatures, nogil=True)(loop))  # raises if the loop is at fault
-        if not _failures:
-            warnings.warn(
-                f"compiled loops of the cache cannot be kept ({type(error).__name__}: {error}), so every process takes "
-                "seconds to compile them. Set NUMBA_CACHE_DIR to an empty folder that can be written to",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-        _failures.append(error)
-        return found
+        found.enable_caching()
+        numbered = found._cache._cache_file
+        found._cache._cache_file = ResultFiles(
+            numbered._cache_path, found._cache._impl.filename_base, numbered._source_stamp
+        )
+    except Exception as error:  # of any class: no folder, or a Numba that keeps its files in another way
+        _warn_not_kept(error)
+    for signature in signatures:
+        found.compile(signature)
+    if signatures:
+        found.disable_compile()
+    return cast(_Loop, found)
+
+
+def _warn_not_kept(error: Exception) -> None:
+    if not _failures:
+        warnings.warn(
+            f"compiled loops of the cache cannot be kept ({type(error).__name__}: {error}), so every process takes "
+            "seconds to compile them. Set NUMBA_CACHE_DIR to an empty folder that can be written to",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    _failures.append(error)
+
+
+class ResultFiles(IndexDataCacheFile):  # type: ignore[misc]
+    """Keeps each result of a compilation in a file that is named by its source and its types.
+
+    Numba's own has numbered files and an index. Processes that compile at once, as ranks do after an installation,
+    write both over each other, so that an entry can name the result of other types, or of the source before an edit:
+    a loop then runs the wrong code (docs/decisions/0060-results-of-compilations.md).
+    """
+
+    def save(self, key: Any, data: Any) -> None:
+        """Keep `data`, and remove the results of another source. A warning says if that is impossible."""
+        try:
+            for old in Path(self._cache_path).glob(f"{self._of_loop}.*"):
+                if not old.name.startswith(f"{self._of_source}."):
+                    old.unlink(missing_ok=True)
+            self._save_data(self._name(key), data)
+        except OSError as error:  # a full disk
+            _warn_not_kept(error)
+
+    def load(self, key: Any) -> Any:
+        """Return what was kept for `key`; None if nothing was, or if the file is broken: it is written again."""
+        try:
+            return self._load_data(self._name(key))
+        except Exception:  # of any class: that is how pickle says it
+            return None
+
+    @property
+    def _of_loop(self) -> str:
+        return self._index_name.removesuffix(".nbi")
+
+    @property
+    def _of_source(self) -> str:
+        return f"{self._of_loop}.{_digest(self._source_stamp)}"
+
+    def _name(self, key: Any) -> str:
+        return f"{self._of_source}.{_digest((self._version, key))}.nbc"
+
+
+def _digest(of: object) -> str:
+    return hashlib.blake2b(repr(of).encode(), digest_size=8).hexdigest()

@@ -14,13 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embershard.cache.rows.initial_weights import PoolWeights, ShardWeights, as_array, write_rows
+from embershard.cache.loops.initial_rows import make_blocks, make_blocks_of, read_blocks, read_rows
+from embershard.cache.rows.initial_weights import PoolWeights, ShardWeights, as_array
 
 #: Weights of a block: about a page of memory, which is allocated when the block is made (docs/decisions/0024).
 BLOCK_BYTES = 4096
@@ -192,56 +192,3 @@ class FrozenLazyRows:
         read_blocks(
             first, stop, self.made, self.shift, self.weights, as_array(out), *self.pool.arrays, self.pool.groups
         )
-
-
-@numba.njit(nogil=True, cache=True)
-def make_blocks_of(keys, made, shift, out, num_rows, ends, firsts, widths, hashes, lows, spans, groups):  # type: ignore[no-untyped-def]
-    """Make the blocks of rows `keys` that are not `made`, in `out`; return their number."""
-    count = 0
-    for key in keys:
-        block = key >> shift
-        if not made[block]:
-            count += make_blocks(
-                block, block + 1, made, shift, out, num_rows, ends, firsts, widths, hashes, lows, spans, groups
-            )
-    return count
-
-
-@numba.njit(nogil=True, cache=True)
-def make_blocks(first, stop, made, shift, out, num_rows, ends, firsts, widths, hashes, lows, spans, groups):  # type: ignore[no-untyped-def]
-    """Make blocks [first, stop) that are not `made`, in `out`; return their number."""
-    count = 0
-    for block in range(first, stop):
-        if not made[block]:
-            row = block << shift
-            end = min(row + (1 << shift), num_rows)
-            write_rows(out, 4 * groups * row, row, end, ends, firsts, widths, hashes, lows, spans, groups)
-            made[block] = True
-            count += 1
-    return count
-
-
-@numba.njit(nogil=True, cache=True)
-def read_rows(keys, places, made, shift, weights, out, ends, firsts, widths, hashes, lows, spans, groups):  # type: ignore[no-untyped-def]
-    """Copy rows `keys` of `weights` to rows `places` of `out`, and write those of blocks that are not `made` there."""
-    columns = 4 * groups
-    for number in range(keys.size):
-        key, at = keys[number], columns * places[number]
-        if made[key >> shift]:
-            out[at : at + columns] = weights[columns * key : columns * (key + 1)]
-        else:
-            write_rows(out, at, key, key + 1, ends, firsts, widths, hashes, lows, spans, groups)
-
-
-@numba.njit(nogil=True, cache=True)
-def read_blocks(first, stop, made, shift, weights, out, ends, firsts, widths, hashes, lows, spans, groups):  # type: ignore[no-untyped-def]
-    """Copy rows [first, stop) of `weights` to `out`, and write those of blocks that are not `made` there."""
-    row, columns = first, 4 * groups
-    while row < stop:
-        block = row >> shift
-        end, at = min(stop, (block + 1) << shift), columns * (row - first)
-        if made[block]:
-            out[at : at + columns * (end - row)] = weights[columns * row : columns * end]
-        else:
-            write_rows(out, at, row, end, ends, firsts, widths, hashes, lows, spans, groups)
-        row = end

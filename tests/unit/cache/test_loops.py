@@ -20,7 +20,7 @@ from torch import Tensor
 
 from embershard.cache import NextUseIndex, SlotMap, eviction, loops, next_use
 from embershard.cache.config import Policy
-from embershard.cache.loops import compiled
+from embershard.cache.loops import compiled, initial_rows
 from embershard.cache.planner import CachePlan
 from tests.covering import examples
 from tests.unit.cache.harness import Operation, Pool, random_operations, run, windowed_operations
@@ -344,16 +344,60 @@ def test_loops_work_where_nothing_can_be_written(monkeypatch, warned_before):
     assert len(warned_before) == 2
 
 
-@pytest.mark.parametrize("kind", ["nbi", "nbc"])  # index, code
-def test_a_broken_file_costs_time_and_nothing_else(kind, monkeypatch, tmp_path, warned_before):
+def test_a_broken_file_is_written_again(monkeypatch, tmp_path, warned_before):
     monkeypatch.setattr(caching.config, "CACHE_DIR", str(tmp_path))
-    for _ in range(2):
-        compiled.compiled(_doubled)
-        (kept,) = tmp_path.rglob(f"*.{kind}")
+    compiled.compiled(_doubled)
+    (kept,) = tmp_path.rglob("*.nbc")
+    whole = kept.read_bytes()
+    kept.write_bytes(whole[:5])
+    assert compiled.compiled(_doubled)(4) == 8
+    assert len(kept.read_bytes()) == len(whole)
     assert not warned_before
-    kept.write_bytes(kept.read_bytes()[:5])
-    with pytest.warns(RuntimeWarning, match="cannot be kept"):
-        assert compiled.compiled(_doubled)(4) == 8
+
+
+def test_a_full_disk_costs_time_and_nothing_else(monkeypatch, tmp_path, warned_before):
+    monkeypatch.setattr(caching.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(caching.os, "replace", mock.Mock(side_effect=OSError(28, "No space left on device")))
+    with pytest.warns(RuntimeWarning, match="cannot be kept.*No space left"):
+        assert compiled.compiled_when_called()(_doubled)(4) == 8
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize("files", [compiled.ResultFiles, caching.IndexDataCacheFile])
+def test_processes_that_compile_at_once_do_not_mix_their_results(files, tmp_path):
+    """Each finds its own types and its own source, whoever writes first. Numba's own files are the control."""
+    for other_stamp, other_key in [("source", "half"), ("edited source", "float")]:
+        folder = tmp_path / other_stamp
+        folder.mkdir()
+        one, other = files(str(folder), "loop", "source"), files(str(folder), "loop", other_stamp)
+        with mock.patch.object(other, "_load_index", return_value={}):  # read before the one wrote
+            one.save("float", "result of one")
+            other.save(other_key, "result of the other")
+        one._save_index({"float": "loop.1.nbc"})  # the one's index is written last
+        found = one.load("float")
+        is_right = found in ("result of one", None)  # None: it is compiled again
+        assert is_right == (files is compiled.ResultFiles), (other_stamp, found)
+        assert other.load(other_key) == "result of the other" or files is not compiled.ResultFiles
+
+
+def test_results_of_an_older_source_are_removed(monkeypatch, tmp_path):
+    monkeypatch.setattr(caching.config, "CACHE_DIR", str(tmp_path))
+    for stamp in [1, 2]:
+        for locator in caching.CacheImpl._locator_classes:
+            monkeypatch.setattr(locator, "get_source_stamp", lambda _, stamp=stamp: stamp)
+        compiled.compiled(_doubled)
+    assert len(list(tmp_path.rglob("*.nbc"))) == 1
+
+
+def test_a_loop_uses_nothing_of_another_file():
+    """A change of that file would not be noticed: the kept result has the stamp of the loop's own file."""
+    found = {name: loop for name, loop in vars(initial_rows).items() if isinstance(loop, Dispatcher)}
+    found |= {name: loop for name, loop in vars(loops).items() if isinstance(loop, Dispatcher)}
+    assert len(found) > 20
+    for loop in found.values():
+        used = [loop.py_func.__globals__.get(name) for name in loop.py_func.__code__.co_names]
+        others = [each for each in used if getattr(each, "__module__", "").startswith("embershard")]
+        assert {each.__module__ for each in others} <= {loop.py_func.__module__}
 
 
 def test_a_loop_that_is_wrong_is_not_taken_for_a_folder_that_is(warned_before):

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embershard.cache.rows.initial_weights import ShardWeights, half_bits, write_run
+from embershard.cache.loops.initial_rows import half_bits, write_run
+from embershard.cache.rows.initial_weights import ShardWeights
 
 _MASK = 2**32 - 1
 
