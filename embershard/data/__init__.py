@@ -9,23 +9,23 @@ from embershard.lazy_names import lazy_names
 if TYPE_CHECKING:
     from embershard.data.batch import Batch
     from embershard.data.config import AvazuConfig, CriteoConfig, DataConfig, ParquetConfig, SyntheticConfig
-    from embershard.data.kinds import kind_of_files, open_source, schema_of
+    from embershard.data.order.stream import BatchStream, StreamState
     from embershard.data.sample_writer import write_samples
     from embershard.data.schema import Schema, SparseFeature, Target
-    from embershard.data.source import Source
-    from embershard.data.stream import BatchStream, StreamState
-    from embershard.data.table.config import TableConfig, TableFeature
+    from embershard.data.sources.kinds import kind_of_files, open_source, schema_of
+    from embershard.data.sources.source import Source
+    from embershard.data.sources.table.config import TableConfig, TableFeature
 else:
     __getattr__ = lazy_names(
         __name__,
         {
             "batch": ["Batch"],
             "config": ["AvazuConfig", "CriteoConfig", "DataConfig", "ParquetConfig", "SyntheticConfig"],
-            "kinds": ["kind_of_files", "open_source", "schema_of"],
+            "sources.kinds": ["kind_of_files", "open_source", "schema_of"],
             "schema": ["Schema", "SparseFeature", "Target"],
-            "source": ["Source"],
-            "stream": ["BatchStream", "StreamState"],
-            "table.config": ["TableConfig", "TableFeature"],
+            "sources.source": ["Source"],
+            "order.stream": ["BatchStream", "StreamState"],
+            "sources.table.config": ["TableConfig", "TableFeature"],
             "sample_writer": ["write_samples"],
         },
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from embershard.data.config_checks import ONE_PATTERN, check_fields, freeze_lists
-from embershard.data.table.config import TableConfig
+from embershard.data.sources.table.config import TableConfig
 from embershard.errors import ConfigError
 
 DataKind = Literal["synthetic", "criteo", "avazu", "parquet", "table"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from embershard.data.config import DataConfig
-from embershard.data.kinds import schema_of
-from embershard.data.table.config import CONSTANT, settings_of
+from embershard.data.sources.kinds import schema_of
+from embershard.data.sources.table.config import CONSTANT, settings_of
 
 
 def serving_inputs(config: DataConfig) -> dict[str, Any]:

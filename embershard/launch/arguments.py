@@ -254,7 +254,7 @@ def check_resume(arguments: argparse.Namespace) -> None:
     if arguments.allow_change and arguments.resume is None:
         raise ConfigError("--allow-change has no effect without --resume.")
     if arguments.allow_change:
-        from embershard.training.identity import check_keys  # it loads TorchRec
+        from embershard.training.checkpoint.identity import check_keys  # it loads TorchRec
 
         check_keys(arguments.allow_change)
 

@@ -20,11 +20,11 @@ from embershard.launch.config import METRICS, RUN_CONFIG
 from embershard.launch.run_dir import check_run_dir
 from embershard.launch.versions import git_commit, versions
 from embershard.sharding.plan import Plan
+from embershard.training.checkpoint.identity import global_batch
 from embershard.training.config import RunConfig
 from embershard.training.hot_cold import packed_totals
-from embershard.training.identity import global_batch
-from embershard.training.quality import main_values, metric_names, quality_values
-from embershard.training.reports import (
+from embershard.training.quality.quality import main_values, metric_names, quality_values
+from embershard.training.quality.reports import (
     BadRowsReport,
     EvalReport,
     FailedSaveReport,

@@ -20,7 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from embershard.errors import CacheError, ShardingError
 from embershard.pipeline.announced import features_among
 from embershard.pipeline.module_input import ModuleInput
-from embershard.sharding.torchrec.hot_cold import in_hot_batch
+from embershard.sharding.torchrec.modes.hot_cold import in_hot_batch
 from embershard.sharding.torchrec.modules import check_ids, ids_are_checked
 
 _log = logging.getLogger(__name__)

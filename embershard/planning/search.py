@@ -32,8 +32,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from embershard.planning.request import column_block
 from embershard.sharding.shards import Sharding, TablePlacement
 from embershard.sharding.sizes import PlacedShard, TableSize
-from embershard.sharding.torchrec.partitioner import PoolRowsPartitioner
-from embershard.sharding.torchrec.proposals import OrderedEnumerator, proposers
+from embershard.sharding.torchrec.planner.partitioner import PoolRowsPartitioner
+from embershard.sharding.torchrec.planner.proposals import OrderedEnumerator, proposers
 from embershard.sharding.torchrec.stock_sharders import StockEmbeddingBagCollectionSharder
 
 _EVERYTHING = 2**62

@@ -14,7 +14,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 
 from embershard.data import Batch, Schema, Source
 from embershard.data.block import Block
-from embershard.data.reader import SampleReader
+from embershard.data.order.reader import SampleReader
 from embershard.distributed import Ranks
 from embershard.errors import ConfigError, ShardingError
 from embershard.frequency import FrequencyProfile
@@ -30,12 +30,12 @@ from embershard.sharding.torchrec import (
     plan_sharding,
 )
 from embershard.sharding.torchrec.communication import comm_codecs
-from embershard.sharding.torchrec.hot_cold import follow_hot_batches
-from embershard.sharding.torchrec.placement import check_built, torchrec_plan
+from embershard.sharding.torchrec.modes.hot_cold import follow_hot_batches
+from embershard.sharding.torchrec.planner.placement import check_built, torchrec_plan
 from embershard.training.config import RunConfig
+from embershard.training.fit.model_size import table_rows, tables_of_run
 from embershard.training.float64 import compute_in_float64
 from embershard.training.hot_cold import HotSet
-from embershard.training.model_size import table_rows, tables_of_run
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig
 
 #: Samples that are read and counted at a time.

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from embershard.cache import CacheConfig
 from embershard.data import DataConfig
-from embershard.data.segments import READ_AHEAD
+from embershard.data.order.segments import READ_AHEAD
 from embershard.distributed import CheckpointConfig
 from embershard.errors import ConfigError
 from embershard.frequency.config import ProfileConfig

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 
 from embershard.data import BatchStream, Source
-from embershard.data.hot_samples import Bits, HotRowsFilter, HotSamples
-from embershard.data.reader import SampleReader
+from embershard.data.order.hot_samples import Bits, HotRowsFilter, HotSamples
+from embershard.data.order.reader import SampleReader
 from embershard.distributed import Ranks
 from embershard.errors import ConfigError, DataError
 from embershard.frequency import FrequencyProfile, HotRows
+from embershard.training.checkpoint.identity import identity_of
 from embershard.training.config import RunConfig
-from embershard.training.identity import identity_of
-from embershard.training.model_size import model_size, table_rows, tables_of_run
+from embershard.training.fit.model_size import model_size, table_rows, tables_of_run
 from embershard.units import size
 
 FILE = "hot_samples.npz"  # in the run's folder

@@ -19,23 +19,25 @@ from embershard.errors import CheckpointError, FailedSaveError
 from embershard.pipeline import LookAheadPipeline
 from embershard.sharding.torchrec import cached_embeddings
 from embershard.stages import stage
-from embershard.training.bad_rows import BadRowCount
 from embershard.training.build import build_sharded_model, features_of, find_plan, find_profile
-from embershard.training.cache_report import CacheReader
-from embershard.training.comparison import Comparison
+from embershard.training.checkpoint.comparison import Comparison
+from embershard.training.checkpoint.identity import global_batch
+from embershard.training.checkpoint.kept_batches import KeptBatches
+from embershard.training.checkpoint.run_state import PreparedSave, RunState
+from embershard.training.checkpoint.saves import Saves
 from embershard.training.config import RunConfig
-from embershard.training.disk_needs import check_disk_for_run
+from embershard.training.fit.disk_needs import check_disk_for_run
+from embershard.training.fit.machines import check_machines
+from embershard.training.fit.memory_check import check_memory_for_run
 from embershard.training.float64 import divided_once
 from embershard.training.hot_cold import find_hot_set
-from embershard.training.identity import global_batch
-from embershard.training.kept_batches import KeptBatches
-from embershard.training.loss_monitor import LossMonitor, in_float64
-from embershard.training.machines import check_machines
-from embershard.training.memory_check import check_memory_for_run
-from embershard.training.metrics import Predicted, PredictionBuffer
 from embershard.training.optimizers import LearningRates
-from embershard.training.prediction import autocast, predict, until_stopped
-from embershard.training.reports import (
+from embershard.training.quality.bad_rows import BadRowCount
+from embershard.training.quality.cache_report import CacheReader
+from embershard.training.quality.loss_monitor import LossMonitor, in_float64
+from embershard.training.quality.metrics import Predicted, PredictionBuffer
+from embershard.training.quality.prediction import autocast, predict, until_stopped
+from embershard.training.quality.reports import (
     EvalReport,
     FailedSaveReport,
     Report,
@@ -44,10 +46,8 @@ from embershard.training.reports import (
     StopReport,
     TrainReport,
 )
-from embershard.training.run_state import PreparedSave, RunState
-from embershard.training.saves import Saves
+from embershard.training.quality.traffic_report import TrafficReader
 from embershard.training.steps import InputFailure, Steps, open_stream
-from embershard.training.traffic_report import TrafficReader
 
 #: Newest samples per rank that count for the AUC in the progress line.
 WINDOW_SAMPLES = 16_384

@@ -20,8 +20,9 @@ from embershard import LookAheadPipeline, flush
 from embershard.cache.rows.node_share import Meetings
 from embershard.distributed import node_memory
 from embershard.errors import EmbershardError
-from embershard.sharding.torchrec import cached_embeddings, data_parallel
-from embershard.sharding.torchrec.data_parallel import Union
+from embershard.sharding.torchrec import cached_embeddings
+from embershard.sharding.torchrec.modes import data_parallel
+from embershard.sharding.torchrec.modes.data_parallel import Union
 from tests.ranks import parity, replicated_rows, rows_exchange
 from tests.ranks.delays import random_delays
 from tests.ranks.look_ahead import Batch

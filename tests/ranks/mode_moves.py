@@ -19,9 +19,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from embershard.distributed import CheckpointConfig
+from embershard.training.checkpoint.identity import ORDER
 from embershard.training.config import RunConfig
-from embershard.training.identity import ORDER
-from embershard.training.reports import TrainReport
+from embershard.training.quality.reports import TrainReport
 from embershard.training.trainer import Trainer
 from tests.ranks import resharding
 from tests.ranks.planned import here

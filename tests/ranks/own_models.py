@@ -12,8 +12,8 @@ from embershard.launch.config import load_config
 from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.torchrec import cache_stats
 from embershard.training.config import RunConfig, TrainConfig
-from embershard.training.equivalence import Verdict, compare_with_stock
-from embershard.training.reports import TrainReport
+from embershard.training.quality.equivalence import Verdict, compare_with_stock
+from embershard.training.quality.reports import TrainReport
 from embershard.training.trainer import Trainer
 from tests.ranks.parity import differences, snapshot
 from tests.ranks.planned import here

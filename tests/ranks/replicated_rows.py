@@ -21,8 +21,8 @@ from torchrec.distributed.comm_ops import get_gradient_division, set_gradient_di
 
 from embershard.distributed import row_gradients
 from embershard.distributed.row_gradients import RowGradients
-from embershard.sharding.torchrec import replicated_rows
-from embershard.sharding.torchrec.replicated_rows import ReplicatedRows
+from embershard.sharding.torchrec.modes import replicated_rows
+from embershard.sharding.torchrec.modes.replicated_rows import ReplicatedRows
 from embershard.sharding.torchrec.slots import SlotTable
 from tests.ranks.parity import OPTIMIZERS
 

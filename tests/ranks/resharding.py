@@ -18,10 +18,10 @@ from embershard.models import ModelConfig
 from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.config import ShardingConfig
 from embershard.sharding.plan import TablePlacement, pools_of
+from embershard.training.checkpoint.identity import ORDER
 from embershard.training.config import RunConfig, TrainConfig
-from embershard.training.identity import ORDER
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig
-from embershard.training.reports import TrainReport
+from embershard.training.quality.reports import TrainReport
 from embershard.training.trainer import Trainer
 from tests.ranks.parity import differences, snapshot
 from tests.ranks.planned import here

@@ -14,8 +14,8 @@ from embershard.decoding import decode, to_toml, tomllib
 from embershard.errors import ConfigError, EmbershardError, ShardingError
 from embershard.planning.cost.topology import Topology
 from embershard.sharding.plan import Plan
+from embershard.training.checkpoint.saved_run import SavedRun
 from embershard.training.config import RunConfig
-from embershard.training.saved_run import SavedRun
 
 
 @dataclass(frozen=True)

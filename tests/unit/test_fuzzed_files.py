@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from embershard.data import AvazuConfig, CriteoConfig, DataConfig, ParquetConfig, open_source
-from embershard.data.avazu import HASHED
-from embershard.data.source import FileSource
+from embershard.data.sources.avazu import HASHED
+from embershard.data.sources.source import FileSource
 from embershard.decoding import to_toml
 from embershard.errors import DataError, EmbershardError
 from embershard.frequency import FrequencyProfile

@@ -53,7 +53,7 @@ def validate(arguments: argparse.Namespace) -> int:
     if arguments.data is None and arguments.config is None:
         raise ConfigError("what is to be validated? Give DATA (a file or a folder), or --config.")
     from embershard.data import open_source
-    from embershard.data.source import FileSource
+    from embershard.data.sources.source import FileSource
     from embershard.launch.data.scan import scan_data, verdict
     from embershard.launch.profile.command import run_config
 

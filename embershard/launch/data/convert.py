@@ -17,7 +17,7 @@ from embershard.whole_file import whole_file
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from embershard.data.table.whole_columns import WholeColumns
+    from embershard.data.sources.table.whole_columns import WholeColumns
 
 CONVERT_HELP = """Write text or Parquet files as one Parquet file, with the columns of other files joined to each row.
 

@@ -14,7 +14,7 @@ from embershard.launch.screen import plain_console, say
 from embershard.whole_file import whole_file
 
 if TYPE_CHECKING:
-    from embershard.data.events import Windows
+    from embershard.data.sources.events import Windows
 
 _EVENTS = """Make samples of a log of events: a window of a user's history, and the item that came next (label 1)
 or one of a random event (label 0). Each user's last event is held out.
@@ -71,7 +71,7 @@ def events(arguments: argparse.Namespace) -> int:
     if folder.exists() or not folder.absolute().parent.is_dir():
         problem = "exists" if folder.exists() else "is in a folder that does not exist"
         raise ConfigError(f"{folder} {problem}; give the name of a new folder in a folder that exists.")
-    from embershard.data.events import WindowOptions, write_windows
+    from embershard.data.sources.events import WindowOptions, write_windows
 
     options = WindowOptions(arguments.history, arguments.negatives, arguments.seed)
     partial = folder.with_name(folder.name + ".partial")
@@ -95,7 +95,7 @@ def events(arguments: argparse.Namespace) -> int:
 
 def _settings(log: Path, folder: Path, windows: Windows) -> str:
     """Return the settings of a DIN on the windows, as TOML."""
-    from embershard.data.events import DENSE, SPARSE
+    from embershard.data.sources.events import DENSE, SPARSE
 
     sparse = list(SPARSE)
     data = {
@@ -129,7 +129,7 @@ def sessions(arguments: argparse.Namespace) -> int:
     Raises:
         EmbershardError: an option is out of its range, or the file cannot be written.
     """
-    from embershard.data.sessions import SessionOptions, session_log
+    from embershard.data.sources.sessions import SessionOptions, session_log
 
     options = SessionOptions(
         arguments.users, arguments.items, arguments.categories, drift=arguments.drift, seed=arguments.seed

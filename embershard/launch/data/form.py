@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from embershard.data.table.whole_columns import WholeColumns
+    from embershard.data.sources.table.whole_columns import WholeColumns
 
 
 def add_form(parser: argparse.ArgumentParser) -> None:
@@ -36,9 +36,9 @@ def columns_of_files(
         DataError: there is no such file, or one is empty.
         ConfigError: an argument cannot be used.
     """
-    from embershard.data.input_file import files_at
-    from embershard.data.table.config import TableConfig
-    from embershard.data.table.whole_columns import WholeColumns
+    from embershard.data.sources.input_file import files_at
+    from embershard.data.sources.table.config import TableConfig
+    from embershard.data.sources.table.whole_columns import WholeColumns
 
     given = names if is_joined else arguments.columns
     separator = None if is_joined else arguments.separator

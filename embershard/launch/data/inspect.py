@@ -8,7 +8,7 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embershard.data.table.config import TableFeature
+from embershard.data.sources.table.config import TableFeature
 from embershard.decoding import toml, toml_key
 from embershard.errors import ConfigError, DataError
 from embershard.launch.arguments import check_new_output, help_parts
@@ -16,8 +16,8 @@ from embershard.launch.data.form import add_form, columns_of_files
 from embershard.launch.screen import make_table, plain_console, say, wide_console
 
 if TYPE_CHECKING:
-    from embershard.data.table.survey import ColumnSurvey
-    from embershard.data.table.whole_columns import WholeColumns
+    from embershard.data.sources.table.survey import ColumnSurvey
+    from embershard.data.sources.table.whole_columns import WholeColumns
     from embershard.launch.data.suggest import LabelSuggestion, Suggestion
 
 INSPECT_HELP = """Look at the columns of CSV, TSV or Parquet files, and write a run's settings for them.
@@ -99,7 +99,7 @@ def survey_files(files: list[WholeColumns]) -> tuple[dict[str, ColumnSurvey], in
     Raises:
         DataError: a file cannot be read, or has other columns than the first; or no file has a row.
     """
-    from embershard.data.table.survey import survey
+    from embershard.data.sources.table.survey import survey
 
     schema = files[0].schema()
     for file in files:
@@ -123,8 +123,8 @@ def survey_files(files: list[WholeColumns]) -> tuple[dict[str, ColumnSurvey], in
 
 
 def _show(columns: dict[str, ColumnSurvey], num_bad: int) -> None:
-    from embershard.data.table.raw import is_text, is_time
-    from embershard.data.table.survey import SECONDS_PER_DAY
+    from embershard.data.sources.table.raw import is_text, is_time
+    from embershard.data.sources.table.survey import SECONDS_PER_DAY
     from embershard.launch.data.suggest import day_of, distinct_values
 
     first = next(iter(columns.values()))

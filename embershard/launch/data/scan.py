@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from embershard.data import Schema
 from embershard.data.bad_rows import BadRow, ParsedChunk
-from embershard.data.source import FileSource
+from embershard.data.sources.source import FileSource
 from embershard.errors import DataError
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from pyarrow import types
 
-from embershard.data.table.config import TIME_ROWS
-from embershard.data.table.decode import MOST_BYTES
-from embershard.data.table.raw import is_list, is_text, is_time
-from embershard.data.table.survey import SECONDS_PER_DAY, ColumnSurvey, DistinctCount, Numbers
+from embershard.data.sources.table.config import TIME_ROWS
+from embershard.data.sources.table.decode import MOST_BYTES
+from embershard.data.sources.table.raw import is_list, is_text, is_time
+from embershard.data.sources.table.survey import SECONDS_PER_DAY, ColumnSurvey, DistinctCount, Numbers
 from embershard.errors import ConfigError
 
 _LABELS = ("label", "click", "clicked", "is_click", "target", "converted", "conversion", "purchase", "y", "rating")

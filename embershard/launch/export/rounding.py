@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from embershard.data import DataConfig, Target, open_source
 from embershard.data.block import Block
-from embershard.data.reader import SampleReader
+from embershard.data.order.reader import SampleReader
 from embershard.launch.export.serving_model import Model, Table, table_names
 from embershard.launch.export.tables import KeptRows
-from embershard.training.metrics import Predicted, judge
-from embershard.training.quality import main_values
+from embershard.training.quality.metrics import Predicted, judge
+from embershard.training.quality.quality import main_values
 
 _BATCH = 1024
 

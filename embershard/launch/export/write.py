@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from embershard.data.kinds import schema_of
 from embershard.data.serving_inputs import serving_inputs
+from embershard.data.sources.kinds import schema_of
 from embershard.distributed import process_group
 from embershard.distributed.checkpoint.rows import saved_rows
 from embershard.errors import naming_file
@@ -22,9 +22,9 @@ from embershard.launch.export.rounding import RoundingSample
 from embershard.launch.export.tables import TableDtype, write_parquet, write_safetensors
 from embershard.launch.versions import versions
 from embershard.models import ModelTable
+from embershard.training.checkpoint.trained_run import TrainedRun, open_trained
 from embershard.training.config import RunConfig
-from embershard.training.model_size import tables_of_run
-from embershard.training.trained_run import TrainedRun, open_trained
+from embershard.training.fit.model_size import tables_of_run
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from embershard.planning.request import Budget
 from embershard.planning.simulate.replay import ReplaySettings
 from embershard.planning.workload import RunShape, Workload
 from embershard.training.config import RunConfig
-from embershard.training.model_size import model_size, table_rows
+from embershard.training.fit.model_size import model_size, table_rows
 
 
 def make_workload(

@@ -30,7 +30,7 @@ from embershard.sharding.memory_model import slots_for
 from embershard.sharding.plan import Plan, TablePlacement, pools_of
 from embershard.sharding.torchrec import cache_stats
 from embershard.training.config import RunConfig
-from embershard.training.model_size import model_size, table_rows
+from embershard.training.fit.model_size import model_size, table_rows
 from embershard.training.trainer import Trainer
 
 #: A segment counts as quiet while other programs take no more than this share of the machine's processor time.

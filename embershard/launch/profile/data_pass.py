@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from embershard.data import DataConfig, open_source
 from embershard.data.block import Block
-from embershard.data.order import EpochOrder
+from embershard.data.order.order import EpochOrder
 from embershard.errors import ConfigError, SetupError
 from embershard.frequency import FrequencyProfile
 from embershard.frequency.collect import Collected, Collector, Part, count_part

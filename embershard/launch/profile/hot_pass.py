@@ -9,7 +9,7 @@ from functools import partial
 
 from embershard.data import DataConfig, schema_of
 from embershard.data.hashing import Ids
-from embershard.data.hot_samples import HotRowsFilter
+from embershard.data.order.hot_samples import HotRowsFilter
 from embershard.frequency import HotRows
 from embershard.launch.profile.data_pass import PartReader, PassOptions, in_parts, part_ranges
 from embershard.units import size

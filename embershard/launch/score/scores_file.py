@@ -10,7 +10,7 @@ import torch
 
 from embershard.data import Target
 from embershard.errors import naming_file
-from embershard.training.metrics import Predicted
+from embershard.training.quality.metrics import Predicted
 
 #: Scores of a row group.
 _GROUP_ROWS = 1 << 17

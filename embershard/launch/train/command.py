@@ -38,12 +38,12 @@ from embershard.launch.trackers.trackers import Trackers
 from embershard.launch.train.progress import ProgressDisplay, closing_table
 from embershard.sharding.plan import Plan
 from embershard.stages import TRACES
-from embershard.training.cache_report import look_ahead_totals
+from embershard.training.checkpoint.identity import global_batch
+from embershard.training.checkpoint.resume import checkpoints_for, resume_run
 from embershard.training.config import RunConfig
-from embershard.training.identity import global_batch
-from embershard.training.model_size import tables_of_run
-from embershard.training.reports import EvalReport, Report, TrainReport
-from embershard.training.resume import checkpoints_for, resume_run
+from embershard.training.fit.model_size import tables_of_run
+from embershard.training.quality.cache_report import look_ahead_totals
+from embershard.training.quality.reports import EvalReport, Report, TrainReport
 from embershard.training.step_trace import StepTrace
 from embershard.training.trainer import Trainer
 

@@ -11,8 +11,8 @@ from rich.table import Column, Table
 
 from embershard.launch.quality_text import figures, quality_line, quality_rows
 from embershard.launch.screen import number, say
-from embershard.training.quality import main_values, quality_values
-from embershard.training.reports import (
+from embershard.training.quality.quality import main_values, quality_values
+from embershard.training.quality.reports import (
     BadRowsReport,
     EvalReport,
     FailedSaveReport,

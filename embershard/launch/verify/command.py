@@ -15,7 +15,7 @@ from embershard.launch.ranks.rank_errors import show_errors_of_rank
 from embershard.launch.screen import plain_console, say, silence_libraries
 from embershard.launch.verify.arguments import add_comparison
 from embershard.training.config import RunConfig
-from embershard.training.equivalence import Verdict, compare_with_stock
+from embershard.training.quality.equivalence import Verdict, compare_with_stock
 
 _SHOWN = 8  # differences
 

@@ -11,6 +11,7 @@ from embershard.sharding.torchrec.inspection import (
     pools_by_module,
     without_flushes,
 )
+from embershard.sharding.torchrec.planner.torchrec_planner import plan_sharding
 from embershard.sharding.torchrec.sharders import (
     CachedEmbeddingBagCollectionSharder,
     CachedEmbeddingCollectionSharder,
@@ -19,7 +20,6 @@ from embershard.sharding.torchrec.stock_sharders import (
     StockEmbeddingBagCollectionSharder,
     StockEmbeddingCollectionSharder,
 )
-from embershard.sharding.torchrec.torchrec_planner import plan_sharding
 
 __all__ = [
     "CachedEmbeddingBagCollectionSharder",

@@ -27,7 +27,7 @@ from embershard.errors import CacheError, ShardingError
 from embershard.sharding.shards import rows_problem
 from embershard.sharding.torchrec.feature_keys import FeatureKeys, PoolIds, add_per_feature
 from embershard.sharding.torchrec.host_tables import HostTables
-from embershard.sharding.torchrec.shared_tables import of_whole_tables, share_of
+from embershard.sharding.torchrec.modes.shared_tables import of_whole_tables, share_of
 from embershard.sharding.torchrec.slots import SlotTable
 from embershard.sharding.torchrec.spec import CacheSpec, first_row, take_spec
 

@@ -15,7 +15,7 @@ from embershard.cache.change_guard import CopiesGuard
 from embershard.cache.row_cache import RowCache
 from embershard.cache.rows.frozen_rows import FrozenRows
 from embershard.cache.rows.host_store import HostStore
-from embershard.sharding.torchrec.hot_tables import HotTables
+from embershard.sharding.torchrec.modes.hot_tables import HotTables
 from embershard.sharding.torchrec.slots import SlotTable
 
 

@@ -16,7 +16,7 @@ from embershard.cache.rows.frozen_rows import FrozenRows
 from embershard.cache.statistics import TableStats
 from embershard.errors import ConfigError
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
-from embershard.sharding.torchrec.hot_tables import HotTables
+from embershard.sharding.torchrec.modes.hot_tables import HotTables
 
 
 def cached_embeddings(model: nn.Module) -> Iterator[CachedTableBatchedEmbeddings]:

@@ -16,15 +16,15 @@ from torchrec.distributed.types import ShardingEnv
 
 from embershard.sharding.torchrec.bounds import check_bounds, rows_by_feature
 from embershard.sharding.torchrec.compat import as_keyed_jagged, supported
-from embershard.sharding.torchrec.data_parallel import (
+from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
+from embershard.sharding.torchrec.lookups import PERMUTED_SHARDINGS, POOLED_SHARDINGS, SEQUENCE_SHARDINGS
+from embershard.sharding.torchrec.modes.data_parallel import (
     DataParallelShardingInfo,
     data_parallel_sharding,
     group_data_parallel,
 )
-from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
-from embershard.sharding.torchrec.lookups import PERMUTED_SHARDINGS, POOLED_SHARDINGS, SEQUENCE_SHARDINGS
-from embershard.sharding.torchrec.replicated_tables import ReplicatedSharding, group_replicated, is_replicated
-from embershard.sharding.torchrec.rows_exchange import (
+from embershard.sharding.torchrec.modes.replicated_tables import ReplicatedSharding, group_replicated, is_replicated
+from embershard.sharding.torchrec.modes.rows_exchange import (
     RowsContext,
     RowsInput,
     RowsShardingInfo,

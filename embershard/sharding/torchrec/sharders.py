@@ -24,7 +24,7 @@ from embershard.sharding.plan import Plan
 from embershard.sharding.shards import ROWS_TYPES, Exchange
 from embershard.sharding.torchrec.counter_init import CounterInit
 from embershard.sharding.torchrec.empty_groups import check_groups
-from embershard.sharding.torchrec.hot_cold import HotColdShardedEmbeddingBagCollection
+from embershard.sharding.torchrec.modes.hot_cold import HotColdShardedEmbeddingBagCollection
 from embershard.sharding.torchrec.modules import (
     CachedShardedEmbeddingBagCollection,
     CachedShardedEmbeddingCollection,

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from embershard.data import Batch, BatchStream, DataConfig, Schema, SparseFeature
 from embershard.data.block import Block
-from embershard.data.order import ChunkTable
-from embershard.data.source import Split, SplitChunks
+from embershard.data.order.order import ChunkTable
+from embershard.data.sources.source import Split, SplitChunks
 
 
 class CountingSource:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from embershard.data import BatchStream, CriteoConfig, DataConfig, ParquetConfig, StreamState, open_source
 from embershard.data.bad_rows import BadRow, BadRowTally, ParsedChunk
 from embershard.data.block import Block
-from embershard.data.criteo import CriteoSource
+from embershard.data.sources.criteo import CriteoSource
 from embershard.errors import ConfigError, DataError
 
 BAD = {3, 4, 5, 17, 39, 40, 77}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from embershard.data import DataConfig, SyntheticConfig
-from embershard.data.synthetic import SyntheticSource, correlated
+from embershard.data.sources.synthetic import SyntheticSource, correlated
 from embershard.errors import ConfigError
 
 NUM_SAMPLES = 10_000

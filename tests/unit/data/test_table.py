@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from pyarrow import csv
 
 from embershard.data import BatchStream, DataConfig, open_source, schema_of
-from embershard.data.check import check_data
 from embershard.data.hashing import make_key, mix64
 from embershard.data.serving_inputs import serving_inputs
-from embershard.data.table.config import TableConfig, TableFeature
-from embershard.data.table.decode import text_words
+from embershard.data.sources.check import check_data
+from embershard.data.sources.table.config import TableConfig, TableFeature
+from embershard.data.sources.table.decode import text_words
 from embershard.errors import ConfigError, DataError
 from embershard.launch.export.serving_model import Model
 from embershard.launch.export.serving_values import text_word

@@ -17,7 +17,7 @@ from pyarrow import csv
 
 from embershard.data import DataConfig, open_source, write_samples
 from embershard.data.hashing import mix64
-from embershard.data.table.survey import DistinctCount, survey
+from embershard.data.sources.table.survey import DistinctCount, survey
 from embershard.errors import CheckpointError, DataError
 from embershard.launch import cli
 from embershard.launch.config import load_config
@@ -25,9 +25,9 @@ from embershard.launch.data.suggest import suggest_features, suggest_label
 from embershard.launch.ranks import launcher
 from embershard.launch.score import command as score
 from embershard.launch.train import command as train
+from embershard.training.checkpoint.identity import FEATURES, changes, identity_of, refusal
+from embershard.training.checkpoint.saved_run import SavedRun
 from embershard.training.config import RunConfig
-from embershard.training.identity import FEATURES, changes, identity_of, refusal
-from embershard.training.saved_run import SavedRun
 from tests.unit.test_docs import blocks, commands
 
 pytestmark = pytest.mark.slow  # whole training runs

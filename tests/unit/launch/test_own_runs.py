@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from embershard.data import open_source
-from embershard.data.reader import SampleReader
+from embershard.data.order.reader import SampleReader
 from embershard.decoding import read_toml, tomllib
 from embershard.distributed import Ranks, Supervision, process_group
 from embershard.errors import CheckpointError, ConfigError
@@ -29,9 +29,9 @@ from embershard.launch.export import serving_model
 from embershard.launch.profile.data_pass import PartReader, PassOptions, profile_data
 from embershard.launch.score import command as score
 from embershard.launch.train.command import train_run
+from embershard.training.checkpoint.resume import resume_run
 from embershard.training.config import RunConfig
 from embershard.training.hot_cold import find_hot_rows
-from embershard.training.resume import resume_run
 from embershard.training.trainer import Trainer
 from tests.covering import matrix
 from tests.unit.data.windows import make_windows

@@ -29,10 +29,10 @@ from embershard.launch.run_dir import check_run_dir, lock_run_dir
 from embershard.launch.train.command import _Outputs
 from embershard.launch.train.progress import ProgressDisplay, closing_table, eval_line, train_line
 from embershard.launch.versions import git_commit, versions
-from embershard.training.cache_report import summed, with_hot_rows
 from embershard.training.config import RunConfig, TrainConfig
-from embershard.training.quality import Quality, RegressionQuality
-from embershard.training.reports import (
+from embershard.training.quality.cache_report import summed, with_hot_rows
+from embershard.training.quality.quality import Quality, RegressionQuality
+from embershard.training.quality.reports import (
     BadRowsReport,
     EvalReport,
     FailedSaveReport,

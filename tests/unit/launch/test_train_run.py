@@ -28,7 +28,7 @@ def _without_space(*_: Any, **__: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("at_end", [True, False])
 def test_the_result_is_not_lost_with_the_last_checkpoint(tmp_path, monkeypatch, at_end, capsys):
-    monkeypatch.setattr("embershard.training.run_state.save_checkpoint", _without_space)
+    monkeypatch.setattr("embershard.training.checkpoint.run_state.save_checkpoint", _without_space)
     saving = CheckpointConfig(every_steps=3, at_end=at_end, on_failed_save="continue")
     config = make_config(train=TrainConfig(batch_size=100, max_steps=6), checkpoint=saving)
     with pytest.raises(FailedSaveError, match="no space"):

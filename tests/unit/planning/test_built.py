@@ -19,7 +19,7 @@ from embershard import CachedEmbeddingBagCollectionSharder
 from embershard.errors import ShardingError
 from embershard.sharding.plan import Plan, TablePlacement
 from embershard.sharding.torchrec import StockEmbeddingBagCollectionSharder
-from embershard.sharding.torchrec.placement import check_built, torchrec_plan
+from embershard.sharding.torchrec.planner.placement import check_built, torchrec_plan
 from tests.unit.sharding.plans import SHARDED, make_plan, ranks_for
 from tests.unit.sharding.test_placement import model_of
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embershard.data.synthetic import MLPERF_BAG_SIZES
+from embershard.data.sources.synthetic import MLPERF_BAG_SIZES
 from embershard.decoding import decode
 from embershard.planning.cost.rates import StepWork
 from embershard.planning.cost.work import sizes_bytes

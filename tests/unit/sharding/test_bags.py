@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embershard.sharding.torchrec.bags import Bags
+from embershard.sharding.torchrec.modes.bags import Bags
 
 
 @given(

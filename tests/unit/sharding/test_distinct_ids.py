@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embershard.sharding.torchrec import distinct_ids
-from embershard.sharding.torchrec.distinct_ids import DistinctIds
+from embershard.sharding.torchrec.modes import distinct_ids
+from embershard.sharding.torchrec.modes.distinct_ids import DistinctIds
 
 GROUPS = st.lists(st.lists(st.one_of(st.integers(0, 9), st.integers(0, 2**31)), max_size=40), min_size=1, max_size=5)
 

@@ -24,7 +24,7 @@ from embershard.sharding.shards import no_rows_problem
 from embershard.sharding.torchrec import StockEmbeddingBagCollectionSharder
 from embershard.sharding.torchrec.lookups import POOLED_SHARDINGS
 from embershard.sharding.torchrec.modules import CachedShardedEmbeddingBagCollection
-from embershard.sharding.torchrec.placement import model_groups, model_tables, placements_of, torchrec_plan
+from embershard.sharding.torchrec.planner.placement import model_groups, model_tables, placements_of, torchrec_plan
 from embershard.sharding.torchrec.spec import CACHED_KERNEL, SPEC_KEY, CacheSpec
 from tests.unit.sharding.plans import SHARDED, make_plan, plans, ranks_for
 

@@ -12,7 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard import CachedEmbeddingBagCollectionSharder
 from embershard.errors import ConfigError, ShardingError
-from embershard.sharding.torchrec.rows_exchange import RowsInput, RowsShardingInfo, group_rows
+from embershard.sharding.torchrec.modes.rows_exchange import RowsInput, RowsShardingInfo, group_rows
 from tests.unit.sharding.plans import small_plan
 
 

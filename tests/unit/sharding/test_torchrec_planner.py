@@ -25,13 +25,10 @@ from embershard import (
 from embershard.cache.config import MOST_POOL_ROWS
 from embershard.errors import ConfigError, ShardingError
 from embershard.machine import HostMemory
-from embershard.sharding.torchrec import (
-    StockEmbeddingBagCollectionSharder,
-    StockEmbeddingCollectionSharder,
-    torchrec_planner,
-)
-from embershard.sharding.torchrec.partitioner import PoolRowsPartitioner
-from embershard.sharding.torchrec.proposals import distinct_types
+from embershard.sharding.torchrec import StockEmbeddingBagCollectionSharder, StockEmbeddingCollectionSharder
+from embershard.sharding.torchrec.planner import torchrec_planner
+from embershard.sharding.torchrec.planner.partitioner import PoolRowsPartitioner
+from embershard.sharding.torchrec.planner.proposals import distinct_types
 from embershard.sharding.torchrec.spec import CACHED_KERNEL
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:torchrec")
@@ -242,7 +239,9 @@ def of_rows(*rows: int, pooling: PoolingType = PoolingType.SUM) -> nn.Module:
 def large_memory(monkeypatch) -> None:
     """TorchRec assumes 128 GB of a host."""
     capacities = {"hbm_cap": 2**62, "ddr_cap": 2**62}
-    monkeypatch.setattr("embershard.sharding.torchrec.torchrec_planner._capacities", lambda device_type: capacities)
+    monkeypatch.setattr(
+        "embershard.sharding.torchrec.planner.torchrec_planner._capacities", lambda device_type: capacities
+    )
 
 
 TABLE_WISE = {"sharding_types": ["table_wise"]}
@@ -302,7 +301,7 @@ def test_the_search_of_a_plan_is_bounded(monkeypatch):
         PoolRowsPartitioner, "partition", lambda *given, **named: proposals.append(1) or partition(*given, **named)
     )
     monkeypatch.setattr(EmbeddingBagCollection, "embedding_bag_configs", lambda self: asked.append(1) or configs(self))
-    monkeypatch.setattr("embershard.sharding.torchrec.torchrec_planner._MOST_PLACED_SHARDS", 2000)
+    monkeypatch.setattr("embershard.sharding.torchrec.planner.torchrec_planner._MOST_PLACED_SHARDS", 2000)
     plan(model=of_rows(*range(100, 160)), world_size=2)
     assert 16 <= len(proposals) <= 2 * (2000 // (60 * 2)) + 2, "two greedy proposers, and one plan per type"
     assert len(asked) <= 4 * 60, "TorchRec's own questions: one or two per table, and since 1.9 one per sharding type"

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.unit.training.test_identity import write_clicks
 
 from embershard.data import CriteoConfig, DataConfig, StreamState, open_source
 from embershard.data.config import SyntheticConfig
-from embershard.data.segments import READ_AHEAD, PackedState
+from embershard.data.order.segments import READ_AHEAD, PackedState
 from embershard.distributed import CheckpointConfig, Ranks, process_group
 from embershard.errors import CheckpointError, ConfigError, DataError
 from embershard.frequency import FrequencyProfile
@@ -24,17 +25,16 @@ from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.config import ShardingConfig
 from embershard.training import hot_cold
 from embershard.training.build import find_profile
-from embershard.training.cache_report import CacheReader
+from embershard.training.checkpoint.identity import ORDER, check_keys
+from embershard.training.checkpoint.saved_run import SavedRun
 from embershard.training.config import RunConfig, TrainConfig
+from embershard.training.fit.model_size import table_rows
 from embershard.training.hot_cold import FILE, find_hot_set
-from embershard.training.identity import ORDER, check_keys
-from embershard.training.model_size import table_rows
-from embershard.training.reports import TrainReport
-from embershard.training.saved_run import SavedRun
+from embershard.training.quality.cache_report import CacheReader
+from embershard.training.quality.reports import TrainReport
 from embershard.training.steps import open_stream
 from embershard.training.trainer import Trainer
 from tests.covering import matrix
-from tests.unit.training.test_identity import write_clicks
 from tests.unit.training.test_trainer import losses, make_config, run
 
 pytestmark = pytest.mark.slow  # whole training runs

@@ -17,9 +17,9 @@ from embershard.data import Target
 from embershard.distributed import Ranks, process_group
 from embershard.errors import NotFiniteError
 from embershard.launch.record import RunRecord, make_result
-from embershard.training.kept_batches import MOST_FILES, KeptBatches
-from embershard.training.loss_monitor import MOST_SKIPPED_IN_A_ROW, LossMonitor, in_float64
-from embershard.training.reports import SaveReport, SkippedBatchReport
+from embershard.training.checkpoint.kept_batches import MOST_FILES, KeptBatches
+from embershard.training.quality.loss_monitor import MOST_SKIPPED_IN_A_ROW, LossMonitor, in_float64
+from embershard.training.quality.reports import SaveReport, SkippedBatchReport
 from embershard.training.trainer import Trainer
 from tests.unit.training.poisoned import CACHES, Feed, config_of, losses, run, state_of
 

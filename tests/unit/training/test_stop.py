@@ -15,9 +15,9 @@ from embershard.distributed import CheckpointConfig, Ranks, Supervision, complet
 from embershard.launch.ranks.stop_signals import stop_training_on_signals
 from embershard.launch.train.command import train_run
 from embershard.models import ModelConfig
+from embershard.training.checkpoint.run_state import PreparedSave
 from embershard.training.config import RunConfig, TrainConfig
-from embershard.training.reports import EvalReport, Report, SaveReport, StopReport, TrainReport
-from embershard.training.run_state import PreparedSave
+from embershard.training.quality.reports import EvalReport, Report, SaveReport, StopReport, TrainReport
 from embershard.training.trainer import Trainer
 
 pytestmark = pytest.mark.slow

@@ -26,7 +26,7 @@ from embershard.pipeline.config import LookAheadConfig
 from embershard.training.build import find_profile
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig, ScheduleConfig
-from embershard.training.reports import EvalReport, FailedSaveReport, Report, SaveReport, TrainReport
+from embershard.training.quality.reports import EvalReport, FailedSaveReport, Report, SaveReport, TrainReport
 from embershard.training.trainer import Trainer
 from tests.covering import covering, matrix
 from tests.unit.distributed.checkpoints import make_manifest_right
@@ -147,7 +147,7 @@ def test_a_checkpoint_without_optimizer_states_would_be_noticed(ranks, tmp_path,
     forgetful = Trainer(config, ranks, None)
     fused = forgetful.model.fused_optimizer
     monkeypatch.setattr(type(fused), "load_state_dict", lambda self, state: None)
-    monkeypatch.setattr("embershard.training.run_state.load_tensors", _leave_out_embedding_optimizer)
+    monkeypatch.setattr("embershard.training.checkpoint.run_state.load_tensors", _leave_out_embedding_optimizer)
     forgetful.resume(complete_checkpoints(tmp_path)[0])
     resumed = losses(list(forgetful.train()))
     assert resumed[18] != losses(whole)[18]
@@ -271,7 +271,7 @@ def test_training_goes_on_after_a_failed_save_if_asked(ranks, tmp_path, monkeypa
     saving = {"every_steps": 6, "on_failed_save": "continue", "at_end": False}
     config = make_config(checkpoint=CheckpointConfig(**saving))
     whole = run(config, ranks, tmp_path / "a")
-    monkeypatch.setattr("embershard.training.run_state.save_checkpoint", _without_space)
+    monkeypatch.setattr("embershard.training.checkpoint.run_state.save_checkpoint", _without_space)
     reports: list[Report] = []
     with pytest.raises(FailedSaveError, match="no space"):  # at the end
         reports.extend(Trainer(config, ranks, tmp_path / "b").train())
@@ -294,7 +294,7 @@ def test_a_disk_without_space_is_found_before_the_model_is_built(ranks, tmp_path
 
 def test_the_expected_size_is_that_of_a_checkpoint(ranks, tmp_path, monkeypatch):
     asked: list[int] = []
-    monkeypatch.setattr("embershard.training.disk_needs.check_disk", lambda folder, size, *_: asked.append(size))
+    monkeypatch.setattr("embershard.training.fit.disk_needs.check_disk", lambda folder, size, *_: asked.append(size))
     big = make_config(
         data=DataConfig(synthetic=SyntheticConfig(num_samples=1000, scale=0.01), num_workers=0),
         model=ModelConfig(embedding_dim=16, dense_arch_layer_sizes=(8, 16), over_arch_layer_sizes=(8, 1)),

@@ -14,9 +14,9 @@ from embershard.data.config import SyntheticConfig
 from embershard.distributed import CheckpointConfig, Ranks, complete_checkpoints, process_group
 from embershard.frequency.config import ProfileConfig
 from embershard.pipeline.config import LookAheadConfig
-from embershard.training import run_state
+from embershard.training.checkpoint import run_state
 from embershard.training.config import RunConfig, TrainConfig
-from embershard.training.reports import TrainReport
+from embershard.training.quality.reports import TrainReport
 from embershard.training.trainer import Trainer
 from tests.covering import matrix
 from tests.unit.training.test_trainer import make_config

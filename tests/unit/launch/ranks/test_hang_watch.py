@@ -98,14 +98,14 @@ def test_the_main_thread_decides():
 _SAVE = """rank 0
 Thread 0x01 (most recent call first):
   File "/env/torch/distributed/distributed_c10d.py", line 3151 in broadcast
-  File "/embershard/training/background_save.py", line 81 in _write
+  File "/embershard/training/checkpoint/background_save.py", line 81 in _write
 
 Thread 0x02 (most recent call first):
   File "/lib/python3.11/concurrent/futures/thread.py", line 81 in _worker
 
 Current thread 0x03 (most recent call first):
   File "{}", line 1139 in {}
-  File "/embershard/training/background_save.py", line 61 in wait
+  File "/embershard/training/checkpoint/background_save.py", line 61 in wait
 """
 
 

@@ -1,0 +1,1 @@
+"""Where samples come from: one module per kind of data, and how their files are read."""

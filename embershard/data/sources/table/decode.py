@@ -1,0 +1,338 @@
+"""Columns of a chunk as numbers and rows of tables.
+
+What a value becomes does not depend on the file's format: of Parquet's 7, 7.0 and True, and of the cells `7`, `7.0` and
+`True` of a text file, `_same_words` makes the same texts. But a cell with an exponent (`1e3`) stays the text it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+from pyarrow import types
+
+from embershard.data.bad_rows import BadRow, short
+from embershard.data.hashing import Ids, Words, cell_bytes, map_ids, text_keys
+from embershard.data.sources.table.config import TIME_ROWS, TableFeature
+from embershard.data.sources.table.raw import RawChunk, is_list, is_text, is_time
+from embershard.data.sources.table.scaling import scaled
+from embershard.errors import DataError, IdOutOfRangeError
+
+#: Longest text, so that a damaged file cannot take much memory.
+MOST_BYTES = 1024
+#: Since 1970. Times are below that: the last day is 5138-11-16.
+MOST_SECONDS = 1e11
+_SECONDS_PER_HOUR, _HOURS_PER_DAY, _DAYS_PER_WEEK = 3600, 24, 7
+_SECONDS_PER_DAY = _SECONDS_PER_HOUR * _HOURS_PER_DAY
+_WEEKDAY_OF_1970 = 3  # a Thursday; Monday is 0
+_MOST_SECONDS_IN_MICROS = 2.0**63 / 1e6
+_LARGEST_WHOLE = 2.0**63
+_PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6}
+_NEEDED_TIME = "needed a time as 2024-12-31 or 2024-12-31 23:59:59, seconds since 1970, or nothing"
+_NEEDED_EARLIER = (
+    "is beyond the last time, 5138-11-16. If it stands for a missing time, name it in data.table.null_values (of text "
+    "files), or leave such rows out: data.bad_rows. If it is milliseconds, divide by 1000"
+)
+#: Texts, as regular expressions, that are a whole number with a point, and the text that stands for them.
+_WHOLE = {r"^-?(?:0\.0*|\.0+)$": "0", r"^(-?[1-9][0-9]*)\.0*$": r"\1"}
+_SAME = {b"True": b"true", b"TRUE": b"true", b"False": b"false", b"FALSE": b"false", b"-0": b"0"}
+Flags = NDArray[np.bool_]
+
+
+class ChunkDecoder:
+    """Decodes the columns of a chunk of n rows.
+
+    Attributes:
+        bad: the rows that are no samples, by their number in the chunk; the first problem of each.
+    """
+
+    def __init__(self, chunk: RawChunk) -> None:
+        self._chunk, self.bad = chunk, dict(chunk.bad)
+
+    def _column(self, name: str) -> pa.Array:
+        """Return a column in one piece."""
+        return self._chunk.table.column(name).combine_chunks()
+
+    def numbers(self, name: str) -> NDArray[np.float64]:
+        """Return a column as float64 [n]: NaN where a value is missing, seconds since 1970 of times."""
+        column = _decoded(self._column(name))
+        is_of_times = is_time(column.type)
+        if is_of_times:
+            column = seconds_since_1970(column)
+        numbers = self._read(column, _floats, pa.float64(), name, "needed a number, or nothing")
+        found: NDArray[np.float64] = numbers.to_numpy(zero_copy_only=False)
+        if is_of_times:
+            is_far = np.abs(found) >= _MOST_SECONDS_IN_MICROS
+            self.note(is_far, name, found, "needed a time that 64 bits of microseconds since 1970 hold")
+        with np.errstate(over="ignore"):
+            is_too_large = np.isinf(found.astype(np.float32))
+        self.note(is_too_large, name, found, "needed a finite number, below 3.4e38")
+        return np.where(is_too_large, np.nan, found)
+
+    def dense(self, feature: TableFeature) -> NDArray[np.float32]:
+        """Return a dense feature [n], scaled; `feature` is with its column."""
+        name = str(feature.column)
+        if feature.scale == "days":
+            numbers = self._seconds(self._column(name), name) / _SECONDS_PER_DAY
+        else:
+            numbers = self.numbers(name)
+        with np.errstate(over="ignore"):
+            found = scaled(numbers, feature)
+        self.note(~np.isfinite(found), name, numbers, f"needed a number that is finite after {feature.scale}")
+        return found
+
+    def bags(self, feature: TableFeature, most: tuple[int, str]) -> tuple[Ids, NDArray[np.int32]]:
+        """Return the rows of a sparse feature's bags, and the size [n] of each. A single value is a bag of one.
+
+        Args:
+            feature: with its column.
+            most: values of a bag, and the setting that says so.
+        """
+        name = str(feature.column)
+        column = self._column(name)
+        if feature.mapping in TIME_ROWS:
+            return self._times(column, feature), np.ones(len(column), np.int32)
+        if feature.separator is not None and is_text(column.type):
+            column = pc.split_pattern(_decoded(column), feature.separator)
+        if not is_list(column.type):
+            lengths = np.ones(len(column), np.int32)
+            return self._rows(column, name, feature, lengths), lengths
+        column = column.cast(pa.list_(column.type.value_type))
+        lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False).astype(np.int32)
+        self.note(lengths > most[0], name, lengths, f"needed at most {most[0]:,} ({most[1]})", unit=" ids")
+        rows = self._rows(column.flatten(), name, feature, lengths)
+        if column.null_count:
+            missing = np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))
+            rows = np.insert(rows, np.cumsum(lengths)[missing], 0)
+            lengths[missing] = 1
+        return rows, lengths
+
+    def note(self, is_wrong: Flags, name: str, values: Any, needed: str, unit: str = "") -> None:
+        """Note the rows for which `is_wrong` [n] is true as bad."""
+        for row in np.flatnonzero(is_wrong).tolist():
+            self._note_row(row, name, f"{name}={values[row]}{unit}: {needed}")
+
+    def _note_row(self, row: int, name: str, problem: str, error: type[DataError] = DataError) -> None:
+        place, chunk = int(self._chunk.places[row]), self._chunk
+        self.bad.setdefault(place, BadRow(chunk.path, chunk.first_row + place, name, problem, error))
+
+    def _note_values(self, is_wrong: Flags, lengths: NDArray[np.int32], note: Callable[[int, int], None]) -> None:
+        """Call `note(row, place)` for the first wrong value of each bag: `is_wrong` is of all bags' values."""
+        wrong = np.flatnonzero(is_wrong)
+        owners = np.searchsorted(np.cumsum(lengths, dtype=np.int64), wrong, side="right")
+        rows, firsts = np.unique(owners, return_index=True)
+        for row, place in zip(rows.tolist(), wrong[firsts].tolist(), strict=True):
+            note(row, place)
+
+    def _rows(self, values: pa.Array, name: str, feature: TableFeature, lengths: NDArray[np.int32]) -> Ids:
+        """Return the rows of values in bags of these lengths; a missing one is row 0."""
+        if feature.mapping == "text":
+            return self._text_rows(values, name, feature, lengths)
+        values = _decoded(values)
+        if is_text(values.type):
+            read = _int64 if feature.mapping == "none" else _integer_words
+            values = self._read(values, read, pa.int64(), name, "needed an integer, or nothing", lengths)
+        num_rows = feature.table_rows
+        raw = values.fill_null(0).to_numpy(zero_copy_only=False)
+        if feature.mapping == "none":
+            needed = f"needed a row in 0..{num_rows - 1}"
+            is_wrong = (raw < 0) | (raw >= num_rows)  # as they are in the file, unsigned ones too
+            self._note_values(
+                is_wrong,
+                lengths,
+                lambda row, at: self._note_row(row, name, f"{name}={raw[at]}: {needed}", IdOutOfRangeError),
+            )
+            return np.asarray(raw.astype(np.int64))
+        rows = map_ids(raw, num_rows, feature.mapping)
+        rows[values.is_null().to_numpy(zero_copy_only=False)] = 0
+        return rows
+
+    def _text_rows(self, values: pa.Array, name: str, feature: TableFeature, lengths: NDArray[np.int32]) -> Ids:
+        if types.is_floating(values.type):  # integers with missing ones, as pandas writes them
+            numbers = values.to_numpy(zero_copy_only=False).astype(np.float64)
+            is_whole = (numbers == np.trunc(numbers)) & (np.abs(numbers) < _LARGEST_WHOLE)
+            is_wrong = ~np.isnan(numbers) & ~is_whole
+            needed = "needed text or a whole number, or nothing"
+            self._note_values(
+                is_wrong, lengths, lambda row, at: self._note_row(row, name, f"{name}={numbers[at]}: {needed}")
+            )
+            whole = np.where(is_whole, numbers, 0).astype(np.int64)
+            values = pa.array(whole, mask=np.isnan(numbers))
+        keys, sizes, is_missing = text_words(values)
+        too_long = ~is_missing & (sizes > MOST_BYTES)
+        needed = f"needed at most {MOST_BYTES:,} bytes"
+        self._note_values(
+            too_long, lengths, lambda row, at: self._note_row(row, name, f"{name} has {sizes[at]:,} bytes: {needed}")
+        )
+        rows = map_ids(keys.view(np.int64), feature.table_rows, "modulo")
+        rows[is_missing] = 0
+        return rows
+
+    def _times(self, column: pa.Array, feature: TableFeature) -> Ids:
+        """Return 1 + the hour, or the weekday (1: Monday) of times in UTC; 0 for a missing one."""
+        seconds = self._seconds(column, str(feature.column))
+        is_missing = np.isnan(seconds)
+        hours = np.floor(np.where(is_missing, 0, seconds)).astype(np.int64) // _SECONDS_PER_HOUR
+        if feature.mapping == "hour":
+            rows = 1 + hours % _HOURS_PER_DAY
+        else:
+            rows = 1 + (hours // _HOURS_PER_DAY + _WEEKDAY_OF_1970) % _DAYS_PER_WEEK
+        return np.where(is_missing, 0, rows)
+
+    def _seconds(self, column: pa.Array, name: str) -> NDArray[np.float64]:
+        """Return times, seconds, or texts that are either, as seconds since 1970; NaN for a missing or a bad one."""
+        given = column = _decoded(column)
+        if is_text(column.type):
+            column = self._read(column, _text_seconds, pa.float64(), name, _NEEDED_TIME)
+        is_number = types.is_integer(column.type)
+        found = seconds_since_1970(column) if is_time(column.type) else column.cast(pa.float64(), safe=False)
+        is_missing = found.is_null().to_numpy(zero_copy_only=False)
+        seconds = found.fill_null(0).to_numpy(zero_copy_only=False)
+        is_time_here = np.abs(seconds) < MOST_SECONDS  # milliseconds are not, and NaN is not
+        if is_number:
+            is_time_here &= ~_are_dates(seconds)
+        for row in np.flatnonzero((seconds >= MOST_SECONDS) & np.isfinite(seconds)).tolist():
+            cell = np.datetime64(int(seconds[row]), "s") if is_time(given.type) else _shown(given[row])
+            self._note_row(row, name, f"{name}={cell}: {_NEEDED_EARLIER}")
+        self.note(~is_time_here, name, seconds, _NEEDED_TIME)
+        return np.where(is_time_here & ~is_missing, seconds, np.nan)
+
+    def _read(
+        self,
+        column: pa.Array,
+        read: Callable[[pa.Array], pa.Array],
+        kind: pa.DataType,
+        name: str,
+        needed: str,
+        lengths: NDArray[np.int32] | None = None,
+    ) -> pa.Array:
+        """Return a column as `read` makes values of type `kind` of it; values of which it cannot are noted, and
+        missing."""
+        try:
+            return read(column)
+        except (pa.ArrowException, UnicodeDecodeError):
+            pass
+        good: list[Any] = []
+        is_wrong = np.zeros(len(column), np.bool_)
+        for place in range(len(column)):
+            try:
+                good.append(read(column[place : place + 1])[0].as_py())
+            except (pa.ArrowException, UnicodeDecodeError):
+                good.append(None)
+                is_wrong[place] = True
+        sizes = np.ones(len(column), np.int32) if lengths is None else lengths
+        self._note_values(
+            is_wrong, sizes, lambda row, at: self._note_row(row, name, f"{name}={_shown(column[at])}: {needed}")
+        )
+        return pa.array(good, kind)
+
+
+def text_words(values: pa.Array) -> tuple[Words, Ids, Flags]:
+    """Return the hash [N] of each value as text, its bytes [N], and whether it is missing or empty [N].
+
+    An integer's text is its decimal digits, that of a bool `true` or `false`; texts that say the same in another way,
+    as `7.0` or `True`, count as these. Texts above `MOST_BYTES` get no hash.
+
+    >>> words, _, is_missing = text_words(pa.array(["7", None, "", "7.0"]))
+    >>> (words[[0, 3]] == text_words(pa.array([7]))[0]).tolist(), is_missing.tolist()
+    ([True, True], [False, True, True, False])
+    """
+    if not types.is_dictionary(values.type):
+        values = values.dictionary_encode()
+    distinct, codes = values.dictionary, values.indices
+    if not is_text(distinct.type):
+        distinct = distinct.cast(pa.string())
+    distinct = _same_words(distinct.cast(pa.binary()).fill_null(b""))
+    sizes = np.append(pc.binary_length(distinct).to_numpy(zero_copy_only=False).astype(np.int64), 0)
+    is_hashed = sizes <= MOST_BYTES
+    keys = np.zeros(len(sizes), np.uint64)
+    keys[is_hashed] = text_keys(*cell_bytes(pa.concat_arrays([distinct, pa.array([b""])]).filter(pa.array(is_hashed))))
+    taken = codes.fill_null(len(distinct)).to_numpy(zero_copy_only=False)
+    return keys[taken], sizes[taken], sizes[taken] == 0
+
+
+def _same_words(texts: pa.Array) -> pa.Array:
+    """Return texts as bytes: of a whole number with a point its integer, and a bool in lower letters."""
+    if pc.any(pc.match_substring(texts, ".")).as_py():
+        for pattern, word in _WHOLE.items():
+            texts = pc.replace_substring_regex(texts, pattern, word)
+    places = pc.index_in(texts, value_set=pa.array(list(_SAME)))
+    if places.null_count == len(texts):
+        return texts
+    return pc.coalesce(pa.array(list(_SAME.values())).take(places), texts)
+
+
+def _decoded(column: pa.Array) -> pa.Array:
+    """Return a column without a dictionary; an empty text in it is a missing value."""
+    if types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if is_text(column.type):
+        column = pc.if_else(pc.equal(pc.binary_length(column), 0), pa.scalar(None, column.type), column)
+    return column
+
+
+def seconds_since_1970(column: pa.Array) -> pa.Array:
+    """Return times as float64 seconds since 1970, with microseconds at most; no time is too far for that."""
+    if types.is_date32(column.type):
+        column = column.cast(pa.timestamp("s"))
+    unit = "ms" if types.is_date64(column.type) else column.type.unit
+    if unit == "ns":
+        column, unit = column.cast(pa.timestamp("us", column.type.tz), safe=False), "us"
+    return pc.divide(column.cast(pa.int64()).cast(pa.float64(), safe=False), _PER_SECOND[unit])
+
+
+def _are_dates(numbers: NDArray[np.float64]) -> Flags:
+    """Return [N] where a number's digits are a date, as 20241231: it is hardly meant as seconds (of August 1970)."""
+    with np.errstate(invalid="ignore"):
+        year, month, day = numbers // 10_000, numbers // 100 % 100, numbers % 100
+    return (year >= 1900) & (year < 2100) & (month >= 1) & (month <= 12) & (day >= 1) & (day <= 31)
+
+
+def _floats(column: pa.Array) -> pa.Array:
+    """Return numbers, or texts that are numbers or bools, as float64."""
+    try:
+        return column.cast(pa.float64(), safe=False)
+    except pa.ArrowInvalid:
+        return column.cast(pa.bool_()).cast(pa.float64())
+
+
+def _int64(column: pa.Array) -> pa.Array:
+    return column.cast(pa.int64())
+
+
+def _integer_words(column: pa.Array) -> pa.Array:
+    """Return texts that are integers of 64 bits, signed or not, as int64: of an unsigned one the same bits."""
+    try:
+        return _int64(column)
+    except pa.ArrowInvalid:
+        return column.cast(pa.uint64()).view(pa.int64())
+
+
+def _text_seconds(column: pa.Array) -> pa.Array:
+    """Return texts as float64 seconds since 1970: seconds, or times as ISO 8601 writes them.
+
+    Raises:
+        pa.ArrowException: a text is neither.
+    """
+    text = column.cast(pa.string())
+    try:
+        seconds = text.cast(pa.float64())
+        if _are_dates(seconds.to_numpy(zero_copy_only=False)).any():
+            raise pa.ArrowInvalid("a date in digits")
+        return seconds
+    except pa.ArrowInvalid:
+        pass
+    try:
+        return seconds_since_1970(text.cast(pa.timestamp("us")))
+    except pa.ArrowInvalid:
+        pass
+    return seconds_since_1970(text.cast(pa.timestamp("us", "UTC")))
+
+
+def _shown(value: pa.Scalar) -> str:
+    found = value.as_py()
+    return short(found.decode("utf-8", "backslashreplace") if isinstance(found, bytes) else found)

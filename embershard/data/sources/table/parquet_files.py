@@ -1,0 +1,158 @@
+"""Parquet files as chunks of columns: a chunk is a row group, which is decoded as a whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from embershard.data.hashing import Ids
+from embershard.data.sources.input_file import InputFile
+from embershard.data.sources.table.config import TableConfig
+from embershard.data.sources.table.raw import RawChunk, check_columns, check_types, is_list, needed_columns
+from embershard.errors import DataError
+
+_PARQUET_MAGIC = b"PAR1"
+_READ_ERRORS = (pa.ArrowException, OSError, ValueError, OverflowError)
+
+
+def is_parquet(file: InputFile) -> bool:
+    """Return True if a file begins as a Parquet file does, or is named so."""
+    is_named = file.path.suffix == ".parquet"
+    return is_named or bytes(file.read(0, min(len(_PARQUET_MAGIC), file.num_bytes))) == _PARQUET_MAGIC
+
+
+def are_parquet(files: list[InputFile]) -> bool:
+    """Return whether all files are Parquet, or none is.
+
+    Raises:
+        DataError: some are.
+    """
+    parquet = [is_parquet(file) for file in files]
+    if any(parquet) and not all(parquet):
+        both = files[parquet.index(True)].path, files[parquet.index(False)].path
+        raise DataError(f"{both[0]} is Parquet and {both[1]} is not; needed one format. Set data.table.files")
+    return all(parquet)
+
+
+class ParquetFiles:
+    """The row groups of Parquet files; see `TableFiles`."""
+
+    def __init__(self, files: list[InputFile], settings: TableConfig, *, needs_labels: bool) -> None:
+        opened = [_File.open(file, settings, needs_labels) for file in files]
+        self.has_lists = any(file.has_lists for file in opened)
+        self._groups = [(file, group) for file in opened for group in range(len(file.group_rows))]
+        self.chunk_file = np.repeat(np.arange(len(files)), [len(file.group_rows) for file in opened])
+        self.chunk_rows = np.concatenate([file.group_rows for file in opened])
+        num_unverifiable = sum(not file.has_page_checksums() for file in opened)
+        self.notes: tuple[str, ...] = ()
+        if num_unverifiable:
+            self.notes = (
+                f"{num_unverifiable} of {len(files)} Parquet files have no page checksums: a flipped bit in "
+                "their values cannot be found. Write them with checksums (pyarrow: write_page_checksum=True).",
+            )
+
+    def read(self, chunk: int, most_bad: int | None) -> RawChunk:
+        file, group = self._groups[chunk]
+        table = file.read(group)
+        first_row = 1 + int(file.group_rows[:group].sum())
+        return RawChunk(file.input.path, table, np.arange(table.num_rows), first_row)
+
+
+def parquet_schema(path: Path) -> tuple[pa.Schema, pq.FileMetaData]:
+    """Return the columns of a Parquet file, and its metadata.
+
+    Raises:
+        DataError: it is none, is damaged, has no row, or a column's name twice.
+    """
+    try:
+        with pq.ParquetFile(path) as opened:
+            schema, metadata = opened.schema_arrow, opened.metadata
+    except _READ_ERRORS as error:
+        what = " ".join(str(error).split())
+        raise DataError(f"{path}: not a sound Parquet file ({what}); fetch it again") from None
+    if metadata.num_rows == 0:
+        raise DataError(f"{path}: no row in it; remove it, or fetch it again")
+    twice = next((name for name in schema.names if schema.names.count(name) > 1), None)
+    if twice is not None:
+        raise DataError(f"{path}: has the column {twice!r} twice; write it again with another name for one of them")
+    return schema, metadata
+
+
+def first_rows(path: Path, columns: list[str], most: int) -> RawChunk:
+    """Return at most `most` rows of these columns from the beginning of a Parquet file.
+
+    Raises:
+        DataError: they cannot be read.
+    """
+    try:
+        with pq.ParquetFile(path) as opened:
+            batch = next(opened.iter_batches(most, columns=columns, use_threads=False))
+    except _READ_ERRORS as error:
+        what = " ".join(str(error).split())
+        raise DataError(f"{path}: its first rows cannot be read ({what}); fetch it again") from None
+    return RawChunk(path, pa.Table.from_batches([batch]), np.arange(len(batch)), 1)
+
+
+@dataclass(frozen=True)
+class _File:
+    """One file's metadata, with its columns checked."""
+
+    input: InputFile
+    metadata: pq.FileMetaData
+    group_rows: Ids
+    columns: list[str]
+    has_lists: bool
+
+    @staticmethod
+    def open(file: InputFile, settings: TableConfig, needs_labels: bool) -> _File:
+        try:
+            schema, metadata = parquet_schema(file.path)
+        except DataError:
+            file.check(0)
+            raise
+        columns = check_columns(file.path, schema.names, settings, needs_labels=needs_labels)
+        check_types(file.path, schema, settings)
+        rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        has_lists = any(is_list(schema.field(name).type) for name in needed_columns(settings))
+        return _File(file, metadata, np.array(rows, np.int64), columns, has_lists)
+
+    def read(self, group: int) -> pa.Table:
+        """Return a row group, each column in one piece."""
+        path, place = self.input.path, self._place(group)
+        try:
+            with pq.ParquetFile(path, metadata=self.metadata, page_checksum_verification=True) as opened:
+                table = opened.read_row_group(group, columns=self.columns, use_threads=False)
+        except _READ_ERRORS as error:
+            self.input.check(place)
+            what = " ".join(str(error).split())
+            raise DataError(
+                f"{path}: row group {group}, at byte {place:,}, cannot be read ({what}); fetch it again"
+            ) from None
+        self.input.check(place)
+        if table.num_rows != self.group_rows[group]:
+            raise DataError(f"{path}: row group {group} has {table.num_rows} rows, needed {self.group_rows[group]}")
+        return table.combine_chunks()
+
+    def has_page_checksums(self) -> bool:
+        """Return True if the file's first page has one; writers give one to every page, or to none.
+
+        The header is a struct of Thrift's compact protocol: three required i32 (page type, two sizes), then the
+        optional checksum. 0x15 begins an i32 that is the next field; its value is a varint.
+        """
+        start, at = max(0, self._place(0)), 0
+        header = bytes(self.input.read(start, min(start + 32, self.input.num_bytes)))
+        for _ in range(3):
+            at += 1
+            while at < len(header) and header[at] & 0x80:
+                at += 1
+            at += 1
+        return header[at : at + 1] == b"\x15"
+
+    def _place(self, group: int) -> int:
+        """Return the first byte of a row group."""
+        column = self.metadata.row_group(group).column(0)
+        return int(column.dictionary_page_offset or column.data_page_offset)

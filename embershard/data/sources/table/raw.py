@@ -1,0 +1,148 @@
+"""Chunks of columns as they are in a file, and the types of column that each feature may have."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import pyarrow as pa
+from pyarrow import types
+
+from embershard.data.hashing import Ids
+from embershard.data.sources.table.config import TIME_ROWS, TableConfig, TableFeature
+from embershard.errors import DataError
+
+if TYPE_CHECKING:
+    from embershard.data.bad_rows import BadRow
+
+
+@dataclass(frozen=True)
+class RawChunk:
+    """Some rows of a file.
+
+    Attributes:
+        path: of the file.
+        table: the columns that are needed, each in one piece. A file may have no column of labels.
+        places: int64 [n], the number of each row in the chunk, from 0.
+        first_row: number in the file of the chunk's row 0, from 1.
+        bad: rows of the chunk that have no cells, by their number in it.
+    """
+
+    path: Path
+    table: pa.Table
+    places: Ids
+    first_row: int
+    bad: dict[int, BadRow] = field(default_factory=dict)
+
+
+class TableFiles(Protocol):
+    """The files of a source, cut into C chunks that can be read in any order, by several threads.
+
+    Attributes:
+        chunk_file: int64 [C], each chunk's file.
+        chunk_rows: int64 [C], its rows.
+        has_lists: a column that is needed has lists.
+        notes: what the user should know, as sentences.
+    """
+
+    chunk_file: Ids
+    chunk_rows: Ids
+    has_lists: bool
+    notes: tuple[str, ...]
+
+    def read(self, chunk: int, most_bad: int | None) -> RawChunk:
+        """Return a chunk; it may stop once it has found the first `most_bad` rows without cells.
+
+        Raises:
+            DataError: the file has changed, or is damaged.
+        """
+
+
+def needed_columns(settings: TableConfig) -> list[str]:
+    """Return the names of the columns that the features read, each once."""
+    names = [feature.column or name for name, feature in settings.features.items()]
+    return list(dict.fromkeys(names))
+
+
+def check_columns(path: Path, names: Sequence[str], settings: TableConfig, *, needs_labels: bool) -> list[str]:
+    """Return the columns to read of a file that has the columns `names`.
+
+    Raises:
+        DataError: a column is missing; with the name that comes near.
+    """
+    wanted = needed_columns(settings)
+    judging = [*settings.labels, *([] if settings.weight is None else [settings.weight])]
+    wanted += [name for name in judging if needs_labels or name in names]
+    for name in wanted:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"it has: {', '.join(names[:20])}"
+            raise DataError(f"{path}: no column {name!r}; {hint}")
+    return list(dict.fromkeys(wanted))
+
+
+def check_types(path: Path, schema: pa.Schema, settings: TableConfig) -> None:
+    """Raise `DataError` where a Parquet column is not of a type that its feature can be read from."""
+    for name in (*settings.labels, settings.weight):
+        kind = schema.field(name).type if name in schema.names else pa.int8()
+        if not (_is_number(kind) or is_text(kind)):
+            raise DataError(f"{path}: column {name!r} is of type {kind}; needed a number")
+    for name, feature in settings.features.items():
+        column = feature.column or name
+        kind = schema.field(column).type
+        if not _fits(feature, kind):
+            raise DataError(f"{path}: column {column!r} is of type {kind}; needed {_needed(feature)}")
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Return True for lists of any kind."""
+    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Return True for texts, and for the cells of a text file, which are bytes."""
+    if types.is_dictionary(kind):
+        return is_text(kind.value_type)
+    return types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind) or types.is_large_binary(kind)
+
+
+def is_time(kind: pa.DataType) -> bool:
+    """Return True for times and dates."""
+    return types.is_timestamp(kind) or types.is_date(kind)
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    is_plain = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
+    return bool(is_plain or types.is_decimal(kind))
+
+
+def _fits(feature: TableFeature, kind: pa.DataType) -> bool:
+    if feature.kind == "dense" and feature.scale != "days":
+        return _is_number(kind) or is_time(kind) or is_text(kind)
+    if _is_of_times(feature):
+        return is_time(kind) or types.is_integer(kind) or is_text(kind)
+    inner = kind.value_type if is_list(kind) else kind
+    if types.is_dictionary(inner):
+        inner = inner.value_type
+    if feature.mapping == "text":
+        return is_text(inner) or (_is_number(inner) and not types.is_decimal(inner))
+    return bool(types.is_integer(inner)) or is_text(inner)
+
+
+def _is_of_times(feature: TableFeature) -> bool:
+    return feature.mapping in TIME_ROWS or feature.scale == "days"
+
+
+def _needed(feature: TableFeature) -> str:
+    if _is_of_times(feature):
+        return "a time, seconds since 1970, or text"
+    if feature.kind == "dense":
+        return "a number, or text that is one"
+    return (
+        "text or an integer, or a list of them"
+        if feature.mapping == "text"
+        else "integers, texts that are, or lists of them"
+    )

@@ -1,0 +1,318 @@
+"""What a column holds: type, missing values, distinct values, numbers. In one pass, in bounded memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+from pyarrow import types
+
+from embershard.data.hashing import Words, mix64
+from embershard.data.sources.table.decode import MOST_BYTES, MOST_SECONDS, seconds_since_1970, text_words
+from embershard.data.sources.table.raw import is_list, is_text, is_time
+
+#: Hashes that are kept of each column. The estimate of distinct values is exact up to so many, then within 3 %.
+KEPT_HASHES = 4096
+_KEPT_NUMBERS = 1 << 16
+_INTEGER = r"^(0|-?[1-9][0-9]*)$"
+_LONG_INTEGER = r"^-?[1-9][0-9]{15,}$"
+_LAST_EXACT = 2.0**53  #: float64 has every integer up to here
+_NUMBER = r"^-?(0|[1-9][0-9]*)?(\.[0-9]*)?([eE][-+]?[0-9]+)?$"  # 02139 is a code, not a number
+_TIME = r"^\d{4}-\d\d-\d\d([ T]\d\d:\d\d(:\d\d(\.\d{1,6})?)?)?$"
+_ZONED_TIME = r"^\d{4}-\d\d-\d\d[ T]\d\d:\d\d(:\d\d(\.\d{1,6})?)?(Z|[-+]\d\d(:?\d\d)?)$"
+_BOOL = r"^(true|True|TRUE|false|False|FALSE)$"
+_SEPARATORS = ("|", ";")
+#: What other programs write for a missing value.
+_MISSING_WORDS = ["NaN", "nan", "NA", "N/A", "n/a", "null", "NULL", "None"]
+#: Types that texts may have, the first that fits: "unsigned" are integers that int64 does not hold.
+_TYPES = {
+    "integer": pa.int64(),
+    "unsigned": pa.uint64(),
+    "number": pa.float64(),
+    "bool": pa.bool_(),
+    "time": pa.timestamp("us"),
+    "zoned": pa.timestamp("us", "UTC"),
+}
+_PATTERNS = (
+    ({"integer", "unsigned"}, _INTEGER),
+    ({"number"}, _NUMBER),
+    ({"bool"}, _BOOL),
+    ({"time"}, _TIME),
+    ({"zoned"}, _ZONED_TIME),
+)
+SECONDS_PER_DAY = 86400
+
+
+@dataclass
+class DistinctCount:
+    """Estimates the number of distinct values from the smallest of their 64-bit hashes.
+
+    Attributes:
+        kept: the smallest hashes, rising; all of them where there are fewer than `KEPT_HASHES`.
+    """
+
+    kept: Words = field(default_factory=lambda: np.zeros(0, np.uint64))
+
+    def add(self, words: Words) -> None:
+        if len(self.kept) == KEPT_HASHES:
+            words = words[words < self.kept[-1]]
+        self.kept = np.union1d(self.kept, words)[:KEPT_HASHES]
+
+    @property
+    def is_exact(self) -> bool:
+        return len(self.kept) < KEPT_HASHES
+
+    @property
+    def estimate(self) -> int:
+        """Distinct values.
+
+        >>> count = DistinctCount()
+        >>> count.add(mix64(np.arange(100_000, dtype=np.uint64)))
+        >>> 97_000 < count.estimate < 103_000
+        True
+        """
+        if self.is_exact:
+            return len(self.kept)
+        return round((KEPT_HASHES - 1) / (float(self.kept[-1]) / 2.0**64))
+
+
+@dataclass
+class Numbers:
+    """Mean, spread and range of numbers, and an evenly spaced sample of them. `are_days`: as seconds, whole days."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+    least: float = np.inf
+    largest: float = -np.inf
+    are_whole: bool = True
+    are_days: bool = True
+    _sample: list[NDArray[np.float64]] = field(default_factory=list)
+    _step: int = 1
+    _num_sampled: int = 0
+
+    def add(self, numbers: NDArray[np.float64]) -> None:
+        """Add numbers that float32 holds, or times: the squares of larger ones would not be finite."""
+        if not len(numbers):
+            return
+        first = -self.count % self._step
+        total = self.count + len(numbers)
+        change = float(numbers.mean()) - self.mean
+        self.squares += (
+            float(((numbers - numbers.mean()) ** 2).sum()) + change * change * self.count * len(numbers) / total
+        )
+        self.mean += change * len(numbers) / total
+        self.count = total
+        self.least, self.largest = min(self.least, float(numbers.min())), max(self.largest, float(numbers.max()))
+        self.are_whole = self.are_whole and bool((numbers == np.trunc(numbers)).all())
+        self.are_days = self.are_days and not bool((numbers % SECONDS_PER_DAY).any())
+        self._sample.append(numbers[first :: self._step].copy())
+        self._num_sampled += len(self._sample[-1])
+        while self._num_sampled > 2 * _KEPT_NUMBERS:
+            self._sample = [np.concatenate(self._sample)[::2]]
+            self._num_sampled, self._step = len(self._sample[0]), 2 * self._step
+
+    @property
+    def std(self) -> float:
+        return float(np.sqrt(self.squares / self.count)) if self.count else 0.0
+
+    def quantiles(self, parts: int) -> list[float]:
+        """Return the distinct ones of the `parts + 1` quantiles of the sample, rising."""
+        return np.unique(np.quantile(np.concatenate(self._sample), np.linspace(0, 1, parts + 1))).tolist()
+
+    def share_at_least(self, number: float) -> float:
+        """Return the share of the sample that is at least `number`."""
+        return float((np.concatenate(self._sample) >= number).mean())
+
+
+@dataclass
+class ColumnSurvey:
+    """What a column holds.
+
+    Attributes:
+        name: of the column.
+        type: in the file; texts in text files.
+        rows: of the file; `missing` of them have no value.
+        most: values of a row, at most.
+        values: distinct values as `mapping = "text"` takes them; of lists, those in them.
+        ids: the same as "hash" takes them, where all values are integers.
+        numbers: of numbers; of times the seconds since 1970; and of texts that are numbers or times.
+        parts: per separator, the distinct values between it, and in how many cells it is.
+        can_be: of texts: the names of `_TYPES` that all of them fit, but for `missing_words`.
+        missing_words: how many cells are each of `_MISSING_WORDS`, where all others fit a type.
+        refused: numbers that are infinite or too large for float32, which `numbers` has not, and times at
+            `MOST_SECONDS` or farther: bad rows in training.
+        too_long: texts above `MOST_BYTES`, which `values` has not: cells under "", parts under their separator.
+        is_bytes: values are no UTF-8, and nothing else is known of them.
+    """
+
+    name: str
+    type: pa.DataType
+    rows: int = 0
+    missing: int = 0
+    most: int = 0
+    values: DistinctCount = field(default_factory=DistinctCount)
+    ids: DistinctCount = field(default_factory=DistinctCount)
+    numbers: Numbers = field(default_factory=Numbers)
+    parts: dict[str, tuple[DistinctCount, int, int]] = field(default_factory=dict)
+    can_be: set[str] = field(default_factory=lambda: set(_TYPES))
+    missing_words: Counter[str] = field(default_factory=Counter)
+    refused: int = 0
+    too_long: Counter[str] = field(default_factory=Counter)
+    is_bytes: bool = False
+
+    def add(self, column: pa.Array) -> None:
+        """Add some rows."""
+        self.rows += len(column)
+        self.missing += column.null_count
+        if is_list(column.type):
+            self.most = max(self.most, pc.max(pc.list_value_length(column)).as_py() or 0)
+            column = column.flatten()
+        else:
+            self.most = max(self.most, 1)
+        if types.is_dictionary(column.type):
+            column = column.dictionary_decode()
+        column = column.drop_null()
+        if is_text(column.type):
+            self._add_texts(column)
+        elif is_time(column.type):
+            self._add_times(column)
+            self.values.add(
+                mix64(column.cast(pa.timestamp("us"), safe=False).cast(pa.int64()).to_numpy().view(np.uint64))
+            )
+        elif types.is_integer(column.type) or types.is_boolean(column.type):
+            self._add_integers(column)
+        elif types.is_floating(column.type) or types.is_decimal(column.type):
+            numbers = self._add_numbers(column)
+            self.values.add(mix64(numbers.view(np.uint64)))
+
+    def _add_integers(self, column: pa.Array) -> None:
+        self._add_numbers(column)
+        self.values.add(text_words(column)[0])
+        self.ids.add(mix64(column.cast(pa.int64(), safe=False).to_numpy(zero_copy_only=False).view(np.uint64)))
+
+    def _add_texts(self, column: pa.Array) -> None:
+        words, sizes, is_empty = text_words(column)
+        self.missing += int(is_empty.sum())
+        if not len(column) or self.is_bytes:
+            return
+        try:
+            column = column.filter(pa.array(~is_empty)).cast(pa.string())
+        except pa.ArrowInvalid:
+            self.is_bytes = True
+            self.can_be.clear()
+            self.missing_words.clear()
+            return
+        is_short = sizes <= MOST_BYTES
+        self.values.add(words[~is_empty & is_short])
+        self.too_long[""] += int((~is_short).sum())
+        if self.can_be:
+            is_word = pc.is_in(column, value_set=pa.array(_MISSING_WORDS))
+            self.missing_words.update(column.filter(is_word).to_pylist())
+            self._add_typed(column.filter(pc.invert(is_word)))
+        if not self.can_be:
+            self.missing_words.clear()
+            self._add_parts(column)
+
+    def _add_typed(self, column: pa.Array) -> None:
+        """Drop from `can_be` what these texts are not, and add them as what they are."""
+        for kinds, pattern in _PATTERNS:
+            self.can_be -= set() if _all_match(column, pattern) else kinds
+        as_type = {kind: _cast(column, _TYPES[kind]) for kind in self.can_be}
+        self.can_be -= {kind for kind, found in as_type.items() if found is None}
+        longest = column.filter(pc.match_substring_regex(column, _LONG_INTEGER)).cast(pa.float64())
+        if pc.any(pc.greater_equal(pc.abs(longest), _LAST_EXACT)).as_py():
+            self.can_be -= {"number"}
+        found = next((as_type[kind] for kind in _TYPES if kind in self.can_be), None)
+        if found is not None:
+            (self._add_times if is_time(found.type) else self._add_numbers)(found)
+        if self.can_be & {"integer", "unsigned"}:
+            assert found is not None
+            self.ids.add(mix64(found.to_numpy(zero_copy_only=False).view(np.uint64)))
+
+    def _add_parts(self, column: pa.Array) -> None:
+        for separator in _SEPARATORS:
+            count = int(pc.sum(pc.match_substring(column, separator)).as_py() or 0)
+            if not count:
+                continue
+            found, cells, most = self.parts.get(separator, (DistinctCount(), 0, 0))
+            lists = pc.split_pattern(column, separator)
+            words, sizes, is_empty = text_words(lists.flatten())
+            is_short = sizes <= MOST_BYTES
+            found.add(words[~is_empty & is_short])
+            self.too_long[separator] += int((~is_short).sum())
+            self.parts[separator] = found, cells + count, max(most, pc.max(pc.list_value_length(lists)).as_py())
+
+    def _add_numbers(self, column: pa.Array) -> NDArray[np.float64]:
+        numbers: NDArray[np.float64] = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+        is_missing = np.isnan(numbers)
+        with np.errstate(over="ignore"):
+            is_held = np.isfinite(numbers.astype(np.float32))
+        self.missing += int(is_missing.sum())
+        self.refused += int((~is_held & ~is_missing).sum())
+        self.numbers.add(numbers[is_held])
+        return numbers[is_held]
+
+    def _add_times(self, column: pa.Array) -> None:
+        seconds = self._add_numbers(seconds_since_1970(column))
+        self.refused += int((np.abs(seconds) >= MOST_SECONDS).sum())
+
+    @property
+    def present(self) -> int:
+        """Rows with a value."""
+        return self.rows - self.missing
+
+    @property
+    def is_readable(self) -> bool:
+        """False for a type of which no feature is made, and no value is counted."""
+        kind = self.inner
+        if self.is_bytes:
+            return False
+        is_number = types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
+        return is_number or is_text(kind) or is_time(kind) or types.is_boolean(kind) or types.is_null(kind)
+
+    @property
+    def title(self) -> str:
+        """The type in words: `list of string`; of texts that all fit another type, `int64 in text`."""
+        kind = self._stored
+        within = str(kind) if kind == self.inner else f"{self.inner} in text"
+        return f"list of {within}" if is_list(self.type) else within
+
+    @property
+    def inner(self) -> pa.DataType:
+        """The type of a value: of lists, that in them; of texts that all fit one of `_TYPES`, that."""
+        kind = self._stored
+        if is_text(kind) and self.present and not self.missing_words:
+            return next((found for name, found in _TYPES.items() if name in self.can_be), kind)
+        return kind
+
+    @property
+    def _stored(self) -> pa.DataType:
+        kind = self.type.value_type if is_list(self.type) else self.type
+        return kind.value_type if types.is_dictionary(kind) else kind
+
+
+def survey(schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> dict[str, ColumnSurvey]:
+    """Return what each column holds, by name, in order."""
+    found = {each.name: ColumnSurvey(each.name, each.type) for each in schema}
+    for batch in batches:
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            found[name].add(column)
+    return found
+
+
+def _cast(column: pa.Array, kind: pa.DataType) -> pa.Array | None:
+    """Return texts as another type; None where one is too large, or has nothing before its exponent."""
+    try:
+        return column.cast(kind)
+    except pa.ArrowInvalid:
+        return None
+
+
+def _all_match(column: pa.Array, pattern: str) -> bool:
+    return bool(pc.all(pc.match_substring_regex(column, pattern), min_count=0).as_py())

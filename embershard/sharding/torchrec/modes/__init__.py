@@ -1,0 +1,1 @@
+"""What travels between ranks other than pooled embeddings: distinct rows, hot rows, data-parallel tables."""

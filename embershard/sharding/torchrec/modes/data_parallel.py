@@ -1,0 +1,202 @@
+"""Data-parallel tables: every rank looks its own samples up, in a cache that is the same on all ranks.
+
+The caches are planned alike because they see the same ids: those of all ranks, which are exchanged ahead of the batch.
+A rank pools its own samples' rows. The backward adds up each row's gradients over the ranks, in rank order, and all
+ranks apply the same update to the same rows, so that the caches stay equal bit for bit.
+
+```text
+  a batch's ids ──▶ distinct ids ──▶ those of all ranks ──▶ slots: the same plan on every rank
+        │                                                       │
+        └──▶ bags over the rows ◀── this rank's rows ◀──────────┘ no row travels; gradients do
+```
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
+from torchrec.distributed.embedding_types import ShardingType
+from torchrec.distributed.types import Awaitable, NoWait
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from embershard.cache.change_guard import CopiesGuard
+from embershard.errors import ConfigError
+from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
+from embershard.sharding.torchrec.lookups import SEQUENCE_SHARDINGS
+from embershard.sharding.torchrec.modes.distinct_ids import DistinctIds
+from embershard.sharding.torchrec.modes.replicated_rows import trained_alike
+from embershard.sharding.torchrec.modes.rows_exchange import ExchangesRows, RowsContext
+from embershard.sharding.torchrec.spec import CACHED_KERNEL
+
+
+@dataclass
+class Union:
+    """The distinct ids of all ranks in a batch, U in all, in the same order on every rank.
+
+    Attributes:
+        own: int64 [M], the places of this rank's M distinct ids among them; None until the ids have arrived.
+    """
+
+    own: Tensor | None = None
+
+
+class UnionInput(nn.Module):
+    """Gives every rank the distinct ids of all ranks.
+
+    Attributes:
+        union: of the newest batch.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self._group = group
+        self.union = Union()
+
+    def forward(self, distinct: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
+        """Tell the ranks how many ids of each key this rank has."""
+        self.union = Union()
+        return _Counts(self._group, distinct, self.union)
+
+
+class _Counts(Awaitable[Awaitable[KeyedJaggedTensor]]):
+    """The number of distinct ids of each key on each rank; then sends the ids."""
+
+    def __init__(self, group: dist.ProcessGroup, distinct: KeyedJaggedTensor, union: Union) -> None:
+        super().__init__()
+        self._group, self._distinct, self._union = group, distinct, union
+        ranks = dist.get_world_size(group)
+        sent = torch.tensor(distinct.length_per_key()).repeat(ranks)
+        self._counts = torch.empty_like(sent)
+        self._work: Any = dist.all_to_all_single(self._counts, sent, group=group, async_op=True)
+
+    def _wait_impl(self) -> Awaitable[KeyedJaggedTensor]:
+        self._work.wait()
+        counts = self._counts.view(dist.get_world_size(self._group), -1).tolist()
+        return _Ids(self._group, self._distinct, counts, self._union)
+
+
+class _Ids(Awaitable[KeyedJaggedTensor]):
+    """The ids of all ranks, as one bag per key.
+
+    Args:
+        counts: distinct ids by rank and key.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, distinct: KeyedJaggedTensor, counts: list[list[int]], union: Union
+    ) -> None:
+        super().__init__()
+        self._distinct, self._counts, self._union = distinct, counts, union
+        self._rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        ids = distinct.values().int()  # a cache numbers its rows by 31 bits
+        from_each = [sum(of_rank) for of_rank in counts]
+        self._ids = ids.new_empty(sum(from_each))
+        self._work: Any = dist.all_to_all_single(
+            self._ids, ids.repeat(ranks), from_each, [ids.numel()] * ranks, group=group, async_op=True
+        )
+
+    def _wait_impl(self) -> KeyedJaggedTensor:
+        self._work.wait()
+        by_key = list(itertools.chain.from_iterable(zip(*self._counts, strict=True)))  # of each key, rank after rank
+        parts = self._ids.split(list(itertools.chain.from_iterable(self._counts)))  # of each rank, key after key
+        num_keys = len(self._distinct.keys())
+        ids = torch.cat([part for key in range(num_keys) for part in parts[key::num_keys]]).long()
+        found = DistinctIds.of(ids, [sum(of_key) for of_key in zip(*self._counts, strict=True)])
+        self._union.own = torch.cat(found.inverse.split(by_key)[self._rank :: len(self._counts)])
+        return KeyedJaggedTensor(
+            keys=self._distinct.keys(),
+            values=found.ids,
+            lengths=torch.tensor(found.counts, dtype=self._distinct.lengths().dtype),
+            stride=1,
+            length_per_key=found.counts,
+        )
+
+
+class UnionOutput(nn.Module):
+    """Takes this rank's rows out of those of all ranks.
+
+    Args:
+        group: of the ranks.
+        pools: that are looked up in, which get the guard of their copies.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, pools: Sequence[CachedTableBatchedEmbeddings]) -> None:
+        super().__init__()
+        self._group = group
+        tables = ", ".join(table for pool in pools for table in pool.cache.tables)
+        self._guard = CopiesGuard(f"rank {dist.get_rank(group)}, data-parallel tables {tables}")
+        for pool in pools:
+            pool.copies_guard = self._guard
+
+    def forward(self, rows: Tensor, context: RowsContext) -> Awaitable[Tensor]:
+        """Return rows [M, D] of this rank's distinct ids, of rows [U, D]. The backward is collective."""
+        own = context.union.own
+        assert own is not None, "the batch's ids have arrived"
+
+        def train(_: Tensor, gradients: Tensor) -> None:  # of all rows: each is some rank's
+            rows.backward(gradients)
+
+        return NoWait(trained_alike(rows.index_select(0, own), own, self._group, self._guard, train))
+
+
+class _OfAllRanks:
+    """Overrides of TorchRec's row-wise sharding of sequences."""
+
+    def create_lookup(self, *args: Any, **kwargs: Any) -> Any:
+        lookup = super().create_lookup(*args, **kwargs)  # type: ignore[misc]
+        self._pools = [kernel.emb_module for kernel in lookup._emb_modules]
+        return lookup
+
+    def create_input_dist(self, device: torch.device | None = None) -> UnionInput:
+        return UnionInput(self._pg)  # type: ignore[attr-defined]
+
+    def create_output_dist(self, device: torch.device | None = None) -> UnionOutput:
+        return UnionOutput(self._pg, self._pools)  # type: ignore[attr-defined]
+
+
+_RowWise: Any = SEQUENCE_SHARDINGS[ShardingType.ROW_WISE.value]
+
+
+class _DataParallel(ExchangesRows, _OfAllRanks, _RowWise):  # type: ignore[misc]
+    """To TorchRec the tables are sharded row-wise: a rank's shard are the rows that it writes and saves."""
+
+
+class DataParallelShardingInfo(EmbeddingShardingInfo):
+    """A table that every rank caches alike."""
+
+
+def group_data_parallel(
+    infos: dict[str, list[EmbeddingShardingInfo]],
+) -> dict[str, list[EmbeddingShardingInfo]]:
+    """Group tables by their columns: each group has one exchange of ids.
+
+    Raises:
+        ConfigError: a table is not sharded row-wise behind a cache.
+    """
+    grouped: dict[str, list[EmbeddingShardingInfo]] = {}
+    for kind, members in infos.items():
+        for info in members:
+            table, kernel = info.embedding_config, info.param_sharding.compute_kernel
+            if (kind, kernel) != (ShardingType.ROW_WISE.value, CACHED_KERNEL):
+                raise ConfigError(
+                    f'table {table.name!r}: mode "data_parallel" with sharding {kind!r} and compute kernel {kernel!r}; '
+                    f'needed "row_wise" and {CACHED_KERNEL!r}, which say who writes its rows. Make the plan with '
+                    "plan_sharding and this sharder"
+                )
+            key = f"{kind}, data-parallel, of {table.embedding_dim}"
+            grouped.setdefault(key, []).append(DataParallelShardingInfo(**vars(info)))
+    return grouped
+
+
+def data_parallel_sharding(
+    infos: Sequence[EmbeddingShardingInfo], env: Any, device: torch.device | None, codecs: Any
+) -> EmbeddingSharding[Any, Any, Any, Any]:
+    """Return the sharding of one of the groups that :func:`group_data_parallel` made."""
+    return _DataParallel(sharding_infos=infos, env=env, device=device, qcomm_codecs_registry=codecs)

@@ -1,0 +1,1 @@
+"""TorchRec's planner, set up with the costs and limits of caches."""

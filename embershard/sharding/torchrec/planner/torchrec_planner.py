@@ -1,0 +1,271 @@
+"""Sharding plans with cached tables from TorchRec's own planner, also on a CPU, without a process group."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel, ShardingType
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner.stats import NoopEmbeddingStats
+from torchrec.distributed.planner.types import PlannerError, ShardingOption
+from torchrec.distributed.types import CacheParams, ModuleSharder, ShardingPlan
+from torchrec.modules.embedding_configs import PoolingType
+
+from embershard.errors import ShardingError
+from embershard.machine import host_memory
+from embershard.sharding.torchrec.empty_groups import check_groups
+from embershard.sharding.torchrec.planner.partitioner import PoolRowsPartitioner
+from embershard.sharding.torchrec.planner.proposals import OrderedEnumerator, distinct_types, proposers
+from embershard.sharding.torchrec.sharders import has_cache
+from embershard.sharding.torchrec.spec import CACHED_KERNEL
+from embershard.units import size
+
+_FUSED = EmbeddingComputeKernel.FUSED.value
+_DENSE = EmbeddingComputeKernel.DENSE.value
+_DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
+_MOST_PLACED_SHARDS = 100_000  # by one proposer: a second of a run's start, for hundreds of tables
+#: In place of TorchRec's 128 GB per rank: rows may be in files, or made when they are used.
+_HOST_BYTES = 2**50
+_ONLY_ON_REQUEST = (_DATA_PARALLEL, ShardingType.GRID_SHARD.value)
+
+
+def plan_sharding(
+    model: nn.Module,
+    sharders: Sequence[ModuleSharder],
+    *,
+    world_size: int,
+    local_world_size: int,
+    device: torch.device | str,
+    constraints: Mapping[str, ParameterConstraints] | None = None,
+    batch_size: int = 512,
+) -> ShardingPlan:
+    """Make a TorchRec plan in which the cached sharders' tables are cached. Deterministic: every rank may call it.
+
+    >>> from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+    >>> from embershard import CachedEmbeddingBagCollectionSharder as Sharder
+    >>> table = EmbeddingBagConfig(name="clicks", embedding_dim=8, num_embeddings=1000, feature_names=["click"])
+    >>> model = nn.ModuleDict({"bags": EmbeddingBagCollection([table], device=torch.device("meta"))})
+    >>> plan = plan_sharding(model, [Sharder()], world_size=2, local_world_size=2, device="cpu")
+    >>> plan.plan["bags"]["clicks"].compute_kernel
+    'fused_uvm_caching'
+
+    Args:
+        model: not yet sharded; its embedding modules may be on the meta device.
+        sharders: the sharders for `DistributedModelParallel`.
+        world_size, local_world_size, device: ranks in all and per node, and the training's device: its type matters.
+        constraints: per table. A table without `compute_kernels` is cached if its sharder caches; `["fused"]` keeps it
+            whole on the device. Data-parallel and grid sharding are used only where a constraint asks for them.
+            `cache_params.load_factor` sets a table's own share of slots.
+        batch_size: per rank, for the planner's cost model.
+
+    Raises:
+        ShardingError: constraints, memory, what a cache can number, or FBGEMM on a CPU leave no plan for named tables.
+    """
+    if not 1 <= local_world_size <= world_size:
+        raise ShardingError(f"world_size={world_size} and local_world_size={local_world_size} do not fit together")
+    device_type, tables = torch.device(device).type, shardable_tables(model, sharders)
+    _warn_of_memory(tables, device_type, local_world_size / world_size)
+    wanted = _constraints(constraints or {}, tables, device_type)
+    cached = {t: c for t, c in wanted.items() if CACHED_KERNEL in (c.compute_kernels or ())}
+    as_fused = cached if device_type == "cpu" else {}  # TorchRec has no bandwidth of cached tables on a CPU
+    planned_as = _by_name({t: _as_fused(c) if t in as_fused else c for t, c in wanted.items()})
+    topology = Topology(world_size, device_type, local_world_size=local_world_size, **_capacities(device_type))
+    ours = {(table.path, table.name) for table in cached if has_cache(table.sharder)}
+    partitioner = PoolRowsPartitioner(_pool_of(ours, _FUSED if as_fused else CACHED_KERNEL))
+    plan = _plan(model, sharders, topology, batch_size, planned_as, tables, partitioner)
+    for table, constraint in as_fused.items():
+        param = plan.plan[table.path][table.name]  # type: ignore[index]
+        param.compute_kernel, param.cache_params = CACHED_KERNEL, constraint.cache_params
+    for path, params in plan.plan.items():
+        check_groups(model.get_submodule(path), params, device_type)  # type: ignore[arg-type]
+    return plan
+
+
+def _plan(
+    model: nn.Module,
+    sharders: Sequence[ModuleSharder],
+    topology: Topology,
+    batch_size: int,
+    constraints: dict[str, ParameterConstraints],
+    tables: Sequence[ShardableTable],
+    partitioner: PoolRowsPartitioner,
+) -> ShardingPlan:
+    """Plan with fewer kinds of sharding, so that tables share caches; if that fails, with all that are allowed."""
+    sizes = {table.name: (table.weight.shape[0], table.weight.shape[1]) for table in tables}
+    fewer = {name: distinct_types(constraint, *sizes[name], topology) for name, constraint in constraints.items()}
+    try:
+        return _plan_with(model, sharders, topology, batch_size, fewer, partitioner)
+    except ShardingError:
+        if fewer == constraints:
+            raise
+        # Tables that are sharded in different ways share no cache, and a cache numbers only so many rows.
+        return _plan_with(model, sharders, topology, batch_size, constraints, partitioner)
+
+
+def _plan_with(
+    model: nn.Module,
+    sharders: Sequence[ModuleSharder],
+    topology: Topology,
+    batch_size: int,
+    constraints: dict[str, ParameterConstraints],
+    partitioner: PoolRowsPartitioner,
+) -> ShardingPlan:
+    num_tables = len(shardable_tables(model, sharders))
+    planner = EmbeddingShardingPlanner(
+        topology=topology,
+        batch_size=batch_size,
+        enumerator=OrderedEnumerator(topology, batch_size=batch_size, constraints=constraints),
+        proposer=proposers(num_tables, topology.world_size, _MOST_PLACED_SHARDS),
+        partitioner=partitioner,
+        constraints=constraints,
+        stats=NoopEmbeddingStats(),
+        debug=False,
+    )
+    what = f"{num_tables} tables on {topology.world_size} ranks"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # TorchRec's advice about its own storage estimate
+            return planner.plan(model, list(sharders))
+    except (PlannerError, RuntimeError, ValueError) as error:  # some constraints fail inside the planner
+        if partitioner.refused:
+            raise ShardingError(
+                f"no sharding plan for {what}: {partitioner.refused}. Use more ranks, let tables be cut by rows "
+                "(row_wise), or give them fewer rows (hash their ids into fewer)"
+            ) from error
+        raise ShardingError(f"no sharding plan for {what}: {error}") from error
+
+
+def _constraints(
+    given: Mapping[str, ParameterConstraints], tables: Sequence[ShardableTable], device_type: str
+) -> dict[ShardableTable, ParameterConstraints]:
+    known = {table.name for table in tables}
+    if unknown := sorted(set(given) - known):
+        raise ShardingError(f"constraints name tables {unknown}, which no sharder shards; tables are {sorted(known)}")
+    return {table: _constraint(given.get(table.name), table, device_type) for table in tables}
+
+
+def _pool_of(tables: Collection[tuple[str, str]], kernel: str) -> Callable[[ShardingOption], Hashable | None]:
+    """Return the key of the cache that a table shares, as TorchRec groups tables.
+
+    `tables`, by path and name, are cached where they are planned with this compute kernel.
+    """
+
+    poolings: dict[str, dict[str, PoolingType]] = {}  # by path and name: found once, and asked for every proposal
+
+    def pool_of(option: ShardingOption) -> Hashable | None:
+        if (option.path, option.name) not in tables or option.compute_kernel != kernel:
+            return None
+        path, module = option.module
+        if path not in poolings:
+            configs = module.embedding_bag_configs() if option.is_pooled else ()  # type: ignore[operator]
+            poolings[path] = {config.name: config.pooling for config in configs}
+        return path, option.tensor.dtype, poolings[path].get(option.name)
+
+    return pool_of
+
+
+def _capacities(device_type: str) -> dict[str, int]:
+    """Return the memory of this GPU, in bytes: TorchRec assumes 32 GB, and finds no plan for tables that would fit; and
+    host memory that limits nothing."""
+    found = {"ddr_cap": _HOST_BYTES}
+    if device_type == "cuda" and torch.cuda.is_available():
+        found["hbm_cap"] = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return found
+
+
+def _warn_of_memory(tables: Sequence[ShardableTable], device_type: str, share: float) -> None:
+    """Warn if this machine's share of the tables that are written to host memory at once does not fit there."""
+    num_bytes = dict.fromkeys((table.name for table in tables), 0)
+    for table in tables:
+        if table.sharder.fills_host_memory if has_cache(table.sharder) else device_type == "cpu":
+            num_bytes[table.name] += table.weight.numel() * table.weight.element_size()
+    needed, memory = round(sum(num_bytes.values()) * share), host_memory()
+    if needed > memory.available_bytes:
+        largest = max(num_bytes, key=num_bytes.__getitem__)
+        warnings.warn(
+            f"the tables' weights alone take {size(needed)} on this machine, and {size(memory.available_bytes)} are "
+            f"available ({memory.limit}); the largest is {largest!r} with {size(num_bytes[largest])} in all. The "
+            'system ends processes that take more. Use CacheConfig(host="mmap"), more machines, tables of '
+            "fewer rows, or init_seed=..., with which rows take memory when they are first used",
+            stacklevel=3,
+        )
+
+
+@dataclass(frozen=True)
+class ShardableTable:
+    """A table of one module. Tables of different modules may share a name."""
+
+    path: str
+    name: str
+    sharder: ModuleSharder
+    weight: nn.Parameter = field(compare=False, repr=False)
+
+
+def shardable_tables(model: nn.Module, sharders: Sequence[ModuleSharder]) -> list[ShardableTable]:
+    """Return every table that one of the sharders will shard, in the order of the modules."""
+    by_type = {sharder.module_type: sharder for sharder in sharders}
+    return [
+        ShardableTable(path, name, by_type[type(module)], weight)
+        for path, module in model.named_modules()
+        if type(module) in by_type
+        for name, weight in by_type[type(module)].shardable_parameters(module).items()
+    ]
+
+
+def _constraint(given: ParameterConstraints | None, table: ShardableTable, device_type: str) -> ParameterConstraints:
+    """Add our defaults to the user's constraint: cached if the sharder caches, sharded rather than replicated."""
+    constraint = copy.deepcopy(given) if given is not None else ParameterConstraints()
+    replicated = constraint.sharding_types == [_DATA_PARALLEL]
+    if constraint.sharding_types is None:
+        types = table.sharder.sharding_types(device_type)
+        constraint.sharding_types = [t for t in types if t not in _ONLY_ON_REQUEST]
+    caches = has_cache(table.sharder)
+    if caches and constraint.compute_kernels is None:
+        constraint.compute_kernels = [_DENSE] if replicated else [CACHED_KERNEL]
+    if CACHED_KERNEL in (constraint.compute_kernels or ()):
+        constraint.sharding_types = [kind for kind in constraint.sharding_types if kind != _DATA_PARALLEL]
+        if not constraint.sharding_types:
+            raise ShardingError(
+                f"table {table.name!r}: sharding type 'data_parallel' with compute kernel {CACHED_KERNEL!r}; copies on "
+                f"every rank have no cache. Needed kernel {_DENSE!r} or {_FUSED!r}, or another sharding type"
+            )
+        if device_type == "cpu" and not caches:
+            raise ShardingError(
+                f"table {table.name!r}: compute kernel {CACHED_KERNEL!r} on CPU needs one of embershard's cached "
+                f"sharders, its sharder is {type(table.sharder).__name__}"
+            )
+        if device_type != "cpu" and constraint.cache_params is None and caches:
+            ratio = table.sharder.cache.slot_ratio  # TorchRec's cost model wants to know it
+            constraint.cache_params = None if ratio is None else CacheParams(load_factor=ratio)
+    return constraint
+
+
+def _as_fused(constraint: ParameterConstraints) -> ParameterConstraints:
+    fused = copy.deepcopy(constraint)
+    fused.compute_kernels = [_FUSED]
+    fused.cache_params = None
+    return fused
+
+
+def _by_name(constraints: Mapping[ShardableTable, ParameterConstraints]) -> dict[str, ParameterConstraints]:
+    """Merge the constraints of tables that share a name: TorchRec's planner knows tables by name alone."""
+    named: dict[str, ParameterConstraints] = {}
+    for table, constraint in constraints.items():
+        first = named.setdefault(table.name, constraint)
+        if first.compute_kernels is None:
+            named[table.name] = constraint
+        elif constraint.compute_kernels not in (None, first.compute_kernels):
+            raise ShardingError(
+                f"two tables are named {table.name!r} and want different kernels ({first.compute_kernels} and "
+                f"{constraint.compute_kernels}); TorchRec plans by name, so rename one"
+            )
+        if first.sharding_types != constraint.sharding_types:
+            both = [t for t in first.sharding_types or [] if t in (constraint.sharding_types or [])]
+            named[table.name] = copy.copy(named[table.name])
+            named[table.name].sharding_types = both
+    return named

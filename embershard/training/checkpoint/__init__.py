@@ -1,0 +1,1 @@
+"""What a run saves, compares and goes on from."""

@@ -1,0 +1,270 @@
+"""What must be the same when a run goes on from a checkpoint, and what may change."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from embershard.data import Schema
+from embershard.data.config import DataKind
+from embershard.data.sources.fingerprint import FileIdentity, identify_files
+from embershard.decoding import toml
+from embershard.errors import ConfigError
+from embershard.models import model_tables, table_name
+from embershard.models.own_model import source_digest
+from embershard.training.config import RunConfig
+
+BATCH, SEED = "train.global_batch_size", "data.seed"
+#: Whether batches are packed of hot and cold samples, and of which; "plain": they are not.
+ORDER, PLAIN = "data.order", "plain"
+FEATURES, LABELS = "data.table.features", "data.table.label"
+#: The file that defines a model of one's own. Not compared where a trained model scores: its weights must fit.
+SOURCE = "model.source"
+_FILES = ("data.files", "data.eval_files")
+_MOST_FILES_SHOWN = 5
+
+
+def _names(section: str, names: str) -> set[str]:
+    return {f"{section}.{name}" for name in names.split()}
+
+
+#: Settings that change the meaning or the order of the data, or the arithmetic of training. Checkpoints have their
+#: values, and a resume compares them.
+COMPARED = frozenset(
+    _names("data", "kind eval_fraction seed shuffle chunk_rows shuffle_window")
+    | _names("data.synthetic", "num_samples scale num_dense bag_sizes drift locality correlation rarity_logit signal")
+    | _names("data.synthetic", "click_rate")
+    | _names("data.criteo", "num_rows id_mapping dense_transform")
+    | _names("data.avazu", "num_rows")
+    | _names("data.parquet", "dense sparse num_rows label id_mapping dense_transform max_bag_size")
+    | _names("data.table", "features label task label_at_least label_mean label_weights weight")
+    | _names("data.table", "separator columns quoted null_values max_bag_size")
+    | _names("model", "arch embedding_dim dense_arch_layer_sizes over_arch_layer_sizes table_dtype")
+    | _names("model", "dcn_num_layers dcn_low_rank_dim target history history_layer_sizes build options")
+    | _names("sharding", "forward_dtype backward_dtype")
+    | _names("embedding_optimizer", "kind lr eps weight_decay betas")
+    | _names("dense_optimizer", "kind lr eps weight_decay betas clip_norm")
+    | _names("schedule", "warmup_steps decay decay_start decay_steps floor")
+    | _names("train", "global_batch_size seed init precision")
+)
+
+#: Settings that are compared by what they lead to: files by name, size and content; the samples of all ranks' step; the
+#: order of the samples in the mode "hot_cold".
+COMPARED_AS = {
+    "data.path": "data.files",
+    "data.criteo.files": "data.files",
+    "data.avazu.files": "data.files",
+    "data.parquet.files": "data.files",
+    "data.table.files": "data.files",
+    "data.eval_path": "data.eval_files",
+    "train.batch_size": BATCH,
+    "sharding.mode": ORDER,
+    "sharding.hot_bytes": ORDER,
+}
+
+#: Settings that may change on a resume: where and how fast it trains, for how long, what it reports and saves. Caches,
+#: plans and placements train the same rows by the same arithmetic; an epoch's order does not depend on the others.
+#: (In the mode "hot_cold" it depends on the profile: `ORDER` is compared.) So with `data.bad_rows`: rows that were
+#: trained on are as good as before, and a run that a bad row stopped can go on.
+FREE = frozenset(
+    _names("data", "num_workers prefetch_batches bad_rows")
+    | _names("cache", "ratio device_bytes policy warmup host host_dir transfer slot_map overflow decay enabled")
+    | _names("look_ahead", "lookahead prefetch")
+    | _names("model", "folder")
+    | _names("profile", "path samples")
+    | _names("sharding", "plan exchange")
+    | _names("train", "epochs max_steps eval_every log_every on_non_finite device")
+    | _names("checkpoint", "every_steps at_end keep_last on_failed_save asynchronous")
+    | _names("tracking", "trackers project prometheus_port prometheus_host")
+)
+
+
+#: Beginnings of the settings that say what a model's weights and inputs mean. Samples of any kind that it scores must
+#: have the same values of them; the label's name, the size of bags and the form of text files may be others.
+_MEANING = (
+    *("data.kind", "data.criteo.", "data.avazu.", "data.parquet.", "data.synthetic.scale", "data.synthetic.num_dense"),
+    *("data.table.features", "data.table.task", "model."),
+)
+_NO_MEANING = ("data.parquet.label", "data.parquet.max_bag_size")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A difference between a saved run and the one that goes on from it.
+
+    Attributes:
+        key: the setting.
+        saved, now: its values, as text.
+        step: of the checkpoint after which it applies, once it was allowed.
+    """
+
+    key: str
+    saved: str
+    now: str
+    step: int | None = None
+
+
+def tables_of(config: RunConfig, schema: Schema) -> dict[str, tuple[int, int]]:
+    """Return the rows and the dim of every table, by its feature where it is named after one, else by its name."""
+    tables = model_tables(config.model, schema)
+    named = {table_name(feature): feature for table in tables for feature in table.features}
+    return {named.get(table.name, table.name): (table.num_rows, table.dim) for table in tables}
+
+
+def identity_of(config: RunConfig, world_size: int, hot_samples: str | None = None) -> dict[str, Any]:
+    """Return the values of all settings that are compared, as JSON values by name. Reads some bytes of every file.
+
+    Args:
+        hot_samples: digest of the hot samples, in the mode "hot_cold".
+
+    The settings of other kinds of data than `data.kind` are left out: they have no effect.
+    """
+    values = _compared(config)
+    values |= {f"data.{name}": files for name, files in identify_files(config.data).items()}
+    values[BATCH] = global_batch(config, world_size)
+    if config.model.build is not None:
+        values[SOURCE] = source_digest(config.model)[:12]
+    values[ORDER] = PLAIN if hot_samples is None else f"hot_cold {hot_samples[:12]}"
+    return _as_saved(values)
+
+
+def meaning_of(config: RunConfig) -> dict[str, Any]:
+    """Return the values of the settings that say what a model's weights, inputs and outputs mean, as JSON values by
+    name. One output means the label, whatever that is called; of several, each has its label's name."""
+    values = _compared(config)
+    kept = {k: v for k, v in values.items() if k.startswith(_MEANING) and k not in _NO_MEANING}
+    return _as_saved({**kept, LABELS: values[LABELS]} if LABELS in values else kept)
+
+
+def labels_change(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Return True if the outputs of a model have other labels now than in `saved`; the label of one may be renamed."""
+    before, after = ([names] if isinstance(names, str) else names for names in (saved.get(LABELS), now.get(LABELS)))
+    return before is not None and after is not None and before != after and max(len(before), len(after)) > 1
+
+
+def _compared(config: RunConfig) -> dict[str, Any]:
+    other_kinds = tuple(f"data.{kind}." for kind in get_args(DataKind) if kind != config.data.kind)
+    return {key: _value(config, key) for key in sorted(COMPARED) if not key.startswith(other_kinds)}
+
+
+def _as_saved(values: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(json.dumps(values, default=_non_defaults))
+    return found
+
+
+def _non_defaults(section: Any) -> dict[str, Any]:
+    """Return what a feature's settings say; a setting that a later version adds makes no difference."""
+    fields = dataclasses.fields(section)
+    return {each.name: value for each in fields if (value := getattr(section, each.name)) != each.default}
+
+
+def global_batch(config: RunConfig, world_size: int) -> int:
+    """Return the samples per step of all ranks."""
+    return config.train.rank_batch_size(world_size) * world_size
+
+
+def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """Return the differences between two identities; what only one of them has is not compared.
+
+    >>> changes({"data.seed": 1}, {"data.seed": 2, "data.shuffle": True})
+    [Change(key='data.seed', saved='1', now='2', step=None)]
+    """
+    found: list[Change] = []
+    for key in sorted(saved.keys() & now.keys()):
+        if key in _FILES:
+            found += _changed_files(key, saved[key], now[key])
+        elif key == FEATURES:
+            found += _changed_features(key, saved[key], now[key])
+        elif saved[key] != now[key]:
+            found.append(Change(key, _text(saved[key]), _text(now[key])))
+    return found
+
+
+def check_keys(keys: Sequence[str]) -> None:
+    """Raise unless all `keys` are settings whose change can be allowed.
+
+    >>> check_keys(["data.shufle"])
+    Traceback (most recent call last):
+    embershard.errors.ConfigError: --allow-change data.shufle: no such setting is compared. Did you mean data.shuffle?
+    """
+    known = sorted({*COMPARED, *COMPARED_AS.values(), SOURCE})
+    for key in keys:
+        if key in COMPARED_AS:
+            raise ConfigError(f"--allow-change {key}: it is compared as {COMPARED_AS[key]}. Allow that.")
+        if key in FREE:
+            raise ConfigError(f"--allow-change {key}: it may change without being allowed. Leave it out.")
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"Did you mean {close[0]}?" if close else f"These are: {', '.join(known)}."
+            raise ConfigError(f"--allow-change {key}: no such setting is compared. {hint}")
+
+
+def refusal(found: Sequence[Change]) -> str:
+    """Return a table of changes, and what to do about them.
+
+    >>> print(refusal([Change("data.shuffle", "true", "false")]))
+      setting       saved  now
+      data.shuffle  true   false
+    Set back what should not change (--set data.shuffle=true), or allow it: --allow-change data.shuffle
+    """
+    rows = [("setting", "saved", "now"), *((change.key, change.saved, change.now) for change in found)]
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    table = [f"  {key:{widths[0]}}  {saved:{widths[1]}}  {now}" for key, saved, now in rows]
+    back = [_set_back(change) for change in found if change.key not in (*_FILES, ORDER, SOURCE, FEATURES)]
+    back += ["the features"] if any(change.key == FEATURES for change in found) else []
+    back += (
+        ["sharding.mode, sharding.hot_bytes and the profile"] if any(change.key == ORDER for change in found) else []
+    )
+    back += ["the file of model.build"] if any(change.key == SOURCE for change in found) else []
+    back += ["the files that it trained on"] if any(change.key in _FILES for change in found) else []
+    allowed = [f"--allow-change {key}" for key in dict.fromkeys(change.key for change in found)]
+    advice = f"Set back what should not change ({', '.join(back)}), or allow it: {' '.join(allowed)}"
+    return "\n".join([*table, advice])
+
+
+def _set_back(change: Change) -> str:
+    alone = "--set train.batch_size=none " if change.key == BATCH else ""  # one of the two decides
+    return f"{alone}--set {shlex.quote(f'{change.key}={change.saved}')}"
+
+
+def _value(config: RunConfig, key: str) -> Any:
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _text(value: Any) -> str:
+    return "none" if value is None else toml(value)
+
+
+def _changed_files(key: str, saved: Sequence[Sequence[Any]], now: Sequence[Sequence[Any]]) -> list[Change]:
+    """Return a change per file that differs, the first few of them."""
+    was, new = ({file.name: file for file in (FileIdentity(*each) for each in files)} for files in (saved, now))
+    names = [name for name in sorted(was.keys() | new.keys()) if was.get(name) != new.get(name)]
+    found = [Change(key, _file_text(was.get(name)), _file_text(new.get(name))) for name in names[:_MOST_FILES_SHOWN]]
+    more = len(names) - len(found)
+    return [*found, Change(key, f"{more} more files", "")] if more else found
+
+
+def _changed_features(key: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """Return a change per feature that differs; or one, where they come in another order."""
+    if [*saved] != [*now] and saved == now:
+        return [Change(key, _text([*saved]), _text([*now]))]
+    names = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
+    return [Change(key, _feature_text(name, saved), _feature_text(name, now)) for name in names]
+
+
+def _feature_text(name: str, features: Mapping[str, Any]) -> str:
+    if name not in features:
+        return f"no {name}"
+    return f"{name} = {{{', '.join(f'{key} = {_text(value)}' for key, value in features[name].items())}}}"
+
+
+def _file_text(file: FileIdentity | None) -> str:
+    return "no file" if file is None else f"{file.name}: {file.num_bytes:,} bytes, sha256 {file.sha256[:8]}"

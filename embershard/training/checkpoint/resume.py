@@ -1,0 +1,87 @@
+"""Which checkpoint a run goes on from: the newest valid one, or the one asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from embershard.distributed import complete_checkpoints, set_aside
+from embershard.distributed.checkpoint.load import newest_valid
+from embershard.errors import CheckpointError, InvalidCheckpointError
+from embershard.training.checkpoint.comparison import Comparison
+from embershard.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a run was resumed from.
+
+    Attributes:
+        checkpoint: None when there was none, and the run starts at its beginning.
+        is_verified: False for a checkpoint without a manifest.
+        skipped: why newer checkpoints were not used, as sentences without a full stop.
+        set_aside: new names of the checkpoints after it.
+        comparison: of its settings with those of the run that goes on; None without a checkpoint.
+    """
+
+    checkpoint: Path | None = None
+    is_verified: bool = True
+    skipped: tuple[str, ...] = ()
+    set_aside: tuple[str, ...] = ()
+    comparison: Comparison | None = None
+
+
+def checkpoints_for(folder: Path, step: int | None) -> list[Path]:
+    """Return the complete checkpoints in `folder`, oldest first; with `step`, the one of that.
+
+    Raises:
+        CheckpointError: there is none of `step`.
+    """
+    found = complete_checkpoints(folder)
+    candidates = [path for path in found if step is None or path.name == f"step_{step}"]
+    if step is not None and not candidates:
+        there = ", ".join(path.name for path in found) or "no complete checkpoint"
+        raise CheckpointError(f"{folder}: no checkpoint of step {step}; there is {there}.")
+    return candidates
+
+
+def resume_run(
+    trainer: Trainer,
+    *,
+    step: int | None = None,
+    allow_unverified: bool = False,
+    allow_changes: Collection[str] = (),
+) -> Resumed:
+    """Resume from the newest valid checkpoint, or from that of `step`. All ranks call it, and agree.
+
+    Checkpoints after that one are renamed: the run saves under their names again.
+
+    Args:
+        step: only this one; an invalid one is an error then.
+        allow_unverified: also take checkpoints without a manifest.
+        allow_changes: settings that may have other values than in the checkpoint.
+
+    Raises:
+        InvalidCheckpointError: no checkpoint is valid, or that of `step` is not.
+        CheckpointError: there is none of `step`, or the one to use is of another model or run.
+    """
+    folder, ranks = trainer.checkpoints, trainer.ranks
+    if folder is None:
+        raise CheckpointError("This run has no folder for checkpoints; make the trainer with one.")
+    candidates = ranks.from_first(lambda: checkpoints_for(folder, step))
+    resume = partial(trainer.resume, allow_unverified=allow_unverified, allow_changes=allow_changes)
+    used, skipped = newest_valid(candidates, resume)
+    if used is not None:
+        checkpoint, (is_verified, comparison) = used
+        after = ranks.from_first(lambda: set_aside(folder, trainer.steps))
+        return Resumed(checkpoint, is_verified, tuple(skipped), tuple(after), comparison)
+    if skipped:
+        which = "the only one" if len(skipped) == 1 else f"none of {len(skipped)}"
+        asked = "" if step is None else ", and only it was asked for (--resume alone takes the newest valid one)"
+        raise InvalidCheckpointError(
+            f"No valid checkpoint to resume from, {which}: {'; '.join(skipped)}{asked}. Start again with another "
+            "--run-dir. A checkpoint without a manifest, as earlier versions wrote, is used with --unverified."
+        )
+    return Resumed()

@@ -1,0 +1,172 @@
+"""`RunState`: what a checkpoint holds of a run, written and read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.keyed import KeyedOptimizerWrapper
+
+from embershard.data import Source, StreamState
+from embershard.distributed import (
+    Ranks,
+    TensorBlocks,
+    load_group,
+    load_tensors,
+    rng_state,
+    save_checkpoint,
+    saved_sizes,
+    set_rng_state,
+    without_empty,
+)
+from embershard.distributed.checkpoint.load import without_known_warnings
+from embershard.sharding.torchrec import FrozenRows, freeze, without_flushes
+from embershard.sharding.torchrec.cache_contents import restore_contents, saved_contents
+from embershard.sharding.torchrec.row_states import RowStates
+from embershard.training.checkpoint.comparison import Comparison, compare
+from embershard.training.checkpoint.identity import Change, identity_of, tables_of
+from embershard.training.checkpoint.saved_run import SavedRun
+from embershard.training.config import RunConfig
+from embershard.training.hot_cold import HotSet
+
+#: Groups of a checkpoint's tensors: states of the embedding rows, and the cached rows.
+_STATES, _CACHE = "embedding_optimizer", "cache"
+
+
+@dataclass
+class PreparedSave:
+    """A checkpoint that was not written yet. The rows of cached tables are frozen until it is written or closed."""
+
+    folder: Path
+    step: int
+    tensors: TensorBlocks
+    frozen: Sequence[FrozenRows]
+    scalars: dict[str, Any]
+    keep_last: int
+    run_id: str
+
+    def write(self, ranks: Ranks, before_block: Callable[[], None] = lambda: None) -> Path:
+        """Write the checkpoint and return it. All ranks call it together.
+
+        Args:
+            before_block: see `TensorBlocks`.
+
+        Raises:
+            CheckpointError: one of this step exists.
+            FailedSaveError: it could not be written.
+        """
+        self.tensors.before_block = before_block
+        try:
+            return save_checkpoint(
+                self.folder, self.step, self.tensors, self.scalars, ranks, keep_last=self.keep_last, run_id=self.run_id
+            )
+        finally:
+            self.tensors.before_block = lambda: None  # its owner may hold this object: no cycle may keep the copies
+            self.close()
+
+    def close(self) -> None:
+        """Let the rows go."""
+        for rows in self.frozen:
+            rows.close()
+
+
+class RunState:
+    """The state of a run on one rank. All ranks call its methods together.
+
+    Attributes:
+        changes: settings that were changed on request by resumes so far.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        source: Source,
+        model: DistributedModelParallel,
+        dense_optimizer: KeyedOptimizerWrapper,
+        ranks: Ranks,
+        hot: HotSet | None = None,
+    ) -> None:
+        self.model, self.dense_optimizer = model, dense_optimizer
+        self._config, self._source, self._ranks = config, source, ranks
+        digest = None if hot is None else hot.samples.digest
+        self._identity = ranks.from_first(lambda: identity_of(config, ranks.world_size, digest))
+        self.changes: tuple[Change, ...] = ()
+        # Of the settings: a resume on other ranks keeps the samples per step instead.
+        self._rank_batch_size = (
+            config.train.rank_batch_size(ranks.world_size) if config.train.global_batch_size is None else None
+        )
+
+    def prepare_save(
+        self, folder: Path, run_id: str, steps: int, samples: int, position: StreamState, copy_bytes: int
+    ) -> PreparedSave:
+        """Return the state of a run that has trained so far, to be written to `folder/step_<steps>`.
+
+        Args:
+            copy_bytes: most bytes to copy of what changes in place.
+        """
+        scalars = {
+            "samples": samples,
+            "stream": position.to_dict(),
+            "tables": tables_of(self._config, self._source.schema),
+            "settings": self._identity,
+            "changes": [asdict(change) for change in self.changes],
+            "world_size": self._ranks.world_size,
+            "rank_batch_size": self._rank_batch_size,
+            "rng": self._ranks.all_gather_objects(rng_state(self._ranks.device)),
+        }
+        frozen = freeze(self.model)
+        with ExitStack() as on_error:
+            for rows in frozen:
+                on_error.callback(rows.close)
+            with without_flushes(self.model):  # rows are written back already, and made while they are written
+                tensors = without_empty(self._tensors())
+            if contents := saved_contents(self.model, self._ranks.rank):
+                tensors[_CACHE] = contents
+            blocks = TensorBlocks(tensors, frozen, copy_bytes)
+            on_error.pop_all()
+        return PreparedSave(folder, steps, blocks, frozen, scalars, self._config.checkpoint.keep_last, run_id)
+
+    def read(self, checkpoint: Path, allowed: Collection[str]) -> tuple[SavedRun, Comparison]:
+        """Return the state in a verified checkpoint, without its tensors, and its comparison; nothing changes.
+
+        Args:
+            allowed: settings that may have changed.
+
+        Raises:
+            CheckpointError: the run may not go on from it; see `compare`.
+        """
+        saved = self._ranks.from_first(lambda: SavedRun.read(checkpoint))
+        place = (self._config, self._identity, self._source, self._ranks.world_size)
+        return saved, compare(checkpoint, saved, *place, allowed)
+
+    def load(self, checkpoint: Path, saved: SavedRun, comparison: Comparison) -> None:
+        """Load the tensors of model and optimizers and the random number generators, and warm the caches up."""
+        self.dense_optimizer.init_state()  # its tensors must exist to be loaded into
+        self.dense_optimizer.zero_grad()
+        tensors = self._tensors()
+        with without_known_warnings():
+            num_rows = {name: value.size(0) for name, value in tensors["model"].items() if value.dim()}
+            states = RowStates(tensors[_STATES], saved_sizes(checkpoint, _STATES), num_rows)
+            load_tensors(checkpoint, without_empty({**tensors, _STATES: states.to_load}))
+            states.spread()
+        self.model.load_state_dict(tensors["model"])
+        self.model.fused_optimizer.load_state_dict({"state": tensors[_STATES]})
+        self.dense_optimizer.load_state_dict({"state": tensors["dense_optimizer"]})
+        if self._config.embedding_optimizer.counts_steps:
+            self.model.fused_optimizer.set_optimizer_step(saved.step)
+        if saved.world_size == self._ranks.world_size:
+            set_rng_state(saved.rng[self._ranks.rank], self._ranks.device)
+        restore_contents(self.model, load_group(checkpoint, _CACHE))
+        self._config, self._identity = comparison.config, comparison.identity
+        self.changes = (*saved.changes, *comparison.changes)
+
+    def _tensors(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            _STATES: self.model.fused_optimizer.state_dict()["state"],
+            "dense_optimizer": self.dense_optimizer.state_dict()["state"],
+        }

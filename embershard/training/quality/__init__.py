@@ -1,0 +1,1 @@
+"""How good predictions are, and what a run reports while it trains."""

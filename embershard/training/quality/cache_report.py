@@ -1,0 +1,176 @@
+"""Reports on the caches of all ranks: hit rates while training, and the totals of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, replace
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import nn
+
+from embershard.cache.report import CacheReport
+from embershard.cache.statistics import TableStats
+from embershard.distributed import Ranks
+from embershard.pipeline import LookAheadStats
+from embershard.sharding.torchrec import cache_stats, pools_by_module
+from embershard.sharding.torchrec.modes.hot_cold import hot_totals
+
+#: Totals of a run's record, in its order.
+_TOTALS = (
+    "device_bytes",
+    "host_bytes",
+    "fills",
+    "write_backs",
+    "bytes_to_device",
+    "bytes_to_host",
+    "evictions",
+    "overflow_growths",
+    "critical_path_fills",
+    "hits_unique",
+    "unique_ids",
+    "hits_lookups",
+    "lookups",
+    "seconds",
+    "stall_seconds",
+)
+_Pool = tuple[str, dict[str, Any]]
+
+
+class CacheReader:
+    """Reads the counters of all ranks' caches. Its methods are collective.
+
+    In the mode "hot_cold" the rows that every rank has count, too: each lookup of one is a hit.
+    """
+
+    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+        self._model, self._ranks = model, ranks
+        self._last = CacheReport.total(())
+
+    def since_last(self) -> CacheReport:
+        """Report what all ranks' caches did since the last call."""
+        found = CacheReport.total(cache_stats(self._model))
+        hot = hot_totals(self._model)[1]
+        mine = astuple(replace(found, lookups=found.lookups + hot, hits_lookups=found.hits_lookups + hot))
+        counts = self._ranks.all_gather(torch.tensor(mine, device=self._ranks.device)).sum(dim=0)
+        last, self._last = self._last, CacheReport(*counts.tolist())
+        return self._last - last
+
+    def totals(self, ratio: float | None) -> dict[str, Any] | None:
+        """Return the run's cache block: totals, also per table and per rank, and there per table and pool.
+        Bytes and lookups of hot rows are in the totals and in those of ranks, not in those of tables and pools.
+
+        None without a cached table. Where modules have tables of one name, they are called `module.table`.
+
+        Args:
+            ratio: the configured ratio; None when a byte budget or a plan gives the size.
+        """
+        mine = (cache_stats(self._model), _pools(self._model), hot_totals(self._model))
+        gathered: list[tuple[list[TableStats], list[_Pool], tuple[int, int]]] = self._ranks.all_gather_objects(mine)
+        tables = [table for on_rank, _, _ in gathered for table in on_rank]
+        hot_bytes, hot_lookups = (sum(of_ranks) for of_ranks in zip(*(hot for _, _, hot in gathered), strict=True))
+        if not tables:
+            return None
+        namesakes = {table for table, modules in _modules_by_table(tables).items() if len(modules) > 1}
+
+        def name_of(module: str, table: str) -> str:
+            return f"{module}.{table}" if table in namesakes else table
+
+        by_name: dict[str, list[TableStats]] = {}
+        for table in tables:
+            by_name.setdefault(name_of(table.module, table.table), []).append(table)
+        return {
+            "ratio": ratio,
+            **with_hot_rows(summed(tables), hot_bytes, hot_lookups),
+            "tables": {name: summed(shards) for name, shards in sorted(by_name.items())},
+            "ranks": [
+                {
+                    "rank": rank,
+                    **with_hot_rows(summed(shards), *hot),
+                    "tables": {name_of(shard.module, shard.table): summed([shard]) for shard in shards},
+                    "pools": [
+                        {**pool, "tables": sorted(name_of(module, table) for table in pool["tables"])}
+                        for module, pool in pools
+                    ],
+                }
+                for rank, (shards, pools, hot) in enumerate(gathered)
+            ],
+        }
+
+
+def _pools(model: nn.Module) -> list[_Pool]:
+    """Return the module of every cache of this rank, and its slots and bytes on the device and in host memory."""
+    return [
+        (
+            module,
+            {
+                "tables": set(pool.cache.tables),
+                "slots": pool.cache.num_slots,
+                "device_bytes": pool.cache.device_bytes,
+                "host_bytes": pool.cache.host_bytes,
+            },
+        )
+        for module, pool in pools_by_module(model)
+    ]
+
+
+def _modules_by_table(tables: list[TableStats]) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for table in tables:
+        found.setdefault(table.table, set()).add(table.module)
+    return found
+
+
+def look_ahead_totals(stats: LookAheadStats | None, ranks: Ranks) -> dict[str, Any] | None:
+    """Return what look-ahead did: depths over all ranks, the most memory of a rank, the seconds of all ranks.
+
+    None without look-ahead. Collective.
+    """
+    found: list[LookAheadStats | None] = ranks.all_gather_objects(stats)
+    per_rank = [each for each in found if each is not None]
+    if not per_rank:
+        return None
+
+    def over_ranks(name: str, merge: Callable[[list[Any]], Any]) -> Any:
+        values = [value for each in per_rank if (value := getattr(each, name)) is not None]
+        return merge(values) if values else None
+
+    return {
+        "steps": per_rank[0].steps,
+        "lookahead_min": over_ranks("lookahead_min", min),
+        "lookahead_mean": over_ranks("lookahead_mean", fmean),
+        "prefetch_min": over_ranks("prefetch_min", min),
+        "prefetch_mean": over_ranks("prefetch_mean", fmean),
+        "prefetch_depth": per_rank[0].prefetch_depth,
+        "max_known_bytes": over_ranks("max_known_bytes", max),
+        "stall_seconds": over_ranks("stall_seconds", sum),
+        "uses_worker": per_rank[0].uses_worker,
+    }
+
+
+def summed(tables: Sequence[TableStats]) -> dict[str, Any]:
+    """Return rows, slots, hit rates and totals of some tables together."""
+    sums = {name: sum(getattr(table, name) for table in tables) for name in ("rows", "slots", *_TOTALS)}
+    total = CacheReport.total(tables)
+    return {
+        "rows": sums.pop("rows"),
+        "slots": sums.pop("slots"),
+        "hit_rate_unique": total.hit_rate_unique,
+        "hit_rate_lookups": total.hit_rate_lookups,
+        **sums,
+    }
+
+
+def with_hot_rows(totals: dict[str, Any], hot_bytes: int, hot_lookups: int) -> dict[str, Any]:
+    """Return totals of `summed` with the bytes and the lookups, all hits, of rows that every rank has."""
+    lookups, hits = totals["lookups"] + hot_lookups, totals["hits_lookups"] + hot_lookups
+    return {
+        **totals,
+        "device_bytes": totals["device_bytes"] + hot_bytes,
+        "lookups": lookups,
+        "hits_lookups": hits,
+        "hit_rate_lookups": hits / lookups if lookups else None,
+        "hot_rows_bytes": hot_bytes,
+        "hot_lookups": hot_lookups,
+    }

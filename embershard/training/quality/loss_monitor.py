@@ -1,0 +1,161 @@
+"""Losses of all ranks, read without stalling a GPU, and what happens when one is not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from embershard.data import Batch, Target
+from embershard.distributed import Ranks
+from embershard.errors import NotFiniteError
+from embershard.models.loss import loss_of
+from embershard.training.checkpoint.kept_batches import KeptBatches
+
+#: After so many batches in a row without a finite loss, rows or parameters are the cause, not the data.
+MOST_SKIPPED_IN_A_ROW = 10
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step whose losses and signals [world_size, 2] are on their way to the host: there after `event`."""
+
+    number: int
+    batch: Batch | None
+    losses: torch.Tensor
+    event: torch.cuda.Event | None
+
+
+def in_float64(
+    target: Target, loss: torch.Tensor, outputs: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the loss [] of outputs and labels, of which `loss` [] is the rounded value; see `loss_of`.
+
+    A mean rounded to float32 depends on how a batch is divided among ranks. A loss that is not finite is returned as it
+    is.
+
+    >>> loss = torch.tensor(0.6931472)
+    >>> in_float64(Target(), loss, torch.zeros(2), torch.tensor([0.0, 1.0]), None)
+    tensor(0.6931, dtype=torch.float64)
+    """
+    wide = None if weights is None else weights.double()
+    exact = loss_of(target, outputs.detach().double(), labels.double(), wide)
+    return torch.where(torch.isfinite(loss.detach()), exact, loss.detach().double())
+
+
+class LossMonitor:
+    """Collects every step's losses. When a rank's loss is not finite, all ranks stop, or all skip the batch.
+
+    Stopping costs no wait: on a GPU a loss is read when the next one is added, so the host never waits for the step in
+    flight. The run then stops one step late, but names the right step. Skipping must be decided before the backward,
+    which trains the rows: on a GPU the host then waits for every forward.
+
+    Args:
+        skips: skip batches whose loss is not finite, `MOST_SKIPPED_IN_A_ROW` at most.
+        kept: writes such batches to files; None: they are dropped.
+        before_stop: called on every rank before an error is raised.
+        observe: gets the mean loss of each batch in order, NaN where it was skipped.
+
+    Attributes:
+        num_skipped: batches.
+        signal: the largest number that a rank gave with a loss that was read; the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        *,
+        skips: bool = False,
+        kept: KeptBatches | None = None,
+        before_stop: Callable[[], None] = lambda: None,
+        observe: Callable[[float], None] = lambda loss: None,
+    ) -> None:
+        self._ranks, self._skips, self._kept, self._before_stop = ranks, skips, kept, before_stop
+        self._observe = observe
+        self._pending: _Step | None = None
+        self._losses: list[float] = []
+        self._in_a_row = self.num_skipped = self.signal = 0
+
+    def add(self, step: int, loss: torch.Tensor, batch: Batch | None = None, *, signal: int = 0) -> str:
+        """Add this rank's mean loss, a tensor [], before its backward, and the number of the signal that asked it to
+        stop. Collective.
+
+        Returns:
+            Why the batch must be skipped; empty where it trains. The same on every rank.
+
+        Raises:
+            NotFiniteError: a rank's loss is not finite, and batches are not skipped, or too many were; on every rank.
+        """
+        self._read()
+        loss = loss.detach().double()
+        gathered, event = self._ranks.all_gather(torch.stack([loss, torch.full_like(loss, signal)])), None
+        if gathered.device.type != "cpu" and not self._skips:
+            host = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
+            host.copy_(gathered, non_blocking=True)
+            gathered, event = host, torch.cuda.Event()
+            event.record()
+        self._pending = _Step(step, batch, gathered, event)
+        return "" if event is not None else self._read()
+
+    def check_before_save(self, step: int, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Wait for the losses of all steps so far, and read the dense parameters that they left.
+
+        Args:
+            step: steps trained.
+            parameters: the same on all ranks.
+
+        Raises:
+            NotFiniteError: one is not finite, so no checkpoint may have what was trained.
+        """
+        self._read()
+        wrong = [name for name, values in parameters.items() if not bool(torch.isfinite(values).all())]
+        if wrong:
+            raise NotFiniteError(
+                f"Step {step}: {len(wrong)} of {len(parameters)} dense parameters are not finite, {wrong[0]!r} among "
+                f"them: no checkpoint is written. {self._advice()}"
+            )
+
+    def mean(self) -> float:
+        """Wait for the losses since the last call and return their mean over steps and ranks; NaN without any."""
+        self._read()
+        losses, self._losses = self._losses, []
+        return math.fsum(losses) / len(losses) if losses else math.nan
+
+    def _read(self) -> str:
+        step, self._pending = self._pending, None
+        if step is None:
+            return ""
+        if step.event is not None:
+            step.event.synchronize()
+        losses, signals = step.losses.T.tolist()
+        self.signal = max(self.signal, *map(int, signals))
+        if all(map(math.isfinite, losses)):
+            self._losses.append(math.fsum(losses) / len(losses))
+            self._observe(self._losses[-1])
+            self._in_a_row = 0
+            return ""
+        return self._not_finite(step, losses)
+
+    def _not_finite(self, step: _Step, losses: list[float]) -> str:
+        self._in_a_row += 1
+        rank = next(rank for rank, loss in enumerate(losses) if not math.isfinite(loss))
+        problem = f"Step {step.number}: the loss of rank {rank} is {losses[rank]}."
+        if self._kept is not None and step.batch is not None:
+            own_is_finite = math.isfinite(losses[self._ranks.rank])
+            problem += self._kept.keep(step.number, rank, None if own_is_finite else step.batch, losses)
+        if self._skips and self._in_a_row <= MOST_SKIPPED_IN_A_ROW:
+            self.num_skipped += 1
+            self._observe(math.nan)
+            return problem
+        if self._skips:
+            problem += f" So were those of the {MOST_SKIPPED_IN_A_ROW} batches before, which were skipped."
+        self._before_stop()
+        raise NotFiniteError(f"{problem} {self._advice()}")
+
+    def _advice(self) -> str:
+        return (
+            "Lower the learning rates, clip (dense_optimizer.clip_norm), warm up (schedule.warmup_steps), or look for "
+            f"bad data.{'' if self._kept is None else self._kept.newest_checkpoint()}"
+        )

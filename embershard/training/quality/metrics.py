@@ -1,0 +1,150 @@
+"""Quality of predictions over the samples of all ranks. Letters: N samples, T labels."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from embershard.data import Target
+from embershard.distributed import Ranks
+from embershard.training.quality.quality import AnyQuality, LabelQualities, Quality, RegressionQuality
+
+#: Least distance of a prediction from 0 and 1 in logarithms, as in TorchRec's metrics.
+ETA = 1e-12
+
+
+class Predicted(NamedTuple):
+    """What a model says of some samples.
+
+    Attributes:
+        outputs: [B], or [B, T] of several labels.
+        labels: of the same shape.
+        weights: [B], of the samples; None: 1 each.
+    """
+
+    outputs: Tensor
+    labels: Tensor
+    weights: Tensor | None = None
+
+    def columns(self) -> Tensor:
+        """Return outputs, labels and weights beside each other, float32 [B, 2 T] or [B, 2 T + 1]."""
+        parts = [self.outputs, self.labels, *([] if self.weights is None else [self.weights])]
+        wide = [part.unsqueeze(1) if part.dim() == 1 else part for part in parts]
+        return torch.cat([part.detach().float() for part in wide], dim=1)
+
+    @staticmethod
+    def of_columns(columns: Tensor, target: Target) -> Predicted:
+        """Return what `columns` made, with outputs and labels [N], or [N, T] of several."""
+        count = len(target.labels)
+        outputs, labels = columns[:, :count], columns[:, count : 2 * count]
+        weights = None if target.weight is None else columns[:, 2 * count]
+        if count == 1:
+            outputs, labels = outputs.squeeze(1), labels.squeeze(1)
+        return Predicted(outputs, labels, weights)
+
+
+class PredictionBuffer:
+    """This rank's newest `capacity` predictions (None: all)."""
+
+    def __init__(self, target: Target, capacity: int | None = None) -> None:
+        self.capacity, self._target = capacity, target
+        self._parts: list[Tensor] = []
+        self._size = 0
+
+    def add(self, predicted: Predicted) -> None:
+        """Add predictions of B samples, without a copy to the host; B may be 0."""
+        self._parts.append(predicted.columns())
+        self._size += len(predicted.labels)
+        while self.capacity is not None and self._size - len(self._parts[0]) >= self.capacity:
+            self._size -= len(self._parts.pop(0))
+
+    def quality(self, ranks: Ranks) -> AnyQuality:
+        """Return the quality over all ranks' samples. Collective, with the same result everywhere."""
+        width = 2 * len(self._target.labels) + (self._target.weight is not None)
+        mine = torch.cat(self._parts or [torch.empty(0, width, device=ranks.device)])
+        return judge(self._target, Predicted.of_columns(ranks.all_gather_rows(mine), self._target))
+
+
+def judge(target: Target, predicted: Predicted) -> AnyQuality:
+    """Return the quality of predictions of N samples; N may be 0.
+
+    >>> judge(Target(), Predicted(torch.tensor([2.0, -1.0, 1.0]), torch.tensor([1, 0, 0]))).auc
+    1.0
+    """
+    judge_one = _judge_probabilities if target.task == "binary" else _judge_numbers
+    if len(target.labels) == 1:
+        return judge_one(*predicted)
+    pairs = zip(target.labels, predicted.outputs.T, predicted.labels.T, strict=True)
+    each = {name: judge_one(outputs, labels, predicted.weights) for name, outputs, labels in pairs}
+    return LabelQualities(len(predicted.labels), each)
+
+
+def _judge_probabilities(logits: Tensor, labels: Tensor, weights: Tensor | None) -> Quality:
+    num_samples = labels.numel()
+    if not num_samples:
+        return Quality(0, None, None, None, None, None)
+    # Imported here: these load torchmetrics, which takes half a second, and a run's first step need not wait for it.
+    from torchmetrics.functional.classification import binary_auroc
+    from torchrec.metrics.ne import compute_cross_entropy, compute_ne
+
+    predictions, labels = torch.sigmoid(logits.double()), labels.double()
+    weight = torch.ones_like(predictions) if weights is None else weights.double()
+    count, clicks = weight.sum(), (weight * labels).sum()
+    one_class = bool(clicks == 0) or bool(clicks == count)
+    entropy_bits = compute_cross_entropy(labels, predictions.clone(), weight, ETA).sum()
+    auc = None
+    if not one_class and weights is None:
+        auc = float(binary_auroc(predictions.float(), labels.long(), validate_args=False))
+    elif not one_class:
+        auc = weighted_auc(predictions.float(), labels, weight)
+    right = weight * ((predictions > 0.5) == (labels > 0.5))
+    return Quality(
+        samples=num_samples,
+        logloss=_ratio(entropy_bits * math.log(2), count),
+        auc=auc,
+        ne=None if one_class else float(compute_ne(entropy_bits, count, clicks, count - clicks, ETA)),
+        accuracy=_ratio(right.sum(), count),
+        calibration=_ratio((weight * predictions).sum(), clicks),
+    )
+
+
+def weighted_auc(predictions: Tensor, labels: Tensor, weights: Tensor) -> float:
+    """Return the area under the ROC curve of predictions [N], labels [N] of 0 and 1, and weights [N]; both labels are
+    there with a weight above 0.
+
+    It is the share of the pairs of a click and another sample, each counting by the product of their weights, in which
+    the click has the larger prediction; an equal one counts half.
+
+    >>> predictions, labels = torch.tensor([0.9, 0.2, 0.5]), torch.tensor([1.0, 0.0, 1.0])
+    >>> weighted_auc(predictions, labels, torch.tensor([1.0, 2.0, 3.0]))
+    1.0
+    """
+    distinct, places = predictions.unique(return_inverse=True)  # rising
+    sums = torch.zeros(2, len(distinct), dtype=torch.float64, device=predictions.device)
+    clicks, others = (
+        sums[row].scatter_add_(0, places, weights.double() * (labels == 1 - row).double()) for row in range(2)
+    )
+    below = others.cumsum(0) - others / 2
+    return float((clicks * below).sum() / (clicks.sum() * others.sum()))
+
+
+def _judge_numbers(outputs: Tensor, labels: Tensor, weights: Tensor | None) -> RegressionQuality:
+    distance, labels = outputs.double() - labels.double(), labels.double()
+    weight = torch.ones_like(distance) if weights is None else weights.double()
+    count = weight.sum()
+    squared = _ratio((weight * distance**2).sum(), count)
+    mean = (weight * labels).sum() / count
+    variance = _ratio((weight * (labels - mean) ** 2).sum(), count)
+    return RegressionQuality(
+        samples=labels.numel(),
+        rmse=None if squared is None else math.sqrt(squared),
+        mae=_ratio((weight * distance.abs()).sum(), count),
+        r2=1 - squared / variance if squared is not None and variance else None,
+    )
+
+
+def _ratio(total: Tensor, count: Tensor) -> float | None:
+    return float(total / count) if bool(count > 0) else None

@@ -1,0 +1,104 @@
+"""Reports of a trainer, as values: `embershard.launch` shows and records them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from embershard.data.bad_rows import BadRow
+from embershard.distributed.sent_bytes import SentBytes
+from embershard.training.quality.quality import AnyQuality
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    """Progress since the last such report, over all ranks.
+
+    `fills`, `write_backs` (rows of the caches) and `sent_bytes` are of one rank in one step, on average.
+
+    `quality` is that of the newest samples.
+
+    `batches`: in the mode "hot_cold", batches by kind that this process has trained on so far.
+    """
+
+    step: int
+    epoch: int
+    samples: int
+    loss: float
+    batches: dict[str, int] | None
+    quality: AnyQuality
+    samples_per_second: float
+    hit_rate_unique: float | None
+    hit_rate_lookups: float | None
+    fills: float
+    write_backs: float
+    learning_rate_factor: float
+    sent_bytes: SentBytes
+
+
+@dataclass(frozen=True)
+class EvalReport:
+    """Quality on the held-out part."""
+
+    step: int
+    quality: AnyQuality
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """A completed checkpoint of `step`; `stall_seconds` of its `seconds` no step was trained."""
+
+    step: int
+    path: Path
+    seconds: float
+    stall_seconds: float
+
+
+@dataclass(frozen=True)
+class FailedSaveReport:
+    """A checkpoint that could not be written. The training goes on, unless the run ends by another error."""
+
+    step: int
+    reason: str
+    run_ends: bool = False
+
+
+@dataclass(frozen=True)
+class BadRowsReport:
+    """Bad rows that were met since the last such report.
+
+    Attributes:
+        num_bad: so far, over all ranks.
+        rows: the new ones; of very many, some.
+    """
+
+    step: int
+    num_bad: int
+    rows: tuple[BadRow, ...]
+
+
+@dataclass(frozen=True)
+class SkippedBatchReport:
+    """A batch that trained nothing, since its loss is not finite; `step` steps were trained before it.
+
+    Attributes:
+        epoch, sample: the position behind it in the order of the training data; None where `Trainer.step` was called
+            with a batch of one's own.
+    """
+
+    step: int
+    reason: str
+    epoch: int | None = None
+    sample: int | None = None
+
+
+@dataclass(frozen=True)
+class StopReport:
+    """The training ended early, because a signal asked for it; `path` is the checkpoint of its last step, if any."""
+
+    step: int
+    path: Path | None
+
+
+Report = TrainReport | EvalReport | SaveReport | FailedSaveReport | BadRowsReport | SkippedBatchReport | StopReport

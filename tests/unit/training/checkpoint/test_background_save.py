@@ -1,0 +1,114 @@
+"""Saves without a run: what one beside training leaves in memory, and which reports and errors come when."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from embershard.distributed import CheckpointConfig, Ranks, TensorBlocks, process_group
+from embershard.errors import FailedSaveError
+from embershard.training.checkpoint.run_state import PreparedSave
+from embershard.training.checkpoint.saves import Saves
+from embershard.training.quality.reports import FailedSaveReport, SaveReport
+from embershard.training.trainer import Trainer
+
+Prepared = list[weakref.ref[TensorBlocks]]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with process_group("cpu") as found:
+        yield found
+
+
+def preparing(folder: Path, step: int, made: Prepared | None = None) -> Callable[[int], PreparedSave]:
+    """Return what prepares a checkpoint of one tensor, and notes it in `made`."""
+
+    def prepare(copy_bytes: int) -> PreparedSave:
+        blocks = TensorBlocks({"w": torch.ones(3)}, copy_bytes=copy_bytes)
+        if made is not None:
+            made.append(weakref.ref(blocks))
+        return PreparedSave(folder, step, blocks, [], {}, 9, "run")
+
+    return prepare
+
+
+def failing(*steps: int) -> mock._patch[Callable[..., Path]]:
+    """Have saves of these steps fail as on a full disk."""
+    write = PreparedSave.write
+
+    def maybe(prepared: PreparedSave, *words: Any) -> Path:
+        if prepared.step in steps:
+            raise FailedSaveError(f"step {prepared.step}: full")
+        return write(prepared, *words)
+
+    return mock.patch.object(PreparedSave, "write", maybe)
+
+
+def begun(saves: Saves, folder: Path, step: int) -> Saves:
+    """Start a save beside training; it may end at any time."""
+    assert list(saves.start(step, preparing(folder, step))) == []
+    return saves
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_save_that_ended_leaves_nothing_in_memory(ranks, tmp_path, monkeypatch, fails):
+    """Not even until the garbage collector comes: it comes rarely where few objects hold much memory."""
+    saves, made = Saves(CheckpointConfig(every_steps=1, on_failed_save="continue"), ranks), Prepared()
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "full")
+
+    if fails:
+        monkeypatch.setattr("embershard.distributed.checkpoint.digesting_files._DigestedFile.write", full)
+    gc.collect()
+    gc.disable()
+    try:
+        reports = [*saves.start(1, preparing(tmp_path, 1, made)), *saves.last()]
+        assert [type(report) for report in reports] == [FailedSaveReport if fails else SaveReport]
+        assert [blocks() for blocks in made] == [None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("setting", ["stop", "continue"])
+def test_a_save_in_between_saves_its_step_and_keeps_the_report_of_the_one_before(ranks, tmp_path, setting):
+    config = CheckpointConfig(every_steps=1, on_failed_save=setting)
+    saves = begun(Saves(config, ranks), tmp_path / "well", 1)
+    assert saves.write(2, preparing(tmp_path / "well", 2)).step == 2
+    assert [(type(report), report.step) for report in saves.finished()] == [(SaveReport, 1)]
+    assert list(saves.finished()) == []
+    with failing(3):
+        saves = begun(Saves(config, ranks), tmp_path / "full", 3)
+        assert saves.write(4, preparing(tmp_path / "full", 4)).step == 4
+        if setting == "stop":
+            with pytest.raises(FailedSaveError, match="step 3: full"):
+                list(saves.finished())
+        else:
+            assert list(saves.finished()) == [FailedSaveReport(3, "step 3: full")]
+    assert saves.saved_step == 4
+
+
+def test_where_the_input_fails_the_step_is_saved_whatever_became_of_the_save_before(ranks, tmp_path):
+    with failing(3), suppress(FailedSaveError):
+        saves = begun(Saves(CheckpointConfig(every_steps=1), ranks), tmp_path, 3)
+        trainer = mock.Mock(steps=4, _saves=saves, save=lambda: saves.write(4, preparing(tmp_path, 4)))
+        reports = list(Trainer._save_at_failure(trainer))
+    assert [(type(report), report.step) for report in reports] == [(FailedSaveReport, 3), (SaveReport, 4)]
+    assert (tmp_path / "step_4").is_dir()
+
+
+def test_a_save_of_the_step_that_failed_beside_training_is_tried_again(ranks, tmp_path):
+    saves = Saves(CheckpointConfig(every_steps=1), ranks)
+    with failing(3):
+        begun(saves, tmp_path, 3).wait()
+    assert saves.write(3, preparing(tmp_path, 3)).path.is_dir()
+    assert list(saves.last()) == []

@@ -1,0 +1,288 @@
+"""A run that does not fit is refused before it takes memory, and what is said to fit does."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+
+from embershard.decoding import decode
+from embershard.distributed import process_group
+from embershard.errors import ConfigError, ShardingError
+from embershard.launch.config import apply_override
+from embershard.machine import HostMemory
+from embershard.sharding.plan import Plan
+from embershard.sharding.shards import TablePlacement, pools_of
+from embershard.sharding.torchrec import cache_stats
+from embershard.training import trainer
+from embershard.training.config import RunConfig
+from embershard.training.fit import machine_limits
+from embershard.training.fit.machine_limits import MachineLimits
+from embershard.training.fit.memory_check import check_memory, check_memory_for_run
+from embershard.training.fit.memory_needs import MemoryNeeds, RanksHere, memory_needs
+from embershard.training.fit.model_size import table_rows
+from embershard.training.trainer import Trainer
+from tests.covering import matrix
+
+pytestmark = pytest.mark.slow
+
+GB = 10**9
+#: Criteo Kaggle's rows, all written at the start: 2.16 GB of weights, 0.14 of states, 0.14 of scores, 0.14 of maps.
+EAGER = ("data.synthetic.scale=1.0", "train.init=torchrec", "cache.ratio=0.2")
+LAZY = ("data.synthetic.scale=1.0", "cache.ratio=0.2")
+FILES = (*EAGER, "cache.host=mmap", "cache.host_dir=/rows")
+ON_CPU = RanksHere(2, 2, "cpu")
+
+
+def config_of(*settings: str) -> RunConfig:
+    values: dict[str, Any] = {}
+    for setting in settings:
+        apply_override(RunConfig, values, setting)
+    return decode(RunConfig, values)
+
+
+def needs_of(*settings: str, ranks: RanksHere = ON_CPU, plan: Plan | None = None) -> MemoryNeeds:
+    config = config_of(*settings)
+    return memory_needs(config, table_rows(config), ranks, plan)
+
+
+def limits(host: float, device: float | None = None, disk: float | None = None) -> MachineLimits:
+    gpu, folder = (None if size is None else round(size * GB) for size in (device, disk))
+    return MachineLimits(HostMemory(64 * GB, round(host * GB)), gpu, folder)
+
+
+def check(*settings: str, machine: MachineLimits, ranks: RanksHere = ON_CPU, plan: Plan | None = None) -> str:
+    config = config_of(*settings)
+    return check_memory(config, table_rows(config), ranks, machine, plan)
+
+
+def refusal(*settings: str, **arguments: Any) -> str:
+    with pytest.raises(ConfigError) as refused:
+        check(*settings, **arguments)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def changes_in(message: str) -> list[list[str]]:
+    """Return the settings of each change that a message proposes."""
+    proposed = message.partition("Each of these fits: ")[2].split("; ")
+    return [found for change in proposed if (found := re.findall(r"--set ([\w.]+=[\w.]*\w)", change))]
+
+
+@pytest.mark.parametrize("setting", ["cache.policy=static", "cache.policy=frequency", "cache.warmup=true"])
+def test_settings_of_a_disabled_cache_are_not_asked_for_a_profile(setting: str) -> None:
+    assert needs_of(*LAZY, setting, "cache.enabled=false") == needs_of(*LAZY, "cache.enabled=false")
+
+
+def test_data_parallel_tables_are_there_once_and_their_caches_on_every_rank() -> None:
+    sharded, alike = needs_of(*EAGER), needs_of(*EAGER, "sharding.mode=data_parallel")
+    for part in ("weights", "optimizer_states"):
+        assert alike.host[part] == sharded.host[part]
+    for part in ("slots", "maps", "scores"):
+        assert alike.host[part] == pytest.approx(2 * sharded.host[part], rel=0.01)
+    assert needs_of(*LAZY, "sharding.mode=data_parallel").lazy_bytes == 0
+    alone = RanksHere(1, 1, "cpu")
+    assert needs_of(*LAZY, "sharding.mode=data_parallel", ranks=alone) == needs_of(*LAZY, ranks=alone)
+
+
+def test_no_more_machines_are_advised_where_one_is_needed() -> None:
+    assert "machines like this one" in refusal(*EAGER, machine=limits(host=2))
+    assert "machines like this one" not in refusal(*EAGER, "sharding.mode=data_parallel", machine=limits(host=2))
+
+
+def test_what_fits_exactly_is_accepted():
+    for settings, need in ((EAGER, needs_of(*EAGER).host_bytes), (LAZY, needs_of(*LAZY).host_bytes)):
+        assert check(*settings, machine=limits(need / GB)) == ""
+        assert needs_of(*settings).host_bytes == need
+    assert "does not fit" in refusal(*EAGER, machine=limits(needs_of(*EAGER).host_bytes / GB - 1e-9))
+
+
+def test_rows_made_when_used_are_a_warning_and_the_rest_an_error():
+    needs = needs_of(*LAZY)
+    assert needs.lazy_bytes == needs.host["weights"] + needs.host["optimizer_states"] > needs.start_bytes
+    warning = check(*LAZY, machine=limits(needs.host_bytes / GB - 1e-9))
+    assert warning.startswith("Rows take memory when they are first used. If all are, the 2 ranks on this machine need")
+    assert check(*LAZY, machine=limits(needs.start_bytes / GB)) != ""
+    assert "before any row is used" in refusal(*LAZY, machine=limits(needs.start_bytes / GB - 1e-9))
+
+
+def test_the_message_has_figures_and_the_largest_table():
+    message = refusal(*EAGER, machine=limits(1.5))
+    assert "its 2 ranks on this machine need" in message
+    assert "1.40 GiB of 59.60 GiB are available (this machine)" in message
+    assert "weights 2.01 GiB, slots of the caches" in message
+    assert "the largest table is 't_C3' with 10,131,227 rows of 68 bytes" in message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "machine", "ranks", "expected"),
+    [
+        (EAGER, limits(3.0), ON_CPU, {"cache.host", "cache.ratio", "model.table_dtype", "data.synthetic.scale"}),
+        (EAGER, limits(1.5), ON_CPU, {"cache.host", "data.synthetic.scale"}),
+        ((*EAGER, "cache.enabled=false"), limits(1.5), ON_CPU, {"model.table_dtype", "data.synthetic.scale"}),
+        (FILES, limits(1.0, disk=9), ON_CPU, {"cache.ratio", "data.synthetic.scale"}),
+        matrix(FILES, limits(9.0, disk=2), ON_CPU, {"model.table_dtype", "data.synthetic.scale"}),
+        matrix(
+            (*EAGER, "cache.enabled=false"),
+            limits(9, device=0.9),
+            RanksHere(2, 2, "cuda"),
+            {"cache.ratio", "model.table_dtype", "data.synthetic.scale"},
+        ),
+        (
+            (*EAGER, "cache.ratio=0.9"),
+            limits(9, device=0.9),
+            RanksHere(2, 2, "cuda"),
+            {"cache.ratio", "data.synthetic.scale"},
+        ),
+    ],
+)
+def test_proposed_changes_fit(settings, machine, ranks, expected):
+    proposed = changes_in(refusal(*settings, machine=machine, ranks=ranks))
+    assert {change[0].partition("=")[0] for change in proposed} == expected
+    for change in proposed:
+        assert check(*settings, *change, machine=machine, ranks=ranks) == "", change
+        key, _, value = change[0].partition("=")
+        if (
+            key in ("cache.ratio", "data.synthetic.scale") and float(value) < 0.2
+        ):  # two digits: a tenth more is too much
+            with pytest.raises(ConfigError):
+                check(*settings, f"{key}={1.11 * float(value)}", *change[1:], machine=machine, ranks=ranks)
+
+
+def test_batches_known_ahead_may_be_what_does_not_fit():
+    far = ("data.synthetic.scale=0.001", "look_ahead.lookahead=100000000")
+    message = refusal(*far, machine=limits(3.0))
+    [known] = [change for change in changes_in(message) if change[0].startswith("look_ahead.lookahead=")]
+    assert int(known[0].partition("=")[2]) > 64
+    assert check(*far, *known, machine=limits(3.0)) == ""
+    assert check(*far, "train.max_steps=60", machine=limits(3.0)) == "", "no batch comes after the last step"
+
+
+def test_machines_and_rows_of_files_are_proposed():
+    files = ("data.kind=criteo", "data.path=logs", "data.criteo.num_rows=2000000", "train.init=torchrec")
+    message = refusal(*files, machine=limits(2.4))
+    most, machines = re.search(r"no table with more than ([\d,]+) rows", message), re.search(r"(\d+) machines", message)
+    assert most is not None
+    assert machines is not None
+    rows, count = int(most[1].replace(",", "")), int(machines[1])
+    assert check(*files, f"data.criteo.num_rows={rows}", machine=limits(2.4)) == ""
+    for number, fits in ((count, True), (count - 1, False)):
+        needs = needs_of(*files, ranks=dataclasses.replace(ON_CPU, world_size=2 * number))
+        assert (needs.host_bytes <= 2.4 * GB) is fits
+    assert "No single change" in refusal(*files, machine=limits(0.1))
+
+
+def test_files_take_disk_in_place_of_memory():
+    memory, files = needs_of(*EAGER), needs_of(*FILES)
+    assert files.disk_bytes == memory.host["weights"] + memory.host["optimizer_states"]
+    assert files.host_bytes == memory.host_bytes - files.disk_bytes
+    assert "of disk in cache.host_dir='/rows'" in refusal(*FILES, machine=limits(9, disk=1.5))
+
+
+def test_a_plan_says_what_each_rank_holds():
+    config = config_of(*EAGER)
+    rows = table_rows(config)
+    tables = tuple(
+        TablePlacement(name, count, 16, "fp32", "table_wise", "cached", (int(name == "t_C3"),))
+        for name, count in rows.items()
+    )
+    pools = tuple(pool.with_slots(1000) for pool in pools_of(tables, ranks_per_node=1))
+    plan = Plan(2, 1, 1024, "cpu", None, None, {}, tables, pools)
+    here = [needs_of(*EAGER, ranks=RanksHere(2, 1, "cpu", first), plan=plan) for first in (0, 1)]
+    assert [needs.host["weights"] for needs in here] == [(sum(rows.values()) - rows["t_C3"]) * 64, rows["t_C3"] * 64]
+    assert all(needs.host["slots"] == 1001 * (68 + 12 + 4 + 8) for needs in here)
+    message = refusal(*EAGER, machine=limits(0.5), ranks=RanksHere(2, 1, "cpu"), plan=plan)
+    assert message.endswith("Or plan for this machine: embershard plan --host-memory, --device-memory.")
+    assert "cache.ratio" not in message  # the plan's slots apply
+
+
+def test_a_plan_for_another_model_is_refused_as_such():
+    tables = (TablePlacement("t_other", 100, 16, "fp32", "table_wise", "cached", (0,)),)
+    pools = tuple(pool.with_slots(10) for pool in pools_of(tables, ranks_per_node=1))
+    plan = Plan(1, 1, 100, "cpu", None, None, {}, tables, pools)
+    with (
+        process_group("cpu") as ranks,
+        pytest.raises(ShardingError, match="places tables that the model does not have"),
+    ):
+        check_memory_for_run(config_of(*SMALL), plan, ranks)
+
+
+SMALL = ("data.synthetic.scale=0.001", "data.num_workers=0", "train.batch_size=100", "train.max_steps=1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["dlrm", "own"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("cache.ratio=0.3",),
+        ("cache.device_bytes=900000", "cache.policy=lru"),
+        ("cache.device_bytes=90000000",),
+        ("cache.device_bytes=900000", "cache.slot_map=hashed"),
+        ("cache.slot_map=hashed",),
+    ],
+    ids=["ratio", "lru", "roomy", "hashed-budget", "hashed"],
+)
+def test_a_built_model_takes_what_was_computed(model: str, settings: tuple[str, ...], several_pools: tuple[str, ...]):
+    if model == "own":
+        settings = (*settings, *several_pools)
+    config = config_of(*SMALL, *settings)
+    host = needs_of(*SMALL, *settings, ranks=RanksHere(1, 1, "cpu")).host
+    with process_group("cpu") as ranks:
+        run = Trainer(config, ranks)
+        stats = cache_stats(run.model)
+        run.close()
+    assert sum(table.host_bytes for table in stats) == host["weights"] + host["optimizer_states"] + host["scores"]
+    assert sum(table.device_bytes for table in stats) == host["slots"] + host["maps"]
+
+
+def test_pools_of_a_module_share_its_budget(several_pools: tuple[str, ...]):
+    for world_size in (1, 2):  # on more ranks all rows fit
+        ranks = RanksHere(world_size, world_size, "cpu")
+        host = needs_of(*SMALL, "cache.device_bytes=600000", *several_pools, ranks=ranks).host
+        most = 2 * 600_000 * world_size  # two modules
+        assert 0.8 * most < host["slots"] + host["maps"] <= most
+
+
+@pytest.fixture(scope="module")
+def several_pools(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """The settings of a model with three pools of cached rows in two modules: one has tables of dims 16 and 32."""
+    folder = tmp_path_factory.mktemp("several_pools")
+    (folder / "several_pools.py").write_text(_SEVERAL_POOLS)
+    return ("model.build=several_pools:build", f"model.folder={folder}")
+
+
+_SEVERAL_POOLS = """
+import torch
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+
+class Model(torch.nn.Module):
+    def __init__(self, features, dims):
+        super().__init__()
+        tables = [
+            EmbeddingBagConfig(name=f"t_{f.name}", num_embeddings=f.num_rows, embedding_dim=dim, feature_names=[f.name])
+            for f, dim in zip(features, dims)
+        ]
+        half = len(tables) // 2
+        self.two_dims = EmbeddingBagCollection(tables[:half], device=torch.device("meta"))
+        self.one_dim = EmbeddingBagCollection(tables[half:], device=torch.device("meta"))
+        self.over = torch.nn.Linear(sum(dims), 1)
+
+    def forward(self, dense, sparse):
+        pooled = [self.two_dims(sparse).values(), self.one_dim(sparse).values()]
+        return self.over(torch.cat(pooled, dim=1)).squeeze(1)
+
+def build(schema, options):
+    half = len(schema.sparse) // 2
+    return Model(schema.sparse, [16] * (half - 3) + [32] * 3 + [8] * (len(schema.sparse) - half))
+"""
+
+
+def test_a_run_is_refused_before_its_model_is_built(monkeypatch):
+    monkeypatch.setattr(trainer, "find_profile", None)  # would be called next
+    monkeypatch.setattr(machine_limits, "host_memory", lambda: HostMemory(GB, GB // 20))
+    with process_group("cpu") as ranks, pytest.raises(ConfigError, match="does not fit"):
+        Trainer(config_of(*SMALL), ranks)

@@ -1,0 +1,97 @@
+"""Metrics against hand-made formulas, on the samples of one rank and undefined cases."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from embershard.data import Target
+from embershard.distributed import Ranks
+from embershard.training.quality.metrics import Predicted, PredictionBuffer, judge
+from embershard.training.quality.quality import main_values, quality_values
+
+CLICKS = Target()
+
+
+def judged(outputs: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None) -> Any:
+    return judge(CLICKS, Predicted(outputs, labels, weights))
+
+
+def test_against_formulas_written_out():
+    torch.manual_seed(0)
+    logits, labels = torch.randn(200), (torch.rand(200) < 0.3).float()
+    quality = judged(logits, labels)
+    p = torch.sigmoid(logits.double())
+    clicks, others = p[labels == 1], p[labels == 0]
+    pairs = (clicks[:, None] > others[None, :]).double() + 0.5 * (clicks[:, None] == others[None, :]).double()
+    logloss = -(labels * p.log() + (1 - labels) * (1 - p).log()).mean().item()
+    mean = labels.double().mean().item()
+    background = -(mean * math.log(mean) + (1 - mean) * math.log(1 - mean))
+    assert quality.samples == 200
+    assert quality.auc == pytest.approx(pairs.mean().item(), abs=1e-6)
+    assert quality.logloss == pytest.approx(logloss, rel=1e-9)
+    assert quality.ne == pytest.approx(logloss / background, rel=1e-9)
+    assert quality.accuracy == pytest.approx(((p > 0.5) == (labels == 1)).double().mean().item())
+    assert quality.calibration == pytest.approx(p.sum().item() / labels.sum().item())
+
+
+def test_ties_count_half():
+    assert judged(torch.zeros(10), torch.tensor([0.0, 1.0] * 5)).auc == pytest.approx(0.5)
+
+
+def test_what_is_undefined_is_none():
+    nothing = judged(torch.empty(0), torch.empty(0))
+    assert (nothing.samples, nothing.auc, nothing.logloss) == (0, None, None)
+    no_clicks = judged(torch.randn(5), torch.zeros(5))
+    assert (no_clicks.auc, no_clicks.ne, no_clicks.calibration) == (None, None, None)
+    assert no_clicks.logloss is not None
+    assert judged(torch.randn(5), torch.ones(5)).auc is None
+
+
+def test_a_weight_of_n_counts_as_n_samples():
+    """For every figure, with ties among the predictions; a weight of 0 as no sample."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(60, generator=generator).round(decimals=1)
+    labels = (torch.rand(60, generator=generator) < 0.4).float()
+    weights = torch.randint(0, 4, (60,), generator=generator)
+    for target in (CLICKS, Target(task="regression")):
+        weighted = quality_values(judge(target, Predicted(logits, labels, weights.float())))
+        repeated = judge(target, Predicted(*(each.repeat_interleave(weights) for each in (logits, labels))))
+        assert weighted.pop("samples") == 60
+        for name, value in weighted.items():
+            assert value == pytest.approx(quality_values(repeated)[name], abs=1e-6), name
+            assert value != pytest.approx(quality_values(judge(target, Predicted(logits, labels)))[name], abs=1e-4)
+
+
+def test_regression_by_formulas_and_several_labels():
+    outputs = torch.tensor([[1.0, 0.0], [2.0, 0.0], [4.0, 0.0]])
+    labels = torch.tensor([[1.0, 5.0], [3.0, 5.0], [5.0, 5.0]])
+    found = judge(Target(("a", "b"), "regression"), Predicted(outputs, labels))
+    values = quality_values(found)
+    assert values["rmse/a"] == pytest.approx(math.sqrt(2 / 3))
+    assert values["mae/a"] == pytest.approx(2 / 3)
+    assert values["r2/a"] == pytest.approx(1 - (2 / 3) / (8 / 3))
+    assert (values["rmse/b"], values["r2/b"]) == (5.0, None)
+    assert main_values(found) == {"rmse/a": values["rmse/a"], "rmse/b": 5.0}
+    nothing = judge(Target(task="regression"), Predicted(torch.empty(0), torch.empty(0)))
+    assert (nothing.samples, nothing.rmse, nothing.r2) == (0, None, None)
+
+
+class TwoRanks(Ranks):
+    """Stands for two ranks, of which the other one holds no samples."""
+
+    def all_gather_rows(self, value: torch.Tensor) -> torch.Tensor:
+        return torch.cat([value, value[:0]])
+
+
+def test_buffer_keeps_the_newest_samples_and_takes_empty_batches():
+    ranks = TwoRanks(0, 2, 0, 2, torch.device("cpu"))
+    buffer = PredictionBuffer(CLICKS, capacity=4)
+    assert buffer.quality(ranks).samples == 0
+    for start in range(0, 8, 2):
+        buffer.add(Predicted(torch.tensor([float(start), -float(start)]), torch.tensor([1.0, 0.0])))
+        buffer.add(Predicted(torch.empty(0), torch.empty(0)))
+    assert buffer.quality(ranks).samples == 4
