@@ -35,6 +35,8 @@ PAGES = [
     *sorted((PROJECT / "docs").rglob("*.md")),
 ]
 FOLDERS = ("embershard", "tests", "docs", "benchmarks", "examples", "scripts", ".ci")
+LOG = PROJECT / "docs" / "LOG.md"
+LOG_PAGES = sorted((PROJECT / "docs" / "log").glob("*.md"))
 ARCHITECTURE = PROJECT / "docs" / "architecture.md"
 LINE_LENGTH = 120  # as in the code
 
@@ -257,11 +259,44 @@ def test_the_readme_s_snippet_has_the_real_arguments():
         signature.bind(*call.args, **{word.arg: word.value for word in call.keywords if word.arg})
 
 
+def headings(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub writes them."""
+    lines = re.findall(r"^#+ (.+)$", prose(page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
+
+
+def wrong_links(page: Path, text: str) -> list[str]:
+    """Return the links of a page that lead to no file, or to no heading of it. Those to other sites are not checked."""
+    wrong = []
+    for target in re.findall(r"\]\(([^)\s]+)[^)]*\)", text):
+        path, _, anchor = target.partition("#")
+        there = page.parent / path if path else page
+        if "://" not in target and not (there.exists() and (not anchor or anchor in headings(there))):
+            wrong.append(target)
+    return wrong
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(PROJECT)))
 def test_the_links_lead_somewhere(page: Path):
-    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
-        if "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    assert wrong_links(page, page.read_text(encoding="utf-8")) == []
+
+
+def test_a_wrong_link_is_noticed():
+    right = ["docs/README.md", "#where-to-start", "docs/training.md#a-model-of-your-own", "https://none.example/none"]
+    wrong = ["docs/none.md", "#none", "docs/training.md#none"]
+    assert wrong_links(PROJECT / "README.md", " ".join(f"[x]({target})" for target in right + wrong)) == wrong
+
+
+@pytest.mark.parametrize("page", LOG_PAGES, ids=lambda page: page.stem)
+def test_a_page_of_the_log_begins_with_what_failed(page: Path):
+    """Then its entries come, the newest first; the index has the page."""
+    failed, *entries = re.findall(r"^## (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert failed == "What failed"
+    dates = [re.match(r"\d{4}-\d\d-\d\d(?=: )", entry) for entry in entries]
+    assert all(dates), "an entry without a date"
+    days = [date[0] for date in dates if date]
+    assert days == sorted(days, reverse=True)
+    assert f"](log/{page.name})" in LOG.read_text(encoding="utf-8")
 
 
 def prose(text: str) -> str:

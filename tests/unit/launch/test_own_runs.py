@@ -204,7 +204,7 @@ def test_a_script_of_one_s_own_trains(monkeypatch, capsys, tmp_path):
 
 @pytest.mark.matrix
 def test_attention_to_the_history_is_worth_it(tmp_path):
-    """After the same steps from the same seed, on generated sessions; docs/LOG.md has larger ones."""
+    """After the same steps from the same seed, on generated sessions; docs/log/data_and_models.md has larger ones."""
     data_command.main(["sessions", "-o", str(tmp_path / "log.csv"), "--users", "800", "--items", "400"])
     data_command.main(["events", str(tmp_path / "log.csv"), "-o", str(tmp_path / "windows"), "--history", "15"])
     common = [
