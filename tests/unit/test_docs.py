@@ -32,6 +32,7 @@ PAGES = [
     PROJECT / "CONTRIBUTING.md",
     PROJECT / "SECURITY.md",
     PROJECT / "benchmarks" / "README.md",
+    PROJECT / "tests" / "README.md",
     *sorted((PROJECT / "docs").rglob("*.md")),
 ]
 FOLDERS = ("embershard", "tests", "docs", "benchmarks", "examples", "scripts", ".ci")
