@@ -23,5 +23,5 @@ def test_the_fast_tests_are_those_of_one_process_without_the_slow_ones(project_d
     dry = ["make", "test-fast", "--dry-run", "PYTHON=python3"]
     command = subprocess.run(dry, cwd=project_dir, capture_output=True, text=True, check=True).stdout
     assert 'tests/unit -m "not slow and not matrix"' in command
-    text = (project_dir / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    assert "`make test-fast` leaves out" in text
+    text = (project_dir / "tests" / "README.md").read_text(encoding="utf-8")
+    assert "| `make test-fast` | unit tests without marks `slow` and `matrix`" in text
