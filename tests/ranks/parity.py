@@ -34,8 +34,8 @@ from embershard import (
 )
 from embershard.sharding.config import ShardingConfig
 from embershard.sharding.torchrec import StockEmbeddingBagCollectionSharder
-from embershard.sharding.torchrec.communication import comm_codecs
 from embershard.sharding.torchrec.counter_init import CounterInit
+from embershard.sharding.torchrec.sharders import comm_codecs
 
 logging.getLogger("torchrec").setLevel(logging.ERROR)
 

@@ -1,10 +1,10 @@
-"""Sharders for `DistributedModelParallel(model, sharders=[...], plan=...)`."""
+"""Sharders for `DistributedModelParallel(model, sharders=[...], plan=...)`: cached ones, and TorchRec's own."""
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -13,17 +13,18 @@ from torch.distributed import _remote_device
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, ShardingType
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.types import ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from embershard.cache.config import CacheConfig
-from embershard.errors import ConfigError
+from embershard.errors import ConfigError, ShardingError
 from embershard.frequency.profile import FrequencyProfile
-from embershard.sharding.config import check_no_size
+from embershard.sharding.config import ShardingConfig, check_no_size
 from embershard.sharding.plan import Plan
-from embershard.sharding.shards import ROWS_TYPES, Exchange
+from embershard.sharding.shards import ROWS_TYPES, Exchange, Shard, empty_group_problem
 from embershard.sharding.torchrec.counter_init import CounterInit
-from embershard.sharding.torchrec.empty_groups import check_groups
+from embershard.sharding.torchrec.lookups import POOLED_SHARDINGS, SEQUENCE_SHARDINGS
 from embershard.sharding.torchrec.modes.hot_cold import HotColdShardedEmbeddingBagCollection
 from embershard.sharding.torchrec.modules import (
     CachedShardedEmbeddingBagCollection,
@@ -31,7 +32,9 @@ from embershard.sharding.torchrec.modules import (
     new_sharded_module,
 )
 from embershard.sharding.torchrec.spec import CACHED_KERNEL, REPLICATED_KERNEL, SPEC_KEY, CacheSpec
-from embershard.sharding.torchrec.stock_sharders import POOLED_TYPES, SEQUENCE_TYPES
+
+POOLED_TYPES = [ShardingType.DATA_PARALLEL.value, *POOLED_SHARDINGS]
+SEQUENCE_TYPES = [ShardingType.DATA_PARALLEL.value, *SEQUENCE_SHARDINGS]
 
 
 def has_cache(sharder: object) -> bool:
@@ -322,3 +325,118 @@ def _on_host(param: ParameterSharding) -> ParameterSharding:
     for shard in param.sharding_spec.shards:
         shard.placement = _remote_device(f"rank:{shard.placement.rank()}/cpu")
     return param
+
+
+class _FromSeed:
+    """Makes the initial weights of a sharded module from a seed, if there is one. Stands before one of TorchRec's
+    sharders."""
+
+    def __init__(
+        self,
+        fused_params: dict[str, Any] | None = None,
+        qcomm_codecs_registry: Any = None,
+        init_seed: int | None = None,
+    ) -> None:
+        super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)  # type: ignore[call-arg]
+        self._init_seed = init_seed
+
+    def shard(self, module: Any, params: Any, env: Any, device: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Shard the module. `DistributedModelParallel` calls this.
+
+        Raises:
+            ShardingError: on a CPU, a rank has no row of some tables, which ends a process in FBGEMM.
+        """
+        check_groups(module, params, torch.device(device or "cpu").type)
+        sharded = super().shard(module, params, env, device, *args, **kwargs)  # type: ignore[misc]
+        if self._init_seed is not None:
+            CounterInit.of_module(module, self._init_seed).write(sharded)
+        return sharded
+
+
+class StockEmbeddingBagCollectionSharder(_FromSeed, EmbeddingBagCollectionSharder):
+    """TorchRec's sharder with all sharding types on a CPU, too: the uncached side of every comparison.
+
+    TorchRec hides row-wise, table-row-wise and grid sharding on a CPU, though they work there.
+
+    >>> "row_wise" in StockEmbeddingBagCollectionSharder().sharding_types("cpu")
+    True
+
+    Args:
+        fused_params, qcomm_codecs_registry: as TorchRec takes them.
+        init_seed: as for :class:`CachedEmbeddingBagCollectionSharder`, to start from the same weights.
+    """
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Return all types, on every device."""
+        return POOLED_TYPES
+
+
+class StockEmbeddingCollectionSharder(_FromSeed, EmbeddingCollectionSharder):
+    """The same for sequence embeddings: TorchRec's sharder, with the initial weights of the cached one.
+
+    >>> "row_wise" in StockEmbeddingCollectionSharder().sharding_types("cpu")
+    True
+
+    Args:
+        fused_params, qcomm_codecs_registry: as TorchRec takes them.
+        init_seed: as for :class:`CachedEmbeddingCollectionSharder`, to start from the same weights.
+    """
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Return TorchRec's types for sequences, on every device."""
+        return SEQUENCE_TYPES
+
+
+def check_groups(
+    module: Any,
+    params: Mapping[str, ParameterSharding],
+    device_type: str,
+    rows_tables: Collection[str] = (),
+) -> None:
+    """Check a plan of a module's tables, made by anybody. A cache may have no row.
+
+    Args:
+        module: with embedding configs.
+        params: by table.
+        device_type: of the training. On a GPU there is no such limit.
+        rows_tables: those that exchange distinct rows, which TorchRec groups by their columns.
+
+    Raises:
+        ShardingError: on a CPU, a rank has no row of a group that has no cache. It would end with a corrupt heap, or
+            with "weights[0] must be a GPU or MTIA tensor". On every rank.
+    """
+    configs = module.embedding_bag_configs() if hasattr(module, "embedding_bag_configs") else module.embedding_configs()
+    tables = []
+    for config in configs if device_type == "cpu" else ():
+        param = params.get(config.name)
+        spec: Any = None if param is None or param.compute_kernel == CACHED_KERNEL else param.sharding_spec
+        if param is None or spec is None:
+            continue
+        shards = [
+            Shard(config.name, shard.placement.rank(), *shard.shard_sizes, *shard.shard_offsets)
+            for shard in spec.shards
+        ]
+        columns = str(shards[0].columns) if config.name in rows_tables else ""
+        pooling = str(getattr(config, "pooling", ""))
+        tables.append(((param.sharding_type, param.compute_kernel, str(config.data_type), pooling, columns), shards))
+    if problem := empty_group_problem(tables):
+        raise ShardingError(
+            f"{problem}, and FBGEMM cannot train that on a CPU. Place them table_wise "
+            '(ParameterConstraints(sharding_types=["table_wise"])), use fewer ranks, or cache them: a cached sharder '
+            "trains them on any number of ranks"
+        )
+
+
+def comm_codecs(config: ShardingConfig, device: torch.device) -> Any:
+    """Return a sharder's `qcomm_codecs_registry`; None where everything travels as fp32.
+
+    Raises:
+        ConfigError: the device's process group cannot send this type.
+    """
+    for name in ("forward_dtype", "backward_dtype"):
+        if device.type == "cpu" and getattr(config, name) == "bf16":  # TorchRec would fall back to fp16
+            raise ConfigError(
+                f'sharding.{name}: got "bf16", which gloo does not send; on the CPU use "fp16" or "fp32".'
+            )
+    precisions = QCommsConfig(CommType(config.forward_dtype), CommType(config.backward_dtype))
+    return get_qcomm_codecs_registry(precisions, device=device)

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embershard.cache.config import LEAST_SLOTS, CachePolicy
+from embershard.planning.budget import fixed_bytes, least_slots, split_slots
 from embershard.planning.request import Budget
 from embershard.planning.simulate.replay import ReplaySettings
-from embershard.planning.slot_split import fixed_bytes, least_slots, split_slots
 from embershard.planning.workload import Workload, by_pool
 from embershard.sharding.memory_model import pool_memory
 from embershard.sharding.plan import TablePlacement

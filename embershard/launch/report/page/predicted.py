@@ -10,9 +10,8 @@ import plotly.graph_objects as go
 from embershard.errors import ConfigError, ShardingError
 from embershard.launch.report.page.runs import Run
 from embershard.launch.report.page.section import Figure, Section, Table, colour, new_figure, text
-from embershard.planning.verify.compare import Comparison, Pair, Verdict, compare
+from embershard.planning.verify.compare import Comparison, Pair, Verdict, compare, notes
 from embershard.planning.verify.measured import MeasuredRun
-from embershard.planning.verify.notes import notes
 from embershard.sharding.plan import Prediction
 from embershard.units import size
 

@@ -30,7 +30,7 @@ from embershard.cache.change_guard import CopiesGuard
 from embershard.errors import ConfigError
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.lookups import SEQUENCE_SHARDINGS
-from embershard.sharding.torchrec.modes.distinct_ids import DistinctIds
+from embershard.sharding.torchrec.modes.bags import DistinctIds
 from embershard.sharding.torchrec.modes.replicated_rows import trained_alike
 from embershard.sharding.torchrec.modes.rows_exchange import ExchangesRows, RowsContext
 from embershard.sharding.torchrec.spec import CACHED_KERNEL

@@ -29,7 +29,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.errors import ConfigError, ShardingError
 from embershard.sharding.torchrec.feature_keys import add_per_feature
-from embershard.sharding.torchrec.kernels import check_dims
+from embershard.sharding.torchrec.lookups import check_dims
 from embershard.sharding.torchrec.modes.replicated_rows import CopiesOptimizer, ReplicatedRows
 from embershard.sharding.torchrec.spec import REPLICATED_KERNEL
 from embershard.sharding.torchrec.table_arguments import check_table_arguments

@@ -29,8 +29,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from embershard.errors import ConfigError, ShardingError
 from embershard.sharding.shards import ROWS_TYPES
 from embershard.sharding.torchrec.lookups import SEQUENCE_SHARDINGS
-from embershard.sharding.torchrec.modes.bags import Bags
-from embershard.sharding.torchrec.modes.distinct_ids import DistinctIds
+from embershard.sharding.torchrec.modes.bags import Bags, DistinctIds
 
 _COLUMN_WISE = SEQUENCE_SHARDINGS[ShardingType.COLUMN_WISE.value]
 

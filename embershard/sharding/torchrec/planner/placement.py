@@ -33,7 +33,7 @@ from embershard.errors import ShardingError
 from embershard.sharding.plan import Plan
 from embershard.sharding.shards import PoolPlacement, Shard, TablePlacement, groups_of, no_rows_problem, shards_of
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
-from embershard.sharding.torchrec.kernels import CachedEmbedding, CachedEmbeddingBag
+from embershard.sharding.torchrec.lookups import CachedEmbedding, CachedEmbeddingBag
 from embershard.sharding.torchrec.modes.replicated_tables import ReplicatedEmbeddingBag
 from embershard.sharding.torchrec.planner.torchrec_planner import shardable_tables
 from embershard.sharding.torchrec.sharders import has_cache

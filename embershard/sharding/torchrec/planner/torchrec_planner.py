@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, ShardingType
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner.constants import MIN_CW_DIM
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner, SortBy
+from torchrec.distributed.planner.proposers import GreedyProposer, GridSearchProposer, UniformProposer
 from torchrec.distributed.planner.stats import NoopEmbeddingStats
-from torchrec.distributed.planner.types import PlannerError, ShardingOption
+from torchrec.distributed.planner.types import Enumerator, PlannerError, PlannerErrorType, Proposer, ShardingOption
 from torchrec.distributed.types import CacheParams, ModuleSharder, ShardingPlan
 from torchrec.modules.embedding_configs import PoolingType
 
 from embershard.errors import ShardingError
 from embershard.machine import host_memory
-from embershard.sharding.torchrec.empty_groups import check_groups
-from embershard.sharding.torchrec.planner.partitioner import PoolRowsPartitioner
-from embershard.sharding.torchrec.planner.proposals import OrderedEnumerator, distinct_types, proposers
-from embershard.sharding.torchrec.sharders import has_cache
+from embershard.sharding.shards import is_cut_too_small, rows_problem
+from embershard.sharding.torchrec.sharders import check_groups, has_cache
 from embershard.sharding.torchrec.spec import CACHED_KERNEL
 from embershard.units import size
 
@@ -32,6 +35,8 @@ _MOST_PLACED_SHARDS = 100_000  # by one proposer: a second of a run's start, for
 #: In place of TorchRec's 128 GB per rank: rows may be in files, or made when they are used.
 _HOST_BYTES = 2**50
 _ONLY_ON_REQUEST = (_DATA_PARALLEL, ShardingType.GRID_SHARD.value)
+_PREFERENCE = [t.value for t in ShardingType]
+_MOST_GRID_PROPOSALS = 500
 
 
 def plan_sharding(
@@ -269,3 +274,138 @@ def _by_name(constraints: Mapping[ShardableTable, ParameterConstraints]) -> dict
             named[table.name] = copy.copy(named[table.name])
             named[table.name].sharding_types = both
     return named
+
+
+@dataclass
+class _Pool:
+    """A cache in a proposal, and its rows by table."""
+
+    rank: int
+    sharding: str
+    rows: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.rows.values())
+
+
+class PoolRowsPartitioner(GreedyPerfPartitioner):
+    """Refuses a proposal that gives a cache more rows than it can number; the planner then tries the next.
+
+    Args:
+        pool_of: key of the cache that a table's shards share on a rank, besides sharding type and columns; None for a
+            table without a cache.
+        sort_by: order in which tables are placed.
+
+    Attributes:
+        refused: reason for the refused proposal that came nearest; empty if none was refused.
+    """
+
+    def __init__(self, pool_of: Callable[[ShardingOption], Hashable | None], sort_by: SortBy = SortBy.STORAGE) -> None:
+        super().__init__(sort_by=sort_by)
+        self._pool_of = pool_of
+        self.refused = ""
+        self._least_rows: int | None = None  # in the largest pool of a refused proposal
+
+    def partition(self, proposal: list[ShardingOption], *arguments: Any, **named: Any) -> list[ShardingOption]:
+        """Return the proposal with a rank for every shard.
+
+        Raises:
+            PlannerError: the proposal does not fit the memory or the caches.
+        """
+        found = super().partition(proposal, *arguments, **named)
+        largest = max(self._pools(found), key=lambda pool: pool.num_rows, default=None)
+        problem = "" if largest is None else rows_problem(largest.rank, largest.sharding, largest.rows)
+        if largest is None or not problem:
+            return found
+        if self._least_rows is None or largest.num_rows < self._least_rows:
+            self.refused, self._least_rows = problem, largest.num_rows
+        raise PlannerError(problem, PlannerErrorType.PARTITION)
+
+    def _pools(self, found: list[ShardingOption]) -> Iterable[_Pool]:
+        pools: dict[tuple[int, str, int, Hashable], _Pool] = {}
+        for option in found:
+            part = self._pool_of(option)
+            if part is None:
+                continue
+            for shard in option.shards:
+                assert shard.rank is not None, "a placed shard"
+                key = (shard.rank, option.sharding_type, shard.size[1], part)
+                pool = pools.get(key) or pools.setdefault(key, _Pool(shard.rank, option.sharding_type))
+                pool.rows[option.name] = pool.rows.get(option.name, 0) + shard.size[0]
+        return pools.values()
+
+
+_TABLE, _ROW, _COLUMN = ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value, ShardingType.COLUMN_WISE.value
+_ROW_OF_NODE, _COLUMN_OF_NODE = ShardingType.TABLE_ROW_WISE.value, ShardingType.TABLE_COLUMN_WISE.value
+
+
+def distinct_types(
+    constraint: ParameterConstraints, rows: int, columns: int, topology: Topology
+) -> ParameterConstraints:
+    """Return the constraint without sharding types that place a table of such a size as another allowed one does, and
+    without those that leave a rank without a row, where others are allowed.
+
+    On one rank, every type holds the table whole. Within a node, `table_row_wise` is `row_wise`, and
+    `table_column_wise` is `column_wise`; a table that is too narrow to cut is `table_wise` with either of the latter.
+
+    >>> wanted = ParameterConstraints(sharding_types=["table_wise", "row_wise", "table_row_wise", "column_wise"])
+    >>> topology = Topology(world_size=2, compute_device="cpu")
+    >>> distinct_types(wanted, 100, 16, topology).sharding_types, distinct_types(wanted, 1, 16, topology).sharding_types
+    (['table_wise', 'row_wise'], ['table_wise'])
+    """
+    same_as: list[tuple[str, str]] = []
+    if topology.world_size == 1:
+        same_as = [(name, _TABLE) for name in (_ROW, _COLUMN, _ROW_OF_NODE, _COLUMN_OF_NODE)]
+    elif topology.local_world_size == topology.world_size:
+        same_as = [(_ROW_OF_NODE, _ROW), (_COLUMN_OF_NODE, _COLUMN)]
+    if columns <= (constraint.min_partition or MIN_CW_DIM):
+        same_as += [(_COLUMN, _TABLE), (_COLUMN_OF_NODE, _TABLE)]
+    allowed = constraint.sharding_types or []
+    left_out = {name for name, other in same_as if other in allowed}
+    fewer = copy.copy(constraint)
+    distinct = [name for name in allowed if name not in left_out]
+    ranks = topology.world_size, topology.local_world_size
+    fewer.sharding_types = [name for name in distinct if not is_cut_too_small(rows, name, *ranks)] or distinct
+    return fewer
+
+
+def proposers(num_tables: int, world_size: int, most_placed_shards: int) -> list[Proposer]:
+    """Return TorchRec's proposers, each of which places at most so many shards, over all its proposals.
+
+    This bounds the search without a clock.
+    """
+    limit = max(8, most_placed_shards // (num_tables * world_size))
+    greedy = [_AtMost(GreedyProposer(use_depth=depth), limit) for depth in (True, False)]
+    return [UniformProposer(), *greedy, GridSearchProposer(max_proposals=_MOST_GRID_PROPOSALS)]
+
+
+class _AtMost(Proposer):
+    """Ends another proposer after `limit` proposals: the plan must not depend on the machine's speed."""
+
+    def __init__(self, proposer: Proposer, limit: int) -> None:
+        self._proposer, self._left = proposer, limit
+
+    def load(self, search_space: list[ShardingOption], enumerator: Enumerator | None = None) -> None:
+        self._proposer.load(search_space, enumerator)
+
+    def feedback(self, *args: Any, **kwargs: Any) -> None:
+        self._proposer.feedback(*args, **kwargs)
+
+    def propose(self) -> list[ShardingOption] | None:
+        self._left -= 1
+        return self._proposer.propose() if self._left >= 0 else None
+
+
+class OrderedEnumerator(EmbeddingEnumerator):
+    """TorchRec's enumerator with the options in one order, the same on all versions. It goes when TorchRec 1.8 does.
+
+    Before 1.9, TorchRec intersects options as sets, so the process's hash seed breaks ties, and ranks that plan for
+    themselves would build different models.
+    """
+
+    def _filter_sharding_types(self, *args: Any, **kwargs: Any) -> list[str]:
+        return sorted(super()._filter_sharding_types(*args, **kwargs), key=_PREFERENCE.index)
+
+    def _filter_compute_kernels(self, *args: Any, **kwargs: Any) -> list[str]:
+        return sorted(super()._filter_compute_kernels(*args, **kwargs))
