@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,10 +31,15 @@ from embershard.cache.tickets import Ticket
 from embershard.errors import CacheError, ShardingError
 from embershard.sharding.shards import rows_problem
 from embershard.sharding.torchrec.feature_keys import FeatureKeys, PoolIds, add_per_feature
-from embershard.sharding.torchrec.modes.hot_tables import HotTables
-from embershard.sharding.torchrec.modes.shared_tables import of_whole_tables, share_of
 from embershard.sharding.torchrec.slots import SlotTable
 from embershard.sharding.torchrec.spec import CacheSpec, first_row, take_spec
+
+
+class CopiesOfRows(Protocol):
+    """Rows that a mode trains outside of the cache."""
+
+    def write_to(self, host: HostStore) -> None:
+        """Write what the copies of rows of this host tier learned."""
 
 
 class HostTables(nn.Module):
@@ -49,7 +54,8 @@ class HostTables(nn.Module):
         host: the rows.
         slots: the rows' places on the device.
         cache: moves rows between the two.
-        hot_tables: copies of hot rows, which are up to date in place of this memory; None: there are none.
+        copies: of rows that are trained outside of the cache, and are written here before somebody reads; None: there
+            are none.
         copies_guard: of slots that are equal on all ranks; None: they are not.
     """
 
@@ -59,7 +65,7 @@ class HostTables(nn.Module):
 
     prefetch_pipeline = True
     _is_flushed = True
-    hot_tables: HotTables | None = None
+    copies: CopiesOfRows | None = None
     copies_guard: CopiesGuard | None = None
 
     @property
@@ -135,8 +141,8 @@ class HostTables(nn.Module):
         if self.copies_guard is not None:
             self.copies_guard.check()
         self.cache.write_back()
-        if self.hot_tables is not None:
-            self.hot_tables.write_to(self.host)
+        if self.copies is not None:
+            self.copies.write_to(self.host)
 
     def freeze(self) -> FrozenRows:
         """Write trained rows back; return the host tier as it is then, to be read while training goes on.
@@ -182,9 +188,9 @@ class CachedTableBatchedEmbeddings(HostTables):
         spec, fused_params = take_spec(config)
         self._device = device or torch.device("cpu")
         share, shards = None, config.embedding_tables
-        if spec.is_data_parallel:
+        if spec.whole_tables is not None:
             assert group is not None, "data_parallel tables have a process group"
-            share, config = share_of(shards, group, self._device, spec.config), of_whole_tables(config)
+            share, config = spec.whole_tables(config, group, self._device, spec.config)
         tables = config.embedding_tables
         dim = tables[0].local_cols
         assert all(table.local_cols == dim for table in tables), "TorchRec groups cached tables by dim"

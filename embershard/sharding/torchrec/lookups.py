@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.distributed.batched_embedding_kernel import (
     BaseBatchedEmbedding,
     BaseBatchedEmbeddingBag,
@@ -16,6 +16,7 @@ from torchrec.distributed.batched_embedding_kernel import (
     EmbeddingFusedOptimizer,
 )
 from torchrec.distributed.embedding_lookup import GroupedEmbeddingsLookup, GroupedPooledEmbeddingsLookup
+from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
 from torchrec.distributed.embedding_types import BaseEmbeddingLookup, GroupedEmbeddingConfig, ShardingType
 from torchrec.distributed.sharding.cw_sequence_sharding import CwSequenceEmbeddingSharding
 from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
@@ -31,6 +32,25 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from embershard.errors import ShardingError
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.spec import has_spec
+
+
+class OwnShardingInfo(EmbeddingShardingInfo):
+    """A table of a sharded module that a mode shards in its own way. All tables of a group are of one such class."""
+
+    @staticmethod
+    def make_sharding(
+        infos: list[EmbeddingShardingInfo], env: Any, device: torch.device | None, codecs: Any
+    ) -> EmbeddingSharding[Any, Any, Any, Any]:
+        """Return the sharding of a group of such tables; `codecs` as TorchRec's `qcomm_codecs_registry`."""
+        raise NotImplementedError
+
+
+class OwnInput(nn.Module):
+    """An input all-to-all of a mode, whose output needs another context than TorchRec's."""
+
+    def take_context(self) -> Any:
+        """Return what the output of the newest batch needs; once."""
+        raise NotImplementedError
 
 
 class CachedFusedOptimizer(EmbeddingFusedOptimizer):

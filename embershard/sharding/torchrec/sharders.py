@@ -24,8 +24,12 @@ from embershard.sharding.config import ShardingConfig, check_no_size
 from embershard.sharding.plan import Plan
 from embershard.sharding.shards import ROWS_TYPES, Exchange, Shard, empty_group_problem
 from embershard.sharding.torchrec.counter_init import CounterInit
+from embershard.sharding.torchrec.inspection import write_initial_weights
 from embershard.sharding.torchrec.lookups import POOLED_SHARDINGS, SEQUENCE_SHARDINGS
+from embershard.sharding.torchrec.modes.data_parallel import group_data_parallel, whole_tables
 from embershard.sharding.torchrec.modes.hot_cold import HotColdShardedEmbeddingBagCollection
+from embershard.sharding.torchrec.modes.replicated_tables import group_replicated
+from embershard.sharding.torchrec.modes.rows_exchange import group_rows
 from embershard.sharding.torchrec.modules import (
     CachedShardedEmbeddingBagCollection,
     CachedShardedEmbeddingCollection,
@@ -33,6 +37,10 @@ from embershard.sharding.torchrec.modules import (
 )
 from embershard.sharding.torchrec.spec import CACHED_KERNEL, REPLICATED_KERNEL, SPEC_KEY, CacheSpec
 
+# The modes of `modes/` that shard tables in their own way. With hot rows, the module is of another class, too:
+# `sharded_module_type`.
+_SHARDED_GROUPINGS = (group_rows, group_replicated)
+_DATA_PARALLEL_GROUPINGS = (group_data_parallel,)
 POOLED_TYPES = [ShardingType.DATA_PARALLEL.value, *POOLED_SHARDINGS]
 SEQUENCE_TYPES = [ShardingType.DATA_PARALLEL.value, *SEQUENCE_SHARDINGS]
 
@@ -102,6 +110,7 @@ class _Cached:
         device: Any,
         **rest: Any,
     ) -> Any:
+        is_data_parallel = self._is_data_parallel and env.world_size > 1
         rows_tables = self._rows_tables(params) if env.world_size > 1 else frozenset()  # one rank exchanges nothing
         check_groups(module, params, torch.device(device or "cpu").type, rows_tables)
         self._warn_without_cache(params)
@@ -116,7 +125,8 @@ class _Cached:
             init,
             rows_tables,
             self._hot_rows,
-            self._is_data_parallel and env.world_size > 1,
+            groupings=_DATA_PARALLEL_GROUPINGS if is_data_parallel else _SHARDED_GROUPINGS,
+            whole_tables=whole_tables if is_data_parallel else None,
         )
         fused_params = {**(self.fused_params or {}), SPEC_KEY: spec}  # type: ignore[attr-defined]
         params = {name: _on_host(param) for name, param in params.items()}
@@ -131,7 +141,7 @@ class _Cached:
             **rest,
         )
         if init is not None:
-            init.write(sharded)
+            write_initial_weights(sharded, init)
         return sharded
 
     def _warn_without_cache(self, params: dict[str, ParameterSharding]) -> None:
@@ -349,7 +359,7 @@ class _FromSeed:
         check_groups(module, params, torch.device(device or "cpu").type)
         sharded = super().shard(module, params, env, device, *args, **kwargs)  # type: ignore[misc]
         if self._init_seed is not None:
-            CounterInit.of_module(module, self._init_seed).write(sharded)
+            write_initial_weights(sharded, CounterInit.of_module(module, self._init_seed))
         return sharded
 
 

@@ -159,7 +159,7 @@ class HotColdShardedEmbeddingBagCollection(CachedShardedEmbeddingBagCollection):
         self._output_names = names
         self._has_mean_pooling_callback = False  # sums are divided here, once hot and cold ones are added
         for tables_of_kernel, pool in cached_kernels(self):
-            pool.hot_tables = self._hot
+            pool.copies = self._hot
             for table, first_key in zip(tables_of_kernel, pool.host.row_offsets, strict=True):
                 row, column = table.local_metadata.shard_offsets
                 self._hot.add_shard(pool.host, table.name, (row, table.local_rows), column, first_key)
@@ -214,6 +214,10 @@ class HotColdShardedEmbeddingBagCollection(CachedShardedEmbeddingBagCollection):
     def hot_bytes(self) -> int:
         """Device memory of the hot rows, their optimizer states and the map that finds them."""
         return self._hot.num_bytes + self._ids.num_bytes
+
+    def host_rows_changed(self, table: str | None, rows: Tensor | None) -> None:
+        """Copy rows that were written to from the host tiers of all ranks. Collective."""
+        self._hot.host_rows_changed(table, rows)
 
     def create_context(self) -> HotColdContext:
         return HotColdContext()
