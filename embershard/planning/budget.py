@@ -18,7 +18,8 @@ from embershard.planning.search import ShardCosts, cached, place
 from embershard.planning.workload import PoolKey, Workload, by_pool, by_rank
 from embershard.sharding import memory_model
 from embershard.sharding.memory_model import PoolMemory
-from embershard.sharding.shards import PoolPlacement, Sharding, TablePlacement, largest_pool_problem, no_rows_problem
+from embershard.sharding.sharding_types import Sharding
+from embershard.sharding.shards import PoolPlacement, TablePlacement, largest_pool_problem, no_rows_problem
 from embershard.sharding.sizes import PlacedShard, place_shards
 from embershard.units import size
 

@@ -38,7 +38,8 @@ from embershard.planning.request import column_block
 from embershard.planning.simulate.pool_report import RowRange, ShardReport
 from embershard.planning.workload import Workload
 from embershard.sharding import memory_model
-from embershard.sharding.shards import Sharding, TablePlacement
+from embershard.sharding.sharding_types import Sharding
+from embershard.sharding.shards import TablePlacement
 from embershard.sharding.sizes import PlacedShard, TableSize
 from embershard.sharding.torchrec.planner.torchrec_planner import OrderedEnumerator, PoolRowsPartitioner, proposers
 from embershard.sharding.torchrec.sharders import StockEmbeddingBagCollectionSharder

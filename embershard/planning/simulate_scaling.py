@@ -6,7 +6,7 @@ Plans for few ranks are searched; for more, the best of a few plain placements i
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from embershard.decoding import decode
@@ -20,6 +20,7 @@ from embershard.planning.request import PlanRequest, column_block
 from embershard.planning.search import cached
 from embershard.planning.simulate.step_replay import STRAGGLERS, Pipeline, StepReplay, replay_steps
 from embershard.sharding.plan import Plan, Prediction, TablePlacement
+from embershard.sharding.sharding_types import SHARDING_TYPES, ShardingType
 from embershard.sharding.sizes import PlacedShard, TableSize
 
 #: Plans for more ranks are not searched: that takes minutes.
@@ -137,8 +138,8 @@ def plain_candidate(request: PlanRequest) -> Candidate:
         ShardingError: none of them fits.
     """
     found = []
-    for kind in ("table_wise", "column_wise", "table_row_wise", "row_wise"):
-        tables = _alike(request, kind)
+    for kind in SHARDING_TYPES.values():
+        tables = _alike(request, kind) if kind.is_plain else None
         if tables is not None:
             resident = sized(request, tuple(table.without_cache for table in tables))
             found.append(sized(request, tables) if resident is None else resident)
@@ -152,25 +153,24 @@ def plain_candidate(request: PlanRequest) -> Candidate:
     return min(fitting, key=lambda candidate: candidate.step_seconds)
 
 
-def _alike(request: PlanRequest, kind: str) -> tuple[TablePlacement, ...] | None:
+def _alike(request: PlanRequest, kind: ShardingType) -> tuple[TablePlacement, ...] | None:
     """Return all tables sharded in one way, the most expensive shards first, each on the rank with the least time so
     far; None where that is not allowed, no other than another way, or too many shards. Tables that cannot be cut by
     columns stay whole."""
     shape, tables = request.workload.shape, request.sharded
     blocks = {table.table: table.dim // column_block(table.dim, shape.world_size) for table in tables}
-    if kind == "column_wise":
-        kinds = {table.table: kind if blocks[table.table] > 1 else "table_wise" for table in tables}
+    kinds = {table.table: kind.name for table in tables}
+    if kind.is_whole_or_columns:
+        kinds = {name: kind.name if blocks[name] > 1 else "table_wise" for name in kinds}
         if max(blocks.values(), default=1) == 1:
             return None
-    else:
-        kinds = {table.table: kind for table in tables}
-    per_table = {"row_wise": shape.world_size, "table_row_wise": shape.ranks_per_node}.get(kind, 1)
-    nodes = shape.world_size // shape.ranks_per_node
+    per_table = kind.row_blocks(shape.world_size, shape.ranks_per_node)
+    is_as_another = bool(kind.like) and shape.world_size < 2 * shape.ranks_per_node
     is_allowed = all(kinds[name] in types for name, types in request.allowed.items())
-    if not is_allowed or per_table * len(tables) > _MOST_SHARDS or (kind == "table_row_wise" and nodes < 2):
+    if not is_allowed or per_table * len(tables) > _MOST_SHARDS or is_as_another:
         return None
-    if kind == "row_wise":
-        return placed(request, [cached(table, kind, range(shape.world_size)) for table in tables])
+    if kind.rows_over == "all":
+        return placed(request, [cached(table, kind.name, range(shape.world_size)) for table in tables])
     local = per_table  # ranks that a shard is cut over, one after the other
     places = [(0.0, number) for number in range(shape.world_size // local)]
     found: dict[str, list[int]] = {table.table: [] for table in tables}
@@ -182,13 +182,13 @@ def _alike(request: PlanRequest, kind: str) -> tuple[TablePlacement, ...] | None
 
 
 def _by_cost(
-    request: PlanRequest, kinds: dict[str, str], blocks: dict[str, int], local: int
+    request: PlanRequest, kinds: Mapping[str, str], blocks: dict[str, int], local: int
 ) -> Sequence[tuple[float, TableSize]]:
     """Return the seconds of each shard's work in a step, with its table, once per shard."""
     found = []
     for table in request.sharded:
         kind = kinds[table.table]
-        count = blocks[table.table] if kind == "column_wise" else 1
+        count = blocks[table.table] if SHARDING_TYPES[kind].cuts_columns else 1
         shard = PlacedShard(table, 0, 0, -(-table.rows // local), table.dim // count, kind, "device")
         work = shard_work(request.workload, shard, resident_report(request.workload, shard))
         found += [(sum(step_parts(work, request.rates).values()), table)] * count

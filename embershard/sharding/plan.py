@@ -16,9 +16,9 @@ from typing import Any, Literal
 from embershard.decoding import decode
 from embershard.earlier_settings import with_current_names
 from embershard.errors import ShardingError, naming_file
+from embershard.sharding.sharding_types import ROWS_TYPES, SHARDING_TYPES
 from embershard.sharding.shards import (
     COLUMN_MULTIPLE,
-    ROWS_TYPES,
     Pool,
     PoolPlacement,
     Shard,
@@ -326,47 +326,13 @@ def _table_problem(table: TablePlacement, world_size: int, ranks_per_node: int) 
     outside = [rank for rank in table.ranks if not 0 <= rank < world_size]
     if outside:
         return f"ranks: got rank {outside[0]}, needed ranks from 0 to {world_size - 1}."
-    if problem := _ranks_problem(table, world_size, ranks_per_node):
+    if problem := SHARDING_TYPES[table.sharding].ranks_problem(table.ranks, world_size, ranks_per_node):
         return problem
     try:
         shards_of(table, ranks_per_node)
     except ShardingError as error:
         return str(error)
     return ""
-
-
-def _ranks_problem(table: TablePlacement, world_size: int, ranks_per_node: int) -> str:
-    ranks = table.ranks
-    first = tuple(range(ranks_per_node))
-    blocks = [ranks[start : start + ranks_per_node] for start in range(0, len(ranks), ranks_per_node)]
-    needed = {
-        "data_parallel": (ranks == (), "no ranks: every rank has a copy"),
-        "table_wise": (len(ranks) == 1, "one rank"),
-        "row_wise": (_is_a_run(ranks, 0, world_size), f"all ranks in order, 0 to {world_size - 1}"),
-        "column_wise": (len(ranks) > 0, "a rank per column shard"),
-        "table_column_wise": (
-            len({rank // ranks_per_node for rank in ranks}) == 1,
-            f"a rank per column shard, all on one node (of {ranks_per_node} ranks)",
-        ),
-        "table_row_wise": (
-            _is_a_node(ranks, ranks_per_node),
-            f"the {ranks_per_node} ranks of one node in order, for instance {first}",
-        ),
-        "grid_shard": (
-            bool(blocks) and all(_is_a_node(block, ranks_per_node) for block in blocks),
-            f"for each column shard the {ranks_per_node} ranks of one node in order, for instance {first * 2}",
-        ),
-    }
-    is_right, what = needed[table.sharding]
-    return "" if is_right else f"ranks: got {list(ranks)}; {table.sharding} needs {what}."
-
-
-def _is_a_run(ranks: tuple[int, ...], start: int, count: int) -> bool:
-    return ranks == tuple(range(start, start + count))
-
-
-def _is_a_node(ranks: tuple[int, ...], ranks_per_node: int) -> bool:
-    return bool(ranks) and ranks[0] % ranks_per_node == 0 and _is_a_run(ranks, ranks[0], ranks_per_node)
 
 
 def _check_pools(plan: Plan) -> None:

@@ -9,15 +9,11 @@ from typing import Literal
 
 from embershard.cache.config import MOST_POOL_ROWS
 from embershard.errors import ShardingError
+from embershard.sharding.sharding_types import SHARDING_TYPES, Sharding
 
-Sharding = Literal[
-    "table_wise", "row_wise", "column_wise", "table_column_wise", "table_row_wise", "grid_shard", "data_parallel"
-]
 Dtype = Literal["fp32", "fp16"]
 Exchange = Literal["pooled", "rows"]
 _PoolKey = tuple[int, Sharding, int, Dtype, Exchange, str]  # rank, sharding type, columns, dtype, exchange, group
-#: Types whose tables can exchange distinct rows.
-ROWS_TYPES: tuple[Sharding, ...] = ("table_wise", "row_wise", "column_wise", "table_column_wise")
 #: FBGEMM stores rows as vectors of four numbers.
 COLUMN_MULTIPLE = 4
 
@@ -135,7 +131,7 @@ def shards_of(table: TablePlacement, ranks_per_node: int) -> tuple[Shard, ...]:
     """
     if table.sharding == "data_parallel":
         return ()
-    row_blocks, column_blocks = _blocks(table, ranks_per_node)
+    row_blocks, column_blocks = SHARDING_TYPES[table.sharding].blocks(len(table.ranks), ranks_per_node)
     if table.dim % (column_blocks * COLUMN_MULTIPLE):
         raise ShardingError(
             f"table {table.table!r}: {table.dim} columns cannot be cut into {column_blocks} equal shards of a multiple "
@@ -155,15 +151,6 @@ def shards_of(table: TablePlacement, ranks_per_node: int) -> tuple[Shard, ...]:
         )
         for number, rank in enumerate(table.ranks)
     )
-
-
-def _blocks(table: TablePlacement, ranks_per_node: int) -> tuple[int, int]:
-    """Return the numbers of row blocks and column blocks of a table."""
-    if table.sharding in ("row_wise", "table_row_wise"):
-        return len(table.ranks), 1
-    if table.sharding == "grid_shard":
-        return ranks_per_node, max(1, len(table.ranks) // ranks_per_node)
-    return 1, max(1, len(table.ranks))
 
 
 def pools_of(tables: Iterable[TablePlacement], ranks_per_node: int) -> list[Pool]:
@@ -250,13 +237,3 @@ def _size(shards: Sequence[Shard]) -> str:
     by_rows = [shard for shard in shards if shard.first_column == shards[0].first_column]
     rows = sum(shard.rows for shard in by_rows)
     return f"{rows} row{'' if rows == 1 else 's'} on {len(by_rows)} ranks"
-
-
-def is_cut_too_small(rows: int, sharding: str, world_size: int, ranks_per_node: int) -> bool:
-    """Return True if a rank would get no row of a table that is cut so.
-
-    >>> is_cut_too_small(5, "row_wise", 4, 4), is_cut_too_small(7, "row_wise", 4, 4)
-    (True, False)
-    """
-    blocks = {"row_wise": world_size, "table_row_wise": ranks_per_node, "grid_shard": ranks_per_node}.get(sharding, 1)
-    return -(-rows // blocks) * (blocks - 1) >= rows

@@ -22,7 +22,8 @@ from embershard.errors import ConfigError, ShardingError
 from embershard.frequency.profile import FrequencyProfile
 from embershard.sharding.config import ShardingConfig, check_no_size
 from embershard.sharding.plan import Plan
-from embershard.sharding.shards import ROWS_TYPES, Exchange, Shard, empty_group_problem
+from embershard.sharding.sharding_types import ROWS_TYPES
+from embershard.sharding.shards import Exchange, Shard, empty_group_problem
 from embershard.sharding.torchrec.counter_init import CounterInit
 from embershard.sharding.torchrec.inspection import write_initial_weights
 from embershard.sharding.torchrec.lookups import POOLED_SHARDINGS, SEQUENCE_SHARDINGS

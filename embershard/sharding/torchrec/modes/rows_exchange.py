@@ -27,7 +27,7 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.errors import ConfigError, ShardingError
-from embershard.sharding.shards import ROWS_TYPES
+from embershard.sharding.sharding_types import ROWS_TYPES
 from embershard.sharding.torchrec.lookups import SEQUENCE_SHARDINGS, OwnInput, OwnShardingInfo
 from embershard.sharding.torchrec.modes.bags import Bags, DistinctIds
 from embershard.sharding.torchrec.spec import CacheSpec

@@ -23,18 +23,19 @@ from torchrec.modules.embedding_configs import PoolingType
 
 from embershard.errors import ShardingError
 from embershard.machine import host_memory
-from embershard.sharding.shards import is_cut_too_small, rows_problem
+from embershard.sharding.sharding_types import SHARDING_TYPES
+from embershard.sharding.shards import rows_problem
 from embershard.sharding.torchrec.sharders import check_groups, has_cache
 from embershard.sharding.torchrec.spec import CACHED_KERNEL
 from embershard.units import size
 
 _FUSED = EmbeddingComputeKernel.FUSED.value
 _DENSE = EmbeddingComputeKernel.DENSE.value
-_DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
+_TABLE, _DATA_PARALLEL = ShardingType.TABLE_WISE.value, ShardingType.DATA_PARALLEL.value
 _MOST_PLACED_SHARDS = 100_000  # by one proposer: a second of a run's start, for hundreds of tables
 #: In place of TorchRec's 128 GB per rank: rows may be in files, or made when they are used.
 _HOST_BYTES = 2**50
-_ONLY_ON_REQUEST = (_DATA_PARALLEL, ShardingType.GRID_SHARD.value)
+_ONLY_ON_REQUEST = tuple(each.name for each in SHARDING_TYPES.values() if each.tried == "never")
 _PREFERENCE = [t.value for t in ShardingType]
 _MOST_GRID_PROPOSALS = 500
 
@@ -336,10 +337,6 @@ class PoolRowsPartitioner(GreedyPerfPartitioner):
         return pools.values()
 
 
-_TABLE, _ROW, _COLUMN = ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value, ShardingType.COLUMN_WISE.value
-_ROW_OF_NODE, _COLUMN_OF_NODE = ShardingType.TABLE_ROW_WISE.value, ShardingType.TABLE_COLUMN_WISE.value
-
-
 def distinct_types(
     constraint: ParameterConstraints, rows: int, columns: int, topology: Topology
 ) -> ParameterConstraints:
@@ -356,17 +353,20 @@ def distinct_types(
     """
     same_as: list[tuple[str, str]] = []
     if topology.world_size == 1:
-        same_as = [(name, _TABLE) for name in (_ROW, _COLUMN, _ROW_OF_NODE, _COLUMN_OF_NODE)]
+        same_as = [
+            (each.name, _TABLE) for each in SHARDING_TYPES.values() if each.name not in (_TABLE, *_ONLY_ON_REQUEST)
+        ]
     elif topology.local_world_size == topology.world_size:
-        same_as = [(_ROW_OF_NODE, _ROW), (_COLUMN_OF_NODE, _COLUMN)]
+        same_as = [(each.name, each.like) for each in SHARDING_TYPES.values() if each.like]
     if columns <= (constraint.min_partition or MIN_CW_DIM):
-        same_as += [(_COLUMN, _TABLE), (_COLUMN_OF_NODE, _TABLE)]
+        same_as += [(each.name, _TABLE) for each in SHARDING_TYPES.values() if each.is_whole_or_columns]
     allowed = constraint.sharding_types or []
     left_out = {name for name, other in same_as if other in allowed}
     fewer = copy.copy(constraint)
     distinct = [name for name in allowed if name not in left_out]
     ranks = topology.world_size, topology.local_world_size
-    fewer.sharding_types = [name for name in distinct if not is_cut_too_small(rows, name, *ranks)] or distinct
+    full = [name for name in distinct if not SHARDING_TYPES[name].is_too_small(rows, *ranks)]
+    fewer.sharding_types = full or distinct
     return fewer
 
 
