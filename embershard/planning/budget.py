@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 from embershard.cache.config import MOST_POOL_ROWS
 from embershard.cache.statistics import apportion
@@ -15,12 +14,11 @@ from embershard.planning.cost.rates import Rates
 from embershard.planning.predict import counted_reports
 from embershard.planning.request import Budget, PlanRequest
 from embershard.planning.search import ShardCosts, cached, place
-from embershard.planning.workload import PoolKey, Workload, by_pool, by_rank
+from embershard.planning.workload import Workload
 from embershard.sharding import memory_model
 from embershard.sharding.memory_model import PoolMemory
-from embershard.sharding.sharding_types import Sharding
-from embershard.sharding.shards import PoolPlacement, TablePlacement, largest_pool_problem, no_rows_problem
-from embershard.sharding.sizes import PlacedShard, place_shards
+from embershard.sharding.shards import PoolKey, PoolPlacement, TablePlacement, largest_pool_problem, no_rows_problem
+from embershard.sharding.sizes import PlacedShard, by_pool, by_rank, place_shards
 from embershard.units import size
 
 _MOST_RANKS = 1024
@@ -264,11 +262,10 @@ def _need(workload: Workload, tables: tuple[TablePlacement, ...]) -> LeastNeed:
 
 
 def _rank_need(workload: Workload, rank: int, here: Sequence[PlacedShard]) -> RankNeed:
-    settings = workload.shape.memory
     device: Counter[str] = Counter()
     pool_rows = 0
     for members in by_pool(here).values():
-        memory = memory_model.pool_memory(members, settings)
+        memory = memory_model.pool_memory(members, workload.shape)
         pool_rows = max(pool_rows, memory.rows)
         total = memory.device_bytes(least_slots(workload, members))
         parts = apportion(total, [shard.rows for shard in members])
@@ -277,7 +274,7 @@ def _rank_need(workload: Workload, rank: int, here: Sequence[PlacedShard]) -> Ra
     host: Counter[str] = Counter()
     for shard in here:
         if shard.kernel == "cached":
-            host[shard.table.table] += sum(memory_model.host_bytes([shard], settings).values())
+            host[shard.table.table] += sum(memory_model.host_bytes([shard], workload.shape).values())
     copies, whole = Counter[str](), Counter[str]()
     for shard in here:
         if shard.kernel != "cached":
@@ -331,7 +328,7 @@ def least_slots(workload: Workload, shards: Sequence[PlacedShard]) -> int:
 
 def fixed_bytes(workload: Workload, shards: Sequence[PlacedShard]) -> int:
     """Return the device memory of a rank for all but its caches."""
-    return sum(memory_model.resident_bytes(shards).values()) + sum(workload.step_bytes(shards).values())
+    return sum(workload.memory(shards, slots={}).device.values())
 
 
 def split_slots(workload: Workload, shards: Sequence[PlacedShard], budget: Budget) -> list[PoolPlacement] | None:
@@ -345,7 +342,7 @@ def split_slots(workload: Workload, shards: Sequence[PlacedShard], budget: Budge
             return None
         for key, members in members_of.items():
             names = tuple(sorted({shard.table.table for shard in members}))
-            found.append(PoolPlacement(rank, names, cast(Sharding, key.sharding), key.columns, slots[key]))
+            found.append(PoolPlacement(rank, names, key.sharding, key.columns, slots[key]))
     return found
 
 
@@ -355,7 +352,7 @@ _Members = Mapping[PoolKey, Sequence[PlacedShard]]
 def _rank_slots(
     workload: Workload, here: Sequence[PlacedShard], members_of: _Members, budget: Budget
 ) -> dict[PoolKey, int] | None:
-    memories = {key: memory_model.pool_memory(shards, workload.shape.memory) for key, shards in members_of.items()}
+    memories = {key: memory_model.pool_memory(shards, workload.shape) for key, shards in members_of.items()}
     if any(memory.rows > MOST_POOL_ROWS for memory in memories.values()):
         return None
     is_resident = any(shard.kernel == "device" for shard in here)  # only a budget for everything covers such tables

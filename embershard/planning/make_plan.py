@@ -18,10 +18,9 @@ from embershard.planning.exchange import exchange_notes, with_exchange
 from embershard.planning.predict import predict
 from embershard.planning.request import PlanRequest
 from embershard.planning.search import ShardCosts, cached, place
-from embershard.planning.workload import by_pool
 from embershard.sharding.plan import Plan, PoolPlacement, Prediction
 from embershard.sharding.shards import TablePlacement, no_rows_problem
-from embershard.sharding.sizes import place_shards
+from embershard.sharding.sizes import by_pool, place_shards
 from embershard.units import size
 
 _ORDERS: tuple[Literal["seconds", "device_bytes"], ...] = ("seconds", "device_bytes")

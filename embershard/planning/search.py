@@ -12,9 +12,8 @@ from typing import Any, Literal, cast
 
 import torch
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner, SortBy
-from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import (
     Partitioner,
@@ -41,7 +40,7 @@ from embershard.sharding import memory_model
 from embershard.sharding.sharding_types import Sharding
 from embershard.sharding.shards import TablePlacement
 from embershard.sharding.sizes import PlacedShard, TableSize
-from embershard.sharding.torchrec.planner.torchrec_planner import OrderedEnumerator, PoolRowsPartitioner, proposers
+from embershard.sharding.torchrec.planner.torchrec_planner import PoolRowsPartitioner, make_planner
 from embershard.sharding.torchrec.sharders import StockEmbeddingBagCollectionSharder
 
 _EVERYTHING = 2**62
@@ -114,7 +113,24 @@ def place(
         partitioner = PoolRowsPartitioner(lambda option: _pool_of(by_name[option.name]), order)
     with _quiet():
         topology = _topology(world_size, ranks_per_node, device_bytes, host_bytes)
-        planner = _torchrec_planner(by_name, _Estimator(by_name, costs, by_memory), allowed, topology, partitioner)
+        constraints = {
+            name: ParameterConstraints(
+                sharding_types=list(types),
+                compute_kernels=[EmbeddingComputeKernel.FUSED.value],
+                min_partition=column_block(by_name[name].dim, world_size),
+            )
+            for name, types in allowed.items()
+        }
+        planner = make_planner(
+            topology,
+            constraints,
+            partitioner,
+            len(by_name),
+            batch_size=1,
+            most_placed_shards=_MOST_PLACED_SHARDS,
+            estimator=_Estimator(by_name, costs, by_memory),
+            storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
+        )
         try:
             plan = planner.plan(_tables_module(tables), [StockEmbeddingBagCollectionSharder()])  # type: ignore[list-item]
         except PlannerError as error:
@@ -143,34 +159,6 @@ def _topology(world_size: int, ranks_per_node: int, device_bytes: int | None, ho
     )
 
 
-def _torchrec_planner(
-    tables: Mapping[str, TableSize],
-    estimator: ShardEstimator,
-    allowed: Mapping[str, Sequence[str]],
-    topology: Topology,
-    partitioner: Partitioner,
-) -> EmbeddingShardingPlanner:
-    constraints = {
-        name: ParameterConstraints(
-            sharding_types=list(types),
-            compute_kernels=[EmbeddingComputeKernel.FUSED.value],
-            min_partition=column_block(tables[name].dim, topology.world_size),
-        )
-        for name, types in allowed.items()
-    }
-    return EmbeddingShardingPlanner(
-        topology=topology,
-        batch_size=1,
-        enumerator=OrderedEnumerator(topology, batch_size=1, constraints=constraints, estimator=estimator),
-        storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
-        proposer=proposers(len(tables), topology.world_size, _MOST_PLACED_SHARDS),
-        partitioner=partitioner,
-        constraints=constraints,
-        stats=NoopEmbeddingStats(),
-        debug=False,
-    )
-
-
 class _Estimator(ShardEstimator):
     """Gives TorchRec's planner our costs."""
 
@@ -187,8 +175,8 @@ class _Estimator(ShardEstimator):
 
     def _placed(self, option: ShardingOption, shard: Shard) -> PlacedShard:
         (rows, columns), first = shard.size, shard.offset[0]
-        kind = (option.sharding_type, "cached")
-        return PlacedShard(self._tables[option.name], shard.rank or 0, first, first + rows, columns, *kind)
+        kind = cast(Sharding, option.sharding_type)
+        return PlacedShard(self._tables[option.name], shard.rank or 0, first, first + rows, columns, kind, "cached")
 
     def _perf(self, cost: ShardCost) -> Perf:
         """Return forward compute and communication, then backward's; the last is prefetching."""
@@ -262,7 +250,7 @@ class ShardCosts:
             report = replace(report, fills=0.0, write_backs=0.0)
             row_bytes = shard.rows * shard.row_bytes
         else:
-            memory = memory_model.pool_memory([shard], shape.memory)
+            memory = memory_model.pool_memory([shard], shape)
             least = min(shard.rows, max(LEAST_SLOTS, math.ceil(1.1 * report.unique_ids)))
             row_bytes = memory.map_bytes + least * memory.slot_bytes  # the maps, and the rows of one batch
         parts = step_parts(shard_work(workload, shard, report), self._rates)
@@ -274,7 +262,7 @@ class ShardCosts:
             },
             device_bytes=row_bytes
             + round(memory_model.vector_bytes(shard, shape.global_batch_size, workload.lookups_per_step(shard))),
-            host_bytes=sum(memory_model.host_bytes([shard], shape.memory).values()),
+            host_bytes=sum(memory_model.host_bytes([shard], shape).values()),
         )
 
 

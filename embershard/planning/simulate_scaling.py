@@ -20,7 +20,7 @@ from embershard.planning.request import PlanRequest, column_block
 from embershard.planning.search import cached
 from embershard.planning.simulate.step_replay import STRAGGLERS, Pipeline, StepReplay, replay_steps
 from embershard.sharding.plan import Plan, Prediction, TablePlacement
-from embershard.sharding.sharding_types import SHARDING_TYPES, ShardingType
+from embershard.sharding.sharding_types import SHARDING_TYPES, Sharding, ShardingType
 from embershard.sharding.sizes import PlacedShard, TableSize
 
 #: Plans for more ranks are not searched: that takes minutes.
@@ -106,7 +106,7 @@ def simulate_run(request: PlanRequest, topology: Topology) -> SimulatedRun:
         candidate = best_candidate(request) if is_searched else plain_candidate(request)
     except ShardingError as error:
         return SimulatedRun(num_ranks, samples, is_searched=is_searched, problem=str(error))
-    replayed = _replay(candidate.quick, topology, num_ranks, shape.pipeline)
+    replayed = _replay(candidate.quick, topology, num_ranks, Pipeline.of_run(shape))
     return SimulatedRun(
         num_ranks=num_ranks,
         global_batch_size=samples,
@@ -159,7 +159,7 @@ def _alike(request: PlanRequest, kind: ShardingType) -> tuple[TablePlacement, ..
     columns stay whole."""
     shape, tables = request.workload.shape, request.sharded
     blocks = {table.table: table.dim // column_block(table.dim, shape.world_size) for table in tables}
-    kinds = {table.table: kind.name for table in tables}
+    kinds: dict[str, Sharding] = {table.table: kind.name for table in tables}
     if kind.is_whole_or_columns:
         kinds = {name: kind.name if blocks[name] > 1 else "table_wise" for name in kinds}
         if max(blocks.values(), default=1) == 1:
@@ -182,7 +182,7 @@ def _alike(request: PlanRequest, kind: ShardingType) -> tuple[TablePlacement, ..
 
 
 def _by_cost(
-    request: PlanRequest, kinds: Mapping[str, str], blocks: dict[str, int], local: int
+    request: PlanRequest, kinds: Mapping[str, Sharding], blocks: dict[str, int], local: int
 ) -> Sequence[tuple[float, TableSize]]:
     """Return the seconds of each shard's work in a step, with its table, once per shard."""
     found = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from embershard.cache.config import MOST_POOL_ROWS
 from embershard.errors import ShardingError
@@ -13,7 +13,7 @@ from embershard.sharding.sharding_types import SHARDING_TYPES, Sharding
 
 Dtype = Literal["fp32", "fp16"]
 Exchange = Literal["pooled", "rows"]
-_PoolKey = tuple[int, Sharding, int, Dtype, Exchange, str]  # rank, sharding type, columns, dtype, exchange, group
+Kernel = Literal["cached", "device", "replicated"]
 #: FBGEMM stores rows as vectors of four numbers.
 COLUMN_MULTIPLE = 4
 
@@ -37,7 +37,7 @@ class TablePlacement:
     dim: int
     dtype: Dtype
     sharding: Sharding
-    kernel: Literal["cached", "device", "replicated"]
+    kernel: Kernel
     ranks: tuple[int, ...]
     exchange: Exchange = "pooled"
     group: str = ""
@@ -65,9 +65,21 @@ class Shard:
     first_column: int
 
 
+class PoolKey(NamedTuple):
+    """Cached shards with equal keys share a cache."""
+
+    rank: int
+    sharding: Sharding
+    columns: int
+    dtype: Dtype
+    exchange: Exchange
+    group: str
+
+
 @dataclass(frozen=True)
 class PoolPlacement:
-    """Cache that some shards of a rank share.
+    """Cache that some shards of a rank share, as a plan's file has it: `Pool` with slots, and without what follows from
+    the tables.
 
     Attributes:
         tables: names of the tables whose shards share it, sorted.
@@ -83,7 +95,7 @@ class PoolPlacement:
 
 @dataclass(frozen=True)
 class Pool:
-    """Shards that will share a cache of a size that is not yet known.
+    """Shards that will share a cache: a `PoolPlacement` whose slots are not known yet, with the rows that limit them.
 
     Attributes:
         rank, sharding, dim, tables: as in `PoolPlacement`.
@@ -160,12 +172,12 @@ def pools_of(tables: Iterable[TablePlacement], ranks_per_node: int) -> list[Pool
     return [Pool(*key[:4], tables=tuple(sorted(rows)), rows=sum(rows.values())) for key, rows in sorted(found.items())]
 
 
-def _rows_by_pool(tables: Iterable[TablePlacement], ranks_per_node: int) -> dict[_PoolKey, dict[str, int]]:
+def _rows_by_pool(tables: Iterable[TablePlacement], ranks_per_node: int) -> dict[PoolKey, dict[str, int]]:
     """Return the rows of each table in each pool."""
-    found: dict[_PoolKey, dict[str, int]] = {}
+    found: dict[PoolKey, dict[str, int]] = {}
     for table in tables:
         for shard in shards_of(table, ranks_per_node) if table.kernel == "cached" else ():
-            key = (shard.rank, table.sharding, shard.columns, table.dtype, table.exchange, table.group)
+            key = PoolKey(shard.rank, table.sharding, shard.columns, table.dtype, table.exchange, table.group)
             rows = found.setdefault(key, {})
             rows[table.table] = rows.get(table.table, 0) + shard.rows
     return found

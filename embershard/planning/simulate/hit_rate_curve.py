@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from embershard.cache.report import CacheReport
 from embershard.frequency import SampledTrace
 from embershard.planning.simulate.pool_report import RowRange
-from embershard.planning.simulate.replay import ReplaySettings, SettledRows, TraceBatches, replay_pool
+from embershard.planning.simulate.replay import SettledRows, TraceBatches, replay_pool
+from embershard.sharding.run_shape import ReplaySettings
 
 #: Batches that are replayed at most.
 MOST_STEPS = 4000

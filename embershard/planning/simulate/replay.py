@@ -30,28 +30,9 @@ from embershard.cache.tickets import Ticket
 from embershard.frequency import SampledTrace, TableTrace
 from embershard.frequency.counts import RowCounts
 from embershard.planning.simulate.pool_report import PoolReport, RowRange, ShardReport
+from embershard.sharding.run_shape import ReplaySettings
 
 _NONE = np.empty(0, np.int64)
-
-
-@dataclass(frozen=True)
-class ReplaySettings:
-    """The rows that stay, and how far ahead is looked; as `CacheConfig` and the trainer resolve it.
-
-    Attributes:
-        policy: rule by which the cache chooses its rows.
-        lookahead: batches known beyond the one in training; 0: a batch's rows come in at its own step.
-        prefetch: batches resident beyond the one in training.
-        profile_samples: samples that were counted before training: `frequency` needs counts, `lfu` starts with them.
-            0: none were counted; None: all of the trace.
-        shuffle_window: samples among which an epoch's order is mixed; 0: every epoch has the same order.
-    """
-
-    policy: CachePolicy = dataclasses.field(default_factory=CachePolicy)
-    lookahead: int = 64
-    prefetch: int = 2
-    profile_samples: int | None = 0
-    shuffle_window: int = 0
 
 
 def replay_pool(

@@ -82,7 +82,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class TableComparison:
+class PlannedTableComparison:
     """One table on one rank; `device_bytes` are its slots and maps. Without a cache nothing is measured."""
 
     table: str
@@ -99,7 +99,7 @@ class RankComparison:
 
     Attributes:
         traffic, cache_device_bytes, host_bytes: of its caches.
-        all_to_all_bytes: on the rank's link in a step; measured are the means over ranks, in `Comparison`.
+        all_to_all_bytes: on the rank's link in a step; measured are the means over ranks, in `PlanComparison`.
         step_seconds: predicted for this rank; measured is the median of the run, since ranks wait for each other.
     """
 
@@ -112,7 +112,7 @@ class RankComparison:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PromiseVerdict:
     """A promise: the error, and the largest error promised, both in `unit`; None: not measured."""
 
     what: str
@@ -128,7 +128,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PlanComparison:
     """A whole run.
 
     Attributes:
@@ -144,9 +144,9 @@ class Comparison:
     measured_steps: int
     step_seconds: Pair
     sent_bytes: Mapping[str, Pair]
-    tables: tuple[TableComparison, ...]
+    tables: tuple[PlannedTableComparison, ...]
     ranks: tuple[RankComparison, ...]
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[PromiseVerdict, ...]
 
     @property
     def is_step_time_off(self) -> bool:
@@ -154,7 +154,7 @@ class Comparison:
         return self.verdicts[-1].kept is False
 
 
-def compare(plan: Plan, result: Mapping[str, Any]) -> Comparison:
+def compare(plan: Plan, result: Mapping[str, Any]) -> PlanComparison:
     """Compare the plan's prediction with a run's result (the contents of result.json).
 
     Raises:
@@ -173,7 +173,7 @@ def compare(plan: Plan, result: Mapping[str, Any]) -> Comparison:
         _sent_verdict(sent_bytes),
         _step_verdict(step_seconds),
     )
-    return Comparison(
+    return PlanComparison(
         predicted_steps=prediction.num_steps,
         measured_steps=run.steps,
         step_seconds=step_seconds,
@@ -202,7 +202,7 @@ def predicted_for(plan: Plan, run: MeasuredRun) -> Prediction:
     return plan.prediction
 
 
-def _table(plan: Plan, prediction: Prediction, predicted: TablePrediction, run: MeasuredRun) -> TableComparison:
+def _table(plan: Plan, prediction: Prediction, predicted: TablePrediction, run: MeasuredRun) -> PlannedTableComparison:
     placement = next((table for table in plan.tables if table.table == predicted.table), None)
     if placement is None:
         raise ShardingError(
@@ -213,7 +213,7 @@ def _table(plan: Plan, prediction: Prediction, predicted: TablePrediction, run: 
     row_bytes = _row_bytes(plan, prediction, predicted) if is_cached else 0.0
     numbers = {name: getattr(predicted, name) for name in (*_RATES, *_COUNTS)}
     numbers |= {"bytes_to_device": predicted.fills * row_bytes, "bytes_to_host": predicted.write_backs * row_bytes}
-    return TableComparison(
+    return PlannedTableComparison(
         table=predicted.table,
         rank=predicted.rank,
         kernel=placement.kernel,
@@ -243,7 +243,7 @@ def _row_bytes(plan: Plan, prediction: Prediction, predicted: TablePrediction) -
     return (predicted.host_bytes - rank.host_bytes.get("scores", 0) * own / sum(rows.values())) / own
 
 
-def _rank(predicted: RankPrediction, tables: Sequence[TableComparison], run: MeasuredRun) -> RankComparison:
+def _rank(predicted: RankPrediction, tables: Sequence[PlannedTableComparison], run: MeasuredRun) -> RankComparison:
     """All cached tables of a rank; what was measured is the rank's own total."""
     measured = run.rank(predicted.rank)
     own = [table.traffic for table in tables if table.rank == predicted.rank and table.kernel == "cached"]
@@ -265,31 +265,33 @@ def _rank(predicted: RankPrediction, tables: Sequence[TableComparison], run: Mea
     )
 
 
-def _largest_error_first(table: TableComparison) -> tuple[float, float, str, int]:
+def _largest_error_first(table: PlannedTableComparison) -> tuple[float, float, str, int]:
     """Sort key: unmeasured tables come last; of equal errors, more fills come first."""
     points = table.traffic.worst_points
     return (math.inf if points is None else -points, -(table.traffic.fills.predicted or 0), table.table, table.rank)
 
 
-def _hit_rate_verdict(what: str, tables: Sequence[TableComparison], rate: Callable[[TableComparison], Pair]) -> Verdict:
+def _hit_rate_verdict(
+    what: str, tables: Sequence[PlannedTableComparison], rate: Callable[[PlannedTableComparison], Pair]
+) -> PromiseVerdict:
     errors = [(100 * abs(error), table) for table in tables if (error := rate(table).error) is not None]
     if not errors:
-        return Verdict(what, None, PROMISED_POINTS, "points", "no cached table was measured")
+        return PromiseVerdict(what, None, PROMISED_POINTS, "points", "no cached table was measured")
     largest, worst = max(errors, key=lambda each: each[0])
     weights = [table.traffic.lookups.measured or 0.0 for _, table in errors]
     weighted = sum(e * w for (e, _), w in zip(errors, weights, strict=True)) / (sum(weights) or 1.0)
     detail = f"mean of {len(errors)} tables and ranks, {weighted:.2f} where every lookup counts the same; "
     detail += f"worst {worst.table} on rank {worst.rank} with {largest:.2f}"
-    return Verdict(what, sum(e for e, _ in errors) / len(errors), PROMISED_POINTS, "points", detail)
+    return PromiseVerdict(what, sum(e for e, _ in errors) / len(errors), PROMISED_POINTS, "points", detail)
 
 
-def _device_verdict(ranks: Sequence[RankComparison]) -> Verdict:
+def _device_verdict(ranks: Sequence[RankComparison]) -> PromiseVerdict:
     errors = [(abs(e), rank) for rank in ranks if (e := rank.cache_device_bytes.relative_error) is not None]
     what, promised = "device bytes", 100 * PROMISED_DEVICE_BYTES
     if not errors:
-        return Verdict(what, None, promised, "%", "no cache was measured")
+        return PromiseVerdict(what, None, promised, "%", "no cache was measured")
     largest, worst = max(errors, key=lambda each: each[0])
-    return Verdict(what, 100 * largest, promised, "%", f"of the caches, largest on rank {worst.rank}")
+    return PromiseVerdict(what, 100 * largest, promised, "%", f"of the caches, largest on rank {worst.rank}")
 
 
 def _sent_pairs(prediction: Prediction, run: MeasuredRun) -> dict[str, Pair]:
@@ -306,25 +308,25 @@ def _sent_pairs(prediction: Prediction, run: MeasuredRun) -> dict[str, Pair]:
     return {**pairs, "other": Pair(None, run.sent_bytes.other)}
 
 
-def _sent_verdict(sent_bytes: Mapping[str, Pair]) -> Verdict:
+def _sent_verdict(sent_bytes: Mapping[str, Pair]) -> PromiseVerdict:
     what, promised = "bytes between ranks", 100 * PROMISED_SENT_BYTES
     errors = {kind: abs(e) for kind, pair in sent_bytes.items() if (e := pair.relative_error) is not None}
     if not errors:
-        return Verdict(what, None, promised, "%", "no step was counted")
+        return PromiseVerdict(what, None, promised, "%", "no step was counted")
     worst = max(errors, key=lambda kind: errors[kind])
     pair = sent_bytes[worst]
     detail = (
         f"{worst}, the worst kind: {pair.predicted:,.0f} predicted, {pair.measured:,.0f} measured, of a rank in a step"
     )
-    return Verdict(what, 100 * errors[worst], promised, "%", detail)
+    return PromiseVerdict(what, 100 * errors[worst], promised, "%", detail)
 
 
-def _step_verdict(step_seconds: Pair) -> Verdict:
+def _step_verdict(step_seconds: Pair) -> PromiseVerdict:
     error, promised = step_seconds.relative_error, 100 * PROMISED_STEP_TIME
     if error is None or step_seconds.predicted is None or step_seconds.measured is None:
-        return Verdict("step time", None, promised, "%", "no step was timed")
+        return PromiseVerdict("step time", None, promised, "%", "no step was timed")
     detail = f"{1e3 * step_seconds.predicted:.2f} ms predicted, {1e3 * step_seconds.measured:.2f} ms measured (median)"
-    return Verdict("step time", 100 * abs(error), promised, "%", detail)
+    return PromiseVerdict("step time", 100 * abs(error), promised, "%", detail)
 
 
 def notes(plan: Plan, run: MeasuredRun, other_settings: Sequence[str] = (), num_checkpoints: int = 0) -> list[str]:

@@ -18,7 +18,7 @@ from embershard.errors import ConfigError, ShardingError
 from embershard.frequency.counts import RowCounts
 from embershard.frequency.profile import FrequencyProfile
 from embershard.frequency.trace import Ints
-from embershard.sharding.memory_model import cache_memory, slots_for
+from embershard.sharding.memory_model import PoolMemory, cache_memory, slots_without_plan
 
 if TYPE_CHECKING:
     import torch
@@ -149,27 +149,26 @@ class CacheSpec:
         load_factors = [(table.fused_params or {}).get("cache_load_factor") for table in tables]
         own = sum(share * t.local_rows for share, t in zip(load_factors, tables, strict=True) if share)
         others = [table for share, table in zip(load_factors, tables, strict=True) if not share]
+        weights = sum(table.local_rows * table.local_cols for table in others)
+        memory = self._memory(others, row_bytes)
+        if weights:
+            self._check_budget([table.name for table in others], memory, weights)
         rows = sum(table.local_rows for table in tables)
-        if self.config.device_bytes is None:
-            return slots_for(rows, own + (self.config.slot_ratio or 0.0) * sum(t.local_rows for t in others))
-        return max(1, min(rows, round(own) + (self._slots_in_budget(others, row_bytes) if others and rows else 0)))
+        return slots_without_plan(self.config, memory, weights, self.rank_weights, rows, own)
 
-    def _slots_in_budget(self, tables: Sequence[ShardedEmbeddingTable], row_bytes: int) -> int:
-        """Divide the budget among the pools by their weights; maps and scores come out of each pool's part."""
-        assert self.config.device_bytes is not None
+    def _memory(self, tables: Sequence[ShardedEmbeddingTable], row_bytes: int) -> PoolMemory:
         rows = sum(table.local_rows for table in tables)
-        weights = sum(table.local_rows * table.local_cols for table in tables)
-        kind = map_kind(self.config.slot_map, rows, self.device_type)
-        memory = cache_memory(rows, row_bytes, self.policy, kind)
-        slots = memory.share_of(self.config.device_bytes, weights, self.rank_weights)
-        if slots < 1:
+        return cache_memory(rows, row_bytes, self.policy, map_kind(self.config.slot_map, rows, self.device_type))
+
+    def _check_budget(self, tables: list[str], memory: PoolMemory, weights: int) -> None:
+        """Maps and scores come out of each pool's part of the budget, and a slot must be left."""
+        budget = self.config.device_bytes
+        if budget is not None and memory.share_of(budget, weights, self.rank_weights) < 1:
             least = memory.device_bytes(1) * self.rank_weights // weights + 1
-            names = [table.name for table in tables][:5]
             raise ConfigError(
-                f"cache.device_bytes={self.config.device_bytes} does not hold the slot map and one slot of tables "
-                f"{names}; give rank {self.rank} at least {least} bytes, or use more ranks"
+                f"cache.device_bytes={budget} does not hold the slot map and one slot of tables {tables[:5]}; give "
+                f"rank {self.rank} at least {least} bytes, or use more ranks"
             )
-        return slots
 
 
 def first_row(table: ShardedEmbeddingTable) -> int:

@@ -182,7 +182,7 @@ def built_pools(model: nn.Module, rank: int) -> list[PoolPlacement]:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _BuiltShard:
     """A shard with its kernel."""
 
     shard: Shard
@@ -190,17 +190,17 @@ class _Part:
     kernel: str
 
 
-def _planned_parts(plan: Plan, rank: int, cached: bool) -> Iterator[_Part]:
+def _planned_parts(plan: Plan, rank: int, cached: bool) -> Iterator[_BuiltShard]:
     for table in plan.tables:
         kernel = (table if cached else table.without_cache).kernel
         if table.kernel == "replicated":
-            yield _Part(Shard(table.table, rank, table.rows, table.dim, 0, 0), table.sharding, kernel)
+            yield _BuiltShard(Shard(table.table, rank, table.rows, table.dim, 0, 0), table.sharding, kernel)
         for shard in shards_of(table, plan.ranks_per_node):
             if shard.rank == rank:
-                yield _Part(shard, table.sharding, kernel)
+                yield _BuiltShard(shard, table.sharding, kernel)
 
 
-def _built(model: nn.Module, rank: int) -> tuple[list[_Part], list[PoolPlacement]]:
+def _built(model: nn.Module, rank: int) -> tuple[list[_BuiltShard], list[PoolPlacement]]:
     """Read this rank's shards and pools from the kernels."""
     parts, pools = [], []
     for sharding, kernel in _kernels(model):
@@ -210,7 +210,7 @@ def _built(model: nn.Module, rank: int) -> tuple[list[_Part], list[PoolPlacement
             kind = "replicated"
         for table, (rows, columns, *_) in zip(tables, kernel.emb_module.embedding_specs, strict=True):
             offsets = table.local_metadata.shard_offsets if table.local_metadata else (0, 0)
-            parts.append(_Part(Shard(table.name, rank, rows, columns, *offsets), sharding, kind))
+            parts.append(_BuiltShard(Shard(table.name, rank, rows, columns, *offsets), sharding, kind))
         if isinstance(kernel.emb_module, CachedTableBatchedEmbeddings):
             names: Any = tuple(sorted({table.name for table in tables}))
             slots = kernel.emb_module.cache.num_slots

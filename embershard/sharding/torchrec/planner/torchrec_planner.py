@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,16 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner, SortBy
 from torchrec.distributed.planner.proposers import GreedyProposer, GridSearchProposer, UniformProposer
 from torchrec.distributed.planner.stats import NoopEmbeddingStats
-from torchrec.distributed.planner.types import Enumerator, PlannerError, PlannerErrorType, Proposer, ShardingOption
+from torchrec.distributed.planner.types import (
+    Enumerator,
+    Partitioner,
+    PlannerError,
+    PlannerErrorType,
+    Proposer,
+    ShardEstimator,
+    ShardingOption,
+    StorageReservation,
+)
 from torchrec.distributed.types import CacheParams, ModuleSharder, ShardingPlan
 from torchrec.modules.embedding_configs import PoolingType
 
@@ -122,16 +132,7 @@ def _plan_with(
     partitioner: PoolRowsPartitioner,
 ) -> ShardingPlan:
     num_tables = len(shardable_tables(model, sharders))
-    planner = EmbeddingShardingPlanner(
-        topology=topology,
-        batch_size=batch_size,
-        enumerator=OrderedEnumerator(topology, batch_size=batch_size, constraints=constraints),
-        proposer=proposers(num_tables, topology.world_size, _MOST_PLACED_SHARDS),
-        partitioner=partitioner,
-        constraints=constraints,
-        stats=NoopEmbeddingStats(),
-        debug=False,
-    )
+    planner = make_planner(topology, constraints, partitioner, num_tables, batch_size, _MOST_PLACED_SHARDS)
     what = f"{num_tables} tables on {topology.world_size} ranks"
     try:
         with warnings.catch_warnings():
@@ -144,6 +145,35 @@ def _plan_with(
                 "(row_wise), or give them fewer rows (hash their ids into fewer)"
             ) from error
         raise ShardingError(f"no sharding plan for {what}: {error}") from error
+
+
+def make_planner(
+    topology: Topology,
+    constraints: dict[str, ParameterConstraints],
+    partitioner: Partitioner,
+    num_tables: int,
+    batch_size: int,
+    most_placed_shards: int,
+    estimator: ShardEstimator | None = None,
+    storage_reservation: StorageReservation | None = None,
+) -> EmbeddingShardingPlanner:
+    """Set up TorchRec's planner: deterministic, and bounded without a clock.
+
+    Args:
+        most_placed_shards: by each of its proposers, over all proposals.
+        estimator, storage_reservation: in place of TorchRec's costs, and of the memory that it keeps free.
+    """
+    return EmbeddingShardingPlanner(
+        topology=topology,
+        batch_size=batch_size,
+        enumerator=OrderedEnumerator(topology, batch_size=batch_size, constraints=constraints, estimator=estimator),
+        storage_reservation=storage_reservation,
+        proposer=_proposers(num_tables, topology.world_size, most_placed_shards),
+        partitioner=partitioner,
+        constraints=constraints,
+        stats=NoopEmbeddingStats(),
+        debug=False,
+    )
 
 
 def _constraints(
@@ -277,19 +307,6 @@ def _by_name(constraints: Mapping[ShardableTable, ParameterConstraints]) -> dict
     return named
 
 
-@dataclass
-class _Pool:
-    """A cache in a proposal, and its rows by table."""
-
-    rank: int
-    sharding: str
-    rows: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def num_rows(self) -> int:
-        return sum(self.rows.values())
-
-
 class PoolRowsPartitioner(GreedyPerfPartitioner):
     """Refuses a proposal that gives a cache more rows than it can number; the planner then tries the next.
 
@@ -315,16 +332,20 @@ class PoolRowsPartitioner(GreedyPerfPartitioner):
             PlannerError: the proposal does not fit the memory or the caches.
         """
         found = super().partition(proposal, *arguments, **named)
-        largest = max(self._pools(found), key=lambda pool: pool.num_rows, default=None)
-        problem = "" if largest is None else rows_problem(largest.rank, largest.sharding, largest.rows)
-        if largest is None or not problem:
+        pools = self._rows_by_pool(found)
+        if not pools:
             return found
-        if self._least_rows is None or largest.num_rows < self._least_rows:
-            self.refused, self._least_rows = problem, largest.num_rows
+        (rank, sharding, *_), rows = max(pools.items(), key=lambda pool: pool[1].total())
+        problem = rows_problem(rank, sharding, rows)
+        if not problem:
+            return found
+        if self._least_rows is None or rows.total() < self._least_rows:
+            self.refused, self._least_rows = problem, rows.total()
         raise PlannerError(problem, PlannerErrorType.PARTITION)
 
-    def _pools(self, found: list[ShardingOption]) -> Iterable[_Pool]:
-        pools: dict[tuple[int, str, int, Hashable], _Pool] = {}
+    def _rows_by_pool(self, found: list[ShardingOption]) -> dict[tuple[int, str, int, Hashable], Counter[str]]:
+        """Return the rows of each table in each cache, by rank, sharding type, columns, and what `pool_of` says."""
+        pools: dict[tuple[int, str, int, Hashable], Counter[str]] = {}
         for option in found:
             part = self._pool_of(option)
             if part is None:
@@ -332,9 +353,8 @@ class PoolRowsPartitioner(GreedyPerfPartitioner):
             for shard in option.shards:
                 assert shard.rank is not None, "a placed shard"
                 key = (shard.rank, option.sharding_type, shard.size[1], part)
-                pool = pools.get(key) or pools.setdefault(key, _Pool(shard.rank, option.sharding_type))
-                pool.rows[option.name] = pool.rows.get(option.name, 0) + shard.size[0]
-        return pools.values()
+                pools.setdefault(key, Counter())[option.name] += shard.size[0]
+        return pools
 
 
 def distinct_types(
@@ -370,7 +390,7 @@ def distinct_types(
     return fewer
 
 
-def proposers(num_tables: int, world_size: int, most_placed_shards: int) -> list[Proposer]:
+def _proposers(num_tables: int, world_size: int, most_placed_shards: int) -> list[Proposer]:
     """Return TorchRec's proposers, each of which places at most so many shards, over all its proposals.
 
     This bounds the search without a clock.
