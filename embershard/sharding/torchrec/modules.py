@@ -8,7 +8,7 @@ as some row.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -143,6 +143,10 @@ class CachedModule:
             lookup.flush()
         super()._pre_load_state_dict_hook(module, state_dict, prefix, *args)  # type: ignore[misc]
 
+    def in_batch(self, batch: Any) -> AbstractContextManager[None]:
+        """Return a context in which this module gets ids of `batch`; for modes whose work depends on the batch."""
+        return nullcontext()
+
     def host_rows_changed(self, table: str | None, rows: Tensor | None) -> None:
         """Hear that host rows were written to, which the pools know; for modes that keep copies. See `inspection`."""
 
@@ -161,6 +165,11 @@ def check_ids(module: Any, features: Any) -> None:
     """
     if isinstance(module, CachedModule):
         module.check_ids(features)
+
+
+def in_batch(module: Any, batch: Any) -> AbstractContextManager[None]:
+    """Return a context in which `module`, cached or not, gets ids of `batch`."""
+    return module.in_batch(batch) if isinstance(module, CachedModule) else nullcontext()
 
 
 @contextmanager

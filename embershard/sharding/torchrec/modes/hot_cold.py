@@ -7,7 +7,7 @@ batch that has hot ids only, on all ranks, nothing travels but the gradients of 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -219,6 +219,16 @@ class HotColdShardedEmbeddingBagCollection(CachedShardedEmbeddingBagCollection):
         """Copy rows that were written to from the host tiers of all ranks. Collective."""
         self._hot.host_rows_changed(table, rows)
 
+    @contextmanager
+    def in_batch(self, batch: Any) -> Iterator[None]:
+        """Return a context in which this module gets ids of `batch`, whose `is_hot` says that they are hot on all
+        ranks."""
+        before, self.is_in_hot_batch = self.is_in_hot_batch, getattr(batch, "is_hot", False)
+        try:
+            yield
+        finally:
+            self.is_in_hot_batch = before
+
     def create_context(self) -> HotColdContext:
         return HotColdContext()
 
@@ -282,25 +292,6 @@ class HotColdShardedEmbeddingBagCollection(CachedShardedEmbeddingBagCollection):
         """Take the hot rows from the host tier before the next batch."""
         CachedShardedEmbeddingBagCollection._pre_load_state_dict_hook(module, *args)
         module._hot.host_was_loaded()
-
-
-_OTHER_MODULE = nullcontext()
-
-
-def in_hot_batch(module: Any, batch: Any) -> AbstractContextManager[None]:
-    """Return a context in which `module` gets ids of `batch`, whose `is_hot` says that they are hot on all ranks."""
-    if not isinstance(module, HotColdShardedEmbeddingBagCollection):
-        return _OTHER_MODULE
-    return _in_batch(module, getattr(batch, "is_hot", False))
-
-
-@contextmanager
-def _in_batch(module: HotColdShardedEmbeddingBagCollection, is_hot: bool) -> Iterator[None]:
-    before, module.is_in_hot_batch = module.is_in_hot_batch, is_hot
-    try:
-        yield
-    finally:
-        module.is_in_hot_batch = before
 
 
 def hot_totals(model: nn.Module) -> tuple[int, int]:
