@@ -10,7 +10,7 @@ batch adds one to its rows, and at the end every row of the host tier must hold 
 With look-ahead L and prefetch depth P, L batches beyond the one in training are known and P of them are resident. P
 is 1 here, as in training while no step waits (docs/decisions/0018).
 
-The optimum (embershard/planning/simulate/offline_optimum.py) knows the whole stream and holds one batch at a time. More
+The optimum (embershard/planning/simulate/hit_rate_curve.py) knows the whole stream and holds one batch at a time. More
 references explain the difference: `holds 1` and `holds 2` are the optimum of a cache that also holds 1 or 2 batches
 ahead (the cost of holding them, for any rule for victims); `rule` is the look-ahead rule with the newest ranking for
 every victim (it adds the cost of not knowing more than L batches). Fills beyond `rule` are due to the cache.
@@ -38,7 +38,7 @@ from embershard.cache import HostStore, RowCache, Ticket
 from embershard.cache.config import CachePolicy, Scoring
 from embershard.data import BatchStream, CriteoConfig, DataConfig, SyntheticConfig, open_source
 from embershard.frequency import FrequencyProfile
-from embershard.planning.simulate.offline_optimum import look_ahead_rule, offline_optimum
+from embershard.planning.simulate.hit_rate_curve import look_ahead_rule, offline_optimum
 
 LOOKAHEADS = (8, 32, 128, 256)
 TARGET = 1.03

@@ -27,14 +27,13 @@ from typing import Any
 
 from benchmarks.common import machine, make_parser, report
 from benchmarks.plan_accuracy import Run, profiled
-from embershard.planning.budget import least_need
+from embershard.planning.budget import fixed_bytes, least_need, split_slots
 from embershard.planning.cost.topology import load_topology
 from embershard.planning.make_plan import best_candidate, complete, sized
 from embershard.planning.request import Budget, PlanRequest
-from embershard.planning.slot_split import fixed_bytes, split_slots
-from embershard.planning.workload import by_pool, place_shards
 from embershard.sharding import memory_model
 from embershard.sharding.plan import Plan, PoolPlacement, TablePlacement
+from embershard.sharding.sizes import by_pool, place_shards
 
 _CONFIG = f"""
 [data]
@@ -75,7 +74,7 @@ def uniform(request: PlanRequest, tables: Sequence[TablePlacement]) -> list[Pool
         here = [shard for shard in shards if shard.rank == rank]
         assert request.budget.device_bytes is not None
         left = request.budget.device_bytes - fixed_bytes(workload, here)
-        memories = [memory_model.pool_memory(members, workload.shape.memory) for members in by_pool(here).values()]
+        memories = [memory_model.pool_memory(members, workload.shape) for members in by_pool(here).values()]
         slot_bytes = sum(memory.rows * memory.slot_bytes for memory in memories)
         shares.append((left - sum(memory.device_bytes(0) for memory in memories)) / slot_bytes)
     found = split_slots(workload, shards, Budget(ratio=min(1.0, *shares)))

@@ -24,8 +24,8 @@ from embershard.models.dense_size import DenseSize
 from embershard.planning.cost.topology import load_topology
 from embershard.planning.make_plan import make_plan
 from embershard.planning.request import Budget, PlanRequest
-from embershard.planning.simulate.replay import ReplaySettings
-from embershard.planning.workload import RunShape, Workload
+from embershard.planning.workload import Workload
+from embershard.sharding.run_shape import ReplaySettings, RunShape
 from embershard.sharding.sizes import ModelSize, TableSize
 
 CRITEO_1TB = (

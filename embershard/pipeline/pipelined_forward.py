@@ -20,8 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from embershard.errors import CacheError, ShardingError
 from embershard.pipeline.announced import features_among
 from embershard.pipeline.module_input import ModuleInput
-from embershard.sharding.torchrec.modes.hot_cold import in_hot_batch
-from embershard.sharding.torchrec.modules import check_ids, ids_are_checked
+from embershard.sharding.torchrec.modules import check_ids, ids_are_checked, in_batch
 
 _log = logging.getLogger(__name__)
 
@@ -101,7 +100,7 @@ class PipelinedForward:
 
     def start(self, batch: Any) -> ModuleInput:
         """Start the module's input all-to-all for `batch`, which is checked. Collective."""
-        with ids_are_checked(self.module), in_hot_batch(self.module, batch):
+        with ids_are_checked(self.module), in_batch(self.module, batch):
             return ModuleInput(self.module, *self.args.build_args_kwargs(batch))
 
     def remove(self) -> None:

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from embershard.planning.cost import work
 from embershard.planning.workload import Workload
-from embershard.sharding.shards import ROWS_TYPES, Exchange, TablePlacement, shards_of
+from embershard.sharding.sharding_types import sharding_type
+from embershard.sharding.shards import Exchange, TablePlacement, shards_of
 from embershard.units import size
 
 #: Tables that a plan's notes give reasons for.
@@ -18,8 +19,7 @@ def exchange_bytes(workload: Workload, table: str, sharding: str, columns: int, 
     """Return the bytes that all ranks together send in a step for shards of so many columns and all rows of a table:
     ids, embeddings and gradients."""
     shape = workload.shape
-    on_a_node = min(shape.ranks_per_node, shape.world_size)
-    num_shards = {"row_wise": shape.world_size, "table_row_wise": on_a_node, "grid_shard": on_a_node}.get(sharding, 1)
+    num_shards = sharding_type(sharding).row_blocks(shape.world_size, shape.ranks_per_node)
     of_shard = work.exchanged_bytes(
         sharding,
         batch_size=shape.batch_size,
@@ -38,7 +38,7 @@ def exchange_of(workload: Workload, table: str, sharding: str, columns: int) -> 
     """Return what a table exchanges with this sharding type: what the run's setting says; for "auto" what takes fewer
     bytes."""
     wanted = workload.shape.exchange
-    if wanted == "pooled" or sharding not in ROWS_TYPES or workload.shape.world_size == 1:
+    if wanted == "pooled" or not sharding_type(sharding).exchanges_rows or workload.shape.world_size == 1:
         return "pooled"
     if wanted == "rows":
         return "rows"
@@ -78,7 +78,7 @@ def exchange_notes(workload: Workload, tables: Sequence[TablePlacement]) -> list
 def exchange_reason(workload: Workload, table: TablePlacement) -> str:
     """Return what a table exchanges, and the bytes of both exchanges."""
     _, pooled, rows = _sent(workload, table)
-    if table.sharding not in ROWS_TYPES:
+    if not sharding_type(table.sharding).exchanges_rows:
         return f"{table.table} pooled embeddings, {size(pooled)} ({table.sharding} tables cannot exchange rows)"
     if table.exchange == "rows":
         return f"{table.table} distinct rows, {size(rows)} (pooled: {size(pooled)})"
@@ -93,5 +93,6 @@ def _sent(workload: Workload, table: TablePlacement) -> tuple[float, float, floa
         if shard.first_row == 0:
             arguments = (workload, table.table, table.sharding, shard.columns)
             pooled += exchange_bytes(*arguments, "pooled")
-            rows += exchange_bytes(*arguments, "rows" if table.sharding in ROWS_TYPES else "pooled")
+            can = sharding_type(table.sharding).exchanges_rows
+            rows += exchange_bytes(*arguments, "rows" if can else "pooled")
     return rows if table.exchange == "rows" else pooled, pooled, rows

@@ -12,11 +12,12 @@ from embershard.planning.cost.rates import Rates, StepWork, step_parts
 from embershard.planning.simulate.pool_report import RowRange, ShardReport
 from embershard.planning.simulate.replay import replay_pool
 from embershard.planning.simulate.steady_state import steady_state
-from embershard.planning.simulate.step_replay import StepReplay, replay_steps
-from embershard.planning.workload import COMPLETE, Workload, by_pool, by_rank
+from embershard.planning.simulate.step_replay import Pipeline, StepReplay, replay_steps
+from embershard.planning.workload import COMPLETE, Workload
 from embershard.sharding import memory_model
 from embershard.sharding.plan import PoolPlacement, Prediction, RankPrediction, TablePlacement, TablePrediction
-from embershard.sharding.sizes import PlacedShard, place_shards
+from embershard.sharding.shards import PoolKey
+from embershard.sharding.sizes import PlacedShard, by_pool, by_rank, place_shards
 
 
 def pool_reports(
@@ -176,14 +177,14 @@ def predict(
     shape = workload.shape
     shards = place_shards(workload.model, tables, shape)
     steps = 0 if from_counts else workload.steps_to_replay(len(pools))
-    simulated, pool_bytes = _simulate(workload, shards, pools, steps, progress)
+    simulated, slots = _simulate(workload, shards, pools, steps, progress)
     of_ranks = by_rank(shards, shape.world_size)
     own_ids = _row_ids(workload, shards)
     works = [
         replace(rank_work(workload, here, [simulated[id(shard)].report for shard in here]), row_ids=own_ids)
         for here in of_ranks
     ]
-    replayed = replay_steps(works, rates, shape.pipeline)
+    replayed = replay_steps(works, rates, Pipeline.of_run(shape))
     table_predictions: list[TablePrediction] = []
     for here in of_ranks:
         of_table: dict[str, list[_Simulated]] = {}
@@ -198,8 +199,7 @@ def predict(
         bottleneck=replayed.bottleneck(replayed.slowest),
         tables=tuple(table_predictions),
         ranks=tuple(
-            _rank(workload, rank, here, pool_bytes[rank], works[rank], rates, replayed)
-            for rank, here in enumerate(of_ranks)
+            _rank(workload, rank, here, slots, works[rank], rates, replayed) for rank, here in enumerate(of_ranks)
         ),
     )
 
@@ -210,18 +210,14 @@ def _simulate(
     pools: Sequence[PoolPlacement],
     steps: int,
     progress: Callable[[int, int], None] | None,
-) -> tuple[dict[int, _Simulated], list[dict[str, int]]]:
-    """Return every shard by its `id`, and for every rank the bytes of its pools' slots and maps."""
-    num_slots: dict[tuple[object, ...], int] = {(p.rank, p.sharding, p.dim, p.tables): p.slots for p in pools}
+) -> tuple[dict[int, _Simulated], dict[PoolKey, int]]:
+    """Return every shard by its `id`, and the slots that every pool has at the end."""
+    slots = memory_model.planned_slots(pools, shards)
     members_of = by_pool(shards)
     found: dict[int, _Simulated] = {}
-    pool_bytes = [{"slots": 0, "maps": 0} for _ in range(workload.shape.world_size)]
     for done, (key, members) in enumerate(members_of.items(), start=1):
-        names = tuple(sorted({shard.table.table for shard in members}))
-        reports, slots = pool_reports(workload, members, num_slots[key.rank, key.sharding, key.columns, names], steps)
-        memory = memory_model.pool_memory(members, workload.shape.memory)
-        pool_bytes[key.rank]["slots"] += memory.device_bytes(slots) - memory.map_bytes
-        pool_bytes[key.rank]["maps"] += memory.map_bytes
+        reports, slots[key] = pool_reports(workload, members, slots[key], steps)
+        memory = memory_model.pool_memory(members, workload.shape)
         for shard, report in zip(members, reports, strict=True):
             map_bytes = shard.rows * memory.map_bytes / max(1, memory.rows)
             found[id(shard)] = _Simulated(shard, report, map_bytes + report.held_rows * memory.slot_bytes)
@@ -230,22 +226,23 @@ def _simulate(
     for shard in shards:
         if shard.kernel != "cached":
             found[id(shard)] = _Simulated(shard, resident_report(workload, shard), shard.rows * shard.row_bytes)
-    return found, pool_bytes
+    return found, slots
 
 
 def _rank(
     workload: Workload,
     rank: int,
     shards: Sequence[PlacedShard],
-    pool_bytes: Mapping[str, int],
+    slots: Mapping[PoolKey, int],
     its_work: StepWork,
     rates: Rates,
     replayed: StepReplay,
 ) -> RankPrediction:
+    memory = workload.memory(shards, slots)
     return RankPrediction(
         rank=rank,
-        device_bytes={**pool_bytes, **memory_model.resident_bytes(shards), **workload.step_bytes(shards)},
-        host_bytes=memory_model.host_bytes(shards, workload.shape.memory),
+        device_bytes=memory.device,
+        host_bytes=memory.host,
         work=its_work.to_dict(),
         seconds=step_parts(its_work, rates),
         step_seconds=float(replayed.own_seconds[rank]),
@@ -256,7 +253,7 @@ def _rank(
 def _table(workload: Workload, parts: Sequence[_Simulated]) -> TablePrediction:
     """One table on one rank: of several column shards the sum."""
     total, shard = CacheReport.total(part.report for part in parts), parts[0].shard
-    host_bytes = memory_model.host_bytes([part.shard for part in parts], workload.shape.memory)
+    host_bytes = memory_model.host_bytes([part.shard for part in parts], workload.shape)
     return TablePrediction(
         table=shard.table.table,
         rank=shard.rank,

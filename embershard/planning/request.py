@@ -9,14 +9,12 @@ from typing import Any
 from embershard.errors import ConfigError
 from embershard.planning.cost.rates import Rates
 from embershard.planning.workload import Workload
-from embershard.sharding.shards import ROWS_TYPES, TablePlacement
+from embershard.sharding.sharding_types import SHARDING_TYPES, sharding_type
+from embershard.sharding.shards import TablePlacement
 from embershard.sharding.sizes import TableSize
 
-#: On one node the other types do the same as these.
-ONE_NODE_TYPES = ("table_wise", "row_wise", "column_wise")
-NODES_TYPES = (*ONE_NODE_TYPES, "table_row_wise", "table_column_wise")
-#: Those that TorchRec has for sequences (an EmbeddingCollection).
-SEQUENCE_TYPES = ONE_NODE_TYPES
+#: Of sequences, where none of the types that were asked for can shard them.
+_OF_SEQUENCES = ("table_wise", "row_wise")
 #: Of a column shard: FBGEMM is slow on narrow rows.
 LEAST_COLUMNS = 32
 
@@ -103,16 +101,18 @@ class PlanRequest:
     def allowed(self) -> dict[str, list[str]]:
         """Sharding types that each sharded table may have."""
         shape = self.workload.shape
-        types = list(self.types or (ONE_NODE_TYPES if shape.world_size <= shape.ranks_per_node else NODES_TYPES))
+        is_one_node = shape.world_size <= shape.ranks_per_node
+        tried = [each.name for each in SHARDING_TYPES.values() if each.tried in ("any", "" if is_one_node else "nodes")]
+        types = [sharding_type(name) for name in self.types or tried]
         found = {}
         for table in self.sharded:
             is_cut = column_block(table.dim, shape.world_size) < table.dim  # else it is table-wise by another name
-            own = [name for name in types if is_cut or name not in ("column_wise", "table_column_wise")]
+            own = [each for each in types if is_cut or not each.is_whole_or_columns]
             if table.is_sequence:
-                own = [name for name in own if name in SEQUENCE_TYPES] or list(SEQUENCE_TYPES[:2])
+                own = [each for each in own if each.has_sequences] or [SHARDING_TYPES[name] for name in _OF_SEQUENCES]
             if shape.exchange == "rows" and self.types is None:
-                own = [name for name in own if name in ROWS_TYPES]
-            found[table.table] = list(self.only.get(table.table, own or types))
+                own = [each for each in own if each.exchanges_rows]
+            found[table.table] = list(self.only.get(table.table, [each.name for each in own or types]))
         return found
 
     @property

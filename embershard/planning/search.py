@@ -1,19 +1,19 @@
-"""Placing tables on ranks: TorchRec's planner, with costs that come from the data."""
+"""Places tables on ranks: TorchRec's planner, with costs that come from the data."""
 
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import torch
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner, SortBy
-from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import (
     Partitioner,
@@ -29,12 +29,19 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from embershard.cache.config import LEAST_SLOTS
+from embershard.planning.cost.rates import Rates, step_parts
+from embershard.planning.exchange import exchange_of
+from embershard.planning.predict import as_exchanged, counted_reports, shard_work
 from embershard.planning.request import column_block
-from embershard.sharding.shards import Sharding, TablePlacement
+from embershard.planning.simulate.pool_report import RowRange, ShardReport
+from embershard.planning.workload import Workload
+from embershard.sharding import memory_model
+from embershard.sharding.sharding_types import Sharding
+from embershard.sharding.shards import TablePlacement
 from embershard.sharding.sizes import PlacedShard, TableSize
-from embershard.sharding.torchrec.planner.partitioner import PoolRowsPartitioner
-from embershard.sharding.torchrec.planner.proposals import OrderedEnumerator, proposers
-from embershard.sharding.torchrec.stock_sharders import StockEmbeddingBagCollectionSharder
+from embershard.sharding.torchrec.planner.torchrec_planner import PoolRowsPartitioner, make_planner
+from embershard.sharding.torchrec.sharders import StockEmbeddingBagCollectionSharder
 
 _EVERYTHING = 2**62
 _MOST_PLACED_SHARDS = 400_000  # by one proposer: the search is not part of a run's start
@@ -106,7 +113,24 @@ def place(
         partitioner = PoolRowsPartitioner(lambda option: _pool_of(by_name[option.name]), order)
     with _quiet():
         topology = _topology(world_size, ranks_per_node, device_bytes, host_bytes)
-        planner = _torchrec_planner(by_name, _Estimator(by_name, costs, by_memory), allowed, topology, partitioner)
+        constraints = {
+            name: ParameterConstraints(
+                sharding_types=list(types),
+                compute_kernels=[EmbeddingComputeKernel.FUSED.value],
+                min_partition=column_block(by_name[name].dim, world_size),
+            )
+            for name, types in allowed.items()
+        }
+        planner = make_planner(
+            topology,
+            constraints,
+            partitioner,
+            len(by_name),
+            batch_size=1,
+            most_placed_shards=_MOST_PLACED_SHARDS,
+            estimator=_Estimator(by_name, costs, by_memory),
+            storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
+        )
         try:
             plan = planner.plan(_tables_module(tables), [StockEmbeddingBagCollectionSharder()])  # type: ignore[list-item]
         except PlannerError as error:
@@ -135,34 +159,6 @@ def _topology(world_size: int, ranks_per_node: int, device_bytes: int | None, ho
     )
 
 
-def _torchrec_planner(
-    tables: Mapping[str, TableSize],
-    estimator: ShardEstimator,
-    allowed: Mapping[str, Sequence[str]],
-    topology: Topology,
-    partitioner: Partitioner,
-) -> EmbeddingShardingPlanner:
-    constraints = {
-        name: ParameterConstraints(
-            sharding_types=list(types),
-            compute_kernels=[EmbeddingComputeKernel.FUSED.value],
-            min_partition=column_block(tables[name].dim, topology.world_size),
-        )
-        for name, types in allowed.items()
-    }
-    return EmbeddingShardingPlanner(
-        topology=topology,
-        batch_size=1,
-        enumerator=OrderedEnumerator(topology, batch_size=1, constraints=constraints, estimator=estimator),
-        storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
-        proposer=proposers(len(tables), topology.world_size, _MOST_PLACED_SHARDS),
-        partitioner=partitioner,
-        constraints=constraints,
-        stats=NoopEmbeddingStats(),
-        debug=False,
-    )
-
-
 class _Estimator(ShardEstimator):
     """Gives TorchRec's planner our costs."""
 
@@ -179,8 +175,8 @@ class _Estimator(ShardEstimator):
 
     def _placed(self, option: ShardingOption, shard: Shard) -> PlacedShard:
         (rows, columns), first = shard.size, shard.offset[0]
-        kind = (option.sharding_type, "cached")
-        return PlacedShard(self._tables[option.name], shard.rank or 0, first, first + rows, columns, *kind)
+        kind = cast(Sharding, option.sharding_type)
+        return PlacedShard(self._tables[option.name], shard.rank or 0, first, first + rows, columns, kind, "cached")
 
     def _perf(self, cost: ShardCost) -> Perf:
         """Return forward compute and communication, then backward's; the last is prefetching."""
@@ -220,3 +216,59 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
+
+
+class ShardCosts:
+    """Costs of shards while their ranks are not known yet.
+
+    A table's hit rate is taken from a single cache with all ranks' slots together, which balanced ranks come close to.
+    The link's and the memory's speed are in the rates, the rows' frequencies in the reports.
+
+    Args:
+        num_slots: slots of all ranks together.
+        resident: costs of tables that are whole on the device.
+    """
+
+    def __init__(self, workload: Workload, rates: Rates, num_slots: int, *, resident: bool = False) -> None:
+        self._workload, self._rates, self._resident = workload, rates, resident
+        tables = workload.model.tables
+        whole = [PlacedShard(t, 0, 0, t.rows, t.dim, "table_wise", "cached") for t in tables]
+        reports = counted_reports(workload, whole, max(1, num_slots))
+        self._reports = {table.table: report for table, report in zip(tables, reports, strict=True)}
+
+    def __call__(self, shards: Sequence[PlacedShard]) -> list[ShardCost]:
+        """Return the cost of each shard of a table."""
+        return [self._cost(shard) for shard in shards]
+
+    def _cost(self, shard: PlacedShard) -> ShardCost:
+        workload, shape = self._workload, self._workload.shape
+        report = _part(self._reports[shard.table.table], shard, workload.share_of_lookups(shard))
+        shard = replace(shard, exchange=exchange_of(workload, shard.table.table, shard.sharding, shard.columns))
+        report = as_exchanged(workload, shard, report)
+        if self._resident:
+            shard = replace(shard, kernel="device")
+            report = replace(report, fills=0.0, write_backs=0.0)
+            row_bytes = shard.rows * shard.row_bytes
+        else:
+            memory = memory_model.pool_memory([shard], shape)
+            least = min(shard.rows, max(LEAST_SLOTS, math.ceil(1.1 * report.unique_ids)))
+            row_bytes = memory.map_bytes + least * memory.slot_bytes  # the maps, and the rows of one batch
+        parts = step_parts(shard_work(workload, shard, report), self._rates)
+        return ShardCost(
+            seconds={
+                "lookup": parts["embedding"],
+                "communication": sum(parts[name] for name in ("all_to_all", "latency")),
+                "copies": sum(parts[name] for name in ("planning", "fills", "write_backs")),
+            },
+            device_bytes=row_bytes
+            + round(memory_model.vector_bytes(shard, shape.global_batch_size, workload.lookups_per_step(shard))),
+            host_bytes=sum(memory_model.host_bytes([shard], shape).values()),
+        )
+
+
+def _part(report: ShardReport, shard: PlacedShard, share: float) -> ShardReport:
+    """Return a shard's share of its table's report: distinct rows in proportion to its rows, lookups to its `share`."""
+    part = report.scaled(shard.rows / shard.table.rows)
+    return replace(
+        part, lookups=share * report.lookups, hits_lookups=share * report.hits_lookups, shard=RowRange.of(shard)
+    )

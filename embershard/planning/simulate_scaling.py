@@ -1,22 +1,32 @@
-"""Simulates training on many numbers of ranks: a plan for each, and its steps replayed event by event."""
+"""Simulates training on many numbers of ranks: a plan for each, and its steps replayed event by event.
+
+Plans for few ranks are searched; for more, the best of a few plain placements is taken.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import heapq
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from embershard.decoding import decode
 from embershard.errors import ShardingError
-from embershard.planning.cost.rates import StepWork
+from embershard.planning.budget import placed
+from embershard.planning.cost.rates import StepWork, step_parts
 from embershard.planning.cost.topology import Topology
-from embershard.planning.make_plan import best_candidate
-from embershard.planning.plain_placements import plain_candidate
-from embershard.planning.request import PlanRequest
+from embershard.planning.make_plan import Candidate, best_candidate, sized
+from embershard.planning.predict import resident_report, shard_work
+from embershard.planning.request import PlanRequest, column_block
+from embershard.planning.search import cached
 from embershard.planning.simulate.step_replay import STRAGGLERS, Pipeline, StepReplay, replay_steps
-from embershard.sharding.plan import Plan, Prediction
+from embershard.sharding.plan import Plan, Prediction, TablePlacement
+from embershard.sharding.sharding_types import SHARDING_TYPES, Sharding, ShardingType
+from embershard.sharding.sizes import PlacedShard, TableSize
 
 #: Plans for more ranks are not searched: that takes minutes.
 MOST_SEARCHED_RANKS = 32
+#: More shards than this take minutes: tables are not cut by rows over so many ranks.
+_MOST_SHARDS = 30_000
 
 
 @dataclass(frozen=True)
@@ -96,7 +106,7 @@ def simulate_run(request: PlanRequest, topology: Topology) -> SimulatedRun:
         candidate = best_candidate(request) if is_searched else plain_candidate(request)
     except ShardingError as error:
         return SimulatedRun(num_ranks, samples, is_searched=is_searched, problem=str(error))
-    replayed = _replay(candidate.quick, topology, num_ranks, shape.pipeline)
+    replayed = _replay(candidate.quick, topology, num_ranks, Pipeline.of_run(shape))
     return SimulatedRun(
         num_ranks=num_ranks,
         global_batch_size=samples,
@@ -118,3 +128,68 @@ def _limit(replayed: StepReplay) -> str:
     part = replayed.bottleneck(replayed.slowest)
     waiting = replayed.mean_parts[STRAGGLERS]
     return STRAGGLERS if waiting > replayed.parts[part][replayed.slowest] else part
+
+
+def plain_candidate(request: PlanRequest) -> Candidate:
+    """Return the fastest of a few placements that fits, by counts alone: all tables table-wise, by columns, by rows of
+    a node, or by rows over all ranks, with and without caches. Takes seconds for thousands of ranks.
+
+    Raises:
+        ShardingError: none of them fits.
+    """
+    found = []
+    for kind in SHARDING_TYPES.values():
+        tables = _alike(request, kind) if kind.is_plain else None
+        if tables is not None:
+            resident = sized(request, tuple(table.without_cache for table in tables))
+            found.append(sized(request, tables) if resident is None else resident)
+    fitting = [candidate for candidate in found if candidate is not None]
+    if not fitting:
+        shape = request.workload.shape
+        raise ShardingError(
+            f"no plain placement of {len(request.allowed)} tables on {shape.world_size} ranks fits. Give them more "
+            "memory (--device-memory, --host-memory), or simulate other numbers of ranks."
+        )
+    return min(fitting, key=lambda candidate: candidate.step_seconds)
+
+
+def _alike(request: PlanRequest, kind: ShardingType) -> tuple[TablePlacement, ...] | None:
+    """Return all tables sharded in one way, the most expensive shards first, each on the rank with the least time so
+    far; None where that is not allowed, no other than another way, or too many shards. Tables that cannot be cut by
+    columns stay whole."""
+    shape, tables = request.workload.shape, request.sharded
+    blocks = {table.table: table.dim // column_block(table.dim, shape.world_size) for table in tables}
+    kinds: dict[str, Sharding] = {table.table: kind.name for table in tables}
+    if kind.is_whole_or_columns:
+        kinds = {name: kind.name if blocks[name] > 1 else "table_wise" for name in kinds}
+        if max(blocks.values(), default=1) == 1:
+            return None
+    per_table = kind.row_blocks(shape.world_size, shape.ranks_per_node)
+    is_as_another = bool(kind.like) and shape.world_size < 2 * shape.ranks_per_node
+    is_allowed = all(kinds[name] in types for name, types in request.allowed.items())
+    if not is_allowed or per_table * len(tables) > _MOST_SHARDS or is_as_another:
+        return None
+    if kind.rows_over == "all":
+        return placed(request, [cached(table, kind.name, range(shape.world_size)) for table in tables])
+    local = per_table  # ranks that a shard is cut over, one after the other
+    places = [(0.0, number) for number in range(shape.world_size // local)]
+    found: dict[str, list[int]] = {table.table: [] for table in tables}
+    for seconds, table in sorted(_by_cost(request, kinds, blocks, local), key=lambda pair: (-pair[0], pair[1].table)):
+        load, number = heapq.heappop(places)
+        found[table.table] += range(number * local, (number + 1) * local)
+        heapq.heappush(places, (load + seconds, number))
+    return placed(request, [cached(table, kinds[table.table], found[table.table]) for table in tables])
+
+
+def _by_cost(
+    request: PlanRequest, kinds: Mapping[str, Sharding], blocks: dict[str, int], local: int
+) -> Sequence[tuple[float, TableSize]]:
+    """Return the seconds of each shard's work in a step, with its table, once per shard."""
+    found = []
+    for table in request.sharded:
+        kind = kinds[table.table]
+        count = blocks[table.table] if SHARDING_TYPES[kind].cuts_columns else 1
+        shard = PlacedShard(table, 0, 0, -(-table.rows // local), table.dim // count, kind, "device")
+        work = shard_work(request.workload, shard, resident_report(request.workload, shard))
+        found += [(sum(step_parts(work, request.rates).values()), table)] * count
+    return found

@@ -1,25 +1,21 @@
-"""A model, its data and its run: placements are judged by them."""
+"""A model, its data and its run: from these, plans predict the hit rates, bytes and seconds of a placement."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from embershard.cache.config import MapKind
 from embershard.errors import ShardingError
 from embershard.frequency import DataStatistics, SampledTrace
 from embershard.frequency.curves import distinct_rows, touched
 from embershard.planning.simulate.pool_report import RowRange
-from embershard.planning.simulate.replay import ReplaySettings
-from embershard.planning.simulate.step_replay import Pipeline
-from embershard.sharding import memory_model
-from embershard.sharding.config import ExchangeChoice
-from embershard.sharding.memory_model import MemorySettings
+from embershard.sharding.memory_model import RankMemory, rank_memory
+from embershard.sharding.run_shape import RunShape
+from embershard.sharding.shards import PoolKey
 from embershard.sharding.sizes import ModelSize, PlacedShard, TableSize
 
 #: A replay of fewer batches than this says too little; then counts alone must do.
@@ -28,72 +24,6 @@ LEAST_REPLAYED_STEPS = 12
 COMPLETE = 0.999
 _MOST_REPLAYED_STEPS = 4000  # over all pools of a plan
 _NONE = np.empty(0, np.int64)
-
-
-class PoolKey(NamedTuple):
-    """Cached shards with equal keys share a cache."""
-
-    rank: int
-    sharding: str
-    columns: int
-    dtype: str
-    exchange: str
-    group: str
-
-
-@dataclass(frozen=True)
-class RunShape:
-    """A run: the ranks, the batches and the caches' settings.
-
-    Attributes:
-        world_size, ranks_per_node: ranks in all, and per node.
-        batch_size: samples per rank and step.
-        device: "cpu" or "cuda".
-        cache: the rows that the caches keep, and how far ahead is looked.
-        num_steps: steps of the run, where they are known.
-        number_bytes: bytes of one number of an embedding, and of its gradient, between ranks.
-        slot_map: kind of the caches' maps; None where each pool's size decides.
-        exchange: what travels between ranks; "auto": of each table what takes fewer bytes.
-        hot_bytes: memory of each rank for copies of hot rows.
-        cores_per_node: that a CPU's ranks share; None: every rank has its own.
-    """
-
-    world_size: int
-    ranks_per_node: int
-    batch_size: int
-    device: Literal["cpu", "cuda"]
-    cache: ReplaySettings
-    num_steps: int | None = None
-    number_bytes: tuple[float, float] = (4, 4)
-    slot_map: MapKind | None = None
-    exchange: ExchangeChoice = "pooled"
-    hot_bytes: int = 0
-    cores_per_node: int | None = None
-
-    @property
-    def global_batch_size(self) -> int:
-        """Samples of a step, over all ranks."""
-        return self.batch_size * self.world_size
-
-    @property
-    def pipeline(self) -> Pipeline:
-        """What decides which parts of a step overlap."""
-        ahead = (self.cache.lookahead, self.cache.prefetch)
-        return Pipeline(self.device, min(self.ranks_per_node, self.world_size), self.cores_per_node, *ahead)
-
-    @property
-    def memory(self) -> MemorySettings:
-        """The settings that memory depends on."""
-        cache = self.cache
-        return MemorySettings(
-            cache.policy,
-            cache.lookahead,
-            cache.prefetch,
-            self.batch_size,
-            self.slot_map,
-            self.device,
-            self.hot_bytes,
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,16 +133,10 @@ class Workload:
         samples = shape.batch_size if shard.kernel == "replicated" else shape.global_batch_size
         return self.lookups_per_sample[shard.table.table] * samples * self.share_of_lookups(shard)
 
-    def step_bytes(self, shards: Sequence[PlacedShard]) -> dict[str, int]:
-        """Return the device memory of a rank with these shards for its batches: see `memory_model.step_bytes`."""
-        return memory_model.step_bytes(
-            self.model,
-            shards,
-            [self.lookups_per_step(shard) for shard in shards],
-            self.shape.memory,
-            self.shape.world_size,
-            sum(self.lookups_per_sample.values()),
-        )
+    def memory(self, shards: Sequence[PlacedShard], slots: Mapping[PoolKey, int]) -> RankMemory:
+        """Return the memory of a rank with these shards, and caches with so many slots: see `rank_memory`."""
+        lookups = [self.lookups_per_step(shard) for shard in shards]
+        return rank_memory(self.model, shards, slots, self.shape, lookups, sum(self.lookups_per_sample.values()))
 
     def steps_to_replay(self, num_pools: int) -> int:
         """Return the steps to replay for each pool; 0: the trace has too few batches, counts alone must do."""
@@ -226,22 +150,3 @@ class Workload:
         wanted = self.shape.num_steps or available
         possible = wanted if is_whole_epoch else min(wanted, available)
         return min(possible, max(LEAST_REPLAYED_STEPS, _MOST_REPLAYED_STEPS // max(1, num_pools)))
-
-
-def by_rank(shards: Sequence[PlacedShard], world_size: int) -> list[list[PlacedShard]]:
-    """Group shards by rank."""
-    found: list[list[PlacedShard]] = [[] for _ in range(world_size)]
-    for shard in shards:
-        found[shard.rank].append(shard)
-    return found
-
-
-def by_pool(shards: Sequence[PlacedShard]) -> dict[PoolKey, list[PlacedShard]]:
-    """Group cached shards by the cache that they share: see `embershard.sharding.shards.pools_of`."""
-    found: dict[PoolKey, list[PlacedShard]] = {}
-    for shard in shards:
-        if shard.kernel == "cached":
-            table = shard.table
-            key = PoolKey(shard.rank, shard.sharding, shard.columns, table.dtype, shard.exchange, table.group)
-            found.setdefault(key, []).append(shard)
-    return dict(sorted(found.items()))

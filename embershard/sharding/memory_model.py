@@ -1,14 +1,19 @@
-"""Memory of a rank, in bytes as they are allocated."""
+"""Memory of a rank, in bytes as they are allocated, and the slots of its caches.
+
+Plans, runs without a plan and the checks before a run all ask here. `rank_memory` is the sum; what follows it are its
+parts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from embershard.cache.config import LEAST_SLOTS, CachePolicy, MapKind
+from embershard.cache.config import LEAST_SLOTS, CacheConfig, CachePolicy, MapKind
 from embershard.cache.key_map import ARRAY_ROW_BYTES, HASHED_SLOT_BYTES, map_kind
-from embershard.sharding.sizes import ModelSize, PlacedShard
+from embershard.sharding.run_shape import RunShape
+from embershard.sharding.shards import PoolKey, PoolPlacement
+from embershard.sharding.sizes import ModelSize, PlacedShard, by_pool
 
 _MAP_SLOT_BYTES = 4 + 8  # slot -> key, use stamp
 _NEXT_USE_BYTES = 8
@@ -17,6 +22,46 @@ _KNOWN_ID_BYTES = 12  # per distinct row of a known batch, and its link in the c
 _FLOAT_BYTES = 4
 #: Default memory for known batches; `LookAheadPipeline` knows fewer where they would take more.
 MAX_KNOWN_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank, by what for.
+
+    Attributes:
+        device: "slots", "maps", "device_tables", "replicated", "dense", "activations", "input_buffers"; with copies of
+            hot rows also "hot_rows".
+        host: "rows" and "scores" of cached tables.
+    """
+
+    device: dict[str, int]
+    host: dict[str, int]
+
+
+def rank_memory(
+    model: ModelSize,
+    shards: Sequence[PlacedShard],
+    slots: Mapping[PoolKey, int],
+    shape: RunShape,
+    lookups: Sequence[float],
+    lookups_per_sample: float,
+) -> RankMemory:
+    """Return the memory of a rank.
+
+    Args:
+        shards: of the rank.
+        slots: of its pools; one that is not named counts as if it had no memory on the device.
+        lookups: ids that arrive at each of the shards in a step.
+        lookups_per_sample: of all tables.
+    """
+    caches = {"slots": 0, "maps": 0}
+    for key, members in by_pool(shards).items():
+        if key in slots:
+            memory = pool_memory(members, shape)
+            caches["slots"] += memory.device_bytes(slots[key]) - memory.map_bytes
+            caches["maps"] += memory.map_bytes
+    of_batches = step_bytes(model, shards, lookups, shape, lookups_per_sample)
+    return RankMemory({**caches, **resident_bytes(shards), **of_batches}, host_bytes(shards, shape))
 
 
 def known_together(lookahead: int) -> int:
@@ -30,27 +75,6 @@ def known_together(lookahead: int) -> int:
     (1, 4)
     """
     return min(4, max(1, lookahead // 16))
-
-
-@dataclass(frozen=True)
-class MemorySettings:
-    """Settings of a run that decide about memory.
-
-    Attributes:
-        policy: rule by which caches choose their rows.
-        lookahead, prefetch: batches known, and resident, ahead of the one in training.
-        batch_size: samples per rank and step.
-        slot_map: kind of the maps from rows to slots; None: each pool's size decides.
-        hot_bytes: copies of hot rows and their optimizer states on every rank; 0: there are none.
-    """
-
-    policy: CachePolicy
-    lookahead: int
-    prefetch: int
-    batch_size: int
-    slot_map: MapKind | None = None
-    device: Literal["cpu", "cuda"] = "cpu"
-    hot_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -86,6 +110,30 @@ class PoolMemory:
         return self.slots_in(device_bytes * elements // all_elements)
 
 
+def slots_without_plan(
+    cache: CacheConfig, memory: PoolMemory, elements: int, all_elements: int, rows: int = 0, own: float = 0
+) -> int:
+    """Return the slots of a pool that no plan sizes: a share of its rows, or what its share of the budget holds.
+
+    Args:
+        memory: of the pool's tables, but for those that have slots of their own.
+        elements, all_elements: as for :meth:`PoolMemory.share_of`.
+        rows: of all its tables, where some have slots of their own.
+        own: these slots.
+
+    >>> memory = PoolMemory(rows=1000, map_bytes=0, slot_bytes=100)
+    >>> slots_without_plan(CacheConfig(ratio=0.1), memory, 16, 16)
+    100
+    >>> slots_without_plan(CacheConfig(device_bytes=3000), memory, elements=16, all_elements=48)
+    9
+    """
+    rows = max(rows, memory.rows)
+    if cache.device_bytes is None:
+        return slots_for(rows, own + (cache.slot_ratio or 1.0) * memory.rows)
+    share = memory.share_of(cache.device_bytes, elements, all_elements) if memory.rows else 0
+    return max(1, min(rows, round(own) + share))
+
+
 def slots_for(rows: int, wanted: float) -> int:
     """Return the slots of a pool of `rows` rows for which `wanted` slots were asked.
 
@@ -95,11 +143,30 @@ def slots_for(rows: int, wanted: float) -> int:
     return max(1, min(rows, max(LEAST_SLOTS, round(wanted))))
 
 
-def pool_memory(shards: Sequence[PlacedShard], settings: MemorySettings) -> PoolMemory:
+def slots_by_pool(pools: Iterable[PoolPlacement]) -> dict[tuple[object, ...], int]:
+    """Return the planned slots by rank, sharding type, columns and tables: what tells a plan's pools apart.
+
+    >>> slots_by_pool([PoolPlacement(0, ("t0", "t1"), "table_wise", dim=16, slots=9)])
+    {(0, 'table_wise', 16, ('t0', 't1')): 9}
+    """
+    return {(pool.rank, pool.sharding, pool.dim, pool.tables): pool.slots for pool in pools}
+
+
+def planned_slots(pools: Iterable[PoolPlacement], shards: Sequence[PlacedShard]) -> dict[PoolKey, int]:
+    """Return the planned slots of the pools that these shards share."""
+    slots = slots_by_pool(pools)
+    found = {}
+    for key, members in by_pool(shards).items():
+        names = tuple(sorted({shard.table.table for shard in members}))
+        found[key] = slots[key.rank, key.sharding, key.columns, names]
+    return found
+
+
+def pool_memory(shards: Sequence[PlacedShard], shape: RunShape) -> PoolMemory:
     """Return the memory of the pool that these shards share; they have the same row payload."""
     rows = sum(shard.rows for shard in shards)
-    kind = map_kind(settings.slot_map, rows, settings.device)
-    return cache_memory(rows, shards[0].row_bytes, settings.policy, kind)
+    kind = map_kind(shape.slot_map, rows, shape.device)
+    return cache_memory(rows, shards[0].row_bytes, shape.cache.policy, kind)
 
 
 def cache_memory(rows: int, row_bytes: int, policy: CachePolicy, slot_map: MapKind) -> PoolMemory:
@@ -111,11 +178,11 @@ def cache_memory(rows: int, row_bytes: int, policy: CachePolicy, slot_map: MapKi
     return PoolMemory(rows, ARRAY_ROW_BYTES * rows, slot_bytes)
 
 
-def host_bytes(shards: Sequence[PlacedShard], settings: MemorySettings) -> dict[str, int]:
+def host_bytes(shards: Sequence[PlacedShard], shape: RunShape) -> dict[str, int]:
     """Return the host memory of a rank's cached shards: "rows" and "scores"."""
     cached = [shard for shard in shards if shard.kernel == "cached"]
     rows = sum(shard.rows for shard in cached)
-    return {"rows": sum(s.rows * s.row_bytes for s in cached), "scores": settings.policy.score_bytes * rows}
+    return {"rows": sum(s.rows * s.row_bytes for s in cached), "scores": shape.cache.policy.score_bytes * rows}
 
 
 def resident_bytes(shards: Sequence[PlacedShard]) -> dict[str, int]:
@@ -129,8 +196,7 @@ def step_bytes(
     model: ModelSize,
     shards: Sequence[PlacedShard],
     lookups: Sequence[float],
-    settings: MemorySettings,
-    world_size: int,
+    shape: RunShape,
     lookups_per_sample: float,
 ) -> dict[str, int]:
     """Return the device memory of a rank for its batches: "dense", "activations", "input_buffers"; with copies of hot
@@ -140,23 +206,23 @@ def step_bytes(
     training: sent, received, and their gradients. Ids are kept for the window, which `MAX_KNOWN_BYTES` limits; where
     distinct rows are exchanged, so is the place of each id among the distinct ones.
     """
-    batch = settings.batch_size
+    batch = shape.batch_size
     vectors = 2.0 * sum(table.dim * table.num_features for table in model.tables) * batch * _FLOAT_BYTES
     for shard, arriving in zip(shards, lookups, strict=True):
-        samples = batch if shard.kernel == "replicated" else batch * world_size
+        samples = batch if shard.kernel == "replicated" else batch * shape.world_size
         vectors += vector_bytes(shard, samples, arriving)
     of_batch = sum(lookups) * (_ID_BYTES + _KNOWN_ID_BYTES)
     known = 1
-    if settings.lookahead:  # the one in training, those that wait to become known, and two that arrive
-        known = settings.lookahead + 2 + known_together(settings.lookahead)
-    window = min(known * of_batch, max(MAX_KNOWN_BYTES, (settings.prefetch + 2) * of_batch))
+    if shape.cache.lookahead:  # the one in training, those that wait to become known, and two that arrive
+        known = shape.cache.lookahead + 2 + known_together(shape.cache.lookahead)
+    window = min(known * of_batch, max(MAX_KNOWN_BYTES, (shape.cache.prefetch + 2) * of_batch))
     if any(shard.exchange == "rows" for shard in shards):
         window += known * lookups_per_sample * batch * _ID_BYTES
     return {
         "dense": model.dense_parameter_bytes + model.dense_state_bytes,
         "activations": round(model.activation_bytes_per_sample * batch),
         "input_buffers": round(window + 2 * lookups_per_sample * batch * _ID_BYTES + vectors),
-        **_hot_rows_bytes(model, settings),
+        **_hot_rows_bytes(model, shape),
     }
 
 
@@ -168,12 +234,12 @@ def vector_bytes(shard: PlacedShard, num_samples: int, lookups: float) -> float:
     return 2 * shard.columns * vectors * _FLOAT_BYTES
 
 
-def _hot_rows_bytes(model: ModelSize, settings: MemorySettings) -> dict[str, int]:
+def _hot_rows_bytes(model: ModelSize, shape: RunShape) -> dict[str, int]:
     """Return the bytes of the hot rows' copies, with the map that tells their ids: of a hashed one, the most."""
-    if not settings.hot_bytes:
+    if not shape.hot_bytes:
         return {}
     rows = sum(table.rows for table in model.tables)
-    most_hot = settings.hot_bytes // min(table.row_bytes() for table in model.tables)
-    is_array = map_kind(None, rows, settings.device) == "array"
+    most_hot = shape.hot_bytes // min(table.row_bytes() for table in model.tables)
+    is_array = map_kind(None, rows, shape.device) == "array"
     map_bytes = ARRAY_ROW_BYTES * rows if is_array else HASHED_SLOT_BYTES * most_hot
-    return {"hot_rows": settings.hot_bytes + map_bytes}
+    return {"hot_rows": shape.hot_bytes + map_bytes}

@@ -1,6 +1,6 @@
-"""A sharding plan as a value: places of the tables, sizes of the caches, and a prediction.
+"""A sharding plan as a value: places of the tables, sizes of the caches, and a prediction; its checks and its file.
 
-A plan is a JSON file that people read, compare and edit (`embershard.sharding.plan_text`).
+The file is JSON that people read, compare and edit: one entry to a line, checked when it is read.
 """
 
 from __future__ import annotations
@@ -16,9 +16,17 @@ from typing import Any, Literal
 from embershard.decoding import decode
 from embershard.earlier_settings import with_current_names
 from embershard.errors import ShardingError, naming_file
-from embershard.sharding.plan_checks import FORMAT, check_plan
-from embershard.sharding.plan_text import described, from_text, to_text
-from embershard.sharding.shards import Pool, PoolPlacement, Shard, TablePlacement, pools_of, shards_of
+from embershard.sharding.sharding_types import ROWS_TYPES, SHARDING_TYPES
+from embershard.sharding.shards import (
+    COLUMN_MULTIPLE,
+    Pool,
+    PoolPlacement,
+    Shard,
+    TablePlacement,
+    largest_pool_problem,
+    pools_of,
+    shards_of,
+)
 
 __all__ = [
     "Plan",
@@ -33,6 +41,8 @@ __all__ = [
     "shards_of",
 ]
 
+FORMAT = 1  # of a plan's file
+MOST_RANKS = 65_536  # checks per rank must end
 #: Fields that a prediction depends on.
 _PREDICTED_FROM = ("world_size", "ranks_per_node", "batch_size", "device", "settings", "tables", "pools")
 
@@ -267,3 +277,174 @@ def _shape(shape: tuple[int, int, str]) -> str:
 
 def _few(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def check_plan(plan: Plan) -> None:
+    """Raise unless tables and pools fit each other and the ranks.
+
+    Raises:
+        ShardingError: naming the entry.
+    """
+    if plan.format != FORMAT:
+        raise ShardingError(f"format: got {plan.format}, needed {FORMAT}. Plan again with this version.")
+    for name in ("world_size", "ranks_per_node", "batch_size", "device_memory_bytes", "host_memory_bytes"):
+        value = getattr(plan, name)
+        if value is not None and value < 1:
+            raise ShardingError(f"{name}: got {value}, needed at least 1{', or null' if 'memory' in name else ''}.")
+    if not plan.tables:
+        raise ShardingError("tables: got none, needed the model's. Plan again.")
+    if plan.world_size > MOST_RANKS:
+        raise ShardingError(f"world_size: got {plan.world_size}, needed at most {MOST_RANKS}.")
+    if plan.world_size % plan.ranks_per_node:
+        raise ShardingError(
+            f"ranks_per_node: got {plan.ranks_per_node}, needed a divisor of world_size {plan.world_size}."
+        )
+    seen: dict[str, int] = {}
+    for number, table in enumerate(plan.tables):
+        entry = f"tables[{number}] ({table.table!r})"
+        if table.table in seen:
+            raise ShardingError(f"{entry}: is the same table as tables[{seen[table.table]}]. Remove one of them.")
+        seen[table.table] = number
+        if problem := _table_problem(table, plan.world_size, plan.ranks_per_node):
+            raise ShardingError(f"{entry}: {problem}")
+    _check_pools(plan)
+
+
+def _table_problem(table: TablePlacement, world_size: int, ranks_per_node: int) -> str:
+    """Return the problem of a placement; empty for a sound one."""
+    if table.rows < 1:
+        return f"rows: got {table.rows}, needed at least 1."
+    if table.dim < 1 or table.dim % COLUMN_MULTIPLE:
+        return f"dim: got {table.dim}, needed a multiple of {COLUMN_MULTIPLE}."
+    if (table.kernel == "replicated") != (table.sharding == "data_parallel"):
+        return (
+            f'kernel "{table.kernel}" with sharding "{table.sharding}": "replicated" and "data_parallel" go together. '
+            "Set both, or neither."
+        )
+    if table.exchange == "rows" and table.sharding not in ROWS_TYPES:
+        return f'exchange "rows" with sharding "{table.sharding}"; needed one of {", ".join(ROWS_TYPES)}, or "pooled".'
+    outside = [rank for rank in table.ranks if not 0 <= rank < world_size]
+    if outside:
+        return f"ranks: got rank {outside[0]}, needed ranks from 0 to {world_size - 1}."
+    if problem := SHARDING_TYPES[table.sharding].ranks_problem(table.ranks, world_size, ranks_per_node):
+        return problem
+    try:
+        shards_of(table, ranks_per_node)
+    except ShardingError as error:
+        return str(error)
+    return ""
+
+
+def _check_pools(plan: Plan) -> None:
+    if problem := largest_pool_problem(plan.tables, plan.ranks_per_node):
+        raise ShardingError(f"pools: {problem}. Move tables to other ranks, cut them by rows, or use more ranks.")
+    expected = pools_of(plan.tables, plan.ranks_per_node)
+    of_table = {(pool.rank, table): pool for pool in expected for table in pool.tables}
+    found: dict[tuple[int, tuple[str, ...]], int] = {}
+    for number, placed in enumerate(plan.pools):
+        entry = f"pools[{number}] (rank {placed.rank}, {placed.sharding}, dim {placed.dim})"
+        problem = _pool_problem(placed, of_table)
+        key = (placed.rank, placed.tables)
+        if not problem and key in found:
+            problem = f"is the same pool as pools[{found[key]}]. Remove one of them."
+        if problem:
+            raise ShardingError(f"{entry}: {problem}")
+        found[key] = number
+    for pool in expected:
+        if (pool.rank, pool.tables) not in found:
+            raise ShardingError(
+                f"pools: the cached {pool.sharding} shards of {list(pool.tables)} on rank {pool.rank}, of {pool.dim} "
+                f"columns each, are in no pool. Add one for them, with 1 to {max(1, pool.rows)} slots."
+            )
+
+
+def _pool_problem(placed: PoolPlacement, of_table: dict[tuple[int, str], Pool]) -> str:
+    """Return the problem of a pool; empty for a sound one."""
+    if not placed.tables:
+        return "tables: got none. Remove the pool."
+    pools = []
+    for table in placed.tables:
+        pool = of_table.get((placed.rank, table))
+        if pool is None:
+            return f"tables: {table!r} has no cached shard on rank {placed.rank}. Remove it from the pool."
+        if (pool.sharding, pool.dim) != (placed.sharding, placed.dim):
+            return (
+                f"tables: the shard of {table!r} on rank {placed.rank} is {pool.sharding} with {pool.dim} columns. "
+                "Say so, or move the table to that pool."
+            )
+        pools.append(pool)
+    pool = pools[0]
+    if pool.tables != placed.tables:
+        return (
+            f"tables: got {list(placed.tables)}, needed {list(pool.tables)}: shards of a rank with the same sharding "
+            "type, columns, dtype, exchange and group share one pool."
+        )
+    if not 1 <= placed.slots <= max(1, pool.rows):
+        return f"slots: got {placed.slots}, needed 1 to {max(1, pool.rows)}, the rows of its shards."
+    return ""
+
+
+def to_text(values: Mapping[str, Any]) -> str:
+    """Return JSON in which every entry of a list has a line, and numbers share one. Dataclasses become objects."""
+    return "\n".join(_object_lines(values, "")) + "\n"
+
+
+def from_text(text: str) -> dict[str, Any]:
+    """Parse a JSON object.
+
+    >>> from_text('{"slots": 1, "slots": 2}')
+    Traceback (most recent call last):
+    embershard.errors.ShardingError: is not JSON: key 'slots' is twice in one object ({"slots": 2}...). Remove one.
+
+    Raises:
+        ShardingError: the text is not JSON, a key is there twice, or a number is not finite.
+    """
+    try:
+        values = json.loads(text, object_pairs_hook=_no_key_twice, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and endless nesting
+        raise ShardingError(f"is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ShardingError("is not a plan: needed one JSON object.")
+    return values
+
+
+def _object_lines(values: Mapping[str, Any], indent: str) -> list[str]:
+    lines = [f"{indent}{{"]
+    for number, (key, value) in enumerate(values.items()):
+        *above, last = _value_lines(value, f"{indent}  ")
+        comma = "," if number + 1 < len(values) else ""
+        first = above[0] if above else last
+        head = f"{indent}  {json.dumps(key)}: {first.lstrip()}"
+        lines += [head, *above[1:], f"{last}{comma}"] if above else [f"{head}{comma}"]
+    return [*lines, f"{indent}}}"]
+
+
+def _value_lines(value: Any, indent: str) -> list[str]:
+    if isinstance(value, Mapping) and value:
+        return _object_lines(value, indent)
+    if isinstance(value, (list, tuple)) and any(not isinstance(entry, (int, float)) for entry in value):
+        entries = [f"{indent}  {_one_line(entry)}" for entry in value]
+        return [f"{indent}[", *(f"{entry}," for entry in entries[:-1]), entries[-1], f"{indent}]"]
+    return [indent + _one_line(value)]
+
+
+def _one_line(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, default=described)
+
+
+def described(value: Any) -> Mapping[str, Any]:
+    """Return a dataclass as a JSON object."""
+    return value.described if isinstance(value, TablePlacement) else vars(value)
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ShardingError(f"key {twice!r} is twice in one object ({_one_line(values)[:80]}...). Remove one.")
+    return values
+
+
+def _no_constant(name: str) -> Any:
+    raise ShardingError(f"holds {name}, which is no number. Replace it.")

@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from embershard.cache.config import MOST_POOL_ROWS
 from embershard.errors import ShardingError
+from embershard.sharding.sharding_types import SHARDING_TYPES, Sharding
 
-Sharding = Literal[
-    "table_wise", "row_wise", "column_wise", "table_column_wise", "table_row_wise", "grid_shard", "data_parallel"
-]
 Dtype = Literal["fp32", "fp16"]
 Exchange = Literal["pooled", "rows"]
-_PoolKey = tuple[int, Sharding, int, Dtype, Exchange, str]  # rank, sharding type, columns, dtype, exchange, group
-#: Types whose tables can exchange distinct rows.
-ROWS_TYPES: tuple[Sharding, ...] = ("table_wise", "row_wise", "column_wise", "table_column_wise")
+Kernel = Literal["cached", "device", "replicated"]
 #: FBGEMM stores rows as vectors of four numbers.
 COLUMN_MULTIPLE = 4
 
@@ -41,7 +37,7 @@ class TablePlacement:
     dim: int
     dtype: Dtype
     sharding: Sharding
-    kernel: Literal["cached", "device", "replicated"]
+    kernel: Kernel
     ranks: tuple[int, ...]
     exchange: Exchange = "pooled"
     group: str = ""
@@ -69,9 +65,21 @@ class Shard:
     first_column: int
 
 
+class PoolKey(NamedTuple):
+    """Cached shards with equal keys share a cache."""
+
+    rank: int
+    sharding: Sharding
+    columns: int
+    dtype: Dtype
+    exchange: Exchange
+    group: str
+
+
 @dataclass(frozen=True)
 class PoolPlacement:
-    """Cache that some shards of a rank share.
+    """Cache that some shards of a rank share, as a plan's file has it: `Pool` with slots, and without what follows from
+    the tables.
 
     Attributes:
         tables: names of the tables whose shards share it, sorted.
@@ -87,7 +95,7 @@ class PoolPlacement:
 
 @dataclass(frozen=True)
 class Pool:
-    """Shards that will share a cache of a size that is not yet known.
+    """Shards that will share a cache: a `PoolPlacement` whose slots are not known yet, with the rows that limit them.
 
     Attributes:
         rank, sharding, dim, tables: as in `PoolPlacement`.
@@ -135,7 +143,7 @@ def shards_of(table: TablePlacement, ranks_per_node: int) -> tuple[Shard, ...]:
     """
     if table.sharding == "data_parallel":
         return ()
-    row_blocks, column_blocks = _blocks(table, ranks_per_node)
+    row_blocks, column_blocks = SHARDING_TYPES[table.sharding].blocks(len(table.ranks), ranks_per_node)
     if table.dim % (column_blocks * COLUMN_MULTIPLE):
         raise ShardingError(
             f"table {table.table!r}: {table.dim} columns cannot be cut into {column_blocks} equal shards of a multiple "
@@ -157,15 +165,6 @@ def shards_of(table: TablePlacement, ranks_per_node: int) -> tuple[Shard, ...]:
     )
 
 
-def _blocks(table: TablePlacement, ranks_per_node: int) -> tuple[int, int]:
-    """Return the numbers of row blocks and column blocks of a table."""
-    if table.sharding in ("row_wise", "table_row_wise"):
-        return len(table.ranks), 1
-    if table.sharding == "grid_shard":
-        return ranks_per_node, max(1, len(table.ranks) // ranks_per_node)
-    return 1, max(1, len(table.ranks))
-
-
 def pools_of(tables: Iterable[TablePlacement], ranks_per_node: int) -> list[Pool]:
     """Return the pools that TorchRec makes of the cached tables, by rank: one for the cached shards of a rank with the
     same sharding type, number of columns, dtype, exchange and group."""
@@ -173,12 +172,12 @@ def pools_of(tables: Iterable[TablePlacement], ranks_per_node: int) -> list[Pool
     return [Pool(*key[:4], tables=tuple(sorted(rows)), rows=sum(rows.values())) for key, rows in sorted(found.items())]
 
 
-def _rows_by_pool(tables: Iterable[TablePlacement], ranks_per_node: int) -> dict[_PoolKey, dict[str, int]]:
+def _rows_by_pool(tables: Iterable[TablePlacement], ranks_per_node: int) -> dict[PoolKey, dict[str, int]]:
     """Return the rows of each table in each pool."""
-    found: dict[_PoolKey, dict[str, int]] = {}
+    found: dict[PoolKey, dict[str, int]] = {}
     for table in tables:
         for shard in shards_of(table, ranks_per_node) if table.kernel == "cached" else ():
-            key = (shard.rank, table.sharding, shard.columns, table.dtype, table.exchange, table.group)
+            key = PoolKey(shard.rank, table.sharding, shard.columns, table.dtype, table.exchange, table.group)
             rows = found.setdefault(key, {})
             rows[table.table] = rows.get(table.table, 0) + shard.rows
     return found
@@ -250,13 +249,3 @@ def _size(shards: Sequence[Shard]) -> str:
     by_rows = [shard for shard in shards if shard.first_column == shards[0].first_column]
     rows = sum(shard.rows for shard in by_rows)
     return f"{rows} row{'' if rows == 1 else 's'} on {len(by_rows)} ranks"
-
-
-def is_cut_too_small(rows: int, sharding: str, world_size: int, ranks_per_node: int) -> bool:
-    """Return True if a rank would get no row of a table that is cut so.
-
-    >>> is_cut_too_small(5, "row_wise", 4, 4), is_cut_too_small(7, "row_wise", 4, 4)
-    (True, False)
-    """
-    blocks = {"row_wise": world_size, "table_row_wise": ranks_per_node, "grid_shard": ranks_per_node}.get(sharding, 1)
-    return -(-rows // blocks) * (blocks - 1) >= rows

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from embershard.sharding.shards import TablePlacement, shards_of
+from embershard.sharding.sharding_types import Sharding
+from embershard.sharding.shards import Exchange, Kernel, PoolKey, TablePlacement, shards_of
 
 _ITEM_BYTES = {"fp32": 4, "fp16": 2}
 
@@ -94,9 +95,9 @@ class PlacedShard:
     row_start: int
     row_stop: int
     columns: int
-    sharding: str
-    kernel: str
-    exchange: str = "pooled"
+    sharding: Sharding
+    kernel: Kernel
+    exchange: Exchange = "pooled"
 
     @property
     def rows(self) -> int:
@@ -108,9 +109,15 @@ class PlacedShard:
         """Row payload of the shard's columns, in bytes."""
         return self.table.row_bytes(self.columns)
 
+    @property
+    def pool(self) -> PoolKey:
+        """Key of the cache that a cached shard shares with others."""
+        table = self.table
+        return PoolKey(self.rank, self.sharding, self.columns, table.dtype, self.exchange, table.group)
+
 
 class RankLayout(Protocol):
-    """Ranks in all, and per node."""
+    """Ranks in all, and per node: of a `Plan`, or of a `RunShape`, whichever the caller has."""
 
     @property
     def world_size(self) -> int: ...
@@ -133,3 +140,20 @@ def place_shards(model: ModelSize, tables: Sequence[TablePlacement], ranks: Rank
             for shard in shards_of(placement, ranks.ranks_per_node)
         ]
     return found
+
+
+def by_rank(shards: Sequence[PlacedShard], world_size: int) -> list[list[PlacedShard]]:
+    """Group shards by rank."""
+    found: list[list[PlacedShard]] = [[] for _ in range(world_size)]
+    for shard in shards:
+        found[shard.rank].append(shard)
+    return found
+
+
+def by_pool(shards: Sequence[PlacedShard]) -> dict[PoolKey, list[PlacedShard]]:
+    """Group cached shards by the cache that they share: see `embershard.sharding.shards.pools_of`."""
+    found: dict[PoolKey, list[PlacedShard]] = {}
+    for shard in shards:
+        if shard.kernel == "cached":
+            found.setdefault(shard.pool, []).append(shard)
+    return dict(sorted(found.items()))

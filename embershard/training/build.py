@@ -29,9 +29,9 @@ from embershard.sharding.torchrec import (
     StockEmbeddingCollectionSharder,
     plan_sharding,
 )
-from embershard.sharding.torchrec.communication import comm_codecs
 from embershard.sharding.torchrec.modes.hot_cold import follow_hot_batches
 from embershard.sharding.torchrec.planner.placement import check_built, torchrec_plan
+from embershard.sharding.torchrec.sharders import comm_codecs
 from embershard.training.config import RunConfig
 from embershard.training.fit.model_size import table_rows, tables_of_run
 from embershard.training.float64 import compute_in_float64

@@ -26,7 +26,6 @@ _TORCHREC = (
     "distributed/row_gradients.py",
     "sharding/torchrec/modes/bags.py",
     "sharding/torchrec/modes/data_parallel.py",
-    "sharding/torchrec/modes/distinct_ids.py",
     "sharding/torchrec/embeddings.py",
     "sharding/torchrec/feature_keys.py",
     "sharding/torchrec/modes/hot_cold.py",

@@ -34,8 +34,9 @@ from embershard import (
 )
 from embershard.sharding.config import ShardingConfig
 from embershard.sharding.torchrec import StockEmbeddingBagCollectionSharder
-from embershard.sharding.torchrec.communication import comm_codecs
 from embershard.sharding.torchrec.counter_init import CounterInit
+from embershard.sharding.torchrec.inspection import write_initial_weights
+from embershard.sharding.torchrec.sharders import comm_codecs
 
 logging.getLogger("torchrec").setLevel(logging.ERROR)
 
@@ -220,7 +221,8 @@ def build(case: Case, cached: bool, make_model: Callable[[Case], nn.Module] | No
         sharders=sharders,
     )
     if counter_init is not None:
-        counter_init.write(next(m for m in sharded.modules() if isinstance(m, ShardedEmbeddingCollection)))
+        module = next(m for m in sharded.modules() if isinstance(m, ShardedEmbeddingCollection))
+        write_initial_weights(module, counter_init)
     return sharded
 
 

@@ -29,8 +29,7 @@ from embershard.distributed.sent_bytes import SentBytes
 from embershard.distributed.traffic import count_sent_bytes, sent_bytes
 from embershard.errors import EmbershardError
 from embershard.sharding.torchrec import freeze
-from embershard.sharding.torchrec.modes.bags import Bags
-from embershard.sharding.torchrec.modes.distinct_ids import DistinctIds
+from embershard.sharding.torchrec.modes.bags import Bags, DistinctIds
 from embershard.sharding.torchrec.modes.hot_cold import follow_hot_batches
 from embershard.sharding.torchrec.modes.rows_exchange import RowsInput
 from tests.ranks import parity

@@ -24,8 +24,8 @@ from embershard.launch.plan.reference_steps import QUIET, Segment, Segments
 from embershard.launch.ranks.launcher import start_ranks
 from embershard.launch.screen import make_table, plain_console, say
 from embershard.launch.versions import versions
-from embershard.planning.cost.least_squares import fit_rates
 from embershard.planning.cost.rates import Rates, StepWork
+from embershard.planning.cost.recalibrate import fit_rates
 from embershard.planning.cost.topology import Topology, save_topology
 
 _MODULE = "embershard.launch.plan.reference_steps"

@@ -316,7 +316,7 @@ def _ranks(text: str) -> list[int]:
 
 
 def _sharding_types(text: str) -> list[str]:
-    from embershard.sharding.shards import Sharding
+    from embershard.sharding.sharding_types import Sharding
 
     known = [name for name in get_args(Sharding) if name != "data_parallel"]
     types = text.split(",")

@@ -12,7 +12,7 @@ from embershard.errors import ConfigError
 from embershard.launch.plan.what_if import Outcome, efficiency
 from embershard.launch.screen import make_table, say
 from embershard.planning.exchange import exchange_reason
-from embershard.planning.explain import alternatives, sentences
+from embershard.planning.make_plan import alternatives, sentences
 from embershard.planning.request import PlanRequest
 from embershard.sharding.plan import Plan, Prediction, RankPrediction, TablePrediction
 from embershard.sharding.shards import shards_of

@@ -17,7 +17,7 @@ from embershard.frequency import DataStatistics, StackDistances, TableStatistics
 from embershard.frequency.curves import pooled, static_curve
 from embershard.frequency.downsampling import downsampled
 from embershard.planning.simulate.hit_rate_curve import MOST_STEPS, CurvePoint, hit_rate_curve
-from embershard.planning.simulate.replay import ReplaySettings
+from embershard.sharding.run_shape import ReplaySettings
 
 #: Tables that are drawn alone, too.
 _NUM_ALONE = 4

@@ -14,9 +14,8 @@ from embershard.launch.report.run_folder import RunFolder, is_sweep
 from embershard.launch.screen import say, wide_console
 from embershard.planning.cost.recalibrate import Recalibration, recalibrated
 from embershard.planning.cost.topology import Topology, load_topology, save_topology
-from embershard.planning.verify.compare import compare
+from embershard.planning.verify.compare import compare, notes
 from embershard.planning.verify.measured import MeasuredRun
-from embershard.planning.verify.notes import notes
 from embershard.sharding.plan import Plan
 
 _HELP = """Show what a run gave; set what its plan predicted beside what was measured; or make a page with figures of

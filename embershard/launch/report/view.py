@@ -16,7 +16,7 @@ from embershard.errors import ConfigError
 from embershard.launch.screen import make_table, number, say
 from embershard.launch.train.progress import closing_table
 from embershard.planning.cost.recalibrate import Recalibration
-from embershard.planning.verify.compare import Comparison, Pair, Traffic, Verdict
+from embershard.planning.verify.compare import Pair, PlanComparison, PromiseVerdict, Traffic
 from embershard.units import size
 
 _MOST_RANKS = 16
@@ -63,7 +63,7 @@ def _cache_table(title: str, what: str, rows: Sequence[tuple[str, Mapping[str, A
     return table
 
 
-def show_comparison(found: Comparison, notes: Sequence[str], console: Console, top: int) -> None:
+def show_comparison(found: PlanComparison, notes: Sequence[str], console: Console, top: int) -> None:
     """Print verdicts, ranks, the `top` tables with the largest errors, and notes."""
     say(console, *map(verdict_line, found.verdicts))
     console.print(_sent_table(found))
@@ -82,7 +82,7 @@ def show_comparison(found: Comparison, notes: Sequence[str], console: Console, t
     say(console, *(f"Note: {note}" for note in notes))
 
 
-def verdict_line(verdict: Verdict) -> str:
+def verdict_line(verdict: PromiseVerdict) -> str:
     """Return one promise and its outcome as a sentence."""
     if verdict.error is None:
         return f"{verdict.what}: not measured ({verdict.detail})"
@@ -97,7 +97,7 @@ def verdict_line(verdict: Verdict) -> str:
 _TRAFFIC = ("hits", "off", "unique\nhits", "off", "lookups", "unique", "fills", "write-backs", "to device", "to host")
 
 
-def _sent_table(found: Comparison) -> Table:
+def _sent_table(found: PlanComparison) -> Table:
     """Bytes between ranks, by kind."""
     table = _wide_table("Sent by a rank in a step, mean of ranks", ("",), ("predicted", "measured"))
     for kind, pair in found.sent_bytes.items():
@@ -106,7 +106,7 @@ def _sent_table(found: Comparison) -> Table:
     return table
 
 
-def _ranks_table(found: Comparison) -> Table:
+def _ranks_table(found: PlanComparison) -> Table:
     table = _wide_table("Ranks, per step", ("rank", ""), (*_TRAFFIC, "caches", "host", "all-to-all", "step ms"))
     by_error = sorted(found.ranks, key=lambda rank: -(rank.traffic.worst_points or 0.0))
     for rank in by_error[:_MOST_RANKS]:
@@ -174,7 +174,7 @@ def recalibration_values(found: Recalibration, output: Path) -> dict[str, Any]:
     return {"file": str(output), "source": found.topology.source, **{name: getattr(found, name) for name in names}}
 
 
-def comparison_values(found: Comparison, notes: Sequence[str]) -> dict[str, Any]:
+def comparison_values(found: PlanComparison, notes: Sequence[str]) -> dict[str, Any]:
     """Return plain values for JSON: pairs with their error, verdicts with their outcome."""
     verdicts = [{**_plain(verdict), "kept": verdict.kept} for verdict in found.verdicts]
     return {**_plain(found), "verdicts": verdicts, "notes": list(notes)}

@@ -9,11 +9,11 @@ from typing import TypeVar
 
 from embershard.errors import ConfigError
 
-N = TypeVar("N", bound="Numbers")
+N = TypeVar("N", bound="Amounts")
 
 
 @dataclass(frozen=True)
-class Numbers:
+class Amounts:
     """A value whose fields are all finite numbers, 0 or more."""
 
     def __post_init__(self) -> None:
@@ -34,7 +34,7 @@ class Numbers:
 
 
 @dataclass(frozen=True)
-class StepWork(Numbers):
+class StepWork(Amounts):
     """The work of one rank in one step, for its B samples and for the N ids that reach its tables.
 
     Attributes:
@@ -88,7 +88,7 @@ class StepWork(Numbers):
 
 
 @dataclass(frozen=True)
-class Rates(Numbers):
+class Rates(Amounts):
     """Seconds that one rank of a machine takes per unit of each kind of `StepWork`, for one number of ranks.
 
     Attributes:

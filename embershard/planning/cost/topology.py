@@ -13,7 +13,7 @@ from typing import Any, Literal
 from embershard.decoding import decode, read_toml, to_toml
 from embershard.errors import ConfigError, naming_file
 from embershard.machine import cores_problem
-from embershard.planning.cost.rates import Numbers, Rates
+from embershard.planning.cost.rates import Amounts, Rates
 
 #: The dense optimizer reads gradient, state and weight, and writes state and weight.
 _UPDATE_PASSES = 5
@@ -21,7 +21,7 @@ _SHAPE = re.compile(r"(?P<base>.+?)x(?P<ranks>\d+)(?:x(?P<nodes>\d+))?")
 
 
 @dataclass(frozen=True)
-class Bandwidths(Numbers):
+class Bandwidths(Amounts):
     """Peak figures of a datasheet, per second. A GPU's are per rank; a CPU's are the node's, and its ranks share them.
 
     Attributes:
@@ -42,7 +42,7 @@ class Bandwidths(Numbers):
 
 
 @dataclass(frozen=True)
-class Assumptions(Numbers):
+class Assumptions(Amounts):
     """Assumptions for a machine without a calibration: shares of the peak figures that a step reaches, and costs.
 
     Attributes:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from statistics import NormalDist
 
 from embershard.distributed.sent_bytes import SentBytes
-from embershard.errors import ConfigError
+from embershard.sharding.sharding_types import sharding_type
 from embershard.sharding.sizes import PlacedShard, TableSize
 
 _FLOAT_BYTES = 4
@@ -72,17 +72,15 @@ def exchanged_bytes(
     Raises:
         ConfigError: the sharding type is unknown.
     """
-    if sharding == "data_parallel" or world_size == 1:
+    if sharding_type(sharding).rows_over == "copies" or world_size == 1:
         return SentBytes()
     if distinct_ids is not None:
         rows = (world_size - 1) * distinct_ids * rank_share
         return _of_vectors(rows * _ID_BYTES + (world_size - 1) * _LENGTH_BYTES, rows * columns, number_bytes)
     others = (world_size - 1) * batch_size
     ids = others * (ids_per_sample * rank_share * _ID_BYTES + num_features * _LENGTH_BYTES)
-    if sharding in ("table_wise", "column_wise", "table_column_wise", "row_wise", "table_row_wise", "grid_shard"):
-        vectors = num_features if vectors_per_sample is None else vectors_per_sample * rank_share
-        return _of_vectors(ids, others * columns * vectors, number_bytes)
-    raise ConfigError(f"Unknown sharding type {sharding!r}; needed one of TorchRec's, for instance 'table_wise'.")
+    vectors = num_features if vectors_per_sample is None else vectors_per_sample * rank_share
+    return _of_vectors(ids, others * columns * vectors, number_bytes)
 
 
 def copies_bytes(num_rows: float, variance: float, columns: int, world_size: int) -> float:
@@ -126,7 +124,8 @@ def exchange_groups(shards: Iterable[PlacedShard]) -> set[str]:
 
 
 def sizes_bytes(num_groups: int, world_size: int) -> float:
-    """Return the bytes by which a rank tells the others how much comes, in a step."""
+    """Return the bytes of the messages by which a rank announces, in a step, how many lengths, ids and samples it sends
+    to each other rank."""
     return num_groups * (world_size - 1) * _SIZES_BYTES
 
 

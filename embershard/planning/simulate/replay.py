@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from embershard.cache.config import CachePolicy
@@ -26,30 +27,12 @@ from embershard.cache.row_cache import RowCache
 from embershard.cache.rows.host_store import HostStore
 from embershard.cache.statistics import TableStats
 from embershard.cache.tickets import Ticket
-from embershard.frequency import SampledTrace
+from embershard.frequency import SampledTrace, TableTrace
+from embershard.frequency.counts import RowCounts
 from embershard.planning.simulate.pool_report import PoolReport, RowRange, ShardReport
-from embershard.planning.simulate.settled_rows import SettledRows
-from embershard.planning.simulate.trace_batches import TraceBatches
+from embershard.sharding.run_shape import ReplaySettings
 
-
-@dataclass(frozen=True)
-class ReplaySettings:
-    """The rows that stay, and how far ahead is looked; as `CacheConfig` and the trainer resolve it.
-
-    Attributes:
-        policy: rule by which the cache chooses its rows.
-        lookahead: batches known beyond the one in training; 0: a batch's rows come in at its own step.
-        prefetch: batches resident beyond the one in training.
-        profile_samples: samples that were counted before training: `frequency` needs counts, `lfu` starts with them.
-            0: none were counted; None: all of the trace.
-        shuffle_window: samples among which an epoch's order is mixed; 0: every epoch has the same order.
-    """
-
-    policy: CachePolicy = dataclasses.field(default_factory=CachePolicy)
-    lookahead: int = 64
-    prefetch: int = 2
-    profile_samples: int | None = 0
-    shuffle_window: int = 0
+_NONE = np.empty(0, np.int64)
 
 
 def replay_pool(
@@ -184,3 +167,162 @@ def replay_preferences(
         report = CacheReport.total(replay_pool(trace, shards, num_slots, global_batch_size, settings).shards)
         found[name] = 0.0 if report.hit_rate_lookups is None else 1.0 - report.hit_rate_lookups
     return found
+
+
+@dataclass(frozen=True, eq=False)
+class SettledRows:
+    """A shard's rows that stay in any cache: its constant rows, and all rows of a pinned table where rows are sampled.
+
+    Attributes:
+        shard: whose rows.
+        is_whole: all of the shard's rows, of a pinned table.
+        constant: lookups of each constant row, int64 [C].
+        others: the followed lookups of a whole shard.
+    """
+
+    shard: RowRange
+    is_whole: bool
+    constant: NDArray[np.int64]
+    others: TableTrace
+
+    @classmethod
+    def of(cls, trace: SampledTrace, shard: RowRange, is_pinned: bool) -> SettledRows:
+        """The settled rows of a shard; `is_pinned` says that its table is resident for ever."""
+        constant = trace.constant_lookups.get(shard.table, _NONE)
+        constant = constant[shard.has(trace.constant_rows.get(shard.table, _NONE))]
+        if not is_pinned or trace.rate >= 1:
+            return cls(shard, False, constant, TableTrace(_NONE, _NONE))
+        table = trace.tables[shard.table]
+        inside = shard.has(table.rows)
+        return cls(shard, True, constant, TableTrace(table.samples[inside], table.rows[inside]))
+
+    @property
+    def num_rows(self) -> int:
+        """Rows, and so slots that they keep."""
+        return self.shard.num_rows if self.is_whole else len(self.constant)
+
+    def report(
+        self,
+        trace: SampledTrace,
+        global_batch_size: int,
+        rank_batch_size: int | None,
+        num_steps: int,
+        is_late: bool,
+        warmup: bool,
+    ) -> ShardReport:
+        """Return what happens to the rows, per step. They are filled once: in the first of `num_steps` steps, or
+        before it by a warm-up; `is_late`: before these steps."""
+        unique_ids = self._distinct(trace, global_batch_size)
+        if rank_batch_size is None:
+            every = float(self.constant.sum()) + len(self.others.rows) / trace.rate
+            lookups = every * global_batch_size / trace.num_samples
+        else:
+            lookups = self._distinct(trace, rank_batch_size) * global_batch_size / rank_batch_size
+        fills = 0.0 if is_late else self.num_rows / num_steps
+        missed = 0.0 if is_late or warmup or self.is_whole else min(fills, unique_ids)
+        return ShardReport(
+            lookups=lookups,
+            unique_ids=unique_ids,
+            hits_unique=unique_ids - missed,
+            hits_lookups=lookups * (1.0 - missed / max(unique_ids, 1e-300)),
+            fills=fills,
+            write_backs=0.0,
+            held_rows=float(self.num_rows),
+            shard=self.shard,
+        )
+
+    def _distinct(self, trace: SampledTrace, batch_size: int) -> float:
+        """Return the mean distinct rows of a batch."""
+        # A row that occurs in a share p of the samples is missing from a batch of B with (1 - p)^B.
+        absent = (1.0 - np.minimum(self.constant / trace.num_samples, 1.0)) ** batch_size
+        found = float((1.0 - absent).sum())
+        if len(self.others.rows):
+            pairs = np.unique(self.others.samples // batch_size * self.shard.stop + self.others.rows)
+            batches = max(1.0, trace.num_samples / batch_size)
+            found += min(len(pairs) / trace.rate / batches, self.shard.num_rows - found)
+        return found
+
+
+_MOST_IDLE_ROWS = 10_000_000  # of a table; more need not take memory to be left out
+
+
+class TraceBatches:
+    """The batches of a pool: keys [N] with the tables one after another, and lookups per table [T].
+
+    After the last batch the samples of the trace come again, in another order: mixed inside windows of
+    `shuffle_window` samples, as training mixes them. 0: in the same order.
+
+    Args:
+        rank_batch_size: samples of a rank's part of a step. Of each part and table only distinct keys are given, as
+            ranks receive them where distinct rows are exchanged; None: all lookups.
+
+    Attributes:
+        rows_per_table: keys of each shard: its rows, or only those that occur where many do not.
+        row_counts: lookups of every key in the first `profile_samples` samples (None: in all).
+    """
+
+    def __init__(
+        self,
+        trace: SampledTrace,
+        shards: Sequence[RowRange],
+        global_batch_size: int,
+        profile_samples: int | None,
+        shuffle_window: int,
+        rank_batch_size: int | None = None,
+    ) -> None:
+        self._rank_batch_size = rank_batch_size
+        self._num_samples, self._shuffle_window, self._epoch = trace.num_samples, shuffle_window, 0
+        self._batches_per_epoch = trace.num_samples // global_batch_size
+        self._edges = np.arange(self._batches_per_epoch + 1, dtype=np.int64) * global_batch_size
+        self._keys: list[NDArray[np.int64]] = []
+        self._samples: list[NDArray[np.int64]] = []
+        self._bounds: list[NDArray[np.int64]] = []
+        self.rows_per_table: list[int] = []
+        counts = []
+        for shard in shards:
+            table = trace.tables[shard.table]
+            inside = shard.has(table.rows)
+            whole = bool(inside.all())
+            rows = table.rows if whole else table.rows[inside]
+            samples = table.samples if whole else table.samples[inside]
+            # Rows that never occur matter only in a table that stays whole; and those are small.
+            is_dense = trace.rate >= 1 and shard.num_rows <= _MOST_IDLE_ROWS + len(rows)
+            distinct, keys = (_NONE, rows - shard.start) if is_dense else np.unique(rows, return_inverse=True)
+            num_keys = max(1, shard.num_rows if is_dense else len(distinct))
+            counted = keys if profile_samples is None else keys[: np.searchsorted(samples, profile_samples)]
+            counts.append(np.bincount(counted, minlength=num_keys))
+            self._keys.append(keys + sum(self.rows_per_table))
+            self._samples.append(samples)
+            self._bounds.append(np.searchsorted(samples, self._edges))
+            self.rows_per_table.append(num_keys)
+        self.row_counts = RowCounts.of_dense(torch.from_numpy(np.concatenate(counts))) if counts else None
+
+    def get(self, step: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and lengths of a step. Steps must be asked for in order."""
+        epoch, number = divmod(step, self._batches_per_epoch)
+        if epoch != self._epoch and self._shuffle_window:
+            self._shuffle(epoch)
+        self._epoch = epoch
+        parts = [self._part(table, slice(b[number], b[number + 1])) for table, b in enumerate(self._bounds)]
+        lengths = torch.tensor([len(part) for part in parts], dtype=torch.int64)
+        return torch.from_numpy(np.concatenate(parts) if parts else _NONE), lengths
+
+    def _part(self, table: int, batch: slice) -> NDArray[np.int64]:
+        """Return a table's keys in a batch."""
+        keys = self._keys[table][batch]
+        if self._rank_batch_size is None:
+            return keys
+        ranks = self._samples[table][batch] // self._rank_batch_size  # a batch begins at a multiple of it
+        _, firsts = np.unique(np.stack([ranks, keys]), axis=1, return_index=True)
+        return keys[np.sort(firsts)]
+
+    def _shuffle(self, epoch: int) -> None:
+        generator = np.random.default_rng(epoch)
+        windows = np.arange(self._num_samples) // self._shuffle_window
+        place = np.empty(self._num_samples, np.int64)
+        place[np.lexsort((generator.random(self._num_samples), windows))] = np.arange(self._num_samples)
+        for table, samples in enumerate(self._samples):
+            moved = place[samples]
+            order = np.argsort(moved, kind="stable")
+            self._samples[table], self._keys[table] = moved[order], self._keys[table][order]
+            self._bounds[table] = np.searchsorted(self._samples[table], self._edges)

@@ -22,7 +22,7 @@ _BISECTIONS = 60
 
 
 @dataclass(frozen=True, eq=False)
-class _Pool:
+class _RowGroups:
     """Groups of equally frequent rows of all shards; K groups.
 
     Attributes:
@@ -70,7 +70,7 @@ def steady_state(
         _groups(number, *each, num_samples, global_batch_size, is_sample)
         for number, each in enumerate(zip(tables, shards, shares, strict=True))
     ]
-    pool = _Pool(*(np.concatenate(parts) for parts in zip(*groups, strict=True)))  # type: ignore[arg-type]
+    pool = _RowGroups(*(np.concatenate(parts) for parts in zip(*groups, strict=True)))  # type: ignore[arg-type]
     held = _held_by_recency(pool, num_slots) if policy.is_recency else _held_by_count(pool, num_slots)
     count = len(shards)
     # A missing row misses with all of its lookups in the batch.
@@ -113,7 +113,7 @@ def _as_in_other_samples(counts: Floats, rows: Floats, num_rows: int) -> tuple[F
     return np.append(counts, (singles - 2.0 * pairs) / unseen), np.append(rows, unseen)
 
 
-def _held_by_count(pool: _Pool, num_slots: int) -> Floats:
+def _held_by_count(pool: _RowGroups, num_slots: int) -> Floats:
     """Return the share of the steps in which a row of each group is found, [K]: the most frequent rows stay, beside the
     rare rows of the batch in training."""
     order = np.argsort(-pool.lookups, kind="stable")
@@ -132,7 +132,7 @@ def _held_by_count(pool: _Pool, num_slots: int) -> Floats:
     return held(_bisect(room, num_slots, 0.0, float(num_slots)))
 
 
-def _held_by_recency(pool: _Pool, num_slots: int) -> Floats:
+def _held_by_recency(pool: _RowGroups, num_slots: int) -> Floats:
     """Return the chance that a row was used within the last T steps, [K]; T is such that they fill the slots."""
     steps_apart = -np.log1p(-np.minimum(pool.seen, 1.0 - 1e-12))
 

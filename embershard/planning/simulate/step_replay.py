@@ -19,15 +19,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from embershard.planning.cost.rates import PARTS, TERMS, Rates, StepWork
-
-if TYPE_CHECKING:
-    from embershard.sharding.plan import Plan
+from embershard.sharding.plan import Plan
+from embershard.sharding.run_shape import RunShape
 
 Floats = NDArray[np.float64]
 
@@ -75,7 +74,7 @@ _MOST_LOOKAHEAD = 8  # a longer one absorbs no more jitter than this
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What decides which parts of a step overlap.
+    """What decides which parts of a step overlap: of a `RunShape`, or of a plan, which says no more of its run.
 
     Attributes:
         ranks_per_node: ranks that share a node's cores.
@@ -94,6 +93,12 @@ class Pipeline:
         """The pipeline of a run by this plan, on nodes with so many cores."""
         ahead = (int(plan.settings.get(f"look_ahead.{name}", 1)) for name in ("lookahead", "prefetch"))
         return cls(plan.device, plan.ranks_per_node, cores_per_node, *ahead)
+
+    @classmethod
+    def of_run(cls, shape: RunShape) -> Pipeline:
+        """The pipeline of a run of this shape."""
+        ahead = (shape.cache.lookahead, shape.cache.prefetch)
+        return cls(shape.device, min(shape.ranks_per_node, shape.world_size), shape.cores_per_node, *ahead)
 
 
 @dataclass(frozen=True)

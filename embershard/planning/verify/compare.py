@@ -1,9 +1,9 @@
-"""A plan's prediction beside a run's measurement: pure values, per table and per rank."""
+"""A plan's prediction beside a run's measurement, per table and per rank, and what a reader must know to judge it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal
@@ -12,7 +12,8 @@ from embershard.decoding import decode
 from embershard.errors import ShardingError
 from embershard.planning.cost.rates import StepWork
 from embershard.planning.verify.measured import MeasuredRun, MeasuredTable
-from embershard.sharding.plan import Plan, Prediction, RankPrediction, TablePrediction, shards_of
+from embershard.sharding.plan import Plan, Prediction, RankPrediction, TablePrediction
+from embershard.sharding.shards import shards_of
 
 #: Promises about predictions: mean error of hit rates in points; of device bytes, bytes between ranks and step time the
 #: errors as shares.
@@ -26,6 +27,11 @@ SENT_KINDS = {
     "gradients": "sent_gradient_bytes",
     "dense_all_reduce": "all_reduce_bytes",
 }
+
+
+#: Runs whose number of steps differs from the predicted one by more than this share are told so.
+_SAME_STEPS = 0.02
+_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class TableComparison:
+class PlannedTableComparison:
     """One table on one rank; `device_bytes` are its slots and maps. Without a cache nothing is measured."""
 
     table: str
@@ -93,7 +99,7 @@ class RankComparison:
 
     Attributes:
         traffic, cache_device_bytes, host_bytes: of its caches.
-        all_to_all_bytes: on the rank's link in a step; measured are the means over ranks, in `Comparison`.
+        all_to_all_bytes: on the rank's link in a step; measured are the means over ranks, in `PlanComparison`.
         step_seconds: predicted for this rank; measured is the median of the run, since ranks wait for each other.
     """
 
@@ -106,7 +112,7 @@ class RankComparison:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PromiseVerdict:
     """A promise: the error, and the largest error promised, both in `unit`; None: not measured."""
 
     what: str
@@ -122,7 +128,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PlanComparison:
     """A whole run.
 
     Attributes:
@@ -138,9 +144,9 @@ class Comparison:
     measured_steps: int
     step_seconds: Pair
     sent_bytes: Mapping[str, Pair]
-    tables: tuple[TableComparison, ...]
+    tables: tuple[PlannedTableComparison, ...]
     ranks: tuple[RankComparison, ...]
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[PromiseVerdict, ...]
 
     @property
     def is_step_time_off(self) -> bool:
@@ -148,7 +154,7 @@ class Comparison:
         return self.verdicts[-1].kept is False
 
 
-def compare(plan: Plan, result: Mapping[str, Any]) -> Comparison:
+def compare(plan: Plan, result: Mapping[str, Any]) -> PlanComparison:
     """Compare the plan's prediction with a run's result (the contents of result.json).
 
     Raises:
@@ -167,7 +173,7 @@ def compare(plan: Plan, result: Mapping[str, Any]) -> Comparison:
         _sent_verdict(sent_bytes),
         _step_verdict(step_seconds),
     )
-    return Comparison(
+    return PlanComparison(
         predicted_steps=prediction.num_steps,
         measured_steps=run.steps,
         step_seconds=step_seconds,
@@ -196,7 +202,7 @@ def predicted_for(plan: Plan, run: MeasuredRun) -> Prediction:
     return plan.prediction
 
 
-def _table(plan: Plan, prediction: Prediction, predicted: TablePrediction, run: MeasuredRun) -> TableComparison:
+def _table(plan: Plan, prediction: Prediction, predicted: TablePrediction, run: MeasuredRun) -> PlannedTableComparison:
     placement = next((table for table in plan.tables if table.table == predicted.table), None)
     if placement is None:
         raise ShardingError(
@@ -207,7 +213,7 @@ def _table(plan: Plan, prediction: Prediction, predicted: TablePrediction, run: 
     row_bytes = _row_bytes(plan, prediction, predicted) if is_cached else 0.0
     numbers = {name: getattr(predicted, name) for name in (*_RATES, *_COUNTS)}
     numbers |= {"bytes_to_device": predicted.fills * row_bytes, "bytes_to_host": predicted.write_backs * row_bytes}
-    return TableComparison(
+    return PlannedTableComparison(
         table=predicted.table,
         rank=predicted.rank,
         kernel=placement.kernel,
@@ -237,7 +243,7 @@ def _row_bytes(plan: Plan, prediction: Prediction, predicted: TablePrediction) -
     return (predicted.host_bytes - rank.host_bytes.get("scores", 0) * own / sum(rows.values())) / own
 
 
-def _rank(predicted: RankPrediction, tables: Sequence[TableComparison], run: MeasuredRun) -> RankComparison:
+def _rank(predicted: RankPrediction, tables: Sequence[PlannedTableComparison], run: MeasuredRun) -> RankComparison:
     """All cached tables of a rank; what was measured is the rank's own total."""
     measured = run.rank(predicted.rank)
     own = [table.traffic for table in tables if table.rank == predicted.rank and table.kernel == "cached"]
@@ -259,31 +265,33 @@ def _rank(predicted: RankPrediction, tables: Sequence[TableComparison], run: Mea
     )
 
 
-def _largest_error_first(table: TableComparison) -> tuple[float, float, str, int]:
+def _largest_error_first(table: PlannedTableComparison) -> tuple[float, float, str, int]:
     """Sort key: unmeasured tables come last; of equal errors, more fills come first."""
     points = table.traffic.worst_points
     return (math.inf if points is None else -points, -(table.traffic.fills.predicted or 0), table.table, table.rank)
 
 
-def _hit_rate_verdict(what: str, tables: Sequence[TableComparison], rate: Callable[[TableComparison], Pair]) -> Verdict:
+def _hit_rate_verdict(
+    what: str, tables: Sequence[PlannedTableComparison], rate: Callable[[PlannedTableComparison], Pair]
+) -> PromiseVerdict:
     errors = [(100 * abs(error), table) for table in tables if (error := rate(table).error) is not None]
     if not errors:
-        return Verdict(what, None, PROMISED_POINTS, "points", "no cached table was measured")
+        return PromiseVerdict(what, None, PROMISED_POINTS, "points", "no cached table was measured")
     largest, worst = max(errors, key=lambda each: each[0])
     weights = [table.traffic.lookups.measured or 0.0 for _, table in errors]
     weighted = sum(e * w for (e, _), w in zip(errors, weights, strict=True)) / (sum(weights) or 1.0)
     detail = f"mean of {len(errors)} tables and ranks, {weighted:.2f} where every lookup counts the same; "
     detail += f"worst {worst.table} on rank {worst.rank} with {largest:.2f}"
-    return Verdict(what, sum(e for e, _ in errors) / len(errors), PROMISED_POINTS, "points", detail)
+    return PromiseVerdict(what, sum(e for e, _ in errors) / len(errors), PROMISED_POINTS, "points", detail)
 
 
-def _device_verdict(ranks: Sequence[RankComparison]) -> Verdict:
+def _device_verdict(ranks: Sequence[RankComparison]) -> PromiseVerdict:
     errors = [(abs(e), rank) for rank in ranks if (e := rank.cache_device_bytes.relative_error) is not None]
     what, promised = "device bytes", 100 * PROMISED_DEVICE_BYTES
     if not errors:
-        return Verdict(what, None, promised, "%", "no cache was measured")
+        return PromiseVerdict(what, None, promised, "%", "no cache was measured")
     largest, worst = max(errors, key=lambda each: each[0])
-    return Verdict(what, 100 * largest, promised, "%", f"of the caches, largest on rank {worst.rank}")
+    return PromiseVerdict(what, 100 * largest, promised, "%", f"of the caches, largest on rank {worst.rank}")
 
 
 def _sent_pairs(prediction: Prediction, run: MeasuredRun) -> dict[str, Pair]:
@@ -300,22 +308,124 @@ def _sent_pairs(prediction: Prediction, run: MeasuredRun) -> dict[str, Pair]:
     return {**pairs, "other": Pair(None, run.sent_bytes.other)}
 
 
-def _sent_verdict(sent_bytes: Mapping[str, Pair]) -> Verdict:
+def _sent_verdict(sent_bytes: Mapping[str, Pair]) -> PromiseVerdict:
     what, promised = "bytes between ranks", 100 * PROMISED_SENT_BYTES
     errors = {kind: abs(e) for kind, pair in sent_bytes.items() if (e := pair.relative_error) is not None}
     if not errors:
-        return Verdict(what, None, promised, "%", "no step was counted")
+        return PromiseVerdict(what, None, promised, "%", "no step was counted")
     worst = max(errors, key=lambda kind: errors[kind])
     pair = sent_bytes[worst]
     detail = (
         f"{worst}, the worst kind: {pair.predicted:,.0f} predicted, {pair.measured:,.0f} measured, of a rank in a step"
     )
-    return Verdict(what, 100 * errors[worst], promised, "%", detail)
+    return PromiseVerdict(what, 100 * errors[worst], promised, "%", detail)
 
 
-def _step_verdict(step_seconds: Pair) -> Verdict:
+def _step_verdict(step_seconds: Pair) -> PromiseVerdict:
     error, promised = step_seconds.relative_error, 100 * PROMISED_STEP_TIME
     if error is None or step_seconds.predicted is None or step_seconds.measured is None:
-        return Verdict("step time", None, promised, "%", "no step was timed")
+        return PromiseVerdict("step time", None, promised, "%", "no step was timed")
     detail = f"{1e3 * step_seconds.predicted:.2f} ms predicted, {1e3 * step_seconds.measured:.2f} ms measured (median)"
-    return Verdict("step time", 100 * abs(error), promised, "%", detail)
+    return PromiseVerdict("step time", 100 * abs(error), promised, "%", detail)
+
+
+def notes(plan: Plan, run: MeasuredRun, other_settings: Sequence[str] = (), num_checkpoints: int = 0) -> list[str]:
+    """Return the reasons why the plan's prediction and the run may differ.
+
+    Args:
+        other_settings: sentences of `Plan.other_settings`.
+        num_checkpoints: checkpoints written in the counted steps.
+    """
+    assert plan.prediction is not None, "it was compared"
+    return [
+        *_which_plan(plan, run),
+        *(f"Another setting: {sentence}." for sentence in other_settings),
+        *_which_steps(plan.prediction, run),
+        *_which_speed(run),
+        *_which_tables(plan, plan.prediction, run),
+        *_growths(run),
+        *_write_backs(run, num_checkpoints),
+    ]
+
+
+def _which_plan(plan: Plan, run: MeasuredRun) -> Iterator[str]:
+    if run.plan_digest is None:
+        yield "The run had no plan: tables may have been at other places, in caches of other sizes."
+    elif run.plan_digest != plan.digest:
+        yield f"The run obeyed another plan ({run.plan_digest}) than this one ({plan.digest})."
+
+
+def _which_steps(prediction: Prediction, run: MeasuredRun) -> Iterator[str]:
+    if run.all_steps != run.steps:
+        yield (
+            f"The run was resumed at step {run.all_steps - run.steps:,}: counts and step times are of the "
+            f"{run.steps:,} steps since, which began with caches as cold as a new run's."
+        )
+    if prediction.num_steps == 0:
+        yield f"The prediction is of the long run; of the run's {run.steps:,} steps the first ones fill the caches."
+    elif abs(run.steps - prediction.num_steps) > _SAME_STEPS * prediction.num_steps:
+        how_much = "more" if run.steps < prediction.num_steps else "less"
+        yield (
+            f"The prediction is a mean over {prediction.num_steps:,} steps, the measurement over {run.steps:,}: the "
+            f"first steps, which fill the caches, weigh {how_much} in what was measured."
+        )
+
+
+def _which_speed(run: MeasuredRun) -> Iterator[str]:
+    if run.step_seconds is not None and not run.is_steady:
+        yield (
+            f"The run's {run.steps:,} steps are few beside its look-ahead: for the last ones no batch was left to be "
+            "read, so they are quicker than those of a long run. Train longer to compare step times."
+        )
+
+
+def _which_tables(plan: Plan, prediction: Prediction, run: MeasuredRun) -> Iterator[str]:
+    shards = [s for t in plan.tables if t.kernel == "cached" for s in shards_of(t, plan.ranks_per_node) if s.rows]
+    cached = {(shard.table, shard.rank) for shard in shards}
+    if not cached:
+        yield "No table is cached: all are whole on the device, and only the step time can be compared."
+    elif not run.ranks:
+        yield (
+            "The run had no cache (cache.enabled = false): its tables were whole on the device. Only the step time can "
+            "be compared, and it was predicted with caches."
+        )
+    else:
+        measured = {(table, number) for number, rank in run.ranks.items() for table in rank.tables}
+        predicted = {(table.table, table.rank) for table in prediction.tables}
+        yield from _absent("predicted with a cache but not measured", cached & predicted - measured)
+        yield from _absent("measured but not predicted", measured - predicted)
+        whole = len({table.table for table in plan.tables if table.kernel != "cached"})
+        if whole:
+            yield f"{whole} of {len(plan.tables)} tables are whole on the device: nothing is counted for them."
+
+
+def _absent(what: str, tables: set[tuple[str, int]]) -> Iterator[str]:
+    if tables:
+        named = [f"{table} on rank {rank}" for table, rank in sorted(tables)]
+        more = f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
+        yield f"Tables {what}: {', '.join(named[:_SHOWN])}{more}."
+
+
+def _growths(run: MeasuredRun) -> Iterator[str]:
+    if not run.growths:
+        return
+    where = [
+        f"{name} on rank {number} ({table.growths})"
+        for number, rank in sorted(run.ranks.items())
+        for name, table in sorted(rank.tables.items())
+        if table.growths
+    ]
+    yield (
+        f"Caches grew {run.growths} times, for batches that did not fit; most misses were of "
+        f"{', '.join(where[:_SHOWN])}. They end with more slots and bytes than planned; plan with more slots, or look "
+        "less far ahead."
+    )
+
+
+def _write_backs(run: MeasuredRun, num_checkpoints: int) -> Iterator[str]:
+    if run.ranks and num_checkpoints:
+        how_many = "1 checkpoint" if num_checkpoints == 1 else f"{num_checkpoints} checkpoints"
+        yield (
+            f"Measured write-backs include what {how_many} wrote back from the caches; predicted ones are of evictions "
+            "alone."
+        )

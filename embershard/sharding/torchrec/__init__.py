@@ -15,8 +15,6 @@ from embershard.sharding.torchrec.planner.torchrec_planner import plan_sharding
 from embershard.sharding.torchrec.sharders import (
     CachedEmbeddingBagCollectionSharder,
     CachedEmbeddingCollectionSharder,
-)
-from embershard.sharding.torchrec.stock_sharders import (
     StockEmbeddingBagCollectionSharder,
     StockEmbeddingCollectionSharder,
 )

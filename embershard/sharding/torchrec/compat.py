@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 
@@ -27,3 +28,12 @@ def as_keyed_jagged(features: Any) -> KeyedJaggedTensor:
 def batch_sizes(features: KeyedJaggedTensor) -> list[list[int]] | None:
     """Return the samples per feature and rank where features differ in them, else None."""
     return features.stride_per_key_per_rank() if features.variable_stride_per_key() else None
+
+
+def lookups_of(module: Any) -> Iterator[Any]:
+    """Yield the lookups of a sharded module, one for each of its shardings, without the wrappers of data-parallel ones;
+    none for any other module."""
+    for lookup in getattr(module, "_lookups", None) or ():
+        while isinstance(lookup, DistributedDataParallel):
+            lookup = lookup.module
+        yield lookup

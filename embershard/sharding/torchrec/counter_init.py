@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 from torch.nn import init
-from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding_types import ShardedEmbeddingTable
 
 from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.errors import ConfigError
-from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 
 _NAMES = "uniform_, constant_, zeros_ and ones_ of torch.nn.init, with functools.partial for their numbers"
 
@@ -55,18 +53,6 @@ class CounterInit:
         low, high = self.ranges[table.name]
         row, column = table.local_metadata.shard_offsets if table.local_metadata else (0, 0)
         return ShardWeights(table.name, self.seed, table.embedding_dim, low, high, row, column)
-
-    @torch.no_grad()
-    def write(self, sharded: Any) -> None:
-        """Write the weights of a sharded module's tables on this rank, except for cached ones, which make their own."""
-        for lookup in sharded._lookups:
-            while isinstance(lookup, DistributedDataParallel):
-                lookup = lookup.module
-            for kernel in lookup._emb_modules:
-                if not isinstance(kernel.emb_module, CachedTableBatchedEmbeddings):
-                    weights = kernel.emb_module.split_embedding_weights()
-                    for table, shard in zip(kernel.config.embedding_tables, weights, strict=True):
-                        self.of_shard(table).write(shard)
 
 
 def _range(table: str, init_fn: Any) -> tuple[float, float]:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -15,8 +16,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from embershard.cache.rows.frozen_rows import FrozenRows
 from embershard.cache.statistics import TableStats
 from embershard.errors import ConfigError
+from embershard.sharding.torchrec.compat import lookups_of
+from embershard.sharding.torchrec.counter_init import CounterInit
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
-from embershard.sharding.torchrec.modes.hot_tables import HotTables
+from embershard.sharding.torchrec.modules import CachedModule
 
 
 def cached_embeddings(model: nn.Module) -> Iterator[CachedTableBatchedEmbeddings]:
@@ -39,7 +42,7 @@ def pools_by_module(model: nn.Module) -> Iterator[tuple[str, CachedTableBatchedE
     """
     seen: set[int] = set()
     for path, module in _named_modules(model, "", set()):
-        for lookup in getattr(module, "_lookups", None) or ():
+        for lookup in lookups_of(module):
             for kernel in getattr(lookup, "_emb_modules", ()):
                 pool = getattr(kernel, "emb_module", None)
                 if isinstance(pool, CachedTableBatchedEmbeddings) and id(pool) not in seen:
@@ -58,9 +61,7 @@ def pools_with_features(
     """
     if not len(received):
         return
-    for features, lookup in zip(received, module._lookups, strict=True):
-        while isinstance(lookup, DistributedDataParallel):
-            lookup = lookup.module
+    for features, lookup in zip(received, lookups_of(module), strict=True):
         pools = [getattr(kernel, "emb_module", None) for kernel in getattr(lookup, "_emb_modules", ())]
         if any(isinstance(pool, CachedTableBatchedEmbeddings) for pool in pools):
             for pool, group in zip(pools, features.split(lookup._feature_splits), strict=True):
@@ -184,6 +185,17 @@ def host_rows_changed(model: nn.Module, table: str | None = None, rows: Tensor |
                 pool.host_rows_changed(table, rows)
     finally:  # the other ranks wait here
         for module in model.modules():  # not by pool: a rank may have none
-            hot = getattr(module, "_hot", None)
-            if isinstance(hot, HotTables):
-                hot.host_rows_changed(table, rows)
+            if isinstance(module, CachedModule):
+                module.host_rows_changed(table, rows)
+
+
+@torch.no_grad()
+def write_initial_weights(sharded: nn.Module, init: CounterInit) -> None:
+    """Write the initial weights of a sharded module's tables on this rank, except for cached ones, which make their
+    own."""
+    for lookup in lookups_of(sharded):
+        for kernel in lookup._emb_modules:
+            if not isinstance(kernel.emb_module, CachedTableBatchedEmbeddings):
+                weights = kernel.emb_module.split_embedding_weights()
+                for table, shard in zip(kernel.config.embedding_tables, weights, strict=True):
+                    init.of_shard(table).write(shard)

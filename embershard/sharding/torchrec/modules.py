@@ -1,39 +1,43 @@
-"""TorchRec's sharded modules: they pass the cache spec to the kernels and check ids before the input all-to-all."""
+"""TorchRec's sharded modules: they pass the cache spec to the kernels and check ids before the input all-to-all.
+
+Ids are checked on the rank that read them, where the user's names still apply. After the all-to-all it is too late:
+FBGEMM trains row 0 for an id that is too large (with one warning), and row-wise sharding sends such an id to some rank
+as some row.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, Protocol
 
+import numpy as np
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
 from torchrec.distributed.embedding_types import ShardedEmbeddingTable
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
 from torchrec.distributed.types import ShardingEnv
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from embershard.sharding.torchrec.bounds import check_bounds, rows_by_feature
-from embershard.sharding.torchrec.compat import as_keyed_jagged, supported
+from embershard.cache import loops
+from embershard.errors import IdOutOfRangeError
+from embershard.sharding.torchrec.compat import as_keyed_jagged, lookups_of, supported
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
-from embershard.sharding.torchrec.lookups import PERMUTED_SHARDINGS, POOLED_SHARDINGS, SEQUENCE_SHARDINGS
-from embershard.sharding.torchrec.modes.data_parallel import (
-    DataParallelShardingInfo,
-    data_parallel_sharding,
-    group_data_parallel,
-)
-from embershard.sharding.torchrec.modes.replicated_tables import ReplicatedSharding, group_replicated, is_replicated
-from embershard.sharding.torchrec.modes.rows_exchange import (
-    RowsContext,
-    RowsInput,
-    RowsShardingInfo,
-    group_rows,
-    rows_sharding,
+from embershard.sharding.torchrec.lookups import (
+    PERMUTED_SHARDINGS,
+    POOLED_SHARDINGS,
+    SEQUENCE_SHARDINGS,
+    OwnInput,
+    OwnShardingInfo,
 )
 from embershard.sharding.torchrec.spec import CACHED_KERNEL, SPEC_KEY, has_spec
 from embershard.sharding.torchrec.table_arguments import check_table_arguments
 
+_UNCHECKED = 2**62
 ShardingInfos = dict[str, list[EmbeddingShardingInfo]]
 
 
@@ -56,16 +60,9 @@ def _without_spec(fused_params: dict[str, Any] | None) -> tuple[dict[str, Any], 
     return rest, rest.pop(SPEC_KEY)
 
 
-def _lookups(module: Any) -> Iterator[Any]:
-    for lookup in module._lookups:
-        while isinstance(lookup, nn.parallel.DistributedDataParallel):
-            lookup = lookup.module
-        yield lookup
-
-
 def cached_kernels(module: Any) -> Iterator[tuple[list[ShardedEmbeddingTable], CachedTableBatchedEmbeddings]]:
     """Yield the table shards and the pool of every cached kernel of a sharded module on this rank."""
-    for lookup in _lookups(module):
+    for lookup in lookups_of(module):
         for kernel in lookup._emb_modules:
             if isinstance(kernel.emb_module, CachedTableBatchedEmbeddings):
                 yield kernel.config.embedding_tables, kernel.emb_module
@@ -89,8 +86,8 @@ class _CachedTable(nn.Module):
         return self._parameters["weight"]  # type: ignore[return-value]
 
 
-class _CachedModule:
-    """Overrides of both sharded modules."""
+class CachedModule:
+    """What both sharded modules have in common: overrides of TorchRec's."""
 
     _rows_by_feature: dict[str, tuple[str, int]]
     _ids_are_checked = False
@@ -142,9 +139,16 @@ class _CachedModule:
     @staticmethod
     def _pre_load_state_dict_hook(module: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Flush first: tables that the state dict leaves out keep what they learned."""
-        for lookup in _lookups(module):
+        for lookup in lookups_of(module):
             lookup.flush()
         super()._pre_load_state_dict_hook(module, state_dict, prefix, *args)  # type: ignore[misc]
+
+    def in_batch(self, batch: Any) -> AbstractContextManager[None]:
+        """Return a context in which this module gets ids of `batch`; for modes whose work depends on the batch."""
+        return nullcontext()
+
+    def host_rows_changed(self, table: str | None, rows: Tensor | None) -> None:
+        """Hear that host rows were written to, which the pools know; for modes that keep copies. See `inspection`."""
 
     def _fetch_shared_rows(self, *_: Any) -> None:
         """After a load, fetch cached rows that other ranks loaded. Collective where ranks share rows."""
@@ -159,8 +163,13 @@ def check_ids(module: Any, features: Any) -> None:
     Raises:
         IdOutOfRangeError: an out-of-range id.
     """
-    if isinstance(module, _CachedModule):
+    if isinstance(module, CachedModule):
         module.check_ids(features)
+
+
+def in_batch(module: Any, batch: Any) -> AbstractContextManager[None]:
+    """Return a context in which `module`, cached or not, gets ids of `batch`."""
+    return module.in_batch(batch) if isinstance(module, CachedModule) else nullcontext()
 
 
 @contextmanager
@@ -194,7 +203,7 @@ def _no_divisor(module: Any, ctx: Any, features: Any) -> Iterator[None]:
         module._has_mean_pooling_callback, ctx.divisor = True, torch.ones((), device=module._device)
 
 
-class CachedShardedEmbeddingBagCollection(_CachedModule, ShardedEmbeddingBagCollection):
+class CachedShardedEmbeddingBagCollection(CachedModule, ShardedEmbeddingBagCollection):
     """A `ShardedEmbeddingBagCollection` whose cached tables are in host memory behind device caches."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -207,18 +216,18 @@ class CachedShardedEmbeddingBagCollection(_CachedModule, ShardedEmbeddingBagColl
         self._sharding_types = [infos[0].param_sharding.sharding_type for infos in groups]
 
     def input_dist(self, ctx: Any, features: Any) -> Any:
-        """Check the ids, then run TorchRec's input all-to-all; of tables that exchange rows, on distinct ids."""
+        """Check the ids, then run TorchRec's input all-to-all, or that of a mode."""
         with _no_divisor(self, ctx, features):
             awaitable = super().input_dist(ctx, features)
         for number, input_dist in enumerate(self._input_dists):
-            if isinstance(input_dist, RowsInput):
+            if isinstance(input_dist, OwnInput):
                 ctx.sharding_contexts[number] = input_dist.take_context()
         return awaitable
 
     def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
         """Look up, and run TorchRec's output all-to-all."""
         for context, features in zip(ctx.sharding_contexts, input, strict=True):
-            if isinstance(context, RowsContext):
+            if isinstance(context, SequenceShardingContext):  # of a mode: TorchRec's pooled shardings have others
                 context.lengths_after_input_dist = features.lengths().view(-1, features.stride())
         return super().compute_and_output_dist(ctx, input)
 
@@ -228,10 +237,10 @@ class CachedShardedEmbeddingBagCollection(_CachedModule, ShardedEmbeddingBagColl
     ) -> ShardingInfos:
         fused_params, spec = _without_spec(fused_params)
         infos = super().create_grouped_sharding_infos(module, params, prefix, fused_params, *rest)
-        marked = _mark_cached(infos, spec)
-        if spec.is_data_parallel:
-            return group_data_parallel(marked)
-        return group_replicated(group_rows(marked, spec.rows_tables))
+        infos = _mark_cached(infos, spec)
+        for group in spec.groupings:
+            infos = group(infos, spec)
+        return infos
 
     @classmethod
     def create_embedding_bag_sharding(
@@ -242,12 +251,8 @@ class CachedShardedEmbeddingBagCollection(_CachedModule, ShardedEmbeddingBagColl
         permute_embeddings: bool = False,
         qcomm_codecs_registry: Any = None,
     ) -> EmbeddingSharding:
-        if isinstance(sharding_infos[0], DataParallelShardingInfo):
-            return data_parallel_sharding(sharding_infos, env, device, qcomm_codecs_registry)
-        if isinstance(sharding_infos[0], RowsShardingInfo):
-            return rows_sharding(sharding_infos, env, device, qcomm_codecs_registry)
-        if is_replicated(sharding_infos[0]):
-            return ReplicatedSharding(sharding_infos, env, device)
+        if isinstance(sharding_infos[0], OwnShardingInfo):
+            return sharding_infos[0].make_sharding(sharding_infos, env, device, qcomm_codecs_registry)
         sharding_type = sharding_infos[0].param_sharding.sharding_type
         if not any(has_spec(info.fused_params) for info in sharding_infos):
             return super().create_embedding_bag_sharding(
@@ -259,7 +264,7 @@ class CachedShardedEmbeddingBagCollection(_CachedModule, ShardedEmbeddingBagColl
         )
 
 
-class CachedShardedEmbeddingCollection(_CachedModule, ShardedEmbeddingCollection):
+class CachedShardedEmbeddingCollection(CachedModule, ShardedEmbeddingCollection):
     """A `ShardedEmbeddingCollection` whose cached tables are in host memory behind device caches."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -288,6 +293,71 @@ class CachedShardedEmbeddingCollection(_CachedModule, ShardedEmbeddingCollection
         return SEQUENCE_SHARDINGS[sharding_type](
             sharding_infos=sharding_infos, env=env, device=device, qcomm_codecs_registry=qcomm_codecs_registry
         )
+
+
+class _TableConfig(Protocol):
+    name: str
+    num_embeddings: int
+    feature_names: list[str]
+
+
+def rows_by_feature(configs: Sequence[_TableConfig]) -> dict[str, tuple[str, int]]:
+    """Return for each feature the smallest table that it looks into: name and rows."""
+    smallest: dict[str, tuple[str, int]] = {}
+    for config in configs:
+        for feature in config.feature_names:
+            if feature not in smallest or config.num_embeddings < smallest[feature][1]:
+                smallest[feature] = (config.name, config.num_embeddings)
+    return smallest
+
+
+def check_bounds(features: KeyedJaggedTensor, rows: Mapping[str, tuple[str, int]]) -> None:
+    """Check that every id is a row of its table. Features that no table uses are not checked.
+
+    >>> rows = {"click": ("clicks", 10)}
+    >>> check_bounds(KeyedJaggedTensor(["click"], torch.tensor([3, 10]), lengths=torch.tensor([1, 1])), rows)
+    Traceback (most recent call last):
+    embershard.errors.IdOutOfRangeError: ...table 'clicks', feature 'click': id 10 at position 1 of the batch...
+
+    Raises:
+        IdOutOfRangeError: naming table, feature, position and id of the first out-of-range id.
+    """
+    values = features.values()
+    if values.numel() == 0:
+        return
+    limits = [rows[key][1] if key in rows else _UNCHECKED for key in features.keys()]  # noqa: SIM118
+    lengths = features.length_per_key()
+    if values.is_cpu:
+        counts, ends = np.array(lengths, np.int64), np.array(limits, np.int64)
+        inside = loops.are_rows(values.long().contiguous().numpy(), counts, ends)
+    else:
+        lengths = torch.tensor(lengths, device=values.device)
+        limit_of_id = torch.tensor(limits, device=values.device).repeat_interleave(lengths, output_size=values.numel())
+        inside = not bool(((values < 0) | (values >= limit_of_id)).any())
+    if not inside:
+        _raise_first(features, rows)
+
+
+def _raise_first(features: KeyedJaggedTensor, rows: Mapping[str, tuple[str, int]]) -> None:
+    start = 0
+    for key, length in zip(features.keys(), features.length_per_key(), strict=True):
+        ids = features.values()[start : start + length]
+        start += length
+        if key not in rows:
+            continue
+        table, num_rows = rows[key]
+        bad = ((ids < 0) | (ids >= num_rows)).nonzero().flatten()
+        if bad.numel():
+            position = int(bad[0])
+            bag_ends = features[key].lengths().cumsum(0)
+            sample = int(torch.searchsorted(bag_ends, position, right=True))
+            others = f", nor are {bad.numel() - 1} more" if bad.numel() > 1 else ""
+            rank = f"rank {dist.get_rank()}, " if dist.is_initialized() else ""
+            raise IdOutOfRangeError(
+                f"{rank}table {table!r}, feature {key!r}: id {int(ids[position])} at position {position} "
+                f"of the batch (sample {sample}) is not in [0, {num_rows}){others}. "
+                "Map ids to rows when reading (modulo or hash), or give the table more rows"
+            )
 
 
 def new_sharded_module(cls: type, module: Any, params: Any, env: Any, device: Any, **arguments: Any) -> Any:

@@ -1,10 +1,10 @@
-"""Sharders for `DistributedModelParallel(model, sharders=[...], plan=...)`."""
+"""Sharders for `DistributedModelParallel(model, sharders=[...], plan=...)`: cached ones, and TorchRec's own."""
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -13,25 +13,37 @@ from torch.distributed import _remote_device
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, ShardingType
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.types import ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from embershard.cache.config import CacheConfig
-from embershard.errors import ConfigError
+from embershard.errors import ConfigError, ShardingError
 from embershard.frequency.profile import FrequencyProfile
-from embershard.sharding.config import check_no_size
+from embershard.sharding.config import ShardingConfig, check_no_size
 from embershard.sharding.plan import Plan
-from embershard.sharding.shards import ROWS_TYPES, Exchange
+from embershard.sharding.sharding_types import ROWS_TYPES
+from embershard.sharding.shards import Exchange, Shard, empty_group_problem
 from embershard.sharding.torchrec.counter_init import CounterInit
-from embershard.sharding.torchrec.empty_groups import check_groups
+from embershard.sharding.torchrec.inspection import write_initial_weights
+from embershard.sharding.torchrec.lookups import POOLED_SHARDINGS, SEQUENCE_SHARDINGS
+from embershard.sharding.torchrec.modes.data_parallel import group_data_parallel, whole_tables
 from embershard.sharding.torchrec.modes.hot_cold import HotColdShardedEmbeddingBagCollection
+from embershard.sharding.torchrec.modes.replicated_tables import group_replicated
+from embershard.sharding.torchrec.modes.rows_exchange import group_rows
 from embershard.sharding.torchrec.modules import (
     CachedShardedEmbeddingBagCollection,
     CachedShardedEmbeddingCollection,
     new_sharded_module,
 )
 from embershard.sharding.torchrec.spec import CACHED_KERNEL, REPLICATED_KERNEL, SPEC_KEY, CacheSpec
-from embershard.sharding.torchrec.stock_sharders import POOLED_TYPES, SEQUENCE_TYPES
+
+# The modes of `modes/` that shard tables in their own way. With hot rows, the module is of another class, too:
+# `sharded_module_type`.
+_SHARDED_GROUPINGS = (group_rows, group_replicated)
+_DATA_PARALLEL_GROUPINGS = (group_data_parallel,)
+POOLED_TYPES = [ShardingType.DATA_PARALLEL.value, *POOLED_SHARDINGS]
+SEQUENCE_TYPES = [ShardingType.DATA_PARALLEL.value, *SEQUENCE_SHARDINGS]
 
 
 def has_cache(sharder: object) -> bool:
@@ -99,6 +111,7 @@ class _Cached:
         device: Any,
         **rest: Any,
     ) -> Any:
+        is_data_parallel = self._is_data_parallel and env.world_size > 1
         rows_tables = self._rows_tables(params) if env.world_size > 1 else frozenset()  # one rank exchanges nothing
         check_groups(module, params, torch.device(device or "cpu").type, rows_tables)
         self._warn_without_cache(params)
@@ -113,7 +126,8 @@ class _Cached:
             init,
             rows_tables,
             self._hot_rows,
-            self._is_data_parallel and env.world_size > 1,
+            groupings=_DATA_PARALLEL_GROUPINGS if is_data_parallel else _SHARDED_GROUPINGS,
+            whole_tables=whole_tables if is_data_parallel else None,
         )
         fused_params = {**(self.fused_params or {}), SPEC_KEY: spec}  # type: ignore[attr-defined]
         params = {name: _on_host(param) for name, param in params.items()}
@@ -128,7 +142,7 @@ class _Cached:
             **rest,
         )
         if init is not None:
-            init.write(sharded)
+            write_initial_weights(sharded, init)
         return sharded
 
     def _warn_without_cache(self, params: dict[str, ParameterSharding]) -> None:
@@ -322,3 +336,118 @@ def _on_host(param: ParameterSharding) -> ParameterSharding:
     for shard in param.sharding_spec.shards:
         shard.placement = _remote_device(f"rank:{shard.placement.rank()}/cpu")
     return param
+
+
+class _FromSeed:
+    """Makes the initial weights of a sharded module from a seed, if there is one. Stands before one of TorchRec's
+    sharders."""
+
+    def __init__(
+        self,
+        fused_params: dict[str, Any] | None = None,
+        qcomm_codecs_registry: Any = None,
+        init_seed: int | None = None,
+    ) -> None:
+        super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)  # type: ignore[call-arg]
+        self._init_seed = init_seed
+
+    def shard(self, module: Any, params: Any, env: Any, device: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Shard the module. `DistributedModelParallel` calls this.
+
+        Raises:
+            ShardingError: on a CPU, a rank has no row of some tables, which ends a process in FBGEMM.
+        """
+        check_groups(module, params, torch.device(device or "cpu").type)
+        sharded = super().shard(module, params, env, device, *args, **kwargs)  # type: ignore[misc]
+        if self._init_seed is not None:
+            write_initial_weights(sharded, CounterInit.of_module(module, self._init_seed))
+        return sharded
+
+
+class StockEmbeddingBagCollectionSharder(_FromSeed, EmbeddingBagCollectionSharder):
+    """TorchRec's sharder with all sharding types on a CPU, too: the uncached side of every comparison.
+
+    TorchRec hides row-wise, table-row-wise and grid sharding on a CPU, though they work there.
+
+    >>> "row_wise" in StockEmbeddingBagCollectionSharder().sharding_types("cpu")
+    True
+
+    Args:
+        fused_params, qcomm_codecs_registry: as TorchRec takes them.
+        init_seed: as for :class:`CachedEmbeddingBagCollectionSharder`, to start from the same weights.
+    """
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Return all types, on every device."""
+        return POOLED_TYPES
+
+
+class StockEmbeddingCollectionSharder(_FromSeed, EmbeddingCollectionSharder):
+    """The same for sequence embeddings: TorchRec's sharder, with the initial weights of the cached one.
+
+    >>> "row_wise" in StockEmbeddingCollectionSharder().sharding_types("cpu")
+    True
+
+    Args:
+        fused_params, qcomm_codecs_registry: as TorchRec takes them.
+        init_seed: as for :class:`CachedEmbeddingCollectionSharder`, to start from the same weights.
+    """
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Return TorchRec's types for sequences, on every device."""
+        return SEQUENCE_TYPES
+
+
+def check_groups(
+    module: Any,
+    params: Mapping[str, ParameterSharding],
+    device_type: str,
+    rows_tables: Collection[str] = (),
+) -> None:
+    """Check a plan of a module's tables, made by anybody. A cache may have no row.
+
+    Args:
+        module: with embedding configs.
+        params: by table.
+        device_type: of the training. On a GPU there is no such limit.
+        rows_tables: those that exchange distinct rows, which TorchRec groups by their columns.
+
+    Raises:
+        ShardingError: on a CPU, a rank has no row of a group that has no cache. It would end with a corrupt heap, or
+            with "weights[0] must be a GPU or MTIA tensor". On every rank.
+    """
+    configs = module.embedding_bag_configs() if hasattr(module, "embedding_bag_configs") else module.embedding_configs()
+    tables = []
+    for config in configs if device_type == "cpu" else ():
+        param = params.get(config.name)
+        spec: Any = None if param is None or param.compute_kernel == CACHED_KERNEL else param.sharding_spec
+        if param is None or spec is None:
+            continue
+        shards = [
+            Shard(config.name, shard.placement.rank(), *shard.shard_sizes, *shard.shard_offsets)
+            for shard in spec.shards
+        ]
+        columns = str(shards[0].columns) if config.name in rows_tables else ""
+        pooling = str(getattr(config, "pooling", ""))
+        tables.append(((param.sharding_type, param.compute_kernel, str(config.data_type), pooling, columns), shards))
+    if problem := empty_group_problem(tables):
+        raise ShardingError(
+            f"{problem}, and FBGEMM cannot train that on a CPU. Place them table_wise "
+            '(ParameterConstraints(sharding_types=["table_wise"])), use fewer ranks, or cache them: a cached sharder '
+            "trains them on any number of ranks"
+        )
+
+
+def comm_codecs(config: ShardingConfig, device: torch.device) -> Any:
+    """Return a sharder's `qcomm_codecs_registry`; None where everything travels as fp32.
+
+    Raises:
+        ConfigError: the device's process group cannot send this type.
+    """
+    for name in ("forward_dtype", "backward_dtype"):
+        if device.type == "cpu" and getattr(config, name) == "bf16":  # TorchRec would fall back to fp16
+            raise ConfigError(
+                f'sharding.{name}: got "bf16", which gloo does not send; on the CPU use "fp16" or "fp32".'
+            )
+    precisions = QCommsConfig(CommType(config.forward_dtype), CommType(config.backward_dtype))
+    return get_qcomm_codecs_registry(precisions, device=device)

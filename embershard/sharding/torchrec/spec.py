@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +18,24 @@ from embershard.errors import ConfigError, ShardingError
 from embershard.frequency.counts import RowCounts
 from embershard.frequency.profile import FrequencyProfile
 from embershard.frequency.trace import Ints
-from embershard.sharding.memory_model import cache_memory, slots_for
+from embershard.sharding.memory_model import PoolMemory, cache_memory, slots_without_plan
 
 if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
     from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardedEmbeddingTable
 
+    from embershard.cache.rows.node_share import NodeShare
     from embershard.sharding.plan import Plan
     from embershard.sharding.torchrec.counter_init import CounterInit
+
+    #: Gives some tables, in groups by sharding type, to groups of its own.
+    Grouping = Callable[[dict[str, list[EmbeddingShardingInfo]], "CacheSpec"], dict[str, list[EmbeddingShardingInfo]]]
+    #: Returns a rank's share of the host rows of a group of shards, and the group of their whole tables. Collective.
+    WholeTables = Callable[
+        [GroupedEmbeddingConfig, dist.ProcessGroup, torch.device, CacheConfig], tuple[NodeShare, GroupedEmbeddingConfig]
+    ]
 
 SPEC_KEY = "_embershard_cache"
 
@@ -49,7 +60,9 @@ class CacheSpec:
         planned_slots: slots of each pool of this rank, by the names of its tables; None: `config` decides.
         counter_init: initial weights of the tables, made when a row is first touched; None: TorchRec's own.
         rows_tables: tables whose distinct rows are exchanged, in place of pooled embeddings.
-        is_data_parallel: every rank caches rows of the whole tables, alike; each writes the rows of its shard.
+        groupings: of modes, applied in turn; each gives some tables of a pooled module a sharding of its own.
+        whole_tables: a machine's ranks share one host copy, and each caches rows of the whole tables; it writes those
+            of its shard. None: a rank has its shards.
         hot_rows: int64 ascending by table: rows with copies on every rank, which no cache needs; None: no such mode.
     """
 
@@ -63,7 +76,8 @@ class CacheSpec:
     counter_init: CounterInit | None = None
     rows_tables: frozenset[str] = frozenset()
     hot_rows: Mapping[str, Tensor] | None = None
-    is_data_parallel: bool = False
+    groupings: tuple[Grouping, ...] = ()
+    whole_tables: WholeTables | None = None
 
     @classmethod
     def make(
@@ -77,12 +91,13 @@ class CacheSpec:
         counter_init: CounterInit | None = None,
         rows_tables: frozenset[str] = frozenset(),
         hot_rows: Mapping[str, Tensor] | None = None,
-        is_data_parallel: bool = False,
+        groupings: tuple[Grouping, ...] = (),
+        whole_tables: WholeTables | None = None,
     ) -> CacheSpec:
         """Return the spec of a module whose tables are placed by `params`, which obey `plan` if there is one."""
         cached = [p for p in params.values() if p.compute_kernel == CACHED_KERNEL]
         shards = [shard for p in cached if p.sharding_spec for shard in p.sharding_spec.shards]
-        here = [shard.shard_sizes for shard in shards if is_data_parallel or shard.placement.rank() == rank]
+        here = [shard.shard_sizes for shard in shards if whole_tables is not None or shard.placement.rank() == rank]
         return cls(
             config=config,
             policy=config.policy_for(profile is not None),
@@ -93,8 +108,9 @@ class CacheSpec:
             planned_slots=None if plan is None else {p.tables: p.slots for p in plan.pools if p.rank == rank},
             counter_init=counter_init,
             rows_tables=rows_tables,
-            is_data_parallel=is_data_parallel,
             hot_rows=hot_rows,
+            groupings=groupings,
+            whole_tables=whole_tables,
         )
 
     def row_counts(self, tables: Sequence[ShardedEmbeddingTable]) -> RowCounts | None:
@@ -133,27 +149,26 @@ class CacheSpec:
         load_factors = [(table.fused_params or {}).get("cache_load_factor") for table in tables]
         own = sum(share * t.local_rows for share, t in zip(load_factors, tables, strict=True) if share)
         others = [table for share, table in zip(load_factors, tables, strict=True) if not share]
+        weights = sum(table.local_rows * table.local_cols for table in others)
+        memory = self._memory(others, row_bytes)
+        if weights:
+            self._check_budget([table.name for table in others], memory, weights)
         rows = sum(table.local_rows for table in tables)
-        if self.config.device_bytes is None:
-            return slots_for(rows, own + (self.config.slot_ratio or 0.0) * sum(t.local_rows for t in others))
-        return max(1, min(rows, round(own) + (self._slots_in_budget(others, row_bytes) if others and rows else 0)))
+        return slots_without_plan(self.config, memory, weights, self.rank_weights, rows, own)
 
-    def _slots_in_budget(self, tables: Sequence[ShardedEmbeddingTable], row_bytes: int) -> int:
-        """Divide the budget among the pools by their weights; maps and scores come out of each pool's part."""
-        assert self.config.device_bytes is not None
+    def _memory(self, tables: Sequence[ShardedEmbeddingTable], row_bytes: int) -> PoolMemory:
         rows = sum(table.local_rows for table in tables)
-        weights = sum(table.local_rows * table.local_cols for table in tables)
-        kind = map_kind(self.config.slot_map, rows, self.device_type)
-        memory = cache_memory(rows, row_bytes, self.policy, kind)
-        slots = memory.share_of(self.config.device_bytes, weights, self.rank_weights)
-        if slots < 1:
+        return cache_memory(rows, row_bytes, self.policy, map_kind(self.config.slot_map, rows, self.device_type))
+
+    def _check_budget(self, tables: list[str], memory: PoolMemory, weights: int) -> None:
+        """Maps and scores come out of each pool's part of the budget, and a slot must be left."""
+        budget = self.config.device_bytes
+        if budget is not None and memory.share_of(budget, weights, self.rank_weights) < 1:
             least = memory.device_bytes(1) * self.rank_weights // weights + 1
-            names = [table.name for table in tables][:5]
             raise ConfigError(
-                f"cache.device_bytes={self.config.device_bytes} does not hold the slot map and one slot of tables "
-                f"{names}; give rank {self.rank} at least {least} bytes, or use more ranks"
+                f"cache.device_bytes={budget} does not hold the slot map and one slot of tables {tables[:5]}; give "
+                f"rank {self.rank} at least {least} bytes, or use more ranks"
             )
-        return slots
 
 
 def first_row(table: ShardedEmbeddingTable) -> int:

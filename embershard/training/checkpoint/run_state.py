@@ -25,8 +25,7 @@ from embershard.distributed import (
 )
 from embershard.distributed.checkpoint.load import without_known_warnings
 from embershard.sharding.torchrec import FrozenRows, freeze, without_flushes
-from embershard.sharding.torchrec.cache_contents import restore_contents, saved_contents
-from embershard.sharding.torchrec.row_states import RowStates
+from embershard.sharding.torchrec.checkpoints import RowStates, restore_contents, saved_contents
 from embershard.training.checkpoint.comparison import Comparison, compare
 from embershard.training.checkpoint.identity import Change, identity_of, tables_of
 from embershard.training.checkpoint.saved_run import SavedRun

@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from embershard.cache.config import CacheConfig
-from embershard.cache.key_map import map_kind
 from embershard.data import schema_of
 from embershard.distributed import Ranks
-from embershard.sharding import memory_model
-from embershard.sharding.memory_model import MemorySettings, PoolMemory
+from embershard.sharding.memory_model import planned_slots, pool_memory, rank_memory, slots_without_plan
 from embershard.sharding.plan import Plan
-from embershard.sharding.shards import Pool, TablePlacement, pools_of
-from embershard.sharding.sizes import ModelSize, PlacedShard, place_shards
+from embershard.sharding.run_shape import ReplaySettings, RunShape
+from embershard.sharding.shards import PoolKey, TablePlacement
+from embershard.sharding.sizes import ModelSize, PlacedShard, by_pool, by_rank, place_shards
 from embershard.training.config import RunConfig
 from embershard.training.fit.model_size import model_size, tables_of_run
 
@@ -28,7 +27,8 @@ _KEPT_CHUNKS = 3
 
 @dataclass(frozen=True)
 class RanksHere:
-    """The ranks of a run, and which of them are on this machine.
+    """The ranks of a run, and which of them are on this machine: known before the settings, which make a `RunShape` of
+    it that is the same on all machines.
 
     Attributes:
         first: the lowest rank on this machine.
@@ -95,23 +95,30 @@ def memory_needs(config: RunConfig, rows: Mapping[str, int], ranks: RanksHere, p
     >>> memory_needs(RunConfig(), table_rows(RunConfig()), ranks, None).host["weights"]
     21609472
     """
-    model, settings = model_size(config, rows), _settings(config, ranks)
-    plan = plan or _even_plan(config, model, ranks)
-    is_data_parallel = _is_data_parallel(config, ranks)
-    pools = _pool_bytes(model, plan, settings, is_data_parallel) if config.cache.enabled else {}
-    shards = place_shards(model, _placed_tables(config, plan), plan)
+    model, shape = model_size(config, rows), _shape(config, ranks)
+    tables = _cut_evenly(model, shape) if plan is None else plan.tables
+    if not config.cache.enabled:  # cached tables are built whole on the device
+        tables = [table.without_cache for table in tables]
+    layout = plan or shape
+    shards = by_rank(place_shards(model, tables, layout), layout.world_size)
+    is_data_parallel = config.sharding.mode == "data_parallel" and ranks.world_size > 1
     lookups = _lookups_per_sample(config)
+    per_sample = sum(lookups.values())
     host: Counter[str] = Counter()
     device: list[Counter[str]] = []
-    for rank in range(ranks.first, ranks.first + ranks.ranks_per_node):
-        here = [shard for shard in shards if shard.rank == rank]
+    for here in shards[ranks.first : ranks.first + ranks.ranks_per_node]:
         cacheable = here
-        if is_data_parallel:
+        if is_data_parallel:  # every rank caches rows of whole tables, of which the machine has one copy
             cacheable = [replace(shard, row_start=0, row_stop=shard.table.rows) for shard in here]
-        of_batches = _step_bytes(model, cacheable, lookups, settings, ranks.world_size)
-        device.append(Counter(memory_model.resident_bytes(here)) + pools.get(rank, Counter()) + of_batches)
-        host += _host_bytes(here, cacheable, settings)
-        host["read_ahead"] += _read_ahead_bytes(config, model, sum(lookups.values()), settings)
+        slots = _slots(config, cacheable, shape) if plan is None else planned_slots(plan.pools, cacheable)
+        arriving = [_arriving(shard, lookups[shard.table.table], shape) for shard in cacheable]
+        memory = rank_memory(model, cacheable, slots, shape, arriving, per_sample)
+        device.append(Counter(memory.device))
+        cached = [shard for shard in here if shard.kernel == "cached"]
+        host["weights"] += sum(shard.rows * shard.table.weight_bytes(shard.columns) for shard in cached)
+        host["optimizer_states"] += sum(shard.rows * shard.table.optimizer_bytes(shard.columns) for shard in cached)
+        host["scores"] += memory.host["scores"]
+        host["read_ahead"] += _read_ahead_bytes(config, model, per_sample, shape)
         host["runtime"] += _RUNTIME_BYTES
     rows_bytes, disk_bytes = host["weights"] + host["optimizer_states"], 0
     if config.cache.host == "mmap":
@@ -123,92 +130,55 @@ def memory_needs(config: RunConfig, rows: Mapping[str, int], ranks: RanksHere, p
     return MemoryNeeds(+host, +fullest, disk_bytes, rows_bytes if is_lazy else 0)
 
 
-def _is_data_parallel(config: RunConfig, ranks: RanksHere) -> bool:
-    """True if every rank caches rows of whole tables, of which the machine has one copy."""
-    return config.sharding.mode == "data_parallel" and ranks.world_size > 1
-
-
-def _host_bytes(
-    shards: Sequence[PlacedShard], cacheable: Sequence[PlacedShard], settings: MemorySettings
-) -> Counter[str]:
-    """Return the bytes of a rank's tables in host memory: rows of `shards`, and scores of those that it may cache."""
-    cached = [shard for shard in shards if shard.kernel == "cached"]
-    return Counter(
-        weights=sum(shard.rows * shard.table.weight_bytes(shard.columns) for shard in cached),
-        optimizer_states=sum(shard.rows * shard.table.optimizer_bytes(shard.columns) for shard in cached),
-        scores=memory_model.host_bytes(cacheable, settings)["scores"],
+def _shape(config: RunConfig, ranks: RanksHere) -> RunShape:
+    depths, cache = config.look_ahead, config.cache if config.cache.enabled else CacheConfig()
+    policy = cache.policy_for(config.cache.enabled and config.has_profile)  # a disabled one's is not asked for
+    known = min(config.lookahead, config.train.max_steps or config.lookahead)  # no batch after the last step
+    return RunShape(
+        ranks.world_size,
+        ranks.ranks_per_node,
+        config.train.rank_batch_size(ranks.world_size),
+        ranks.device,
+        ReplaySettings(policy, known, depths.prefetch),
+        slot_map=config.cache.slot_map,
+        hot_bytes=config.sharding.hot_bytes or 0,
     )
 
 
-def _settings(config: RunConfig, ranks: RanksHere) -> MemorySettings:
-    depths, batch_size = config.look_ahead, config.train.rank_batch_size(ranks.world_size)
-    known = min(config.lookahead, config.train.max_steps or config.lookahead)  # no batch after the last step
-    cache = config.cache if config.cache.enabled else CacheConfig()  # a disabled one's policy is not asked for
-    policy = cache.policy_for(config.cache.enabled and config.has_profile)
-    hot_bytes = config.sharding.hot_bytes or 0
-    return MemorySettings(policy, known, depths.prefetch, batch_size, config.cache.slot_map, ranks.device, hot_bytes)
-
-
-def _even_plan(config: RunConfig, model: ModelSize, ranks: RanksHere) -> Plan:
-    """Return a plan that cuts every table by rows over all ranks."""
-    everyone = tuple(range(ranks.world_size))
-    tables = tuple(
+def _cut_evenly(model: ModelSize, shape: RunShape) -> list[TablePlacement]:
+    """Return the placement that cuts every table by rows over all ranks."""
+    everyone = tuple(range(shape.world_size))
+    return [
         TablePlacement(
             table.table, table.rows, table.dim, table.dtype, "row_wise", "cached", everyone, group=table.group
         )
         for table in model.tables
-    )
-    settings, cache, pools = _settings(config, ranks), config.cache, []
-    found = _pools_of(tables, ranks.ranks_per_node, _is_data_parallel(config, ranks))
+    ]
+
+
+def _slots(config: RunConfig, shards: Sequence[PlacedShard], shape: RunShape) -> dict[PoolKey, int]:
+    """Return the slots of a rank's pools without a plan. The pools of a module share `cache.device_bytes`."""
     module_of = {table.name: table.module for table in tables_of_run(config)}
-    elements: Counter[tuple[int, str]] = Counter()  # of all pools of a rank that share a budget: those of a module
-    for pool in found:
-        elements[pool.rank, module_of[pool.tables[0]]] += pool.rows * pool.dim
-    for pool in found:
-        if cache.device_bytes is not None:
-            of_module = elements[pool.rank, module_of[pool.tables[0]]] or 1
-            memory = _pool_memory(model, pool, settings)
-            slots = min(pool.rows, memory.share_of(cache.device_bytes, pool.rows * pool.dim, of_module))
-        else:
-            slots = memory_model.slots_for(pool.rows, (cache.slot_ratio or 1.0) * pool.rows)
-        pools.append(pool.with_slots(max(1, slots)))
-    place = (ranks.world_size, ranks.ranks_per_node, settings.batch_size, ranks.device)
-    return Plan(*place, None, None, {}, tables, tuple(pools))
+    pools = by_pool(shards)
+    elements = {key: sum(shard.rows * shard.columns for shard in members) for key, members in pools.items()}
+    modules = {key: module_of[members[0].table.table] for key, members in pools.items()}
+    of_module: Counter[str] = Counter()
+    for key, module in modules.items():
+        of_module[module] += elements[key]
+    return {
+        key: slots_without_plan(config.cache, pool_memory(members, shape), elements[key], of_module[modules[key]] or 1)
+        for key, members in pools.items()
+    }
 
 
-def _pools_of(tables: Sequence[TablePlacement], ranks_per_node: int, is_data_parallel: bool) -> list[Pool]:
-    """Return the pools of all ranks; of data-parallel tables each is one of whole tables."""
-    pools = pools_of(tables, ranks_per_node)
-    if not is_data_parallel:
-        return pools
-    rows = {table.table: table.rows for table in tables}
-    return [replace(pool, rows=sum(rows[table] for table in pool.tables)) for pool in pools]
-
-
-def _placed_tables(config: RunConfig, plan: Plan) -> list[TablePlacement]:
-    """Return the tables as they are built: without a cache, cached ones are whole on the device."""
-    if config.cache.enabled:
-        return list(plan.tables)
-    return [table.without_cache for table in plan.tables]
-
-
-def _pool_memory(model: ModelSize, pool: Pool, settings: MemorySettings) -> PoolMemory:
-    table = next(table for table in model.tables if table.table == pool.tables[0])
-    kind = map_kind(settings.slot_map, pool.rows, settings.device)
-    return memory_model.cache_memory(pool.rows, table.row_bytes(pool.dim), settings.policy, kind)
-
-
-def _pool_bytes(
-    model: ModelSize, plan: Plan, settings: MemorySettings, is_data_parallel: bool
-) -> dict[int, Counter[str]]:
-    """Return the bytes of each rank's caches: "slots" and "maps"."""
-    slots_of = {(pool.rank, pool.tables): pool.slots for pool in plan.pools}
-    found: dict[int, Counter[str]] = {}
-    for pool in _pools_of(plan.tables, plan.ranks_per_node, is_data_parallel):
-        memory = _pool_memory(model, pool, settings)
-        slots = memory.device_bytes(slots_of[pool.rank, pool.tables]) - memory.map_bytes
-        found.setdefault(pool.rank, Counter()).update(slots=slots, maps=memory.map_bytes)
-    return found
+def _arriving(shard: PlacedShard, lookups: int, shape: RunShape) -> float:
+    """Return the ids that arrive at a shard in a step; those of a sample are spread over all rows. Where distinct rows
+    are exchanged, no id of a rank's batch is taken to repeat, and no row to arrive twice from a rank."""
+    of_rank = lookups * shape.batch_size
+    if shard.exchange == "rows":
+        of_rank = min(of_rank, shard.table.rows)
+    ranks = 1 if shard.kernel == "replicated" else shape.world_size
+    return of_rank * ranks * shard.rows / shard.table.rows
 
 
 def _lookups_per_sample(config: RunConfig) -> dict[str, int]:
@@ -219,31 +189,11 @@ def _lookups_per_sample(config: RunConfig) -> dict[str, int]:
     return {table.name: sum(of[feature] for feature in table.features) for table in tables_of_run(config)}
 
 
-def _step_bytes(
-    model: ModelSize,
-    shards: Sequence[PlacedShard],
-    lookups: Mapping[str, int],
-    settings: MemorySettings,
-    world_size: int,
-) -> Counter[str]:
-    """Return the device memory of a rank for the dense layers and for batches; lookups are spread over all rows. Where
-    distinct rows are exchanged, no id of a rank's batch is taken to repeat, and no row to arrive twice from a rank."""
-    per_step = []
-    for shard in shards:
-        of_rank = lookups[shard.table.table] * settings.batch_size
-        if shard.exchange == "rows":
-            of_rank = min(of_rank, shard.table.rows)
-        ranks = 1 if shard.kernel == "replicated" else world_size
-        per_step.append(of_rank * ranks * shard.rows / shard.table.rows)
-    total = sum(lookups.values())
-    return Counter(memory_model.step_bytes(model, shards, per_step, settings, world_size, total))
-
-
-def _read_ahead_bytes(config: RunConfig, model: ModelSize, lookups: int, settings: MemorySettings) -> int:
+def _read_ahead_bytes(config: RunConfig, model: ModelSize, lookups: int, shape: RunShape) -> int:
     """Return the host memory of a rank for batches that wait, and for parsed chunks of samples."""
     data = config.data
     numbers = schema_of(data).num_dense + 1
     sample_bytes = numbers * _FLOAT_BYTES + lookups * _ID_BYTES + len(model.tables) * _LENGTH_BYTES
-    batches = data.prefetch_batches + settings.lookahead
+    batches = data.prefetch_batches + shape.cache.lookahead
     chunks = _KEPT_CHUNKS * max(1, data.num_workers)
-    return (batches * settings.batch_size + chunks * data.chunk_rows) * sample_bytes
+    return (batches * shape.batch_size + chunks * data.chunk_rows) * sample_bytes

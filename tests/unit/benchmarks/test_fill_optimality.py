@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import fill_optimality
 from benchmarks.fill_optimality import LOOKAHEADS, Run, Stream, measure
-from embershard.planning.simulate.offline_optimum import look_ahead_rule, offline_optimum
+from embershard.planning.simulate.hit_rate_curve import look_ahead_rule, offline_optimum
 
 pytestmark = pytest.mark.slow
 

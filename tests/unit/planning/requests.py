@@ -13,10 +13,10 @@ from embershard.frequency import DataStatistics
 from embershard.planning.cost.rates import Rates
 from embershard.planning.cost.topology import load_topology
 from embershard.planning.request import Budget, PlanRequest
-from embershard.planning.simulate.replay import ReplaySettings
-from embershard.planning.workload import RunShape, Workload
+from embershard.planning.workload import Workload
 from embershard.sharding.config import ExchangeChoice
 from embershard.sharding.plan import TablePlacement
+from embershard.sharding.run_shape import ReplaySettings, RunShape
 from embershard.sharding.sizes import ModelSize, TableSize
 from tests.unit.planning.traces import counted, skewed
 

@@ -20,7 +20,8 @@ from embershard.planning.predict import counted_reports
 from embershard.planning.simulate.pool_report import RowRange
 from embershard.planning.simulate.replay import replay_pool
 from embershard.planning.workload import Workload
-from embershard.sharding.shards import ROWS_TYPES, TablePlacement
+from embershard.sharding.sharding_types import ROWS_TYPES
+from embershard.sharding.shards import TablePlacement
 from embershard.sharding.sizes import PlacedShard
 from embershard.units import parse_bytes
 from tests.unit.planning.requests import LFU, data_of, make_request, make_workload

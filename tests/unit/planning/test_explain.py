@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from embershard.errors import ShardingError
-from embershard.planning.explain import Alternative, alternatives, sentences
-from embershard.planning.make_plan import best_candidate, make_plan
+from embershard.planning.make_plan import Alternative, alternatives, best_candidate, make_plan, sentences
 from embershard.planning.request import Budget
 from embershard.sharding.plan import TablePlacement
 from tests.unit.planning.requests import make_request

@@ -7,7 +7,7 @@ import pytest
 
 from embershard.frequency.downsampling import downsampled
 from embershard.planning.simulate.hit_rate_curve import hit_rate_curve
-from embershard.planning.simulate.replay import ReplaySettings
+from embershard.sharding.run_shape import ReplaySettings
 from tests.unit.planning.traces import skewed, trace_of
 
 pytestmark = pytest.mark.slow

@@ -15,9 +15,8 @@ from embershard.errors import ShardingError
 from embershard.planning.budget import least_need, least_need_without_caches
 from embershard.planning.make_plan import best_candidate, make_plan, sized
 from embershard.planning.request import Budget, PlanRequest
-from embershard.planning.simulate.replay import ReplaySettings
-from embershard.sharding.plan import Plan, pools_of
-from embershard.sharding.plan_checks import check_plan
+from embershard.sharding.plan import Plan, check_plan, pools_of
+from embershard.sharding.run_shape import ReplaySettings
 from tests.unit.planning.requests import data_of, make_request, random_rows, rates, round_robin
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embershard.planning.simulate.offline_optimum import look_ahead_rule, offline_optimum
+from embershard.planning.simulate.hit_rate_curve import look_ahead_rule, offline_optimum
 
 STREAMS = st.lists(st.sets(st.integers(0, 6), min_size=1, max_size=3), min_size=1, max_size=9)
 

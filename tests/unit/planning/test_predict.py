@@ -14,10 +14,11 @@ from embershard.planning.cost import work
 from embershard.planning.cost.rates import Rates
 from embershard.planning.predict import predict
 from embershard.planning.simulate.pool_report import RowRange
-from embershard.planning.simulate.replay import ReplaySettings, replay_pool
+from embershard.planning.simulate.replay import replay_pool
 from embershard.planning.workload import LEAST_REPLAYED_STEPS, Workload
 from embershard.sharding.memory_model import pool_memory
 from embershard.sharding.plan import PoolPlacement, Prediction, TablePlacement, pools_of
+from embershard.sharding.run_shape import ReplaySettings
 from embershard.sharding.sizes import place_shards
 from tests.unit.planning.requests import data_of, make_workload, rates
 from tests.unit.planning.traces import counted, skewed
@@ -80,7 +81,7 @@ def test_bytes_and_work_add_up():
         pools = [p for p in slots if p.rank == rank.rank]
         expected = sum(
             pool_memory(
-                [s for s in here if s.table.table in p.tables and s.kernel == "cached"], workload.shape.memory
+                [s for s in here if s.table.table in p.tables and s.kernel == "cached"], workload.shape
             ).device_bytes(p.slots)
             for p in pools
         )
@@ -109,7 +110,7 @@ def test_a_pool_that_will_grow_is_predicted_as_large_as_it_will_be():
     for rank in found.ranks:
         here = [s for s in place_shards(workload.model, tables, workload.shape) if s.rank == rank.rank]
         cached = [[s for s in here if s.table.table in pool.tables] for pool in slots if pool.rank == rank.rank]
-        planned = sum(pool_memory(members, workload.shape.memory).device_bytes(1) for members in cached)
+        planned = sum(pool_memory(members, workload.shape).device_bytes(1) for members in cached)
         assert rank.device_bytes["slots"] + rank.device_bytes["maps"] > planned
 
 

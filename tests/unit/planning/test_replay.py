@@ -30,7 +30,8 @@ from embershard.pipeline import look_ahead
 from embershard.pipeline.config import LookAheadConfig
 from embershard.pipeline.prefetch_depth import PrefetchDepth
 from embershard.planning.simulate.pool_report import PoolReport, RowRange, ShardReport
-from embershard.planning.simulate.replay import ReplaySettings, replay_pool, replay_preferences
+from embershard.planning.simulate.replay import replay_pool, replay_preferences
+from embershard.sharding.run_shape import ReplaySettings
 from embershard.sharding.torchrec import cached_embeddings
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.trainer import Trainer

@@ -10,10 +10,9 @@ from embershard.errors import ShardingError
 from embershard.planning.cost.rates import Rates
 from embershard.planning.cost.topology import Topology, load_topology
 from embershard.planning.make_plan import best_candidate
-from embershard.planning.plain_placements import plain_candidate
 from embershard.planning.request import Budget, PlanRequest
 from embershard.planning.simulate.step_replay import STRAGGLERS
-from embershard.planning.simulate_scaling import simulate_plan, simulate_run, simulate_scaling
+from embershard.planning.simulate_scaling import plain_candidate, simulate_plan, simulate_run, simulate_scaling
 from embershard.sharding.shards import shards_of
 from tests.unit.planning.requests import LFU, make_request
 from tests.unit.planning.runs import predicted_plan

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embershard.cache.config import LEAST_SLOTS, CachePolicy
+from embershard.planning.budget import fixed_bytes, least_slots, split_slots
 from embershard.planning.request import Budget
-from embershard.planning.simulate.replay import ReplaySettings
-from embershard.planning.slot_split import fixed_bytes, least_slots, split_slots
-from embershard.planning.workload import Workload, by_pool
+from embershard.planning.workload import Workload
 from embershard.sharding.memory_model import pool_memory
 from embershard.sharding.plan import TablePlacement
+from embershard.sharding.run_shape import ReplaySettings
 from embershard.sharding.shards import PoolPlacement
-from embershard.sharding.sizes import PlacedShard, place_shards
+from embershard.sharding.sizes import PlacedShard, by_pool, place_shards
 from tests.unit.planning.requests import LFU, data_of, make_workload
 from tests.unit.sharding.plans import ranks_for
 
@@ -40,7 +40,7 @@ def caches_bytes(workload: Workload, here: Sequence[PlacedShard], slots: Sequenc
     total = 0
     for (owner, *_), members in by_pool(here).items():
         names = tuple(sorted({shard.table.table for shard in members}))
-        total += pool_memory(members, workload.shape.memory).device_bytes(count[names]) if owner == rank else 0
+        total += pool_memory(members, workload.shape).device_bytes(count[names]) if owner == rank else 0
     return total
 
 
@@ -64,7 +64,7 @@ def test_the_last_byte_counts(types, budget, world_size, whole, policy):
     for rank in range(world_size):
         here = [shard for shard in shards if shard.rank == rank]
         grouped = by_pool(here)
-        memories = {key: pool_memory(members, workload.shape.memory) for key, members in grouped.items()}
+        memories = {key: pool_memory(members, workload.shape) for key, members in grouped.items()}
         may_use = budget + max(fixed) - fixed[rank] if whole else budget
         least = sum(memories[key].device_bytes(least_slots(workload, members)) for key, members in grouped.items())
         fits &= least <= may_use
@@ -115,8 +115,7 @@ def test_a_ratio_within_a_device_limit():
     workload = make_workload((900, 2500))
     shards = place_shards(workload.model, placements(workload, ["table_wise"] * 2), workload.shape)
     needed = [
-        fixed_bytes(workload, [shard])
-        + pool_memory([shard], workload.shape.memory).device_bytes(round(0.5 * shard.rows))
+        fixed_bytes(workload, [shard]) + pool_memory([shard], workload.shape).device_bytes(round(0.5 * shard.rows))
         for shard in shards
     ]
     assert split_slots(workload, shards, Budget(ratio=0.5, device_bytes=max(needed))) is not None
@@ -149,6 +148,6 @@ def test_the_least_slots_hold_a_batch():
 def test_the_least_budget_fits_and_a_byte_less_does_not():
     workload = make_workload((900, 2500), (32, 64), world_size=1)
     shards = place_shards(workload.model, placements(workload, ["table_wise"] * 2), workload.shape)
-    need = sum(pool_memory([s], workload.shape.memory).device_bytes(least_slots(workload, [s])) for s in shards)
+    need = sum(pool_memory([s], workload.shape).device_bytes(least_slots(workload, [s])) for s in shards)
     assert split_slots(workload, shards, Budget(cache_bytes=need)) is not None
     assert split_slots(workload, shards, Budget(cache_bytes=need - 1)) is None

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from embershard.cache.config import CachePolicy
 from embershard.frequency import CountHistogram, TableStatistics
 from embershard.planning.simulate.pool_report import PoolReport, RowRange
-from embershard.planning.simulate.replay import ReplaySettings, replay_pool
+from embershard.planning.simulate.replay import replay_pool
 from embershard.planning.simulate.steady_state import steady_state
+from embershard.sharding.run_shape import ReplaySettings
 from tests.unit.planning.traces import Ints, counted, skewed, trace_of
 
 LFU = ReplaySettings(CachePolicy("lfu", by_next_use=False), 0)

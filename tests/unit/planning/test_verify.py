@@ -13,9 +13,8 @@ from embershard.errors import ShardingError
 from embershard.planning.cost.rates import Rates, StepWork, step_parts
 from embershard.planning.cost.recalibrate import measured_work, recalibrated
 from embershard.planning.cost.topology import Topology, load_topology, save_topology
-from embershard.planning.verify.compare import Comparison, Pair, compare
+from embershard.planning.verify.compare import Pair, PlanComparison, compare, notes
 from embershard.planning.verify.measured import MeasuredRun
-from embershard.planning.verify.notes import notes
 from embershard.sharding.plan import Plan
 from tests.unit.planning.runs import STEPS, changed, predicted_plan, result_of, sent_bytes, without_cache
 
@@ -27,7 +26,7 @@ def machine(**changes: Any) -> Topology:
     return Topology("mine", "measured in May", "cpu", **{**given, **changes})
 
 
-def verdict(comparison: Comparison, what: str) -> Any:
+def verdict(comparison: PlanComparison, what: str) -> Any:
     return next(each for each in comparison.verdicts if each.what == what)
 
 

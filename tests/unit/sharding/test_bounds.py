@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.errors import DataError, IdOutOfRangeError
-from embershard.sharding.torchrec.bounds import check_bounds, rows_by_feature
+from embershard.sharding.torchrec.modules import check_bounds, rows_by_feature
 
 ROWS = {"user": ("users", 10), "item": ("items", 100), "ad": ("ads", 2**33)}
 

@@ -9,7 +9,7 @@ from torchrec.distributed.types import CommOp
 from embershard.errors import ConfigError
 from embershard.planning.cost import work
 from embershard.sharding.config import ShardingConfig
-from embershard.sharding.torchrec.communication import comm_codecs
+from embershard.sharding.torchrec.sharders import comm_codecs
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -11,19 +11,19 @@ from torchrec.modules.embedding_configs import DataType
 
 from embershard import CacheConfig
 from embershard.cache.config import CachePolicy
-from embershard.planning.simulate.replay import ReplaySettings
+from embershard.planning.workload import Workload
 from embershard.sharding.memory_model import (
-    MemorySettings,
     host_bytes,
     pool_memory,
     resident_bytes,
 )
+from embershard.sharding.run_shape import ReplaySettings, RunShape
 from embershard.sharding.sizes import PlacedShard, TableSize
 from embershard.training.optimizers import EmbeddingOptimizerConfig
 from tests.unit.planning.requests import data_of, make_workload
 from tests.unit.sharding.pools import OPTIMIZERS, make_pool
 
-SETTINGS = MemorySettings(CachePolicy("lfu"), lookahead=4, prefetch=2, batch_size=100)
+SETTINGS = RunShape(1, 1, 100, "cpu", ReplaySettings(CachePolicy("lfu"), lookahead=4, prefetch=2))
 
 
 def size_of(
@@ -48,7 +48,7 @@ def test_a_pool_takes_what_was_predicted(optimizer, policy, scoring, by_next_use
     data_type = DataType.FP16 if dtype == "fp16" else DataType.FP32
     pool = make_pool(rows, CacheConfig(ratio=0.5, policy=policy), optimizer=optimizer, data_type=data_type)
     slots = pool.cache.num_slots
-    settings = dataclasses.replace(SETTINGS, policy=CachePolicy(scoring, by_next_use))
+    settings = dataclasses.replace(SETTINGS, cache=ReplaySettings(CachePolicy(scoring, by_next_use)))
     shards = [shard_of(size_of(count, 8, optimizer, dtype, f"t{n}")) for n, count in enumerate(rows)]
     memory = pool_memory(shards, settings)
     assert memory.device_bytes(slots) == pool.cache.device_bytes == sum(s.device_bytes for s in pool.stats())
@@ -106,8 +106,14 @@ def test_tables_without_a_cache_take_device_memory_only():
 
 @pytest.mark.parametrize(("scoring", "score_bytes"), [("lru", 0), ("lfu", 400), ("frequency", 400)])
 def test_rows_have_scores_unless_their_last_use_decides(scoring, score_bytes):
-    settings = dataclasses.replace(SETTINGS, policy=CachePolicy(scoring, by_next_use=False))
+    settings = dataclasses.replace(SETTINGS, cache=ReplaySettings(CachePolicy(scoring, by_next_use=False)))
     assert host_bytes([shard_of(size_of(100))], settings)["scores"] == score_bytes
+
+
+def step_bytes_of(workload: Workload, shards: list[PlacedShard]) -> dict[str, int]:
+    """All but what the tables themselves take."""
+    tables = ("slots", "maps", "device_tables", "replicated")
+    return {name: count for name, count in workload.memory(shards, {}).device.items() if name not in tables}
 
 
 def step(kernel: str, world_size: int, **changes: Any) -> dict[str, int]:
@@ -116,7 +122,7 @@ def step(kernel: str, world_size: int, **changes: Any) -> dict[str, int]:
     workload = make_workload(
         (100,), world_size=world_size, batch_size=100, cache=cache, data=data_of((100,), 2000, bag_size=3), **changes
     )
-    return workload.step_bytes([shard_of(workload.model.tables[0], kernel=kernel)])
+    return step_bytes_of(workload, [shard_of(workload.model.tables[0], kernel=kernel)])
 
 
 def test_buffers_grow_with_ranks_where_one_rank_serves_all():
@@ -146,7 +152,7 @@ def test_a_block_of_hot_rows_buffers_their_ids():
     workload = make_workload((1000,), batch_size=100, data=data)
     size = workload.model.tables[0]
     hot, cold = (
-        workload.step_bytes([dataclasses.replace(shard_of(size), row_start=start, row_stop=start + 500)])
+        step_bytes_of(workload, [dataclasses.replace(shard_of(size), row_start=start, row_stop=start + 500)])
         for start in (0, 500)
     )
     share = (data.trace.tables["t0"].rows < 500).mean()
@@ -193,5 +199,5 @@ def test_tables_that_exchange_rows_buffer_distinct_rows():
     assert 100 < distinct < 2 * 300
     known = 4 + 3
     more = known * 300 * 8 + known * (distinct - 2 * 300) * 20 + 2 * 64 * 4 * (2 * distinct - 200)
-    difference = of.step_bytes([rows])["input_buffers"] - of.step_bytes([pooled])["input_buffers"]
+    difference = step_bytes_of(of, [rows])["input_buffers"] - step_bytes_of(of, [pooled])["input_buffers"]
     assert difference == pytest.approx(more, abs=2)

@@ -26,13 +26,17 @@ def info(name: str, columns: tuple[int, ...] = (16,)) -> Any:
     )
 
 
+def spec_of(rows_tables: str) -> Any:
+    return SimpleNamespace(rows_tables=frozenset(rows_tables))
+
+
 def test_tables_that_exchange_rows_are_grouped_by_type_and_columns():
     infos = {
         "table_wise": [info("a"), info("b"), info("c", (8,)), info("d")],
         "row_wise": [info("e", (16, 16))],
         "data_parallel": [info("f")],
     }
-    grouped = group_rows(infos, frozenset("bcdef"))
+    grouped = group_rows(infos, spec_of("bcdef"))
     names = {key: [member.embedding_config.name for member in members] for key, members in grouped.items()}
     assert names == {
         "table_wise": ["a"],
@@ -47,9 +51,9 @@ def test_tables_that_exchange_rows_are_grouped_by_type_and_columns():
 
 def test_what_cannot_exchange_rows_is_refused():
     with pytest.raises(ConfigError, match="table 'a': exchange \"rows\" with sharding 'grid_shard'; needed one of"):
-        group_rows({"grid_shard": [info("a")]}, frozenset("a"))
+        group_rows({"grid_shard": [info("a")]}, spec_of("a"))
     with pytest.raises(ConfigError, match=r"table 'a': .* needs column shards of equal size, got \[4, 12\]"):
-        group_rows({"column_wise": [info("a", (12, 4))]}, frozenset("a"))
+        group_rows({"column_wise": [info("a", (12, 4))]}, spec_of("a"))
 
 
 def test_the_sharder_s_setting():

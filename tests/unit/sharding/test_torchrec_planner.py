@@ -27,8 +27,7 @@ from embershard.errors import ConfigError, ShardingError
 from embershard.machine import HostMemory
 from embershard.sharding.torchrec import StockEmbeddingBagCollectionSharder, StockEmbeddingCollectionSharder
 from embershard.sharding.torchrec.planner import torchrec_planner
-from embershard.sharding.torchrec.planner.partitioner import PoolRowsPartitioner
-from embershard.sharding.torchrec.planner.proposals import distinct_types
+from embershard.sharding.torchrec.planner.torchrec_planner import PoolRowsPartitioner, distinct_types
 from embershard.sharding.torchrec.spec import CACHED_KERNEL
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:torchrec")

@@ -10,9 +10,8 @@ import plotly.graph_objects as go
 from embershard.errors import ConfigError, ShardingError
 from embershard.launch.report.page.runs import Run
 from embershard.launch.report.page.section import Figure, Section, Table, colour, new_figure, text
-from embershard.planning.verify.compare import Comparison, Pair, Verdict, compare
+from embershard.planning.verify.compare import Pair, PlanComparison, PromiseVerdict, compare, notes
 from embershard.planning.verify.measured import MeasuredRun
-from embershard.planning.verify.notes import notes
 from embershard.sharding.plan import Prediction
 from embershard.units import size
 
@@ -25,7 +24,7 @@ class _Compared:
 
     run: Run
     prediction: Prediction
-    found: Comparison
+    found: PlanComparison
 
 
 def predicted(runs: Sequence[Run]) -> Section:
@@ -61,7 +60,7 @@ def _verdicts(compared: Sequence[_Compared]) -> Table:
     return Table("Promises", ("run", "of", "off by", "promised at most", "outcome", "detail"), rows)
 
 
-def _verdict_row(verdict: Verdict) -> tuple[str, ...]:
+def _verdict_row(verdict: PromiseVerdict) -> tuple[str, ...]:
     unit = " points" if verdict.unit == "points" else " %"
     error = "not measured" if verdict.error is None else f"{verdict.error:.2f}{unit}"
     outcome = {None: "", True: "kept", False: "NOT kept"}[verdict.kept]
@@ -91,7 +90,7 @@ def _ratios(compared: Sequence[_Compared]) -> Figure:
     )
 
 
-def _pairs(found: Comparison) -> Iterator[tuple[str, Pair]]:
+def _pairs(found: PlanComparison) -> Iterator[tuple[str, Pair]]:
     yield "step time", found.step_seconds
     for kind, pair in found.sent_bytes.items():
         yield f"bytes sent: {kind.replace('_', ' ')}", pair

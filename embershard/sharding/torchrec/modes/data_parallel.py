@@ -13,6 +13,7 @@ ranks apply the same update to the same rows, so that the caches stay equal bit 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,18 +23,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
-from torchrec.distributed.embedding_types import ShardingType
+from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardedEmbeddingTable, ShardingType
 from torchrec.distributed.types import Awaitable, NoWait
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.cache.change_guard import CopiesGuard
+from embershard.cache.config import CacheConfig
+from embershard.cache.rows.node_share import CELLS_PER_RANK, Meetings, NodeShare
+from embershard.distributed.node_memory import NodeMemory
+from embershard.distributed.ranks import Ranks
 from embershard.errors import ConfigError
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
-from embershard.sharding.torchrec.lookups import SEQUENCE_SHARDINGS
-from embershard.sharding.torchrec.modes.distinct_ids import DistinctIds
+from embershard.sharding.torchrec.lookups import SEQUENCE_SHARDINGS, OwnShardingInfo
+from embershard.sharding.torchrec.modes.bags import DistinctIds
 from embershard.sharding.torchrec.modes.replicated_rows import trained_alike
 from embershard.sharding.torchrec.modes.rows_exchange import ExchangesRows, RowsContext
-from embershard.sharding.torchrec.spec import CACHED_KERNEL
+from embershard.sharding.torchrec.spec import CACHED_KERNEL, CacheSpec, first_row
 
 
 @dataclass
@@ -168,12 +173,19 @@ class _DataParallel(ExchangesRows, _OfAllRanks, _RowWise):  # type: ignore[misc]
     """To TorchRec the tables are sharded row-wise: a rank's shard are the rows that it writes and saves."""
 
 
-class DataParallelShardingInfo(EmbeddingShardingInfo):
+class DataParallelShardingInfo(OwnShardingInfo):
     """A table that every rank caches alike."""
+
+    @staticmethod
+    def make_sharding(
+        infos: list[EmbeddingShardingInfo], env: Any, device: torch.device | None, codecs: Any
+    ) -> EmbeddingSharding[Any, Any, Any, Any]:
+        """Return the sharding of one of the groups that :func:`group_data_parallel` made."""
+        return _DataParallel(sharding_infos=infos, env=env, device=device, qcomm_codecs_registry=codecs)
 
 
 def group_data_parallel(
-    infos: dict[str, list[EmbeddingShardingInfo]],
+    infos: dict[str, list[EmbeddingShardingInfo]], spec: CacheSpec
 ) -> dict[str, list[EmbeddingShardingInfo]]:
     """Group tables by their columns: each group has one exchange of ids.
 
@@ -195,8 +207,39 @@ def group_data_parallel(
     return grouped
 
 
-def data_parallel_sharding(
-    infos: Sequence[EmbeddingShardingInfo], env: Any, device: torch.device | None, codecs: Any
-) -> EmbeddingSharding[Any, Any, Any, Any]:
-    """Return the sharding of one of the groups that :func:`group_data_parallel` made."""
-    return _DataParallel(sharding_infos=infos, env=env, device=device, qcomm_codecs_registry=codecs)
+def share_of(
+    shards: Sequence[ShardedEmbeddingTable], group: dist.ProcessGroup, device: torch.device, config: CacheConfig
+) -> NodeShare:
+    """Return this rank's share in the host rows of a pool. Collective.
+
+    Args:
+        shards: of each table, the rows that this rank writes.
+        group: of the ranks, all on one machine.
+
+    Raises:
+        ConfigError: on all ranks: they are on GPUs, or on several machines.
+    """
+    if device.type != "cpu":
+        raise ConfigError(
+            f'mode "data_parallel" on {device}: its ranks share host memory that transfers to a GPU do not know yet. '
+            'Train on the CPU (train.device = "cpu"), or use mode "sharded"'
+        )
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    ranks = Ranks(rank, world_size, rank, world_size, device, group)
+    memory = NodeMemory(ranks, config.host_dir if config.host == "mmap" else None)
+    cells = NodeMemory(ranks).zeros(2 * world_size * CELLS_PER_RANK, torch.int64).view(2, world_size, -1)
+    own = [(first_row(shard), shard.local_rows) for shard in shards]
+    return NodeShare(memory.zeros, own, *(Meetings(part, rank) for part in cells))
+
+
+def whole_tables(
+    config: GroupedEmbeddingConfig, group: dist.ProcessGroup, device: torch.device, cache: CacheConfig
+) -> tuple[NodeShare, GroupedEmbeddingConfig]:
+    """Return this rank's share in the host rows of a group of shards, and the group of their whole tables: each rank
+    caches rows of these. Collective."""
+    tables = [
+        dataclasses.replace(shard, local_rows=shard.num_embeddings, local_metadata=None)
+        for shard in config.embedding_tables
+    ]
+    share = share_of(config.embedding_tables, group, device, cache)
+    return share, dataclasses.replace(config, embedding_tables=tables)

@@ -7,7 +7,7 @@ batch that has hot ids only, on all ranks, nothing travels but the gradients of 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -159,7 +159,7 @@ class HotColdShardedEmbeddingBagCollection(CachedShardedEmbeddingBagCollection):
         self._output_names = names
         self._has_mean_pooling_callback = False  # sums are divided here, once hot and cold ones are added
         for tables_of_kernel, pool in cached_kernels(self):
-            pool.hot_tables = self._hot
+            pool.copies = self._hot
             for table, first_key in zip(tables_of_kernel, pool.host.row_offsets, strict=True):
                 row, column = table.local_metadata.shard_offsets
                 self._hot.add_shard(pool.host, table.name, (row, table.local_rows), column, first_key)
@@ -214,6 +214,20 @@ class HotColdShardedEmbeddingBagCollection(CachedShardedEmbeddingBagCollection):
     def hot_bytes(self) -> int:
         """Device memory of the hot rows, their optimizer states and the map that finds them."""
         return self._hot.num_bytes + self._ids.num_bytes
+
+    def host_rows_changed(self, table: str | None, rows: Tensor | None) -> None:
+        """Copy rows that were written to from the host tiers of all ranks. Collective."""
+        self._hot.host_rows_changed(table, rows)
+
+    @contextmanager
+    def in_batch(self, batch: Any) -> Iterator[None]:
+        """Return a context in which this module gets ids of `batch`, whose `is_hot` says that they are hot on all
+        ranks."""
+        before, self.is_in_hot_batch = self.is_in_hot_batch, getattr(batch, "is_hot", False)
+        try:
+            yield
+        finally:
+            self.is_in_hot_batch = before
 
     def create_context(self) -> HotColdContext:
         return HotColdContext()
@@ -278,25 +292,6 @@ class HotColdShardedEmbeddingBagCollection(CachedShardedEmbeddingBagCollection):
         """Take the hot rows from the host tier before the next batch."""
         CachedShardedEmbeddingBagCollection._pre_load_state_dict_hook(module, *args)
         module._hot.host_was_loaded()
-
-
-_OTHER_MODULE = nullcontext()
-
-
-def in_hot_batch(module: Any, batch: Any) -> AbstractContextManager[None]:
-    """Return a context in which `module` gets ids of `batch`, whose `is_hot` says that they are hot on all ranks."""
-    if not isinstance(module, HotColdShardedEmbeddingBagCollection):
-        return _OTHER_MODULE
-    return _in_batch(module, getattr(batch, "is_hot", False))
-
-
-@contextmanager
-def _in_batch(module: HotColdShardedEmbeddingBagCollection, is_hot: bool) -> Iterator[None]:
-    before, module.is_in_hot_batch = module.is_in_hot_batch, is_hot
-    try:
-        yield
-    finally:
-        module.is_in_hot_batch = before
 
 
 def hot_totals(model: nn.Module) -> tuple[int, int]:

@@ -19,8 +19,7 @@ from torchrec.optim.fused import FusedOptimizer
 
 from embershard.cache.change_guard import CopiesGuard
 from embershard.distributed.row_gradients import sum_rows
-from embershard.sharding.torchrec.modes.bags import Bags
-from embershard.sharding.torchrec.modes.distinct_ids import DistinctIds
+from embershard.sharding.torchrec.modes.bags import Bags, DistinctIds
 from embershard.sharding.torchrec.slots import SlotTable
 
 

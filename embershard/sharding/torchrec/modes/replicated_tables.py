@@ -16,7 +16,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
 from torch import Tensor, nn
 from torchrec.distributed.batched_embedding_kernel import BaseBatchedEmbeddingBag, BatchedFusedEmbeddingBag
 from torchrec.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
-from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
+from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardingType
 from torchrec.distributed.sharding.dp_sharding import (
     BaseDpEmbeddingSharding,
@@ -29,19 +29,26 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.errors import ConfigError, ShardingError
 from embershard.sharding.torchrec.feature_keys import add_per_feature
-from embershard.sharding.torchrec.kernels import check_dims
+from embershard.sharding.torchrec.lookups import OwnShardingInfo, check_dims
 from embershard.sharding.torchrec.modes.replicated_rows import CopiesOptimizer, ReplicatedRows
-from embershard.sharding.torchrec.spec import REPLICATED_KERNEL
+from embershard.sharding.torchrec.spec import REPLICATED_KERNEL, CacheSpec
 from embershard.sharding.torchrec.table_arguments import check_table_arguments
 
 
-def is_replicated(info: EmbeddingShardingInfo) -> bool:
-    """Return whether a table is one of these."""
-    placed = info.param_sharding
-    return placed.sharding_type == ShardingType.DATA_PARALLEL.value and placed.compute_kernel == REPLICATED_KERNEL
+class ReplicatedShardingInfo(OwnShardingInfo):
+    """A table that every rank has a copy of."""
+
+    @staticmethod
+    def make_sharding(
+        infos: list[EmbeddingShardingInfo], env: Any, device: torch.device | None, codecs: Any
+    ) -> EmbeddingSharding[Any, Any, Any, Any]:
+        """Return the sharding of one of the groups that :func:`group_replicated` made."""
+        return ReplicatedSharding(infos, env, device)
 
 
-def group_replicated(infos: dict[str, list[EmbeddingShardingInfo]]) -> dict[str, list[EmbeddingShardingInfo]]:
+def group_replicated(
+    infos: dict[str, list[EmbeddingShardingInfo]], spec: CacheSpec
+) -> dict[str, list[EmbeddingShardingInfo]]:
     """Take replicated tables out of TorchRec's `data_parallel` ones, into groups of equal dim.
 
     Raises:
@@ -50,11 +57,12 @@ def group_replicated(infos: dict[str, list[EmbeddingShardingInfo]]) -> dict[str,
     grouped: dict[str, list[EmbeddingShardingInfo]] = {}
     for kind, members in infos.items():
         for info in members:
-            is_ours = is_replicated(info)
-            dim = info.embedding_config.embedding_dim
-            grouped.setdefault(f"{kind}, copies of {dim} columns" if is_ours else kind, []).append(info)
-            if is_ours:
-                _check(info)
+            if (kind, info.param_sharding.compute_kernel) != (ShardingType.DATA_PARALLEL.value, REPLICATED_KERNEL):
+                grouped.setdefault(kind, []).append(info)
+                continue
+            _check(info)
+            key = f"{kind}, copies of {info.embedding_config.embedding_dim} columns"
+            grouped.setdefault(key, []).append(ReplicatedShardingInfo(**vars(info)))
     return grouped
 
 

@@ -27,10 +27,10 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.errors import ConfigError, ShardingError
-from embershard.sharding.shards import ROWS_TYPES
-from embershard.sharding.torchrec.lookups import SEQUENCE_SHARDINGS
-from embershard.sharding.torchrec.modes.bags import Bags
-from embershard.sharding.torchrec.modes.distinct_ids import DistinctIds
+from embershard.sharding.sharding_types import ROWS_TYPES
+from embershard.sharding.torchrec.lookups import SEQUENCE_SHARDINGS, OwnInput, OwnShardingInfo
+from embershard.sharding.torchrec.modes.bags import Bags, DistinctIds
+from embershard.sharding.torchrec.spec import CacheSpec
 
 _COLUMN_WISE = SEQUENCE_SHARDINGS[ShardingType.COLUMN_WISE.value]
 
@@ -51,7 +51,7 @@ class RowsContext(SequenceShardingContext):
                 tensor.record_stream(stream)
 
 
-class RowsInput(nn.Module):
+class RowsInput(OwnInput):
     """Input all-to-all of the distinct ids of each table.
 
     Args:
@@ -192,14 +192,23 @@ _SHARDINGS: dict[str, type] = {kind: _exchanging_rows(cls) for kind, cls in SEQU
 _SHARDINGS[ShardingType.TABLE_COLUMN_WISE.value] = _SHARDINGS[ShardingType.COLUMN_WISE.value]
 
 
-class RowsShardingInfo(EmbeddingShardingInfo):
+class RowsShardingInfo(OwnShardingInfo):
     """A table whose distinct rows are exchanged."""
+
+    @staticmethod
+    def make_sharding(
+        infos: list[EmbeddingShardingInfo], env: Any, device: torch.device | None, codecs: Any
+    ) -> EmbeddingSharding[Any, Any, Any, Any]:
+        """Return the sharding of one of the groups that :func:`group_rows` made."""
+        sharding = _SHARDINGS[infos[0].param_sharding.sharding_type]
+        extra = {"permute_embeddings": True} if issubclass(sharding, _COLUMN_WISE) else {}
+        return sharding(sharding_infos=infos, env=env, device=device, qcomm_codecs_registry=codecs, **extra)
 
 
 def group_rows(
-    infos: dict[str, list[EmbeddingShardingInfo]], tables: frozenset[str]
+    infos: dict[str, list[EmbeddingShardingInfo]], spec: CacheSpec
 ) -> dict[str, list[EmbeddingShardingInfo]]:
-    """Take `tables` out of the groups by sharding type, into groups of their own by type and columns.
+    """Take `spec.rows_tables` out of the groups by sharding type, into groups of their own by type and columns.
 
     Raises:
         ConfigError: a table's sharding type cannot exchange rows, or its column shards differ in columns.
@@ -208,7 +217,7 @@ def group_rows(
     for kind, members in infos.items():
         for info in members:
             name = info.embedding_config.name
-            if name not in tables or kind == ShardingType.DATA_PARALLEL.value:
+            if name not in spec.rows_tables or kind == ShardingType.DATA_PARALLEL.value:
                 grouped.setdefault(kind, []).append(info)
             else:
                 key = f"{kind}, rows of {_columns(name, kind, info)}"
@@ -230,12 +239,3 @@ def _columns(name: str, kind: str, info: EmbeddingShardingInfo) -> int:
             'the number of shards, or use exchange "pooled"'
         )
     return columns.pop()
-
-
-def rows_sharding(
-    infos: list[EmbeddingShardingInfo], env: Any, device: torch.device | None, codecs: Any
-) -> EmbeddingSharding[Any, Any, Any, Any]:
-    """Return the sharding of one of the groups that :func:`group_rows` made."""
-    sharding = _SHARDINGS[infos[0].param_sharding.sharding_type]
-    extra = {"permute_embeddings": True} if issubclass(sharding, _COLUMN_WISE) else {}
-    return sharding(sharding_infos=infos, env=env, device=device, qcomm_codecs_registry=codecs, **extra)

@@ -9,10 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.batched_embedding_kernel import (
-    BatchedDenseEmbedding,
-    BatchedDenseEmbeddingBag,
     BatchedFusedEmbedding,
     BatchedFusedEmbeddingBag,
 )
@@ -32,9 +29,9 @@ from torchrec.distributed.types import (
 from embershard.errors import ShardingError
 from embershard.sharding.plan import Plan
 from embershard.sharding.shards import PoolPlacement, Shard, TablePlacement, groups_of, no_rows_problem, shards_of
+from embershard.sharding.torchrec.compat import lookups_of
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
-from embershard.sharding.torchrec.kernels import CachedEmbedding, CachedEmbeddingBag
-from embershard.sharding.torchrec.modes.replicated_tables import ReplicatedEmbeddingBag
+from embershard.sharding.torchrec.lookups import CachedEmbedding, CachedEmbeddingBag
 from embershard.sharding.torchrec.planner.torchrec_planner import shardable_tables
 from embershard.sharding.torchrec.sharders import has_cache
 from embershard.sharding.torchrec.spec import CACHED_KERNEL, REPLICATED_KERNEL
@@ -48,9 +45,7 @@ _OUR_KERNELS = {kernel: ours for ours, kernel in _KERNELS.items()}
 _DTYPES = {torch.float32: "fp32", torch.float16: "fp16"}
 _BUILT_KERNELS: list[tuple[tuple[type, ...], str]] = [
     ((CachedEmbeddingBag, CachedEmbedding), "cached"),  # first: these derive from the fused ones
-    ((ReplicatedEmbeddingBag,), "replicated"),  # so does this one
     ((BatchedFusedEmbeddingBag, BatchedFusedEmbedding), "device"),
-    ((BatchedDenseEmbeddingBag, BatchedDenseEmbedding), "replicated"),
 ]
 
 
@@ -187,7 +182,7 @@ def built_pools(model: nn.Module, rank: int) -> list[PoolPlacement]:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _BuiltShard:
     """A shard with its kernel."""
 
     shard: Shard
@@ -195,25 +190,27 @@ class _Part:
     kernel: str
 
 
-def _planned_parts(plan: Plan, rank: int, cached: bool) -> Iterator[_Part]:
+def _planned_parts(plan: Plan, rank: int, cached: bool) -> Iterator[_BuiltShard]:
     for table in plan.tables:
         kernel = (table if cached else table.without_cache).kernel
         if table.kernel == "replicated":
-            yield _Part(Shard(table.table, rank, table.rows, table.dim, 0, 0), table.sharding, kernel)
+            yield _BuiltShard(Shard(table.table, rank, table.rows, table.dim, 0, 0), table.sharding, kernel)
         for shard in shards_of(table, plan.ranks_per_node):
             if shard.rank == rank:
-                yield _Part(shard, table.sharding, kernel)
+                yield _BuiltShard(shard, table.sharding, kernel)
 
 
-def _built(model: nn.Module, rank: int) -> tuple[list[_Part], list[PoolPlacement]]:
+def _built(model: nn.Module, rank: int) -> tuple[list[_BuiltShard], list[PoolPlacement]]:
     """Read this rank's shards and pools from the kernels."""
     parts, pools = [], []
     for sharding, kernel in _kernels(model):
         tables = kernel.config.embedding_tables
         kind = next((name for types, name in _BUILT_KERNELS if isinstance(kernel, types)), type(kernel).__name__)
+        if sharding == ShardingType.DATA_PARALLEL.value:
+            kind = "replicated"
         for table, (rows, columns, *_) in zip(tables, kernel.emb_module.embedding_specs, strict=True):
             offsets = table.local_metadata.shard_offsets if table.local_metadata else (0, 0)
-            parts.append(_Part(Shard(table.name, rank, rows, columns, *offsets), sharding, kind))
+            parts.append(_BuiltShard(Shard(table.name, rank, rows, columns, *offsets), sharding, kind))
         if isinstance(kernel.emb_module, CachedTableBatchedEmbeddings):
             names: Any = tuple(sorted({table.name for table in tables}))
             slots = kernel.emb_module.cache.num_slots
@@ -225,9 +222,7 @@ def _kernels(model: nn.Module) -> Iterator[tuple[Any, Any]]:
     """Yield sharding type and kernel of every group of tables on this rank."""
     for module in model.modules():
         if isinstance(module, (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)):
-            for sharding, lookup in zip(module._sharding_types, module._lookups, strict=True):
-                while isinstance(lookup, DistributedDataParallel):
-                    lookup = lookup.module
+            for sharding, lookup in zip(module._sharding_types, lookups_of(module), strict=True):
                 for kernel in lookup._emb_modules:
                     yield sharding, kernel
 

@@ -4,34 +4,50 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, ShardingType
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner.constants import MIN_CW_DIM
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner, SortBy
+from torchrec.distributed.planner.proposers import GreedyProposer, GridSearchProposer, UniformProposer
 from torchrec.distributed.planner.stats import NoopEmbeddingStats
-from torchrec.distributed.planner.types import PlannerError, ShardingOption
+from torchrec.distributed.planner.types import (
+    Enumerator,
+    Partitioner,
+    PlannerError,
+    PlannerErrorType,
+    Proposer,
+    ShardEstimator,
+    ShardingOption,
+    StorageReservation,
+)
 from torchrec.distributed.types import CacheParams, ModuleSharder, ShardingPlan
 from torchrec.modules.embedding_configs import PoolingType
 
 from embershard.errors import ShardingError
 from embershard.machine import host_memory
-from embershard.sharding.torchrec.empty_groups import check_groups
-from embershard.sharding.torchrec.planner.partitioner import PoolRowsPartitioner
-from embershard.sharding.torchrec.planner.proposals import OrderedEnumerator, distinct_types, proposers
-from embershard.sharding.torchrec.sharders import has_cache
+from embershard.sharding.sharding_types import SHARDING_TYPES
+from embershard.sharding.shards import rows_problem
+from embershard.sharding.torchrec.sharders import check_groups, has_cache
 from embershard.sharding.torchrec.spec import CACHED_KERNEL
 from embershard.units import size
 
 _FUSED = EmbeddingComputeKernel.FUSED.value
 _DENSE = EmbeddingComputeKernel.DENSE.value
-_DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
+_TABLE, _DATA_PARALLEL = ShardingType.TABLE_WISE.value, ShardingType.DATA_PARALLEL.value
 _MOST_PLACED_SHARDS = 100_000  # by one proposer: a second of a run's start, for hundreds of tables
 #: In place of TorchRec's 128 GB per rank: rows may be in files, or made when they are used.
 _HOST_BYTES = 2**50
-_ONLY_ON_REQUEST = (_DATA_PARALLEL, ShardingType.GRID_SHARD.value)
+_ONLY_ON_REQUEST = tuple(each.name for each in SHARDING_TYPES.values() if each.tried == "never")
+_PREFERENCE = [t.value for t in ShardingType]
+_MOST_GRID_PROPOSALS = 500
 
 
 def plan_sharding(
@@ -116,16 +132,7 @@ def _plan_with(
     partitioner: PoolRowsPartitioner,
 ) -> ShardingPlan:
     num_tables = len(shardable_tables(model, sharders))
-    planner = EmbeddingShardingPlanner(
-        topology=topology,
-        batch_size=batch_size,
-        enumerator=OrderedEnumerator(topology, batch_size=batch_size, constraints=constraints),
-        proposer=proposers(num_tables, topology.world_size, _MOST_PLACED_SHARDS),
-        partitioner=partitioner,
-        constraints=constraints,
-        stats=NoopEmbeddingStats(),
-        debug=False,
-    )
+    planner = make_planner(topology, constraints, partitioner, num_tables, batch_size, _MOST_PLACED_SHARDS)
     what = f"{num_tables} tables on {topology.world_size} ranks"
     try:
         with warnings.catch_warnings():
@@ -138,6 +145,35 @@ def _plan_with(
                 "(row_wise), or give them fewer rows (hash their ids into fewer)"
             ) from error
         raise ShardingError(f"no sharding plan for {what}: {error}") from error
+
+
+def make_planner(
+    topology: Topology,
+    constraints: dict[str, ParameterConstraints],
+    partitioner: Partitioner,
+    num_tables: int,
+    batch_size: int,
+    most_placed_shards: int,
+    estimator: ShardEstimator | None = None,
+    storage_reservation: StorageReservation | None = None,
+) -> EmbeddingShardingPlanner:
+    """Set up TorchRec's planner: deterministic, and bounded without a clock.
+
+    Args:
+        most_placed_shards: by each of its proposers, over all proposals.
+        estimator, storage_reservation: in place of TorchRec's costs, and of the memory that it keeps free.
+    """
+    return EmbeddingShardingPlanner(
+        topology=topology,
+        batch_size=batch_size,
+        enumerator=OrderedEnumerator(topology, batch_size=batch_size, constraints=constraints, estimator=estimator),
+        storage_reservation=storage_reservation,
+        proposer=_proposers(num_tables, topology.world_size, most_placed_shards),
+        partitioner=partitioner,
+        constraints=constraints,
+        stats=NoopEmbeddingStats(),
+        debug=False,
+    )
 
 
 def _constraints(
@@ -269,3 +305,127 @@ def _by_name(constraints: Mapping[ShardableTable, ParameterConstraints]) -> dict
             named[table.name] = copy.copy(named[table.name])
             named[table.name].sharding_types = both
     return named
+
+
+class PoolRowsPartitioner(GreedyPerfPartitioner):
+    """Refuses a proposal that gives a cache more rows than it can number; the planner then tries the next.
+
+    Args:
+        pool_of: key of the cache that a table's shards share on a rank, besides sharding type and columns; None for a
+            table without a cache.
+        sort_by: order in which tables are placed.
+
+    Attributes:
+        refused: reason for the refused proposal that came nearest; empty if none was refused.
+    """
+
+    def __init__(self, pool_of: Callable[[ShardingOption], Hashable | None], sort_by: SortBy = SortBy.STORAGE) -> None:
+        super().__init__(sort_by=sort_by)
+        self._pool_of = pool_of
+        self.refused = ""
+        self._least_rows: int | None = None  # in the largest pool of a refused proposal
+
+    def partition(self, proposal: list[ShardingOption], *arguments: Any, **named: Any) -> list[ShardingOption]:
+        """Return the proposal with a rank for every shard.
+
+        Raises:
+            PlannerError: the proposal does not fit the memory or the caches.
+        """
+        found = super().partition(proposal, *arguments, **named)
+        pools = self._rows_by_pool(found)
+        if not pools:
+            return found
+        (rank, sharding, *_), rows = max(pools.items(), key=lambda pool: pool[1].total())
+        problem = rows_problem(rank, sharding, rows)
+        if not problem:
+            return found
+        if self._least_rows is None or rows.total() < self._least_rows:
+            self.refused, self._least_rows = problem, rows.total()
+        raise PlannerError(problem, PlannerErrorType.PARTITION)
+
+    def _rows_by_pool(self, found: list[ShardingOption]) -> dict[tuple[int, str, int, Hashable], Counter[str]]:
+        """Return the rows of each table in each cache, by rank, sharding type, columns, and what `pool_of` says."""
+        pools: dict[tuple[int, str, int, Hashable], Counter[str]] = {}
+        for option in found:
+            part = self._pool_of(option)
+            if part is None:
+                continue
+            for shard in option.shards:
+                assert shard.rank is not None, "a placed shard"
+                key = (shard.rank, option.sharding_type, shard.size[1], part)
+                pools.setdefault(key, Counter())[option.name] += shard.size[0]
+        return pools
+
+
+def distinct_types(
+    constraint: ParameterConstraints, rows: int, columns: int, topology: Topology
+) -> ParameterConstraints:
+    """Return the constraint without sharding types that place a table of such a size as another allowed one does, and
+    without those that leave a rank without a row, where others are allowed.
+
+    On one rank, every type holds the table whole. Within a node, `table_row_wise` is `row_wise`, and
+    `table_column_wise` is `column_wise`; a table that is too narrow to cut is `table_wise` with either of the latter.
+
+    >>> wanted = ParameterConstraints(sharding_types=["table_wise", "row_wise", "table_row_wise", "column_wise"])
+    >>> topology = Topology(world_size=2, compute_device="cpu")
+    >>> distinct_types(wanted, 100, 16, topology).sharding_types, distinct_types(wanted, 1, 16, topology).sharding_types
+    (['table_wise', 'row_wise'], ['table_wise'])
+    """
+    same_as: list[tuple[str, str]] = []
+    if topology.world_size == 1:
+        same_as = [
+            (each.name, _TABLE) for each in SHARDING_TYPES.values() if each.name not in (_TABLE, *_ONLY_ON_REQUEST)
+        ]
+    elif topology.local_world_size == topology.world_size:
+        same_as = [(each.name, each.like) for each in SHARDING_TYPES.values() if each.like]
+    if columns <= (constraint.min_partition or MIN_CW_DIM):
+        same_as += [(each.name, _TABLE) for each in SHARDING_TYPES.values() if each.is_whole_or_columns]
+    allowed = constraint.sharding_types or []
+    left_out = {name for name, other in same_as if other in allowed}
+    fewer = copy.copy(constraint)
+    distinct = [name for name in allowed if name not in left_out]
+    ranks = topology.world_size, topology.local_world_size
+    full = [name for name in distinct if not SHARDING_TYPES[name].is_too_small(rows, *ranks)]
+    fewer.sharding_types = full or distinct
+    return fewer
+
+
+def _proposers(num_tables: int, world_size: int, most_placed_shards: int) -> list[Proposer]:
+    """Return TorchRec's proposers, each of which places at most so many shards, over all its proposals.
+
+    This bounds the search without a clock.
+    """
+    limit = max(8, most_placed_shards // (num_tables * world_size))
+    greedy = [_AtMost(GreedyProposer(use_depth=depth), limit) for depth in (True, False)]
+    return [UniformProposer(), *greedy, GridSearchProposer(max_proposals=_MOST_GRID_PROPOSALS)]
+
+
+class _AtMost(Proposer):
+    """Ends another proposer after `limit` proposals: the plan must not depend on the machine's speed."""
+
+    def __init__(self, proposer: Proposer, limit: int) -> None:
+        self._proposer, self._left = proposer, limit
+
+    def load(self, search_space: list[ShardingOption], enumerator: Enumerator | None = None) -> None:
+        self._proposer.load(search_space, enumerator)
+
+    def feedback(self, *args: Any, **kwargs: Any) -> None:
+        self._proposer.feedback(*args, **kwargs)
+
+    def propose(self) -> list[ShardingOption] | None:
+        self._left -= 1
+        return self._proposer.propose() if self._left >= 0 else None
+
+
+class OrderedEnumerator(EmbeddingEnumerator):
+    """TorchRec's enumerator with the options in one order, the same on all versions. It goes when TorchRec 1.8 does.
+
+    Before 1.9, TorchRec intersects options as sets, so the process's hash seed breaks ties, and ranks that plan for
+    themselves would build different models.
+    """
+
+    def _filter_sharding_types(self, *args: Any, **kwargs: Any) -> list[str]:
+        return sorted(super()._filter_sharding_types(*args, **kwargs), key=_PREFERENCE.index)
+
+    def _filter_compute_kernels(self, *args: Any, **kwargs: Any) -> list[str]:
+        return sorted(super()._filter_compute_kernels(*args, **kwargs))

@@ -22,7 +22,7 @@ from embershard.training.fit import machine_limits
 from embershard.training.fit.machine_limits import MachineLimits
 from embershard.training.fit.memory_check import check_memory, check_memory_for_run
 from embershard.training.fit.memory_needs import MemoryNeeds, RanksHere, memory_needs
-from embershard.training.fit.model_size import table_rows
+from embershard.training.fit.model_size import model_size, table_rows
 from embershard.training.trainer import Trainer
 from tests.covering import matrix
 
@@ -220,11 +220,12 @@ SMALL = ("data.synthetic.scale=0.001", "data.num_workers=0", "train.batch_size=1
     [
         ("cache.ratio=0.3",),
         ("cache.device_bytes=900000", "cache.policy=lru"),
+        ("cache.device_bytes=900000",),
         ("cache.device_bytes=90000000",),
         ("cache.device_bytes=900000", "cache.slot_map=hashed"),
         ("cache.slot_map=hashed",),
     ],
-    ids=["ratio", "lru", "roomy", "hashed-budget", "hashed"],
+    ids=["ratio", "lru", "budget", "roomy", "hashed-budget", "hashed"],
 )
 def test_a_built_model_takes_what_was_computed(model: str, settings: tuple[str, ...], several_pools: tuple[str, ...]):
     if model == "own":
@@ -233,6 +234,29 @@ def test_a_built_model_takes_what_was_computed(model: str, settings: tuple[str, 
     host = needs_of(*SMALL, *settings, ranks=RanksHere(1, 1, "cpu")).host
     with process_group("cpu") as ranks:
         run = Trainer(config, ranks)
+        stats = cache_stats(run.model)
+        run.close()
+    assert sum(table.host_bytes for table in stats) == host["weights"] + host["optimizer_states"] + host["scores"]
+    assert sum(table.device_bytes for table in stats) == host["slots"] + host["maps"]
+
+
+@pytest.mark.slow
+def test_a_planned_model_takes_what_was_computed(tmp_path):
+    """Tables that are sharded in three ways, so that a rank has three pools, each with a number of slots of its own."""
+    types = ("table_wise", "row_wise", "column_wise")
+    model = model_size(config := config_of(*SMALL), table_rows(config))
+    tables = tuple(
+        TablePlacement(table.table, table.rows, table.dim, "fp32", types[number % 3], "cached", (0,))  # type: ignore[arg-type]
+        for number, table in enumerate(model.tables)
+    )
+    pools = [pool.with_slots(max(1, pool.rows // share)) for share, pool in enumerate(pools_of(tables, 1), start=2)]
+    assert len(pools) == 3
+    plan = Plan(1, 1, 100, "cpu", None, None, {}, tables, tuple(pools))
+    plan.save(tmp_path / "plan.json")
+    planned = (*SMALL, f"sharding.plan={tmp_path / 'plan.json'}")
+    host = needs_of(*planned, ranks=RanksHere(1, 1, "cpu"), plan=plan).host
+    with process_group("cpu") as ranks:
+        run = Trainer(config_of(*planned), ranks)
         stats = cache_stats(run.model)
         run.close()
     assert sum(table.host_bytes for table in stats) == host["weights"] + host["optimizer_states"] + host["scores"]

@@ -12,7 +12,7 @@ import torch
 from embershard.cache.config import CacheConfig
 from embershard.distributed.node_memory import NodeMemory
 from embershard.errors import ConfigError
-from embershard.sharding.torchrec.modes.shared_tables import share_of
+from embershard.sharding.torchrec.modes.data_parallel import share_of
 from tests.unit.troubleshooting.case import Case, Provoke, command, outcome_of
 
 TITLE = "Modes of training"

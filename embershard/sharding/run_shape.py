@@ -1,0 +1,67 @@
+"""The shape of a run: its ranks, its batches and its caches' settings, for predictions of bytes and seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from embershard.cache.config import CachePolicy, MapKind
+from embershard.sharding.config import ExchangeChoice
+
+
+@dataclass(frozen=True)
+class ReplaySettings:
+    """The rows that stay, and how far ahead is looked; as `CacheConfig` and the trainer resolve it.
+
+    A value of its own beside `RunShape`, since a trace is replayed without a run, too: to compare policies, and for the
+    hit rate of any size.
+
+    Attributes:
+        policy: rule by which the cache chooses its rows.
+        lookahead: batches known beyond the one in training; 0: a batch's rows come in at its own step.
+        prefetch: batches resident beyond the one in training.
+        profile_samples: samples that were counted before training: `frequency` needs counts, `lfu` starts with them.
+            0: none were counted; None: all of the trace.
+        shuffle_window: samples among which an epoch's order is mixed; 0: every epoch has the same order.
+    """
+
+    policy: CachePolicy = field(default_factory=CachePolicy)
+    lookahead: int = 64
+    prefetch: int = 2
+    profile_samples: int | None = 0
+    shuffle_window: int = 0
+
+
+@dataclass(frozen=True)
+class RunShape:
+    """A run: the ranks, the batches and the caches' settings.
+
+    Attributes:
+        world_size, ranks_per_node: ranks in all, and per node.
+        batch_size: samples per rank and step.
+        device: "cpu" or "cuda".
+        cache: the rows that the caches keep, and how far ahead is looked.
+        num_steps: steps of the run, where they are known.
+        number_bytes: bytes of one number of an embedding, and of its gradient, between ranks.
+        slot_map: kind of the maps from rows to slots; None where each pool's size decides.
+        exchange: what travels between ranks; "auto": of each table what takes fewer bytes.
+        hot_bytes: memory of each rank for copies of hot rows and their optimizer states; 0: there are none.
+        cores_per_node: that a CPU's ranks share; None: every rank has its own.
+    """
+
+    world_size: int
+    ranks_per_node: int
+    batch_size: int
+    device: Literal["cpu", "cuda"]
+    cache: ReplaySettings
+    num_steps: int | None = None
+    number_bytes: tuple[float, float] = (4, 4)
+    slot_map: MapKind | None = None
+    exchange: ExchangeChoice = "pooled"
+    hot_bytes: int = 0
+    cores_per_node: int | None = None
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of a step, over all ranks."""
+        return self.batch_size * self.world_size
