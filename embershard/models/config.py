@@ -10,6 +10,9 @@ from embershard.errors import ConfigError
 Arch = Literal["dlrm", "dlrm_dcn", "deepfm", "din", "tbsm"]
 #: Those that look at a user's history.
 WITH_HISTORY = ("din", "tbsm")
+#: Defaults of the cross network, which "dlrm_dcn" has.
+DCN_NUM_LAYERS = 3
+DCN_LOW_RANK_DIM = 32
 _DEEPFM_LAYERS = 2
 _DIM_MULTIPLE = 4  # FBGEMM stores rows as vectors of four numbers
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from embershard.cache import CacheConfig
 from embershard.data import DataConfig
@@ -16,7 +16,8 @@ from embershard.models import ModelConfig
 from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.config import ShardingConfig
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig, ScheduleConfig
-from embershard.training.tracking import TrackingConfig
+
+TrackerKind = Literal["tensorboard", "wandb", "mlflow", "trackio", "prometheus"]
 
 _BATCH_SIZE = 1024
 #: Batches that are read, beside those of the look-ahead and those that were parsed ahead, when a loss is known.
@@ -108,6 +109,41 @@ class TrainConfig:
     def num_epochs(self) -> int | None:
         """Epochs to run; None: no limit but `max_steps`."""
         return 1 if self.epochs is None and self.max_steps is None else self.epochs
+
+
+@dataclass(frozen=True)
+class TrackingConfig:
+    """Trackers of a run, beside the files in its folder. The first rank alone tells them; one that fails is left out.
+
+    >>> TrackingConfig(trackers=("tensorboard", "mlflow")).trackers
+    ('tensorboard', 'mlflow')
+    """
+
+    trackers: tuple[TrackerKind, ...] = ("tensorboard",)
+    """Who gets the run's settings, reports and result: TensorBoard, Weights & Biases, MLflow, Trackio; and Prometheus,
+    which reads them from a port of this machine. Each must be installed. See docs/tracking.md."""
+    project: str = "embershard"
+    """Name under which Weights & Biases and Trackio gather runs; for MLflow, the experiment."""
+    prometheus_port: int = 9464
+    """Port at which Prometheus reads the newest reports."""
+    prometheus_host: str = "127.0.0.1"
+    """Address of that port. Anyone who can reach it can read the reports."""
+
+    def __post_init__(self) -> None:
+        known = get_args(TrackerKind)
+        for name in self.trackers:
+            if name not in known:
+                raise ConfigError(f"tracking.trackers: got {name!r}, needed some of {', '.join(known)}.")
+        twice = [name for name in known if self.trackers.count(name) > 1]
+        if twice:
+            raise ConfigError(f"tracking.trackers: got {twice[0]!r} twice, needed each tracker once.")
+        if not self.project:
+            raise ConfigError("tracking.project: got an empty name.")
+        if not 1 <= self.prometheus_port <= 65535:
+            raise ConfigError(f"tracking.prometheus_port: got {self.prometheus_port}, needed 1 to 65535.")
+        is_changed = (self.prometheus_port, self.prometheus_host) != (9464, "127.0.0.1")
+        if is_changed and "prometheus" not in self.trackers:
+            raise ConfigError('tracking.prometheus_port and prometheus_host have no effect without "prometheus".')
 
 
 @dataclass(frozen=True)

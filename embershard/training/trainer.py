@@ -19,24 +19,20 @@ from embershard.errors import CheckpointError, FailedSaveError
 from embershard.pipeline import LookAheadPipeline
 from embershard.sharding.torchrec import cached_embeddings
 from embershard.stages import stage
-from embershard.training.build import build_sharded_model, features_of, find_plan, find_profile
-from embershard.training.checkpoint.comparison import Comparison
+from embershard.training.build import build_sharded_model, divided_once, features_of, find_plan, find_profile
 from embershard.training.checkpoint.identity import global_batch
-from embershard.training.checkpoint.kept_batches import KeptBatches
 from embershard.training.checkpoint.run_state import PreparedSave, RunState
+from embershard.training.checkpoint.saved_run import Comparison
 from embershard.training.checkpoint.saves import Saves
 from embershard.training.config import RunConfig
-from embershard.training.fit.disk_needs import check_disk_for_run
+from embershard.training.fit.machine_limits import check_disk_for_run
 from embershard.training.fit.machines import check_machines
 from embershard.training.fit.memory_check import check_memory_for_run
-from embershard.training.float64 import divided_once
 from embershard.training.hot_cold import find_hot_set
 from embershard.training.optimizers import LearningRates
-from embershard.training.quality.bad_rows import BadRowCount
-from embershard.training.quality.cache_report import CacheReader
-from embershard.training.quality.loss_monitor import LossMonitor, in_float64
-from embershard.training.quality.metrics import Predicted, PredictionBuffer
-from embershard.training.quality.prediction import autocast, predict, until_stopped
+from embershard.training.quality.counters import CacheReader, TrafficReader
+from embershard.training.quality.loss_monitor import KeptBatches, LossMonitor, in_float64
+from embershard.training.quality.metrics import Predicted, PredictionBuffer, autocast, predict, until_stopped
 from embershard.training.quality.reports import (
     EvalReport,
     FailedSaveReport,
@@ -46,8 +42,7 @@ from embershard.training.quality.reports import (
     StopReport,
     TrainReport,
 )
-from embershard.training.quality.traffic_report import TrafficReader
-from embershard.training.steps import InputFailure, Steps, open_stream
+from embershard.training.steps import BadRowCount, InputFailure, Steps, open_stream
 
 #: Newest samples per rank that count for the AUC in the progress line.
 WINDOW_SAMPLES = 16_384

@@ -42,7 +42,7 @@ from embershard.training.checkpoint.identity import global_batch
 from embershard.training.checkpoint.resume import checkpoints_for, resume_run
 from embershard.training.config import RunConfig
 from embershard.training.fit.model_size import tables_of_run
-from embershard.training.quality.cache_report import look_ahead_totals
+from embershard.training.quality.counters import look_ahead_totals
 from embershard.training.quality.reports import EvalReport, Report, TrainReport
 from embershard.training.step_trace import StepTrace
 from embershard.training.trainer import Trainer

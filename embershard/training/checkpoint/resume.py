@@ -10,7 +10,7 @@ from pathlib import Path
 from embershard.distributed import complete_checkpoints, set_aside
 from embershard.distributed.checkpoint.load import newest_valid
 from embershard.errors import CheckpointError, InvalidCheckpointError
-from embershard.training.checkpoint.comparison import Comparison
+from embershard.training.checkpoint.saved_run import Comparison
 from embershard.training.trainer import Trainer
 
 

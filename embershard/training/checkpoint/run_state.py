@@ -27,9 +27,8 @@ from embershard.distributed.checkpoint.load import without_known_warnings
 from embershard.sharding.torchrec import FrozenRows, freeze, without_flushes
 from embershard.sharding.torchrec.cache_contents import restore_contents, saved_contents
 from embershard.sharding.torchrec.row_states import RowStates
-from embershard.training.checkpoint.comparison import Comparison, compare
 from embershard.training.checkpoint.identity import Change, identity_of, tables_of
-from embershard.training.checkpoint.saved_run import SavedRun
+from embershard.training.checkpoint.saved_run import Comparison, SavedRun, compare
 from embershard.training.config import RunConfig
 from embershard.training.hot_cold import HotSet
 

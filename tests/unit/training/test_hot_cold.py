@@ -30,7 +30,7 @@ from embershard.training.checkpoint.saved_run import SavedRun
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.fit.model_size import table_rows
 from embershard.training.hot_cold import FILE, find_hot_set
-from embershard.training.quality.cache_report import CacheReader
+from embershard.training.quality.counters import CacheReader
 from embershard.training.quality.reports import TrainReport
 from embershard.training.steps import open_stream
 from embershard.training.trainer import Trainer

@@ -17,8 +17,13 @@ from embershard.data import Target
 from embershard.distributed import Ranks, process_group
 from embershard.errors import NotFiniteError
 from embershard.launch.record import RunRecord, make_result
-from embershard.training.checkpoint.kept_batches import MOST_FILES, KeptBatches
-from embershard.training.quality.loss_monitor import MOST_SKIPPED_IN_A_ROW, LossMonitor, in_float64
+from embershard.training.quality.loss_monitor import (
+    MOST_FILES,
+    MOST_SKIPPED_IN_A_ROW,
+    KeptBatches,
+    LossMonitor,
+    in_float64,
+)
 from embershard.training.quality.reports import SaveReport, SkippedBatchReport
 from embershard.training.trainer import Trainer
 from tests.unit.training.poisoned import CACHES, Feed, config_of, losses, run, state_of

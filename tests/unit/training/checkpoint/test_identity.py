@@ -20,7 +20,6 @@ from embershard.decoding import decode
 from embershard.distributed import CheckpointConfig, Ranks, complete_checkpoints, process_group
 from embershard.errors import CheckpointError, ConfigError
 from embershard.launch.config import apply_override, describe
-from embershard.training.checkpoint.comparison import _with_global_batch
 from embershard.training.checkpoint.identity import (
     BATCH,
     COMPARED,
@@ -33,6 +32,7 @@ from embershard.training.checkpoint.identity import (
     labels_change,
     refusal,
 )
+from embershard.training.checkpoint.saved_run import _with_global_batch
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.optimizers import DenseOptimizerConfig, ScheduleConfig
 from embershard.training.trainer import Trainer

@@ -12,7 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.data import Batch, Target
 from embershard.errors import DataError
-from embershard.training.quality.prediction import predict, predicted_of
+from embershard.training.quality.metrics import predict, predicted_of
 
 CPU = torch.device("cpu")
 

@@ -1,9 +1,9 @@
-"""Reports on the caches of all ranks: hit rates while training, and the totals of a run."""
+"""What the caches and links of all ranks did: between two reports, and the totals of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, replace
+from dataclasses import asdict, astuple, replace
 from statistics import fmean
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch import nn
 from embershard.cache.report import CacheReport
 from embershard.cache.statistics import TableStats
 from embershard.distributed import Ranks
+from embershard.distributed.sent_bytes import SentBytes
+from embershard.distributed.traffic import count_sent_bytes, sent_bytes
 from embershard.pipeline import LookAheadStats
 from embershard.sharding.torchrec import cache_stats, pools_by_module
 from embershard.sharding.torchrec.modes.hot_cold import hot_totals
@@ -174,3 +176,27 @@ def with_hot_rows(totals: dict[str, Any], hot_bytes: int, hot_lookups: int) -> d
         "hot_rows_bytes": hot_bytes,
         "hot_lookups": hot_lookups,
     }
+
+
+class TrafficReader:
+    """Reads what all ranks have sent since it was made. Its methods are collective, and their own messages count as
+    `other`."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        if ranks.world_size > 1:  # one rank sends nothing, and need not pay for the counting
+            count_sent_bytes()
+        self._ranks = ranks
+        self._first = self._last = sent_bytes()
+
+    def since_last(self) -> SentBytes:
+        """Return what all ranks sent since the last call, together."""
+        now = sent_bytes()
+        mine = torch.tensor(astuple(now - self._last), dtype=torch.float64, device=self._ranks.device)
+        self._last = now
+        return SentBytes(*self._ranks.all_gather(mine).sum(dim=0).tolist())
+
+    def totals(self) -> dict[str, Any]:
+        """Return the bytes of the run's record: of all ranks by kind, and of each rank."""
+        per_rank: list[SentBytes] = self._ranks.all_gather_objects(sent_bytes() - self._first)
+        total = SentBytes(*map(sum, zip(*map(astuple, per_rank), strict=True)))
+        return {**asdict(total), "ranks": [{"rank": rank, **asdict(sent)} for rank, sent in enumerate(per_rank)]}
