@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from embershard.errors import ConfigError
+from embershard.resume_rules import OfTraining
 
 if TYPE_CHECKING:  # they take seconds to import, and settings need them not
     import torch
@@ -41,21 +42,21 @@ _FUSED_WITHOUT_WEIGHT_DECAY = ("sgd", "rowwise_adagrad", "adagrad")
 class EmbeddingOptimizerConfig:
     """The optimizer of the embedding rows, fused into the backward pass by FBGEMM."""
 
-    kind: Literal[
-        "sgd", "rowwise_adagrad", "adagrad", "adam", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb"
+    kind: OfTraining[
+        Literal["sgd", "rowwise_adagrad", "adagrad", "adam", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb"]
     ] = "rowwise_adagrad"
     """FBGEMM's optimizer: "sgd", "rowwise_adagrad" and "adagrad" on the CPU, all on GPUs."""
 
-    lr: float = 0.02
+    lr: OfTraining[float] = 0.02
     """Learning rate after warm-up."""
 
-    eps: float | None = None
+    eps: OfTraining[float | None] = None
     """Added to the denominator of the adaptive optimizers; FBGEMM's default is 1e-8. Not for "sgd"."""
 
-    weight_decay: float | None = None
+    weight_decay: OfTraining[float | None] = None
     """Weight decay of the touched rows. Only for the Adam and LAMB kinds: FBGEMM's others ignore it."""
 
-    betas: tuple[float, float] | None = None
+    betas: OfTraining[tuple[float, float] | None] = None
     """Decay of the first and second moment. Only for the Adam and LAMB kinds."""
 
     def __post_init__(self) -> None:
@@ -94,22 +95,22 @@ class EmbeddingOptimizerConfig:
 class DenseOptimizerConfig:
     """The optimizer of the dense layers."""
 
-    kind: Literal["sgd", "adagrad", "adam", "adamw"] = "adam"
+    kind: OfTraining[Literal["sgd", "adagrad", "adam", "adamw"]] = "adam"
     """An optimizer of torch.optim."""
 
-    lr: float = 0.001
+    lr: OfTraining[float] = 0.001
     """Learning rate after warm-up."""
 
-    eps: float | None = None
+    eps: OfTraining[float | None] = None
     """Added to the denominator of the adaptive optimizers; torch's default when absent. Not for "sgd"."""
 
-    weight_decay: float | None = None
+    weight_decay: OfTraining[float | None] = None
     """L2 penalty, for "adamw" decoupled weight decay; torch's default when absent."""
 
-    betas: tuple[float, float] | None = None
+    betas: OfTraining[tuple[float, float] | None] = None
     """Decay of the first and second moment. Only for "adam" and "adamw"."""
 
-    clip_norm: float | None = None
+    clip_norm: OfTraining[float | None] = None
     """Largest norm of the gradient of all dense parameters together; absent: no clipping."""
 
     def __post_init__(self) -> None:
@@ -144,19 +145,19 @@ class ScheduleConfig:
     0.5
     """
 
-    warmup_steps: int = 0
+    warmup_steps: OfTraining[int] = 0
     """Steps over which the factor rises linearly to 1."""
 
-    decay: Literal["none", "linear", "cosine", "quadratic"] = "none"
+    decay: OfTraining[Literal["none", "linear", "cosine", "quadratic"]] = "none"
     """Shape of the decay; "quadratic" is the one of MLPerf's DLRM."""
 
-    decay_start: int | None = None
+    decay_start: OfTraining[int | None] = None
     """First step of the decay; the end of the warm-up when absent. Needs `decay`."""
 
-    decay_steps: int | None = None
+    decay_steps: OfTraining[int | None] = None
     """Length of the decay in steps. Needed by every `decay` but "none"."""
 
-    floor: float | None = None
+    floor: OfTraining[float | None] = None
     """Factor at the end of the decay and after it; 0 when absent. Needs `decay`."""
 
     def __post_init__(self) -> None:

@@ -19,7 +19,6 @@ from embershard.distributed import (
     without_empty,
 )
 from embershard.distributed.checkpoint.load import newest_valid, without_known_warnings
-from embershard.earlier_settings import with_current_names
 from embershard.errors import CheckpointError, InvalidCheckpointError
 from embershard.frequency.config import ProfileConfig
 from embershard.sharding.config import ShardingConfig
@@ -159,7 +158,7 @@ class Scorer:
 
 def _check_meaning(config: RunConfig, checkpoint: Path, saved: SavedRun) -> None:
     """Raise unless samples of `config` mean to the model what those that it was trained on meant."""
-    before, now = with_current_names(saved.identity), meaning_of(config)
+    before, now = saved.identity, meaning_of(config)
     if not labels_change(before, now):
         now.pop(LABELS, None)
     different = changes(before, now)

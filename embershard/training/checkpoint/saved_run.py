@@ -16,7 +16,6 @@ import torch
 from embershard.data import Source, StreamState
 from embershard.decoding import decode, field_types
 from embershard.distributed import damaged_scalars, read_scalars, step_of
-from embershard.earlier_settings import with_current_names
 from embershard.errors import CheckpointError, DataError
 from embershard.training.checkpoint.identity import (
     BATCH,
@@ -173,7 +172,7 @@ def compare(
             global batch cannot be shared evenly by the ranks.
     """
     saved.check_tables(checkpoint, tables_of(config, source.schema))
-    was = {ORDER: PLAIN, **with_current_names(saved.identity)}  # earlier versions had no other
+    was = {ORDER: PLAIN, **saved.identity}  # earlier versions had no other
     kept = config
     if BATCH not in allowed:
         kept = _with_global_batch(checkpoint, config, was.get(BATCH), saved, world_size)
