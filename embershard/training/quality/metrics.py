@@ -114,6 +114,7 @@ def _judge_probabilities(logits: Tensor, labels: Tensor, weights: Tensor | None)
         auc=auc,
         ne=None if one_class else float(compute_ne(entropy_bits, count, clicks, count - clicks, ETA)),
         accuracy=_ratio(right.sum(), count),
+        # The same as torchrec.metrics' `compute_calibration`, but None where that gives 0: without clicks.
         calibration=_ratio((weight * predictions).sum(), clicks),
     )
 
@@ -123,7 +124,9 @@ def weighted_auc(predictions: Tensor, labels: Tensor, weights: Tensor) -> float:
     there with a weight above 0.
 
     It is the share of the pairs of a click and another sample, each counting by the product of their weights, in which
-    the click has the larger prediction; an equal one counts half.
+    the click has the larger prediction; an equal one counts half. (`torchrec.metrics.auc` takes equal predictions in
+    the order of the samples, which differs with the number of ranks: it gives 0.75 or 0.25 for labels 1, 0, 1, 0 with
+    equal predictions, or for 0, 1, 0, 1.)
 
     >>> predictions, labels = torch.tensor([0.9, 0.2, 0.5]), torch.tensor([1.0, 0.0, 1.0])
     >>> weighted_auc(predictions, labels, torch.tensor([1.0, 2.0, 3.0]))
