@@ -27,8 +27,8 @@ HISTORY_LAYER_SIZES = (32, 16)
 
 
 @dataclass
-class Looked:
-    """What the tables give for a batch.
+class LookedUp:
+    """Embeddings of a batch, as the networks take them.
 
     Attributes:
         target: [B, P, D], of the item that is scored.
@@ -69,7 +69,7 @@ class HistoryEmbeddings(nn.Module):
         self._others = names
         self.num_others = len(names) + (num_dense > 0)
 
-    def forward(self, dense: Tensor, features: Any) -> Looked:
+    def forward(self, dense: Tensor, features: Any) -> LookedUp:
         """Look up a batch's features.
 
         Raises:
@@ -94,7 +94,7 @@ class HistoryEmbeddings(nn.Module):
             others += [bags[name] for name in self._others]
         is_event = torch.arange(longest, device=lengths.device) < lengths[0].unsqueeze(1)
         empty = target[0].new_zeros(is_event.shape[0], 0, self._dim)
-        return Looked(
+        return LookedUp(
             torch.stack(target, 1), torch.stack(history, 2), is_event, torch.stack(others, 1) if others else empty
         )
 
