@@ -27,9 +27,9 @@ class ResumeRule:
 
 
 #: It may change: where and how fast a run trains, for how long, what it reports and saves. Caches, plans and placements
-#: train the same rows by the same arithmetic; an epoch's order does not depend on the others. (In the mode "hot_cold" it
-#: depends on the profile, and `AsOrder` compares it.) With another `data.bad_rows` the rows that were trained on are as
-#: good as before, and a run that a bad row stopped can go on.
+#: train the same rows by the same arithmetic; an epoch's order does not depend on the others. (In the mode "hot_cold"
+#: it depends on the profile, and `AsOrder` compares it.) With another `data.bad_rows` the rows that were trained on are
+#: as good as before, and a run that a bad row stopped can go on.
 Free = Annotated[T, ResumeRule(is_compared=False)]
 #: It changes the order of the data or the arithmetic of training.
 OfTraining = Annotated[T, ResumeRule(is_compared=True)]

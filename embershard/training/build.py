@@ -161,7 +161,6 @@ def features_of(model: DistributedModelParallel) -> Callable[[Batch], Mapping[st
 def _sharders(
     config: RunConfig, plan: Plan | None, profile: FrequencyProfile | None, device: torch.device, hot: HotSet | None
 ) -> list[ModuleSharder]:
-    """Return the sharders of bags and of sequences."""
     codecs = comm_codecs(config.sharding, device)
     init_seed = config.train.seed if config.train.init == "counter" else None
     if not config.cache.enabled:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from embershard.errors import ConfigError
 from embershard.resume_rules import OfTraining
 
-if TYPE_CHECKING:  # they take seconds to import, and settings need them not
+if TYPE_CHECKING:  # they take seconds to import, and settings do not need them
     import torch
     from torch import nn
+    from torchrec.distributed.model_parallel import DistributedModelParallel
     from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 #: Classes of torch.optim.
@@ -211,30 +212,55 @@ def _fused_class(kind: str) -> type[torch.optim.Optimizer]:
     return classes[kind]
 
 
-class LearningRates:
-    """Sets the learning rates of both optimizers by the schedule.
+class Optimizers:
+    """Both optimizers of a run on one rank, with their learning rates.
 
     Args:
-        fused, dense: an optimizer, and its rate where the factor is 1.
+        model: sharded, with the optimizer `embedding` attached to its tables.
 
     Attributes:
-        factor: of the last step; None before the first one.
+        dense: of the dense layers; its state dict is keyed by parameter name.
+        dense_parameters: those that it trains, by name.
+        factor: of the learning rates in the last step; None before the first one.
     """
 
-    def __init__(self, schedule: ScheduleConfig, fused: tuple[Any, float], dense: tuple[Any, float]) -> None:
-        self._schedule, self._fused, self._rates = schedule, fused[0], (dense, fused)
+    def __init__(
+        self,
+        model: DistributedModelParallel,
+        embedding: EmbeddingOptimizerConfig,
+        dense: DenseOptimizerConfig,
+        schedule: ScheduleConfig,
+    ) -> None:
+        from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+        self._embedding_config, self._dense_config, self._schedule = embedding, dense, schedule
+        self.dense_parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
+        self.dense = dense.build(self.dense_parameters)
+        self._fused = model.fused_optimizer
         self.factor: float | None = None
 
-    def set(self, steps: int) -> None:
-        """Set the rates of the step that follows `steps` trained ones."""
+    def begin_step(self, steps: int) -> None:
+        """Drop the gradients, and set the learning rates of the step that follows `steps` trained ones."""
+        self.dense.zero_grad()
         factor = self._schedule.factor(steps)
         if factor == self.factor:
             return
         self.factor = factor
-        for optimizer, lr in self._rates:
+        for optimizer, config in ((self.dense, self._dense_config), (self._fused, self._embedding_config)):
             for group in optimizer.param_groups:
-                group["lr"] = lr * factor
+                group["lr"] = config.lr * factor
         self._fused.step()  # only hands the rate to the kernels
+
+    def step(self) -> None:
+        """Train the dense layers. The backward has trained the embedding rows."""
+        self._dense_config.clip(self.dense_parameters.values())
+        self.dense.step()
+
+    def set_num_steps(self, steps: int) -> None:
+        """Set the number of trained steps in FBGEMM's kernels that depend on it: they count forwards, whatever becomes
+        of them, and their state dicts leave the number out."""
+        if self._embedding_config.counts_steps:
+            self._fused.set_optimizer_step(steps)
 
 
 def _check_optimizer(

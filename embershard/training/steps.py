@@ -61,8 +61,8 @@ def open_stream(
 
 
 class Steps:
-    """The batches of a run, one per step, and the end of the *trained* part of the data: batches that are only known or
-    resident belong to later steps.
+    """The batches of a run, one per step. `state` is the position behind the last one that was trained: batches ahead
+    of it, though known or resident already, belong to later steps.
 
     Args:
         stream: the batches of this rank.
@@ -113,9 +113,10 @@ class Steps:
         """Position behind the last trained batch."""
         return self._stream.to_save(self._state)
 
-    def replace_one(self) -> None:
-        """Read one more batch than the limit: a batch was skipped, and was no step."""
+    def replace_one(self) -> StreamState:
+        """Read one more batch than the limit: a batch was skipped, and was no step. Return the position behind it."""
         self._num_to_replace += 1
+        return self.state
 
     def stats(self) -> LookAheadStats | None:
         """Return the counters of the look-ahead; None without a pipeline."""
@@ -182,7 +183,7 @@ class BadRowCount:
         return self._allowed != "stop"
 
     def add(self, stream: BatchStream, split: Split) -> None:
-        """Take the counts of what `stream` gave since it was last added."""
+        """Add the rows that `stream` read since the last call with it. The next `report` has them."""
         self._new.append((split, stream.num_samples, stream.bad_rows.take()))
 
     def count(self, stream: BatchStream, step: int) -> Iterator[BadRowsReport]:

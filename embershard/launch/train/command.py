@@ -180,9 +180,9 @@ def _take_run_dir(run_dir: Path, *, is_resumed: bool, step: int | None) -> None:
 
 def _finish(trainer: Trainer, outputs: _Outputs | None, same_run: str) -> None:
     """Record the totals of a run that is over. Collective."""
-    cache = trainer.cache_reader.totals(None if trainer.plan else trainer.config.cache.slot_ratio)
+    cache = trainer.metrics.cache_reader.totals(None if trainer.plan else trainer.config.cache.slot_ratio)
     look_ahead = look_ahead_totals(trainer.upcoming.stats(), trainer.ranks)
-    sent_bytes = trainer.traffic_reader.totals()
+    sent_bytes = trainer.metrics.traffic_reader.totals()
     if outputs is not None:
         outputs.finish(cache, look_ahead, sent_bytes, same_run)
 

@@ -138,7 +138,7 @@ class SavedRun:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class SettingsComparison:
     """A checkpoint's settings beside those of the run that goes on from it.
 
     Attributes:
@@ -164,7 +164,7 @@ def compare(
     source: Source,
     world_size: int,
     allowed: Collection[str],
-) -> Comparison:
+) -> SettingsComparison:
     """Compare a checkpoint with the run of `config`, whose identity is `identity`; settings in `allowed` may differ.
 
     Raises:
@@ -203,7 +203,9 @@ def compare(
             "every sample once. To avoid it, go on from a checkpoint at the end of an epoch."
         )
     stream = replace(saved.stream, seed=config.data.seed, packed=saved.stream.packed if is_same_order else None)
-    return Comparison(kept, now, tuple(replace(change, step=saved.step) for change in found), tuple(notes), stream)
+    return SettingsComparison(
+        kept, now, tuple(replace(change, step=saved.step) for change in found), tuple(notes), stream
+    )
 
 
 def _with_global_batch(

@@ -7,13 +7,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from embershard.distributed import CheckpointConfig, Ranks
 from embershard.distributed.one_core import keep_to_one_core
-from embershard.errors import ConfigError, FailedSaveError
+from embershard.errors import CheckpointError, ConfigError, FailedSaveError
 from embershard.training.checkpoint.run_state import PreparedSave
 from embershard.training.quality.reports import FailedSaveReport, SaveReport
 
@@ -118,6 +119,22 @@ class Saves:
         """
         self.wait()
         yield from map(self._allowed, self.ended())
+
+    def is_due(self, step: int) -> bool:
+        """Return True if a checkpoint follows this step, which is not the last one."""
+        return self._config.every_steps is not None and step % self._config.every_steps == 0
+
+    def is_due_at_end(self, step: int, is_stopped: bool) -> bool:
+        """Return True if the last step is to be saved, and was not. `is_stopped`: a signal ended the run."""
+        return self._config.saves_last(step, is_stopped) and self.saved_step != step
+
+    def at_failure(self, step: int, prepare: Prepare) -> Iterator[SaveReport | FailedSaveReport]:
+        """Save the step if it is not saved yet, as the run ends by an error. Yield all reports; raise none of them."""
+        own: list[SaveReport | FailedSaveReport] = []
+        with contextlib.suppress(CheckpointError):  # this step is saved already
+            own = [self._written(step, lambda: self.write(step, prepare))]
+        for report in [*self.ended(), *own]:
+            yield replace(report, run_ends=True) if isinstance(report, FailedSaveReport) else report
 
     def ended(self) -> Iterator[SaveReport | FailedSaveReport]:
         """Yield the reports of saves beside training that ended, whatever became of them: the run ends anyway."""

@@ -22,7 +22,7 @@ MOST_SKIPPED_IN_A_ROW = 10
 
 
 @dataclass(frozen=True)
-class _Step:
+class _PendingLoss:
     """A step whose losses and signals [world_size, 2] are on their way to the host: there after `event`."""
 
     number: int
@@ -77,7 +77,7 @@ class LossMonitor:
     ) -> None:
         self._ranks, self._skips, self._kept, self._before_stop = ranks, skips, kept, before_stop
         self._observe = observe
-        self._pending: _Step | None = None
+        self._pending: _PendingLoss | None = None
         self._losses: list[float] = []
         self._in_a_row = self.num_skipped = self.signal = 0
 
@@ -99,7 +99,7 @@ class LossMonitor:
             host.copy_(gathered, non_blocking=True)
             gathered, event = host, torch.cuda.Event()
             event.record()
-        self._pending = _Step(step, batch, gathered, event)
+        self._pending = _PendingLoss(step, batch, gathered, event)
         return "" if event is not None else self._read()
 
     def check_before_save(self, step: int, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -141,7 +141,7 @@ class LossMonitor:
             return ""
         return self._not_finite(step, losses)
 
-    def _not_finite(self, step: _Step, losses: list[float]) -> str:
+    def _not_finite(self, step: _PendingLoss, losses: list[float]) -> str:
         self._in_a_row += 1
         rank = next(rank for rank, loss in enumerate(losses) if not math.isfinite(loss))
         problem = f"Step {step.number}: the loss of rank {rank} is {losses[rank]}."

@@ -226,7 +226,6 @@ def test_a_name_of_earlier_days_is_an_unknown_key(load, key):
             load(text, *overrides, cls=RunConfig)
 
 
-
 @pytest.mark.parametrize("policy", ["lookahead", "frequency", "lfu", "lru"])
 def test_every_policy_has_a_use_for_a_counted_profile(load, policy):
     """`lru` for its warm-up, `lfu` as its first counts."""

@@ -140,7 +140,7 @@ def test_no_checkpoint_has_a_parameter_that_is_not_finite(ranks, tmp_path):
     reports = trainer.train()
     while next(reports).step < 5:
         pass
-    next(values for values in trainer.dense_parameters.values() if values.ndim == 2).data[0, 0] = math.inf
+    next(values for values in trainer.optimizers.dense_parameters.values() if values.ndim == 2).data[0, 0] = math.inf
     with pytest.raises(NotFiniteError, match=r"Step 5: 1 of \d+ dense parameters are not finite, '.*weight' among"):
         next(reports)
     trainer.close()
