@@ -117,13 +117,13 @@ def alone(trainer: Any, folder: Path, rounds: int) -> dict[str, Any]:
     state, ranks = trainer.state, trainer.ranks
 
     def ours(path: Path) -> None:
-        state.prepare_save(path, trainer.run_id, trainer.steps, 0, trainer.upcoming.state, 0).write(ranks)
+        state.prepare_save(path, trainer.steps, 0, trainer.upcoming.state, 0).write(ranks)
 
     def theirs(path: Path) -> None:
         tensors = {
             "model": trainer.model.state_dict(),
             "embedding_optimizer": trainer.model.fused_optimizer.state_dict()["state"],
-            "dense_optimizer": trainer.dense_optimizer.state_dict()["state"],
+            "dense_optimizer": trainer.optimizers.dense.state_dict()["state"],
         }
         dcp.save(tensors, storage_writer=dcp.FileSystemWriter(path, sync_files=True))
 

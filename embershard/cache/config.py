@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from embershard.errors import ConfigError
+from embershard.resume_rules import Free
 
 #: Scoring rules; `make_scores` in `policies.py` makes the scores of each.
 Scoring = Literal["frequency", "lfu", "lru"]
@@ -62,46 +63,46 @@ class CacheConfig:
     0.015
     """
 
-    ratio: float | None = None
+    ratio: Free[float | None] = None
     """Slots on the device as a share of the rows that a rank holds, in (0, 1]. Default: 0.05."""
 
-    device_bytes: int | None = None
+    device_bytes: Free[int | None] = None
     """Device memory of this rank for slots, optimizer states and maps together, in bytes, per sharded module."""
 
-    policy: Policy | None = None
+    policy: Free[Policy | None] = None
     """Order in which rows are evicted. `lookahead`, the default: first rows without a known use, by frequency; then
     rows whose next use is furthest. Batches become known by a `LookAheadPipeline`; without one this equals
     `frequency` with a profile, else `lfu`. `frequency`: least frequent in the profile first. `lfu`: least used so far
     first; a row's count survives eviction. `lru`: longest unused first. `static`, a baseline: the profile's most
     frequent rows stay, and other rows are there for their own batches only; see docs/modes.md."""
 
-    warmup: bool | None = None
+    warmup: Free[bool | None] = None
     """Fill the cache with the profile's most frequent rows before the first step. Default: true with a profile."""
 
-    host: Literal["memory", "mmap"] = "memory"
+    host: Free[Literal["memory", "mmap"]] = "memory"
     """Storage of a rank's full shard: plain host memory, or files mapped into memory."""
 
-    host_dir: str | None = None
+    host_dir: Free[str | None] = None
     """Folder for the files of `host = "mmap"`. They are working storage, freed with the process."""
 
-    transfer: TransferKind | None = None
+    transfer: Free[TransferKind | None] = None
     """Transfer of rows between host and device. `triton_uva`: a kernel reads and writes page-locked host memory.
     `staged`: through page-locked buffers, for mapped files or if memory cannot be locked. `plain`: torch's indexed
     copies. Default: `plain` on a CPU; on a GPU `triton_uva` with `host = "memory"`, else `staged`."""
 
-    slot_map: MapKind | None = None
+    slot_map: Free[MapKind | None] = None
     """Map from rows to slots. `array`: 4 bytes per row of the shard. `hashed`: 24 bytes per slot, more if more rows
     than slots are known ahead; look-ups take longer. Default: `array`; on a GPU `hashed` for pools of more than 2^27
     rows."""
 
-    overflow: Overflow = "grow"
+    overflow: Free[Overflow] = "grow"
     """Reaction to a batch with more rows than slots: `grow` enlarges the cache with a warning, `raise` raises."""
 
-    decay: float | None = None
+    decay: Free[float | None] = None
     """Factor in (0, 1) by which `lfu`, and `lookahead` if it counts as `lfu` does, reduce old uses with every batch.
     Default: no decay."""
 
-    enabled: bool = True
+    enabled: Free[bool] = True
     """False trains with stock TorchRec, all rows on the device. The losses are the same, bit for bit."""
 
     def __post_init__(self) -> None:

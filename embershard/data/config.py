@@ -8,6 +8,7 @@ from typing import Literal
 from embershard.data.config_checks import ONE_PATTERN, check_fields, freeze_lists
 from embershard.data.sources.table.config import TableConfig
 from embershard.errors import ConfigError
+from embershard.resume_rules import AsEvalFiles, AsFiles, Free, OfModel, OfTraining
 
 DataKind = Literal["synthetic", "criteo", "avazu", "parquet", "table"]
 NUM_CRITEO_DENSE = 13
@@ -24,28 +25,28 @@ class SyntheticConfig:
     (2,)
     """
 
-    num_samples: int = 1_000_000
+    num_samples: OfTraining[int] = 1_000_000
     """Samples in an epoch, the held-out part included. Every epoch has the same samples."""
-    scale: float = 0.01
+    scale: OfModel[float] = 0.01
     """Rows of every table relative to Criteo Kaggle (1.0: 26 tables, 33,762,577 rows); at least 3 each."""
-    num_dense: int = 13
+    num_dense: OfModel[int] = 13
     """Dense features of a sample."""
-    bag_sizes: tuple[int, ...] = ()
+    bag_sizes: OfTraining[tuple[int, ...]] = ()
     """Ids per sample and table: empty = 1 each; one number = the same for all tables; or a number per table.
     The first id of a bag is drawn, the others are a fixed function of it (as MLPerf makes multi-hot data)."""
-    drift: float = 0.0
+    drift: OfTraining[float] = 0.0
     """Share of the popularity ranks that belong to another row at the end of an epoch than at its start."""
-    locality: float = 1.0
+    locality: OfTraining[float] = 1.0
     """Share of the lookups that follow the published popularity. The others go to all rows alike: 0 is uniform."""
-    correlation: float = 0.0
+    correlation: OfTraining[float] = 0.0
     """Correlation in [0, 1) of the features' popularity in a sample: with 0 they are drawn independently; the larger,
     the more samples have popular rows only, or rare rows in many features. Popularity of a single feature stays."""
-    rarity_logit: float = 0.0
+    rarity_logit: OfTraining[float] = 0.0
     """Change of the hidden model's logit per standard deviation of a sample's rarity: with a positive number, samples
     of popular rows are clicked less often. Needs `correlation`."""
-    signal: float = 2.0
+    signal: OfTraining[float] = 2.0
     """Standard deviation of the hidden model's logit: the larger, the higher the AUC that can be reached."""
-    click_rate: float = 0.224
+    click_rate: OfTraining[float] = 0.224
     """Share of samples with label 1."""
 
     def __post_init__(self) -> None:
@@ -78,13 +79,13 @@ class CriteoConfig:
     (1000, 1000, 1000)
     """
 
-    num_rows: int | tuple[int, ...] = 100_000
+    num_rows: OfModel[int | tuple[int, ...]] = 100_000
     """Rows per table, the reserved row 0 included: one number for all 26 tables, or 26 numbers."""
-    id_mapping: Literal["modulo", "hash"] = "modulo"
+    id_mapping: OfModel[Literal["modulo", "hash"]] = "modulo"
     """An id's row in 1..num_rows-1 follows from its remainder, or from the remainder of a 64-bit mix of it."""
-    dense_transform: Literal["log1p", "none"] = "log1p"
+    dense_transform: OfModel[Literal["log1p", "none"]] = "log1p"
     """Change of the integers: log(1 + max(x, 0)), or none. A missing integer is 0 in both cases."""
-    files: tuple[str, ...] = ("day_*", "train*", "part-*", "*.tsv", "*.tsv.gz")
+    files: AsFiles[tuple[str, ...]] = ("day_*", "train*", "part-*", "*.tsv", "*.tsv.gz")
     """Shell patterns of the names of data files, where `path` is a folder."""
 
     def __post_init__(self) -> None:
@@ -106,10 +107,10 @@ class AvazuConfig:
     (1000, 1000, 1000)
     """
 
-    num_rows: int | tuple[int, ...] = 100_000
+    num_rows: OfModel[int | tuple[int, ...]] = 100_000
     """Rows per table, the reserved row 0 included: one number for the 21 tables of C1 to C21, or 21 numbers. The tables
     of hour_of_day and weekday have 25 and 8 rows."""
-    files: tuple[str, ...] = ("train*", "part-*")
+    files: AsFiles[tuple[str, ...]] = ("train*", "part-*")
     """Shell patterns of the names of data files, where `path` is a folder."""
 
     def __post_init__(self) -> None:
@@ -131,22 +132,22 @@ class ParquetConfig:
     'modulo'
     """
 
-    dense: tuple[str, ...] = ()
+    dense: OfModel[tuple[str, ...]] = ()
     """Names of the numeric columns."""
-    sparse: tuple[str, ...] = ()
+    sparse: OfModel[tuple[str, ...]] = ()
     """Names of the id columns: integers, or lists of integers."""
-    num_rows: tuple[int, ...] = ()
+    num_rows: OfModel[tuple[int, ...]] = ()
     """Rows of each id column's table, in the order of `sparse`, the reserved row 0 included: at least 2, with
     `id_mapping` "none" 1."""
-    label: str = "label"
+    label: OfTraining[str] = "label"
     """Name of the column of clicks: 0 or 1."""
-    id_mapping: Literal["modulo", "hash", "none"] = "modulo"
+    id_mapping: OfModel[Literal["modulo", "hash", "none"]] = "modulo"
     """An id's row in 1..num_rows-1, as for Criteo. "none": ids are rows, and are checked."""
-    max_bag_size: int = 10_000
+    max_bag_size: OfTraining[int] = 10_000
     """Most ids of a bag. A row with a larger one is not a sample."""
-    dense_transform: Literal["log1p", "none"] = "none"
+    dense_transform: OfModel[Literal["log1p", "none"]] = "none"
     """Change of the dense columns: log(1 + max(x, 0)), or none."""
-    files: tuple[str, ...] = ("*.parquet",)
+    files: AsFiles[tuple[str, ...]] = ("*.parquet",)
     """Shell patterns of the names of data files, where `path` is a folder."""
 
     def __post_init__(self) -> None:
@@ -171,31 +172,31 @@ class DataConfig:
     0.1
     """
 
-    kind: DataKind = "synthetic"
+    kind: OfModel[DataKind] = "synthetic"
     """The source: generated samples, Criteo TSV files, Avazu CSV files, Parquet files of numbers and ids, or tables:
     CSV, TSV and Parquet files of your own."""
-    path: str | None = None
+    path: AsFiles[str | None] = None
     """A file, or a folder of files. Needed by all kinds but "synthetic"."""
-    eval_path: str | None = None
+    eval_path: AsEvalFiles[str | None] = None
     """Held-out file or folder. Without it the tail of every file is held out (`eval_fraction`)."""
-    eval_fraction: float = 0.1
+    eval_fraction: OfTraining[float] = 0.1
     """Share of every file, at its end, that is held out; with 1, nothing is left to train on. Not used when `eval_path`
     is given."""
-    seed: int = 0
+    seed: OfTraining[int] = 0
     """Fixes the order of the samples and, for "synthetic", the samples themselves."""
-    shuffle: bool = True
+    shuffle: OfTraining[bool] = True
     """Read the training samples in a seeded order, a new one each epoch. False: in the files' order."""
-    chunk_rows: int = 4096
+    chunk_rows: OfTraining[int] = 4096
     """Rows of a chunk, which is parsed as a whole and mixed in itself. About a rank's batch is right. The chunks of
     Parquet files are their row groups."""
-    shuffle_window: int = 64
+    shuffle_window: OfTraining[int] = 64
     """Chunks of a window. Chunks are mixed with others of their window."""
-    bad_rows: Literal["stop"] | float = "stop"
+    bad_rows: Free[Literal["stop"] | float] = "stop"
     """What happens when a row is not a sample: the run stops, or, up to this share of the rows, another sample takes
     its place (held-out rows are left out). Such rows are listed in the run's bad_rows.jsonl."""
-    num_workers: int = 2
+    num_workers: Free[int] = 2
     """Threads of this rank that parse ahead of training. 0: parse when a batch is asked for."""
-    prefetch_batches: int = 8
+    prefetch_batches: Free[int] = 8
     """Most batches of this rank that are ready or in work at a time."""
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
     """Settings of kind "synthetic"."""

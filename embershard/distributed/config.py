@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from embershard.errors import ConfigError
+from embershard.resume_rules import Free
 
 
 @dataclass(frozen=True)
@@ -16,20 +17,20 @@ class CheckpointConfig:
     2
     """
 
-    every_steps: int | None = None
+    every_steps: Free[int | None] = None
     """Steps between checkpoints; none in between when absent."""
 
-    at_end: bool = True
+    at_end: Free[bool] = True
     """Also save when training ends. A run that a signal ends saves then, too, if it saves at all."""
 
-    keep_last: int = 2
+    keep_last: Free[int] = 2
     """Complete checkpoints to keep; older ones are removed."""
 
-    asynchronous: bool | None = None
+    asynchronous: Free[bool | None] = None
     """Write checkpoints between steps while training goes on. When absent: on a CPU yes, on a GPU no. The save at the
     end of training is waited for."""
 
-    on_failed_save: Literal["stop", "continue"] = "stop"
+    on_failed_save: Free[Literal["stop", "continue"]] = "stop"
     """When a save fails, for instance on a full disk: stop, or train on and try again at the next one. When the
     save at the end of training fails, "continue" still evaluates and writes the result; the exit code is 1."""
 

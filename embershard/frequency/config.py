@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from embershard.errors import ConfigError
+from embershard.resume_rules import Free
 
 #: Samples that are counted for a profile when a policy needs one and none is given.
 DEFAULT_SAMPLES = 200_000
@@ -20,10 +21,10 @@ class ProfileConfig:
     500
     """
 
-    path: str | None = None
+    path: Free[str | None] = None
     """File of a frequency profile. Without it, one is counted from the training data if `cache.policy` needs it."""
 
-    samples: int | None = None
+    samples: Free[int | None] = None
     """Samples to count for a profile; 200000 when one is needed. Not together with `path`."""
 
     def __post_init__(self) -> None:

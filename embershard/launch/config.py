@@ -30,7 +30,6 @@ from embershard.decoding import (
     type_name,
     unknown_key,
 )
-from embershard.earlier_settings import bring_up_to_date, refuse_earlier
 from embershard.errors import ConfigError
 
 C = TypeVar("C")
@@ -49,8 +48,6 @@ def load_config(
 ) -> C:
     """Read the dataclass `cls` from a TOML file and `key=value` overrides, of which the last one wins.
 
-    In a run's own record, which an earlier version may have written, earlier names of settings are accepted.
-
     Args:
         trust_code: `model.build` may be a module inside of a run's folder, which somebody else may have written.
         run_dir: counts as a run's folder, though nothing may be in it yet.
@@ -61,7 +58,6 @@ def load_config(
     """
     values = read_toml(path)
     is_record = path.name == RUN_CONFIG and holds_run(path.parent)
-    bring_up_to_date(values, rename=is_record)
     recorded = _own_model(values).get("folder") if is_record and not trust_code else None
     is_named = any(override.partition("=")[0].strip() == "model.folder" for override in overrides)
     if isinstance(recorded, str) and not Path(recorded).is_absolute() and not is_named:
@@ -136,7 +132,6 @@ def apply_override(cls: type, values: dict[str, Any], override: str) -> None:
     if not equals:
         raise ConfigError(f"--set {override}: needed KEY=VALUE, for instance --set train.batch_size=512.")
     key = key.strip()
-    refuse_earlier(key)
     hint: Any = cls
     *sections, name = key.split(".")
     for number, part in enumerate((*sections, name)):

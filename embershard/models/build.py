@@ -7,13 +7,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torchrec.models.deepfm import SimpleDeepFMNN
+from torchrec.models.dlrm import DLRM, DLRM_DCN
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from embershard.models.config import WITH_HISTORY, ModelConfig
-from embershard.models.dlrm import build_dlrm
+from embershard.models.config import DCN_LOW_RANK_DIM, DCN_NUM_LAYERS, WITH_HISTORY, ModelConfig
 from embershard.models.history import build_with_history
+from embershard.models.loss import WithLoss
 from embershard.models.own_model import build_own
-from embershard.models.schema import SchemaLike
-from embershard.models.tables import ModelTable, tables_in
+from embershard.models.schema import SchemaLike, check_schema
+from embershard.models.tables import ModelTable, embedding_tables, tables_in
 
 
 def build_model(config: ModelConfig, schema: SchemaLike, device: torch.device) -> nn.Module:
@@ -74,3 +77,30 @@ def _outline(config: ModelConfig, schema: Any) -> tuple[tuple[ModelTable, ...], 
         model = build_model(config, schema, torch.device("cpu"))
     dense = sum(parameter.numel() for parameter in model.parameters() if parameter.device.type != "meta")
     return tuple(tables_in(model)), dense
+
+
+def build_dlrm(config: ModelConfig, schema: SchemaLike, device: torch.device) -> WithLoss:
+    """Build a DLRM, DLRM-DCNv2 or DeepFM: see `build_model`."""
+    check_schema(schema)
+    collection = EmbeddingBagCollection(tables=embedding_tables(config, schema.sparse), device=torch.device("meta"))
+    num_labels = len(schema.target.labels)
+    layers = list(config.dense_arch_layer_sizes), list(config.over_layers(num_labels))
+    with device:
+        if config.arch == "deepfm":
+            model: nn.Module = _deepfm(config, collection, len(schema.dense), num_labels)
+        elif config.arch == "dlrm":
+            model = DLRM(collection, len(schema.dense), *layers, dense_device=device)
+        else:
+            cross = config.dcn_num_layers or DCN_NUM_LAYERS, config.dcn_low_rank_dim or DCN_LOW_RANK_DIM
+            model = DLRM_DCN(collection, len(schema.dense), *layers, *cross, dense_device=device)
+        return WithLoss(model, schema.target)
+
+
+def _deepfm(config: ModelConfig, collection: EmbeddingBagCollection, num_dense: int, num_labels: int) -> SimpleDeepFMNN:
+    """Return TorchRec's DeepFM with an output per label, and without the sigmoid at its end: the loss takes logits."""
+    model = SimpleDeepFMNN(num_dense, collection, config.dense_arch_layer_sizes[0], config.over_arch_layer_sizes[0])
+    last = next(layer for layer in model.over_arch.model.children() if isinstance(layer, nn.Linear))
+    if num_labels > 1:
+        last = nn.Linear(last.in_features, num_labels)
+    model.over_arch.model = nn.Sequential(last)
+    return model

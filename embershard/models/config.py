@@ -6,10 +6,14 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from embershard.errors import ConfigError
+from embershard.resume_rules import Free, OfModel
 
 Arch = Literal["dlrm", "dlrm_dcn", "deepfm", "din", "tbsm"]
 #: Those that look at a user's history.
 WITH_HISTORY = ("din", "tbsm")
+#: Defaults of the cross network, which "dlrm_dcn" has.
+DCN_NUM_LAYERS = 3
+DCN_LOW_RANK_DIM = 32
 _DEEPFM_LAYERS = 2
 _DIM_MULTIPLE = 4  # FBGEMM stores rows as vectors of four numbers
 
@@ -23,52 +27,52 @@ class ModelConfig:
     'dlrm'
     """
 
-    arch: Arch = "dlrm"
+    arch: OfModel[Arch] = "dlrm"
     """Interaction of the features: "dlrm" takes dot products of all pairs, "dlrm_dcn" a low-rank cross
     network (DLRM-DCNv2, as in MLPerf Training), "deepfm" a factorization machine beside a layer over all embeddings.
     "din" and "tbsm" have attention over a user's history, by the item that is scored: DIN over the history's
     embeddings, TBSM over the outputs of a DLRM for each event."""
 
-    embedding_dim: int = 16
+    embedding_dim: OfModel[int] = 16
     """Numbers per embedding row, the same for all tables. A multiple of 4."""
 
-    dense_arch_layer_sizes: tuple[int, ...] = (64, 16)
+    dense_arch_layer_sizes: OfModel[tuple[int, ...]] = (64, 16)
     """Layer widths of the MLP over the dense features. The last one must be `embedding_dim`; "deepfm" has two."""
 
-    over_arch_layer_sizes: tuple[int, ...] = (64, 32, 1)
+    over_arch_layer_sizes: OfModel[tuple[int, ...]] = (64, 32, 1)
     """Layer widths of the MLP over the interaction. The last one must be 1, the logit; of several labels, the
     model has as many. "deepfm" has two: the layer over all embeddings, and the logit."""
 
-    table_dtype: Literal["fp32", "fp16"] = "fp32"
+    table_dtype: OfModel[Literal["fp32", "fp16"]] = "fp32"
     """Number format of the embedding rows. The dense layers are always fp32."""
 
-    dcn_num_layers: int | None = None
+    dcn_num_layers: OfModel[int | None] = None
     """Layers of the cross network. Only for arch "dlrm_dcn"; there the default is 3."""
 
-    dcn_low_rank_dim: int | None = None
+    dcn_low_rank_dim: OfModel[int | None] = None
     """Rank of each cross layer's weight. Only for arch "dlrm_dcn"; there the default is 32."""
 
-    target: tuple[str, ...] = ()
+    target: OfModel[tuple[str, ...]] = ()
     """Sparse features of the item that is scored: one id each. Only for arch "din" and "tbsm", which need them."""
 
-    history: tuple[str, ...] = ()
+    history: OfModel[tuple[str, ...]] = ()
     """Sparse features of the user's history, oldest event first: the same property as the feature at the same place in
     `target`, and in the same table. All have an id for each event. Only for arch "din" and "tbsm"."""
 
-    history_layer_sizes: tuple[int, ...] | None = None
+    history_layer_sizes: OfModel[tuple[int, ...] | None] = None
     """Layer widths of the MLP that sees one event of the history: DIN's activation unit (before its layer of width 1),
     or the MLP over the interaction of a time step of TBSM, whose last width is that of a step's vector. Only for arch
     "din" and "tbsm"; there the default is [32, 16]."""
 
-    build: str | None = None
+    build: OfModel[str | None] = None
     """A model of one's own, "module:function": the function takes the schema and `model.options`, and returns a module
     with TorchRec's embedding collections. No other setting of the model then has an effect."""
 
-    folder: str | None = None
+    folder: Free[str | None] = None
     """Folder in which `build`'s module is looked up besides the Python path. Default: that of the settings' file. A run
     records it as an absolute path; what is inside of a run's folder is imported only with --trust-code."""
 
-    options: dict[str, Any] = field(default_factory=dict, hash=False)
+    options: OfModel[dict[str, Any]] = field(default_factory=dict, hash=False)
     """Settings of one's own, which `build`'s function gets: any names and values."""
 
     def __post_init__(self) -> None:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from embershard.models.config import Arch, ModelConfig
-from embershard.models.dlrm import DCN_LOW_RANK_DIM, DCN_NUM_LAYERS
+from embershard.models.config import DCN_LOW_RANK_DIM, DCN_NUM_LAYERS, Arch, ModelConfig
 
 _FLOPS_PER_MULTIPLY_ADD = 2 * 3  # the forward, and in the backward the gradients of inputs and of weights
 

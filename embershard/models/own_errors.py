@@ -51,8 +51,8 @@ def note_batch(error: BaseException, batch: Any) -> None:
     )
 
 
-def told(error: BaseException) -> str | None:
-    """Return what a user should read of an error in a model of one's own; None for other errors."""
+def message_for_user(error: BaseException) -> str | None:
+    """Return the message of an error in a model of one's own: its lines and its batch. None for other errors."""
     frames, batch = own_frames(error), error.__dict__.get("embershard_batch")
     if batch is None or not frames or os.environ.get(TRACEBACK_VARIABLE):
         return None

@@ -99,7 +99,6 @@ def source_digest(config: ModelConfig) -> str:
 
 
 def _function(config: ModelConfig) -> Callable[..., Any]:
-    """Return the function that `config.build` names."""
     assert config.build is not None
     module_name, _, name = config.build.partition(":")
     module = _module(module_name, config.folder)

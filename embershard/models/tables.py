@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
-from torchrec.modules.embedding_configs import DataType
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from embershard.errors import ConfigError
+from embershard.models.config import ModelConfig
+from embershard.models.schema import SparseFeatureLike, table_name
 
 _DTYPES: dict[DataType, Literal["fp32", "fp16"]] = {DataType.FP32: "fp32", DataType.FP16: "fp16"}
 
@@ -75,3 +77,22 @@ def tables_in(model: nn.Module) -> Iterator[ModelTable]:
                 module=path,
                 pooling=table.pooling.value.lower() if is_bag else "",
             )
+
+
+def embedding_tables(config: ModelConfig, features: Sequence[SparseFeatureLike]) -> list[EmbeddingBagConfig]:
+    """Return the tables of bags that `features` look up, in the order of each table's first feature."""
+    dtype = DataType.FP16 if config.table_dtype == "fp16" else DataType.FP32
+    by_table: dict[str, list[SparseFeatureLike]] = {}
+    for feature in features:
+        by_table.setdefault(feature.table or feature.name, []).append(feature)
+    return [
+        EmbeddingBagConfig(
+            name=table_name(name),
+            num_embeddings=sharing[0].num_rows,
+            embedding_dim=config.embedding_dim,
+            feature_names=[feature.name for feature in sharing],
+            data_type=dtype,
+            pooling=PoolingType.MEAN if sharing[0].pooling == "mean" else PoolingType.SUM,
+        )
+        for name, sharing in by_table.items()
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from embershard.errors import ConfigError
+from embershard.resume_rules import Free
 
 
 @dataclass(frozen=True)
@@ -15,10 +16,10 @@ class LookAheadConfig:
     2
     """
 
-    lookahead: int = 64
+    lookahead: Free[int] = 64
     """Batches whose ids are known ahead of the one in training; 0 looks at no batch before its step."""
 
-    prefetch: int = 2
+    prefetch: Free[int] = 2
     """The most batches whose rows are on the device ahead of the one in training. On a CPU as few as keep steps from
     waiting, from 1 on; fewer where they do not fit."""
 

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 from embershard.cache.config import CacheConfig
 from embershard.errors import ConfigError
+from embershard.resume_rules import AsOrder, Free, OfTraining
 
 CommDtype = Literal["fp32", "fp16", "bf16"]
 ExchangeChoice = Literal["pooled", "rows", "auto"]
@@ -18,31 +19,31 @@ _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 class ShardingConfig:
     """Places of the tables, sizes of the caches, and number types between ranks."""
 
-    plan: str | None = None
+    plan: Free[str | None] = None
     """File of a plan that `embershard plan` made. It decides where every table is and how many slots every cache has;
     `cache.ratio`, `cache.device_bytes` and `sharding.exchange` are for planning then. Without it, TorchRec's planner
     places the tables."""
 
-    forward_dtype: CommDtype = "fp32"
+    forward_dtype: OfTraining[CommDtype] = "fp32"
     """Type of pooled embeddings between ranks. "fp16" and "bf16" halve the bytes and round: training then differs from
     that in fp32, alike with and without a cache. "bf16" on GPUs only."""
 
-    backward_dtype: CommDtype = "fp32"
+    backward_dtype: OfTraining[CommDtype] = "fp32"
     """The same for their gradients."""
 
-    exchange: ExchangeChoice = "pooled"
+    exchange: Free[ExchangeChoice] = "pooled"
     """What travels between ranks. "pooled": one embedding per sample and feature, as in TorchRec. "rows": each distinct
     row once per rank and batch; it is pooled where the samples are. "rows" moves fewer bytes where bags are short and
     rows repeat in a batch, more where bags are long. It rounds sums in another order. "auto", for planning only, takes
     for each table what moves fewer bytes by the profile. Without a cache, all tables exchange pooled embeddings."""
 
-    mode: Mode = "sharded"
+    mode: AsOrder[Mode] = "sharded"
     """Where rows are trained. "sharded": each row on the rank that has its shard. "hot_cold": the most frequent rows on
     every rank, with equal values, the others as in "sharded"; batches are packed of samples that need hot rows only,
     and of the others (FAE). "data_parallel": all rows of a batch on every rank, with equal values (cDLRM); each rank's
     cache has its `cache.ratio` of the whole tables, and all ranks must be on one machine, on its CPU."""
 
-    hot_bytes: int | None = None
+    hot_bytes: AsOrder[int | None] = None
     """Device memory of each rank for hot rows and their optimizer states, in bytes. "hot_cold" needs it; other modes
     refuse it."""
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from embershard.decoding import decode
-from embershard.earlier_settings import with_current_names
 from embershard.errors import ShardingError, naming_file
 from embershard.sharding.sharding_types import ROWS_TYPES, SHARDING_TYPES
 from embershard.sharding.shards import (
@@ -169,11 +168,6 @@ class Plan:
         text = json.dumps(values, sort_keys=True, allow_nan=False, default=described)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    @property
-    def settings_by_name(self) -> dict[str, Any]:
-        """`settings` under current names. A plan of an earlier version keeps its own names, and so its digest."""
-        return with_current_names(self.settings)
-
     def save(self, path: Path | str) -> None:
         """Write the JSON file, one table, pool or prediction to a line.
 
@@ -262,7 +256,7 @@ class Plan:
         """Return a sentence for each of a run's settings that differs from the prediction's."""
         return [
             f"{name} is {_plain(settings[name])!r}; the plan's prediction assumed {_plain(assumed)!r}"
-            for name, assumed in sorted({**self.settings_by_name, "train.batch_size": self.batch_size}.items())
+            for name, assumed in sorted({**self.settings, "train.batch_size": self.batch_size}.items())
             if name in settings and _plain(settings[name]) != _plain(assumed)
         ]
 

@@ -74,7 +74,7 @@ def _values(values: Iterable[tuple[str, object, object]]) -> list[str]:
 
 
 def _settings(before: Plan, after: Plan) -> list[str]:
-    old, new = before.settings_by_name, after.settings_by_name
+    old, new = before.settings, after.settings
     return _values((name, old.get(name), new.get(name)) for name in sorted(old.keys() | new.keys()))
 
 

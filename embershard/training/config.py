@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from embershard.cache import CacheConfig
 from embershard.data import DataConfig
@@ -14,9 +14,11 @@ from embershard.errors import ConfigError
 from embershard.frequency.config import ProfileConfig
 from embershard.models import ModelConfig
 from embershard.pipeline.config import LookAheadConfig
+from embershard.resume_rules import AsGlobalBatch, Free, OfTraining
 from embershard.sharding.config import ShardingConfig
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig, ScheduleConfig
-from embershard.training.tracking import TrackingConfig
+
+TrackerKind = Literal["tensorboard", "wandb", "mlflow", "trackio", "prometheus"]
 
 _BATCH_SIZE = 1024
 #: Batches that are read, beside those of the look-ahead and those that were parsed ahead, when a loss is known.
@@ -27,43 +29,43 @@ _IN_WORK = 8
 class TrainConfig:
     """Length, hardware and reports of the training."""
 
-    batch_size: int | None = None
+    batch_size: AsGlobalBatch[int | None] = None
     """Samples per rank and step. Default: 1024, unless `global_batch_size` is set."""
 
-    global_batch_size: int | None = None
+    global_batch_size: OfTraining[int | None] = None
     """Samples per step of all ranks together, a multiple of their number; in place of `batch_size`. Step k then trains
     on the same samples with any number of ranks."""
 
-    epochs: int | None = None
+    epochs: Free[int | None] = None
     """Passes over the training data. 1 when neither this nor `max_steps` is given."""
 
-    max_steps: int | None = None
+    max_steps: Free[int | None] = None
     """Steps after which training ends, unless the epochs end first."""
 
-    eval_every: int | None = None
+    eval_every: Free[int | None] = None
     """Steps between evaluations on the held-out part. Without it, there is one, at the end."""
 
-    log_every: int = 20
+    log_every: Free[int] = 20
     """Steps between two lines of progress, and of metrics.jsonl."""
 
-    seed: int = 0
+    seed: OfTraining[int] = 0
     """Seed of the initial weights. data.seed is that of the data's order."""
 
-    init: Literal["counter", "torchrec"] = "counter"
+    init: OfTraining[Literal["counter", "torchrec"]] = "counter"
     """Initial weights of the tables. `counter`: functions of seed, table, row and column, the same with any number of
     ranks and any plan; rows of cached tables are made when they are first touched. `torchrec`: TorchRec's own, which
     depend on the plan and are made at once."""
 
-    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
+    precision: OfTraining[Literal["fp32", "bf16", "fp64"]] = "fp32"
     """Number format of the dense layers' arithmetic: "bf16" is automatic mixed precision. With "fp64" losses do not
     depend on the number of ranks, up to the last digits (docs/training.md); it is slower, and takes more memory."""
 
-    on_non_finite: Literal["stop", "skip"] = "stop"
+    on_non_finite: Free[Literal["stop", "skip"]] = "stop"
     """Reaction of all ranks to a loss that is NaN or infinite on one of them. `stop`: the run ends, and no checkpoint
     has what such a loss trained. `skip`: the batch trains nothing, as if it had not been there; the run ends when ten
     in a row were skipped and the next one must be, too. On a GPU `skip` waits for every forward."""
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Free[Literal["auto", "cpu", "cuda"]] = "auto"
     """Where to train; "auto": on GPUs if there are any."""
 
     def __post_init__(self) -> None:
@@ -108,6 +110,41 @@ class TrainConfig:
     def num_epochs(self) -> int | None:
         """Epochs to run; None: no limit but `max_steps`."""
         return 1 if self.epochs is None and self.max_steps is None else self.epochs
+
+
+@dataclass(frozen=True)
+class TrackingConfig:
+    """Trackers of a run, beside the files in its folder. The first rank alone tells them; one that fails is left out.
+
+    >>> TrackingConfig(trackers=("tensorboard", "mlflow")).trackers
+    ('tensorboard', 'mlflow')
+    """
+
+    trackers: Free[tuple[TrackerKind, ...]] = ("tensorboard",)
+    """Who gets the run's settings, reports and result: TensorBoard, Weights & Biases, MLflow, Trackio; and Prometheus,
+    which reads them from a port of this machine. Each must be installed. See docs/tracking.md."""
+    project: Free[str] = "embershard"
+    """Name under which Weights & Biases and Trackio gather runs; for MLflow, the experiment."""
+    prometheus_port: Free[int] = 9464
+    """Port at which Prometheus reads the newest reports."""
+    prometheus_host: Free[str] = "127.0.0.1"
+    """Address of that port. Anyone who can reach it can read the reports."""
+
+    def __post_init__(self) -> None:
+        known = get_args(TrackerKind)
+        for name in self.trackers:
+            if name not in known:
+                raise ConfigError(f"tracking.trackers: got {name!r}, needed some of {', '.join(known)}.")
+        twice = [name for name in known if self.trackers.count(name) > 1]
+        if twice:
+            raise ConfigError(f"tracking.trackers: got {twice[0]!r} twice, needed each tracker once.")
+        if not self.project:
+            raise ConfigError("tracking.project: got an empty name.")
+        if not 1 <= self.prometheus_port <= 65535:
+            raise ConfigError(f"tracking.prometheus_port: got {self.prometheus_port}, needed 1 to 65535.")
+        is_changed = (self.prometheus_port, self.prometheus_host) != (9464, "127.0.0.1")
+        if is_changed and "prometheus" not in self.trackers:
+            raise ConfigError('tracking.prometheus_port and prometheus_host have no effect without "prometheus".')
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from embershard.errors import ConfigError
+from embershard.resume_rules import OfTraining
 
-if TYPE_CHECKING:  # they take seconds to import, and settings need them not
+if TYPE_CHECKING:  # they take seconds to import, and settings do not need them
     import torch
     from torch import nn
+    from torchrec.distributed.model_parallel import DistributedModelParallel
     from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 #: Classes of torch.optim.
@@ -41,21 +43,21 @@ _FUSED_WITHOUT_WEIGHT_DECAY = ("sgd", "rowwise_adagrad", "adagrad")
 class EmbeddingOptimizerConfig:
     """The optimizer of the embedding rows, fused into the backward pass by FBGEMM."""
 
-    kind: Literal[
-        "sgd", "rowwise_adagrad", "adagrad", "adam", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb"
+    kind: OfTraining[
+        Literal["sgd", "rowwise_adagrad", "adagrad", "adam", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb"]
     ] = "rowwise_adagrad"
     """FBGEMM's optimizer: "sgd", "rowwise_adagrad" and "adagrad" on the CPU, all on GPUs."""
 
-    lr: float = 0.02
+    lr: OfTraining[float] = 0.02
     """Learning rate after warm-up."""
 
-    eps: float | None = None
+    eps: OfTraining[float | None] = None
     """Added to the denominator of the adaptive optimizers; FBGEMM's default is 1e-8. Not for "sgd"."""
 
-    weight_decay: float | None = None
+    weight_decay: OfTraining[float | None] = None
     """Weight decay of the touched rows. Only for the Adam and LAMB kinds: FBGEMM's others ignore it."""
 
-    betas: tuple[float, float] | None = None
+    betas: OfTraining[tuple[float, float] | None] = None
     """Decay of the first and second moment. Only for the Adam and LAMB kinds."""
 
     def __post_init__(self) -> None:
@@ -94,22 +96,22 @@ class EmbeddingOptimizerConfig:
 class DenseOptimizerConfig:
     """The optimizer of the dense layers."""
 
-    kind: Literal["sgd", "adagrad", "adam", "adamw"] = "adam"
+    kind: OfTraining[Literal["sgd", "adagrad", "adam", "adamw"]] = "adam"
     """An optimizer of torch.optim."""
 
-    lr: float = 0.001
+    lr: OfTraining[float] = 0.001
     """Learning rate after warm-up."""
 
-    eps: float | None = None
+    eps: OfTraining[float | None] = None
     """Added to the denominator of the adaptive optimizers; torch's default when absent. Not for "sgd"."""
 
-    weight_decay: float | None = None
+    weight_decay: OfTraining[float | None] = None
     """L2 penalty, for "adamw" decoupled weight decay; torch's default when absent."""
 
-    betas: tuple[float, float] | None = None
+    betas: OfTraining[tuple[float, float] | None] = None
     """Decay of the first and second moment. Only for "adam" and "adamw"."""
 
-    clip_norm: float | None = None
+    clip_norm: OfTraining[float | None] = None
     """Largest norm of the gradient of all dense parameters together; absent: no clipping."""
 
     def __post_init__(self) -> None:
@@ -144,19 +146,19 @@ class ScheduleConfig:
     0.5
     """
 
-    warmup_steps: int = 0
+    warmup_steps: OfTraining[int] = 0
     """Steps over which the factor rises linearly to 1."""
 
-    decay: Literal["none", "linear", "cosine", "quadratic"] = "none"
+    decay: OfTraining[Literal["none", "linear", "cosine", "quadratic"]] = "none"
     """Shape of the decay; "quadratic" is the one of MLPerf's DLRM."""
 
-    decay_start: int | None = None
+    decay_start: OfTraining[int | None] = None
     """First step of the decay; the end of the warm-up when absent. Needs `decay`."""
 
-    decay_steps: int | None = None
+    decay_steps: OfTraining[int | None] = None
     """Length of the decay in steps. Needed by every `decay` but "none"."""
 
-    floor: float | None = None
+    floor: OfTraining[float | None] = None
     """Factor at the end of the decay and after it; 0 when absent. Needs `decay`."""
 
     def __post_init__(self) -> None:
@@ -210,30 +212,55 @@ def _fused_class(kind: str) -> type[torch.optim.Optimizer]:
     return classes[kind]
 
 
-class LearningRates:
-    """Sets the learning rates of both optimizers by the schedule.
+class Optimizers:
+    """Both optimizers of a run on one rank, with their learning rates.
 
     Args:
-        fused, dense: an optimizer, and its rate where the factor is 1.
+        model: sharded, with the optimizer `embedding` attached to its tables.
 
     Attributes:
-        factor: of the last step; None before the first one.
+        dense: of the dense layers; its state dict is keyed by parameter name.
+        dense_parameters: those that it trains, by name.
+        factor: of the learning rates in the last step; None before the first one.
     """
 
-    def __init__(self, schedule: ScheduleConfig, fused: tuple[Any, float], dense: tuple[Any, float]) -> None:
-        self._schedule, self._fused, self._rates = schedule, fused[0], (dense, fused)
+    def __init__(
+        self,
+        model: DistributedModelParallel,
+        embedding: EmbeddingOptimizerConfig,
+        dense: DenseOptimizerConfig,
+        schedule: ScheduleConfig,
+    ) -> None:
+        from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+        self._embedding_config, self._dense_config, self._schedule = embedding, dense, schedule
+        self.dense_parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
+        self.dense = dense.build(self.dense_parameters)
+        self._fused = model.fused_optimizer
         self.factor: float | None = None
 
-    def set(self, steps: int) -> None:
-        """Set the rates of the step that follows `steps` trained ones."""
+    def begin_step(self, steps: int) -> None:
+        """Drop the gradients, and set the learning rates of the step that follows `steps` trained ones."""
+        self.dense.zero_grad()
         factor = self._schedule.factor(steps)
         if factor == self.factor:
             return
         self.factor = factor
-        for optimizer, lr in self._rates:
+        for optimizer, config in ((self.dense, self._dense_config), (self._fused, self._embedding_config)):
             for group in optimizer.param_groups:
-                group["lr"] = lr * factor
+                group["lr"] = config.lr * factor
         self._fused.step()  # only hands the rate to the kernels
+
+    def step(self) -> None:
+        """Train the dense layers. The backward has trained the embedding rows."""
+        self._dense_config.clip(self.dense_parameters.values())
+        self.dense.step()
+
+    def set_num_steps(self, steps: int) -> None:
+        """Set the number of trained steps in FBGEMM's kernels that depend on it: they count forwards, whatever becomes
+        of them, and their state dicts leave the number out."""
+        if self._embedding_config.counts_steps:
+            self._fused.set_optimizer_step(steps)
 
 
 def _check_optimizer(

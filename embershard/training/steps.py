@@ -1,22 +1,26 @@
-"""The trainer's next batch: from the look-ahead pipeline, or one at a time."""
+"""The input of a training: `Steps`, the next batch, from the look-ahead pipeline or one at a time; and what fails."""
 
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from itertools import chain
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from embershard.data import Batch, BatchStream, Source, StreamState
+from embershard.data.bad_rows import BadRow, BadRowTally
+from embershard.data.sources.source import Split
 from embershard.distributed import Ranks, shortest
 from embershard.errors import DataError
 from embershard.pipeline import LookAheadPipeline, LookAheadStats
 from embershard.training.config import RunConfig
 from embershard.training.hot_cold import HotSet
+from embershard.training.quality.reports import BadRowsReport
 from embershard.training.step_trace import StepTrace
 
 T = TypeVar("T")
@@ -57,8 +61,8 @@ def open_stream(
 
 
 class Steps:
-    """The batches of a run, one per step, and the end of the *trained* part of the data: batches that are only known or
-    resident belong to later steps.
+    """The batches of a run, one per step. `state` is the position behind the last one that was trained: batches ahead
+    of it, though known or resident already, belong to later steps.
 
     Args:
         stream: the batches of this rank.
@@ -109,9 +113,10 @@ class Steps:
         """Position behind the last trained batch."""
         return self._stream.to_save(self._state)
 
-    def replace_one(self) -> None:
-        """Read one more batch than the limit: a batch was skipped, and was no step."""
+    def replace_one(self) -> StreamState:
+        """Read one more batch than the limit: a batch was skipped, and was no step. Return the position behind it."""
         self._num_to_replace += 1
+        return self.state
 
     def stats(self) -> LookAheadStats | None:
         """Return the counters of the look-ahead; None without a pipeline."""
@@ -148,3 +153,69 @@ class Steps:
         with inner as batch:
             yield batch
         self._state = self._states.popleft()
+
+
+_NAMES: dict[Split, str] = {"train": "training", "eval": "held-out"}
+
+
+class BadRowCount:
+    """Counts bad rows over all ranks, since the process started; those to train on and held-out ones by themselves.
+
+    Args:
+        allowed: `DataConfig.bad_rows`. It is a share of an epoch, or of what was read where that is more: a few bad
+            rows at the start of the data do not stop a run.
+
+    Attributes:
+        num_bad: bad rows that were read; a row counts each time.
+    """
+
+    def __init__(self, allowed: Literal["stop"] | float, ranks: Ranks) -> None:
+        self._allowed, self._ranks = allowed, ranks
+        self.num_bad = 0
+        self._new: list[tuple[Split, int, BadRowTally]] = []
+        self._bad: Counter[Split] = Counter()
+        self._read: Counter[Split] = Counter()
+        self._of_epoch: Counter[Split] = Counter()
+
+    @property
+    def are_tolerated(self) -> bool:
+        """True if a bad row does not stop the run by itself."""
+        return self._allowed != "stop"
+
+    def add(self, stream: BatchStream, split: Split) -> None:
+        """Add the rows that `stream` read since the last call with it. The next `report` has them."""
+        self._new.append((split, stream.num_samples, stream.bad_rows.take()))
+
+    def count(self, stream: BatchStream, step: int) -> Iterator[BadRowsReport]:
+        """Add the training stream, yield the report if there is one, and `check`. Collective."""
+        self.add(stream, "train")
+        if (report := self.report(step)) is not None:
+            yield report
+        self.check()
+
+    def report(self, step: int) -> BadRowsReport | None:
+        """Return the bad rows that all ranks added since the last report, if there are any. Collective."""
+        new, self._new = self._new, []
+        if not self.are_tolerated:
+            return None
+        rows: list[BadRow] = []
+        for split, epoch_samples, tally in chain.from_iterable(self._ranks.all_gather_objects(new)):
+            self._of_epoch[split] = epoch_samples
+            self._read[split] += tally.num_samples
+            self._bad[split] += tally.num_bad
+            rows += tally.rows
+        before, self.num_bad = self.num_bad, self._bad.total()
+        return BadRowsReport(step, self.num_bad, tuple(rows)) if self.num_bad > before else None
+
+    def check(self) -> None:
+        """Raise `DataError`, on all ranks, if there were more bad rows than `data.bad_rows` allows."""
+        for split, num_bad in self._bad.items():
+            of = max(self._of_epoch[split], self._read[split])
+            if not isinstance(self._allowed, str) and num_bad > self._allowed * of:
+                error = DataError(
+                    f"{num_bad:,} bad rows in {of:,} samples ({num_bad / of:.2%}) of the {_NAMES[split]} data; "
+                    f"data.bad_rows = {self._allowed:g} allows {self._allowed:.2%}. They are listed in the run's "
+                    "bad_rows.jsonl; `embershard data validate` counts all"
+                )
+                error.is_shown_elsewhere = not self._ranks.is_first
+                raise error

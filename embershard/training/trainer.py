@@ -2,55 +2,46 @@
 
 from __future__ import annotations
 
-import functools
 import time
-import uuid
-from array import array
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torch import Tensor
 
-from embershard.data import Batch, BatchStream, StreamState, open_source
+from embershard.data import Batch, BatchStream, StreamState, Target, open_source
 from embershard.distributed import Ranks, Supervision, shortest, verify_checkpoint
 from embershard.distributed.traffic import counted_as_other
 from embershard.errors import CheckpointError, FailedSaveError
 from embershard.pipeline import LookAheadPipeline
-from embershard.sharding.torchrec import cached_embeddings
+from embershard.sharding.torchrec import cancel_forward
 from embershard.stages import stage
-from embershard.training.build import build_sharded_model, features_of, find_plan, find_profile
-from embershard.training.checkpoint.comparison import Comparison
+from embershard.training.build import build_sharded_model, divided_once, features_of, find_plan, find_profile
 from embershard.training.checkpoint.identity import global_batch
-from embershard.training.checkpoint.kept_batches import KeptBatches
 from embershard.training.checkpoint.run_state import PreparedSave, RunState
+from embershard.training.checkpoint.saved_run import SettingsComparison
 from embershard.training.checkpoint.saves import Saves
 from embershard.training.config import RunConfig
-from embershard.training.fit.disk_needs import check_disk_for_run
+from embershard.training.fit.machine_limits import check_disk_for_run
 from embershard.training.fit.machines import check_machines
 from embershard.training.fit.memory_check import check_memory_for_run
-from embershard.training.float64 import divided_once
 from embershard.training.hot_cold import find_hot_set
-from embershard.training.optimizers import LearningRates
-from embershard.training.quality.bad_rows import BadRowCount
-from embershard.training.quality.cache_report import CacheReader
-from embershard.training.quality.loss_monitor import LossMonitor, in_float64
-from embershard.training.quality.metrics import Predicted, PredictionBuffer
-from embershard.training.quality.prediction import autocast, predict, until_stopped
+from embershard.training.optimizers import Optimizers
+from embershard.training.quality.counters import StepMetrics
+from embershard.training.quality.loss_monitor import KeptBatches, LossMonitor, in_float64
+from embershard.training.quality.metrics import Predicted, autocast, predict, until_stopped
 from embershard.training.quality.reports import (
+    BadRowsReport,
     EvalReport,
-    FailedSaveReport,
     Report,
     SaveReport,
     SkippedBatchReport,
     StopReport,
     TrainReport,
 )
-from embershard.training.quality.traffic_report import TrafficReader
-from embershard.training.steps import InputFailure, Steps, open_stream
-
-#: Newest samples per rank that count for the AUC in the progress line.
-WINDOW_SAMPLES = 16_384
+from embershard.training.steps import BadRowCount, InputFailure, Steps, open_stream
 
 
 class Trainer:
@@ -77,33 +68,33 @@ class Trainer:
         check_machines(config, ranks, checkpoints and checkpoints.parent)
         self.plan = find_plan(config, ranks)
         self.source = open_source(config.data)
-        self.target = self.source.schema.target
-        self._first_step = 0  # of this process: it may go on from a checkpoint
         self.memory_warning = check_memory_for_run(config, self.plan, ranks)  # before the model is built
         profile = find_profile(config, self.source)
         self.hot = find_hot_set(config, profile, self.source, ranks, checkpoints and checkpoints.parent)
+        self.steps = self.samples = 0
+        self._first_step = 0  # of this process: it may go on from a checkpoint
         self.stream = self._open_stream(StreamState(seed=config.data.seed))
+        self._upcoming: Steps | None = None
         if checkpoints is not None:
             check_disk_for_run(config, self.plan, checkpoints, self.total_steps, ranks)
         self.model = build_sharded_model(config, self.plan, profile, self.source.schema, ranks, self.hot)
-        self.dense_parameters = dict(in_backward_optimizer_filter(self.model.named_parameters()))
-        self.dense_optimizer = config.dense_optimizer.build(self.dense_parameters)
-        self.state = RunState(config, self.source, self.model, self.dense_optimizer, ranks, self.hot)
-        self._upcoming: Steps | None = None
+        self.optimizers = Optimizers(self.model, config.embedding_optimizer, config.dense_optimizer, config.schedule)
+        self.state = RunState(config, self.source, self.model, self.optimizers, ranks, self.hot)
+        self._saves = Saves(config.checkpoint, ranks)
         self._input_failure = InputFailure()
         self.bad_rows = BadRowCount(config.data.bad_rows, ranks)
-        self._saves = Saves(config.checkpoint, ranks)
         self.loss_monitor = self._make_loss_monitor()
-        self.window = PredictionBuffer(self.target, WINDOW_SAMPLES)
-        self.cache_reader = CacheReader(self.model, ranks)
-        self.traffic_reader = TrafficReader(ranks)
-        self.steps = self.samples = 0
-        self.step_seconds = array("d")
-        self._reported_steps = 0
-        self._autocast = functools.partial(autocast, config.train, ranks.device)
-        fused = (self.model.fused_optimizer, config.embedding_optimizer.lr)
-        self._learning_rates = LearningRates(config.schedule, fused, (self.dense_optimizer, config.dense_optimizer.lr))
-        self.run_id = ranks.from_first(lambda: uuid.uuid4().hex)
+        self.metrics = StepMetrics(self.model, self.target, ranks)
+
+    @property
+    def target(self) -> Target:
+        """What is predicted of a sample."""
+        return self.source.schema.target
+
+    @property
+    def step_seconds(self) -> Sequence[float]:
+        """Seconds of each step that this process has trained."""
+        return self.metrics.step_seconds
 
     @property
     def total_steps(self) -> int:
@@ -120,19 +111,16 @@ class Trainer:
         first = self.steps
         with self._saves:
             try:
-                yield from self._train()
+                evaluated = yield from self._train_steps()
+                yield from self._end(evaluated)
             except Exception as error:
                 if error is self._input_failure.error and self.checkpoints and self.steps > first:
-                    yield from self._save_at_failure()
+                    yield from self._saves.at_failure(self.steps, self._prepare_save)
                 raise
 
-    def _train(self) -> Iterator[Report]:
-        evaluated = -1
-        config = self.config
-
-        def every(steps: int | None) -> bool:
-            return steps is not None and self.steps % steps == 0
-
+    def _train_steps(self) -> Generator[Report, None, int | None]:
+        """Return the step of the last evaluation, if there was one."""
+        train, evaluated = self.config.train, None
         while self.steps < self.total_steps and not self.supervision.must_stop:
             started = time.perf_counter()
             try:
@@ -143,46 +131,52 @@ class Trainer:
                 skipped = self.step(batch)
             self.supervision.beat()
             if skipped is not None:
-                self.upcoming.replace_one()
-                behind = self.upcoming.state
+                behind = self.upcoming.replace_one()
                 yield replace(skipped, epoch=behind.epoch, sample=behind.global_sample)
                 continue
-            self.step_seconds.append(time.perf_counter() - started)
+            self.metrics.add_seconds(time.perf_counter() - started)
             is_last = self.steps == self.total_steps
-            if every(config.train.log_every) or is_last:
+            if is_last or self.steps % train.log_every == 0:
                 yield self.report()
-                yield from self._input_failure.watch(self.bad_rows.count(self.stream, self.steps))
-            if self.checkpoints and every(config.checkpoint.every_steps) and not is_last:
+                yield from self._count_bad_rows()
+            if self.checkpoints and self._saves.is_due(self.steps) and not is_last:
                 yield from self._saves.start(self.steps, self._prepare_save)
                 self.supervision.agree(self.ranks)  # a step more would need another save
-            if every(config.train.eval_every) and not is_last:
+            if train.eval_every is not None and self.steps % train.eval_every == 0 and not is_last:
                 evaluated = self.steps
                 yield from filter(None, [self.evaluate()])
             yield from self._saves.finished()
+        return evaluated
+
+    def _end(self, evaluated: int | None) -> Iterator[Report]:
+        """Report, save and evaluate the last step, as far as that was not done."""
         yield from self._saves.last()
-        if self.steps > self._reported_steps:
+        if self.metrics.has_unreported:
             yield self.report()
         try:
             yield from self._save_at_end()  # before the evaluation, in which a rank may die
         except FailedSaveError:
-            if config.checkpoint.on_failed_save == "continue":
-                yield from self._last_evaluation(evaluated)
+            if self.config.checkpoint.on_failed_save == "continue":
+                yield from self._evaluate_at_end(evaluated)
             raise
-        yield from self._last_evaluation(evaluated)
+        yield from self._evaluate_at_end(evaluated)
         yield from self._save_at_end()  # where a signal that came meanwhile asks for it
         if self.supervision.must_stop:
             path = self.checkpoints / f"step_{self.steps}" if self.checkpoints else None
             yield StopReport(self.steps, path if path and path.exists() else None)
 
-    def _last_evaluation(self, evaluated: int) -> Iterator[Report]:
+    def _save_at_end(self) -> Iterator[SaveReport]:
+        is_due = self._saves.is_due_at_end(self.steps, self.supervision.must_stop)
+        if self.checkpoints and is_due and self.step_seconds:
+            yield self.save()
+
+    def _evaluate_at_end(self, evaluated: int | None) -> Iterator[Report]:
         if self.config.holds_out and evaluated != self.steps:
             yield from filter(None, [self.evaluate()])
-        yield from self._input_failure.watch(self.bad_rows.count(self.stream, self.steps))
+        yield from self._count_bad_rows()
 
-    def _save_at_end(self) -> Iterator[SaveReport]:
-        is_due = self.config.checkpoint.saves_last(self.steps, self.supervision.must_stop)
-        if self.checkpoints and is_due and self._saves.saved_step != self.steps and self.step_seconds:
-            yield self.save()
+    def _count_bad_rows(self) -> Iterator[BadRowsReport]:
+        return self._input_failure.watch(self.bad_rows.count(self.stream, self.steps))
 
     @property
     def upcoming(self) -> Steps:
@@ -191,7 +185,7 @@ class Trainer:
             depths, device = self.config.look_ahead, self.ranks.device
             pipeline = None
             if self.config.lookahead:
-                args = (self.model, self.dense_optimizer, device, depths.lookahead, depths.prefetch)
+                args = (self.model, self.optimizers.dense, device, depths.lookahead, depths.prefetch)
                 pipeline = LookAheadPipeline(*args, features=features_of(self.model))
             self._upcoming = Steps(self.stream, self.total_steps - self.steps, device, pipeline, self._input_failure)
         return self._upcoming
@@ -202,53 +196,41 @@ class Trainer:
         Nothing in it waits for a GPU, unless batches may be skipped.
         """
         with divided_once(self.config, self.plan):
-            return self._step(batch)
-
-    def _step(self, batch: Batch) -> SkippedBatchReport | None:
-        self._learning_rates.set(self.steps)
-        self.dense_optimizer.zero_grad()
-        with stage("forward"), self._autocast():
-            loss, (_, outputs, labels) = self.model(batch)
-        predicted = Predicted(outputs, labels, batch.weights)
-        exact = in_float64(self.target, loss, *predicted)
-        problem = self.loss_monitor.add(self.steps + 1, exact, batch, signal=self.supervision.signal)
-        self.supervision.hear(self.loss_monitor.signal)
-        if problem:
-            for pool in cached_embeddings(self.model):  # between ranks, autograd may keep the forward, and its pins
-                pool.cache.cancel(forwarded=True)
-            if self.config.embedding_optimizer.counts_steps:  # the forward counted one
-                self.model.fused_optimizer.set_optimizer_step(self.steps)
-            return SkippedBatchReport(self.steps, problem)
-        with stage("backward"):
-            loss.backward()  # trains the embedding rows too
-        with stage("optimizer"):
-            self.config.dense_optimizer.clip(self.dense_parameters.values())
-            self.dense_optimizer.step()
-        self.window.add(predicted)
+            self.optimizers.begin_step(self.steps)
+            with stage("forward"), self._autocast():
+                loss, (_, outputs, labels) = self.model(batch)
+            predicted = Predicted(outputs, labels, batch.weights)
+            if problem := self._check_loss(loss, predicted, batch):
+                cancel_forward(self.model)
+                self.optimizers.set_num_steps(self.steps)
+                return SkippedBatchReport(self.steps, problem)
+            with stage("backward"):
+                loss.backward()  # trains the embedding rows too
+            with stage("optimizer"):
+                self.optimizers.step()
+        self.metrics.add_predicted(predicted)
         self.steps += 1
         self.samples += batch.num_samples * self.ranks.world_size
         return None
 
+    def _check_loss(self, loss: Tensor, predicted: Predicted, batch: Batch) -> str:
+        """Return why the batch must be skipped; empty where it trains. Ranks learn here which of them must stop."""
+        exact = in_float64(self.target, loss, *predicted)
+        problem = self.loss_monitor.add(self.steps + 1, exact, batch, signal=self.supervision.signal)
+        self.supervision.hear(self.loss_monitor.signal)
+        return problem
+
     def report(self) -> TrainReport:
         """Return loss, AUC, speed, and what caches and links moved, since the last report."""
-        seconds = self.step_seconds[self._reported_steps - self.steps :]
-        self._reported_steps = self.steps
-        parts = len(seconds) * self.ranks.world_size  # steps of ranks
-        cached = self.cache_reader.since_last()
-        return TrainReport(
+        schedule = self.stream.schedule
+        return self.metrics.report(
             step=self.steps,
             epoch=self.upcoming.state.epoch,
             samples=self.samples,
+            global_batch=global_batch(self.config, self.ranks.world_size),
             loss=self.loss_monitor.mean(),
-            batches=None if (schedule := self.stream.schedule) is None else dict(schedule.num_trained),
-            quality=self.window.quality(self.ranks),
-            samples_per_second=len(seconds) * global_batch(self.config, self.ranks.world_size) / sum(seconds),
-            hit_rate_unique=cached.hit_rate_unique,
-            hit_rate_lookups=cached.hit_rate_lookups,
-            fills=cached.fills / parts,
-            write_backs=cached.write_backs / parts,
-            learning_rate_factor=self._learning_rates.factor or 1.0,
-            sent_bytes=self.traffic_reader.since_last().over(parts),
+            batches=None if schedule is None else dict(schedule.num_trained),
+            learning_rate_factor=self.optimizers.factor or 1.0,
         )
 
     @counted_as_other()
@@ -280,25 +262,12 @@ class Trainer:
     def _prepare_save(self, copy_bytes: int) -> PreparedSave:
         if self.checkpoints is None:
             raise CheckpointError("This run has no folder for checkpoints; make the trainer with one.")
-        self.loss_monitor.check_before_save(self.steps, self.dense_parameters)
-        return self.state.prepare_save(
-            self.checkpoints, self.run_id, self.steps, self.samples, self.upcoming.state, copy_bytes
-        )
-
-    def _save_at_failure(self) -> Iterator[Report]:
-        own: list[SaveReport | FailedSaveReport] = []
-        try:
-            own = [self.save()]
-        except FailedSaveError as error:
-            own = [FailedSaveReport(self.steps, str(error))]
-        except CheckpointError:  # this step is saved already
-            pass
-        for report in [*self._saves.ended(), *own]:
-            yield replace(report, run_ends=True) if isinstance(report, FailedSaveReport) else report
+        self.loss_monitor.check_before_save(self.steps, self.optimizers.dense_parameters)
+        return self.state.prepare_save(self.checkpoints, self.steps, self.samples, self.upcoming.state, copy_bytes)
 
     def resume(
         self, checkpoint: Path, *, allow_unverified: bool = False, allow_changes: Collection[str] = ()
-    ) -> tuple[bool, Comparison]:
+    ) -> tuple[bool, SettingsComparison]:
         """Continue from `checkpoint` as the run would have continued, with any number of ranks, any plan and any cache.
 
         Args:
@@ -321,13 +290,14 @@ class Trainer:
             self._upcoming = None
         self.state.load(checkpoint, saved, comparison)
         self.config = comparison.config
-        self.steps, self.samples = saved.step, saved.samples
-        self._first_step = self._reported_steps = saved.step
-        self.loss_monitor, self.window = self._make_loss_monitor(), PredictionBuffer(self.target, WINDOW_SAMPLES)
+        self.steps = self._first_step = saved.step
+        self.samples = saved.samples
+        self.loss_monitor = self._make_loss_monitor()
+        self.metrics.forget()
         self.stream.close()
         self.stream = self._open_stream(comparison.stream)
         if manifest is not None:
-            self.run_id = manifest.run_id
+            self.state.run_id = manifest.run_id
         return manifest is not None, comparison
 
     def close(self) -> None:
@@ -345,6 +315,9 @@ class Trainer:
         kept = None if self.checkpoints is None else KeptBatches(self.checkpoints, self.ranks)
         skips = self.config.train.on_non_finite == "skip"
         return LossMonitor(self.ranks, skips=skips, kept=kept, before_stop=self._saves.wait, observe=self._observe)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return autocast(self.config.train, self.ranks.device)
 
     def _observe(self, loss: float) -> None:
         self.stream.observe(loss)  # the stream that is open by then

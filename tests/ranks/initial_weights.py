@@ -188,7 +188,7 @@ def run_of_global_batches(precision: Literal["fp32", "fp64"] = "fp32") -> tuple[
         dense_optimizer=DenseOptimizerConfig(kind="adam", lr=0.002),
     )
     trainer = Trainer(config, here())
-    dense = [parameter.detach().clone() for parameter in trainer.dense_parameters.values()]
+    dense = [parameter.detach().clone() for parameter in trainer.optimizers.dense_parameters.values()]
     losses = [report.loss for report in trainer.train() if isinstance(report, TrainReport)]
     trainer.close()
     return losses, dense

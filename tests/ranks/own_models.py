@@ -12,7 +12,7 @@ from embershard.launch.config import load_config
 from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.torchrec import cache_stats
 from embershard.training.config import RunConfig, TrainConfig
-from embershard.training.quality.equivalence import Verdict, compare_with_stock
+from embershard.training.quality.equivalence import Equivalence, compare_with_stock
 from embershard.training.quality.reports import TrainReport
 from embershard.training.trainer import Trainer
 from tests.ranks.parity import differences, snapshot
@@ -49,7 +49,7 @@ def history_config(arch: Any, folder: Path, **changes: Any) -> RunConfig:
     return replace(config, **{**parts, **changes})
 
 
-def verdict(config: RunConfig) -> Verdict:
+def verdict(config: RunConfig) -> Equivalence:
     """Cached beside stock, bit for bit."""
     return compare_with_stock(config, here(), STEPS)
 

@@ -118,7 +118,7 @@ def _train(config: RunConfig) -> tuple[tuple[dict[str, Tensor], dict[str, Tensor
     trainer = Trainer(config, here())
     before = snapshot(trainer.model)
     losses = _losses(trainer.train())
-    after, cache = snapshot(trainer.model), trainer.cache_reader.totals(None)
+    after, cache = snapshot(trainer.model), trainer.metrics.cache_reader.totals(None)
     trainer.close()
     return (before, after), losses, cache
 

@@ -22,9 +22,9 @@ from embershard.launch.export.rounding import RoundingSample
 from embershard.launch.export.tables import TableDtype, write_parquet, write_safetensors
 from embershard.launch.versions import versions
 from embershard.models import ModelTable
-from embershard.training.checkpoint.trained_run import TrainedRun, open_trained
 from embershard.training.config import RunConfig
 from embershard.training.fit.model_size import tables_of_run
+from embershard.training.trained_run import TrainedRun, open_trained
 
 
 @dataclass(frozen=True)

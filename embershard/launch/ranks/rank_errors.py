@@ -9,7 +9,7 @@ from types import TracebackType
 
 from embershard.distributed import Supervision, is_lost_connection
 from embershard.errors import EmbershardError, StepError, os_problem
-from embershard.models.own_errors import told
+from embershard.models.own_errors import message_for_user
 
 
 def show_errors_of_rank(supervision: Supervision) -> None:
@@ -35,7 +35,7 @@ def _show_error(
         print(f"{kind.__name__}: {error}", file=sys.stderr)
     elif isinstance(error, OSError):
         print(f"{kind.__name__}: {os_problem(error)}", file=sys.stderr)
-    elif (text := told(error)) is not None:
+    elif (text := message_for_user(error)) is not None:
         print(text, file=sys.stderr)
     elif not isinstance(error, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)

@@ -17,10 +17,9 @@ from embershard.launch.ranks.rank_errors import show_errors_of_rank
 from embershard.launch.score.arguments import add_run, checkpoints_of, run_config
 from embershard.launch.score.scores_file import ScoresFile
 from embershard.launch.screen import make_table, number, plain_console, progress_bar, say, silence_libraries
-from embershard.training.checkpoint.trained_run import open_trained
 from embershard.training.config import RunConfig
 from embershard.training.quality.quality import quality_values
-from embershard.training.quality.scoring import Scorer
+from embershard.training.trained_run import Scorer, open_trained
 
 
 @record

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from embershard.training.tracking import TrackingConfig
+from embershard.training.config import TrackingConfig
 
 
 @dataclass(frozen=True)

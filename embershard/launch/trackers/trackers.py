@@ -15,7 +15,7 @@ from embershard.launch.trackers.kinds import (
     WandbTracker,
 )
 from embershard.launch.trackers.tracker import TrackedRun, Tracker
-from embershard.training.tracking import TrackingConfig
+from embershard.training.config import TrackingConfig
 
 #: Of each tracker its class, the module that it needs, and what to install.
 _KINDS: Mapping[str, tuple[Callable[[TrackedRun], Tracker], str, str]] = {

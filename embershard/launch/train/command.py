@@ -42,7 +42,7 @@ from embershard.training.checkpoint.identity import global_batch
 from embershard.training.checkpoint.resume import checkpoints_for, resume_run
 from embershard.training.config import RunConfig
 from embershard.training.fit.model_size import tables_of_run
-from embershard.training.quality.cache_report import look_ahead_totals
+from embershard.training.quality.counters import look_ahead_totals
 from embershard.training.quality.reports import EvalReport, Report, TrainReport
 from embershard.training.step_trace import StepTrace
 from embershard.training.trainer import Trainer
@@ -180,9 +180,9 @@ def _take_run_dir(run_dir: Path, *, is_resumed: bool, step: int | None) -> None:
 
 def _finish(trainer: Trainer, outputs: _Outputs | None, same_run: str) -> None:
     """Record the totals of a run that is over. Collective."""
-    cache = trainer.cache_reader.totals(None if trainer.plan else trainer.config.cache.slot_ratio)
+    cache = trainer.metrics.cache_reader.totals(None if trainer.plan else trainer.config.cache.slot_ratio)
     look_ahead = look_ahead_totals(trainer.upcoming.stats(), trainer.ranks)
-    sent_bytes = trainer.traffic_reader.totals()
+    sent_bytes = trainer.metrics.traffic_reader.totals()
     if outputs is not None:
         outputs.finish(cache, look_ahead, sent_bytes, same_run)
 

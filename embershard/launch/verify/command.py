@@ -15,7 +15,7 @@ from embershard.launch.ranks.rank_errors import show_errors_of_rank
 from embershard.launch.screen import plain_console, say, silence_libraries
 from embershard.launch.verify.arguments import add_comparison
 from embershard.training.config import RunConfig
-from embershard.training.quality.equivalence import Verdict, compare_with_stock
+from embershard.training.quality.equivalence import Equivalence, compare_with_stock
 
 _SHOWN = 8  # differences
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def lines(verdict: Verdict, num_ranks: int) -> Iterator[str]:
+def lines(verdict: Equivalence, num_ranks: int) -> Iterator[str]:
     """Yield the verdict for the screen."""
     trained = f"{verdict.steps} steps on {num_ranks} {'rank' if num_ranks == 1 else 'ranks'}"
     if not verdict.is_equal:
@@ -74,7 +74,7 @@ def lines(verdict: Verdict, num_ranks: int) -> Iterator[str]:
         yield f"  and {len(verdict.differences) - _SHOWN} more"
 
 
-def _weakness(verdict: Verdict) -> Iterator[str]:
+def _weakness(verdict: Equivalence) -> Iterator[str]:
     """Yield what the comparison of equal runs does not show."""
     last = verdict.caches[-1]
     if not last.evictions:

@@ -5,6 +5,7 @@ from embershard.cache.rows.frozen_rows import FrozenRows
 from embershard.sharding.torchrec.inspection import (
     cache_stats,
     cached_embeddings,
+    cancel_forward,
     flush,
     freeze,
     host_rows_changed,
@@ -27,6 +28,7 @@ __all__ = [
     "StockEmbeddingCollectionSharder",
     "cache_stats",
     "cached_embeddings",
+    "cancel_forward",
     "flush",
     "freeze",
     "host_rows_changed",

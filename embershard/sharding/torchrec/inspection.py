@@ -120,6 +120,16 @@ def freeze(model: nn.Module) -> list[FrozenRows]:
     return frozen
 
 
+def cancel_forward(model: nn.Module) -> None:
+    """Unpin the rows of the forward that ran last, whose backward will not run. Until it is freed, and between ranks
+    autograd may keep it, they would stay pinned.
+
+    >>> cancel_forward(model)  # a sharded model
+    """
+    for pool in cached_embeddings(model):
+        pool.cache.cancel(forwarded=True)
+
+
 @contextmanager
 def without_flushes(model: nn.Module) -> Iterator[None]:
     """Return a context in which `state_dict` takes references to rows and reads none: no row is written back or made.

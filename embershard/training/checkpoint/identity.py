@@ -1,4 +1,4 @@
-"""What must be the same when a run goes on from a checkpoint, and what may change."""
+"""What must be the same when a run goes on from a checkpoint, by the rules of its settings (`ResumeRule`)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from embershard.decoding import toml
 from embershard.errors import ConfigError
 from embershard.models import model_tables, table_name
 from embershard.models.own_model import source_digest
+from embershard.resume_rules import rules_of
 from embershard.training.config import RunConfig
 
+#: The rule of every setting, by `section.key`.
+RULES = rules_of(RunConfig)
 BATCH, SEED = "train.global_batch_size", "data.seed"
 #: Whether batches are packed of hot and cold samples, and of which; "plain": they are not.
 ORDER, PLAIN = "data.order", "plain"
@@ -27,70 +30,6 @@ FEATURES, LABELS = "data.table.features", "data.table.label"
 SOURCE = "model.source"
 _FILES = ("data.files", "data.eval_files")
 _MOST_FILES_SHOWN = 5
-
-
-def _names(section: str, names: str) -> set[str]:
-    return {f"{section}.{name}" for name in names.split()}
-
-
-#: Settings that change the meaning or the order of the data, or the arithmetic of training. Checkpoints have their
-#: values, and a resume compares them.
-COMPARED = frozenset(
-    _names("data", "kind eval_fraction seed shuffle chunk_rows shuffle_window")
-    | _names("data.synthetic", "num_samples scale num_dense bag_sizes drift locality correlation rarity_logit signal")
-    | _names("data.synthetic", "click_rate")
-    | _names("data.criteo", "num_rows id_mapping dense_transform")
-    | _names("data.avazu", "num_rows")
-    | _names("data.parquet", "dense sparse num_rows label id_mapping dense_transform max_bag_size")
-    | _names("data.table", "features label task label_at_least label_mean label_weights weight")
-    | _names("data.table", "separator columns quoted null_values max_bag_size")
-    | _names("model", "arch embedding_dim dense_arch_layer_sizes over_arch_layer_sizes table_dtype")
-    | _names("model", "dcn_num_layers dcn_low_rank_dim target history history_layer_sizes build options")
-    | _names("sharding", "forward_dtype backward_dtype")
-    | _names("embedding_optimizer", "kind lr eps weight_decay betas")
-    | _names("dense_optimizer", "kind lr eps weight_decay betas clip_norm")
-    | _names("schedule", "warmup_steps decay decay_start decay_steps floor")
-    | _names("train", "global_batch_size seed init precision")
-)
-
-#: Settings that are compared by what they lead to: files by name, size and content; the samples of all ranks' step; the
-#: order of the samples in the mode "hot_cold".
-COMPARED_AS = {
-    "data.path": "data.files",
-    "data.criteo.files": "data.files",
-    "data.avazu.files": "data.files",
-    "data.parquet.files": "data.files",
-    "data.table.files": "data.files",
-    "data.eval_path": "data.eval_files",
-    "train.batch_size": BATCH,
-    "sharding.mode": ORDER,
-    "sharding.hot_bytes": ORDER,
-}
-
-#: Settings that may change on a resume: where and how fast it trains, for how long, what it reports and saves. Caches,
-#: plans and placements train the same rows by the same arithmetic; an epoch's order does not depend on the others.
-#: (In the mode "hot_cold" it depends on the profile: `ORDER` is compared.) So with `data.bad_rows`: rows that were
-#: trained on are as good as before, and a run that a bad row stopped can go on.
-FREE = frozenset(
-    _names("data", "num_workers prefetch_batches bad_rows")
-    | _names("cache", "ratio device_bytes policy warmup host host_dir transfer slot_map overflow decay enabled")
-    | _names("look_ahead", "lookahead prefetch")
-    | _names("model", "folder")
-    | _names("profile", "path samples")
-    | _names("sharding", "plan exchange")
-    | _names("train", "epochs max_steps eval_every log_every on_non_finite device")
-    | _names("checkpoint", "every_steps at_end keep_last on_failed_save asynchronous")
-    | _names("tracking", "trackers project prometheus_port prometheus_host")
-)
-
-
-#: Beginnings of the settings that say what a model's weights and inputs mean. Samples of any kind that it scores must
-#: have the same values of them; the label's name, the size of bags and the form of text files may be others.
-_MEANING = (
-    *("data.kind", "data.criteo.", "data.avazu.", "data.parquet.", "data.synthetic.scale", "data.synthetic.num_dense"),
-    *("data.table.features", "data.table.task", "model."),
-)
-_NO_MEANING = ("data.parquet.label", "data.parquet.max_bag_size")
 
 
 @dataclass(frozen=True)
@@ -137,8 +76,7 @@ def meaning_of(config: RunConfig) -> dict[str, Any]:
     """Return the values of the settings that say what a model's weights, inputs and outputs mean, as JSON values by
     name. One output means the label, whatever that is called; of several, each has its label's name."""
     values = _compared(config)
-    kept = {k: v for k, v in values.items() if k.startswith(_MEANING) and k not in _NO_MEANING}
-    return _as_saved({**kept, LABELS: values[LABELS]} if LABELS in values else kept)
+    return _as_saved({key: value for key, value in values.items() if RULES[key].is_of_model or key == LABELS})
 
 
 def labels_change(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
@@ -149,7 +87,8 @@ def labels_change(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 
 def _compared(config: RunConfig) -> dict[str, Any]:
     other_kinds = tuple(f"data.{kind}." for kind in get_args(DataKind) if kind != config.data.kind)
-    return {key: _value(config, key) for key in sorted(COMPARED) if not key.startswith(other_kinds)}
+    by_value = sorted(key for key, rule in RULES.items() if rule.is_compared and rule.compared_as is None)
+    return {key: _value(config, key) for key in by_value if not key.startswith(other_kinds)}
 
 
 def _as_saved(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,11 +131,12 @@ def check_keys(keys: Sequence[str]) -> None:
     Traceback (most recent call last):
     embershard.errors.ConfigError: --allow-change data.shufle: no such setting is compared. Did you mean data.shuffle?
     """
-    known = sorted({*COMPARED, *COMPARED_AS.values(), SOURCE})
+    known = sorted({*(rule.compared_as or key for key, rule in RULES.items() if rule.is_compared), SOURCE})
     for key in keys:
-        if key in COMPARED_AS:
-            raise ConfigError(f"--allow-change {key}: it is compared as {COMPARED_AS[key]}. Allow that.")
-        if key in FREE:
+        rule = RULES.get(key)
+        if rule is not None and rule.compared_as is not None:
+            raise ConfigError(f"--allow-change {key}: it is compared as {rule.compared_as}. Allow that.")
+        if rule is not None and not rule.is_compared:
             raise ConfigError(f"--allow-change {key}: it may change without being allowed. Leave it out.")
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1)

@@ -10,7 +10,7 @@ from pathlib import Path
 from embershard.distributed import complete_checkpoints, set_aside
 from embershard.distributed.checkpoint.load import newest_valid
 from embershard.errors import CheckpointError, InvalidCheckpointError
-from embershard.training.checkpoint.comparison import Comparison
+from embershard.training.checkpoint.saved_run import SettingsComparison
 from embershard.training.trainer import Trainer
 
 
@@ -30,7 +30,7 @@ class Resumed:
     is_verified: bool = True
     skipped: tuple[str, ...] = ()
     set_aside: tuple[str, ...] = ()
-    comparison: Comparison | None = None
+    comparison: SettingsComparison | None = None
 
 
 def checkpoints_for(folder: Path, step: int | None) -> list[Path]:

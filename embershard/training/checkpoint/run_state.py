@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -9,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from embershard.data import Source, StreamState
 from embershard.distributed import (
@@ -26,11 +26,11 @@ from embershard.distributed import (
 from embershard.distributed.checkpoint.load import without_known_warnings
 from embershard.sharding.torchrec import FrozenRows, freeze, without_flushes
 from embershard.sharding.torchrec.checkpoints import RowStates, restore_contents, saved_contents
-from embershard.training.checkpoint.comparison import Comparison, compare
 from embershard.training.checkpoint.identity import Change, identity_of, tables_of
-from embershard.training.checkpoint.saved_run import SavedRun
+from embershard.training.checkpoint.saved_run import SavedRun, SettingsComparison, compare
 from embershard.training.config import RunConfig
 from embershard.training.hot_cold import HotSet
+from embershard.training.optimizers import Optimizers
 
 #: Groups of a checkpoint's tensors: states of the embedding rows, and the cached rows.
 _STATES, _CACHE = "embedding_optimizer", "cache"
@@ -68,7 +68,7 @@ class PreparedSave:
             self.close()
 
     def close(self) -> None:
-        """Let the rows go."""
+        """Release the rows."""
         for rows in self.frozen:
             rows.close()
 
@@ -78,6 +78,7 @@ class RunState:
 
     Attributes:
         changes: settings that were changed on request by resumes so far.
+        run_id: of the run, in the manifests of its checkpoints; of the first part of a run that was resumed.
     """
 
     def __init__(
@@ -85,22 +86,23 @@ class RunState:
         config: RunConfig,
         source: Source,
         model: DistributedModelParallel,
-        dense_optimizer: KeyedOptimizerWrapper,
+        optimizers: Optimizers,
         ranks: Ranks,
         hot: HotSet | None = None,
     ) -> None:
-        self.model, self.dense_optimizer = model, dense_optimizer
+        self.model, self._optimizers = model, optimizers
         self._config, self._source, self._ranks = config, source, ranks
         digest = None if hot is None else hot.samples.digest
         self._identity = ranks.from_first(lambda: identity_of(config, ranks.world_size, digest))
         self.changes: tuple[Change, ...] = ()
+        self.run_id = ranks.from_first(lambda: uuid.uuid4().hex)
         # Of the settings: a resume on other ranks keeps the samples per step instead.
         self._rank_batch_size = (
             config.train.rank_batch_size(ranks.world_size) if config.train.global_batch_size is None else None
         )
 
     def prepare_save(
-        self, folder: Path, run_id: str, steps: int, samples: int, position: StreamState, copy_bytes: int
+        self, folder: Path, steps: int, samples: int, position: StreamState, copy_bytes: int
     ) -> PreparedSave:
         """Return the state of a run that has trained so far, to be written to `folder/step_<steps>`.
 
@@ -127,9 +129,9 @@ class RunState:
                 tensors[_CACHE] = contents
             blocks = TensorBlocks(tensors, frozen, copy_bytes)
             on_error.pop_all()
-        return PreparedSave(folder, steps, blocks, frozen, scalars, self._config.checkpoint.keep_last, run_id)
+        return PreparedSave(folder, steps, blocks, frozen, scalars, self._config.checkpoint.keep_last, self.run_id)
 
-    def read(self, checkpoint: Path, allowed: Collection[str]) -> tuple[SavedRun, Comparison]:
+    def read(self, checkpoint: Path, allowed: Collection[str]) -> tuple[SavedRun, SettingsComparison]:
         """Return the state in a verified checkpoint, without its tensors, and its comparison; nothing changes.
 
         Args:
@@ -142,10 +144,11 @@ class RunState:
         place = (self._config, self._identity, self._source, self._ranks.world_size)
         return saved, compare(checkpoint, saved, *place, allowed)
 
-    def load(self, checkpoint: Path, saved: SavedRun, comparison: Comparison) -> None:
+    def load(self, checkpoint: Path, saved: SavedRun, comparison: SettingsComparison) -> None:
         """Load the tensors of model and optimizers and the random number generators, and warm the caches up."""
-        self.dense_optimizer.init_state()  # its tensors must exist to be loaded into
-        self.dense_optimizer.zero_grad()
+        dense_optimizer = self._optimizers.dense
+        dense_optimizer.init_state()  # its tensors must exist to be loaded into
+        dense_optimizer.zero_grad()
         tensors = self._tensors()
         with without_known_warnings():
             num_rows = {name: value.size(0) for name, value in tensors["model"].items() if value.dim()}
@@ -154,9 +157,8 @@ class RunState:
             states.spread()
         self.model.load_state_dict(tensors["model"])
         self.model.fused_optimizer.load_state_dict({"state": tensors[_STATES]})
-        self.dense_optimizer.load_state_dict({"state": tensors["dense_optimizer"]})
-        if self._config.embedding_optimizer.counts_steps:
-            self.model.fused_optimizer.set_optimizer_step(saved.step)
+        dense_optimizer.load_state_dict({"state": tensors["dense_optimizer"]})
+        self._optimizers.set_num_steps(saved.step)
         if saved.world_size == self._ranks.world_size:
             set_rng_state(saved.rng[self._ranks.rank], self._ranks.device)
         restore_contents(self.model, load_group(checkpoint, _CACHE))
@@ -167,5 +169,5 @@ class RunState:
         return {
             "model": self.model.state_dict(),
             _STATES: self.model.fused_optimizer.state_dict()["state"],
-            "dense_optimizer": self.dense_optimizer.state_dict()["state"],
+            "dense_optimizer": self._optimizers.dense.state_dict()["state"],
         }

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from embershard.distributed import CheckpointConfig, Ranks
-from embershard.errors import ConfigError, FailedSaveError
-from embershard.training.checkpoint.background_save import BackgroundSave
+from embershard.distributed.one_core import keep_to_one_core
+from embershard.errors import CheckpointError, ConfigError, FailedSaveError
 from embershard.training.checkpoint.run_state import PreparedSave
 from embershard.training.quality.reports import FailedSaveReport, SaveReport
+
+_LOWEST_PRIORITY = 19  # "niceness"
+_GIVEN_UP_SECONDS = 5.0
+#: Pause before a block, as a multiple of the CPU time that the block before took.
+_PAUSE = 3.0
+
 
 #: Most bytes of dense parameters, small tables and their optimizer states that are copied when a save starts. What is
 #: above is written before training goes on.
@@ -109,6 +120,22 @@ class Saves:
         self.wait()
         yield from map(self._allowed, self.ended())
 
+    def is_due(self, step: int) -> bool:
+        """Return True if a checkpoint follows this step, which is not the last one."""
+        return self._config.every_steps is not None and step % self._config.every_steps == 0
+
+    def is_due_at_end(self, step: int, is_stopped: bool) -> bool:
+        """Return True if the last step is to be saved, and was not. `is_stopped`: a signal ended the run."""
+        return self._config.saves_last(step, is_stopped) and self.saved_step != step
+
+    def at_failure(self, step: int, prepare: Prepare) -> Iterator[SaveReport | FailedSaveReport]:
+        """Save the step if it is not saved yet, as the run ends by an error. Yield all reports; raise none of them."""
+        own: list[SaveReport | FailedSaveReport] = []
+        with contextlib.suppress(CheckpointError):  # this step is saved already
+            own = [self._written(step, lambda: self.write(step, prepare))]
+        for report in [*self.ended(), *own]:
+            yield replace(report, run_ends=True) if isinstance(report, FailedSaveReport) else report
+
     def ended(self) -> Iterator[SaveReport | FailedSaveReport]:
         """Yield the reports of saves beside training that ended, whatever became of them: the run ends anyway."""
         while self._ended:
@@ -153,3 +180,86 @@ class Saves:
         if isinstance(report, FailedSaveReport) and self._config.on_failed_save == "stop":
             raise FailedSaveError(report.reason)
         return report
+
+
+class BackgroundSave:
+    """Writes a prepared checkpoint in a thread. Its collectives need a group of their own: they come at any time.
+
+    The constructor returns once training may go on: tensors that could not be copied are written then.
+
+    Args:
+        prepared: what to write.
+        ranks: with a group that only background saves use.
+
+    Attributes:
+        step: of the checkpoint.
+        seconds: time since the constructor was called, until it was written.
+    """
+
+    def __init__(self, prepared: PreparedSave, ranks: Ranks) -> None:
+        self.step = prepared.step
+        self._prepared, self._ranks = prepared, ranks
+        self._may_go_on, self._is_awaited = threading.Event(), threading.Event()
+        self._cpu_seconds = 0.0  # of the thread, at the end of its last pause
+        self._path: Path | None = None
+        self._failure: BaseException | None = None
+        self._started, self.seconds = time.perf_counter(), 0.0
+        # A daemon: at the exit of a failed run nobody waits for ranks that are gone.
+        self._thread = threading.Thread(target=self._write, name="embershard-save", daemon=True)
+        threads = torch.get_num_threads()
+        self._thread.start()
+        self._may_go_on.wait()
+        torch.set_num_threads(threads)  # `keep_to_one_core` also told MKL, which has one number for all threads
+
+    @property
+    def is_done(self) -> bool:
+        """True if the checkpoint was written, or could not be."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait for the end; the save makes no pauses any more."""
+        self._is_awaited.set()
+        self._thread.join()
+
+    def result(self) -> Path:
+        """Return the checkpoint, or raise what prevented it. The save is done. Called once: an error that is kept keeps
+        this object, by its traceback."""
+        failure, self._failure = self._failure, None
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure
+        assert self._path is not None
+        return self._path
+
+    def give_up(self) -> None:
+        """End the save without a checkpoint, after an error that ends the run. Waits a few seconds at most: other ranks
+        may be gone."""
+        self._prepared.close()
+        self._thread.join(_GIVEN_UP_SECONDS)
+
+    def _write(self) -> None:
+        keep_to_one_core()
+        try:
+            if self._prepared.tensors.is_copied:
+                self._go_on()
+            self._path = self._prepared.write(self._ranks, self._before_block)
+        except BaseException as error:  # raised by `result`
+            self._failure = error
+        finally:
+            self.seconds = time.perf_counter() - self._started
+            self._go_on()
+
+    def _before_block(self) -> None:
+        """Let training go on. Later, leave the cores to it for a while, unless it may soon wait for the save."""
+        self._go_on()
+        if not any(rows.is_filling for rows in self._prepared.frozen):
+            self._is_awaited.wait(_PAUSE * (time.thread_time() - self._cpu_seconds))
+        self._cpu_seconds = time.thread_time()
+
+    def _go_on(self) -> None:
+        if not self._may_go_on.is_set():
+            with contextlib.suppress(OSError):  # a system that forbids it
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+            self._may_go_on.set()

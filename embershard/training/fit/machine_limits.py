@@ -1,16 +1,23 @@
-"""`MachineLimits`: the memory and the disk space that a run can take."""
+"""`MachineLimits`: the memory and the disk space that a run can take, and changes of its settings that make it fit."""
 
 from __future__ import annotations
 
+import math
 import shutil
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from embershard.distributed import Ranks, check_disk
+from embershard.errors import ConfigError
 from embershard.machine import HostMemory, host_memory
+from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
-from embershard.training.fit.memory_needs import MemoryNeeds
+from embershard.training.fit.memory_needs import MemoryNeeds, RanksHere, memory_needs
+from embershard.training.fit.model_size import model_size, table_rows
+from embershard.units import size
 
 
 @dataclass(frozen=True)
@@ -53,3 +60,142 @@ def disk_of(folder: Path) -> int:
 def _existing(folder: Path) -> Path:
     """Return the folder, or the nearest one above it that exists."""
     return next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path("/"))
+
+
+_MOST_MACHINES = 16
+_HALVINGS = 24
+
+
+class MemoryChanges:
+    """Finds changes each of which makes a run fit, all its rows used."""
+
+    def __init__(
+        self, config: RunConfig, rows: Mapping[str, int], ranks: RanksHere, machine: MachineLimits, plan: Plan | None
+    ) -> None:
+        self._config, self._rows, self._ranks, self._machine, self._plan = config, rows, ranks, machine, plan
+
+    def text(self) -> str:
+        """Return all of them in a sentence, those first that change no result."""
+        found = list(self._all())
+        fitting = (
+            f"Each of these fits: {'; '.join(found)}." if found else "No single change of the settings makes it fit."
+        )
+        if self._plan is not None:  # it decides the rest
+            fitting += " Or plan for this machine: embershard plan --host-memory, --device-memory."
+        return fitting
+
+    def _all(self) -> Iterator[str]:
+        config, cache = self._config, self._config.cache
+        if cache.enabled and cache.host == "memory" and cache.transfer != "triton_uva":
+            in_files = replace(config, cache=replace(cache, host="mmap", host_dir="."))
+            needs = self._needs(in_files)
+            if self._machine.has_room_for(needs):
+                yield (
+                    f"--set cache.host=mmap --set cache.host_dir=FOLDER, on a disk with {size(needs.disk_bytes)} free"
+                )
+        depths = config.look_ahead
+        if config.lookahead > depths.prefetch and (most := self._most(self._with_lookahead, depths.lookahead)):
+            yield f"--set look_ahead.lookahead={self._with_lookahead(most).lookahead}"
+        if self._plan is not None:
+            return
+        if cache.device_bytes is None and (ratio := self._most(self._with_ratio, cache.slot_ratio or 1.0)):
+            yield f"--set cache.ratio={ratio:g}" + ("" if cache.enabled else " --set cache.enabled=true")
+        halved = replace(config, model=replace(config.model, table_dtype="fp16"))
+        if config.model.table_dtype == "fp32" and self._machine.has_room_for(self._needs(halved)):
+            yield "--set model.table_dtype=fp16"
+        yield from self._fewer_rows()
+        if (machines := self._machines()) is not None:
+            yield f"{machines} machines like this one"
+
+    def _fewer_rows(self) -> Iterator[str]:
+        data = self._config.data
+        if data.kind == "synthetic":
+            if scale := self._most(self._with_scale, data.synthetic.scale):
+                total = sum(table_rows(self._with_scale(scale)).values())
+                yield f"--set data.synthetic.scale={scale:g} ({total:,} of {sum(self._rows.values()):,} rows)"
+        elif most := self._most(self._with_most_rows, max(self._rows.values())):
+            yield f"no table with more than {int(most):,} rows (data.{data.kind}.num_rows)"
+
+    def _machines(self) -> int | None:
+        """Return the least number of machines that fits, of those whose ranks can share the batch; else None."""
+        ranks = self._ranks
+        if self._config.sharding.mode == "data_parallel":  # runs on one
+            return None
+        for count in range(ranks.world_size // ranks.ranks_per_node + 1, _MOST_MACHINES + 1):
+            more = replace(ranks, world_size=count * ranks.ranks_per_node, first=0)
+            try:
+                needs = memory_needs(self._config, self._rows, more, None)
+            except ConfigError:
+                continue
+            if self._machine.has_room_for(needs):
+                return count
+        return None
+
+    def _most(self, changed: Callable[[float], RunConfig | Mapping[str, int]], now: float) -> float:
+        """Return the largest number that fits: `now`, or one below it, of two digits; 0 if none does. `changed` returns
+        a config with it, or tables' rows."""
+        if self._machine.has_room_for(self._needs(changed(now))):
+            return now
+        low, high = 0.0, now
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            if self._machine.has_room_for(self._needs(changed(middle))):
+                low = middle
+            else:
+                high = middle
+        if not low:
+            return 0.0
+        digit = 10.0 ** (math.floor(math.log10(low)) - 1)
+        return math.floor(low / digit) * digit
+
+    def _with_ratio(self, ratio: float) -> RunConfig:
+        return replace(self._config, cache=replace(self._config.cache, enabled=True, ratio=ratio))
+
+    def _with_lookahead(self, lookahead: float) -> RunConfig:
+        depths = self._config.look_ahead
+        known = max(depths.prefetch, int(lookahead))
+        return replace(self._config, look_ahead=replace(depths, lookahead=known))
+
+    def _with_scale(self, scale: float) -> RunConfig:
+        data = self._config.data
+        return replace(self._config, data=replace(data, synthetic=replace(data.synthetic, scale=scale)))
+
+    def _with_most_rows(self, most: float) -> Mapping[str, int]:
+        return {name: max(2, min(count, int(most))) for name, count in self._rows.items()}
+
+    def _needs(self, changed: RunConfig | Mapping[str, int]) -> MemoryNeeds:
+        if isinstance(changed, RunConfig):
+            rows = self._rows if changed.data is self._config.data else table_rows(changed)
+            return memory_needs(changed, rows, self._ranks, self._plan)
+        return memory_needs(self._config, changed, self._ranks, self._plan)
+
+
+#: Row, age and score of a cached row.
+_CACHED_ROW_BYTES = 16
+
+
+def check_disk_for_run(config: RunConfig, plan: Plan | None, folder: Path, total_steps: int, ranks: Ranks) -> None:
+    """Raise unless all checkpoints of a run of so many steps can be written to `folder`. Collective.
+
+    Raises:
+        CheckpointError: with the space that is needed, and that there is.
+    """
+    num_saves = config.checkpoint.num_saves(total_steps)
+    if not num_saves:
+        return
+    size = model_size(config, table_rows(config))
+    save_bytes = size.table_bytes + size.dense_state_bytes  # gradients are not saved, parameters are
+    if config.cache.enabled:
+        ratio = config.cache.slot_ratio or 1
+        slots = round(size.num_rows * ratio) if plan is None else sum(pool.slots for pool in plan.pools)
+        save_bytes += slots * _CACHED_ROW_BYTES
+    mapped_bytes = _mapped_bytes(config, plan, folder, ranks)
+    check_disk(folder, save_bytes, num_saves, config.checkpoint.keep_last, ranks, mapped_bytes)
+
+
+def _mapped_bytes(config: RunConfig, plan: Plan | None, folder: Path, ranks: Ranks) -> int:
+    """Return the bytes that the rows of this machine's ranks will take on the disk of the checkpoints."""
+    rows_folder = config.cache.host_dir
+    if rows_folder is None or disk_of(Path(rows_folder)) != disk_of(folder):
+        return 0
+    return memory_needs(config, table_rows(config), RanksHere.of(ranks), plan).disk_bytes

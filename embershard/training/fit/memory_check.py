@@ -8,8 +8,7 @@ from embershard.distributed import Ranks
 from embershard.errors import ConfigError
 from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
-from embershard.training.fit.machine_limits import MachineLimits
-from embershard.training.fit.memory_changes import MemoryChanges
+from embershard.training.fit.machine_limits import MachineLimits, MemoryChanges
 from embershard.training.fit.memory_needs import RanksHere, memory_needs
 from embershard.training.fit.model_size import model_size, table_rows
 from embershard.units import size

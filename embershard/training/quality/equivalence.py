@@ -56,8 +56,8 @@ class CachedRun:
         slots: of all caches.
         rows: of all cached tables.
         evictions: of cached rows.
-        passed_over: slots that would have been evicted but for their pins, counted once per plan: without one, a
-            cache that ignored pins would be equal, too.
+        passed_over: slots that would have been evicted but for their pins, counted once per plan. Without any, the
+            comparison would not notice a cache that ignores pins.
     """
 
     slots: int
@@ -67,7 +67,7 @@ class CachedRun:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Equivalence:
     """Result of a comparison.
 
     Attributes:
@@ -92,7 +92,7 @@ class Verdict:
         return self.loss_step is None and self.step is None
 
 
-def compare_with_stock(config: RunConfig, ranks: Ranks, steps: int) -> Verdict:
+def compare_with_stock(config: RunConfig, ranks: Ranks, steps: int) -> Equivalence:
     """Train the first steps of a run with its cache and look-ahead, and again with stock TorchRec, and compare every
     bit: losses, weights and optimizer states. Collective.
 
@@ -107,7 +107,7 @@ def compare_with_stock(config: RunConfig, ranks: Ranks, steps: int) -> Verdict:
     With a run's settings, in a process group (`embershard verify` is the command):
 
     >>> caches = (CachedRun(slots=80, rows=900, evictions=7, passed_over=0), CachedRun(40, 900, 30, passed_over=2))
-    >>> verdict = Verdict(steps=4, caches=caches, num_tensors=9, loss_step=None, step=None, differences=())
+    >>> verdict = Equivalence(steps=4, caches=caches, num_tensors=9, loss_step=None, step=None, differences=())
     >>> verdict.is_equal
     True
     """
@@ -129,7 +129,7 @@ class _Runs:
         self._num_tensors = 0
         self._stock: tuple[Any, list[float], _Tensors] | None = None  # of the last comparison, and of what it was
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> Equivalence:
         """Train all steps, with smaller caches until pins mattered; where something differs, find the first step."""
         loss_step, differences = self._compare(self._steps)
         while loss_step is None and not differences and self._halve():
@@ -148,7 +148,7 @@ class _Runs:
                 step, differences = middle, found
             else:
                 equal = middle
-        return Verdict(self._steps, caches, num_tensors, loss_step, step, tuple(differences))
+        return Equivalence(self._steps, caches, num_tensors, loss_step, step, tuple(differences))
 
     def _halve(self) -> bool:
         """Halve the caches for the next run; return False if pins mattered as often as there were steps, or if the
@@ -273,7 +273,7 @@ def _tensors_of(trainer: Trainer) -> _Tensors:
     model = trainer.model
     states = {
         **model.fused_optimizer.state_dict()["state"],
-        **{f"{name} (dense)": values for name, values in trainer.dense_optimizer.state_dict()["state"].items()},
+        **{f"{name} (dense)": values for name, values in trainer.optimizers.dense.state_dict()["state"].items()},
     }
     groups: list[dict[str, Any]] = [model.state_dict()]
     groups += [{f"{of}: {name}": value for name, value in values.items()} for of, values in states.items()]

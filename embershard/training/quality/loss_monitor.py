@@ -1,25 +1,28 @@
-"""Losses of all ranks, read without stalling a GPU, and what happens when one is not finite."""
+"""Losses of all ranks, read without stalling a GPU, and what happens when one is not finite.
+
+Batches whose loss is not finite are written to files (`KeptBatches`), to look at them.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from embershard.data import Batch, Target
-from embershard.distributed import Ranks
+from embershard.distributed import Ranks, complete_checkpoints
 from embershard.errors import NotFiniteError
 from embershard.models.loss import loss_of
-from embershard.training.checkpoint.kept_batches import KeptBatches
 
 #: After so many batches in a row without a finite loss, rows or parameters are the cause, not the data.
 MOST_SKIPPED_IN_A_ROW = 10
 
 
 @dataclass(frozen=True)
-class _Step:
+class _PendingLoss:
     """A step whose losses and signals [world_size, 2] are on their way to the host: there after `event`."""
 
     number: int
@@ -74,7 +77,7 @@ class LossMonitor:
     ) -> None:
         self._ranks, self._skips, self._kept, self._before_stop = ranks, skips, kept, before_stop
         self._observe = observe
-        self._pending: _Step | None = None
+        self._pending: _PendingLoss | None = None
         self._losses: list[float] = []
         self._in_a_row = self.num_skipped = self.signal = 0
 
@@ -96,7 +99,7 @@ class LossMonitor:
             host.copy_(gathered, non_blocking=True)
             gathered, event = host, torch.cuda.Event()
             event.record()
-        self._pending = _Step(step, batch, gathered, event)
+        self._pending = _PendingLoss(step, batch, gathered, event)
         return "" if event is not None else self._read()
 
     def check_before_save(self, step: int, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -138,7 +141,7 @@ class LossMonitor:
             return ""
         return self._not_finite(step, losses)
 
-    def _not_finite(self, step: _Step, losses: list[float]) -> str:
+    def _not_finite(self, step: _PendingLoss, losses: list[float]) -> str:
         self._in_a_row += 1
         rank = next(rank for rank, loss in enumerate(losses) if not math.isfinite(loss))
         problem = f"Step {step.number}: the loss of rank {rank} is {losses[rank]}."
@@ -159,3 +162,74 @@ class LossMonitor:
             "Lower the learning rates, clip (dense_optimizer.clip_norm), warm up (schedule.warmup_steps), or look for "
             f"bad data.{'' if self._kept is None else self._kept.newest_checkpoint()}"
         )
+
+
+FOLDER = "non_finite"  # in the run's folder
+MOST_FILES = 20  # per rank
+
+
+class KeptBatches:
+    """Writes batches to the run's folder.
+
+    A file has a dict for `torch.load(path, weights_only=True)`: "step", "rank", "losses" (of all ranks), "features"
+    (names, F), "dense_features" [B, D], "lengths" [F * B], "values" [N], "labels" [B] or [B, T], and "weights" [B] or
+    None.
+
+    Args:
+        checkpoints: the run's folder of checkpoints; files go to the folder `FOLDER` beside it.
+    """
+
+    def __init__(self, checkpoints: Path, ranks: Ranks) -> None:
+        self._checkpoints, self._ranks = checkpoints, ranks
+        self._last_step = self._repeats = self._num_files = 0
+
+    def keep(self, step: int, named_rank: int, batch: Batch | None, losses: list[float]) -> str:
+        """Write this rank's batch of a step; None: its loss is finite. Collective, for the same steps on all ranks.
+
+        A step is repeated with the next batch where one was skipped: its files are numbered.
+
+        Returns:
+            A sentence of `named_rank` about its file, the same on all ranks. It begins with a space.
+        """
+        return self._ranks.all_gather_objects(self._keep(step, batch, losses))[named_rank]
+
+    def _keep(self, step: int, batch: Batch | None, losses: list[float]) -> str:
+        self._repeats = self._repeats + 1 if step == self._last_step else 1
+        self._last_step = step
+        if batch is None or self._num_files >= MOST_FILES:
+            return " Its batch was not kept."
+        path = self._path(step)
+        try:
+            self._write(path, step, batch, losses)
+        except OSError as error:
+            return f" Its batch could not be written to {path} ({error.strerror})."
+        self._num_files += 1
+        return f" Its batch is in {path}."
+
+    def newest_checkpoint(self) -> str:
+        """Return a sentence with the newest complete checkpoint. It begins with a space."""
+        complete = complete_checkpoints(self._checkpoints)
+        return f" The newest checkpoint is {complete[-1]}." if complete else " There is no checkpoint."
+
+    def _path(self, step: int) -> Path:
+        again = f"_batch_{self._repeats}" if self._repeats > 1 else ""
+        return self._checkpoints.parent / FOLDER / f"step_{step}{again}_rank_{self._ranks.rank}.pt"
+
+    def _write(self, path: Path, step: int, batch: Batch, losses: list[float]) -> None:
+        ids = batch.sparse_features.to(torch.device("cpu"))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:  # torch's own errors of files are RuntimeErrors
+            torch.save(
+                {
+                    "step": step,
+                    "rank": self._ranks.rank,
+                    "losses": losses,
+                    "features": ids.keys(),
+                    "dense_features": batch.dense_features.cpu(),
+                    "lengths": ids.lengths(),
+                    "values": ids.values(),
+                    "labels": batch.labels.cpu(),
+                    "weights": None if batch.weights is None else batch.weights.cpu(),
+                },
+                file,
+            )

@@ -1,15 +1,22 @@
-"""Quality of predictions over the samples of all ranks. Letters: N samples, T labels."""
+"""Predictions of a model for some batches, and their quality over the samples of all ranks.
+
+Letters: B samples of a batch, N samples, T labels.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from embershard.data import Target
-from embershard.distributed import Ranks
+from embershard.data import Batch, Target
+from embershard.distributed import Ranks, Supervision
+from embershard.training.config import TrainConfig
 from embershard.training.quality.quality import AnyQuality, LabelQualities, Quality, RegressionQuality
 
 #: Least distance of a prediction from 0 and 1 in logarithms, as in TorchRec's metrics.
@@ -107,6 +114,7 @@ def _judge_probabilities(logits: Tensor, labels: Tensor, weights: Tensor | None)
         auc=auc,
         ne=None if one_class else float(compute_ne(entropy_bits, count, clicks, count - clicks, ETA)),
         accuracy=_ratio(right.sum(), count),
+        # The same as torchrec.metrics' `compute_calibration`, but None where that gives 0: without clicks.
         calibration=_ratio((weight * predictions).sum(), clicks),
     )
 
@@ -116,7 +124,9 @@ def weighted_auc(predictions: Tensor, labels: Tensor, weights: Tensor) -> float:
     there with a weight above 0.
 
     It is the share of the pairs of a click and another sample, each counting by the product of their weights, in which
-    the click has the larger prediction; an equal one counts half.
+    the click has the larger prediction; an equal one counts half. (`torchrec.metrics.auc` takes equal predictions in
+    the order of the samples, which differs with the number of ranks: it gives 0.75 or 0.25 for labels 1, 0, 1, 0 with
+    equal predictions, or for 0, 1, 0, 1.)
 
     >>> predictions, labels = torch.tensor([0.9, 0.2, 0.5]), torch.tensor([1.0, 0.0, 1.0])
     >>> weighted_auc(predictions, labels, torch.tensor([1.0, 2.0, 3.0]))
@@ -148,3 +158,76 @@ def _judge_numbers(outputs: Tensor, labels: Tensor, weights: Tensor | None) -> R
 
 def _ratio(total: Tensor, count: Tensor) -> float | None:
     return float(total / count) if bool(count > 0) else None
+
+
+#: An evaluation asks so often whether a rank must stop.
+_BATCHES_BETWEEN_STOPS = 16
+
+
+def until_stopped(batches: Iterable[Batch], supervision: Supervision, ranks: Ranks) -> Iterator[Batch]:
+    """Yield batches until a rank is asked to stop. Collective."""
+    for number, batch in enumerate(batches, start=1):
+        if number % _BATCHES_BETWEEN_STOPS == 0 and supervision.agree(ranks):
+            return
+        yield batch
+        supervision.beat()
+
+
+def autocast(settings: TrainConfig, device: torch.device) -> AbstractContextManager[Any]:
+    """Return the context of a forward, in the precision of the settings."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=settings.precision == "bf16")
+
+
+@torch.no_grad()
+def predicted_of(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    device: torch.device,
+    autocast: Callable[[], AbstractContextManager[Any]],
+) -> Iterator[Predicted]:
+    """Yield what the model says of each batch; the model trains again afterwards, however it ends. Collective.
+
+    Args:
+        batches: as many on every rank; some may be empty.
+        autocast: returns the context of each forward.
+    """
+    model.eval()
+    try:
+        for batch in batches:
+            count = batch.num_samples
+            batch = _never_empty(batch).to(device, non_blocking=True)
+            with autocast():
+                _, (_, outputs, labels) = model(batch)
+            weights = None if batch.weights is None else batch.weights[:count]
+            yield Predicted(outputs[:count], labels[:count], weights)
+    finally:
+        model.train()
+
+
+def predict(
+    model: nn.Module,
+    target: Target,
+    batches: Iterable[Batch],
+    device: torch.device,
+    autocast: Callable[[], AbstractContextManager[Any]],
+) -> PredictionBuffer:
+    """Return the predictions of all batches; see `predicted_of`."""
+    predictions = PredictionBuffer(target)
+    for predicted in predicted_of(model, batches, device, autocast):
+        predictions.add(predicted)
+    return predictions
+
+
+def _never_empty(batch: Batch) -> Batch:
+    """Return the batch, or one placeholder for an empty one: some layers cannot run without a sample."""
+    if batch.num_samples:
+        return batch
+    sparse = batch.sparse_features
+    return Batch(
+        batch.dense_features.new_zeros(1, batch.dense_features.shape[1]),
+        KeyedJaggedTensor(
+            sparse.keys(), sparse.values().new_empty(0), lengths=sparse.lengths().new_zeros(len(sparse.keys()))
+        ),
+        batch.labels.new_zeros(1, *batch.labels.shape[1:]),
+        weights=None if batch.weights is None else batch.weights.new_ones(1),
+    )

@@ -30,7 +30,7 @@ from embershard.launch.train.command import _Outputs
 from embershard.launch.train.progress import ProgressDisplay, closing_table, eval_line, train_line
 from embershard.launch.versions import git_commit, versions
 from embershard.training.config import RunConfig, TrainConfig
-from embershard.training.quality.cache_report import summed, with_hot_rows
+from embershard.training.quality.counters import summed, with_hot_rows
 from embershard.training.quality.quality import Quality, RegressionQuality
 from embershard.training.quality.reports import (
     BadRowsReport,

@@ -15,7 +15,7 @@ from embershard.distributed import Supervision
 from embershard.errors import ConfigError
 from embershard.launch.ranks.rank_errors import _show_error
 from embershard.models import ModelConfig, build_model, model_tables
-from embershard.models.own_errors import told
+from embershard.models.own_errors import message_for_user
 from embershard.models.own_model import OwnModel, source_digest
 
 CPU = torch.device("cpu")
@@ -210,7 +210,7 @@ def test_an_error_in_the_forward_is_told_by_the_lines_of_the_model(tmp_path, mon
     assert "EMBERSHARD_TRACEBACK=1 shows" in how
     assert "torch/nn" not in failed[0]
     assert "torch/nn" in failed[1]
-    assert told(RuntimeError("of no model")) is None
+    assert message_for_user(RuntimeError("of no model")) is None
 
 
 def test_the_digest_is_that_of_the_file(tmp_path):

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from embershard import CacheConfig, CachedEmbeddingBagCollectionSharder, CachedEmbeddingCollectionSharder
 from embershard.distributed import Ranks, process_group
 from embershard.errors import ConfigError, ShardingError
-from embershard.frequency.config import ProfileConfig
 from embershard.launch.cli import main
 from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.config import ShardingConfig
@@ -225,22 +224,6 @@ def test_settings_that_the_prediction_did_not_assume_are_named():
     ]
     read_back = dataclasses.replace(plan, settings=json.loads(json.dumps(plan.settings)))
     assert read_back.other_settings(config.predicted_from("cpu", 2)) == []
-
-
-def test_a_plan_of_an_earlier_version_is_compared_under_the_names_of_now(tmp_path):
-    """Its file keeps the old names, so its prediction stays its own."""
-    settings = {"cache.lookahead": 8, "cache.prefetch": 2, "cache.profile": None, "cache.profile_samples": 70}
-    plan = small_plan(settings=settings, prediction=make_prediction())
-    plan.save(tmp_path / "plan.json")
-    read = Plan.load(tmp_path / "plan.json")
-    assert (read, read.digest) == (plan, plan.digest)
-    run = RunConfig(look_ahead=LookAheadConfig(4), profile=ProfileConfig(samples=70))
-    assert read.other_settings(run.predicted_from("cpu", 2)) == [
-        "look_ahead.lookahead is 4; the plan's prediction assumed 8",
-        "train.batch_size is 1024; the plan's prediction assumed 128",
-    ]
-    now = {"look_ahead.lookahead": 4, "look_ahead.prefetch": 2, "profile.path": None, "profile.samples": 70}
-    assert diff_lines(read, dataclasses.replace(read, settings=now)) == ["look_ahead.lookahead: 8 -> 4"]
 
 
 @pytest.mark.parametrize(

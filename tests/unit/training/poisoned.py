@@ -72,7 +72,7 @@ def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
 
     collect("model", trainer.model.state_dict())
     collect("rows", trainer.model.fused_optimizer.state_dict()["state"])
-    collect("dense", trainer.dense_optimizer.state_dict()["state"])
+    collect("dense", trainer.optimizers.dense.state_dict()["state"])
     return found
 
 

@@ -16,8 +16,8 @@ from embershard.data import Batch, Schema, SparseFeature
 from embershard.models import ModelConfig, build_model
 from embershard.models.config import WITH_HISTORY, Arch
 from embershard.sharding.plan import TablePlacement
+from embershard.training.build import compute_in_float64, divided_once
 from embershard.training.config import RunConfig, TrainConfig
-from embershard.training.float64 import compute_in_float64, divided_once
 from tests.unit.sharding.plans import make_plan
 
 SCHEMA = Schema(("x", "y"), (SparseFeature("a", 10), SparseFeature("b", 20)))

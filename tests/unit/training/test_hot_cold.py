@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.unit.training.test_identity import write_clicks
 
 from embershard.data import CriteoConfig, DataConfig, StreamState, open_source
 from embershard.data.config import SyntheticConfig
@@ -30,11 +29,12 @@ from embershard.training.checkpoint.saved_run import SavedRun
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.fit.model_size import table_rows
 from embershard.training.hot_cold import FILE, find_hot_set
-from embershard.training.quality.cache_report import CacheReader
+from embershard.training.quality.counters import CacheReader
 from embershard.training.quality.reports import TrainReport
 from embershard.training.steps import open_stream
 from embershard.training.trainer import Trainer
 from tests.covering import matrix
+from tests.unit.training.checkpoint.test_identity import write_clicks
 from tests.unit.training.test_trainer import losses, make_config, run
 
 pytestmark = pytest.mark.slow  # whole training runs
@@ -131,7 +131,7 @@ def test_lookups_and_bytes_of_hot_rows_are_reported(ranks):
         trainer = Trainer(config, ranks, None)
         list(trainer.train())
         trainer.close()
-        totals = trainer.cache_reader.totals(0.1)
+        totals = trainer.metrics.cache_reader.totals(0.1)
         assert totals is not None
         (rank,) = totals["ranks"]
         for whole in (totals, rank):

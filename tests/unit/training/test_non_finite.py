@@ -17,8 +17,13 @@ from embershard.data import Target
 from embershard.distributed import Ranks, process_group
 from embershard.errors import NotFiniteError
 from embershard.launch.record import RunRecord, make_result
-from embershard.training.checkpoint.kept_batches import MOST_FILES, KeptBatches
-from embershard.training.quality.loss_monitor import MOST_SKIPPED_IN_A_ROW, LossMonitor, in_float64
+from embershard.training.quality.loss_monitor import (
+    MOST_FILES,
+    MOST_SKIPPED_IN_A_ROW,
+    KeptBatches,
+    LossMonitor,
+    in_float64,
+)
 from embershard.training.quality.reports import SaveReport, SkippedBatchReport
 from embershard.training.trainer import Trainer
 from tests.unit.training.poisoned import CACHES, Feed, config_of, losses, run, state_of
@@ -135,7 +140,7 @@ def test_no_checkpoint_has_a_parameter_that_is_not_finite(ranks, tmp_path):
     reports = trainer.train()
     while next(reports).step < 5:
         pass
-    next(values for values in trainer.dense_parameters.values() if values.ndim == 2).data[0, 0] = math.inf
+    next(values for values in trainer.optimizers.dense_parameters.values() if values.ndim == 2).data[0, 0] = math.inf
     with pytest.raises(NotFiniteError, match=r"Step 5: 1 of \d+ dense parameters are not finite, '.*weight' among"):
         next(reports)
     trainer.close()

@@ -294,7 +294,9 @@ def test_a_disk_without_space_is_found_before_the_model_is_built(ranks, tmp_path
 
 def test_the_expected_size_is_that_of_a_checkpoint(ranks, tmp_path, monkeypatch):
     asked: list[int] = []
-    monkeypatch.setattr("embershard.training.fit.disk_needs.check_disk", lambda folder, size, *_: asked.append(size))
+    monkeypatch.setattr(
+        "embershard.training.fit.machine_limits.check_disk", lambda folder, size, *_: asked.append(size)
+    )
     big = make_config(
         data=DataConfig(synthetic=SyntheticConfig(num_samples=1000, scale=0.01), num_workers=0),
         model=ModelConfig(embedding_dim=16, dense_arch_layer_sizes=(8, 16), over_arch_layer_sizes=(8, 1)),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from embershard.data.config_checks import ONE_PATTERN, check_fields, freeze_lists
 from embershard.data.schema import Pooling, Schema, SparseFeature, Target, Task
 from embershard.errors import ConfigError
+from embershard.resume_rules import AsFiles, OfModel, OfTraining
 
 if TYPE_CHECKING:
     from embershard.data.config import DataConfig, ParquetConfig
@@ -114,36 +115,36 @@ class TableConfig:
     'label'
     """
 
-    features: dict[str, TableFeature] = field(default_factory=dict, hash=False)
+    features: OfModel[dict[str, TableFeature]] = field(default_factory=dict, hash=False)
     """The features of a sample by name, in order: a section per feature."""
-    label: str | tuple[str, ...] = "label"
+    label: OfTraining[str | tuple[str, ...]] = "label"
     """Name of the column of labels; or names: the model then has an output for each. 0 or 1; any number with
     `label_at_least` or task = "regression"."""
-    task: Task = "binary"
+    task: OfModel[Task] = "binary"
     """"binary": scores are probabilities of label 1. "regression": scores are numbers, near the labels in the mean of
     the squared distance."""
-    label_at_least: float | tuple[float, ...] | None = None
+    label_at_least: OfTraining[float | tuple[float, ...] | None] = None
     """A label is 1 where the column's number is at least this, else 0; of several labels, one number for all or a
     number each. Default: the columns have 0 and 1."""
-    label_mean: float | tuple[float, ...] | None = None
+    label_mean: OfTraining[float | tuple[float, ...] | None] = None
     """With task = "regression": where the model's outputs start, about the mean label; of several labels, a number
     each. `embershard data inspect` finds it. Default: 0."""
-    label_weights: tuple[float, ...] = ()
+    label_weights: OfTraining[tuple[float, ...]] = ()
     """Of several labels: the factor of each label's loss, above 0. Default: 1 each."""
-    weight: str | None = None
+    weight: OfTraining[str | None] = None
     """Name of a column of numbers of at least 0: the factor of a sample's loss, and its share of the held-out metrics.
     Default: 1 each."""
-    separator: str = ","
+    separator: OfTraining[str] = ","
     """Between the cells of a line of a text file: one character."""
-    columns: tuple[str, ...] = ()
+    columns: OfTraining[tuple[str, ...]] = ()
     """Names of the columns of text files without a header, in order. Default: the first line names them."""
-    quoted: bool = True
+    quoted: OfTraining[bool] = True
     """Cells of text files may be in double quotes, which may hold the separator. False: a quote is text."""
-    null_values: tuple[str, ...] = ("",)
+    null_values: OfTraining[tuple[str, ...]] = ("",)
     """Cells of text files that are missing values."""
-    max_bag_size: int = 10_000
+    max_bag_size: OfTraining[int] = 10_000
     """Most values of a bag. A row with a larger one is not a sample."""
-    files: tuple[str, ...] = ("*.parquet", "*.csv", "*.tsv", "*.txt", "*.csv.gz", "*.tsv.gz", "*.txt.gz")
+    files: AsFiles[tuple[str, ...]] = ("*.parquet", "*.csv", "*.tsv", "*.txt", "*.csv.gz", "*.tsv.gz", "*.txt.gz")
     """Shell patterns of the names of data files, where `path` is a folder."""
 
     def __post_init__(self) -> None:

@@ -18,7 +18,6 @@ from embershard.errors import FailedSaveError
 from embershard.training.checkpoint.run_state import PreparedSave
 from embershard.training.checkpoint.saves import Saves
 from embershard.training.quality.reports import FailedSaveReport, SaveReport
-from embershard.training.trainer import Trainer
 
 Prepared = list[weakref.ref[TensorBlocks]]
 
@@ -100,8 +99,7 @@ def test_a_save_in_between_saves_its_step_and_keeps_the_report_of_the_one_before
 def test_where_the_input_fails_the_step_is_saved_whatever_became_of_the_save_before(ranks, tmp_path):
     with failing(3), suppress(FailedSaveError):
         saves = begun(Saves(CheckpointConfig(every_steps=1), ranks), tmp_path, 3)
-        trainer = mock.Mock(steps=4, _saves=saves, save=lambda: saves.write(4, preparing(tmp_path, 4)))
-        reports = list(Trainer._save_at_failure(trainer))
+        reports = list(saves.at_failure(4, preparing(tmp_path, 4)))
     assert [(type(report), report.step) for report in reports] == [(FailedSaveReport, 3), (SaveReport, 4)]
     assert (tmp_path / "step_4").is_dir()
 

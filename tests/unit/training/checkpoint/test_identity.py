@@ -6,7 +6,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,19 +20,18 @@ from embershard.decoding import decode
 from embershard.distributed import CheckpointConfig, Ranks, complete_checkpoints, process_group
 from embershard.errors import CheckpointError, ConfigError
 from embershard.launch.config import apply_override, describe
-from embershard.training.checkpoint.comparison import _with_global_batch
+from embershard.resume_rules import Free, rules_of
 from embershard.training.checkpoint.identity import (
     BATCH,
-    COMPARED,
-    COMPARED_AS,
-    FREE,
     ORDER,
+    RULES,
     Change,
     check_keys,
     identity_of,
     labels_change,
     refusal,
 )
+from embershard.training.checkpoint.saved_run import _with_global_batch
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.optimizers import DenseOptimizerConfig, ScheduleConfig
 from embershard.training.trainer import Trainer
@@ -229,21 +228,35 @@ def test_a_checkpoint_of_an_earlier_version_is_not_compared_in_silence(ranks, or
     other.close()
 
 
-def test_every_setting_is_compared_or_free():
-    """A new setting must be put into one of the lists."""
-    settings = {setting.key for setting in describe(RunConfig())}
-    lists = [COMPARED - {BATCH}, {*COMPARED_AS, BATCH}, FREE]
-    assert settings - set().union(*lists) == set()
-    assert set().union(*lists) - settings == set()
-    assert sum(map(len, lists)) == len(settings)
+def test_every_setting_has_a_rule():
+    assert RULES.keys() == {setting.key for setting in describe(RunConfig())}
+    entries = {rule.compared_as for rule in RULES.values()} - {None}
+    assert entries == {"data.files", "data.eval_files", BATCH, ORDER}
+
+
+@dataclass(frozen=True)
+class NewSection:
+    with_rule: Free[int | None] = None
+    without: int | None = None
+
+
+@dataclass(frozen=True)
+class NewConfig:
+    new: NewSection = field(default_factory=NewSection)
+
+
+def test_a_setting_without_a_rule_is_an_error():
+    with pytest.raises(TypeError, match=r"the setting new\.without has no rule of a resume"):
+        rules_of(NewConfig)
 
 
 def test_every_compared_setting_is_in_the_identity():
+    compared = {key for key, rule in RULES.items() if rule.is_compared and rule.compared_as is None}
     for kind in ("synthetic", "criteo", "parquet", "table"):
         config = RunConfig(data=DataConfig(kind=kind))  # type: ignore[arg-type]
         found = identity_of(config, world_size=1).keys()
-        other = {key for key in COMPARED if key.count(".") == 2 and not key.startswith(f"data.{kind}.")}
-        assert found == COMPARED - other | {"data.files", "data.eval_files", ORDER}
+        other = {key for key in compared if key.count(".") == 2 and not key.startswith(f"data.{kind}.")}
+        assert found == compared - other | {"data.files", "data.eval_files", ORDER}
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def test_no_checkpoint_is_the_beginning(ranks, tmp_path):
 
 
 def test_a_run_keeps_its_id(trainer, whole, ranks):
-    made = trainer.run_id
+    made = trainer.state.run_id
     resume_run(trainer)
-    assert trainer.run_id != made
-    assert trainer.run_id in (folder_of(trainer) / "step_6" / "manifest.json").read_text()
+    assert trainer.state.run_id != made
+    assert trainer.state.run_id in (folder_of(trainer) / "step_6" / "manifest.json").read_text()

@@ -28,9 +28,8 @@ from embershard.distributed import (
 from embershard.errors import CacheError, CheckpointError, ConfigError, FailedSaveError
 from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.torchrec import FrozenRows, cached_embeddings
-from embershard.training.checkpoint import background_save, run_state, saves
-from embershard.training.checkpoint.background_save import BackgroundSave
-from embershard.training.checkpoint.saves import Saves
+from embershard.training.checkpoint import run_state, saves
+from embershard.training.checkpoint.saves import BackgroundSave, Saves
 from embershard.training.config import TrainConfig
 from embershard.training.optimizers import EmbeddingOptimizerConfig
 from embershard.training.quality.reports import FailedSaveReport, SaveReport
@@ -118,7 +117,7 @@ def test_without_copies_it_would_be_another_state(ranks, tmp_path, broken):
 
 
 def test_a_save_pauses_between_blocks_until_training_waits_for_it(ranks, tmp_path, monkeypatch):
-    monkeypatch.setattr(background_save, "_PAUSE", 1e9)
+    monkeypatch.setattr(saves, "_PAUSE", 1e9)
     save = started_save(ranks, tmp_path)
     save._thread.join(0.5)
     assert not save.is_done
@@ -127,7 +126,7 @@ def test_a_save_pauses_between_blocks_until_training_waits_for_it(ranks, tmp_pat
 
 
 def test_a_save_does_not_pause_when_training_may_soon_wait_for_it(ranks, tmp_path, monkeypatch):
-    monkeypatch.setattr(background_save, "_PAUSE", 1e9)
+    monkeypatch.setattr(saves, "_PAUSE", 1e9)
     with mock.patch.object(FrozenRows, "is_filling", True):
         save = started_save(ranks, tmp_path)
         save._thread.join(600)

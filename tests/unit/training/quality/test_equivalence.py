@@ -25,7 +25,7 @@ from embershard.sharding.plan import TablePlacement
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.fit.model_size import tables_of_run
 from embershard.training.optimizers import DenseOptimizerConfig
-from embershard.training.quality.equivalence import CachedRun, Verdict, compare_with_stock
+from embershard.training.quality.equivalence import CachedRun, Equivalence, compare_with_stock
 from embershard.training.trainer import Trainer
 from tests.unit.cache.faults import FAULTS
 from tests.unit.sharding.plans import make_plan
@@ -164,7 +164,7 @@ def test_a_victim_that_a_batch_uses_is_found_from_caches_in_which_no_pin_matters
 def test_what_equal_runs_do_not_show_is_said() -> None:
     def said(evictions: int, passed_over: int) -> str:
         caches = (CachedRun(slots=80, rows=900, evictions=evictions, passed_over=passed_over),)
-        return " ".join(lines(Verdict(3, caches, num_tensors=4, loss_step=None, step=None, differences=()), 2))
+        return " ".join(lines(Equivalence(3, caches, num_tensors=4, loss_step=None, step=None, differences=()), 2))
 
     assert "No row was evicted" in said(0, 0)
     assert "No pin mattered" in said(7, 0)

@@ -1,16 +1,22 @@
-"""Metrics against hand-made formulas, on the samples of one rank and undefined cases."""
+"""Metrics against hand-made formulas, on the samples of one rank and undefined cases; and predictions of a model."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torchrec.metrics.auc import compute_auc
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from embershard.data import Target
+from embershard.data import Batch, Target
 from embershard.distributed import Ranks
-from embershard.training.quality.metrics import Predicted, PredictionBuffer, judge
+from embershard.errors import DataError
+from embershard.training.quality.metrics import Predicted, PredictionBuffer, judge, predict, predicted_of, weighted_auc
 from embershard.training.quality.quality import main_values, quality_values
 
 CLICKS = Target()
@@ -40,6 +46,21 @@ def test_against_formulas_written_out():
 
 def test_ties_count_half():
     assert judged(torch.zeros(10), torch.tensor([0.0, 1.0] * 5)).auc == pytest.approx(0.5)
+
+
+def test_a_weighted_auc_does_not_depend_on_the_order_of_equal_predictions():
+    """Which differs with the number of ranks. `torchrec.metrics`, which takes them as they come, is no oracle here."""
+    generator = torch.Generator().manual_seed(0)
+    predictions = torch.rand(300, generator=generator).round(decimals=1)
+    labels, weights = (torch.rand(300, generator=generator) < 0.4).float(), torch.rand(300, generator=generator)
+    found, theirs = set(), set()
+    for _ in range(5):
+        order = torch.randperm(300, generator=generator)
+        columns = predictions[order], labels[order], weights[order]
+        found.add(round(weighted_auc(*columns), 12))
+        theirs.add(round(float(compute_auc(1, *([column.double()[None]] for column in columns))), 12))
+    assert len(found) == 1
+    assert len(theirs) > 1
 
 
 def test_what_is_undefined_is_none():
@@ -95,3 +116,41 @@ def test_buffer_keeps_the_newest_samples_and_takes_empty_batches():
         buffer.add(Predicted(torch.tensor([float(start), -float(start)]), torch.tensor([1.0, 0.0])))
         buffer.add(Predicted(torch.empty(0), torch.empty(0)))
     assert buffer.quality(ranks).samples == 4
+
+
+CPU = torch.device("cpu")
+
+
+class Constant(nn.Module):
+    def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        assert not self.training
+        loss = batch.labels.sum()
+        return loss, (loss, torch.zeros_like(batch.labels), batch.labels)
+
+
+def batches(*, fail: bool) -> Iterator[Batch]:
+    for _ in range(3):
+        yield Batch(torch.zeros(2, 1), KeyedJaggedTensor([], torch.zeros(0), lengths=torch.zeros(0)), torch.zeros(2))
+    if fail:
+        raise DataError("line 7 is bad")
+
+
+def test_after_all_batches() -> None:
+    model = Constant()
+    predict(model, Target(), batches(fail=False), CPU, contextlib.nullcontext)
+    assert model.training
+
+
+def test_after_an_input_that_fails() -> None:
+    model = Constant()
+    with pytest.raises(DataError, match="line 7"):
+        predict(model, Target(), batches(fail=True), CPU, contextlib.nullcontext)
+    assert model.training
+
+
+def test_after_a_caller_that_wants_no_more() -> None:
+    model = Constant()
+    found = predicted_of(model, batches(fail=False), CPU, contextlib.nullcontext)
+    next(found)
+    found.close()  # type: ignore[attr-defined]
+    assert model.training

@@ -1,22 +1,36 @@
-"""`TrainedRun`: what a run has trained: its settings, and its newest valid checkpoint."""
+"""`TrainedRun`: a run's settings and its newest valid checkpoint. `Scorer`: its model on the ranks, scoring samples."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from embershard.cache import CacheConfig
+from embershard.data import Source, Target
 from embershard.data.sources.kinds import schema_of
-from embershard.distributed import Ranks, complete_checkpoints, verify_checkpoint
-from embershard.distributed.checkpoint.load import newest_valid
-from embershard.earlier_settings import with_current_names
+from embershard.distributed import (
+    Ranks,
+    Supervision,
+    complete_checkpoints,
+    load_tensors,
+    shortest,
+    verify_checkpoint,
+    without_empty,
+)
+from embershard.distributed.checkpoint.load import newest_valid, without_known_warnings
 from embershard.errors import CheckpointError, InvalidCheckpointError
 from embershard.frequency.config import ProfileConfig
 from embershard.sharding.config import ShardingConfig
+from embershard.training.build import build_sharded_model
 from embershard.training.checkpoint.identity import LABELS, changes, labels_change, meaning_of, tables_of
 from embershard.training.checkpoint.saved_run import SavedRun
 from embershard.training.config import RunConfig
+from embershard.training.fit.memory_check import check_memory_for_run
 from embershard.training.optimizers import EmbeddingOptimizerConfig
+from embershard.training.quality.metrics import Predicted, PredictionBuffer, autocast, predicted_of
+from embershard.training.quality.quality import AnyQuality
+from embershard.training.steps import open_stream
 
 
 @dataclass(frozen=True)
@@ -86,9 +100,65 @@ def for_scoring(config: RunConfig, device: str) -> RunConfig:
     )
 
 
+class Scorer:
+    """Scores the held-out samples of a source with a trained model. All ranks call its methods together.
+
+    Args:
+        trained: the model.
+        source: of the samples.
+        supervision: is told of each batch.
+
+    Raises:
+        ConfigError: the model does not fit the memory of a machine.
+        CheckpointError: the checkpoint is of another model.
+    """
+
+    def __init__(self, trained: TrainedRun, source: Source, ranks: Ranks, supervision: Supervision) -> None:
+        config = for_scoring(trained.config, ranks.device.type)
+        self._config, self._source, self._ranks, self._supervision = config, source, ranks, supervision
+        self.memory_warning = check_memory_for_run(config, None, ranks)
+        self.model = build_sharded_model(config, None, None, source.schema, ranks)
+        tensors = {"model": self.model.state_dict()}
+        load_tensors(trained.checkpoint, without_empty(tensors))
+        with without_known_warnings():
+            self.model.load_state_dict(tensors["model"])
+
+    @property
+    def num_samples(self) -> int:
+        """Samples to score, of all ranks."""
+        return self._source.chunks("eval").num_samples
+
+    @property
+    def target(self) -> Target:
+        """What is predicted of a sample."""
+        return self._source.schema.target
+
+    def scores(self) -> Iterator[Predicted]:
+        """Yield what the model says of all samples in their order, float32 on the host: those of all ranks, a global
+        batch at a time, the same on every rank. Collective."""
+        for predicted in self._own():
+            gathered = self._ranks.all_gather_rows(predicted.columns()).cpu()
+            yield Predicted.of_columns(gathered, self.target)
+
+    def quality(self) -> AnyQuality:
+        """Return the quality over all samples. Collective, with the same result everywhere."""
+        buffer = PredictionBuffer(self.target)
+        for predicted in self._own():
+            buffer.add(predicted)
+        return buffer.quality(self._ranks)
+
+    def _own(self) -> Iterator[Predicted]:
+        device = self._ranks.device
+        with open_stream(self._config, self._source, self._ranks, None, None) as stream:
+            batches = shortest(stream, device)
+            for found in predicted_of(self.model, batches, device, lambda: autocast(self._config.train, device)):
+                self._supervision.beat()
+                yield found
+
+
 def _check_meaning(config: RunConfig, checkpoint: Path, saved: SavedRun) -> None:
     """Raise unless samples of `config` mean to the model what those that it was trained on meant."""
-    before, now = with_current_names(saved.identity), meaning_of(config)
+    before, now = saved.identity, meaning_of(config)
     if not labels_change(before, now):
         now.pop(LABELS, None)
     different = changes(before, now)

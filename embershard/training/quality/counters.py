@@ -1,9 +1,10 @@
-"""Reports on the caches of all ranks: hit rates while training, and the totals of a run."""
+"""What all ranks did, their caches and links among it: between two reports, and the totals of a run."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, replace
+from dataclasses import asdict, astuple, replace
 from statistics import fmean
 from typing import Any
 
@@ -12,11 +13,18 @@ from torch import nn
 
 from embershard.cache.report import CacheReport
 from embershard.cache.statistics import TableStats
+from embershard.data import Target
 from embershard.distributed import Ranks
+from embershard.distributed.sent_bytes import SentBytes
+from embershard.distributed.traffic import count_sent_bytes, sent_bytes
 from embershard.pipeline import LookAheadStats
 from embershard.sharding.torchrec import cache_stats, pools_by_module
 from embershard.sharding.torchrec.modes.hot_cold import hot_totals
+from embershard.training.quality.metrics import Predicted, PredictionBuffer
+from embershard.training.quality.reports import TrainReport
 
+#: Newest samples per rank that count for the AUC in the progress line.
+WINDOW_SAMPLES = 16_384
 #: Totals of a run's record, in its order.
 _TOTALS = (
     "device_bytes",
@@ -174,3 +182,93 @@ def with_hot_rows(totals: dict[str, Any], hot_bytes: int, hot_lookups: int) -> d
         "hot_rows_bytes": hot_bytes,
         "hot_lookups": hot_lookups,
     }
+
+
+class TrafficReader:
+    """Reads what all ranks have sent since it was made. Its methods are collective, and their own messages count as
+    `other`."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        if ranks.world_size > 1:  # one rank sends nothing, and need not pay for the counting
+            count_sent_bytes()
+        self._ranks = ranks
+        self._first = self._last = sent_bytes()
+
+    def since_last(self) -> SentBytes:
+        """Return what all ranks sent since the last call, together."""
+        now = sent_bytes()
+        mine = torch.tensor(astuple(now - self._last), dtype=torch.float64, device=self._ranks.device)
+        self._last = now
+        return SentBytes(*self._ranks.all_gather(mine).sum(dim=0).tolist())
+
+    def totals(self) -> dict[str, Any]:
+        """Return the bytes of the run's record: of all ranks by kind, and of each rank."""
+        per_rank: list[SentBytes] = self._ranks.all_gather_objects(sent_bytes() - self._first)
+        total = SentBytes(*map(sum, zip(*map(astuple, per_rank), strict=True)))
+        return {**asdict(total), "ranks": [{"rank": rank, **asdict(sent)} for rank, sent in enumerate(per_rank)]}
+
+
+class StepMetrics:
+    """Figures of the steps that this process trains: quality, speed, what caches and links move. All ranks call its
+    methods in the same order.
+
+    Attributes:
+        cache_reader, traffic_reader: of all ranks.
+        step_seconds: of each step.
+    """
+
+    def __init__(self, model: nn.Module, target: Target, ranks: Ranks) -> None:
+        self._target, self._ranks = target, ranks
+        self.cache_reader, self.traffic_reader = CacheReader(model, ranks), TrafficReader(ranks)
+        self.step_seconds = array("d")
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew, behind a resume: forget predictions, and steps that were not reported."""
+        self._newest = PredictionBuffer(self._target, WINDOW_SAMPLES)
+        self._num_reported = len(self.step_seconds)
+
+    @property
+    def has_unreported(self) -> bool:
+        """True if steps were trained since the last report."""
+        return len(self.step_seconds) > self._num_reported
+
+    def add_predicted(self, predicted: Predicted) -> None:
+        """Add what the model says of this rank's batch, without a copy to the host."""
+        self._newest.add(predicted)
+
+    def add_seconds(self, seconds: float) -> None:
+        """Add the time of a step."""
+        self.step_seconds.append(seconds)
+
+    def report(
+        self,
+        *,
+        step: int,
+        epoch: int,
+        samples: int,
+        global_batch: int,
+        loss: float,
+        batches: dict[str, int] | None,
+        learning_rate_factor: float,
+    ) -> TrainReport:
+        """Report on the steps since the last report. Collective."""
+        seconds = self.step_seconds[self._num_reported :]
+        self._num_reported = len(self.step_seconds)
+        rank_steps = len(seconds) * self._ranks.world_size
+        cached = self.cache_reader.since_last()
+        return TrainReport(
+            step=step,
+            epoch=epoch,
+            samples=samples,
+            loss=loss,
+            batches=batches,
+            quality=self._newest.quality(self._ranks),
+            samples_per_second=len(seconds) * global_batch / sum(seconds),
+            hit_rate_unique=cached.hit_rate_unique,
+            hit_rate_lookups=cached.hit_rate_lookups,
+            fills=cached.fills / rank_steps,
+            write_backs=cached.write_backs / rank_steps,
+            learning_rate_factor=learning_rate_factor,
+            sent_bytes=self.traffic_reader.since_last().over(rank_steps),
+        )
