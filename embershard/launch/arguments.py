@@ -6,12 +6,12 @@ import argparse
 import os
 from collections.abc import Iterable
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from embershard.decoding import toml
 from embershard.errors import ConfigError
-from embershard.launch.examples import config_file, examples
 
 NEWEST = -1  # --resume without a step
 #: Set where argcomplete asks for completions.
@@ -263,3 +263,48 @@ def _step(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"got {text!r}; needed the step of a checkpoint, or nothing for the newest")
     return int(text)
+
+
+_IN_WHEEL = "share/embershard/examples"  # as setup.cfg says
+
+
+def examples() -> dict[str, Path]:
+    """Return the TOML files of settings that come with embershard, by name.
+
+    >>> examples()["quickstart"].name
+    'quickstart.toml'
+    """
+    source = Path(__file__).parents[2] / "examples"
+    if (source / "quickstart.toml").is_file():
+        found = list(source.glob("*.toml"))
+    else:
+        try:
+            installed = metadata.files("embershard") or []
+        except metadata.PackageNotFoundError:
+            installed = []
+        found = [Path(str(each.locate())).resolve() for each in installed if _IN_WHEEL in each.as_posix()]
+    return {path.stem: path for path in sorted(found)}
+
+
+def config_file(text: str) -> Path:
+    """Return the file of settings with this name: that file, else the example that is called so; a type for argparse.
+
+    >>> config_file("quickstart") == config_file("quickstart.toml") == examples()["quickstart"]
+    True
+    """
+    path = Path(text)
+    if path.exists() or len(path.parts) != 1 or path.suffix not in ("", ".toml"):
+        return path
+    return examples().get(path.stem, path)
+
+
+def needed_config(arguments: argparse.Namespace) -> Path:
+    """Return the file of settings that the arguments name.
+
+    Raises:
+        ConfigError: they name none.
+    """
+    if arguments.config is None:
+        raise ConfigError(f"which settings? Give a TOML file, or the name of an example: {', '.join(examples())}.")
+    path: Path = arguments.config
+    return path

@@ -23,8 +23,7 @@ from unittest import mock
 import pytest
 from packaging.requirements import Requirement
 
-from embershard.launch import cli
-from embershard.launch.doctor import command as doctor
+from embershard.launch import cli, doctor
 
 PROJECT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -79,7 +78,7 @@ def check_make(words: list[str]) -> None:
 
 #: Commands whose arguments are checked only.
 PARSED = (
-    *("profile", "plan", "report", "ckpt", "data", "verify", "sweep", "predict", "eval", "export", "bench"),
+    *("profile", "plan", "report", "ckpt", "data", "verify", "sweep", "predict", "eval", "export"),
     "completion",
 )
 

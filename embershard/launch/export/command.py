@@ -11,8 +11,7 @@ from embershard.errors import ConfigError
 from embershard.launch.arguments import make_parser, positive
 
 if TYPE_CHECKING:
-    from embershard.launch.export.tables import TableDtype
-    from embershard.launch.export.write import ExportRequest
+    from embershard.launch.export.write import ExportRequest, TableDtype
 
 _SAMPLES = 4096
 

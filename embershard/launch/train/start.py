@@ -13,6 +13,7 @@ from embershard.launch.arguments import (
     add_run_arguments,
     check_resume,
     make_parser,
+    needed_config,
     positive,
     profile_words,
     set_words,
@@ -20,9 +21,8 @@ from embershard.launch.arguments import (
     whole,
 )
 from embershard.launch.config import load_config
-from embershard.launch.examples import needed_config
 from embershard.launch.ranks import launcher
-from embershard.launch.ranks.number import default_ranks, planned_ranks, warn_of_cores
+from embershard.launch.ranks.launcher import default_ranks, planned_ranks, warn_of_cores
 from embershard.launch.run_dir import check_run_dir, default_run_dir
 from embershard.launch.trackers.trackers import check_trackers
 from embershard.training.config import RunConfig

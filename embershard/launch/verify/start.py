@@ -6,11 +6,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from embershard.launch.arguments import add_config_word, make_parser, positive, set_words, trust_words
+from embershard.launch.arguments import add_config_word, make_parser, needed_config, positive, set_words, trust_words
 from embershard.launch.config import load_config
-from embershard.launch.examples import needed_config
 from embershard.launch.ranks import launcher
-from embershard.launch.ranks.number import default_ranks, planned_ranks
+from embershard.launch.ranks.launcher import default_ranks, planned_ranks
 from embershard.launch.verify.arguments import add_comparison
 from embershard.training.config import RunConfig
 

@@ -23,7 +23,7 @@ from embershard.errors import ConfigError
 from embershard.launch import cli
 from embershard.launch.export import command, serving_model, serving_values
 from embershard.launch.export.dense_program import DenseLayers, dense_program
-from embershard.launch.export.tables import stored
+from embershard.launch.export.write import stored
 from embershard.models import ModelConfig, build_model
 from tests.unit.launch.conftest import Trained
 from tests.unit.launch.test_score import scores

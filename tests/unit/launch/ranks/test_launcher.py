@@ -15,12 +15,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from embershard.errors import ConfigError
 from embershard.launch.ranks import rank_group
-from embershard.launch.ranks.launcher import Restarts, loopback_store, start_ranks
+from embershard.launch.ranks.launcher import Restarts, loopback_store, start_ranks, warn_of_cores
 from embershard.launch.ranks.rank_group import Ended, RankGroup
 from embershard.launch.ranks.stop_signals import StopAsked, stop_asked
+from embershard.training.config import RunConfig, TrainConfig
 
 #: A rank that starts at once: without torch, it uses the launcher's memory itself.
 _BEGIN = """
@@ -269,3 +271,23 @@ def test_a_limit_of_mapped_memory_under_which_libc_would_end_the_ranks_is_refuse
     program = f"{lowers}; from embershard.launch.ranks.launcher import start_ranks; start_ranks(1, 'this', [])"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert "ConfigError: ulimit -v: got 1200000, needed at least 2441406 KiB" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "device", "has_gpu", "warns"),
+    [
+        (128, "cpu", False, True),
+        (128, "cpu", True, True),
+        (128, "auto", False, True),
+        (128, "auto", True, False),
+        (128, "cuda", True, False),
+        (4, "cpu", False, False),
+    ],
+)
+def test_many_more_ranks_than_cores_are_said(num_ranks, device, has_gpu, warns, monkeypatch, capsys):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    warn_of_cores(RunConfig(train=TrainConfig(device=device)), num_ranks)
+    said = capsys.readouterr().err
+    assert said.startswith("embershard: 128 ranks share the 2 cores of this machine") is warns
+    assert ("Use --nproc 2" in said) is warns
