@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
+import sys
 from collections.abc import Iterable
 from functools import partial
 from importlib import metadata
@@ -76,13 +78,12 @@ class _OneConfig(argparse.Action):
         setattr(namespace, self.dest, values or before)
 
 
-def add_settings(parser: argparse.ArgumentParser, *, required: bool) -> None:
+def add_settings(parser: argparse.ArgumentParser) -> None:
     """Add `--config FILE` and `--set KEY=VALUE`; the overrides become the list `overrides`."""
     option = parser.add_argument(
         "--config",
         type=config_file,
         action=_OneConfig,
-        required=required,
         metavar="FILE",
         help="the run's settings: a TOML file, or the name of an example (quickstart)",
     )
@@ -151,9 +152,9 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def trust_words(arguments: argparse.Namespace) -> list[str]:
-    """Return the words of a command that trusts the code of run folders as `arguments` does."""
-    return ["--trust-code"] if arguments.trust_code else []
+def program_words(name: str, module: str) -> str:
+    """Return what starts a program here: its name, or this Python with its module where the name is not found."""
+    return name if shutil.which(name) else f"{os.path.relpath(sys.executable)} -m {module}"
 
 
 def text_override(key: str, text: str) -> str:
@@ -193,9 +194,9 @@ def check_new_output(path: Path) -> None:
         raise ConfigError(f"{path} exists and is not overwritten; give another file, or remove it.")
 
 
-def add_run_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Add the arguments that `embershard train` and the program of each rank have in common; `required`: --config."""
-    add_settings(parser, required=required)
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of a training that `embershard train` also takes under torchrun."""
+    add_settings(parser)
     add_plan(parser)
     add_trust(parser)
     parser.add_argument(
@@ -227,15 +228,6 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, required: bool = True)
         metavar="KEY",
         help="with --resume: go on though this setting is another one than in the checkpoint; may be repeated",
     )
-
-
-def profile_words(steps: tuple[int, int] | None) -> list[str]:
-    """Return the words of a command that traces these steps.
-
-    >>> profile_words((20, 25))
-    ['--profile-steps', '20:25']
-    """
-    return [] if steps is None else ["--profile-steps", f"{steps[0]}:{steps[1]}"]
 
 
 def _steps(text: str) -> tuple[int, int]:

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 #: Name of each command; below `embershard.launch` its module, and, where it is not `main`, its function of the words
 #: behind the name, which returns the exit code; and its help.
 _COMMANDS = (
-    ("train", "train.start", "train a model"),
+    ("train", "train.command", "train a model"),
     ("settings", "cli:settings", "list all settings of a run, with their meanings"),
     ("profile", "profile.command", "count how often every row of a data set is looked up, or show such a profile"),
     ("plan", "plan.command", "place tables and size caches, without a GPU at hand; predict memory and speed"),
     ("data", "data.command", "look at files of data, convert them, check them, or make samples of a log of events"),
-    ("verify", "verify.start", "train the first steps with the cache and with stock TorchRec, and compare every bit"),
-    ("predict", "score.predict", "score samples with a trained model, into a Parquet file"),
-    ("eval", "score.evaluate", "measure a trained model on held-out or other samples"),
+    ("verify", "verify", "train the first steps with the cache and with stock TorchRec, and compare every bit"),
+    ("predict", "score:predict", "score samples with a trained model, into a Parquet file"),
+    ("eval", "score:evaluate", "measure a trained model on held-out or other samples"),
     (
         "export",
         "export.command",

@@ -30,7 +30,7 @@ SETTINGS = (
 )  # fmt: skip
 TORCHRUN = (
     "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(NUM_RANKS), "--max-restarts", "1",
-    "-m", "embershard.launch.train.command",
+    "-m", "embershard", "train",
 )  # fmt: skip
 KINDS = ("a rank is killed", "a rank is killed in a save", "the launcher is killed", "a rank is stopped")
 

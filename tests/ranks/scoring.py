@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from embershard.distributed import Supervision
-from embershard.launch.score.command import score_run
+from embershard.launch.score import score_run
 from embershard.training.config import RunConfig
 from embershard.training.trainer import Trainer
 from tests.ranks.planned import here

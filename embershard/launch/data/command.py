@@ -114,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "read all rows, and say what training would do with them"
     action = actions.add_parser("validate", help=text, **help_parts(_VALIDATE_HELP))
     action.add_argument("data", nargs="?", metavar="DATA", help="file or folder; default: that of the settings")
-    add_settings(action, required=False)
+    add_settings(action)
     action.add_argument("--workers", type=positive, metavar="N", help="threads that parse (default: cores)")
     action.set_defaults(run=validate)
     add_events(actions)

@@ -54,7 +54,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _request(arguments: argparse.Namespace) -> ExportRequest:
     from embershard.launch.export.write import ExportRequest
-    from embershard.launch.score.arguments import checkpoints_of, run_config
+    from embershard.launch.score import checkpoints_of, run_config
 
     dtype: TableDtype = arguments.dtype or "fp32"
     return ExportRequest(
@@ -68,7 +68,7 @@ def _request(arguments: argparse.Namespace) -> ExportRequest:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from embershard.launch.score.arguments import add_run
+    from embershard.launch.score import add_run
 
     parser = make_parser("export", _HELP)
     add_run(parser)

@@ -203,7 +203,7 @@ def _collect_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "data", nargs="?", metavar="DATA", help="file, folder, or the word synthetic (./show is a file)"
     )
-    add_settings(parser, required=False)
+    add_settings(parser)
     add_trust(parser)
     _add_outputs(parser)
     parser.add_argument(

@@ -37,11 +37,11 @@ class Restarts:
 
     Attributes:
         most: number of restarts.
-        arguments: of the restarted program; called with whether a rank has trained a step.
+        job: of the restarted ranks; called with whether a rank has trained a step.
     """
 
     most: int
-    arguments: Callable[[bool], Sequence[str]]
+    job: Callable[[bool], object]
 
 
 def add_hang_seconds(parser: ArgumentParser) -> None:
@@ -65,13 +65,14 @@ def default_num_ranks() -> int:
 def start_ranks(
     num_ranks: int,
     module: str,
-    arguments: Sequence[str],
+    arguments: Sequence[str] = (),
     *,
+    job: object = None,
     restarts: Restarts | None = None,
     hang_seconds: float | None = HANG_SECONDS,
     stacks: Path | None = None,
 ) -> int:
-    """Run `python -m module arguments...` as `num_ranks` ranks; return the exit code.
+    """Run `python -m module arguments...` as `num_ranks` ranks, each with the same job; return the exit code.
 
     It is 0 when all ended well, also after a SIGTERM or SIGHUP that ended them in order; 130 after a Ctrl-C that did;
     128 and the signal's number after a second signal, which ends them at once; 1 when a rank failed.
@@ -80,6 +81,7 @@ def start_ranks(
     GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME say otherwise. The ranks end when this process dies.
 
     Args:
+        job: what ranks are to do (`embershard.launch.rank`).
         restarts: starts ranks that failed again, unless the same error would end them again.
         hang_seconds: ranks that hang so long (`HangWatch`) are stopped, and the one that hangs is named. None: never.
         stacks: file for the stacks of ranks that hang.
@@ -91,18 +93,18 @@ def start_ranks(
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ConfigError(
             "torchrun starts ranks, and this command starts ranks, too: each of torchrun's would start all of them. "
-            f"Give torchrun the program of a rank (-m {module}), or call this command without torchrun."
+            "Call this command without torchrun."
         )
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
     if os.path.exists("/sys/class/net/lo"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     has_trained, num_restarts = False, 0
+    command = [sys.executable, "-m", module, *arguments]
     with stop_asked() as asked:
         while True:
             store = loopback_store()
-            command = [sys.executable, "-m", module, *arguments]
-            group = RankGroup(num_ranks, command, (LOOPBACK, store.port), asked, hang_seconds, stacks)
+            group = RankGroup(num_ranks, command, (LOOPBACK, store.port), asked, hang_seconds, stacks, job)
             ended = group.run()
             has_trained = has_trained or group.has_trained
             again = restarts if ended.may_restart and not asked.number else None
@@ -111,7 +113,7 @@ def start_ranks(
                 return ended.code
             num_restarts += 1
             _tell(f"{ended.message} Restart {num_restarts} of {again.most}.")
-            arguments = again.arguments(has_trained)
+            job = again.job(has_trained)
 
 
 def _check_map_limit(limits: Sequence[MapLimit]) -> None:

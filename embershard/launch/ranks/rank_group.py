@@ -23,6 +23,7 @@ from embershard.distributed.supervision import (
     pulses,
 )
 from embershard.launch.config import run_folder_of
+from embershard.launch.rank import hand_over
 from embershard.launch.ranks.hang_watch import HangWatch, Look, hanging_ranks
 from embershard.launch.ranks.stop_signals import StopAsked, stop_code
 
@@ -57,6 +58,7 @@ class RankGroup:
         asked: the user's requests to stop.
         hang_seconds: see `HangWatch`; None: ranks may hang.
         stacks: file for the stacks of ranks that hang.
+        job: what each rank is to do.
     """
 
     def __init__(
@@ -67,15 +69,17 @@ class RankGroup:
         asked: StopAsked,
         hang_seconds: float | None,
         stacks: Path | None,
+        job: object = None,
     ) -> None:
         self._asked, self._stacks_file = asked, stacks
         self._watch = None if hang_seconds is None else HangWatch(hang_seconds)
-        self._descriptor = os.memfd_create("pulses")
-        board = pulses(self._descriptor, num_ranks)
+        self._pulses = os.memfd_create("pulses")
+        board = pulses(self._pulses, num_ranks)
+        self._job, job_variables = hand_over(job)
         self._ranks: list[RankProcess] = []
         for rank in range(num_ranks):
-            environment = _environment(rank, num_ranks, address)
-            self._ranks.append(RankProcess(command, environment, self._descriptor, board[rank]))
+            environment = {**_environment(rank, num_ranks, address), **job_variables}
+            self._ranks.append(RankProcess(command, environment, self._pulses, self._job, board[rank]))
 
     @property
     def has_trained(self) -> bool:
@@ -90,7 +94,8 @@ class RankGroup:
             for rank in self._ranks:
                 rank.kill()
                 rank.close()
-            os.close(self._descriptor)
+            os.close(self._pulses)
+            os.close(self._job)
 
     def _run(self) -> Ended:
         looked_at, failed_at, is_told = time.monotonic(), None, False
@@ -226,16 +231,18 @@ class RankProcess:
     Args:
         command: the program and its arguments.
         environment: its variables, LOCAL_RANK included.
-        descriptor: of the file in memory with the ranks' `pulses`.
-        pulse: this rank's row of them.
+        pulses, job: descriptors of the files in memory with the ranks' `pulses` and their job.
+        pulse: this rank's row of the pulses.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], descriptor: int, pulse: Any) -> None:
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], pulses: int, job: int, pulse: Any
+    ) -> None:
         self._pulse = pulse
         self._stacks = os.memfd_create("stacks")
-        variables = {**environment, LAUNCHER_VARIABLE: f"{os.getpid()} {descriptor} {self._stacks}"}
+        variables = {**environment, LAUNCHER_VARIABLE: f"{os.getpid()} {pulses} {self._stacks}"}
         self._process = subprocess.Popen(
-            command, env=variables, pass_fds=(descriptor, self._stacks), start_new_session=True
+            command, env=variables, pass_fds=(pulses, job, self._stacks), start_new_session=True
         )
         self._seen = psutil.Process(self._process.pid)
 

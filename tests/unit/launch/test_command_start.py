@@ -93,7 +93,7 @@ def test_help_fits_a_screen_and_ends_with_an_example(command, monkeypatch, capsy
 )
 def test_the_settings_may_be_named_without_an_option(words, found):
     parser = make_parser("x", "text")
-    add_settings(parser, required=False)
+    add_settings(parser)
     add_config_word(parser)
     config = parser.parse_intermixed_args(words).config
     assert (config and str(config)) == found

@@ -197,19 +197,20 @@ def test_ranks_that_may_hang():
 
 
 def test_restarts(tmp_path, monkeypatch, capfd):
-    """The second attempt gets other arguments, and is the last."""
-    code = "wait() if rank else (print(*sys.argv[1:]), sys.exit(7))"
+    """The second attempt gets another job, and is the last."""
+    handed = "__import__('pickle').loads(os.pread(int(os.environ['EMBERSHARD_JOB']), 1000, 0))"
+    code = f"wait() if rank else (print(*sys.argv[1:], {handed}), sys.exit(7))"
     (tmp_path / "program.py").write_text(_BEGIN + code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     trained: list[bool] = []
 
-    def again(has_trained: bool) -> list[str]:
+    def again(has_trained: bool) -> str:
         trained.append(has_trained)
-        return ["again"]
+        return "again"
 
-    assert start_ranks(2, "program", ["first"], restarts=Restarts(1, again)) == 1
+    assert start_ranks(2, "program", ["word"], job="first", restarts=Restarts(1, again)) == 1
     said = capfd.readouterr()
-    assert (said.out.split(), trained) == (["first", "again"], [False])
+    assert (said.out.split(), trained) == (["word", "first", "word", "again"], [False])
     assert said.err.splitlines() == [
         "embershard: rank 0 failed first (exit code 7). Restart 1 of 1.",
         "embershard: rank 0 failed first (exit code 7).",
@@ -259,9 +260,9 @@ def test_a_pause_of_the_launcher_is_not_one_of_the_ranks(monkeypatch):
     assert max(seen) <= 2 * rank_group._LOOK_SECONDS
 
 
-def test_under_torchrun_it_names_the_program_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_torchrun_start_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
-    with pytest.raises(ConfigError, match=r"-m some\.program"):
+    with pytest.raises(ConfigError, match="Call this command without torchrun"):
         start_ranks(2, "some.program", [])
 
 
