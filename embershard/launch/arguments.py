@@ -187,6 +187,13 @@ def check_output(path: Path) -> None:
         raise ConfigError(f"{path} {problem}; give the name of a file in a folder that exists.")
 
 
+def check_new_folder(path: Path) -> None:
+    """Raise `ConfigError` unless a folder can be made at `path`, and there is none yet."""
+    if path.exists() or not path.absolute().parent.is_dir():
+        problem = "exists" if path.exists() else "is in a folder that does not exist"
+        raise ConfigError(f"{path} {problem}; give the name of a new folder in a folder that exists.")
+
+
 def check_new_output(path: Path) -> None:
     """Raise `ConfigError` unless a file can be written at `path`, and there is none yet."""
     check_output(path)

@@ -72,12 +72,34 @@ class ScoreJob(Job):
     @staticmethod
     def of(arguments: argparse.Namespace) -> ScoreJob:
         """Read the settings of the run that the arguments name. Raises as `run_config`."""
-        run_dir, trust, output = arguments.run_dir, arguments.trust_code, getattr(arguments, "output", None)
-        return ScoreJob(run_config(arguments), run_dir, trust, checkpoints_of(arguments), arguments.step, output)
+        run_dir, output = arguments.run_dir, getattr(arguments, "output", None)
+        checkpoints = run_dir / CHECKPOINTS
+        return ScoreJob(run_config(arguments), run_dir, arguments.trust_code, checkpoints, arguments.step, output)
 
     def run(self, ranks: Ranks, supervision: Supervision) -> int:
-        """Score; return 0. Collective."""
-        score_run(self.config, self.checkpoints, ranks, self.output, self.step, supervision)
+        """Score the held-out samples: into the file, or, without one, show the quality. Return 0. Collective."""
+        from embershard.data import open_source
+        from embershard.training.checkpoint.trained_run import open_trained
+        from embershard.training.quality.quality import quality_values
+        from embershard.training.quality.scoring import Scorer
+
+        console, output = plain_console(quiet=not ranks.is_first), self.output
+        if output is not None:
+            ranks.from_first(lambda: check_new_output(output))
+        trained = open_trained(self.config, self.checkpoints, ranks, self.step)
+        say(console, *(f"Not used: {reason}." for reason in trained.skipped))
+        source = open_source(self.config.data, needs_labels=output is None)
+        scorer = Scorer(trained, source, ranks, supervision)
+        say(console, f"Scoring {scorer.num_samples:,} samples by {trained.checkpoint}.", *source.notes)
+        if scorer.memory_warning:
+            say(console, scorer.memory_warning)
+        if output is None:
+            table = make_table(f"Quality at step {trained.saved.step}", ["what"], ["value"])
+            for name, value in quality_values(scorer.quality()).items():
+                table.add_row(name, number(value, ",") if name == "samples" else number(value, ".6f"))
+            console.print(table)
+        else:
+            _write(scorer, output, console, ranks)
         return 0
 
 
@@ -170,40 +192,6 @@ def run_config(arguments: argparse.Namespace, *, needs_samples: bool = True) -> 
     return config
 
 
-def checkpoints_of(arguments: argparse.Namespace) -> Path:
-    """Return the folder of the run's checkpoints."""
-    folder: Path = arguments.run_dir / CHECKPOINTS
-    return folder
-
-
-def score_run(
-    config: RunConfig, checkpoints: Path, ranks: Ranks, output: Path | None, step: int | None, supervision: Supervision
-) -> None:
-    """Score the held-out samples of `config`: into the file `output`, or, without one, show the quality. Collective."""
-    from embershard.data import open_source
-    from embershard.training.checkpoint.trained_run import open_trained
-    from embershard.training.quality.quality import quality_values
-    from embershard.training.quality.scoring import Scorer
-
-    console = plain_console(quiet=not ranks.is_first)
-    if output is not None:
-        ranks.from_first(lambda: check_new_output(output))
-    trained = open_trained(config, checkpoints, ranks, step)
-    say(console, *(f"Not used: {reason}." for reason in trained.skipped))
-    source = open_source(config.data, needs_labels=output is None)
-    scorer = Scorer(trained, source, ranks, supervision)
-    say(console, f"Scoring {scorer.num_samples:,} samples by {trained.checkpoint}.", *source.notes)
-    if scorer.memory_warning:
-        say(console, scorer.memory_warning)
-    if output is None:
-        table = make_table(f"Quality at step {trained.saved.step}", ["what"], ["value"])
-        for name, value in quality_values(scorer.quality()).items():
-            table.add_row(name, number(value, ",") if name == "samples" else number(value, ".6f"))
-        console.print(table)
-        return
-    _write(scorer, output, console, ranks)
-
-
 def _write(scorer: Scorer, output: Path, console: Console, ranks: Ranks) -> None:
     file = ScoresFile(output, scorer.target) if ranks.is_first else None
     num_written = 0
@@ -286,7 +274,6 @@ class ScoresFile:
         self._waiting, self._num_waiting = [], 0
 
     def _columns(self) -> dict[str, torch.Tensor]:
-        """Return the columns of the samples that wait, by name."""
         import torch
 
         names = self._target.labels

@@ -157,7 +157,6 @@ def _show(columns: dict[str, ColumnSurvey], num_bad: int) -> None:
 def _settings(
     data: Path, form: WholeColumns, label: LabelSuggestion, suggested: list[Suggestion], num_rows: int
 ) -> str:
-    """Return the TOML file."""
     lines = [
         f"# Written by embershard data inspect: {num_rows:,} rows. Check the label and the features. Then:",
         "#   embershard train --config FILE",
@@ -193,7 +192,6 @@ def _settings(
 
 
 def _of_the_model(suggested: list[Suggestion], num_rows: int) -> list[str]:
-    """Return the lines of the sections of model, cache and training."""
     batch = _LEAST_BATCH
     while batch < _MOST_BATCH and 2 * batch * _STEPS_OF_AN_EPOCH <= num_rows:
         batch *= 2

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from embershard.decoding import to_toml
 from embershard.errors import ConfigError, naming_file
-from embershard.launch.arguments import add_settings, help_parts, make_parser, positive, whole
+from embershard.launch.arguments import add_settings, check_new_folder, help_parts, make_parser, positive, whole
 from embershard.launch.data.columns import add_convert, add_inspect
 from embershard.launch.screen import make_table, plain_console, progress_bar, say, wide_console
 from embershard.whole_file import whole_file
@@ -173,9 +173,7 @@ def events(arguments: argparse.Namespace) -> int:
         EmbershardError: a file cannot be read or written, or the log is none of events.
     """
     folder: Path = arguments.output
-    if folder.exists() or not folder.absolute().parent.is_dir():
-        problem = "exists" if folder.exists() else "is in a folder that does not exist"
-        raise ConfigError(f"{folder} {problem}; give the name of a new folder in a folder that exists.")
+    check_new_folder(folder)
     from embershard.data.sources.events import WindowOptions, write_windows
 
     options = WindowOptions(arguments.history, arguments.negatives, arguments.seed)
@@ -199,7 +197,6 @@ def events(arguments: argparse.Namespace) -> int:
 
 
 def _settings(log: Path, folder: Path, windows: Windows) -> str:
-    """Return the settings of a DIN on the windows, as TOML."""
     from embershard.data.sources.events import DENSE, SPARSE
 
     sparse = list(SPARSE)

@@ -26,7 +26,7 @@ from embershard.distributed.checkpoint.rows import saved_rows
 from embershard.errors import naming_file
 from embershard.launch.export import serving_model, serving_values
 from embershard.launch.export.dense_program import DenseLayers, dense_layers, dense_program
-from embershard.launch.export.serving_model import Model, Table, table_names
+from embershard.launch.export.serving_model import Model, StoredTable, table_names
 from embershard.launch.versions import versions
 from embershard.models import ModelTable
 from embershard.training.checkpoint.trained_run import TrainedRun, open_trained
@@ -143,8 +143,7 @@ def _write_tables(
 
 
 def _tensor(table: ModelTable) -> str:
-    """Return the name of a table's weights in a checkpoint, in the group of the model."""
-    return f"model.{table.tensor}"
+    return f"model.{table.tensor}"  # in the checkpoint's group of the model
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
@@ -221,7 +220,7 @@ def _score_distances(target: Target, before: Tensor, after: Tensor) -> dict[str,
     return found
 
 
-class _KeptTable(Table):
+class _KeptTable(StoredTable):
     """A trained table, of which some rows were kept."""
 
     def __init__(self, kept: KeptRows) -> None:

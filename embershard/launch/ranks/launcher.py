@@ -78,7 +78,7 @@ def start_ranks(
     128 and the signal's number after a second signal, which ends them at once; 1 when a rank failed.
 
     Each rank gets cores / `num_ranks` OpenMP threads and uses the loopback interface only, unless OMP_NUM_THREADS,
-    GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME say otherwise. The ranks end when this process dies.
+    GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME say otherwise. Ranks end when this process dies.
 
     Args:
         job: what ranks are to do (`embershard.launch.rank`).
@@ -95,10 +95,7 @@ def start_ranks(
             "torchrun starts ranks, and this command starts ranks, too: each of torchrun's would start all of them. "
             "Call this command without torchrun."
         )
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
-    if os.path.exists("/sys/class/net/lo"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    _set_variables(num_ranks)
     has_trained, num_restarts = False, 0
     command = [sys.executable, "-m", module, *arguments]
     with stop_asked() as asked:
@@ -114,6 +111,13 @@ def start_ranks(
             num_restarts += 1
             _tell(f"{ended.message} Restart {num_restarts} of {again.most}.")
             job = again.job(has_trained)
+
+
+def _set_variables(num_ranks: int) -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
+    if os.path.exists("/sys/class/net/lo"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
 def _check_map_limit(limits: Sequence[MapLimit]) -> None:

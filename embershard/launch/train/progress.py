@@ -103,7 +103,6 @@ def train_line(report: TrainReport) -> str:
 
 
 def _bar_line(report: TrainReport) -> str:
-    """Return the same, short enough for a line with a bar."""
     hits = "" if report.hit_rate_lookups is None else f" hit {report.hit_rate_lookups:.1%}"
     main, *_ = figures(main_values(report.quality))  # of the first label
     return f"{report.samples_per_second:,.0f}/s loss {report.loss:.4f} {main.title} {main.value}{hits}"
@@ -165,7 +164,6 @@ def _look_ahead_rows(ahead: dict[str, Any] | None, cache: dict[str, Any] | None)
 
 
 def _sent_rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Return the bytes between ranks per rank and step; nothing for one rank."""
     sent, parts = result["sent_bytes"], max(1, result["measured_steps"] * result["world_size"])
     kinds = [sent[name] / parts for name in ("ids", "embeddings", "gradients", "dense_all_reduce")]
     names = ("ids", "embeddings", "their gradients", "dense gradients")

@@ -131,8 +131,6 @@ def _close(trainer: Trainer, console: Console) -> None:
 
 
 class _Outputs:
-    """Screen and files of a run."""
-
     def __init__(self, trainer: Trainer, run_dir: Path, resumed_at: int | None, console: Console) -> None:
         self._trainer, self._folder, self._console = trainer, run_dir, console
         self._record = RunRecord(run_dir, trainer.config, resumed_at, trainer.plan)
