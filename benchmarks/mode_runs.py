@@ -24,7 +24,7 @@ from typing import Any
 from embershard.distributed import Supervision, process_group
 from embershard.launch.config import load_config
 from embershard.launch.screen import silence_libraries
-from embershard.launch.train.command import train_run
+from embershard.launch.train.run import train_run
 from embershard.training.config import RunConfig
 
 

@@ -1,7 +1,7 @@
 """Makes or repairs `.venv`: `python3 scripts/setup_env.py [--tests] [--force]`.
 
 Standard library only, because it runs before anything is installed. Versions that belong together are the sets of
-embershard/launch/doctor/version_sets.py; all others are pinned in requirements.txt, and hold for every set. pip's own
+embershard/launch/versions.py; all others are pinned in requirements.txt, and hold for every set. pip's own
 configuration decides where packages come from.
 
 FBGEMM needs care. It comes as two distributions, `fbgemm-gpu` (CUDA) and `fbgemm-gpu-cpu`, that own the *same* folder
@@ -54,7 +54,7 @@ from setup_rules import (
     with_versions,
 )
 
-from embershard.launch.doctor.version_sets import CPU_FBGEMM, SETS, VersionSet, wanted_fbgemm
+from embershard.launch.versions import CPU_FBGEMM, SETS, VersionSet, wanted_fbgemm
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAINING, TESTS = "requirements.txt", "requirements-dev.txt"
@@ -65,7 +65,7 @@ INPUTS = (
     "pyproject.toml",
     "scripts/setup_env.py",
     "scripts/setup_rules.py",
-    "embershard/launch/doctor/version_sets.py",
+    "embershard/launch/versions.py",
 )
 REQUIREMENTS = ".embershard-requirements.txt"
 LOG = ".embershard-setup.log"

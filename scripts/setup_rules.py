@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from embershard.launch.doctor.version_sets import (
+from embershard.launch.versions import (
     CPU_FBGEMM,
     CUDA_FBGEMM,
     DEFAULT_SET,

@@ -17,8 +17,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from embershard.launch.doctor.version_sets import SETS
-from embershard.launch.versions import installed_version
+from embershard.launch.versions import SETS, installed_version
 
 PROJECT = Path(__file__).resolve().parent.parent
 SHARED_VARIABLE = "EMBERSHARD_SHARED"

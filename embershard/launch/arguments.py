@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
+import sys
 from collections.abc import Iterable
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from embershard.decoding import toml
 from embershard.errors import ConfigError
-from embershard.launch.examples import config_file, examples
 
 NEWEST = -1  # --resume without a step
 #: Set where argcomplete asks for completions.
@@ -76,13 +78,12 @@ class _OneConfig(argparse.Action):
         setattr(namespace, self.dest, values or before)
 
 
-def add_settings(parser: argparse.ArgumentParser, *, required: bool) -> None:
+def add_settings(parser: argparse.ArgumentParser) -> None:
     """Add `--config FILE` and `--set KEY=VALUE`; the overrides become the list `overrides`."""
     option = parser.add_argument(
         "--config",
         type=config_file,
         action=_OneConfig,
-        required=required,
         metavar="FILE",
         help="the run's settings: a TOML file, or the name of an example (quickstart)",
     )
@@ -151,9 +152,9 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def trust_words(arguments: argparse.Namespace) -> list[str]:
-    """Return the words of a command that trusts the code of run folders as `arguments` does."""
-    return ["--trust-code"] if arguments.trust_code else []
+def program_words(name: str, module: str) -> str:
+    """Return what starts a program here: its name, or this Python with its module where the name is not found."""
+    return name if shutil.which(name) else f"{os.path.relpath(sys.executable)} -m {module}"
 
 
 def text_override(key: str, text: str) -> str:
@@ -186,6 +187,13 @@ def check_output(path: Path) -> None:
         raise ConfigError(f"{path} {problem}; give the name of a file in a folder that exists.")
 
 
+def check_new_folder(path: Path) -> None:
+    """Raise `ConfigError` unless a folder can be made at `path`, and there is none yet."""
+    if path.exists() or not path.absolute().parent.is_dir():
+        problem = "exists" if path.exists() else "is in a folder that does not exist"
+        raise ConfigError(f"{path} {problem}; give the name of a new folder in a folder that exists.")
+
+
 def check_new_output(path: Path) -> None:
     """Raise `ConfigError` unless a file can be written at `path`, and there is none yet."""
     check_output(path)
@@ -193,9 +201,9 @@ def check_new_output(path: Path) -> None:
         raise ConfigError(f"{path} exists and is not overwritten; give another file, or remove it.")
 
 
-def add_run_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Add the arguments that `embershard train` and the program of each rank have in common; `required`: --config."""
-    add_settings(parser, required=required)
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of a training that `embershard train` also takes under torchrun."""
+    add_settings(parser)
     add_plan(parser)
     add_trust(parser)
     parser.add_argument(
@@ -229,15 +237,6 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, required: bool = True)
     )
 
 
-def profile_words(steps: tuple[int, int] | None) -> list[str]:
-    """Return the words of a command that traces these steps.
-
-    >>> profile_words((20, 25))
-    ['--profile-steps', '20:25']
-    """
-    return [] if steps is None else ["--profile-steps", f"{steps[0]}:{steps[1]}"]
-
-
 def _steps(text: str) -> tuple[int, int]:
     first, _, last = text.partition(":")
     if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
@@ -263,3 +262,48 @@ def _step(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"got {text!r}; needed the step of a checkpoint, or nothing for the newest")
     return int(text)
+
+
+_IN_WHEEL = "share/embershard/examples"  # as setup.cfg says
+
+
+def examples() -> dict[str, Path]:
+    """Return the TOML files of settings that come with embershard, by name.
+
+    >>> examples()["quickstart"].name
+    'quickstart.toml'
+    """
+    source = Path(__file__).parents[2] / "examples"
+    if (source / "quickstart.toml").is_file():
+        found = list(source.glob("*.toml"))
+    else:
+        try:
+            installed = metadata.files("embershard") or []
+        except metadata.PackageNotFoundError:
+            installed = []
+        found = [Path(str(each.locate())).resolve() for each in installed if _IN_WHEEL in each.as_posix()]
+    return {path.stem: path for path in sorted(found)}
+
+
+def config_file(text: str) -> Path:
+    """Return the file of settings with this name: that file, else the example that is called so; a type for argparse.
+
+    >>> config_file("quickstart") == config_file("quickstart.toml") == examples()["quickstart"]
+    True
+    """
+    path = Path(text)
+    if path.exists() or len(path.parts) != 1 or path.suffix not in ("", ".toml"):
+        return path
+    return examples().get(path.stem, path)
+
+
+def needed_config(arguments: argparse.Namespace) -> Path:
+    """Return the file of settings that the arguments name.
+
+    Raises:
+        ConfigError: they name none.
+    """
+    if arguments.config is None:
+        raise ConfigError(f"which settings? Give a TOML file, or the name of an example: {', '.join(examples())}.")
+    path: Path = arguments.config
+    return path

@@ -1,25 +1,32 @@
-"""The command `embershard`: finds the subcommand, and reports its errors."""
+"""The command `embershard`: finds the subcommand, reports its errors; and the small commands settings, completion."""
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from embershard import __version__
-from embershard.errors import EmbershardError, os_problem
+from embershard.errors import ConfigError, EmbershardError, SetupError, os_problem
 
-#: Name, module below `embershard.launch` with the function `main(argv) -> int`, and help of each command.
+if TYPE_CHECKING:
+    from embershard.launch.config import Setting
+
+#: Name of each command; below `embershard.launch` its module, and, where it is not `main`, its function of the words
+#: behind the name, which returns the exit code; and its help.
 _COMMANDS = (
-    ("train", "train.start", "train a model"),
-    ("settings", "settings", "list all settings of a run, with their meanings"),
+    ("train", "train.command", "train a model"),
+    ("settings", "cli:settings", "list all settings of a run, with their meanings"),
     ("profile", "profile.command", "count how often every row of a data set is looked up, or show such a profile"),
     ("plan", "plan.command", "place tables and size caches, without a GPU at hand; predict memory and speed"),
     ("data", "data.command", "look at files of data, convert them, check them, or make samples of a log of events"),
-    ("verify", "verify.start", "train the first steps with the cache and with stock TorchRec, and compare every bit"),
-    ("predict", "score.predict", "score samples with a trained model, into a Parquet file"),
-    ("eval", "score.evaluate", "measure a trained model on held-out or other samples"),
+    ("verify", "verify", "train the first steps with the cache and with stock TorchRec, and compare every bit"),
+    ("predict", "score:predict", "score samples with a trained model, into a Parquet file"),
+    ("eval", "score:evaluate", "measure a trained model on held-out or other samples"),
     (
         "export",
         "export.command",
@@ -27,21 +34,23 @@ _COMMANDS = (
     ),
     ("sweep", "sweep.command", "train many runs from one file, and gather their results in a table"),
     ("report", "report.command", "show what a run gave beside its plan, or draw runs and sweeps on a page"),
-    ("ckpt", "ckpt.command", "list, verify, prune or compare the checkpoints of a run"),
-    ("doctor", "doctor.command", "check whether this machine can train, and say what to do if not"),
-    ("bench", "bench.command", "run benchmarks, and compare their figures with stored ones"),
-    ("completion", "completion", "print what makes Tab complete commands in bash, zsh or fish"),
+    ("ckpt", "ckpt", "list, verify, prune or compare the checkpoints of a run"),
+    ("doctor", "doctor", "check whether this machine can train, and say what to do if not"),
+    ("completion", "cli:completion", "print what makes Tab complete commands in bash, zsh or fish"),
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return the exit code: 0 done, 1 failed, 2 wrong usage, settings or data, 130 Ctrl-C."""
     arguments = _words() if argv is None else list(argv)
-    for name, module, _ in _COMMANDS:
+    for name, place, _ in _COMMANDS:
         if arguments[:1] == [name]:
+            module, _, function = place.partition(":")
             # Imported here: most commands load torch and TorchRec, the others answer at once.
             try:
-                return import_module(f"embershard.launch.{module}").main(arguments[1:])
+                command = getattr(import_module(f"embershard.launch.{module}"), function or "main")
+                code: int = command(arguments[1:])
+                return code
             except EmbershardError as error:
                 print(f"embershard: {error}", file=sys.stderr)
                 return 2
@@ -77,6 +86,70 @@ def _words() -> list[str]:
     before = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])]
     words = before.split()
     return words[1:] if len(words) > 2 or before.endswith(" ") else []  # the command itself may be unfinished
+
+
+_SETTINGS = """List the settings of a run, for its TOML file and for --set: type, default and meaning.
+
+  embershard settings
+  embershard settings cache
+  embershard settings train.batch_size look_ahead
+"""
+_COMPLETION = """Print the lines that make Tab complete embershard's commands, options, settings and files in a shell.
+
+  eval "$(embershard completion bash)"          # in ~/.bashrc; zsh: in ~/.zshrc, behind compinit
+  embershard completion fish > ~/.config/fish/completions/embershard.fish
+"""
+
+
+def settings(argv: Sequence[str]) -> int:
+    """Run `embershard settings`; return 0.
+
+    Raises:
+        ConfigError: no setting has a name like those that were given.
+    """
+    from embershard.launch.arguments import make_parser
+    from embershard.launch.config import describe
+    from embershard.training.config import RunConfig
+
+    found = describe(RunConfig())
+    parser = make_parser("settings", _SETTINGS)
+    names = parser.add_argument("names", nargs="*", metavar="NAME", help="section, setting, or a part of its name")
+    names.completer = lambda **_: [setting.key for setting in found]  # type: ignore[attr-defined]
+    arguments = parser.parse_args(argv)
+    for setting in _named(found, arguments.names) if arguments.names else found:
+        print(f"{setting.key}    {setting.type}    (default: {setting.default})")
+        print(textwrap.fill(setting.doc, width=100, initial_indent=" " * 6, subsequent_indent=" " * 6))
+    return 0
+
+
+def _named(settings: Sequence[Setting], names: Sequence[str]) -> list[Setting]:
+    """Return the settings that are named, or are in a section that is; else those with a name as a part of theirs."""
+    found = [each for each in settings if any(f"{each.key}.".startswith(f"{name}.") for name in names)]
+    found = found or [each for each in settings if any(name in each.key for name in names)]
+    if not found:
+        near = difflib.get_close_matches(names[0], [setting.key for setting in settings], n=3, cutoff=0.5)
+        hint = f"Did you mean {' or '.join(near)}?" if near else "embershard settings lists all."
+        raise ConfigError(f"no setting is called like {names[0]!r}. {hint}")
+    return found
+
+
+def completion(argv: Sequence[str]) -> int:
+    """Run `embershard completion`, with which Tab completes by argcomplete; return 0.
+
+    Raises:
+        SetupError: argcomplete is not installed.
+    """
+    from embershard.launch.arguments import make_parser
+
+    parser = make_parser("completion", _COMPLETION)
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell")
+    arguments = parser.parse_args(argv)
+    try:
+        import argcomplete
+    except ModuleNotFoundError as error:
+        raise SetupError('completion needs argcomplete. Try: pip install "argcomplete>=3.1"') from error
+    print(argcomplete.shellcode(["embershard"], shell=arguments.shell))
+    return 0
 
 
 if __name__ == "__main__":

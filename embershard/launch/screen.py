@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from embershard.errors import naming_file
-from embershard.launch.closed_terminal import is_device, leave_closed_terminal
+from embershard.launch.ranks.stop_signals import is_device, leave_closed_terminal
 
 _WIDTH = 150  # of tables that go to a file or a pipe
 

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Trains on two machines of a Slurm cluster: a torchrun on each starts the ranks there. The arguments are those of the
-# program of a rank; all machines must see the run's folder, the settings and the data.
+# Trains on two machines of a Slurm cluster: a torchrun on each starts the ranks there. The arguments are those of
+# `embershard train`; all machines must see the run's folder, the settings and the data.
 #
 #   sbatch examples/clusters/slurm.sh --config run.toml --run-dir /shared/run1
 #   RANKS_PER_NODE=4 sbatch --nodes 4 --gpus-per-node 4 examples/clusters/slurm.sh --config run.toml --run-dir /shared/run2
@@ -28,4 +28,4 @@ srun --kill-on-bad-exit=1 torchrun \
     --nnodes "$SLURM_NNODES" --nproc_per_node "$ranks" \
     --rdzv_backend c10d --rdzv_endpoint "$first:$((20000 + SLURM_JOB_ID % 10000))" --rdzv_id "$SLURM_JOB_ID" \
     --max_restarts 3 --shutdown-timeout 540 \
-    -m embershard.launch.train.command "$@"
+    -m embershard train "$@"

@@ -30,7 +30,7 @@ SETTINGS = (
 )  # fmt: skip
 TORCHRUN = (
     "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(NUM_RANKS), "--max-restarts", "1",
-    "-m", "embershard.launch.train.command",
+    "-m", "embershard", "train",
 )  # fmt: skip
 KINDS = ("a rank is killed", "a rank is killed in a save", "the launcher is killed", "a rank is stopped")
 
@@ -192,11 +192,11 @@ def differences(run: Training, whole: Training) -> Iterator[str]:
 
     Which rows are cached may differ: a resumed cache begins with the best rows of the checkpoint.
     """
-    from embershard.launch.ckpt import view
+    from embershard.launch.ckpt import differences as checkpoints_differ
 
     if run.losses() != whole.losses():
         yield "the losses differ"
-    names = [name for name, *_ in view.differences(run.checkpoint(), whole.checkpoint())]
+    names = [name for name, *_ in checkpoints_differ(run.checkpoint(), whole.checkpoint())]
     changed = [name for name in names if name != "run" and not name.startswith("cache.")]
     if changed:
         yield f"the last checkpoint differs: {changed[:5]}"

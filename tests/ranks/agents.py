@@ -19,7 +19,7 @@ from pathlib import Path
 from tests.ranks.test_resharding import tensors_that_differ
 
 _TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-_PROGRAM = ["-m", "embershard.launch.train.command"]
+_PROGRAM = ["-m", "embershard", "train"]
 _SETTINGS = [
     "data.synthetic.scale=0.001", "data.eval_fraction=0.0", "profile.samples=2000", "train.batch_size=none",
     "train.global_batch_size=128", "train.max_steps=12", "train.log_every=1", "train.eval_every=none",

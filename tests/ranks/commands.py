@@ -33,8 +33,12 @@ _TENSORS_SECONDS = 2.0
 _new_process = subprocess.Popen
 #: What ranks import, some of it at their first use.
 _IMPORTED_ONCE = [
+    "embershard.launch.rank",
+    "embershard.launch.score",
     "embershard.launch.train.command",
-    "embershard.launch.verify.command",
+    "embershard.launch.train.run",
+    "embershard.launch.verify",
+    "embershard.training.quality.equivalence",
     "torch.distributed.optim",
     "torch.utils.tensorboard",
     "torchmetrics.functional.classification",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from embershard.distributed import Supervision
-from embershard.launch.score.command import score_run
+from embershard.launch.score import ScoreJob
 from embershard.training.config import RunConfig
 from embershard.training.trainer import Trainer
 from tests.ranks.planned import here
@@ -21,4 +21,4 @@ def train(config: RunConfig, checkpoints: Path) -> None:
 
 def score(config: RunConfig, checkpoints: Path, output: Path) -> None:
     """Write the scores of the held-out samples."""
-    score_run(config, checkpoints, here(), output, None, Supervision())
+    ScoreJob(config, None, False, checkpoints, None, output).run(here(), Supervision())

@@ -23,8 +23,7 @@ from unittest import mock
 import pytest
 from packaging.requirements import Requirement
 
-from embershard.launch import cli
-from embershard.launch.doctor import command as doctor
+from embershard.launch import cli, doctor
 
 PROJECT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -82,7 +81,7 @@ def check_make(words: list[str]) -> None:
 
 #: Commands whose arguments are checked only.
 PARSED = (
-    *("profile", "plan", "report", "ckpt", "data", "verify", "sweep", "predict", "eval", "export", "bench"),
+    *("profile", "plan", "report", "ckpt", "data", "verify", "sweep", "predict", "eval", "export"),
     "completion",
 )
 
@@ -99,7 +98,7 @@ def check_embershard(words: list[str]) -> None:
     elif name == "train" and _writes_config_first(arguments):
         check_arguments(name, arguments)  # a file that an earlier command of the page writes
     elif name == "train":
-        with mock.patch("embershard.launch.train.start.check_data"):  # the reader's
+        with mock.patch("embershard.launch.train.command.check_data"):  # the reader's
             assert cli.main([name, *_without_plan(arguments), "--dry-run"]) == 0
     elif name in PARSED:
         check_arguments(name, arguments)
@@ -153,9 +152,10 @@ def check_torchrun(words: list[str]) -> None:
         ast.parse(text)
         assert all(word in text for word in parsed.training_script_args if word.startswith("--")), parsed
         return
-    assert parsed.module, "torchrun starts a module of ours: -m embershard.launch.train.command"
-    assert parsed.training_script == "embershard.launch.train.command"
-    check_embershard(["embershard", "train", *parsed.training_script_args])
+    assert parsed.module, "torchrun starts a module of ours: -m embershard train"
+    assert parsed.training_script == "embershard"
+    assert parsed.training_script_args[0] == "train"
+    check_embershard(["embershard", *parsed.training_script_args])
 
 
 def check_pip(words: list[str]) -> None:
@@ -482,7 +482,7 @@ def test_every_policy_is_described():
         "embershard train --config examples/quickstart.toml --fast",
         "embershard doctor --cure",
         "torchrun --nproc_per_node 2 -m embershard.launch.fly --config examples/quickstart.toml",
-        "torchrun --nproc_per_node 2 -m embershard.launch.train.command --config examples/none.toml",
+        "torchrun --nproc_per_node 2 -m embershard train --config examples/none.toml",
         'pip install ".[tpu]"',
         "pip install torchrec==1.9.0",
         "python scripts/none.py",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 #: The process that starts the ranks: it checks the settings, and lives as long as they do.
-START = "embershard.launch.train.start"
+START = "embershard.launch.train.command"
 HEAVY = {"matplotlib", "tensorboard", "pyarrow", "torchrec", "fbgemm_gpu", "rich", "tyro"}
 CODE = "{statement}; import sys; print(*{{name.partition('.')[0] for name in sys.modules}}, sep='\\n')"
 
@@ -23,7 +23,7 @@ def modules_after(statement: str, folder: Path) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["embershard", "embershard.cache", "embershard.launch.doctor.command", START])
+@pytest.mark.parametrize("module", ["embershard", "embershard.cache", "embershard.launch.doctor", START])
 def test_the_import_is_light(module: str, project_dir: Path):
     assert modules_after(f"import {module}", project_dir) & HEAVY == set()
 
@@ -36,9 +36,7 @@ def test_the_command_line_answers_ctrl_c_at_once(project_dir: Path):
 @pytest.mark.matrix
 @pytest.mark.slow
 def test_a_rank_imports_no_metrics_before_its_first_step(project_dir: Path):
-    assert (
-        modules_after("import embershard.launch.train.command", project_dir) & {"torchmetrics", "matplotlib"} == set()
-    )
+    assert modules_after("import embershard.launch.train.run", project_dir) & {"torchmetrics", "matplotlib"} == set()
 
 
 @pytest.mark.slow

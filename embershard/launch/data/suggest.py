@@ -316,7 +316,6 @@ def _parts(column: ColumnSurvey) -> tuple[str, DistinctCount, int] | None:
 
 
 def _feature_name(column: str) -> str:
-    """Return a name that tables and files can have."""
     return re.sub(r"[^\w-]+", "_", column).strip("_") or "feature"
 
 

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embershard.errors import ConfigError
-from embershard.launch.arguments import make_parser, positive
+from embershard.launch.arguments import check_new_folder, make_parser, positive
 
 if TYPE_CHECKING:
-    from embershard.launch.export.tables import TableDtype
-    from embershard.launch.export.write import ExportRequest
+    from embershard.launch.export.write import ExportRequest, TableDtype
 
 _SAMPLES = 4096
 
@@ -47,20 +46,18 @@ def _check(arguments: argparse.Namespace) -> None:
     for name in ("samples", "data"):
         if is_exact and getattr(arguments, name) is not None:
             raise ConfigError(f"--{name} has no effect: without rounding, no error is measured. Leave it out.")
-    output: Path = arguments.output
-    if output.exists() or not output.absolute().parent.is_dir():
-        problem = "exists" if output.exists() else "is in a folder that does not exist"
-        raise ConfigError(f"{output} {problem}; give the name of a new folder in a folder that exists.")
+    check_new_folder(arguments.output)
 
 
 def _request(arguments: argparse.Namespace) -> ExportRequest:
+    from embershard.launch.config import CHECKPOINTS
     from embershard.launch.export.write import ExportRequest
-    from embershard.launch.score.arguments import checkpoints_of, run_config
+    from embershard.launch.score import run_config
 
     dtype: TableDtype = arguments.dtype or "fp32"
     return ExportRequest(
         config=run_config(arguments, needs_samples=dtype != "fp32"),
-        checkpoints=checkpoints_of(arguments),
+        checkpoints=arguments.run_dir / CHECKPOINTS,
         step=arguments.step,
         is_module=arguments.format == "module",
         dtype=dtype,
@@ -69,7 +66,7 @@ def _request(arguments: argparse.Namespace) -> ExportRequest:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from embershard.launch.score.arguments import add_run
+    from embershard.launch.score import add_run
 
     parser = make_parser("export", _HELP)
     add_run(parser)

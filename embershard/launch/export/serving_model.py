@@ -37,12 +37,12 @@ def load(folder: str | Path) -> Model:
     about = json.loads((root / "export.json").read_text())
     inputs = json.loads((root / "inputs.json").read_text())
     paths = {name: root / "tables" / f"{name}.safetensors" for name in table_names(inputs)}
-    tables = [Table(read_tensor(path), about["dtype"]) for path in paths.values()]
+    tables = [StoredTable(read_tensor(path), about["dtype"]) for path in paths.values()]
     dense = torch.export.load(root / "dense.pt2").module()
     return Model(tables, dense, inputs)
 
 
-class Table(nn.Module):
+class StoredTable(nn.Module):
     """Rows of an embedding table: float32, float16, or quantized to int8 or int4 row by row."""
 
     stored: Tensor
@@ -84,7 +84,7 @@ def table_names(inputs: dict[str, Any]) -> list[str]:
 class Model(nn.Module):
     """Tables in the order of `table_names`, and the layers around them."""
 
-    def __init__(self, tables: Iterable[Table], dense: nn.Module, inputs: dict[str, Any]) -> None:
+    def __init__(self, tables: Iterable[StoredTable], dense: nn.Module, inputs: dict[str, Any]) -> None:
         super().__init__()
         self.tables, self.dense, self.inputs = nn.ModuleList(tables), dense, inputs
         names, features = table_names(inputs), [feature["name"] for feature in inputs["sparse"]]

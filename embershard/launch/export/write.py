@@ -1,16 +1,24 @@
-"""Writes the folder of an export."""
+"""Writes the folder of an export: files of tables, the module, and the error of rounded tables on samples."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
+from torch import Tensor, nn
 
+from embershard.data import DataConfig, Target, open_source
+from embershard.data.block import Block
+from embershard.data.order.reader import SampleReader
 from embershard.data.serving_inputs import serving_inputs
 from embershard.data.sources.kinds import schema_of
 from embershard.distributed import process_group
@@ -18,12 +26,13 @@ from embershard.distributed.checkpoint.rows import saved_rows
 from embershard.errors import naming_file
 from embershard.launch.export import serving_model, serving_values
 from embershard.launch.export.dense_program import DenseLayers, dense_layers, dense_program
-from embershard.launch.export.rounding import RoundingSample
-from embershard.launch.export.tables import TableDtype, write_parquet, write_safetensors
+from embershard.launch.export.serving_model import Model, StoredTable, table_names
 from embershard.launch.versions import versions
 from embershard.models import ModelTable
 from embershard.training.config import RunConfig
 from embershard.training.fit.model_size import tables_of_run
+from embershard.training.quality.metrics import Predicted, judge
+from embershard.training.quality.quality import main_values
 from embershard.training.trained_run import TrainedRun, open_trained
 
 
@@ -134,10 +143,185 @@ def _write_tables(
 
 
 def _tensor(table: ModelTable) -> str:
-    """Return the name of a table's weights in a checkpoint, in the group of the model."""
-    return f"model.{table.tensor}"
+    return f"model.{table.tensor}"  # in the checkpoint's group of the model
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     with naming_file(path):
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+_BATCH = 1024
+
+
+class RoundingSample:
+    """Held-out samples, and the rows of the trained tables that they look up.
+
+    Args:
+        config: of the data; the first held-out samples are read.
+        most_samples: to read.
+        inputs: of the exported model.
+
+    Attributes:
+        kept: of each table, by its name, the rows to keep while the table is written.
+    """
+
+    def __init__(self, config: DataConfig, most_samples: int, inputs: dict[str, Any]) -> None:
+        source = open_source(config, needs_labels=False)
+        count = min(most_samples, source.chunks("eval").num_samples)
+        self._blocks = list(SampleReader(source, "eval", config).blocks(count, _BATCH))
+        self._schema, self._inputs = source.schema, inputs
+        looked_up: dict[str, list[Tensor]] = {name: [] for name in table_names(inputs)}
+        for lookup in inputs["lookups"]:
+            feature = source.schema.keys.index(lookup["feature"])
+            looked_up[lookup["table"]] += [torch.from_numpy(block.values[feature]) for block in self._blocks]
+        self.kept = {name: KeptRows(torch.cat(ids).unique()) for name, ids in looked_up.items()}
+
+    def error(self, model: nn.Module, layers: nn.Module) -> dict[str, Any]:
+        """Return the error of the exported `model` on the samples, as JSON values.
+
+        The distances of logits and of scores from the trained model's are the largest and the mean one; the AUCs, or
+        RMSEs, are None where labels are missing or do not define them.
+
+        Args:
+            layers: of the trained model, around its tables.
+        """
+        trained = Model([_KeptTable(kept) for kept in self.kept.values()], layers, self._inputs)
+        with torch.no_grad():
+            pairs = [self._score(block, trained, model) for block in self._blocks]
+        before, after, labels = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+        weights = [torch.from_numpy(block.weights) for block in self._blocks if block.weights is not None]
+        of_samples = torch.cat(weights) if weights else None
+        target = self._schema.target
+        found: dict[str, Any] = {"samples": len(before), **_score_distances(target, before, after)}
+        has_labels = not labels.isnan().any() and (of_samples is None or not of_samples.isnan().any())
+        for what, outputs in (("trained", before), ("exported", after)):
+            values = main_values(judge(target, Predicted(outputs, labels, of_samples)))
+            found |= {f"{name}_{what}": value if has_labels else None for name, value in values.items()}
+        return found
+
+    def _score(self, block: Block, trained: nn.Module, exported: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
+        batch = block.to_batch(self._schema)
+        bags = [batch.sparse_features[key] for key in self._schema.keys]
+        offsets = [bag.offsets().long() for bag in bags]
+        ids = [bag.values() for bag in bags]
+        dense = batch.dense_features
+        return trained(dense, ids, offsets), exported(dense, ids, offsets), batch.labels
+
+
+def _score_distances(target: Target, before: Tensor, after: Tensor) -> dict[str, float]:
+    scores = {"score": (before, after)}
+    if target.task == "binary":
+        scores = {"logit": (before, after), "score": (before.sigmoid(), after.sigmoid())}
+    found: dict[str, float] = {}
+    for name, (one, other) in scores.items():
+        distance = (other - one).abs()
+        found |= {f"{name}_max": float(distance.max()), f"{name}_mean": float(distance.mean())}
+    return found
+
+
+class _KeptTable(StoredTable):
+    """A trained table, of which some rows were kept."""
+
+    def __init__(self, kept: KeptRows) -> None:
+        super().__init__(kept.rows, "fp32")
+        self._wanted = kept.wanted
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return super().rows(torch.searchsorted(self._wanted, ids))
+
+
+TableDtype = Literal["fp32", "fp16", "int8", "int4"]
+#: The data of a file begin at a multiple of this, so that it can be mapped into memory as numbers.
+_ALIGNMENT = 64
+_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.uint8: "U8"}
+
+
+def stored(rows: Tensor, dtype: TableDtype) -> Tensor:
+    """Return rows [R, dim] as they are stored.
+
+    int8: [R, dim + 8] bytes, a number each and the row's scale and offset as float32. int4: [R, dim / 2 + 4] bytes, two
+    numbers each (the first in the low bits), and scale and offset as float16. The numbers are those of torch's
+    `embedding_bag_byte_prepack` and `embedding_bag_4bit_prepack`.
+
+    >>> stored(torch.zeros(3, 16), "int4").shape
+    torch.Size([3, 12])
+    """
+    if dtype == "int8":
+        return torch.ops.quantized.embedding_bag_byte_prepack(rows.float())
+    if dtype == "int4":
+        return torch.ops.quantized.embedding_bag_4bit_prepack(rows.float())
+    return rows.to(torch.float16 if dtype == "fp16" else torch.float32)
+
+
+def write_safetensors(path: Path, blocks: Iterable[Tensor], num_rows: int, dtype: TableDtype) -> None:
+    """Write a table of `num_rows` rows as the tensor "rows" of a safetensors file (https://github.com/huggingface/
+    safetensors#format): a header in JSON, then the data.
+
+    Args:
+        blocks: its rows in order, [r, dim].
+    """
+    iterator = iter(blocks)
+    first = stored(next(iterator), dtype)
+    num_bytes = num_rows * first.shape[1] * first.element_size()
+    entry = {"dtype": _NAMES[first.dtype], "shape": [num_rows, first.shape[1]], "data_offsets": [0, num_bytes]}
+    header = json.dumps({"rows": entry}).encode()
+    header += b" " * (-(8 + len(header)) % _ALIGNMENT)
+    with naming_file(path), path.open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.write(first.contiguous().numpy().data)
+        for rows in iterator:
+            file.write(stored(rows, dtype).contiguous().numpy().data)
+
+
+def write_parquet(path: Path, blocks: Iterable[Tensor]) -> None:
+    """Write a table as a Parquet file with the columns `row` (int64) and `embedding` (a list of dim numbers, fp32).
+
+    Args:
+        blocks: its rows in order, [r, dim].
+    """
+    first_row, writer = 0, None
+    try:
+        for rows in blocks:
+            numbers = pa.FixedSizeListArray.from_arrays(pa.array(rows.float().reshape(-1).numpy()), rows.shape[1])
+            numbered = pa.array(range(first_row, first_row + len(rows)), pa.int64())
+            table = pa.table({"row": numbered, "embedding": numbers})
+            with naming_file(path):
+                writer = writer or pq.ParquetWriter(path, table.schema, write_page_checksum=True)
+                writer.write_table(table)
+            first_row += len(rows)
+    finally:
+        if isinstance(writer, AbstractContextManager):
+            writer.__exit__(None, None, None)
+
+
+class KeptRows:
+    """Keeps some rows of a table that passes by in blocks.
+
+    >>> kept = KeptRows(torch.tensor([1, 4]))
+    >>> for block in kept.watch(torch.arange(10.0).view(5, 2).split(3)): pass
+    >>> kept.rows.tolist()
+    [[2.0, 3.0], [8.0, 9.0]]
+
+    Args:
+        wanted: row numbers [n], sorted, each once.
+
+    Attributes:
+        rows: [n, dim], once all blocks passed.
+    """
+
+    def __init__(self, wanted: Tensor) -> None:
+        self.wanted, self._parts = wanted, list[Tensor]()
+
+    def watch(self, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Yield the blocks."""
+        first_row = 0
+        for rows in blocks:
+            start, stop = torch.searchsorted(self.wanted, torch.tensor([first_row, first_row + len(rows)])).tolist()
+            self._parts.append(rows[self.wanted[start:stop] - first_row])
+            first_row += len(rows)
+            yield rows
+
+    @property
+    def rows(self) -> Tensor:
+        return torch.cat(self._parts)

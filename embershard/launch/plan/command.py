@@ -261,7 +261,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("plan", _HELP, "[CONFIG] --profile FILE [options]")
-    add_settings(parser, required=False)
+    add_settings(parser)
     add_trust(parser)
     add_config_word(parser)
     parser.add_argument("--profile", type=Path, metavar="FILE", help="the data's frequencies, of embershard profile")

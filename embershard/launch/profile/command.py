@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embershard.errors import ConfigError
-from embershard.launch.arguments import add_settings, add_trust, check_output, make_parser, text_override
-from embershard.launch.examples import config_file
+from embershard.launch.arguments import add_settings, add_trust, check_output, config_file, make_parser, text_override
 from embershard.launch.screen import plain_console, progress_bar, say, wide_console
 from embershard.units import parse_bytes, size
 
@@ -87,7 +86,7 @@ def collect(argv: Sequence[str]) -> None:
         f"Look at it: embershard profile show {arguments.output} --png curves.png",
     )
     if arguments.hot is not None:
-        from embershard.launch.profile.hot_pass import count_clicks, hot_sentences
+        from embershard.launch.profile.data_pass import count_clicks, hot_sentences
         from embershard.training.hot_cold import find_hot_rows
 
         rows = find_hot_rows(config, profile, arguments.hot)
@@ -115,7 +114,7 @@ def show(argv: Sequence[str]) -> None:
     console.print(profile_table(statistics, together, max(0, arguments.top)))
     say(console, *sentences(statistics, together))
     if arguments.png is not None:
-        from embershard.launch.profile.picture import draw  # loads matplotlib
+        from embershard.launch.profile.view import draw  # loads matplotlib
 
         with progress_bar(console, "sizes replayed") as on_progress:
             draw(statistics, together, arguments.png, on_progress)
@@ -204,7 +203,7 @@ def _collect_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "data", nargs="?", metavar="DATA", help="file, folder, or the word synthetic (./show is a file)"
     )
-    add_settings(parser, required=False)
+    add_settings(parser)
     add_trust(parser)
     _add_outputs(parser)
     parser.add_argument(

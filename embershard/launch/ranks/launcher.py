@@ -16,10 +16,13 @@ from embershard.errors import ConfigError
 from embershard.launch.arguments import whole
 from embershard.launch.ranks.rank_group import RankGroup
 from embershard.launch.ranks.stop_signals import stop_asked
-from embershard.machine import MapLimit, limits_of_maps
+from embershard.machine import MapLimit, cores_problem, limits_of_maps
+from embershard.sharding.plan import Plan
+from embershard.training.config import RunConfig
 
 if TYPE_CHECKING:  # it takes seconds to import: once ranks are started
     from torch.distributed import TCPStore
+
 
 LOOPBACK = "127.0.0.1"
 #: Ranks that do nothing for so long are stopped; with what follows, within a minute.
@@ -34,11 +37,11 @@ class Restarts:
 
     Attributes:
         most: number of restarts.
-        arguments: of the restarted program; called with whether a rank has trained a step.
+        job: of the restarted ranks; called with whether a rank has trained a step.
     """
 
     most: int
-    arguments: Callable[[bool], Sequence[str]]
+    job: Callable[[bool], object]
 
 
 def add_hang_seconds(parser: ArgumentParser) -> None:
@@ -62,21 +65,23 @@ def default_num_ranks() -> int:
 def start_ranks(
     num_ranks: int,
     module: str,
-    arguments: Sequence[str],
+    arguments: Sequence[str] = (),
     *,
+    job: object = None,
     restarts: Restarts | None = None,
     hang_seconds: float | None = HANG_SECONDS,
     stacks: Path | None = None,
 ) -> int:
-    """Run `python -m module arguments...` as `num_ranks` ranks; return the exit code.
+    """Run `python -m module arguments...` as `num_ranks` ranks, each with the same job; return the exit code.
 
     It is 0 when all ended well, also after a SIGTERM or SIGHUP that ended them in order; 130 after a Ctrl-C that did;
     128 and the signal's number after a second signal, which ends them at once; 1 when a rank failed.
 
     Each rank gets cores / `num_ranks` OpenMP threads and uses the loopback interface only, unless OMP_NUM_THREADS,
-    GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME say otherwise. The ranks end when this process dies.
+    GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME say otherwise. Ranks end when this process dies.
 
     Args:
+        job: what ranks are to do (`embershard.launch.rank`).
         restarts: starts ranks that failed again, unless the same error would end them again.
         hang_seconds: ranks that hang so long (`HangWatch`) are stopped, and the one that hangs is named. None: never.
         stacks: file for the stacks of ranks that hang.
@@ -88,18 +93,15 @@ def start_ranks(
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ConfigError(
             "torchrun starts ranks, and this command starts ranks, too: each of torchrun's would start all of them. "
-            f"Give torchrun the program of a rank (-m {module}), or call this command without torchrun."
+            "Call this command without torchrun."
         )
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
-    if os.path.exists("/sys/class/net/lo"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    _set_variables(num_ranks)
     has_trained, num_restarts = False, 0
+    command = [sys.executable, "-m", module, *arguments]
     with stop_asked() as asked:
         while True:
             store = loopback_store()
-            command = [sys.executable, "-m", module, *arguments]
-            group = RankGroup(num_ranks, command, (LOOPBACK, store.port), asked, hang_seconds, stacks)
+            group = RankGroup(num_ranks, command, (LOOPBACK, store.port), asked, hang_seconds, stacks, job)
             ended = group.run()
             has_trained = has_trained or group.has_trained
             again = restarts if ended.may_restart and not asked.number else None
@@ -108,7 +110,14 @@ def start_ranks(
                 return ended.code
             num_restarts += 1
             _tell(f"{ended.message} Restart {num_restarts} of {again.most}.")
-            arguments = again.arguments(has_trained)
+            job = again.job(has_trained)
+
+
+def _set_variables(num_ranks: int) -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
+    if os.path.exists("/sys/class/net/lo"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
 def _check_map_limit(limits: Sequence[MapLimit]) -> None:
@@ -135,3 +144,55 @@ def _tell(message: str) -> None:
     if message:
         with suppress(OSError):  # `2>&1 | tee`: Ctrl-C ends the reader, too
             print(f"embershard: {message}", file=sys.stderr, flush=True)
+
+
+_MOST_LOCAL_RANKS = 64  # above it, the number of processes must be asked for
+
+
+def default_ranks(config: RunConfig) -> int:
+    """Return the number of ranks that nobody chose, and say it."""
+    num_ranks = 2 if config.train.device == "cpu" else default_num_ranks()
+    print(f"embershard: starting {num_ranks} ranks (--nproc N for another number).", flush=True)
+    return num_ranks
+
+
+def warn_of_cores(config: RunConfig, num_ranks: int) -> None:
+    """Print a warning where far more ranks than this machine has cores train on its CPU."""
+    cores = len(os.sched_getaffinity(0))
+    problem = cores_problem(num_ranks, cores, "this machine")
+    if problem is None or config.train.device == "cuda":
+        return
+    import torch
+
+    if config.train.device == "cpu" or not torch.cuda.is_available():
+        advice = f"Use --nproc {cores} (and a plan for as many), or more machines (torchrun)."
+        print(f"embershard: {problem} {advice}", file=sys.stderr, flush=True)
+
+
+def planned_ranks(config: RunConfig, nproc: int | None, *, is_started: bool = True) -> int | None:
+    """Return `nproc`, or the number of ranks of the run's plan; None where neither says one.
+
+    Args:
+        is_started: they will be started on this machine.
+
+    Raises:
+        ConfigError: a command for one machine may not start so many; a setting needs a plan.
+        ShardingError: the plan is for another number.
+    """
+    config.check_exchange()
+    if config.sharding.plan is None:
+        return nproc
+    plan = Plan.load(config.sharding.plan)
+    if nproc is None and plan.ranks_per_node != plan.world_size:
+        raise ConfigError(
+            f"the plan is for {plan.world_size} ranks on {plan.world_size // plan.ranks_per_node} nodes, and this "
+            "command starts those of one; start them with torchrun (docs/training.md)."
+        )
+    if nproc is None and plan.world_size > _MOST_LOCAL_RANKS:
+        raise ConfigError(
+            f"the plan is for {plan.world_size} ranks on one node; say --nproc {plan.world_size} if you mean it."
+        )
+    num_ranks = nproc or plan.world_size
+    if is_started:
+        plan.check_ranks(num_ranks, num_ranks)  # all of them on this machine
+    return num_ranks

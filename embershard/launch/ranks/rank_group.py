@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from embershard.distributed.supervision import pulses
+import psutil
+
+from embershard.distributed.supervision import (
+    BEATS,
+    FAILED_AT_NANOSECONDS,
+    IS_FINAL,
+    LAUNCHER_VARIABLE,
+    STACKS_SIGNAL,
+    WRITES_STACKS,
+    pulses,
+)
 from embershard.launch.config import run_folder_of
-from embershard.launch.ranks.hang_watch import HangWatch, hanging_ranks
-from embershard.launch.ranks.rank_process import RankProcess
+from embershard.launch.rank import hand_over
+from embershard.launch.ranks.hang_watch import HangWatch, Look, hanging_ranks
 from embershard.launch.ranks.stop_signals import StopAsked, stop_code
 
 _POLL_SECONDS = 0.1
@@ -46,6 +58,7 @@ class RankGroup:
         asked: the user's requests to stop.
         hang_seconds: see `HangWatch`; None: ranks may hang.
         stacks: file for the stacks of ranks that hang.
+        job: what each rank is to do.
     """
 
     def __init__(
@@ -56,15 +69,17 @@ class RankGroup:
         asked: StopAsked,
         hang_seconds: float | None,
         stacks: Path | None,
+        job: object = None,
     ) -> None:
         self._asked, self._stacks_file = asked, stacks
         self._watch = None if hang_seconds is None else HangWatch(hang_seconds)
-        self._descriptor = os.memfd_create("pulses")
-        board = pulses(self._descriptor, num_ranks)
+        self._pulses = os.memfd_create("pulses")
+        board = pulses(self._pulses, num_ranks)
+        self._job, job_variables = hand_over(job)
         self._ranks: list[RankProcess] = []
         for rank in range(num_ranks):
-            environment = _environment(rank, num_ranks, address)
-            self._ranks.append(RankProcess(command, environment, self._descriptor, board[rank]))
+            environment = {**_environment(rank, num_ranks, address), **job_variables}
+            self._ranks.append(RankProcess(command, environment, self._pulses, self._job, board[rank]))
 
     @property
     def has_trained(self) -> bool:
@@ -79,7 +94,8 @@ class RankGroup:
             for rank in self._ranks:
                 rank.kill()
                 rank.close()
-            os.close(self._descriptor)
+            os.close(self._pulses)
+            os.close(self._job)
 
     def _run(self) -> Ended:
         looked_at, failed_at, is_told = time.monotonic(), None, False
@@ -207,3 +223,79 @@ def _environment(rank: int, num_ranks: int, address: tuple[str, int]) -> dict[st
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # no rank makes the store: this process has it
     }
+
+
+class RankProcess:
+    """One rank: started by the constructor, in a process group of its own, so that Ctrl-C reaches the launcher alone.
+
+    Args:
+        command: the program and its arguments.
+        environment: its variables, LOCAL_RANK included.
+        pulses, job: descriptors of the files in memory with the ranks' `pulses` and their job.
+        pulse: this rank's row of the pulses.
+    """
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], pulses: int, job: int, pulse: Any
+    ) -> None:
+        self._pulse = pulse
+        self._stacks = os.memfd_create("stacks")
+        variables = {**environment, LAUNCHER_VARIABLE: f"{os.getpid()} {pulses} {self._stacks}"}
+        self._process = subprocess.Popen(
+            command, env=variables, pass_fds=(pulses, job, self._stacks), start_new_session=True
+        )
+        self._seen = psutil.Process(self._process.pid)
+
+    @property
+    def code(self) -> int | None:
+        """The exit code: None while the rank runs, negative after a signal."""
+        return self._process.poll()
+
+    @property
+    def has_trained(self) -> bool:
+        """True after the first step."""
+        return bool(self._pulse[BEATS])
+
+    @property
+    def failed_at_nanoseconds(self) -> int | None:
+        """When an error ended the rank; None: it did not say."""
+        return int(self._pulse[FAILED_AT_NANOSECONDS]) or None
+
+    @property
+    def is_final(self) -> bool:
+        """True if the rank would fail by the same error again."""
+        return bool(self._pulse[IS_FINAL])
+
+    def look(self) -> Look | None:
+        """Return what the process does; None when it has ended."""
+        try:
+            with self._seen.oneshot():
+                times, disk, state = self._seen.cpu_times(), self._seen.io_counters(), self._seen.status()
+        except psutil.Error:
+            return None
+        beats = int(self._pulse[BEATS])
+        return Look(beats, times.user + times.system, disk.read_bytes + disk.write_bytes, state)
+
+    def ask_to_stop(self) -> None:
+        """Ask for the end of the training after its step."""
+        self._process.send_signal(signal.SIGTERM)
+
+    def ask_for_stacks(self) -> None:
+        """Have the rank write the stacks of its threads, even if it is stopped or waits in C++."""
+        if self._pulse[WRITES_STACKS]:
+            self._process.send_signal(STACKS_SIGNAL)
+            self._process.send_signal(signal.SIGCONT)
+
+    def stacks(self) -> str:
+        """Return the stacks that the rank wrote."""
+        return os.pread(self._stacks, os.fstat(self._stacks).st_size, 0).decode(errors="replace")
+
+    def kill(self) -> None:
+        """End the rank and all processes that it started, at once; wait for its end."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def close(self) -> None:
+        """Free what the launcher holds for the rank, after its end."""
+        os.close(self._stacks)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from embershard.distributed import Supervision
-from embershard.launch.closed_terminal import leave_closed_terminal
+if TYPE_CHECKING:
+    from embershard.distributed import Supervision
 
 #: Requests to stop. SIGHUP comes when a terminal is closed or an ssh session ends.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -94,3 +96,21 @@ def stop_training_on_signals(supervision: Supervision) -> Iterator[None]:
 
     with stop_asked(then):
         yield
+
+
+def leave_closed_terminal() -> None:
+    """Write to nowhere from now on where standard output or standard error is a terminal that was closed: at its end,
+    Python would fail with what it could not write."""
+    for descriptor in (1, 2):
+        try:
+            if is_device(descriptor):
+                os.write(descriptor, b"")
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
+
+
+def is_device(descriptor: int) -> bool:
+    """Return whether it is a terminal, or another device, and no file on a disk."""
+    return stat.S_ISCHR(os.fstat(descriptor).st_mode)

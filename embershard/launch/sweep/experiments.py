@@ -11,10 +11,9 @@ from typing import Any
 
 from embershard.decoding import decode, flat, read_toml, to_toml, toml
 from embershard.errors import ConfigError
-from embershard.launch.arguments import set_words
+from embershard.launch.arguments import config_file, set_words
 from embershard.launch.config import load_config
-from embershard.launch.examples import config_file
-from embershard.launch.ranks.number import planned_ranks
+from embershard.launch.ranks.launcher import planned_ranks
 from embershard.launch.sweep.cluster_settings import KubernetesJobs, SlurmJobs
 from embershard.training.config import RunConfig
 

@@ -1,4 +1,4 @@
-"""The program of each rank: `torchrun --nproc_per_node N -m embershard.launch.train.command --config FILE [...]`."""
+"""`embershard train`: checks the settings, then starts the ranks on this machine; under torchrun it is a rank."""
 
 from __future__ import annotations
 
@@ -6,112 +6,131 @@ import argparse
 import dataclasses
 import os
 import shlex
-import shutil
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from torch.distributed.elastic.multiprocessing.errors import record
-
-from embershard.decoding import flat
-from embershard.distributed import Ranks, Supervision, process_group
-from embershard.errors import FailedSaveError
-from embershard.launch.arguments import NEWEST, add_run_arguments, check_resume, set_words, trust_words
-from embershard.launch.config import CHECKPOINTS, load_config
-from embershard.launch.ranks.rank_errors import show_errors_of_rank
-from embershard.launch.ranks.stop_signals import stop_code, stop_training_on_signals
-from embershard.launch.record import RunRecord, flat_report, has_result, make_result
-from embershard.launch.run_dir import (
-    check_run_dir,
-    default_run_dir,
-    lock_run_dir,
-    note_resume,
-    was_resumed_by_this_job,
+from embershard.data.sources.check import check_data
+from embershard.decoding import to_toml
+from embershard.launch.arguments import (
+    NEWEST,
+    add_config_word,
+    add_run_arguments,
+    check_resume,
+    make_parser,
+    needed_config,
+    positive,
+    program_words,
+    whole,
 )
-from embershard.launch.screen import plain_console, say, silence_libraries
-from embershard.launch.trackers.tracker import TrackedRun
-from embershard.launch.trackers.trackers import Trackers
-from embershard.launch.train.progress import ProgressDisplay, closing_table
-from embershard.sharding.plan import Plan
-from embershard.stages import TRACES
-from embershard.training.checkpoint.identity import global_batch
-from embershard.training.checkpoint.resume import checkpoints_for, resume_run
+from embershard.launch.config import load_config
+from embershard.launch.rank import PROGRAM, Job, is_rank, run_rank
+from embershard.launch.ranks import launcher
+from embershard.launch.ranks.launcher import default_ranks, planned_ranks, warn_of_cores
+from embershard.launch.ranks.stop_signals import stop_code
+from embershard.launch.run_dir import check_run_dir, default_run_dir, was_resumed_by_this_job
+from embershard.launch.trackers.trackers import check_trackers
 from embershard.training.config import RunConfig
-from embershard.training.fit.model_size import tables_of_run
-from embershard.training.quality.counters import look_ahead_totals
-from embershard.training.quality.reports import EvalReport, Report, TrainReport
-from embershard.training.step_trace import StepTrace
-from embershard.training.trainer import Trainer
+
+if TYPE_CHECKING:  # it loads torch, and a launcher needs it not
+    from embershard.distributed import Ranks, Supervision
+
+_HELP = """Train a model on this machine: one process per GPU, or 2 on the CPU.
+
+All settings: embershard settings. On several machines: torchrun -m embershard train (docs/training.md).
+
+  embershard train quickstart --set train.max_steps=100
+  embershard train run.toml --plan plan.json --run-dir runs/mine --max-restarts 3
+  embershard train run.toml --run-dir runs/mine --resume
+"""
 
 
-def same_run_command(arguments: argparse.Namespace, num_ranks: int | None) -> str:
-    """Return the command of this run, without its choice of the cache; `num_ranks` as for `resume_command`."""
-    overrides = [text for text in arguments.overrides if not text.startswith("cache.enabled")]
-    return _train_command(arguments, overrides, num_ranks)
+@dataclass(frozen=True)
+class TrainJob(Job):
+    """A training.
 
+    Attributes:
+        file, overrides: whence the settings are, for the commands that the first rank shows.
+        resume: the step of a checkpoint, `NEWEST`, or None for a new run.
+        unverified: resume from a checkpoint without a manifest, too.
+        changes: settings that may have other values than in the checkpoint.
+        profile_steps: the first and the last step that are traced.
+    """
 
-def resume_command(arguments: argparse.Namespace, run_dir: Path, num_ranks: int | None) -> str:
-    """Return the command that continues the run; `num_ranks` is None where torchrun on several nodes started it."""
-    command = _train_command(arguments, arguments.overrides, num_ranks)
-    return f"{command} --run-dir {shlex.quote(str(run_dir))} --resume"
+    file: Path
+    overrides: Sequence[str]
+    resume: int | None
+    unverified: bool
+    changes: Sequence[str]
+    profile_steps: tuple[int, int] | None
+    stops_in_order = True
 
+    @staticmethod
+    def of(arguments: argparse.Namespace) -> TrainJob:
+        """Read the settings that the arguments name.
 
-def _train_command(arguments: argparse.Namespace, overrides: Sequence[str], num_ranks: int | None) -> str:
-    if num_ranks is None:
-        return "torchrun as before, with"
-    words = ["train", "--config", str(arguments.config)]
-    words += set_words(overrides) + trust_words(arguments)
-    words += ["--nproc", str(num_ranks)]
-    return f"{_program('embershard', 'embershard.launch.cli')} {shlex.join(words)}"
-
-
-def _program(name: str, module: str) -> str:
-    """Return what starts a program here: its name, or this Python with its module where the name is not found."""
-    return name if shutil.which(name) else f"{os.path.relpath(sys.executable)} -m {module}"
-
-
-@record
-def main(argv: Sequence[str] | None = None) -> int:
-    """Train as one rank of a group that `embershard train` or torchrun started, or alone; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m embershard.launch.train.command", description=__doc__)
-    add_run_arguments(parser)
-    arguments = parser.parse_args(argv)
-    check_resume(arguments)
-    silence_libraries()
-    supervision = Supervision.of_this_process()
-    show_errors_of_rank(supervision)
-    with stop_training_on_signals(supervision):
-        config = load_config(
-            RunConfig,
-            arguments.config,
+        Raises:
+            ConfigError: they are wrong, or an argument has no effect.
+        """
+        check_resume(arguments)
+        file, trust = needed_config(arguments), arguments.trust_code
+        config = load_config(RunConfig, file, arguments.overrides, trust_code=trust, run_dir=arguments.run_dir)
+        return TrainJob(
+            config,
+            arguments.run_dir,
+            trust,
+            file,
             arguments.overrides,
-            trust_code=arguments.trust_code,
-            run_dir=arguments.run_dir,
+            arguments.resume,
+            arguments.unverified,
+            arguments.allow_change,
+            arguments.profile_steps,
         )
-        with process_group(config.train.device) as ranks:
-            run_dir = ranks.from_first(lambda: arguments.run_dir or default_run_dir(arguments.config))
-            resume = ranks.from_first(lambda: _resume_step(arguments.resume, run_dir))
-            num_ranks = ranks.world_size if ranks.world_size == ranks.local_world_size else None
-            train_run(
-                config,
-                ranks,
-                run_dir,
-                resume=resume,
-                unverified=arguments.unverified,
-                changes=arguments.allow_change,
-                same_run=same_run_command(arguments, num_ranks),
-                go_on=resume_command(arguments, run_dir, num_ranks),
-                supervision=supervision,
-                profile_steps=arguments.profile_steps,
-            )
-    return stop_code(supervision.agreed)
+
+    def run(self, ranks: Ranks, supervision: Supervision) -> int:
+        """Train; return 0, or 130 after Ctrl-C. Collective."""
+        from embershard.launch.train.run import train_run
+
+        run_dir = ranks.from_first(lambda: self.run_dir or default_run_dir(self.file))
+        num_ranks = ranks.world_size if ranks.world_size == ranks.local_world_size else None
+        train_run(
+            self.config,
+            ranks,
+            run_dir,
+            resume=ranks.from_first(lambda: resume_step(self.resume, run_dir)),
+            unverified=self.unverified,
+            changes=self.changes,
+            same_run=self.same_run_command(num_ranks),
+            go_on=self.resume_command(run_dir, num_ranks),
+            supervision=supervision,
+            profile_steps=self.profile_steps,
+        )
+        return stop_code(supervision.agreed)
+
+    def restarted(self, has_trained: bool) -> TrainJob:
+        """Return the job of ranks that are started again. A run that was to resume from a chosen step does so until it
+        has trained: then there are newer ones."""
+        return dataclasses.replace(self, resume=NEWEST if has_trained or self.resume is None else self.resume)
+
+    def same_run_command(self, num_ranks: int | None) -> str:
+        """Return the command of this run, without its choice of the cache; `num_ranks` as for `resume_command`."""
+        return self._command([text for text in self.overrides if not text.startswith("cache.enabled")], num_ranks)
+
+    def resume_command(self, run_dir: Path, num_ranks: int | None) -> str:
+        """Return the command that continues the run; `num_ranks` is None where torchrun on several nodes started it."""
+        return f"{self._command(self.overrides, num_ranks)} --run-dir {shlex.quote(str(run_dir))} --resume"
+
+    def _command(self, overrides: Sequence[str], num_ranks: int | None) -> str:
+        if num_ranks is None:
+            return "torchrun as before, with"
+        words = ["train", "--config", str(self.file), *(word for each in overrides for word in ("--set", each))]
+        words += ["--trust-code"] if self.trust_code else []
+        return f"{program_words('embershard', 'embershard.launch.cli')} {shlex.join(words)} --nproc {num_ranks}"
 
 
-def _resume_step(step: int | None, run_dir: Path) -> int | None:
+def resume_step(step: int | None, run_dir: Path) -> int | None:
     """Return `step`; after a restart by torchrun, the newest one, which is of this run unless it was to go on from a
     chosen step and died before it did."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
@@ -119,216 +138,75 @@ def _resume_step(step: int | None, run_dir: Path) -> int | None:
     return NEWEST if step is None or was_resumed_by_this_job(run_dir) else step
 
 
-def train_run(
-    config: RunConfig,
-    ranks: Ranks,
-    run_dir: Path,
-    *,
-    resume: int | None,
-    unverified: bool,
-    changes: Sequence[str],
-    same_run: str,
-    go_on: str,
-    supervision: Supervision,
-    profile_steps: tuple[int, int] | None = None,
-) -> None:
-    """Train a whole run on this rank; the first rank shows and records it.
-
-    Args:
-        resume: the step of a checkpoint, `NEWEST`, or None for a new run.
-        unverified: resume from a checkpoint without a manifest, too.
-        changes: settings that may have other values than in the checkpoint.
-        same_run, go_on: the commands of this run, and of its resume.
-        supervision: by which the training may be asked to stop.
-        profile_steps: the first and the last step that are traced.
-    """
-    wanted = None if resume == NEWEST else resume
-    ranks.from_first(lambda: _take_run_dir(run_dir, is_resumed=resume is not None, step=wanted))
-    console = plain_console(quiet=not ranks.is_first)
-    trainer = Trainer(config, ranks, run_dir / CHECKPOINTS, supervision)
-    resumed_at = None if resume is None else _resume(trainer, console, wanted, unverified, changes)
-    if resume is not None:
-        ranks.from_first(lambda: note_resume(run_dir))
-    is_over = resumed_at is not None and trainer.steps >= trainer.total_steps
-    if is_over and ranks.from_first(lambda: has_result(run_dir, trainer.steps)):
-        trainer.close()
-        say(console, f"{run_dir} is finished: step {trainer.steps} was its last. Nothing was changed.")
-        return
-    _announce(trainer, console, run_dir)
-    if profile_steps is not None:
-        trainer.upcoming.trace = StepTrace(*profile_steps, trainer.steps, run_dir / TRACES, ranks.rank)
-    with _Outputs(trainer, run_dir, resumed_at, console) if ranks.is_first else nullcontext() as outputs:
-        if ranks.is_first and not supervision.has_launcher:
-            supervision.notice = f"embershard: stopping after this step. Go on with:    {go_on}"
-        failed_save = _train_and_report(trainer, outputs)
-        _close(trainer, console)
-        if supervision.must_stop:
-            if not supervision.notice:
-                say(console, f"Go on with:    {go_on}")
-            return
-        _finish(trainer, outputs, same_run)
-    if failed_save is not None:
-        raise failed_save
-
-
-def _take_run_dir(run_dir: Path, *, is_resumed: bool, step: int | None) -> None:
-    """Lock the folder of a run. The checkpoint of `step` must be there: looked for before a folder is made."""
-    check_run_dir(run_dir, resume=is_resumed)
-    checkpoints_for(run_dir / CHECKPOINTS, step)
-    lock_run_dir(run_dir)
-
-
-def _finish(trainer: Trainer, outputs: _Outputs | None, same_run: str) -> None:
-    """Record the totals of a run that is over. Collective."""
-    cache = trainer.metrics.cache_reader.totals(None if trainer.plan else trainer.config.cache.slot_ratio)
-    look_ahead = look_ahead_totals(trainer.upcoming.stats(), trainer.ranks)
-    sent_bytes = trainer.metrics.traffic_reader.totals()
-    if outputs is not None:
-        outputs.finish(cache, look_ahead, sent_bytes, same_run)
-
-
-def _train_and_report(trainer: Trainer, outputs: _Outputs | None) -> FailedSaveError | None:
-    """Train; return the failure of the save at the end, where the settings say that the result is not lost with it."""
-    trainer.ranks.barrier()  # the first one made its files: a signal finds all ranks before the training, or all in it
-    trainer.supervision.is_training = True
-    try:
-        for report in trainer.train():
-            if outputs is not None:
-                outputs.add(report)
-    except FailedSaveError as error:
-        if trainer.config.checkpoint.on_failed_save == "stop" or trainer.supervision.must_stop:
-            raise
-        return error
-    return None
-
-
-def _close(trainer: Trainer, console: Console) -> None:
-    """Write what is left to be written, and say where traces are."""
-    trainer.close()
-    if (trace := trainer.upcoming.trace) is not None:
-        trace.close()
-        say(console, trace.describe())
-
-
-class _Outputs:
-    """Screen and files of a run."""
-
-    def __init__(self, trainer: Trainer, run_dir: Path, resumed_at: int | None, console: Console) -> None:
-        self._trainer, self._folder, self._console = trainer, run_dir, console
-        self._record = RunRecord(run_dir, trainer.config, resumed_at, trainer.plan)
-        settings = flat(dataclasses.asdict(trainer.config))
-        run = TrackedRun(run_dir, settings, trainer.config.tracking, resumed_at)
-        self._trackers = Trackers(run, partial(say, console))
-        self._display = ProgressDisplay(console, trainer.total_steps, trainer.steps)
-        self._loss: float | None = None
-        self._evaluation: EvalReport | None = None
-
-    def add(self, report: Report) -> None:
-        if self._record.add(report):  # what stands there from before a resume, trackers have, too
-            self._trackers.add(*flat_report(report))
-        self._display.show(report)
-        if isinstance(report, TrainReport):
-            self._loss = report.loss
-        elif isinstance(report, EvalReport):
-            self._evaluation = report
-
-    def finish(
-        self,
-        cache: dict[str, Any] | None,
-        look_ahead: dict[str, Any] | None,
-        sent_bytes: dict[str, Any],
-        same_run: str,
-    ) -> None:
-        self._display.close()
-        result = make_result(self._trainer, self._loss, self._evaluation, cache, look_ahead, sent_bytes)
-        self._record.finish(result)
-        self._trackers.finish(result)
-        config, is_cached = self._trainer.config, cache is not None
-        self._console.print(closing_table(result, f"{config.model.title} on {config.data.kind} data"))
-        other, change = _next_run(config.sharding.mode, is_cached)
-        curves = (
-            f"{_program('embershard', 'embershard.launch.cli')} report {shlex.quote(str(self._folder))} -o report.html"
-        )
-        if "tensorboard" in config.tracking.trackers:
-            curves = f"{_program('tensorboard', 'tensorboard.main')} --logdir {shlex.quote(str(self._folder))}"
-        say(
-            self._console,
-            f"Everything is in {self._folder}: result.json, metrics.jsonl, config.toml, checkpoints/.",
-            f"See the curves:    {curves}",
-            f"Next, the same run {other}:    {same_run} {change}",
-        )
-
-    def __enter__(self) -> _Outputs:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._display.close()
-        self._trackers.close()
-        self._record.close()
-
-
-def _next_run(mode: str, is_cached: bool) -> tuple[str, str]:
-    """Return what to compare a run with, and the arguments for that."""
-    if mode == "hot_cold":
-        change = "--set sharding.mode=sharded --set sharding.hot_bytes=none"
-        return "without copies of hot rows (another order of the samples)", change
-    if mode == "data_parallel":
-        return "with sharded tables (losses differ by rounding)", "--set sharding.mode=sharded"
-    other = "with all rows on the device" if is_cached else "with a cache"
-    change = f"--set cache.enabled={str(not is_cached).lower()}"
-    return f"{other} (same losses; compare speed and memory)", change
-
-
-def _resume(trainer: Trainer, console: Console, step: int | None, unverified: bool, changes: Sequence[str]) -> int:
-    resumed = resume_run(trainer, step=step, allow_unverified=unverified, allow_changes=changes)
-    say(console, *(f"Not used: {reason}." for reason in resumed.skipped))
-    if resumed.checkpoint is None:
-        say(console, f"No complete checkpoint in {trainer.checkpoints}; starting from the beginning.")
+def main(argv: Sequence[str]) -> int:
+    """Run `embershard train`: start the ranks, or be one of those that torchrun started. Return the exit code."""
+    if is_rank():
+        return run_rank(lambda: rank_job(argv), stops_in_order=True)
+    arguments = _parser(starts_ranks=True).parse_intermixed_args(argv)
+    job = TrainJob.of(arguments)
+    config = job.config
+    check_trackers(config.tracking)
+    num_ranks = planned_ranks(config, arguments.nproc, is_started=not arguments.dry_run)
+    run_dir = arguments.run_dir or default_run_dir(job.file)
+    check_run_dir(run_dir, resume=job.resume is not None or arguments.dry_run)
+    if arguments.dry_run:
+        _print_settings(job)
         return 0
-    if not resumed.is_verified:
-        say(console, f"{resumed.checkpoint} has no manifest: nothing of it was verified.")
-    if resumed.comparison is not None:
-        say(console, *resumed.comparison.notes)
-    if resumed.set_aside:
-        say(console, f"Set aside in {trainer.checkpoints}: {', '.join(resumed.set_aside)}.")
-    say(console, f"Continuing from {resumed.checkpoint} at step {trainer.steps}.")
-    return trainer.steps
-
-
-def _announce(trainer: Trainer, console: Console, run_dir: Path) -> None:
-    config, ranks, tables = trainer.config, trainer.ranks, tables_of_run(trainer.config)
-    kind = "GPU" if ranks.device.type == "cuda" else "CPU"
-    dims = " and ".join(map(str, sorted({table.dim for table in tables})))
-    notes = [] if trainer.plan is None else _plan_notes(trainer.plan, config, ranks)
-    if trainer.hot is not None:
-        notes.append(trainer.hot.describe())
-    if trainer.memory_warning:
-        notes.append(trainer.memory_warning)
-    if config.cache.enabled and (trainer.steps or config.cache.policy_for(config.has_profile).warmup):
-        rows = "those of the checkpoint" if trainer.steps else "the rows that the profile counted most often"
-        notes.append(f"The first step takes longer: it fills the caches with {rows}.")
-    say(
-        console,
-        f"{config.model.title}: {len(tables)} tables with {sum(table.num_rows for table in tables):,} rows of "
-        f"dim {dims}; {ranks.world_size} ranks on {kind}; {trainer.total_steps:,} steps of "
-        f"{global_batch(config, ranks.world_size):,} samples; run folder {run_dir}",
-        *trainer.source.notes,
-        *notes,
+    num_ranks = num_ranks or default_ranks(config)
+    warn_of_cores(config, num_ranks)
+    config.train.rank_batch_size(num_ranks)  # raises before any rank starts
+    job = dataclasses.replace(job, run_dir=run_dir)
+    return launcher.start_ranks(
+        num_ranks,
+        PROGRAM,
+        job=job,
+        restarts=launcher.Restarts(arguments.max_restarts, job.restarted),
+        hang_seconds=arguments.hang_seconds or None,
+        stacks=run_dir / "stacks.txt",
     )
 
 
-def _plan_notes(plan: Plan, config: RunConfig, ranks: Ranks) -> list[str]:
-    """Return what the reader should know of the plan that this run obeys."""
-    notes = [f"Tables and caches are placed by {config.sharding.plan} ({plan.digest})."]
-    if not config.cache.enabled:
-        return [*notes, "Without a cache: the tables that it caches are whole on the device, at the same places."]
-    size = [name for name in ("ratio", "device_bytes") if getattr(config.cache, name) is not None]
-    if size:
-        notes.append(f"cache.{size[0]} was for planning: the plan's slots apply.")
-    if plan.prediction is None:
-        return [*notes, "The plan has no prediction to compare this run with."]
-    return [*notes, *plan.other_settings(config.predicted_from(ranks.device.type, ranks.world_size))]
+def rank_job(argv: Sequence[str]) -> TrainJob:
+    """Return the job of a rank that torchrun started with these arguments."""
+    return TrainJob.of(_parser(starts_ranks=False).parse_intermixed_args(argv))
+
+
+def _print_settings(job: TrainJob) -> None:
+    """Check the data, and print the settings, and what one's own model has to train."""
+    check_data(job.config.data)
+    print(to_toml(job.config))
+    if job.config.model.build is not None:
+        from embershard.launch.train.progress import describe_own  # it loads TorchRec
+
+        print(describe_own(job.config))
+    if job.resume is not None:
+        print("# The checkpoint was not looked at: a run that resumes compares its settings with these.")
+
+
+def _parser(*, starts_ranks: bool) -> argparse.ArgumentParser:
+    parser = make_parser("train", _HELP, "[CONFIG] [options]")
+    add_run_arguments(parser)
+    add_config_word(parser)
+    if not starts_ranks:
+        return parser
+    parser.add_argument("--nproc", type=positive, metavar="N", help="number of ranks (default: GPUs, or 2)")
+    parser.add_argument(
+        "--max-restarts",
+        type=whole,
+        default=0,
+        metavar="N",
+        help="start ranks that failed again, at most N times, from the newest valid checkpoint (default: 0)",
+    )
+    launcher.add_hang_seconds(parser)
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check the settings, the columns of the data and one's own model, print all settings, and stop",
+    )
+    return parser
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from embershard.launch.cli import main as embershard  # jobs are pickled by this module's name
+
+    sys.exit(embershard(["train", *sys.argv[1:]]))

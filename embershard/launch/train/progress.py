@@ -1,4 +1,7 @@
-"""Display of a run: a line per report, on a terminal with a progress bar below them, and a table at the end."""
+"""Display of a run: a line per report, on a terminal with a progress bar below them, and a table at the end.
+
+Before a run: what a model of one's own has to train.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from rich.table import Column, Table
 
 from embershard.launch.quality_text import figures, quality_line, quality_rows
 from embershard.launch.screen import number, say
+from embershard.training.config import RunConfig
 from embershard.training.quality.quality import main_values, quality_values
 from embershard.training.quality.reports import (
     BadRowsReport,
@@ -99,7 +103,6 @@ def train_line(report: TrainReport) -> str:
 
 
 def _bar_line(report: TrainReport) -> str:
-    """Return the same, short enough for a line with a bar."""
     hits = "" if report.hit_rate_lookups is None else f" hit {report.hit_rate_lookups:.1%}"
     main, *_ = figures(main_values(report.quality))  # of the first label
     return f"{report.samples_per_second:,.0f}/s loss {report.loss:.4f} {main.title} {main.value}{hits}"
@@ -161,7 +164,6 @@ def _look_ahead_rows(ahead: dict[str, Any] | None, cache: dict[str, Any] | None)
 
 
 def _sent_rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Return the bytes between ranks per rank and step; nothing for one rank."""
     sent, parts = result["sent_bytes"], max(1, result["measured_steps"] * result["world_size"])
     kinds = [sent[name] / parts for name in ("ids", "embeddings", "gradients", "dense_all_reduce")]
     names = ("ids", "embeddings", "their gradients", "dense gradients")
@@ -179,3 +181,36 @@ def _hot_cold_rows(packed: dict[str, Any] | None, cache: dict[str, Any] | None) 
     found = f"{cache['hot_lookups']:,} lookups, all hits; the hit rate of other rows is {number(rate, '.1%')}"
     copies = f"{size(cache['hot_rows_bytes'])} device"
     return [("batches", batches, hot), ("hot rows", copies, f"of all ranks; {found}")]
+
+
+def describe_own(config: RunConfig) -> str:
+    """Build the model of `model.build`, without memory for its tables; return what would be trained, as comments of
+    TOML.
+
+    Raises:
+        ConfigError: the function is not found, fails, or returns something else than a model.
+    """
+    import torch
+
+    from embershard.data import schema_of
+    from embershard.models import build_model
+    from embershard.models.tables import collections_of, tables_in
+
+    model: Any = build_model(config.model, schema_of(config.data), torch.device("cpu"))
+    tables, lines = list(tables_in(model)), [f"{config.model.build} makes a model that fits the data:"]
+    for path, module in collections_of(model):
+        own = [table for table in tables if table.module == path]
+        rows = sum(table.num_rows for table in own)
+        name = path.partition(".")[2] or "the model itself"
+        lines.append(f"  {name}: {type(module).__name__}, {len(own)} tables with {rows:,} rows")
+        for table in own:
+            what = table.pooling or "sequences"
+            lines.append(f"    {table.name}: {table.num_rows:,} x {table.dim}, {what} of {', '.join(table.features)}")
+    for name, module in model.model.named_children():
+        weights = sum(each.numel() for each in module.parameters() if each.device.type != "meta")
+        if weights:
+            lines.append(f"  {name}: {type(module).__name__}, {weights:,} dense weights")
+    own_weights = sum(each.numel() for each in model.model.parameters(recurse=False))
+    if own_weights:
+        lines.append(f"  parameters of its own: {own_weights:,} dense weights")
+    return "\n".join(f"# {line}" for line in lines)

@@ -13,7 +13,8 @@ import pytest
 from embershard.cache import CacheConfig
 from embershard.data import DataConfig, ParquetConfig
 from embershard.distributed import Supervision, process_group
-from embershard.launch.train.command import train_run
+from embershard.launch import rank, score
+from embershard.launch.train.run import train_run
 from embershard.models import ModelConfig
 from embershard.training.config import RunConfig, TrainConfig
 
@@ -65,3 +66,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     with process_group("cpu") as ranks:
         train_run(config, ranks, folder / "run", supervision=Supervision(), **given)
     return Trained(folder / "run", data, unlabelled)
+
+
+def score_here(*words: str) -> int:
+    """Run `embershard predict`, or `embershard eval` without `-o`, as one rank in this process, which raises errors."""
+    return rank.do(lambda: score.rank_job("predict" if "-o" in words else "eval", words))
+
+
+def start_here(num_ranks: int, module: str, *, job: rank.Job, **options: object) -> int:
+    """In place of `start_ranks`: do the job as one rank in this process; errors are raised."""
+    return rank.do(lambda: job, stops_in_order=job.stops_in_order)

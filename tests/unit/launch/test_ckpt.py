@@ -10,8 +10,7 @@ import torch
 
 from embershard.distributed import Ranks, process_group, save_checkpoint
 from embershard.errors import ConfigError, InvalidCheckpointError
-from embershard.launch import cli
-from embershard.launch.ckpt import command
+from embershard.launch import ckpt, cli
 from tests.unit.distributed.checkpoints import flip_bit
 
 
@@ -50,25 +49,25 @@ def test_ls(run_dir, capsys):
 
 
 def test_verify(run_dir, capsys):
-    assert command.main(["verify", str(run_dir)]) == 0
+    assert ckpt.main(["verify", str(run_dir)]) == 0
     assert capsys.readouterr().out.count("valid    ") == 3
     flip_bit(run_dir / "checkpoints" / "step_2" / "__0_0.distcp", run_dir)
-    assert command.main(["verify", str(run_dir)]) == 1
+    assert ckpt.main(["verify", str(run_dir)]) == 1
     assert "INVALID" in (out := capsys.readouterr().out)
     assert "step_2: __0_0.distcp: its bytes 0 to" in out
-    assert command.main(["verify", str(run_dir / "checkpoints"), "3"]) == 0
-    assert command.main(["verify", str(run_dir), "2"]) == 1
+    assert ckpt.main(["verify", str(run_dir / "checkpoints"), "3"]) == 0
+    assert ckpt.main(["verify", str(run_dir), "2"]) == 1
     with pytest.raises(ConfigError, match="no complete checkpoint of step 7"):
-        command.main(["verify", str(run_dir), "7"])
+        ckpt.main(["verify", str(run_dir), "7"])
 
 
 def test_prune_keeps_the_newest_valid_ones(run_dir, capsys):
     flip_bit(run_dir / "checkpoints" / "step_3" / "__0_0.distcp", run_dir)
     before = names(run_dir)
-    assert command.main(["prune", str(run_dir), "--keep", "1", "--dry-run"]) == 0
+    assert ckpt.main(["prune", str(run_dir), "--keep", "1", "--dry-run"]) == 0
     assert names(run_dir) == before
     assert capsys.readouterr().out.count("would remove") == 4
-    assert command.main(["prune", str(run_dir), "--keep", "1"]) == 0
+    assert ckpt.main(["prune", str(run_dir), "--keep", "1"]) == 0
     assert names(run_dir) == ["step_2"]
     assert "kept: step_2" in capsys.readouterr().out
 
@@ -78,20 +77,20 @@ def test_prune_removes_nothing_where_nothing_is_valid(run_dir):
         (run_dir / "checkpoints" / f"step_{step}" / "manifest.json").unlink()
     before = names(run_dir)
     with pytest.raises(InvalidCheckpointError, match="no valid checkpoint, so none is removed"):
-        command.main(["prune", str(run_dir), "--keep", "2"])
+        ckpt.main(["prune", str(run_dir), "--keep", "2"])
     assert names(run_dir) == before
 
 
 def test_diff(run_dir, capsys):
     first, second, third = (str(run_dir / "checkpoints" / f"step_{step}") for step in (1, 2, 3))
-    assert command.main(["diff", first, first]) == 0
+    assert ckpt.main(["diff", first, first]) == 0
     assert "The checkpoints are equal." in capsys.readouterr().out
-    assert command.main(["diff", first, second]) == 1
+    assert ckpt.main(["diff", first, second]) == 1
     out = capsys.readouterr().out
     assert "stream.global_sample" in out
     assert "model" not in out  # equal tensors
     assert "lr" not in out.replace("global", "")
-    assert command.main(["diff", second, third]) == 1
+    assert ckpt.main(["diff", second, third]) == 1
     assert "1 of 20 values differ, by 0.5 at most" in (out := capsys.readouterr().out)
     assert "model.same" not in out
 
@@ -100,7 +99,7 @@ def test_wrong_usage(tmp_path, capsys):
     assert cli.main(["ckpt", "ls", str(tmp_path)]) == 2
     assert "no checkpoints there" in capsys.readouterr().err
     with pytest.raises(SystemExit) as leaves:
-        command.main(["prune", str(tmp_path)])
+        ckpt.main(["prune", str(tmp_path)])
     assert leaves.value.code == 2
     with pytest.raises(InvalidCheckpointError, match="is missing"):
-        command.main(["diff", str(tmp_path), str(tmp_path)])
+        ckpt.main(["diff", str(tmp_path), str(tmp_path)])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import os
+import pickle
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,18 @@ import pytest
 from embershard.decoding import tomllib
 from embershard.errors import ConfigError
 from embershard.launch import cli
-from embershard.launch.arguments import NEWEST, add_run_arguments
+from embershard.launch.arguments import NEWEST
+from embershard.launch.config import load_config
 from embershard.launch.ranks import launcher
 from embershard.launch.run_dir import default_run_dir, note_resume
-from embershard.launch.train.command import _resume_step, resume_command, same_run_command
+from embershard.launch.train.command import TrainJob, resume_step
+from embershard.training.config import RunConfig
 
 QUICK = "examples/quickstart.toml"
+
+
+def job_of(file: str, *overrides: str) -> TrainJob:
+    return TrainJob(RunConfig(), None, False, Path(file), overrides, None, False, (), None)
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +34,7 @@ def _in_the_project(project_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """What ranks were started with: their number, program and more."""
     calls: list[tuple] = []
     monkeypatch.setattr(launcher, "start_ranks", lambda *given, **more: calls.append((*given, more)) or 0)
     return calls
@@ -52,27 +60,31 @@ def test_dry_run_prints_all_settings_and_starts_nothing(example, started, tmp_pa
 def test_ranks_get_what_was_asked_for(started, tmp_path, capsys):
     overrides = ["--set", "train.max_steps=3", "--set", "data.seed=4"]
     assert cli.main(["train", "--config", QUICK, "--run-dir", str(tmp_path), "--nproc", "3", *overrides]) == 0
-    ranks, module, arguments, _ = started[0]
-    assert (ranks, module) == (3, "embershard.launch.train.command")
-    assert arguments == ["--config", QUICK, "--run-dir", str(tmp_path), *overrides]
+    ranks, module, more = started[0]
+    assert (ranks, module) == (3, "embershard.launch.rank")
+    job = pickle.loads(pickle.dumps(more["job"]))
+    assert job.config == load_config(RunConfig, Path(QUICK), ["train.max_steps=3", "data.seed=4"])
+    assert (job.run_dir, job.resume, job.unverified, job.changes) == (tmp_path, None, False, [])
 
 
 @pytest.mark.parametrize(
     ("given", "has_trained", "resume"),
     [
-        ([], False, ["--resume"]),
-        ([], True, ["--resume"]),
-        (["--resume", "400"], False, ["--resume", "400"]),  # nothing newer is of this run
-        (["--resume", "400"], True, ["--resume"]),
-        (["--resume", "400", "--unverified"], True, ["--resume", "--unverified"]),
+        ([], False, NEWEST),
+        ([], True, NEWEST),
+        (["--resume", "400"], False, 400),  # nothing newer is of this run
+        (["--resume", "400"], True, NEWEST),
+        (["--resume", "400", "--unverified", "--allow-change", "data.seed"], True, NEWEST),
     ],
 )
 def test_restarts_resume(given, has_trained, resume, started, tmp_path):
     arguments = ["--config", QUICK, "--run-dir", str(tmp_path), "--nproc", "2", "--max-restarts", "3", *given]
     assert cli.main(["train", *arguments]) == 0
-    more = started[0][3]
+    more = started[0][2]
     assert more["restarts"].most == 3
-    assert more["restarts"].arguments(has_trained) == ["--config", QUICK, "--run-dir", str(tmp_path), *resume]
+    assert more["restarts"].job(has_trained) == replace(more["job"], resume=resume)
+    assert more["job"].unverified is ("--unverified" in given)
+    assert more["job"].changes == (["data.seed"] if "--allow-change" in given else [])
 
 
 @pytest.mark.parametrize(
@@ -80,7 +92,7 @@ def test_restarts_resume(given, has_trained, resume, started, tmp_path):
 )
 def test_how_long_ranks_may_hang(given, seconds, started, tmp_path):
     assert cli.main(["train", "--config", QUICK, "--run-dir", str(tmp_path), "--nproc", "2", *given]) == 0
-    assert started[0][3]["hang_seconds"] == seconds
+    assert started[0][2]["hang_seconds"] == seconds
 
 
 def test_ctrl_c_while_a_command_loads_its_libraries(monkeypatch, capsys):
@@ -105,30 +117,28 @@ def test_under_torchrun_the_folder_outlives_a_restart(monkeypatch):
 
 def test_a_restart_by_torchrun_goes_on_from_the_chosen_step_until_the_run_has(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert [_resume_step(step, tmp_path) for step in (None, NEWEST, 50)] == [None, NEWEST, 50]
+    assert [resume_step(step, tmp_path) for step in (None, NEWEST, 50)] == [None, NEWEST, 50]
     (tmp_path / ".resumed_by").write_text("another job")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert [_resume_step(step, tmp_path) for step in (None, NEWEST, 50)] == [NEWEST, NEWEST, 50]
+    assert [resume_step(step, tmp_path) for step in (None, NEWEST, 50)] == [NEWEST, NEWEST, 50]
     note_resume(tmp_path)  # newer checkpoints were set aside
-    assert _resume_step(50, tmp_path) == NEWEST
+    assert resume_step(50, tmp_path) == NEWEST
 
 
 def test_the_command_that_goes_on_can_be_pasted(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: name)
-    parser = argparse.ArgumentParser()
-    add_run_arguments(parser)
-    arguments = parser.parse_args(["--config", "a b.toml", "--set", "cache.enabled=false"])
-    command = resume_command(arguments, Path("runs/x y"), 2)
+    job = job_of("a b.toml", "cache.enabled=false")
+    command = job.resume_command(Path("runs/x y"), 2)
     assert command == (
         "embershard train --config 'a b.toml' --set cache.enabled=false --nproc 2 --run-dir 'runs/x y' --resume"
     )
-    assert resume_command(arguments, Path("r"), None) == "torchrun as before, with --run-dir r --resume"
+    assert job.resume_command(Path("r"), None) == "torchrun as before, with --run-dir r --resume"
 
 
 def test_ranks_trace_the_steps_that_were_asked_for(started, tmp_path, capsys):
     given = ["train", QUICK, "--run-dir", str(tmp_path), "--nproc", "2"]
     assert cli.main([*given, "--profile-steps", "20:25"]) == 0
-    assert started[0][2][-2:] == ["--profile-steps", "20:25"]
+    assert started[0][2]["job"].profile_steps == (20, 25)
     for wrong in ("20", "25:20", "0:5", "a:b"):
         with pytest.raises(SystemExit):
             cli.main([*given, "--profile-steps", wrong])
@@ -145,7 +155,7 @@ def test_a_tracker_that_is_not_installed_stops_before_ranks_start(started, monke
 def test_two_ranks_on_the_cpu_unless_told_and_it_says_so(started, capsys):
     assert cli.main(["train", "--config", QUICK, "--set", "train.device=cpu"]) == 0
     assert started[0][0] == 2
-    assert started[0][2][3].startswith("runs/quickstart-")
+    assert str(started[0][2]["job"].run_dir).startswith("runs/quickstart-")
     assert "starting 2 ranks (--nproc N" in capsys.readouterr().out
 
 
@@ -204,9 +214,7 @@ def test_version_and_unknown_command(capsys):
 @pytest.mark.parametrize("on_path", [True, False])
 def test_the_hint_at_the_end_is_a_command_that_can_be_pasted(on_path, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: name if on_path else None)
-    parser = argparse.ArgumentParser()
-    add_run_arguments(parser)
-    given = parser.parse_args(["--config", "a.toml", "--set", "data.path=/a b", "--set", "cache.enabled=false"])
+    job = job_of("a.toml", "data.path=/a b", "cache.enabled=false")
     program = "embershard" if on_path else f"{os.path.relpath(sys.executable)} -m embershard.launch.cli"
-    assert same_run_command(given, 3) == f"{program} train --config a.toml --set 'data.path=/a b' --nproc 3"
-    assert same_run_command(given, None) == "torchrun as before, with"
+    assert job.same_run_command(3) == f"{program} train --config a.toml --set 'data.path=/a b' --nproc 3"
+    assert job.same_run_command(None) == "torchrun as before, with"

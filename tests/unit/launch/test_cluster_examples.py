@@ -20,10 +20,11 @@ def check_torchrun(words: list[str]) -> argparse.Namespace:
     assert words[0] == "torchrun"
     found = get_args_parser().parse_args(words[1:])
     assert found.module
-    assert found.training_script == "embershard.launch.train.command"
+    assert found.training_script == "embershard"
+    assert found.training_script_args[0] == "train"
     program = argparse.ArgumentParser(exit_on_error=False)
     add_run_arguments(program)
-    program.parse_args(found.training_script_args)
+    program.parse_args(found.training_script_args[1:])
     return found
 
 
@@ -40,7 +41,7 @@ def test_the_slurm_script(project_dir: Path, tmp_path: Path, restarts: str) -> N
     found = check_torchrun(done.stdout.splitlines())
     assert (found.nnodes, found.nproc_per_node, found.rdzv_endpoint) == ("2", "8", "node7:23456")
     resume = ["--resume"] if restarts == "1" else []
-    assert found.training_script_args == ["--config", "a b.toml", "--run-dir", "/shared/run1", *resume]
+    assert found.training_script_args == ["train", "--config", "a b.toml", "--run-dir", "/shared/run1", *resume]
     for line in re.findall(r"^#   (?:RANKS_PER_NODE=4 )?(sbatch .*)$", script.read_text(), re.MULTILINE):
         assert "examples/clusters/slurm.sh" in shlex.split(line)
 

@@ -13,7 +13,7 @@ from venv import EnvBuilder
 import pytest
 
 from embershard.errors import ConfigError
-from embershard.launch import cli, examples
+from embershard.launch import arguments, cli
 from embershard.launch.arguments import add_config_word, add_settings, make_parser
 from embershard.launch.plan.view import table_called
 
@@ -93,7 +93,7 @@ def test_help_fits_a_screen_and_ends_with_an_example(command, monkeypatch, capsy
 )
 def test_the_settings_may_be_named_without_an_option(words, found):
     parser = make_parser("x", "text")
-    add_settings(parser, required=False)
+    add_settings(parser)
     add_config_word(parser)
     config = parser.parse_intermixed_args(words).config
     assert (config and str(config)) == found
@@ -112,11 +112,11 @@ def test_no_settings(capsys):
 
 def test_an_own_file_goes_before_an_example(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert examples.config_file("quickstart.toml") == examples.examples()["quickstart"]
+    assert arguments.config_file("quickstart.toml") == arguments.examples()["quickstart"]
     (tmp_path / "quickstart.toml").touch()
-    assert examples.config_file("quickstart.toml") == Path("quickstart.toml")
-    assert examples.config_file("no_example") == Path("no_example")
-    assert examples.config_file("folder/quickstart.toml") == Path("folder/quickstart.toml")
+    assert arguments.config_file("quickstart.toml") == Path("quickstart.toml")
+    assert arguments.config_file("no_example") == Path("no_example")
+    assert arguments.config_file("folder/quickstart.toml") == Path("folder/quickstart.toml")
 
 
 @pytest.mark.slow
@@ -135,7 +135,7 @@ def test_a_wheel_works_from_an_empty_folder(project_dir, tmp_path):
     (own,) = venv.glob("lib/python*/site-packages")
     (own / "others.pth").write_text(sysconfig.get_path("purelib"))
     shipped = sorted(path.name for path in (venv / "share" / "embershard" / "examples").iterdir())
-    assert shipped == sorted(path.name for path in examples.examples().values())
+    assert shipped == sorted(path.name for path in arguments.examples().values())
     empty.mkdir()
     for words, said in (["--version"], "embershard 0."), (["train", "--config", "quickstart", "--dry-run"], "[train]"):
         command = [str(venv / "bin" / "embershard"), *words]

@@ -12,68 +12,67 @@ from pathlib import Path
 
 import pytest
 
-from embershard.launch.doctor import checks
-from embershard.launch.doctor import command as doctor
-from embershard.launch.doctor.checks import FAIL, PASS, SKIP, WARN, CheckResult
+from embershard.launch import doctor
+from embershard.launch.doctor import FAIL, PASS, SKIP, WARN, CheckResult
 from embershard.machine import HostMemory
 
-CPU, CUDA = checks.CPU_FBGEMM, checks.CUDA_FBGEMM
+CPU, CUDA = doctor.CPU_FBGEMM, doctor.CUDA_FBGEMM
 GIB = 1 << 30
 
 CASES = [
     # python
-    (checks.check_python((3, 10)), PASS),
-    (checks.check_python((3, 12)), PASS),
-    (checks.check_python((3, 9)), FAIL),
-    (checks.check_python((3, 13)), WARN),
+    (doctor.check_python((3, 10)), PASS),
+    (doctor.check_python((3, 12)), PASS),
+    (doctor.check_python((3, 9)), FAIL),
+    (doctor.check_python((3, 13)), WARN),
     # versions
-    (checks.check_versions("2.13.0+cpu", "1.8.0", "1.8.0"), PASS),
-    (checks.check_versions("2.11.0+cu128", "1.6.1", "1.6.0"), PASS),
-    (checks.check_versions("2.12.0", "1.7.0", "1.7.0"), WARN),
-    (checks.check_versions("2.13.0", "1.8.0", "1.9.0"), FAIL),
-    (checks.check_versions("2.13.0", "1.6.0", "1.8.0"), FAIL),
-    (checks.check_versions("2.14.1", "1.9.2", "1.9.0"), PASS),
-    (checks.check_versions("2.14.1", "1.8.0", "1.9.0"), FAIL),
-    (checks.check_versions("2.13.0+cpu", "1.9.2", "1.8.0"), WARN),
-    (checks.check_versions("2.15.0", "1.9.2", "1.9.0"), WARN),
-    (checks.check_versions("2.13.0", None, "1.8.0"), FAIL),
+    (doctor.check_versions("2.13.0+cpu", "1.8.0", "1.8.0"), PASS),
+    (doctor.check_versions("2.11.0+cu128", "1.6.1", "1.6.0"), PASS),
+    (doctor.check_versions("2.12.0", "1.7.0", "1.7.0"), WARN),
+    (doctor.check_versions("2.13.0", "1.8.0", "1.9.0"), FAIL),
+    (doctor.check_versions("2.13.0", "1.6.0", "1.8.0"), FAIL),
+    (doctor.check_versions("2.14.1", "1.9.2", "1.9.0"), PASS),
+    (doctor.check_versions("2.14.1", "1.8.0", "1.9.0"), FAIL),
+    (doctor.check_versions("2.13.0+cpu", "1.9.2", "1.8.0"), WARN),
+    (doctor.check_versions("2.15.0", "1.9.2", "1.9.0"), WARN),
+    (doctor.check_versions("2.13.0", None, "1.8.0"), FAIL),
     # FBGEMM's build
-    (checks.check_fbgemm_build({CPU: "1.8.0"}, "2.13.0", None, False), PASS),
-    (checks.check_fbgemm_build({CUDA: "1.8.0"}, "2.13.0", "13.0", True), PASS),
-    (checks.check_fbgemm_build({CPU: "1.8.0"}, "2.13.0", "13.0", False), PASS),
-    (checks.check_fbgemm_build({CUDA: "1.8.0"}, "2.13.0", None, True), FAIL),
-    (checks.check_fbgemm_build({CUDA: "1.8.0"}, "2.13.0", "13.0", False), FAIL),
-    (checks.check_fbgemm_build({CPU: "1.8.0"}, "2.13.0", "13.0", True), FAIL),
-    (checks.check_fbgemm_build({CPU: "1.8.0", CUDA: "1.9.0"}, "2.13.0", None, False), FAIL),
-    (checks.check_fbgemm_build({}, "2.13.0", None, False), FAIL),
+    (doctor.check_fbgemm_build({CPU: "1.8.0"}, "2.13.0", None, False), PASS),
+    (doctor.check_fbgemm_build({CUDA: "1.8.0"}, "2.13.0", "13.0", True), PASS),
+    (doctor.check_fbgemm_build({CPU: "1.8.0"}, "2.13.0", "13.0", False), PASS),
+    (doctor.check_fbgemm_build({CUDA: "1.8.0"}, "2.13.0", None, True), FAIL),
+    (doctor.check_fbgemm_build({CUDA: "1.8.0"}, "2.13.0", "13.0", False), FAIL),
+    (doctor.check_fbgemm_build({CPU: "1.8.0"}, "2.13.0", "13.0", True), FAIL),
+    (doctor.check_fbgemm_build({CPU: "1.8.0", CUDA: "1.9.0"}, "2.13.0", None, False), FAIL),
+    (doctor.check_fbgemm_build({}, "2.13.0", None, False), FAIL),
     # imports
-    (checks.check_import("torchrec", "", 2.5), PASS),
-    (checks.check_import("torchrec", "ModuleNotFoundError: No module named 'tensordict'", 0.1), FAIL),
+    (doctor.check_import("torchrec", "", 2.5), PASS),
+    (doctor.check_import("torchrec", "ModuleNotFoundError: No module named 'tensordict'", 0.1), FAIL),
     # devices
-    (checks.check_cpu(2, HostMemory(16 * GIB, 15 * GIB)), PASS),
-    (checks.check_cpu(2, HostMemory(2 * GIB, GIB)), WARN),
-    (checks.check_gpus(("H200 (139 GiB)",), "13.0", True), PASS),
-    (checks.check_gpus((), None, False), SKIP),
-    (checks.check_gpus((), None, True), WARN),
-    (checks.check_gpus((), "13.0", True), WARN),
+    (doctor.check_cpu(2, HostMemory(16 * GIB, 15 * GIB)), PASS),
+    (doctor.check_cpu(2, HostMemory(2 * GIB, GIB)), WARN),
+    (doctor.check_gpus(("H200 (139 GiB)",), "13.0", True), PASS),
+    (doctor.check_gpus((), None, False), SKIP),
+    (doctor.check_gpus((), None, True), WARN),
+    (doctor.check_gpus((), "13.0", True), WARN),
     # collectives
-    (checks.check_collective("gloo", "", 2.0, "remedy"), PASS),
-    (checks.check_collective("gloo", "no answer after 60 s", 60.0, "remedy"), FAIL),
+    (doctor.check_collective("gloo", "", 2.0, "remedy"), PASS),
+    (doctor.check_collective("gloo", "no answer after 60 s", 60.0, "remedy"), FAIL),
     # limits
-    (checks.check_shared_memory(8 * GIB, 8), PASS),
-    (checks.check_shared_memory(64 << 20, 0), WARN),
-    (checks.check_shared_memory(64 << 20, 8), FAIL),
-    (checks.check_shared_memory(None, 0), WARN),
-    (checks.check_open_files(65536), PASS),
-    (checks.check_open_files(-1), PASS),
-    (checks.check_open_files(512), WARN),
-    (checks.check_open_files(64), FAIL),
-    (checks.check_locked_memory(-1, 8), PASS),
-    (checks.check_locked_memory(8 << 20, 8), WARN),
-    (checks.check_locked_memory(8 << 20, 0), SKIP),
-    (checks.check_disk("/runs", 100 * GIB), PASS),
-    (checks.check_disk("/runs", 5 * GIB), WARN),
-    (checks.check_disk("/runs", GIB // 2), FAIL),
+    (doctor.check_shared_memory(8 * GIB, 8), PASS),
+    (doctor.check_shared_memory(64 << 20, 0), WARN),
+    (doctor.check_shared_memory(64 << 20, 8), FAIL),
+    (doctor.check_shared_memory(None, 0), WARN),
+    (doctor.check_open_files(65536), PASS),
+    (doctor.check_open_files(-1), PASS),
+    (doctor.check_open_files(512), WARN),
+    (doctor.check_open_files(64), FAIL),
+    (doctor.check_locked_memory(-1, 8), PASS),
+    (doctor.check_locked_memory(8 << 20, 8), WARN),
+    (doctor.check_locked_memory(8 << 20, 0), SKIP),
+    (doctor.check_disk("/runs", 100 * GIB), PASS),
+    (doctor.check_disk("/runs", 5 * GIB), WARN),
+    (doctor.check_disk("/runs", GIB // 2), FAIL),
 ]
 
 
@@ -85,14 +84,14 @@ def test_every_check_passes_and_fails_as_it_should(result: CheckResult, status: 
 
 def test_a_result_is_a_value():
     with pytest.raises(FrozenInstanceError):
-        checks.check_cpu(1, HostMemory(GIB, GIB)).status = PASS  # type: ignore[misc]
+        doctor.check_cpu(1, HostMemory(GIB, GIB)).status = PASS  # type: ignore[misc]
 
 
 def test_the_remedy_names_the_build_that_is_right_here():
     both = {CPU: "1.8.0", CUDA: "1.9.0"}
-    assert f"{CPU}==1.9.0" in checks.check_fbgemm_build(both, "2.14.1", None, False).remedy
-    assert f"{CPU}==1.8.0" in checks.check_fbgemm_build(both, "2.13.0", None, False).remedy
-    assert f"{CUDA}==1.8.0" in checks.check_fbgemm_build(both, "2.13.0", "13.0", True).remedy
+    assert f"{CPU}==1.9.0" in doctor.check_fbgemm_build(both, "2.14.1", None, False).remedy
+    assert f"{CPU}==1.8.0" in doctor.check_fbgemm_build(both, "2.13.0", None, False).remedy
+    assert f"{CUDA}==1.8.0" in doctor.check_fbgemm_build(both, "2.13.0", "13.0", True).remedy
 
 
 @pytest.mark.parametrize(
@@ -113,7 +112,7 @@ def test_the_remedy_names_the_build_that_is_right_here():
     ],
 )
 def test_the_real_error_of_an_import_is_shown(stderr: str, detail: str, remedy: str):
-    result = checks.check_import("torchrec", stderr, 1.0)
+    result = doctor.check_import("torchrec", stderr, 1.0)
     assert detail in result.detail
     assert remedy in result.remedy
 
@@ -185,7 +184,7 @@ def test_it_speaks_when_torchrec_cannot_be_imported(tmp_path: Path, project_dir:
     """The whole doctor, with a torchrec in front of the real one that does not import."""
     (tmp_path / "torchrec.py").write_text("raise OSError('libtorch_cuda.so: cannot open shared object file')\n")
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{project_dir}"}
-    command = [sys.executable, "-m", "embershard.launch.doctor.command", "--json"]
+    command = [sys.executable, "-m", "embershard.launch.doctor", "--json"]
     run = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=tmp_path, timeout=180)
     assert run.returncode == 1, run.stderr
     report = {check["name"]: check for check in json.loads(run.stdout)["checks"]}

@@ -23,7 +23,7 @@ from embershard.errors import ConfigError
 from embershard.launch import cli
 from embershard.launch.export import command, serving_model, serving_values
 from embershard.launch.export.dense_program import DenseLayers, dense_program
-from embershard.launch.export.tables import stored
+from embershard.launch.export.write import stored
 from embershard.models import ModelConfig, build_model
 from tests.unit.launch.conftest import Trained
 from tests.unit.launch.test_score import scores
@@ -101,7 +101,7 @@ def test_rows_are_rounded_by_half_a_step_at_most(rows, dim, spread, seed):
     table = torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed)) * spread
     width = table.max(dim=1).values - table.min(dim=1).values
     for dtype, steps, slack in (("int8", 255, 1e-5), ("int4", 15, 1e-2)):
-        kept = serving_model.Table(stored(table, dtype), dtype).rows(torch.arange(rows))
+        kept = serving_model.StoredTable(stored(table, dtype), dtype).rows(torch.arange(rows))
         allowed = width / steps / 2 + slack * table.abs().max()
         assert ((kept - table).abs() <= allowed[:, None]).all(), dtype
 

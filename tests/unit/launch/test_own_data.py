@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import runpy
 import shlex
 from dataclasses import replace
@@ -19,15 +18,15 @@ from embershard.data import DataConfig, open_source, write_samples
 from embershard.data.hashing import mix64
 from embershard.data.sources.table.survey import DistinctCount, survey
 from embershard.errors import CheckpointError, DataError
-from embershard.launch import cli
+from embershard.launch import cli, rank
 from embershard.launch.config import load_config
 from embershard.launch.data.suggest import suggest_features, suggest_label
 from embershard.launch.ranks import launcher
-from embershard.launch.score import command as score
-from embershard.launch.train import command as train
+from embershard.launch.train.command import rank_job
 from embershard.training.checkpoint.identity import FEATURES, changes, identity_of, refusal
 from embershard.training.checkpoint.saved_run import SavedRun
 from embershard.training.config import RunConfig
+from tests.unit.launch.conftest import score_here, start_here
 from tests.unit.test_docs import blocks, commands
 
 pytestmark = pytest.mark.slow  # whole training runs
@@ -43,12 +42,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def one_rank_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands that start ranks run the program of one in this process; tests/ranks starts real ones."""
-
-    def start(num_ranks: int, module: str, given: list[str], **options: object) -> int:
-        code: int = importlib.import_module(module).main.__wrapped__(given)
-        return code
-
-    monkeypatch.setattr(launcher, "start_ranks", start)
+    monkeypatch.setattr(launcher, "start_ranks", start_here)
 
 
 def test_three_files_become_scores_by_the_commands_of_the_page(folder, one_rank_here, project_dir, capsys):
@@ -121,7 +115,7 @@ def test_scaling_is_compared_and_used_again(folder):
         'city = {kind = "sparse", num_rows = 40}\n[train]\nbatch_size = 32\nmax_steps = 2\n'
     )
     given = ["--config", "run.toml", "--run-dir", "run"]
-    train.main.__wrapped__(given)
+    rank.do(lambda: rank_job(given))
     assert load_config(RunConfig, Path("run/config.toml")).data.table.features["price"].mean == 30.0
     saved = SavedRun.read(Path("run/checkpoints/step_2")).identity
     same = load_config(RunConfig, Path("run.toml"), ["train.max_steps=4", "data.num_workers=1"])
@@ -134,7 +128,7 @@ def test_scaling_is_compared_and_used_again(folder):
     moved_data = replace(same.data, table=replace(same.data.table, features=moved))
     assert [each.key for each in changes(saved, identity_of(replace(same, data=moved_data), 1))] == [FEATURES]
     with pytest.raises(CheckpointError, match=r"data.table.features = price = .*model cannot score such data"):
-        score.main.__wrapped__(["run", "-o", "x.parquet", "--set", "data.table.features.price.std=51.0"])
+        score_here("run", "-o", "x.parquet", "--set", "data.table.features.price.std=51.0")
 
 
 def test_joins_keep_rows_and_name_what_does_not_fit(folder, capsys):

@@ -27,14 +27,14 @@ from embershard.launch.data import command as data_command
 from embershard.launch.export import command as export
 from embershard.launch.export import serving_model
 from embershard.launch.profile.data_pass import PartReader, PassOptions, profile_data
-from embershard.launch.score import command as score
-from embershard.launch.train.command import train_run
+from embershard.launch.train.run import train_run
 from embershard.training.checkpoint.resume import resume_run
 from embershard.training.config import RunConfig
 from embershard.training.hot_cold import find_hot_rows
 from embershard.training.trainer import Trainer
 from tests.covering import matrix
 from tests.unit.data.windows import make_windows
+from tests.unit.launch.conftest import score_here
 from tests.unit.launch.test_export import WITHOUT
 
 pytestmark = pytest.mark.slow  # whole training runs
@@ -67,7 +67,7 @@ def held_out(config: RunConfig) -> list[dict[str, object]]:
 def check_export(folder: Path, samples: list[dict[str, object]], *, is_rounded: bool) -> None:
     """The run in `folder`, exported, scores the samples as `predict` does, bit for bit, in a process that cannot import
     embershard, TorchRec or FBGEMM. `is_rounded`: it passes torch.export, and the error of int8 tables is stated."""
-    score.main([str(folder / "run"), "-o", str(folder / "one.parquet"), "--set", f"train.batch_size={len(samples)}"])
+    score_here(str(folder / "run"), "-o", str(folder / "one.parquet"), "--set", f"train.batch_size={len(samples)}")
     export.main([str(folder / "run"), "-o", str(folder / "fp32")])
     model = serving_model.load(folder / "fp32")
     samples = [{name: sample[name] for name in model.columns} for sample in samples]
@@ -104,7 +104,7 @@ def test_a_log_of_events_becomes_scores(arch, windows, tmp_path, capsys):
     train(load_config(RunConfig, windows / "run.toml", overrides), tmp_path / "run")
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["auc"] is not None
-    score.main([str(tmp_path / "run"), "-o", str(tmp_path / "scores.parquet")])
+    score_here(str(tmp_path / "run"), "-o", str(tmp_path / "scores.parquet"))
     found = pq.read_table(tmp_path / "scores.parquet")
     assert found["label"].to_pylist() == pq.read_table(windows / "eval.parquet")["label"].to_pylist()
 
@@ -131,7 +131,7 @@ def test_an_own_model_is_trained_scored_and_resumed(tmp_path):
     assert config.model.folder == str(tmp_path)
     assert config.model.options == {"hidden": 8, "dim": 8}
     train(config, tmp_path / "run")
-    score.main([str(tmp_path / "run"), "-o", str(tmp_path / "scores.parquet")])
+    score_here(str(tmp_path / "run"), "-o", str(tmp_path / "scores.parquet"))
     assert len(pq.read_table(tmp_path / "scores.parquet")) == 60
     check_export(tmp_path, held_out(config), is_rounded=False)
 

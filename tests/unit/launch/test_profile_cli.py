@@ -17,12 +17,12 @@ from embershard.frequency import FrequencyProfile
 from embershard.frequency.config import ProfileConfig
 from embershard.frequency.summary import stack_of_all
 from embershard.launch import cli
+from embershard.launch.arguments import examples
 from embershard.launch.config import load_config
-from embershard.launch.examples import examples
 from embershard.launch.profile import data_pass as profile_pass
 from embershard.launch.profile.command import main, run_config
 from embershard.launch.profile.data_pass import PassOptions, part_ranges, profile_data
-from embershard.launch.profile.picture import make_figure
+from embershard.launch.profile.view import make_figure
 from embershard.models import table_name
 from embershard.training.build import find_profile
 from embershard.training.config import RunConfig

@@ -10,7 +10,7 @@ from embershard.data.order.reader import SampleReader
 from embershard.errors import ConfigError
 from embershard.frequency import FrequencyProfile, HotRows
 from embershard.launch.profile.command import main
-from embershard.launch.profile.hot_pass import ClickCounts, hot_sentences
+from embershard.launch.profile.data_pass import ClickCounts, hot_sentences
 
 ROWS = HotRows({"user": np.arange(3), "item": np.arange(2)}, {"user": 3, "item": 9}, threshold=4, num_bytes=2_000_000)
 

@@ -26,8 +26,8 @@ from embershard.distributed.sent_bytes import SentBytes
 from embershard.errors import ConfigError
 from embershard.launch.record import RunRecord, has_result, make_result, steady_steps
 from embershard.launch.run_dir import check_run_dir, lock_run_dir
-from embershard.launch.train.command import _Outputs
 from embershard.launch.train.progress import ProgressDisplay, closing_table, eval_line, train_line
+from embershard.launch.train.run import _Outputs
 from embershard.launch.versions import git_commit, versions
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.quality.counters import summed, with_hot_rows

@@ -12,21 +12,21 @@ import pytest
 
 from embershard.distributed import complete_checkpoints
 from embershard.errors import CheckpointError, ConfigError, DataError
+from embershard.launch import score
 from embershard.launch.ranks import launcher
-from embershard.launch.score import command, evaluate, predict
 from tests.unit.distributed.checkpoints import flip_bit
-from tests.unit.launch.conftest import NUM_HELD_OUT, NUM_ROWS, Trained
+from tests.unit.launch.conftest import NUM_HELD_OUT, NUM_ROWS, Trained, score_here
 
 pytestmark = pytest.mark.slow  # whole training runs
 
 
 def scores(trained: Trained, output: Path, *words: str) -> pa.Table:
-    command.main([str(trained.run_dir), "-o", str(output), *words])
+    score_here(str(trained.run_dir), "-o", str(output), *words)
     return pq.read_table(output)
 
 
 def test_eval_shows_what_training_measured(trained, capsys):
-    command.main([str(trained.run_dir)])
+    score_here(str(trained.run_dir))
     shown = dict(line.strip("│ ").split("│") for line in capsys.readouterr().out.splitlines() if line.startswith("│"))
     result = json.loads((trained.run_dir / "result.json").read_text())
     for name in ("auc", "ne", "logloss", "accuracy", "calibration"):
@@ -53,45 +53,46 @@ def test_without_labels(trained, tmp_path):
     assert found.column_names == ["logit", "score"]
     assert len(found) == 300
     with pytest.raises(DataError, match="no column 'click'"):
-        command.main([str(trained.run_dir), "--data", str(trained.unlabelled)])
+        score_here(str(trained.run_dir), "--data", str(trained.unlabelled))
 
 
 def test_what_cannot_be_scored_is_refused(trained, tmp_path):
     run, output = str(trained.run_dir), ["-o", str(tmp_path / "no.parquet")]
     with pytest.raises(CheckpointError, match=r'id_mapping = "hash", and "modulo" was asked for'):
-        command.main([run, *output, "--set", "data.parquet.id_mapping=modulo"])
+        score_here(run, *output, "--set", "data.parquet.id_mapping=modulo")
     with pytest.raises(CheckpointError, match="over_arch_layer_sizes"):
-        command.main([run, *output, "--set", "model.over_arch_layer_sizes=8,1"])
+        score_here(run, *output, "--set", "model.over_arch_layer_sizes=8,1")
     with pytest.raises(ConfigError, match=r"embedding_optimizer.lr has no effect"):
-        command.main([run, *output, "--set", "embedding_optimizer.lr=1"])
+        score_here(run, *output, "--set", "embedding_optimizer.lr=1")
     with pytest.raises(CheckpointError, match="no complete checkpoint of step 7; there is step_12"):
-        command.main([run, *output, "--step", "7"])
+        score_here(run, *output, "--step", "7")
     other = tmp_path / "other.parquet"
     pq.write_table(pq.read_table(trained.data).drop_columns("user"), other)
     with pytest.raises(DataError, match="no column 'user'"):
-        command.main([run, *output, "--data", str(other)])
+        score_here(run, *output, "--data", str(other))
     assert not list(tmp_path.glob("no.parquet*"))
     with pytest.raises(ConfigError, match="is not overwritten"):
-        predict.main([run, "-o", str(other)])
+        score.predict([run, "-o", str(other)])
     with pytest.raises(ConfigError, match=r"has no config.toml"):
-        predict.main([str(tmp_path), *output])
+        score.predict([str(tmp_path), *output])
 
 
 def test_hanging_ranks_are_ended_as_in_training(trained, monkeypatch):
     started = []
     monkeypatch.setattr(launcher, "start_ranks", lambda *given, **more: started.append(more) or 0)
     for words, seconds in ([], 50), (["--hang-seconds", "7"], 7), (["--hang-seconds", "0"], None):
-        assert evaluate.main([str(trained.run_dir), *words]) == 0
+        assert score.evaluate([str(trained.run_dir), *words]) == 0
+        del started[-1]["job"]
         assert started[-1] == {"hang_seconds": seconds, "stacks": trained.run_dir / "stacks.txt"}
 
 
 def test_a_failure_leaves_no_file(trained, tmp_path, monkeypatch):
-    monkeypatch.setattr("embershard.launch.score.scores_file._GROUP_ROWS", 100)
+    monkeypatch.setattr("embershard.launch.score._GROUP_ROWS", 100)
     good = pq.read_table(trained.data)
     bad = good.set_column(3, "click", pa.array([*good["click"].to_pylist()[:-1], 7], pa.int8()))
     pq.write_table(bad, tmp_path / "bad.parquet", row_group_size=200)
     with pytest.raises(DataError, match=r"parquet:1000 click=7.0"):
-        command.main([str(trained.run_dir), "-o", str(tmp_path / "s.parquet"), "--data", str(tmp_path / "bad.parquet")])
+        score_here(str(trained.run_dir), "-o", str(tmp_path / "s.parquet"), "--data", str(tmp_path / "bad.parquet"))
     assert [path.name for path in tmp_path.iterdir()] == ["bad.parquet"]
 
 
@@ -102,6 +103,6 @@ def test_the_newest_valid_checkpoint_is_used(trained, tmp_path, capsys):
     damaged = newest.with_name("step_99")
     shutil.copytree(newest, damaged)
     flip_bit(damaged / "__0_0.distcp", damaged)
-    command.main([str(run), "-o", str(tmp_path / "s.parquet")])
+    score_here(str(run), "-o", str(tmp_path / "s.parquet"))
     assert "Not used: " in (out := capsys.readouterr().out)
     assert f"by {newest}" in out.replace("\n", "")

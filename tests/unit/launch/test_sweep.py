@@ -16,7 +16,7 @@ import pytest
 from pyarrow import csv
 
 from embershard.errors import ConfigError, SetupError
-from embershard.launch.examples import examples
+from embershard.launch.arguments import examples
 from embershard.launch.sweep import command, on_ray, run
 from embershard.launch.sweep.experiments import Experiment, Sweep
 from embershard.launch.sweep.outcomes import Outcome, find_outcome, make_outcome, read_outcomes, run_folder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import runpy
 import sys
@@ -25,6 +24,7 @@ from embershard.models import ModelConfig
 from embershard.training.config import RunConfig
 from tests.covering import keep
 from tests.unit.data.targets import FEATURES, target_config, write_targets
+from tests.unit.launch.conftest import score_here, start_here
 
 pytestmark = pytest.mark.slow
 
@@ -41,12 +41,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder to work in, where commands that start ranks run the program of one in this process."""
     monkeypatch.chdir(tmp_path)
-
-    def start(num_ranks: int, module: str, given: list[str], **options: object) -> int:
-        code: int = importlib.import_module(module).main.__wrapped__(given)
-        return code
-
-    monkeypatch.setattr(launcher, "start_ranks", start)
+    monkeypatch.setattr(launcher, "start_ranks", start_here)
     return tmp_path
 
 
@@ -106,9 +101,7 @@ def test_regression_from_file_to_scores(made, folder, capsys, monkeypatch):
     assert cli.main(["eval", "run"]) == 0
     assert f"{result['rmse']:.6f}" in capsys.readouterr().out
     with pytest.raises(CheckpointError, match=r"data.table.task"):
-        importlib.import_module("embershard.launch.score.command").main.__wrapped__(
-            ["run", "-o", "x.parquet", "--set", "data.table.task=binary", "--set", "data.table.label_at_least=4"]
-        )
+        score_here("run", "-o", "x.parquet", "--set", "data.table.task=binary", "--set", "data.table.label_at_least=4")
     assert cli.main(["report", "run"]) == 0
     assert cli.main(["report", "run", "-o", "page.html"]) == 0
     assert "RMSE" in Path("page.html").read_text()
@@ -140,12 +133,11 @@ def test_files_without_labels_and_weights_are_scored(made, folder, capsys):
     pq.write_table(pq.read_table(made).drop_columns(["click", "weight"]), "new.parquet", write_page_checksum=True)
     assert cli.main(["predict", "run", "--data", "new.parquet", "-o", "scores.parquet"]) == 0
     assert pq.read_table("scores.parquet").column_names[-3:] == ["logit/buy", "score/buy", "label/buy"]
-    score = importlib.import_module("embershard.launch.score.command").main.__wrapped__
     with pytest.raises(DataError, match="no column 'click'"):
-        score(["run", "--data", "new.parquet"])
+        score_here("run", "--data", "new.parquet")
     for labels in ('["buy", "click"]', '["click", "stars"]', '"click"'):  # the outputs keep their names
         with pytest.raises(CheckpointError, match=r'with data.table.label = \["click", "buy"\], and .* cannot score'):
-            score(["run", "--set", f"data.table.label={labels}", "--set", "data.table.label_weights=[]"])
+            score_here("run", "--set", f"data.table.label={labels}", "--set", "data.table.label_weights=[]")
         words = ["export", "run", "-o", "x", "--set", f"data.table.label={labels}"]
         assert cli.main([*words, "--set", "data.table.label_weights=[]"]) != 0
         assert "Leave data.table.label as it was" in capsys.readouterr().err

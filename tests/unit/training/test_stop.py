@@ -13,7 +13,7 @@ from embershard.data import DataConfig
 from embershard.data.config import SyntheticConfig
 from embershard.distributed import CheckpointConfig, Ranks, Supervision, complete_checkpoints, process_group
 from embershard.launch.ranks.stop_signals import stop_training_on_signals
-from embershard.launch.train.command import train_run
+from embershard.launch.train.run import train_run
 from embershard.models import ModelConfig
 from embershard.training.checkpoint.run_state import PreparedSave
 from embershard.training.config import RunConfig, TrainConfig

@@ -73,12 +73,13 @@ def rank(*words: str, files: Files | None = None, prepare: Prepare | None = None
     It is the program of each rank, so an exception is shown as a rank shows it. `embershard train` then ends with exit
     code 1.
     """
-    from embershard.launch.train import command as program
+    from embershard.launch import rank as program
+    from embershard.launch.train.command import rank_job
 
     def train() -> int:
         hook = sys.excepthook
         try:
-            program.main.__wrapped__(words)  # without `record`, which is for ranks in processes of their own
+            program.do(lambda: rank_job(words), stops_in_order=True)
         except Exception:
             sys.excepthook(*sys.exc_info())
             return 1

@@ -15,12 +15,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from embershard.errors import ConfigError
 from embershard.launch.ranks import rank_group
-from embershard.launch.ranks.launcher import Restarts, loopback_store, start_ranks
+from embershard.launch.ranks.launcher import Restarts, loopback_store, start_ranks, warn_of_cores
 from embershard.launch.ranks.rank_group import Ended, RankGroup
 from embershard.launch.ranks.stop_signals import StopAsked, stop_asked
+from embershard.training.config import RunConfig, TrainConfig
 
 #: A rank that starts at once: without torch, it uses the launcher's memory itself.
 _BEGIN = """
@@ -195,19 +197,20 @@ def test_ranks_that_may_hang():
 
 
 def test_restarts(tmp_path, monkeypatch, capfd):
-    """The second attempt gets other arguments, and is the last."""
-    code = "wait() if rank else (print(*sys.argv[1:]), sys.exit(7))"
+    """The second attempt gets another job, and is the last."""
+    handed = "__import__('pickle').loads(os.pread(int(os.environ['EMBERSHARD_JOB']), 1000, 0))"
+    code = f"wait() if rank else (print(*sys.argv[1:], {handed}), sys.exit(7))"
     (tmp_path / "program.py").write_text(_BEGIN + code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     trained: list[bool] = []
 
-    def again(has_trained: bool) -> list[str]:
+    def again(has_trained: bool) -> str:
         trained.append(has_trained)
-        return ["again"]
+        return "again"
 
-    assert start_ranks(2, "program", ["first"], restarts=Restarts(1, again)) == 1
+    assert start_ranks(2, "program", ["word"], job="first", restarts=Restarts(1, again)) == 1
     said = capfd.readouterr()
-    assert (said.out.split(), trained) == (["first", "again"], [False])
+    assert (said.out.split(), trained) == (["word", "first", "word", "again"], [False])
     assert said.err.splitlines() == [
         "embershard: rank 0 failed first (exit code 7). Restart 1 of 1.",
         "embershard: rank 0 failed first (exit code 7).",
@@ -257,9 +260,9 @@ def test_a_pause_of_the_launcher_is_not_one_of_the_ranks(monkeypatch):
     assert max(seen) <= 2 * rank_group._LOOK_SECONDS
 
 
-def test_under_torchrun_it_names_the_program_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_torchrun_start_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
-    with pytest.raises(ConfigError, match=r"-m some\.program"):
+    with pytest.raises(ConfigError, match="Call this command without torchrun"):
         start_ranks(2, "some.program", [])
 
 
@@ -269,3 +272,23 @@ def test_a_limit_of_mapped_memory_under_which_libc_would_end_the_ranks_is_refuse
     program = f"{lowers}; from embershard.launch.ranks.launcher import start_ranks; start_ranks(1, 'this', [])"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert "ConfigError: ulimit -v: got 1200000, needed at least 2441406 KiB" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "device", "has_gpu", "warns"),
+    [
+        (128, "cpu", False, True),
+        (128, "cpu", True, True),
+        (128, "auto", False, True),
+        (128, "auto", True, False),
+        (128, "cuda", True, False),
+        (4, "cpu", False, False),
+    ],
+)
+def test_many_more_ranks_than_cores_are_said(num_ranks, device, has_gpu, warns, monkeypatch, capsys):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    warn_of_cores(RunConfig(train=TrainConfig(device=device)), num_ranks)
+    said = capsys.readouterr().err
+    assert said.startswith("embershard: 128 ranks share the 2 cores of this machine") is warns
+    assert ("Use --nproc 2" in said) is warns

@@ -17,7 +17,7 @@ from embershard.data import DataConfig
 from embershard.data.config import SyntheticConfig
 from embershard.distributed import Ranks, process_group
 from embershard.errors import ConfigError
-from embershard.launch.verify.command import lines
+from embershard.launch.verify import lines
 from embershard.models import ModelConfig
 from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.config import ShardingConfig

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
+from embershard.distributed import Manifest, complete_checkpoints, step_of
+from embershard.distributed.checkpoint.disk import folder_bytes
+from embershard.distributed.checkpoint.folder import ASIDE, leftovers, remove
 from embershard.errors import ConfigError, InvalidCheckpointError
 from embershard.launch.arguments import help_parts, make_parser, positive
 from embershard.launch.screen import make_table, say, wide_console
@@ -32,18 +37,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _ls(arguments: argparse.Namespace) -> int:
-    from embershard.launch.ckpt import view  # loads torch, and --help must answer at once
-
     folder = _checkpoints(arguments.run_dir)
     table = make_table(str(folder), ["name", "run", "state"], ["size", "files", "written"])
-    for row in view.listing(folder):
+    for row in listing(folder):
         table.add_row(*row)
     wide_console().print(table)
     return 0
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from embershard.distributed import complete_checkpoints, step_of
     from embershard.distributed.checkpoint.load import verify_alone
 
     folder, console = _checkpoints(arguments.run_dir), wide_console()
@@ -67,33 +69,29 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _prune(arguments: argparse.Namespace) -> int:
-    from embershard.launch.ckpt import view
     from embershard.launch.run_dir import lock_run_dir
 
     folder, console = _checkpoints(arguments.run_dir), wide_console()
     if not arguments.dry_run:
         lock_run_dir(folder.parent)  # a run that trains is not disturbed
-    kept, going = view.to_prune(folder, arguments.keep)
+    kept, going = to_prune(folder, arguments.keep)
     for path in going:
         if not arguments.dry_run:
-            view.remove(path)
+            remove(path)
         say(console, f"{'would remove' if arguments.dry_run else 'removed'} {path}")
     say(console, f"kept: {', '.join(path.name for path in kept) or 'nothing'}")
     return 0
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    from embershard.launch.ckpt import view
-
     table = make_table(f"{arguments.first} and {arguments.second}", ["what", "first", "second"], [])
-    differences = list(view.differences(arguments.first, arguments.second))
-    for row in differences:
+    for row in differences(arguments.first, arguments.second):
         table.add_row(*row)
-    if differences:
+    if table.row_count:
         wide_console().print(table)
     else:
         say(wide_console(), "The checkpoints are equal.")
-    return 1 if differences else 0
+    return 1 if table.row_count else 0
 
 
 def _checkpoints(run_dir: Path) -> Path:
@@ -128,3 +126,94 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("first", type=Path, metavar="CHECKPOINT", help="folder step_N")
     diff.add_argument("second", type=Path, metavar="CHECKPOINT", help="folder step_N")
     return parser
+
+
+def listing(folder: Path) -> Iterator[tuple[str, ...]]:
+    """Yield name, run, state, size, number of files and time of every checkpoint; files are not read."""
+    found = [path for path in folder.glob("step_*") if path.is_dir()]
+    for path in sorted(found, key=lambda path: (step_of(path) is None, step_of(path) or 0, path.name)):
+        run, state = "", "unfinished" if path.suffix == ".tmp" else "set aside"
+        if step_of(path) is not None:
+            state = "complete"
+            try:
+                manifest = Manifest.read(path)
+                run, problem = manifest.run_id[:8], manifest.wrong_size(path)
+                state = problem or state
+            except InvalidCheckpointError as error:
+                state = str(error).partition(": ")[2]
+        files = [file for file in path.iterdir() if file.is_file()]
+        written = datetime.fromtimestamp(path.stat().st_mtime)
+        yield path.name, run, state, size(folder_bytes(path)), str(len(files)), f"{written:%Y-%m-%d %H:%M}"
+
+
+def to_prune(folder: Path, keep: int) -> tuple[list[Path], list[Path]]:
+    """Return the newest `keep` valid checkpoints, and all else that may go, invalid ones among it.
+
+    Raises:
+        InvalidCheckpointError: no checkpoint is valid: then none goes.
+    """
+    from embershard.distributed.checkpoint.load import verify_alone  # loads torch, and a list needs it not
+
+    kept: list[Path] = []
+    for path in reversed(complete_checkpoints(folder)):
+        try:
+            if len(kept) < keep and verify_alone(path):
+                kept.append(path)
+        except InvalidCheckpointError:
+            continue
+    if not kept:
+        raise InvalidCheckpointError(f"{folder} has no valid checkpoint, so none is removed. Remove folders by hand.")
+    others = [path for path in complete_checkpoints(folder) if path not in kept]
+    return kept, [*others, *leftovers(folder), *sorted(folder.glob(f"step_*{ASIDE}*"))]
+
+
+def differences(first: Path, second: Path) -> Iterator[tuple[str, str, str]]:
+    """Yield how two valid checkpoints differ: name, in the first, in the second. Reads one tensor at a time."""
+    from embershard.distributed import read_scalars
+    from embershard.distributed.checkpoint.load import verify_alone
+    from embershard.distributed.checkpoint.metadata import read_metadata
+
+    manifests = [verify_alone(path) for path in (first, second)]
+    if manifests[0].run_id != manifests[1].run_id:
+        yield "run", manifests[0].run_id, manifests[1].run_id
+    values = [dict(_flat(read_scalars(path))) for path in (first, second)]
+    for name in sorted(values[0].keys() | values[1].keys()):
+        pair = [repr(found[name])[:40] if name in found else "" for found in values]
+        if values[0].get(name) != values[1].get(name):
+            yield name, pair[0], pair[1]
+    entries = [read_metadata(path).state_dict_metadata for path in (first, second)]
+    for name in sorted(entries[0].keys() | entries[1].keys()):
+        kinds = [_kind(found.get(name)) for found in entries]
+        if kinds[0] != kinds[1]:
+            yield name, kinds[0], kinds[1]
+        elif (changed := _changed(name, entries[0][name], first, second)) is not None:
+            yield name, kinds[0], changed
+
+
+def _changed(name: str, entry: Any, first: Path, second: Path) -> str | None:
+    import torch
+
+    from embershard.distributed import load_tensors
+
+    tensors = []
+    for path in (first, second):
+        tensors.append(torch.empty(entry.size, dtype=entry.properties.dtype))
+        load_tensors(path, {name: tensors[-1]})
+    different = tensors[0] != tensors[1]
+    count = int(different.sum())
+    if not count:
+        return None
+    largest = (tensors[0].double() - tensors[1].double()).abs().max()
+    return f"{count:,} of {different.numel():,} values differ, by {largest:.3g} at most"
+
+
+def _flat(values: dict[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{at}{key}.")
+        else:
+            yield f"{at}{key}", value
+
+
+def _kind(entry: Any) -> str:
+    return "" if entry is None else f"{str(entry.properties.dtype).removeprefix('torch.')} {list(entry.size)}"

@@ -48,11 +48,7 @@ def comparison_lines(new: Mapping[str, Any], stored: Sequence[Mapping[str, Any]]
 
 
 def verdict(name: str, ratio: float) -> str:
-    """Return what a ratio of a figure to the stored one means.
-
-    >>> verdict("step_ms", 1.5), verdict("samples_per_second", 1.5), verdict("step_ms", 1.1), verdict("fills", 2.0)
-    ('slower', 'faster', 'as stored', 'other')
-    """
+    """Return what a ratio of a figure to the stored one means."""
     if 1 / _TOLERANCE <= ratio <= _TOLERANCE:
         return "as stored"
     if any(word in name for word in _SPEEDS):

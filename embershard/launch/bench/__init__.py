@@ -1,1 +1,0 @@
-"""`embershard bench`: the project's benchmarks beside what was measured before."""

@@ -1,1 +1,0 @@
-"""`embershard ckpt`: the checkpoints of a run."""

@@ -1,1 +1,0 @@
-"""`embershard doctor`: what is installed, and what does not fit."""

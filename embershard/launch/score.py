@@ -1,0 +1,288 @@
+"""`embershard predict` and `embershard eval`: what a trained model says of samples, and how good it is."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from embershard.errors import ConfigError, naming_file
+from embershard.launch.arguments import (
+    add_overrides,
+    add_trust,
+    check_new_output,
+    make_parser,
+    positive,
+    text_override,
+    whole,
+)
+from embershard.launch.config import CHECKPOINTS, RUN_CONFIG, load_config
+from embershard.launch.rank import PROGRAM, Job, is_rank, run_rank
+from embershard.launch.ranks import launcher
+from embershard.launch.screen import make_table, number, plain_console, progress_bar, say
+from embershard.training.config import RunConfig
+
+if TYPE_CHECKING:  # they load torch, and --help must answer at once: functions import what they need
+    import pyarrow.parquet as pq
+    import torch
+    from rich.console import Console
+
+    from embershard.data import Target
+    from embershard.distributed import Ranks, Supervision
+    from embershard.training.quality.metrics import Predicted
+    from embershard.training.trained_run import Scorer
+
+_PREDICT_HELP = """Score samples with a trained model: from the newest valid checkpoint of a run to a Parquet file.
+
+A row of the file is a sample, in the order of the samples: logit and score (the probability), both float32, and label
+where the data have labels. See docs/serving.md.
+
+  embershard predict runs/mine --data new.parquet -o scores.parquet
+  embershard predict runs/mine -o held_out.parquet --nproc 2
+"""
+_EVAL_HELP = """Measure a trained model, from the newest valid checkpoint of a run, on the samples that the run holds
+out, or on others. What it prints for the former is what training printed at that step.
+
+  embershard eval runs/mine
+  embershard eval runs/mine --data new.parquet
+"""
+#: Settings that have an effect on scores or on how they are computed. The others belong to the training.
+_SETTINGS = ("data.", "cache.", "model.", "train.batch_size", "train.global_batch_size", "train.device")
+#: Scores of a row group.
+_GROUP_ROWS = 1 << 17
+
+
+@dataclass(frozen=True)
+class ScoreJob(Job):
+    """Scoring by a trained model.
+
+    Attributes:
+        checkpoints: folder of the run's checkpoints.
+        step: of the checkpoint; None: the newest valid one.
+        output: file for the scores; None: the quality is shown.
+    """
+
+    checkpoints: Path
+    step: int | None
+    output: Path | None
+
+    @staticmethod
+    def of(arguments: argparse.Namespace) -> ScoreJob:
+        """Read the settings of the run that the arguments name. Raises as `run_config`."""
+        run_dir, output = arguments.run_dir, getattr(arguments, "output", None)
+        checkpoints = run_dir / CHECKPOINTS
+        return ScoreJob(run_config(arguments), run_dir, arguments.trust_code, checkpoints, arguments.step, output)
+
+    def run(self, ranks: Ranks, supervision: Supervision) -> int:
+        """Score the held-out samples: into the file, or, without one, show the quality. Return 0. Collective."""
+        from embershard.data import open_source
+        from embershard.training.quality.quality import quality_values
+        from embershard.training.trained_run import Scorer, open_trained
+
+        console, output = plain_console(quiet=not ranks.is_first), self.output
+        if output is not None:
+            ranks.from_first(lambda: check_new_output(output))
+        trained = open_trained(self.config, self.checkpoints, ranks, self.step)
+        say(console, *(f"Not used: {reason}." for reason in trained.skipped))
+        source = open_source(self.config.data, needs_labels=output is None)
+        scorer = Scorer(trained, source, ranks, supervision)
+        say(console, f"Scoring {scorer.num_samples:,} samples by {trained.checkpoint}.", *source.notes)
+        if scorer.memory_warning:
+            say(console, scorer.memory_warning)
+        if output is None:
+            table = make_table(f"Quality at step {trained.saved.step}", ["what"], ["value"])
+            for name, value in quality_values(scorer.quality()).items():
+                table.add_row(name, number(value, ",") if name == "samples" else number(value, ".6f"))
+            console.print(table)
+        else:
+            _write(scorer, output, console, ranks)
+        return 0
+
+
+def predict(argv: Sequence[str]) -> int:
+    """Run `embershard predict`; return the exit code."""
+    return _score("predict", argv)
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    """Run `embershard eval`; return the exit code."""
+    return _score("eval", argv)
+
+
+def _score(command: str, argv: Sequence[str]) -> int:
+    """Start the ranks, or be one of those that torchrun started."""
+    if is_rank():
+        return run_rank(lambda: rank_job(command, argv))
+    arguments = _parser(command, starts_ranks=True).parse_args(argv)
+    if command == "predict":
+        check_new_output(arguments.output)
+    job = ScoreJob.of(arguments)
+    job.config.train.rank_batch_size(arguments.nproc)  # raises before any rank starts
+    return launcher.start_ranks(
+        arguments.nproc,
+        PROGRAM,
+        job=job,
+        hang_seconds=arguments.hang_seconds or None,
+        stacks=arguments.run_dir / "stacks.txt",
+    )
+
+
+def rank_job(command: str, argv: Sequence[str]) -> ScoreJob:
+    """Return the job of a rank that torchrun started with these arguments."""
+    return ScoreJob.of(_parser(command, starts_ranks=False).parse_args(argv))
+
+
+def _parser(command: str, *, starts_ranks: bool) -> argparse.ArgumentParser:
+    parser = make_parser(command, _PREDICT_HELP if command == "predict" else _EVAL_HELP)
+    add_run(parser)
+    if starts_ranks:
+        parser.add_argument(
+            "--nproc", type=positive, default=1, metavar="N", help="number of ranks (default: %(default)s)"
+        )
+        launcher.add_hang_seconds(parser)
+    if command == "predict":
+        parser.add_argument(
+            "-o", dest="output", type=Path, required=True, metavar="FILE", help="Parquet file for the scores"
+        )
+    return parser
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Add `RUN`, `--step N`, `--data PATH`, `--trust-code` and `--set KEY=VALUE`, which become the list `overrides`."""
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="folder of the run")
+    parser.add_argument(
+        "--step", type=whole, metavar="N", help="use the checkpoint of this step (default: the newest valid one)"
+    )
+    parser.add_argument(
+        "--data", metavar="PATH", help="a file or folder, all of it (default: what the run's settings hold out)"
+    )
+    add_trust(parser)
+    add_overrides(parser, "override a setting of the run's data, cache or batch; may be repeated")
+
+
+def run_config(arguments: argparse.Namespace, *, needs_samples: bool = True) -> RunConfig:
+    """Return the settings of the run, with the data that were asked for as its held-out part.
+
+    Args:
+        needs_samples: False: it may hold nothing out.
+
+    Raises:
+        ConfigError: there is no run, a setting has no effect here, or nothing is held out.
+    """
+    file = arguments.run_dir / RUN_CONFIG
+    if not file.is_file():
+        raise ConfigError(f"{arguments.run_dir} has no {RUN_CONFIG}; give the --run-dir of a run of embershard train.")
+    for override in arguments.overrides:
+        if not override.startswith(_SETTINGS):
+            key = override.partition("=")[0]
+            raise ConfigError(f"--set {key} has no effect here: the model is trained. Leave it out.")
+    overrides = list(arguments.overrides)
+    if arguments.data is not None:
+        overrides.append(text_override("data.path", arguments.data))
+    overrides = ["train.eval_every=none", *overrides]
+    config = load_config(RunConfig, file, overrides, trust_code=arguments.trust_code, run_dir=arguments.run_dir)
+    if arguments.data is not None:
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval_path=None, eval_fraction=1.0))
+    if needs_samples and not config.holds_out:
+        raise ConfigError("The run holds nothing out (data.eval_fraction is 0). Give the samples: --data PATH.")
+    return config
+
+
+def _write(scorer: Scorer, output: Path, console: Console, ranks: Ranks) -> None:
+    file = ScoresFile(output, scorer.target) if ranks.is_first else None
+    num_written = 0
+    try:
+        with progress_bar(console, "samples") as show:
+            for predicted in scorer.scores():
+                if file is not None:
+                    file.add(predicted)
+                num_written += len(predicted.labels)
+                show(num_written, scorer.num_samples)
+        if file is not None:
+            file.finish()
+    finally:
+        if file is not None:
+            file.close()
+    left_out = scorer.num_samples - num_written
+    say(console, f"{num_written:,} scores are in {output}.")
+    if left_out:
+        say(console, f"{left_out:,} bad rows were left out (data.bad_rows): scores are not numbered as the rows are.")
+
+
+class ScoresFile:
+    """Columns `logit` and `score` (the probability), both float32, and `label`, float32, where the first samples have
+    labels. With task "regression" there is no `logit`, and `score` is the predicted number; of several labels, names
+    are as `score/click`. The file gets its name when it is complete.
+
+    >>> import torch, pyarrow.parquet
+    >>> from embershard.data import Target
+    >>> from embershard.training.quality.metrics import Predicted
+    >>> file = ScoresFile(Path("scores.parquet"), Target())
+    >>> file.add(Predicted(torch.tensor([0.0, 2.0]), torch.tensor([1.0, 0.0])))
+    >>> file.finish()
+    >>> pyarrow.parquet.read_table("scores.parquet").column_names
+    ['logit', 'score', 'label']
+    """
+
+    def __init__(self, path: Path, target: Target) -> None:
+        self._path, self._partial = path, path.with_name(path.name + ".partial")
+        self._target = target
+        self._waiting: list[Predicted] = []
+        self._num_waiting = 0
+        self._writer: pq.ParquetWriter | None = None
+
+    def add(self, predicted: Predicted) -> None:
+        """Add what the model says of the next samples; a label NaN is none."""
+        self._waiting.append(predicted)
+        self._num_waiting += len(predicted.labels)
+        if self._num_waiting >= _GROUP_ROWS:
+            self._write()
+
+    def finish(self) -> None:
+        """Write the rest, and give the file its name."""
+        self._write()
+        with naming_file(self._path):
+            if self._writer is not None:
+                self._writer.close()
+            self._partial.rename(self._path)
+
+    def close(self) -> None:
+        """Remove an unfinished file; of a finished one, nothing."""
+        if self._writer is not None:
+            self._writer.close()
+        self._partial.unlink(missing_ok=True)
+
+    def _write(self) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        columns = self._columns()
+        if self._writer is not None:
+            columns = {name: columns[name] for name in self._writer.schema.names}
+        else:
+            is_empty = {name for name, values in columns.items() if name.startswith("label") and values.isnan().all()}
+            columns = {name: values for name, values in columns.items() if name not in is_empty}
+        table = pa.table({name: pa.array(values.numpy(), pa.float32()) for name, values in columns.items()})
+        with naming_file(self._partial):
+            if self._writer is None:
+                self._writer = pq.ParquetWriter(self._partial, table.schema, write_page_checksum=True)
+            self._writer.write_table(table)
+        self._waiting, self._num_waiting = [], 0
+
+    def _columns(self) -> dict[str, torch.Tensor]:
+        import torch
+
+        names = self._target.labels
+        found: dict[str, torch.Tensor] = {}
+        outputs = torch.cat([each.outputs for each in self._waiting]).reshape(-1, len(names))
+        labels = torch.cat([each.labels for each in self._waiting]).reshape(-1, len(names))
+        for name, output, label in zip(names, outputs.T, labels.T, strict=True):
+            of = "" if len(names) == 1 else f"/{name}"
+            if self._target.task == "binary":
+                found[f"logit{of}"] = output
+            found[f"score{of}"] = torch.sigmoid(output) if self._target.task == "binary" else output
+            found[f"label{of}"] = label
+        return found

@@ -1,1 +1,0 @@
-"""`embershard verify`: the first steps of a run with the cache and with stock TorchRec, compared bit for bit."""

@@ -1,0 +1,116 @@
+"""The program of each rank: what is handed to it, and a command that torchrun started is a rank itself."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embershard.launch import cli, rank
+from embershard.launch.config import load_config
+from embershard.launch.ranks import launcher
+from embershard.launch.score import ScoreJob
+from embershard.launch.train.command import TrainJob
+from embershard.launch.verify import VerifyJob
+from embershard.training.config import RunConfig
+from tests.unit.launch.test_code_of_runs import settings, write_module
+
+TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+
+
+@pytest.fixture(autouse=True)
+def _own_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank shows errors by a hook of its own; other tests get theirs back."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+
+
+@pytest.fixture
+def under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+
+
+def hand_over(job: object, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Give this process a job, as the launcher does; return the descriptor of its file."""
+    descriptor, variables = rank.hand_over(job)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    return descriptor
+
+
+def test_jobs_arrive_whole_and_once(project_dir, monkeypatch):
+    config = load_config(RunConfig, project_dir / "examples" / "quickstart.toml", ["train.max_steps=3"])
+    file, runs = Path("a.toml"), Path("runs")
+    for job in (
+        TrainJob(config, runs, True, file, ["train.max_steps=3"], 7, True, ["data.seed"], (2, 5)),
+        VerifyJob(config, None, False, 8, runs / "different"),
+        ScoreJob(config, runs, False, runs / "checkpoints", None, Path("scores.parquet")),
+    ):
+        descriptor = hand_over(job, monkeypatch)
+        assert rank.handed_job() == job
+        assert "EMBERSHARD_JOB" not in os.environ, "processes that a rank starts are no ranks"
+        os.close(descriptor)
+
+
+def test_settings_are_read_once_by_the_launcher(project_dir, tmp_path, monkeypatch):
+    """Ranks need no file of them: it may have changed meanwhile."""
+    handed: list[rank.Job] = []
+    trained: list[dict[str, Any]] = []
+    monkeypatch.setattr(launcher, "start_ranks", lambda *_, job, **options: handed.append(job) or 0)
+    monkeypatch.setattr("embershard.launch.train.run.train_run", lambda config, *_, **given: trained.append(given))
+    file = tmp_path / "run.toml"
+    file.write_text((project_dir / "examples" / "quickstart.toml").read_text())
+    words = ["train", str(file), "--run-dir", str(tmp_path / "run"), "--nproc", "1", "--set", "train.device=cpu"]
+    assert cli.main([*words, "--profile-steps", "3:4"]) == 0
+    file.unlink()
+    assert rank.do(lambda: handed[0]) == 0
+    (given,) = trained
+    assert (given["resume"], given["profile_steps"]) == (None, (3, 4))
+    assert f"--config {file} --set train.device=cpu --nproc 1 --run-dir {tmp_path / 'run'} --resume" in given["go_on"]
+
+
+def test_a_rank_looks_for_code_of_runs_on_its_own_python_path(tmp_path, monkeypatch, capsys):
+    """The launcher's has not the folder that `python -m` is started in."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "run.toml").write_text(settings())
+    run = tmp_path / "received_run"
+    write_module(run)
+    (run / "metrics.jsonl").touch()
+    config = load_config(RunConfig, tmp_path / "home" / "run.toml")
+    monkeypatch.setattr(sys, "path", [str(run), *sys.path])
+    os.close(hand_over(None, monkeypatch))
+    for trusted in (False, True):
+        job = VerifyJob(config, None, trusted, 1)
+        monkeypatch.setattr(VerifyJob, "run", lambda *_: 0)
+        descriptor = hand_over(job, monkeypatch)
+        assert rank.main() == (0 if trusted else 1)
+        os.close(descriptor)
+        assert ("whose code runs only with --trust-code" in capsys.readouterr().err) is not trusted
+
+
+@pytest.mark.parametrize(
+    "words", [["train", "nowhere.toml"], ["verify", "nowhere.toml"], ["predict", "none", "-o", "x"], ["eval", "none"]]
+)
+def test_under_torchrun_a_command_is_a_rank(words, under_torchrun, monkeypatch, capsys):
+    """It starts none, and shows its errors as a rank does."""
+    monkeypatch.setattr(launcher, "start_ranks", None)
+    assert cli.main(words) == 1
+    assert "ConfigError: no" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--nproc", "--max-restarts", "--hang-seconds"])
+def test_under_torchrun_options_of_the_launcher_are_refused(option, project_dir, under_torchrun, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["train", str(project_dir / "examples" / "quickstart.toml"), option, "2"])
+    assert stopped.value.code == 2
+    assert f"unrecognized arguments: {option}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("missing", TORCHRUN.keys() - {"LOCAL_WORLD_SIZE"})
+def test_without_one_of_the_variables_it_is_none(missing, under_torchrun, monkeypatch):
+    assert rank.is_rank()
+    monkeypatch.delenv(missing)
+    assert not rank.is_rank()
