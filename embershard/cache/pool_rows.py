@@ -10,19 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embershard.cache.change_guard import ChangeGuard
 from embershard.cache.config import Overflow
-from embershard.cache.contents import CacheContents
-from embershard.cache.growth import grown_slots
+from embershard.cache.guards import ChangeGuard, UpdateGate
 from embershard.cache.next_use import KnownBatch
-from embershard.cache.planner import CachePlan, Planner, Shortage
+from embershard.cache.planner import CachePlan, Planner, Shortage, grown_slots
 from embershard.cache.rows.copies import RowCopies
 from embershard.cache.rows.host_store import HostStore
 from embershard.cache.rows.transfer import MakeTransfer
-from embershard.cache.slot_state import SlotState
+from embershard.cache.slot_state import CacheContents, SlotState
 from embershard.cache.statistics import CacheCounters, Counter, TableStats, table_stats
 from embershard.cache.tickets import InFlight, Ticket
-from embershard.cache.update_gate import UpdateGate
 from embershard.errors import CacheError
 from embershard.frequency.counts import RowCounts
 from embershard.stages import is_stage

@@ -10,20 +10,16 @@ import torch
 from torch import Tensor
 
 from embershard.cache.config import CachePolicy, MapKind, Overflow, TransferKind
-from embershard.cache.contents import CacheContents
-from embershard.cache.gpu.choose import planning_classes
-from embershard.cache.next_use import KnownBatch
-from embershard.cache.one_at_a_time import one_at_a_time
-from embershard.cache.pin_watch import PinWatch
-from embershard.cache.pinned_tables import OtherTables
-from embershard.cache.planner import CachePlan, Shortage
+from embershard.cache.guards import StreamOrder, one_at_a_time
+from embershard.cache.next_use import KnownBatch, OtherTables
+from embershard.cache.planner import CachePlan, PinWatch, Shortage
+from embershard.cache.planning_classes import planning_classes
 from embershard.cache.policies import make_scores
 from embershard.cache.pool_rows import PoolRows
 from embershard.cache.rows.choose_transfer import transfer_maker
 from embershard.cache.rows.host_store import HostStore
-from embershard.cache.rows.stream_order import StreamOrder
 from embershard.cache.rows.transfer import MakeTransfer, Transfer
-from embershard.cache.slot_state import SlotState
+from embershard.cache.slot_state import CacheContents, SlotState
 from embershard.cache.statistics import CacheCounters, TableStats
 from embershard.cache.tickets import InFlight, Ticket
 from embershard.frequency.counts import RowCounts

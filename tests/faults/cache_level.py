@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from embershard.cache import KnownBatch, Ticket
-from embershard.cache.change_guard import ChangeGuard
+from embershard.cache.guards import ChangeGuard
 from embershard.cache.planner import CachePlan, CachePlanner
 from embershard.cache.pool_rows import PoolRows
-from embershard.cache.rows.staged_transfer import StagedTransfer
+from embershard.cache.rows.transfer import StagedTransfer
 from embershard.errors import CacheError, CacheOverflowError
 from tests.faults.injection import ERRORS, GROUPS, HangError, Injector, is_refusal, no_collections, no_hang
 from tests.unit.cache import harness

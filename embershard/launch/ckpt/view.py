@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from embershard.distributed import Manifest, complete_checkpoints, step_of
-from embershard.distributed.checkpoint.disk import folder_bytes
-from embershard.distributed.checkpoint.folder import ASIDE, leftovers, remove
+from embershard.distributed.checkpoint.folder import ASIDE, folder_bytes, leftovers, remove
 from embershard.errors import InvalidCheckpointError
 from embershard.units import size
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from embershard.cache.report import CacheReport
+from embershard.cache.statistics import CacheReport
 from embershard.frequency import SampledTrace
 from embershard.planning.simulate.offline_optimum import offline_optimum
 from embershard.planning.simulate.pool_report import RowRange

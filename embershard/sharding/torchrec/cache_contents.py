@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from embershard.cache.contents import CacheContents
+from embershard.cache.slot_state import CacheContents
 from embershard.sharding.torchrec.inspection import pools_by_module
 
 _FIELDS = ("rows", "ages", "scores")

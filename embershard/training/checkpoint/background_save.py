@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from embershard.distributed import Ranks
-from embershard.distributed.one_core import keep_to_one_core
+from embershard.distributed.ranks import keep_to_one_core
 from embershard.training.checkpoint.run_state import PreparedSave
 
 _LOWEST_PRIORITY = 19  # "niceness"

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from embershard.cache.report import CacheReport
-from embershard.cache.statistics import TableStats
+from embershard.cache.statistics import CacheReport, TableStats
 from embershard.distributed import Ranks
 from embershard.pipeline import LookAheadStats
 from embershard.sharding.torchrec import cache_stats, pools_by_module

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from embershard.distributed import Ranks
-from embershard.distributed.sent_bytes import SentBytes
-from embershard.distributed.traffic import count_sent_bytes, sent_bytes
+from embershard.distributed.traffic import SentBytes, count_sent_bytes, sent_bytes
 
 
 class TrafficReader:

@@ -26,7 +26,7 @@ from torchrec.distributed.embedding_types import ShardingType
 from torchrec.distributed.types import Awaitable, NoWait
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from embershard.cache.change_guard import CopiesGuard
+from embershard.cache.guards import CopiesGuard
 from embershard.errors import ConfigError
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.lookups import SEQUENCE_SHARDINGS

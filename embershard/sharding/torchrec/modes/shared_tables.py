@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardedEmbeddingTable
 
 from embershard.cache.config import CacheConfig
-from embershard.cache.rows.node_share import CELLS_PER_RANK, Meetings, NodeShare
+from embershard.cache.rows.host_store import CELLS_PER_RANK, Meetings, NodeShare
 from embershard.distributed.node_memory import NodeMemory
 from embershard.distributed.ranks import Ranks
 from embershard.errors import ConfigError
