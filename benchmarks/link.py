@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.common import synchronize
 from embershard.cache.rows import memory
 from embershard.cache.rows.page_lock import lock_for
-from embershard.cache.rows.staged_transfer import StagedTransfer
+from embershard.cache.rows.transfer import StagedTransfer
 
 
 def link_speeds(device: torch.device, dims: list[int]) -> dict[str, Any]:

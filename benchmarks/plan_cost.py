@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks.common import generated_stream, machine, make_parser, median_ms, report, settings_of
 from embershard.cache import HostStore, RowCache
 from embershard.cache.config import CachePolicy
-from embershard.cache.pinned_tables import pinned_tables
+from embershard.cache.next_use import pinned_tables
 from embershard.data import BatchStream
 
 

@@ -8,9 +8,8 @@ from embershard.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from embershard.cache.config import CacheConfig
-    from embershard.cache.growth import CacheGrowthWarning
     from embershard.cache.next_use import KnownBatch, NextUseIndex
-    from embershard.cache.planner import CachePlan, CachePlanner
+    from embershard.cache.planner import CacheGrowthWarning, CachePlan, CachePlanner
     from embershard.cache.policies import make_scores
     from embershard.cache.row_cache import RowCache
     from embershard.cache.rows.host_store import HostStore
@@ -23,9 +22,8 @@ else:
         __name__,
         {
             "config": ["CacheConfig"],
-            "growth": ["CacheGrowthWarning"],
             "next_use": ["KnownBatch", "NextUseIndex"],
-            "planner": ["CachePlan", "CachePlanner"],
+            "planner": ["CacheGrowthWarning", "CachePlan", "CachePlanner"],
             "policies": ["make_scores"],
             "row_cache": ["RowCache"],
             "rows.host_store": ["HostStore"],

@@ -11,6 +11,7 @@ slots.
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,10 +21,14 @@ import torch
 from torch import Tensor
 
 from embershard.cache import loops
+from embershard.cache.config import Overflow
 from embershard.cache.eviction import VictimQueue
 from embershard.cache.next_use import KnownBatch
 from embershard.cache.slot_state import SlotState
+from embershard.cache.tickets import InFlight
+from embershard.errors import CacheOverflowError
 from embershard.stages import is_stage
+from embershard.units import size
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,3 +223,83 @@ def _distinct(keys: Tensor) -> tuple[Tensor, Tensor]:
     array = keys.numpy()
     inverse = np.empty_like(array)
     return keys[: loops.distinct(array, array.argsort(), inverse)], torch.from_numpy(inverse)
+
+
+_LEAST_SHARE = 0.25  # a cache grows by what is missing, and by at least this share of its slots
+
+
+class CacheGrowthWarning(UserWarning):
+    """One batch needed more rows than the cache had slots, so the cache took more device memory."""
+
+
+def grown_slots(
+    pool: str, num_slots: int, num_missing: int, num_rows: int, slot_bytes: int, in_flight: InFlight, overflow: Overflow
+) -> int:
+    """Return the number of slots to grow to so that the newest batch fits, and warn.
+
+    Raises:
+        CacheOverflowError: growth is forbidden, or other batches are in flight.
+    """
+    batch, pinned, needed_slots = in_flight.newest, len(in_flight), num_slots + num_missing
+    needed = f"batch {batch} and {pinned} in flight need {needed_slots} slots at once, there are {num_slots}"
+    advice = "set a larger cache.ratio or cache.device_bytes, or a smaller batch"
+    if overflow == "raise":
+        raise CacheOverflowError(f"{pool}: {needed}; {advice}")
+    if pinned:
+        raise CacheOverflowError(
+            f"{pool}: {needed}, and the cache cannot grow while {pinned} earlier batches wait for "
+            f"their backward; run each backward before the next forward, or {advice}"
+        )
+    grown = min(max(needed_slots, num_slots + int(num_slots * _LEAST_SHARE)), num_rows)
+    warnings.warn(
+        f"{pool}: {needed}; the cache grows to {grown} slots "
+        f"({size((grown - num_slots) * slot_bytes)} more device memory). To avoid it {advice}",
+        CacheGrowthWarning,
+        stacklevel=3,
+    )
+    return grown
+
+
+_ABOVE_ALL = torch.iinfo(torch.int64).max
+
+
+class PinWatch:
+    """Counts pinned slots that plans passed over: they rank below a victim, so that only their pins saved them.
+
+    A cache that ignored pins equals one that keeps them where this never happens. Every plan that evicts ranks all
+    slots: this is for checks, not for training.
+
+    Attributes:
+        in_flight: slots pinned by earlier batches in flight, counted once per plan.
+        own: slots that the planned batch itself uses, likewise, where no batch was in flight.
+
+    >>> from embershard.cache.planner import CachePlanner
+    >>> from embershard.cache.policies import RecencyScores
+    >>> from embershard.cache.slot_map import SlotMap
+    >>> state = SlotState(SlotMap(num_keys=9, num_slots=1), RecencyScores())
+    >>> planner, watch = CachePlanner(state), PinWatch(state)
+    >>> planner.admit(planner.plan(torch.tensor([7]), batch=1, oldest_pinned=1))
+    >>> watch.add(planner.plan(torch.tensor([5]), batch=2, oldest_pinned=1), batch=2, oldest_pinned=1)
+    >>> watch.in_flight, watch.own
+    (1, 0)
+    """
+
+    def __init__(self, state: SlotState) -> None:
+        self._state = state
+        self._order = VictimQueue(state)
+        self.in_flight = self.own = 0
+
+    def add(self, found: CachePlan | Shortage, batch: int, oldest_pinned: int) -> None:
+        """Count for what `Planner.plan` found for these arguments. Called before the plan is executed."""
+        state, bound = self._state, _ABOVE_ALL
+        if isinstance(found, CachePlan):
+            if not found.evicted_slots.numel():
+                return
+            bound = int(self._order.ranks(found.evicted_slots).max())
+        slots = torch.arange(state.num_pinned + 1, state.map.num_used + 1, device=state.map.device)
+        last_batches = state.map.last_batch(slots)
+        is_low = self._order.ranks(slots) < bound
+        if oldest_pinned < batch:
+            self.in_flight += int((is_low & (last_batches >= oldest_pinned) & (last_batches < batch)).sum())
+        else:
+            self.own += int((is_low & (last_batches == batch)).sum())

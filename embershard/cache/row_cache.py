@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from embershard.cache.config import CachePolicy, MapKind, Overflow, TransferKind
-from embershard.cache.contents import CacheContents
-from embershard.cache.gpu.choose import planning_classes
-from embershard.cache.next_use import KnownBatch
-from embershard.cache.one_at_a_time import one_at_a_time
-from embershard.cache.pin_watch import PinWatch
-from embershard.cache.pinned_tables import OtherTables
-from embershard.cache.planner import CachePlan, Shortage
+from embershard.cache.guards import ChangeGuard, StreamOrder, UpdateGate, one_at_a_time
+from embershard.cache.next_use import KnownBatch, OtherTables
+from embershard.cache.planner import CachePlan, PinWatch, Shortage, grown_slots
+from embershard.cache.planning_classes import planning_classes
 from embershard.cache.policies import make_scores
-from embershard.cache.pool_rows import PoolRows
 from embershard.cache.rows.choose_transfer import transfer_maker
+from embershard.cache.rows.copies import RowCopies
 from embershard.cache.rows.host_store import HostStore
-from embershard.cache.rows.stream_order import StreamOrder
 from embershard.cache.rows.transfer import MakeTransfer, Transfer
-from embershard.cache.slot_state import SlotState
-from embershard.cache.statistics import CacheCounters, TableStats
+from embershard.cache.slot_state import CacheContents, SlotState
+from embershard.cache.statistics import CacheCounters, Counter, TableStats, table_stats
 from embershard.cache.tickets import InFlight, Ticket
+from embershard.errors import CacheError
 from embershard.frequency.counts import RowCounts
+from embershard.stages import is_stage
 
 
 class RowCache:
@@ -84,29 +85,30 @@ class RowCache:
         self.tables = list(tables)
         names = ", ".join(self.tables[:5]) + (", ..." if len(self.tables) > 5 else "")
         self.name = f"{owner + ', ' if owner else ''}tables {names}"
-        self.host = host
-        pinned_keys = torch.empty(0, dtype=torch.int64) if pinned_keys is None else pinned_keys
-        self._num_pinned = pinned_keys.numel()
+        self.host, self._device_payload = host, device_payload
+        self._pinned_keys = torch.empty(0, dtype=torch.int64) if pinned_keys is None else pinned_keys
         map_class, index_class, planner_class = planning_classes(device)
         self._map = map_class(host.num_rows, num_slots, device, kind)
-        others = OtherTables(host.row_offsets, table_of_feature, pinned_keys)
+        others = OtherTables(host.row_offsets, table_of_feature, self._pinned_keys)
         self.next_use_index = index_class(self._map, others) if policy.by_next_use else None
-        scores = make_scores(policy, host.num_rows, num_slots, device, row_counts, transfer)
-        self.state = state = SlotState(self._map, scores, self.next_use_index, self._num_pinned, policy.is_static)
-        self._planner = planner_class(state)
-        self.counters = counters = CacheCounters(host.row_offsets, table_of_feature, device)
-        self._overflow = overflow
-        self._in_flight = in_flight = InFlight()
+        self._scores = make_scores(policy, host.num_rows, num_slots, device, row_counts, transfer)
+        num_pinned = self._pinned_keys.numel()
+        self.state = SlotState(self._map, self._scores, self.next_use_index, num_pinned, policy.is_static)
+        self._planner = planner_class(self.state)
+        self.counters = CacheCounters(host.row_offsets, table_of_feature, device)
+        self._overflow: Overflow = overflow
+        self._in_flight = InFlight()
         self._pin_watch: PinWatch | None = None
-        self._lock = threading.RLock()
-        make_transfer = transfer_maker(transfer, device, host)
         assert not policy.warmup or row_counts is not None, "warm-up without a profile"
-        warmup = row_counts if policy.warmup else None
-        self._rows = PoolRows(
-            self.name, host, device_payload, make_transfer, state, counters, in_flight, pinned_keys, warmup
-        )
-        self._copies, self._guard = self._rows.copies, self._rows.guard
-        self._stream_order = StreamOrder(device)
+        self._warmup: Callable[[int], Tensor] | None = None  # returns the rows to fill that many free slots with
+        if policy.warmup and row_counts is not None:
+            self._warmup = partial(_most_frequent, row_counts, self._pinned_keys)
+        self._copies = RowCopies(device, host, transfer_maker(transfer, device, host))
+        self._attach(num_slots)
+        self._has_updates = False  # since the last write-back
+        self._host_version, self._weights_version = host.version, host.weights_version
+        self._guard, self._updates = ChangeGuard(self.name), UpdateGate(self.name)
+        self._lock, self._stream_order = threading.RLock(), StreamOrder(device)
 
     # -- training
 
@@ -125,7 +127,7 @@ class RowCache:
             return None
         started = time.perf_counter()
         self._check()
-        self._rows.warm_up()
+        self._warm_up()
         with self._guard.change("adding a known batch"):
             known = self.next_use_index.know(keys, feature_lengths)
         self.counters.seconds += time.perf_counter() - started
@@ -160,14 +162,14 @@ class RowCache:
         """
         started = time.perf_counter()
         self._check()
-        self._rows.warm_up()
-        other_slots = self.num_slots - self._num_pinned
+        self._warm_up()
+        other_slots = self.num_slots - self.state.num_pinned
         if if_it_fits and known is not None and self._in_flight.would_crowd(known.num_rows, other_slots):
             return None
         plan = self._plan(keys, if_it_fits)
         if plan is None:
             return None
-        filled = self._rows.execute(plan, self._planner, known, feature_lengths, critical_path)
+        filled = self._execute(plan, known, feature_lengths, critical_path)
         seconds = time.perf_counter() - started
         self.counters.seconds += seconds
         if critical_path:
@@ -178,7 +180,7 @@ class RowCache:
 
     def wait(self, ticket: Ticket) -> None:
         """Make the current stream wait until the batch's rows are in their slots."""
-        if self._rows.is_behind:
+        if self._is_behind:
             self._notice_changes()
         self._copies.wait(ticket)
 
@@ -190,13 +192,15 @@ class RowCache:
 
     def begin_update(self, ticket: Ticket) -> None:
         """Begin the update of a batch's rows in its backward; `release` ends it."""
-        self._rows.begin_update(ticket)
+        self._updates.begin(ticket)
+        self._has_updates = True
 
     def release(self, ticket: Ticket) -> None:
         """Unpin the slots of a batch that has trained. A second call does nothing."""
         if not ticket.released:
             self._copies.trained()
-            self._rows.end_update()
+            self._has_updates = True
+            self._updates.end()
             ticket.cancel()
 
     def cancel(self, forwarded: bool) -> None:
@@ -237,17 +241,107 @@ class RowCache:
         batch = self._in_flight.next_batch()  # not used again if planning fails: slots may be stamped with it
         oldest = self._in_flight.oldest
         if self.state.is_static:
-            self._rows.remove_passing(self._planner, batch if oldest is None else oldest)
+            self._remove_passing(batch if oldest is None else oldest)
         found = self._planner.plan(keys, batch, batch if oldest is None else oldest)
         if self._pin_watch is not None:
             self._pin_watch.add(found, batch, batch if oldest is None else oldest)
         if isinstance(found, Shortage):
             if if_it_fits and oldest is not None:
                 return None
-            self._rows.grow(found, self._overflow)
+            self._grow(found)
             found = self._planner.plan(keys, batch, batch)
             assert isinstance(found, CachePlan), "the cache grew by what was missing"
         return found
+
+    # -- rows move first, and the state changes afterwards, so that the two always agree
+
+    def _warm_up(self) -> None:
+        """Before the first batch, fill the pinned rows, and then those with the highest counts or of a checkpoint."""
+        if self._pinned_keys.numel() and not self._map.num_used:
+            self._preload(self._pinned_keys.to(self._map.device))
+        choose, self._warmup = self._warmup, None
+        if choose is not None:
+            self._preload(choose(self._map.num_free).to(self._map.device))
+
+    @is_stage("warm-up")
+    def _preload(self, keys: Tensor) -> None:
+        slots = self._map.next_free(keys.numel())
+        self._copies.preload(keys, slots)
+        with self._guard.change("filling the cache before the first batch"):
+            self.state.preload(keys, slots)
+            self.counters.add_rows(Counter.PRELOADS, keys)
+
+    def _attach(self, num_slots: int) -> None:
+        self._payload = self._device_payload(num_slots)
+        self._copies.attach(self._payload)
+
+    @is_stage("fills")
+    def _execute(
+        self,
+        plan: CachePlan,
+        known: KnownBatch | None,
+        feature_lengths: Tensor,
+        critical_path: bool,
+    ) -> torch.cuda.Event | None:
+        """Move a plan's rows; return the event to wait for before their use, if any. A copy that fails loses no row."""
+        plan = self._own_write_backs(plan)
+        self._copies.write_back_evicted(plan)
+        if self.host.is_shared:
+            self.host.meet(self.name, _digest(plan))
+        with self._guard.change(f"filling the rows of batch {plan.batch}"):
+            self._planner.evict(plan)
+            try:
+                filled = self._copies.fill_missed(plan)
+            except BaseException:  # an interrupt, too
+                self._planner.cancel_fill(plan)
+                self._note_evicted(plan)
+                self._guard.settle()
+                raise
+            self._planner.admit(plan, known)
+            self.counters.add_plan(plan, feature_lengths, critical_path)
+        return filled
+
+    def _own_write_backs(self, plan: CachePlan) -> CachePlan:
+        """Leave the rows of other ranks to them: all ranks evict the same rows."""
+        is_own = self.host.is_own(plan.write_back_keys)
+        if is_own is None:
+            return plan
+        own_keys, own_slots = plan.write_back_keys[is_own], plan.write_back_slots[is_own]
+        return dataclasses.replace(plan, write_back_keys=own_keys, write_back_slots=own_slots)
+
+    def _remove_passing(self, oldest_pinned: int) -> None:
+        """Evict the rows of a static cache that batches before `oldest_pinned` brought in and no later batch uses."""
+        passing = self.state.passing
+        leaving = self._map.last_batch(passing) < oldest_pinned
+        if not bool(leaving.any()):
+            return
+        plan = self._own_write_backs(self._planner.removal(passing[leaving]))  # the next plan's meeting orders them
+        self._copies.write_back_evicted(plan)
+        with self._guard.change("removing rows from a static cache"):
+            self._planner.evict(plan)
+            self._planner.cancel_fill(plan)
+            self._note_evicted(plan)
+            self.state.passing = passing[~leaving]
+
+    def _note_evicted(self, plan: CachePlan) -> None:
+        self.counters.add_rows(Counter.EVICTIONS, plan.evicted_keys)
+        self.counters.add_rows(Counter.WRITE_BACKS, plan.write_back_keys)
+
+    def _grow(self, shortage: Shortage) -> None:
+        """Add the slots that the newest batch lacks.
+
+        Raises:
+            CacheOverflowError: `overflow` forbids it, or other batches are in flight.
+        """
+        slots, rows = self._map.num_slots, self.host.num_rows
+        grown = grown_slots(
+            self.name, slots, shortage.num_slots, rows, self._slot_bytes, self._in_flight, self._overflow
+        )
+        self._copies.finish()
+        with self._guard.change(f"growing to {grown} slots"):
+            self._attach(grown)
+            self.state.grow(grown)
+            self.counters.add_growth(shortage.miss_keys)
 
     # -- the host tier
 
@@ -255,13 +349,20 @@ class RowCache:
     def read(self, keys: Tensor) -> Tensor:
         """Return the current weights of `keys` (int64 [N]): [N, D] on the device. Neither cache nor counters change."""
         self._check()
-        return self._rows.read(keys)
+        self._copies.finish()
+        self.host.make(keys)
+        host_weights, slot_weights = self.host.weights, self._payload[0]
+        rows = host_weights.index_select(0, keys.to(host_weights.device)).to(self._map.device)
+        slots = self._map.lookup(keys)
+        cached = slots.nonzero().flatten()
+        rows[cached] = slot_weights.data.index_select(0, slots[cached])
+        return rows
 
     @one_at_a_time
     def flush(self) -> None:
         """Bring the whole host tier up to date: `write_back`, and initial weights for all rows that have none yet."""
         self.write_back()
-        self._rows.make_all()
+        self.host.make_all()
 
     @one_at_a_time
     def write_back(self) -> None:
@@ -271,20 +372,41 @@ class RowCache:
         """
         started = time.perf_counter()
         self._check()
-        self._rows.write_back()
+        with self._updates.lock:
+            self._updates.wait_until_idle()
+            self._copies.finish()
+            clean_through = self._in_flight.trained_through
+            if self._in_flight.newest > self.state.clean_through:
+                used = self._map.used_slots()
+                slots = used[self.state.is_dirty(used)]
+                keys = self._map.keys(slots)
+                is_own = self.host.is_own(keys)
+                if is_own is not None:
+                    slots, keys = slots[is_own], keys[is_own]
+                self._copies.write_back(slots, keys)
+                self.counters.add_rows(Counter.WRITE_BACKS, keys)
+                self.state.clean_through = clean_through
+            self._has_updates = False
         self.counters.seconds += time.perf_counter() - started
 
     @one_at_a_time
     def contents(self) -> CacheContents:
-        """Return the cached rows, by key, without the pinned ones."""
-        return self._rows.contents()
+        """Return the cached rows, without the pinned ones, by key, in the order of their slots."""
+        slots = self._map.used_slots()
+        slots = slots[slots > self.state.num_pinned]
+        ages = self._in_flight.newest - self._map.last_batch(slots)
+        return CacheContents(self._map.keys(slots).cpu(), ages.int().cpu(), self._scores.counted(slots))
 
     @one_at_a_time
     def restore(self, contents: CacheContents) -> None:
         """Fill the cache with rows of a checkpoint (by key) before the next batch, in place of a profile's. A static
         cache keeps to its profile."""
-        if not self.state.is_static:
-            self._rows.restore(contents)
+        if self.state.is_static:
+            return
+        keys = contents.rows.to(self._map.device)
+        absent = contents.select((self._map.lookup(keys) == 0).cpu() & ~torch.isin(contents.rows, self._pinned_keys))
+        self._scores.restore(absent.rows, absent.scores)
+        self._warmup = partial(absent.best, by_age=self._scores.of_slots() is None)
 
     @one_at_a_time
     def host_rows_changed(self, keys: Tensor | None = None) -> None:
@@ -297,7 +419,7 @@ class RowCache:
             CacheError: some of these rows were trained and not written back, or wait for their backward.
         """
         self._check()
-        self._rows.fetch_again(keys)
+        self._fetch_again(keys)
 
     @one_at_a_time
     def _notice_changes(self) -> None:
@@ -306,8 +428,72 @@ class RowCache:
     def _check(self) -> None:
         """Before every operation: refuse a broken state, and fetch host rows that somebody wrote to."""
         self._guard.check()
-        if self._rows.is_behind:
-            self._rows.fetch_again()
+        if self._is_behind:
+            self._fetch_again()
+
+    @property
+    def _is_behind(self) -> bool:
+        """True if host rows were written to in a way that torch counts, and not fetched since."""
+        return self.host.version != self._host_version
+
+    def _fetch_again(self, keys: Tensor | None = None) -> None:
+        """Fill the slots of host rows that somebody wrote to: `keys` (int64 [K]), or any if None.
+
+        Includes rows of batches that were prepared and not forwarded.
+
+        Raises:
+            CacheError: some of these rows were trained and not written back, or wait for their backward; or somebody
+                wrote to weights while some rows had no initial weights yet, which would be written later.
+        """
+        if not self.host.is_made and (keys is not None or self.host.weights_version != self._weights_version):
+            raise CacheError(
+                f"{self.name}: host rows were written to before all rows had their initial weights, and nobody can "
+                "tell which rows were meant. Build the model again; call embershard.flush(model) before writing to "
+                "host rows (model.load_state_dict does so by itself)"
+            )
+        if keys is None:
+            slots = self._map.used_slots()
+        else:
+            slots = self._map.lookup(keys.unique())
+            slots = slots[slots > 0]
+        num_forwarded = sum(ticket.forwarded for ticket in self._in_flight.tickets)
+        if num_forwarded and slots.numel():
+            raise CacheError(
+                f"{self.name}: host rows were replaced while {num_forwarded} batches waited for their backward; write "
+                "to host rows between steps, after the backward and before the next forward"
+            )
+        # Prepared batches stamp their slots, too, but without an update nothing is lost.
+        lost = int(self.state.is_dirty(slots).sum()) if self._has_updates else 0
+        if keys is None:
+            lost += self._copies.transfer.discard()  # these rows would overwrite the new contents
+        version, fetched = self.host.version, self._map.keys(slots)
+        with self._updates.lock:
+            self._updates.wait_until_idle()
+            self._copies.finish()
+            self._copies.fill(fetched, slots)
+        if not lost:
+            self._note_fetched(fetched, version if keys is None else None)
+            return
+        try:
+            raise CacheError(
+                f"{self.name}: host rows were written to in place while {lost} trained rows had not been written "
+                "back; their latest updates are lost, and the host's rows count from now on. Call "
+                "embershard.flush(model) before writing in place, or load with model.load_state_dict"
+            )
+        except CacheError:  # the loss is reported once, so it is noted only while the error is being raised
+            self._note_fetched(fetched, version if keys is None else None)
+            raise
+
+    def _note_fetched(self, keys: Tensor, version: int | None) -> None:
+        """Note that the slots of `keys` equal the host tier; `version` of the host tier if `keys` are all cached
+        rows."""
+        with self._guard.change("fetching rows that were written to in the host tier"):
+            self.counters.add_rows(Counter.EVICTIONS, keys)
+            self.counters.add_rows(Counter.PRELOADS, keys)
+            if version is not None:
+                self._has_updates = False
+                self.state.clean_through = self._in_flight.trained_through
+                self._host_version, self._weights_version = version, self.host.weights_version
 
     # -- sizes and statistics
 
@@ -339,12 +525,17 @@ class RowCache:
     @property
     def device_bytes(self) -> int:
         """Device memory of slots, optimizer states, maps, scores and next uses, in bytes; without the known batches."""
-        return self._rows.device_bytes
+        return sum(t.nbytes for t in self._payload) + self.state.device_bytes
+
+    @property
+    def _slot_bytes(self) -> int:
+        """Payload of one slot, in bytes."""
+        return sum(t[0].numel() * t.element_size() for t in self._payload)
 
     @property
     def host_bytes(self) -> int:
         """Host memory of rows, optimizer states and scores, in bytes."""
-        return self._rows.host_bytes
+        return self.host.host_bytes + self._scores.host_bytes
 
     @property
     def stall_seconds(self) -> float:
@@ -355,4 +546,23 @@ class RowCache:
     def stats(self) -> list[TableStats]:
         """Return the totals per table; the sum over tables is the pool's."""
         self._guard.check()
-        return self._rows.stats(self.tables)
+        map_bytes = self._map.entry_bytes
+        return table_stats(
+            self.tables,
+            self.host.rows_per_table,
+            self.counters,
+            free_slots=self._map.num_free,
+            map_bytes=map_bytes,
+            slot_bytes=self.device_bytes - map_bytes,
+            host_bytes=self.host_bytes,
+            row_bytes=self.host.row_bytes,
+        )
+
+
+def _digest(plan: CachePlan) -> int:
+    """Return a number that tells plans apart. Write-backs are left out: a rank that flushed alone has fewer."""
+    return int((plan.fill_keys * plan.fill_slots).sum() - plan.evicted_keys.sum())
+
+
+def _most_frequent(counts: RowCounts, pinned_keys: Tensor, num_rows: int) -> Tensor:
+    return torch.from_numpy(np.sort(counts.without(pinned_keys.numpy()).top(num_rows)))

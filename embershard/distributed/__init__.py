@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 from embershard.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from embershard.distributed.agreement import longest, shortest
+    from embershard.distributed.agreement import empty_like, longest, shortest
     from embershard.distributed.checkpoint.blocks import TensorBlocks
-    from embershard.distributed.checkpoint.disk import check_disk
-    from embershard.distributed.checkpoint.folder import complete_checkpoints, prune, set_aside, step_of
+    from embershard.distributed.checkpoint.folder import check_disk, complete_checkpoints, prune, set_aside, step_of
     from embershard.distributed.checkpoint.load import (
         damaged_scalars,
         load_group,
@@ -20,20 +19,17 @@ if TYPE_CHECKING:
         verify_checkpoint,
     )
     from embershard.distributed.checkpoint.manifest import Manifest
-    from embershard.distributed.checkpoint.rng import rng_state, set_rng_state
-    from embershard.distributed.checkpoint.save import save_checkpoint, without_empty
+    from embershard.distributed.checkpoint.save import rng_state, save_checkpoint, set_rng_state, without_empty
     from embershard.distributed.config import CheckpointConfig
-    from embershard.distributed.empty_batch import empty_like
     from embershard.distributed.ranks import Ranks, is_lost_connection, process_group
     from embershard.distributed.supervision import Supervision
 else:
     __getattr__ = lazy_names(
         __name__,
         {
-            "agreement": ["longest", "shortest"],
+            "agreement": ["empty_like", "longest", "shortest"],
             "checkpoint.blocks": ["TensorBlocks"],
-            "checkpoint.disk": ["check_disk"],
-            "checkpoint.folder": ["complete_checkpoints", "prune", "set_aside", "step_of"],
+            "checkpoint.folder": ["check_disk", "complete_checkpoints", "prune", "set_aside", "step_of"],
             "checkpoint.load": [
                 "damaged_scalars",
                 "load_group",
@@ -43,10 +39,8 @@ else:
                 "verify_checkpoint",
             ],
             "checkpoint.manifest": ["Manifest"],
-            "checkpoint.rng": ["rng_state", "set_rng_state"],
-            "checkpoint.save": ["save_checkpoint", "without_empty"],
+            "checkpoint.save": ["rng_state", "save_checkpoint", "set_rng_state", "without_empty"],
             "config": ["CheckpointConfig"],
-            "empty_batch": ["empty_like"],
             "ranks": ["Ranks", "is_lost_connection", "process_group"],
             "supervision": ["Supervision"],
         },

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from embershard.distributed import Manifest, complete_checkpoints, step_of
-from embershard.distributed.checkpoint.disk import folder_bytes
-from embershard.distributed.checkpoint.folder import ASIDE, leftovers, remove
+from embershard.distributed.checkpoint.folder import ASIDE, folder_bytes, leftovers, remove
 from embershard.errors import ConfigError, InvalidCheckpointError
 from embershard.launch.arguments import help_parts, make_parser, positive
 from embershard.launch.screen import make_table, say, wide_console

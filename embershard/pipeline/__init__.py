@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING
 from embershard.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from embershard.pipeline.look_ahead import LookAheadPipeline
-    from embershard.pipeline.stats import LookAheadStats
+    from embershard.pipeline.look_ahead import LookAheadPipeline, LookAheadStats
 else:
     __getattr__ = lazy_names(
         __name__,
         {
-            "look_ahead": ["LookAheadPipeline"],
-            "stats": ["LookAheadStats"],
+            "look_ahead": ["LookAheadPipeline", "LookAheadStats"],
         },
     )
 

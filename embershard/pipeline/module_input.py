@@ -1,19 +1,26 @@
-"""One sharded module's input for one batch, taken out of the model's forward and run ahead of it."""
+"""One sharded module's input for one batch, taken out of the model's forward and run ahead of it; the check that the
+forward then gets what was announced; and the tensors in batches of any class.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
+from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.streamable import Multistreamable
 
 from embershard.cache.next_use import KnownBatch
 from embershard.cache.tickets import Ticket
 from embershard.errors import CacheError
-from embershard.pipeline.announced import Announced, features_among
-from embershard.pipeline.batch_tensors import tensor_bytes
+from embershard.sharding.torchrec.compat import batch_sizes
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.inspection import pools_with_features
 from embershard.stages import is_stage
@@ -127,3 +134,133 @@ class ModuleInput:
         self._context.record_stream(stream)
         if self._received is not None:
             self._received.record_stream(stream)
+
+
+class Announced:
+    """A module's input in the batch that trains: ids, lengths and weights as they were announced.
+
+    The forward usually gets the same object, or another one over the same memory. Otherwise contents are compared; on a
+    GPU the host waits for that.
+    """
+
+    def __init__(self, features: KeyedJaggedTensor) -> None:
+        self._features = features
+        self._parts = _parts(features)
+        self._versions = _versions(self._parts)
+
+    def check(self, given: KeyedJaggedTensor | None) -> None:
+        """Compare what a forward gets with what was announced.
+
+        Raises:
+            CacheError: they differ; the message says in what.
+        """
+        if _versions(self._parts) != self._versions:
+            raise CacheError(
+                "the batch of this step was written to in place after it was announced: the ids, lengths and weights "
+                "that train are those from before. Change batches before the pipeline takes them"
+            )
+        different = "no KeyedJaggedTensor" if given is None else self._difference(given)
+        if different:
+            raise CacheError(
+                f"the forward got a batch with {different}; the batch of this step is another one, with "
+                f"{self._features.values().numel()} ids. In a step, forward the batch that step() gives, as it is"
+            )
+
+    def _difference(self, given: KeyedJaggedTensor) -> str:
+        if given is self._features:
+            return ""
+        if list(given.keys()) != list(self._features.keys()):
+            return f"the keys {list(given.keys())}"
+        if batch_sizes(given) != batch_sizes(self._features):
+            return "other batch sizes per feature"
+        parts = _parts(given)
+        if parts.keys() != self._parts.keys():
+            return "other tensors: weights in one of the two"
+        for name, part in parts.items():
+            expected = self._parts[name]
+            if part.shape != expected.shape:
+                return f"{part.numel()} {name}"
+            if part.data_ptr() != expected.data_ptr() and not torch.equal(part, expected):
+                return f"other {name}"
+        return ""
+
+
+def _parts(features: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
+    parts = {"ids": features.values(), "lengths": features.lengths()}
+    weights = features.weights_or_none()
+    return parts if weights is None else {**parts, "weights": weights}
+
+
+def _versions(parts: Mapping[str, torch.Tensor]) -> list[int | None]:
+    return [None if part.is_inference() else part._version for part in parts.values()]
+
+
+def features_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> KeyedJaggedTensor | None:
+    """Return the features among a forward's arguments, or None."""
+    return next((value for value in [*args, *kwargs.values()] if isinstance(value, KeyedJaggedTensor)), None)
+
+
+_LEAVES = frozenset({int, str, float, bool, type(None)})
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Return all tensors in a batch, a module's input or its context: in containers, dataclasses, and attributes of
+    objects that can be moved to a device.
+
+    >>> [tensor.numel() for tensor in tensors_of({"dense": torch.zeros(3), "labels": [torch.zeros(2)]})]
+    [3, 2]
+    """
+    found: list[torch.Tensor] = []
+    _collect(value, found, set())
+    return found
+
+
+def _collect(value: Any, found: list[torch.Tensor], seen: set[int]) -> None:
+    cls: type = type(value)
+    if cls in _LEAVES:  # most lists are of names or numbers
+        return
+    parts_of = _reader(cls)
+    if parts_of is None:
+        if issubclass(cls, torch.Tensor):
+            found.append(value)
+    elif id(value) not in seen:  # parts may refer back to the whole
+        seen.add(id(value))
+        for part in parts_of(value):
+            _collect(part, found, seen)
+
+
+@functools.cache
+def _reader(cls: type) -> Callable[[Any], Any] | None:
+    """Return the function that gives what an object of this class consists of; None for tensors and other values."""
+    if issubclass(cls, KeyedJaggedTensor):
+        return _parts_of_features
+    if issubclass(cls, KJTList | list | tuple):
+        return iter
+    if issubclass(cls, dict):
+        return dict.values
+    if issubclass(cls, torch.Tensor | nn.Module):  # a module that a batch refers to is no part of it
+        return None
+    if dataclasses.is_dataclass(cls) or issubclass(cls, Multistreamable) or hasattr(cls, "to"):
+        return functools.partial(_attributes, _slots(cls))
+    return None
+
+
+def _parts_of_features(features: KeyedJaggedTensor) -> tuple[torch.Tensor | None, ...]:
+    return features.values(), features.weights_or_none(), features.lengths_or_none(), features.offsets_or_none()
+
+
+def _attributes(slots: list[str], value: Any) -> list[Any]:
+    """Return an object's attributes: those in the `__slots__` of its classes and in its `__dict__`."""
+    found = [getattr(value, name) for name in slots if hasattr(value, name)]
+    return [*found, *getattr(value, "__dict__", {}).values()]
+
+
+def _slots(cls: type) -> list[str]:
+    members = [vars(each).items() for each in cls.__mro__]
+    return [name for each in members for name, member in each if isinstance(member, types.MemberDescriptorType)]
+
+
+def tensor_bytes(value: Any) -> int:
+    """Return the memory of all tensors in `value`, each counted once, in bytes."""
+    by_place = {tensor.data_ptr(): tensor for tensor in tensors_of(value)}
+    return sum(tensor.nbytes for tensor in by_place.values())

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from embershard.cache.pinned_tables import pinned_tables
-from embershard.cache.report import CacheReport
+from embershard.cache.next_use import pinned_tables
+from embershard.cache.statistics import CacheReport
 from embershard.planning.cost import work
 from embershard.planning.cost.rates import Rates, StepWork, step_parts
 from embershard.planning.simulate.pool_report import RowRange, ShardReport

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from embershard.cache import KnownBatch, Ticket
-from embershard.cache.change_guard import ChangeGuard
-from embershard.cache.planner import CachePlan, CachePlanner
-from embershard.cache.pool_rows import PoolRows
-from embershard.cache.rows.staged_transfer import StagedTransfer
+from embershard.cache.guards import ChangeGuard
+from embershard.cache.planner import CachePlan
+from embershard.cache.row_cache import RowCache
+from embershard.cache.rows.transfer import StagedTransfer
 from embershard.errors import CacheError, CacheOverflowError
 from tests.faults.injection import ERRORS, GROUPS, HangError, Injector, is_refusal, no_collections, no_hang
 from tests.unit.cache import harness
@@ -470,14 +470,14 @@ def unguarded() -> Iterator[None]:
 def bound_too_early() -> Iterator[None]:
     """The map promises rows before they are in their slots."""
 
-    def early(self: PoolRows, plan: CachePlan, planner: CachePlanner, known: Any, *split: Any) -> None:
-        self.copies.write_back_evicted(plan)
-        planner.evict(plan)
-        planner.admit(plan, known)
-        self.copies.fill_missed(plan)
-        self._counters.add_plan(plan, *split)
+    def early(self: RowCache, plan: CachePlan, known: Any, *split: Any) -> None:
+        self._copies.write_back_evicted(plan)
+        self._planner.evict(plan)
+        self._planner.admit(plan, known)
+        self._copies.fill_missed(plan)
+        self.counters.add_plan(plan, *split)
 
-    with mock.patch.object(PoolRows, "execute", early):
+    with mock.patch.object(RowCache, "_execute", early):
         yield
 
 

@@ -11,7 +11,7 @@ from tests.covering import matrix
 from tests.faults.cache_level import SETTINGS, bound_too_early, chosen, each_place_once, try_points, unguarded
 
 # Where a fault once had consequences; all of their lines, wherever they run.
-_FORMER_BUGS = ("StagedTransfer._land_one", "UpdateGate.", "PoolRows.fetch_again")
+_FORMER_BUGS = ("StagedTransfer._land_one", "UpdateGate.", "RowCache._fetch_again")
 
 
 @pytest.mark.parametrize("every", [4, matrix(1)])

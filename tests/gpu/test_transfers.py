@@ -7,8 +7,7 @@ import torch
 
 from embershard.cache.rows import memory
 from embershard.cache.rows.page_lock import lock_for
-from embershard.cache.rows.staged_transfer import StagedTransfer
-from embershard.cache.rows.transfer import PlainTransfer
+from embershard.cache.rows.transfer import PlainTransfer, StagedTransfer
 from embershard.cache.rows.uva_transfer import UvaTransfer
 
 PAYLOADS = {

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 
 from embershard.distributed import complete_checkpoints, save_checkpoint, verify_checkpoint
-from embershard.distributed.checkpoint import digesting_files
+from embershard.distributed.checkpoint import digests
 from embershard.errors import CheckpointError, FailedSaveError
 from tests.ranks.planned import here
 
@@ -24,8 +24,8 @@ def save_with_a_failing_rank(folder: Path, failing: int) -> tuple[str, list[str]
 
     save(1)
     full = OSError(errno.ENOSPC, "No space left on device")
-    patched = mock.patch.object(digesting_files._DigestedFile, "write", side_effect=full)
-    with patched if ranks.rank == failing else mock.patch.object(digesting_files, "_unused", create=True):
+    patched = mock.patch.object(digests._DigestedFile, "write", side_effect=full)
+    with patched if ranks.rank == failing else mock.patch.object(digests, "_unused", create=True):
         try:
             save(2)
             said = "saved"
@@ -40,7 +40,7 @@ def save_with_a_failing_rank(folder: Path, failing: int) -> tuple[str, list[str]
 def verify(checkpoint: Path, blind: int | None = None) -> str:
     """Verify; the `blind` rank finds nothing. What was wrong, or ''."""
     ranks = here()
-    patched = mock.patch.object(digesting_files, "_unused", create=True)
+    patched = mock.patch.object(digests, "_unused", create=True)
     if ranks.rank == blind:
         patched = mock.patch("embershard.distributed.checkpoint.manifest.Manifest.damage", return_value=None)
     with patched:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from embershard import LookAheadPipeline, flush
-from embershard.cache.rows.node_share import Meetings
+from embershard.cache.rows.host_store import Meetings
 from embershard.distributed import node_memory
 from embershard.errors import EmbershardError
 from embershard.sharding.torchrec import cached_embeddings

@@ -12,8 +12,8 @@ from unittest import mock
 
 from torch import Tensor
 
-from embershard.cache.growth import CacheGrowthWarning
-from embershard.cache.rows.staged_transfer import StagedTransfer
+from embershard.cache.planner import CacheGrowthWarning
+from embershard.cache.rows.transfer import StagedTransfer
 from embershard.cache.tickets import InFlight
 from embershard.pipeline.module_input import ModuleInput
 from tests.ranks import look_ahead, look_ahead_events

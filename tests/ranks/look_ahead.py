@@ -26,9 +26,9 @@ from embershard.cache import CacheGrowthWarning
 from embershard.cache.row_cache import RowCache
 from embershard.cache.tickets import InFlight
 from embershard.pipeline import look_ahead
+from embershard.pipeline.look_ahead import LookAheadStats
 from embershard.pipeline.module_input import ModuleInput
-from embershard.pipeline.prefetch_depth import PrefetchDepth
-from embershard.pipeline.stats import LookAheadStats
+from embershard.pipeline.worker import PrefetchDepth
 from embershard.sharding.torchrec import cached_embeddings, embeddings
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.spec import CacheSpec

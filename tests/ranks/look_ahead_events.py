@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard import LookAheadPipeline, cache_stats, flush
-from embershard.cache.growth import CacheGrowthWarning
+from embershard.cache.planner import CacheGrowthWarning
 from embershard.cache.row_cache import RowCache
 from embershard.cache.rows.transfer import PlainTransfer
 from embershard.sharding.torchrec import cached_embeddings

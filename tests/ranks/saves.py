@@ -10,7 +10,7 @@ import torch
 
 from embershard.cache import CacheConfig
 from embershard.distributed import CheckpointConfig, complete_checkpoints
-from embershard.distributed.checkpoint import digesting_files
+from embershard.distributed.checkpoint import digests
 from embershard.errors import FailedSaveError
 from embershard.pipeline.config import LookAheadConfig
 from embershard.training.config import RunConfig
@@ -58,9 +58,9 @@ def fail(folder: Path, failing: int, on_failed_save: str) -> tuple[list[tuple[in
     config = _config(0, None)
     checkpoint = dataclasses.replace(config.checkpoint, on_failed_save=on_failed_save)  # type: ignore[arg-type]
     trainer = Trainer(dataclasses.replace(config, checkpoint=checkpoint), ranks, folder)
-    full = mock.patch.object(digesting_files._DigestedFile, "write", side_effect=OSError(28, "No space left on device"))
+    full = mock.patch.object(digests._DigestedFile, "write", side_effect=OSError(28, "No space left on device"))
     failed, said = [], ""
-    with full if ranks.rank == failing else mock.patch.object(digesting_files, "_unused", create=True):
+    with full if ranks.rank == failing else mock.patch.object(digests, "_unused", create=True):
         try:
             for report in trainer.train():
                 if isinstance(report, FailedSaveReport):

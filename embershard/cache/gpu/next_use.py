@@ -1,16 +1,21 @@
-"""Index of next uses whose work on a batch is done by kernels."""
+"""Index of next uses whose work on a batch is done by kernels: they do what the loops `know`, `arrive` and `admit` of
+`loops/next_uses.py` do on a CPU.
+
+A batch's uses are numbered by position, from `first`; of several uses of a row in the batch, the last one stands.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from embershard.cache.gpu import known_kernels
-from embershard.cache.gpu.readback import Count, Readback
+from embershard.cache.gpu.launch import Count, Readback, kernel, launch
 from embershard.cache.gpu.slot_map import KernelSlotMap
-from embershard.cache.next_use import KnownBatch, NextUseIndex
-from embershard.cache.pinned_tables import OtherTables
+from embershard.cache.next_use import KnownBatch, NextUseIndex, OtherTables
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +58,7 @@ class KernelNextUseIndex(NextUseIndex):
         (first_use, first), places = self._reserve_ascending(keys.numel()), self._places.claim_places(keys)
         state = (self._places.entries_by_place, self.next_use, self._last_use, self._next_batch)
         which = (self._places.num_keys, self._num_pinned, first, self._newest)
-        marks = known_kernels.know(keys, places, *state, *which)
+        marks = know(keys, places, *state, *which)
         batch = MarkedBatch(self._newest, first_use, marks, marks, first, self.readback.count(marks.sum()))
         self._known.append(batch)
         return batch
@@ -69,13 +74,151 @@ class KernelNextUseIndex(NextUseIndex):
         self._known.popleft()
         assert isinstance(batch, MarkedBatch), "of another index"
         state = (self._next_batch, self.next_use, self._last_use)
-        return slots, known_kernels.advance(slots, batch.positions, *state, batch.first)
+        return slots, advance(slots, batch.positions, *state, batch.first)
 
     def admit(self, keys: Tensor, slots: Tensor) -> None:
         soon = self._known[0].number if self._known else 0
         state = (self._places.entries_by_place, self.next_use, self._last_use)
-        known_kernels.admit(self._places.places(keys), slots, *state, soon)
+        admit(self._places.places(keys), slots, *state, soon)
 
     def _take_back(self, batch: KnownBatch, keys: Tensor) -> None:
         positions = batch.positions.nonzero().flatten().int()
         super()._take_back(KnownBatch(batch.number, batch.first_use, positions, positions), keys)
+
+
+@triton.jit
+def _entries_of(keys, places, entries, position, count, num_keys, num_pinned):  # type: ignore[no-untyped-def]
+    """Places, entries, and which keys take part: rows of tables that are not pinned."""
+    inside = position < count
+    key = tl.load(keys + position, mask=inside, other=-1)
+    place = tl.load(places + position, mask=inside, other=-1)
+    takes_part = (key >= 0) & (key < num_keys) & (place >= 0)
+    entry = tl.load(entries + place, mask=takes_part, other=0)
+    return place, entry, takes_part & ((entry <= 0) | (entry > num_pinned))
+
+
+@kernel()
+def _append(  # type: ignore[no-untyped-def]
+    keys,
+    places,
+    entries,
+    next_uses,
+    last_uses,
+    next_batches,
+    num_keys,
+    num_pinned,
+    first,
+    batch,
+    capacity,
+    count,
+    BLOCK: tl.constexpr,
+):
+    position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    place, entry, takes_part = _entries_of(keys, places, entries, position, count, num_keys, num_pinned)
+    is_cached = takes_part & (entry > 0)
+    is_absent = takes_part & (entry <= 0)
+    # The first use of a row finds the row's last use of an earlier batch; the others find `first`.
+    mark = tl.zeros_like(entry) + first
+    of_slot = tl.atomic_xchg(last_uses + entry, mark, mask=is_cached)
+    of_key = tl.atomic_xchg(entries + place, -mark, mask=is_absent)
+    last = tl.where(is_cached, of_slot, tl.where(is_absent, -of_key, first))
+    to_batch = tl.zeros_like(entry) + batch
+    tl.store(next_batches + (last & (capacity - 1)), to_batch, mask=(last > 0) & (last != first))
+    tl.store(next_uses + entry, to_batch, mask=is_cached & (last == 0))
+
+
+@kernel()
+def _number_last(  # type: ignore[no-untyped-def]
+    keys, places, entries, last_uses, num_keys, num_pinned, first, count, BLOCK: tl.constexpr
+):
+    position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    place, entry, takes_part = _entries_of(keys, places, entries, position, count, num_keys, num_pinned)
+    number = (first + position).to(tl.int32)
+    tl.atomic_max(last_uses + entry, number, mask=takes_part & (entry > 0))
+    tl.atomic_min(entries + place, -number, mask=takes_part & (entry <= 0))
+
+
+@kernel()
+def _mark_last(  # type: ignore[no-untyped-def]
+    keys, places, entries, last_uses, marks, num_keys, num_pinned, first, count, BLOCK: tl.constexpr
+):
+    position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    _, entry, takes_part = _entries_of(keys, places, entries, position, count, num_keys, num_pinned)
+    last = tl.where(entry > 0, tl.load(last_uses + entry, mask=takes_part & (entry > 0), other=0), -entry)
+    tl.store(marks + position, takes_part & (last == first + position), mask=position < count)
+
+
+@kernel()
+def _advance(  # type: ignore[no-untyped-def]
+    slots, marks, next_batches, next_uses, last_uses, following, first, capacity, count, BLOCK: tl.constexpr
+):
+    position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = position < count
+    marked = tl.load(marks + position, mask=inside, other=0) != 0
+    batch = tl.load(next_batches + ((first + position) & (capacity - 1)), mask=marked, other=-1)
+    slot = tl.load(slots + position, mask=marked, other=0)
+    tl.store(following + position, batch, mask=inside)
+    tl.store(next_uses + slot, batch, mask=marked)
+    tl.store(last_uses + slot, tl.zeros_like(batch), mask=marked & (batch == 0))
+
+
+@kernel()
+def _admit(places, slots, entries, next_uses, last_uses, soon, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    place = tl.load(places + at, mask=inside, other=-1)
+    slot = tl.load(slots + at, mask=inside, other=0)
+    last = -tl.load(entries + place, mask=place >= 0, other=0)
+    tl.store(last_uses + slot, last, mask=inside)
+    tl.store(next_uses + slot, tl.where(last > 0, soon, 0), mask=inside)
+
+
+def know(
+    keys: Tensor,
+    places: Tensor,
+    entries: Tensor,
+    next_uses: Tensor,
+    last_uses: Tensor,
+    next_batches: Tensor,
+    num_keys: int,
+    num_pinned: int,
+    first: int,
+    batch: int,
+) -> Tensor:
+    """Append known batch `batch` to the chains of its keys' uses; `loops.know` explains the other arguments.
+
+    Args:
+        keys: int64 [N].
+        places: int64 [N], of the keys in `entries`; each key that is not pinned has one.
+        num_pinned: rows in slots 1 to this one have no next uses.
+        first: number of the batch's first use.
+
+    Returns:
+        bool [N], True at the last use of each distinct row.
+    """
+    marks, count = torch.empty_like(keys, dtype=torch.bool), keys.numel()
+    which = (num_keys, num_pinned, first)
+    capacity = next_batches.numel() - 1
+    launch(_append, count, keys, places, entries, next_uses, last_uses, next_batches, *which, batch, capacity)
+    launch(_number_last, count, keys, places, entries, last_uses, *which)
+    launch(_mark_last, count, keys, places, entries, last_uses, marks, *which)
+    return marks
+
+
+def advance(
+    slots: Tensor, marks: Tensor, next_batches: Tensor, next_uses: Tensor, last_uses: Tensor, first: int
+) -> Tensor:
+    """Give the slots (int64 [N]) of a known batch, where `marks` is True, their rows' next uses.
+
+    Returns:
+        The batches that use the rows next, int32 [N]; 0 for none, -1 where `marks` is False.
+    """
+    following = torch.empty_like(slots, dtype=torch.int32)
+    capacity = next_batches.numel() - 1
+    launch(_advance, slots.numel(), slots, marks, next_batches, next_uses, last_uses, following, first, capacity)
+    return following
+
+
+def admit(places: Tensor, slots: Tensor, entries: Tensor, next_uses: Tensor, last_uses: Tensor, soon: int) -> None:
+    """Take over the traces at `places` (int64 [M]; -1 for none) of rows about to be bound to `slots` (int64 [M])."""
+    launch(_admit, slots.numel(), places, slots, entries, next_uses, last_uses, soon)

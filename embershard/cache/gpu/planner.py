@@ -5,12 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from embershard.cache.gpu import batch_kernels
 from embershard.cache.gpu import victim_kernels as kernels
-from embershard.cache.gpu.batch_kernels import FILLS, MISSED, OUT_OF_RANGE
+from embershard.cache.gpu.launch import Readback
 from embershard.cache.gpu.next_use import KernelNextUseIndex
-from embershard.cache.gpu.readback import Readback
-from embershard.cache.gpu.slot_map import KernelSlotMap
+from embershard.cache.gpu.slot_map import FILLS, MISSED, OUT_OF_RANGE, KernelSlotMap, give_slots, number_fills
 from embershard.cache.gpu.victim_queue import KernelVictimQueue
 from embershard.cache.planner import CachePlan, Planner, Shortage
 from embershard.cache.slot_state import SlotState
@@ -33,7 +31,7 @@ class KernelPlanner(Planner):
         self._begin()
         numbers = keys.new_zeros(kernels.NUM_NUMBERS)
         slots, first_hits, missed_keys = self._places.find_missed(keys, batch, numbers)
-        fill_keys, fill_of_id, order = batch_kernels.number_fills(missed_keys, numbers)
+        fill_keys, fill_of_id, order = number_fills(missed_keys, numbers)
 
         def read() -> list[int]:
             return self._read(numbers)
@@ -61,7 +59,7 @@ class KernelPlanner(Planner):
         fill_slots = self._map.next_free(num_fills - num_victims)
         if num_victims:
             fill_slots = torch.cat([fill_slots, evicted_slots])
-        batch_kernels.give_slots(slots, fill_of_id, fill_slots)
+        give_slots(slots, fill_of_id, fill_slots)
         rows = (fill_keys, fill_slots, evicted_keys, evicted_slots, dirty_keys, dirty_slots)
         return CachePlan(batch, slots, *rows, first_hits, missed)
 

@@ -1,5 +1,5 @@
 """Triton kernels that choose victims: what `loops.take_lowest` and `loops.lowest_ranks` do, with numbers that stay on
-the device (`batch_kernels.py`).
+the device (`slot_map.py`).
 
 The candidates of a plan are numbered: W entries of the ranking whose rank holds, the same W entries again for those
 that were ranked anew, and the O slots that were offered; `ranks` [2 W + O] has their ranks, `NEVER` for none.
@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from embershard.cache.gpu.batch_kernels import FILLS
-from embershard.cache.gpu.jit import kernel
+from embershard.cache.gpu.launch import kernel
+from embershard.cache.gpu.slot_map import FILLS
 
 # Places in `numbers`.
 USABLE = tl.constexpr(3)  # entries of the ranking whose rank holds

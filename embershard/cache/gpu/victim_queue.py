@@ -11,9 +11,8 @@ from torch import Tensor
 
 from embershard.cache.eviction import ranking_size, sample_stride
 from embershard.cache.gpu import victim_kernels as kernels
-from embershard.cache.gpu.batch_kernels import FILLS, NUM_OF_BATCH
-from embershard.cache.gpu.launch import launch
-from embershard.cache.gpu.readback import Count, Readback
+from embershard.cache.gpu.launch import Count, Readback, launch
+from embershard.cache.gpu.slot_map import FILLS, NUM_OF_BATCH
 from embershard.cache.slot_state import SlotState
 
 _LEAST_WIDTH = 1024

@@ -7,26 +7,26 @@ GPU and with hashed maps), and releases Python's lock while it runs. Numba compi
 Arrays are one-dimensional and contiguous: N keys and positions of a batch, S + 1 slots, R rows.
 """
 
-from embershard.cache.loops.aside import free_places as free_places
-from embershard.cache.loops.aside import give_places as give_places
-from embershard.cache.loops.aside import take_places as take_places
-from embershard.cache.loops.bags import pool_gradients as pool_gradients
-from embershard.cache.loops.bags import pool_rows as pool_rows
 from embershard.cache.loops.compiled import Counters as Counters
 from embershard.cache.loops.compiled import Int32s as Int32s
 from embershard.cache.loops.compiled import Int64s as Int64s
-from embershard.cache.loops.counts import count_plan as count_plan
-from embershard.cache.loops.counts import count_uses as count_uses
-from embershard.cache.loops.distinct import distinct_ids as distinct_ids
 from embershard.cache.loops.next_uses import admit as admit
 from embershard.cache.loops.next_uses import arrive as arrive
 from embershard.cache.loops.next_uses import know as know
 from embershard.cache.loops.rows import add_per_feature as add_per_feature
 from embershard.cache.loops.rows import are_rows as are_rows
 from embershard.cache.loops.rows import copy_rows as copy_rows
+from embershard.cache.loops.rows import free_places as free_places
+from embershard.cache.loops.rows import give_places as give_places
 from embershard.cache.loops.rows import keys_of_ids as keys_of_ids
+from embershard.cache.loops.rows import pool_gradients as pool_gradients
+from embershard.cache.loops.rows import pool_rows as pool_rows
+from embershard.cache.loops.rows import take_places as take_places
 from embershard.cache.loops.slots import bind as bind
+from embershard.cache.loops.slots import count_plan as count_plan
+from embershard.cache.loops.slots import count_uses as count_uses
 from embershard.cache.loops.slots import distinct as distinct
+from embershard.cache.loops.slots import distinct_ids as distinct_ids
 from embershard.cache.loops.slots import fill as fill
 from embershard.cache.loops.slots import find as find
 from embershard.cache.loops.slots import out_of_range as out_of_range

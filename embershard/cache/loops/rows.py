@@ -1,4 +1,10 @@
-"""Compiled loops over a batch's ids and rows: checks of ids, from ids to keys, and copies of rows."""
+"""Compiled loops over a batch's ids and rows: checks of ids, from ids to keys, copies of rows, sums of rows by bag and
+of bags' gradients by row; and which rows were put aside, with a copy of their earlier contents.
+
+For the last: keys are in groups of 2^shift. Each group has a chain of places: it begins at `heads[group]`, and
+`following[place]` is the next one. Places count from 1, and 0 ends a chain. `kept[place]` is the key of the row there.
+`free[0]` begins the chain of places that were given back, `free[1]` is the highest place that was ever given out.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +13,7 @@ from typing import Any
 import numba
 from numpy.typing import NDArray
 
-from embershard.cache.loops.compiled import Int64s, compiled, compiled_for
+from embershard.cache.loops.compiled import Float32s, Int32s, Int64s, compiled, compiled_for
 
 _WORDS = (numba.uint8, numba.int16, numba.int32, numba.int64)
 
@@ -58,3 +64,142 @@ def copy_rows(target: NDArray[Any], target_rows: Int64s, source: NDArray[Any], s
         target_row, source_row = target_rows[i], source_rows[i]
         for word in range(target.shape[1]):
             target[target_row, word] = source[source_row, word]
+
+
+@compiled
+def pool_rows(
+    rows: Float32s, pooled: Float32s, dim: int, places: Int64s, offsets: Int64s, scales: Float32s, num_features: int
+) -> None:
+    """Add up rows by bag, in the order of the bag's ids.
+
+    Args:
+        rows: [M * D].
+        pooled: [B * F * D], written: sample after sample.
+        dim: D.
+        places: [N] of the ids' rows.
+        offsets: [F * B + 1] bounds of the bags, feature after feature.
+        scales: [N] factors of the rows; [0]: all are 1.
+        num_features: F.
+    """
+    num_samples = (offsets.size - 1) // max(1, num_features)
+    for bag in range(offsets.size - 1):
+        out = (bag % num_samples * num_features + bag // num_samples) * dim
+        for column in range(dim):
+            pooled[out + column] = 0.0
+        for position in range(offsets[bag], offsets[bag + 1]):
+            row = places[position] * dim
+            if scales.size:
+                scale = scales[position]
+                for column in range(dim):
+                    pooled[out + column] += scale * rows[row + column]
+            else:
+                for column in range(dim):
+                    pooled[out + column] += rows[row + column]
+
+
+@compiled
+def pool_gradients(
+    gradients: Float32s, sums: Float32s, dim: int, places: Int64s, offsets: Int64s, scales: Float32s, num_features: int
+) -> None:
+    """Add up the gradients of bags by row, in the order of the ids: the backward of `pool_rows`.
+
+    Args:
+        gradients: [B * F * D] of the pooled rows.
+        sums: [M * D], zeros; written.
+    """
+    num_samples = (offsets.size - 1) // max(1, num_features)
+    for bag in range(offsets.size - 1):
+        out = (bag % num_samples * num_features + bag // num_samples) * dim
+        for position in range(offsets[bag], offsets[bag + 1]):
+            row = places[position] * dim
+            if scales.size:
+                scale = scales[position]
+                for column in range(dim):
+                    sums[row + column] += scale * gradients[out + column]
+            else:
+                for column in range(dim):
+                    sums[row + column] += gradients[out + column]
+
+
+@compiled
+def give_places(
+    keys: Int64s,
+    start: int,
+    lowest: int,
+    shift: int,
+    heads: Int32s,
+    following: Int32s,
+    kept: Int64s,
+    free: Int64s,
+    places: Int64s,
+    placed: Int64s,
+) -> tuple[int, int]:
+    """Give a place to each of `keys[start:]` that is at least `lowest` and has none, until no place is free.
+
+    Writes the new places to `places`, and their keys to `placed`. Returns the position of the first key that was not
+    dealt with, and the number of new places.
+    """
+    count = 0
+    for position in range(start, keys.size):
+        key = keys[position]
+        if key < lowest:
+            continue
+        group = key >> shift
+        place = heads[group]
+        while place and kept[place] != key:
+            place = following[place]
+        if place:
+            continue
+        place = free[0]
+        if place:
+            free[0] = following[place]
+        elif free[1] + 1 < kept.size:
+            free[1] += 1
+            place = free[1]
+        else:
+            return position, count
+        kept[place], following[place], heads[group] = key, heads[group], place
+        places[count], placed[count] = place, key
+        count += 1
+    return keys.size, count
+
+
+@compiled
+def take_places(
+    first: int,
+    stop: int,
+    shift: int,
+    heads: Int32s,
+    following: Int32s,
+    kept: Int64s,
+    places: Int64s,
+    placed: Int64s,
+) -> int:
+    """Remove the keys below `stop` from the chains of the groups of [first, stop).
+
+    Writes their places to `places`, and the keys to `placed`. Returns their number.
+    """
+    count = 0
+    for group in range(first >> shift, ((stop - 1) >> shift) + 1):
+        place, before = heads[group], 0
+        while place:
+            after = following[place]
+            if kept[place] >= stop:
+                before = place
+            else:
+                places[count], placed[count] = place, kept[place]
+                count += 1
+                if before:
+                    following[before] = after
+                else:
+                    heads[group] = after
+            place = after
+    return count
+
+
+@compiled
+def free_places(places: Int64s, following: Int32s, free: Int64s) -> None:
+    """Give `places` back."""
+    for place in places:
+        following[place] = free[0]
+        free[0] = place

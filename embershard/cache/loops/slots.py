@@ -1,10 +1,11 @@
-"""Compiled loops of `SlotMap` and of plans: keys to slots."""
+"""Compiled loops of `SlotMap` and of plans: keys to slots, distinct ids of a batch, counts of uses and of plans."""
 
 from __future__ import annotations
 
+import numba
 import numpy as np
 
-from embershard.cache.loops.compiled import Bools, Int32s, Int64s, compiled
+from embershard.cache.loops.compiled import Bools, Counters, Float32s, Int32s, Int64s, compiled
 
 _BATCH_SHIFT = 32
 _BLOCK = 512  # ids whose state is fetched from memory together
@@ -140,3 +141,119 @@ def fill(
         are_dirty[i] = use_stamps[slot] >> _BATCH_SHIFT > clean_through
         num_dirty += are_dirty[i]
     return num_dirty
+
+
+@compiled
+def count_uses(scores: Float32s, slots: Int64s, first_hits: Bools, fill_slots: Int64s, weight: float) -> None:
+    """Add `weight` to the scores of a batch's distinct slots: of `slots` [N] those at `first_hits`; `fill_slots`."""
+    for position in range(slots.size):
+        if first_hits[position]:
+            scores[slots[position]] += weight
+    for i in range(fill_slots.size):
+        scores[fill_slots[i]] += weight
+
+
+@numba.njit(nogil=True, inline="always")
+def _table_of(key: int, table_ends: Int64s) -> int:
+    """Number of the first table that ends behind `key`. NumPy's search takes two seconds to compile."""
+    low, high = 0, table_ends.size - 1
+    while low < high:
+        middle = (low + high) // 2
+        if table_ends[middle] <= key:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@compiled
+def count_plan(
+    counters: Counters,
+    table_of_feature: Int64s,
+    feature_lengths: Int64s,
+    table_ends: Int64s,
+    first_hits: Bools,
+    missed: Int64s,
+    fill_keys: Int64s,
+    evicted_keys: Int64s,
+    write_back_keys: Int64s,
+    critical_path: bool,
+) -> None:
+    """Add a plan's numbers to its tables' `counters` [T, 9], whose columns are those of `Counter`.
+
+    Args:
+        table_of_feature, feature_lengths: [F].
+        table_ends: [T] end of each table's keys.
+        first_hits, missed, fill_keys, evicted_keys, write_back_keys: see `CachePlan`.
+    """
+    position, miss = 0, 0
+    for feature in range(feature_lengths.size):
+        end = position + feature_lengths[feature]
+        table = counters[table_of_feature[feature]]
+        table[0] += end - position
+        hits = 0
+        for place in range(position, end):
+            hits += first_hits[place]
+        table[2] += hits
+        first_miss = miss
+        while miss < missed.size and missed[miss] < end:
+            miss += 1
+        table[1] += miss - first_miss
+        position = end
+    number = 0
+    for key in fill_keys:
+        while key >= table_ends[number]:
+            number += 1
+        counters[number, 3] += 1
+        counters[number, 4] += critical_path
+    for key in evicted_keys:
+        counters[_table_of(key, table_ends), 6] += 1
+    for key in write_back_keys:
+        counters[_table_of(key, table_ends), 5] += 1
+
+
+_MULTIPLIER = -7046029254386353131  # 2^64 over the golden ratio: spreads neighbouring ids
+
+
+@compiled
+def distinct_ids(ids: Int64s, bounds: Int64s, distinct: Int64s, inverse: Int64s, counts: Int64s) -> int:
+    """Number the distinct ids of every group, group after group, in the order in which they first occur.
+
+    Args:
+        ids: [N].
+        bounds: [G + 1] of the groups among the ids, from 0 to N.
+        distinct: [N], written: the distinct ids come first.
+        inverse: [N], written: for each id its place in `distinct`.
+        counts: [G], written: how many ids of each group are distinct.
+
+    Returns:
+        How many are distinct in all.
+    """
+    largest = 0
+    for group in range(counts.size):
+        largest = max(largest, bounds[group + 1] - bounds[group])
+    bits = 1
+    while 1 << bits < 2 * largest:
+        bits += 1
+    cells = np.empty(1 << bits, np.int64)  # open addressing: the number of an id, -1 where a cell is free
+    total = 0
+    for group in range(counts.size):
+        first = total
+        start, end = bounds[group], bounds[group + 1]
+        bits = 1
+        while 1 << bits < 2 * (end - start):
+            bits += 1
+        mask = (1 << bits) - 1
+        cells[: mask + 1] = -1
+        for position in range(start, end):
+            key = ids[position]
+            cell = ((key * _MULTIPLIER) >> (64 - bits)) & mask
+            while cells[cell] >= 0 and distinct[cells[cell]] != key:
+                cell = (cell + 1) & mask
+            if cells[cell] < 0:
+                cells[cell] = total
+                distinct[total] = key
+                total += 1
+            inverse[position] = cells[cell]
+        counts[group] = total - first
+    return total

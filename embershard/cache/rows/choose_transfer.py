@@ -13,8 +13,7 @@ from torch import Tensor
 from embershard.cache.config import CacheConfig, TransferKind
 from embershard.cache.rows.host_store import HostStore
 from embershard.cache.rows.page_lock import PageLock, lock_for
-from embershard.cache.rows.staged_transfer import StagedTransfer
-from embershard.cache.rows.transfer import MakeTransfer, PlainTransfer, ScoresTransfer, Transfer
+from embershard.cache.rows.transfer import MakeTransfer, PlainTransfer, ScoresTransfer, StagedTransfer, Transfer
 from embershard.errors import ConfigError
 
 

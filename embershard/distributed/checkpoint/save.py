@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
@@ -12,13 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from embershard.distributed.checkpoint.blocks import TensorBlocks
-from embershard.distributed.checkpoint.digesting_files import DigestingFileSystem
-from embershard.distributed.checkpoint.digests import FileEntry, file_entry
+from embershard.distributed.checkpoint.digests import DigestingFileSystem, FileEntry, file_entry
 from embershard.distributed.checkpoint.folder import PARTIAL, leftovers, prune, sync_folder
 from embershard.distributed.checkpoint.load import SCALARS, causes
 from embershard.distributed.checkpoint.manifest import MANIFEST, Manifest
@@ -158,3 +159,30 @@ def _write_synced(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def rng_state(device: torch.device) -> dict[str, str]:
+    """Return the states of this rank's random number generators, as text for JSON.
+
+    >>> sorted(rng_state(torch.device("cpu")))
+    ['cpu']
+    """
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return {name: base64.b64encode(bytes(state.tolist())).decode() for name, state in states.items()}
+
+
+def set_rng_state(saved: Mapping[str, str], device: torch.device) -> None:
+    """Restore what `rng_state` returned; without a GPU, its state is skipped.
+
+    >>> cpu = torch.device("cpu")
+    >>> saved, number = rng_state(cpu), torch.rand(1)
+    >>> set_rng_state(saved, cpu)
+    >>> bool(torch.rand(1) == number)
+    True
+    """
+    states = {name: torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8) for name, text in saved.items()}
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)

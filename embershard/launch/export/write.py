@@ -22,7 +22,7 @@ from embershard.data.order.reader import SampleReader
 from embershard.data.serving_inputs import serving_inputs
 from embershard.data.sources.kinds import schema_of
 from embershard.distributed import process_group
-from embershard.distributed.checkpoint.rows import saved_rows
+from embershard.distributed.checkpoint.load import saved_rows
 from embershard.errors import naming_file
 from embershard.launch.export import serving_model, serving_values
 from embershard.launch.export.dense_program import DenseLayers, dense_layers, dense_program

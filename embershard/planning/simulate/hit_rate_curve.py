@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from embershard.cache.report import CacheReport
+from embershard.cache.statistics import CacheReport
 from embershard.frequency import SampledTrace
 from embershard.planning.simulate.pool_report import RowRange
 from embershard.planning.simulate.replay import SettledRows, TraceBatches, replay_pool

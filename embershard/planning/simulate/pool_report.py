@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from embershard.cache.report import CacheReport
+from embershard.cache.statistics import CacheReport
 from embershard.sharding.sizes import PlacedShard
 
 

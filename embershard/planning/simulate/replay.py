@@ -20,12 +20,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embershard.cache.config import CachePolicy
-from embershard.cache.growth import CacheGrowthWarning
 from embershard.cache.next_use import KnownBatch
-from embershard.cache.report import CacheReport
+from embershard.cache.planner import CacheGrowthWarning
 from embershard.cache.row_cache import RowCache
 from embershard.cache.rows.host_store import HostStore
-from embershard.cache.statistics import TableStats
+from embershard.cache.statistics import CacheReport, TableStats
 from embershard.cache.tickets import Ticket
 from embershard.frequency import SampledTrace, TableTrace
 from embershard.frequency.counts import RowCounts

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from embershard.distributed.sent_bytes import SentBytes
+from embershard.distributed.traffic import SentBytes
 from embershard.errors import ShardingError
 
 _COUNTS = ("lookups", "unique_ids", "fills", "write_backs", "bytes_to_device", "bytes_to_host")

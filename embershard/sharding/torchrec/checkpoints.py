@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
-from embershard.cache.contents import CacheContents
+from embershard.cache.slot_state import CacheContents
 from embershard.sharding.torchrec.inspection import pools_by_module
 
 _FIELDS = ("rows", "ages", "scores")

@@ -17,15 +17,14 @@ from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.modules.embedding_configs import data_type_to_dtype, data_type_to_sparse_type
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from embershard.cache.change_guard import CopiesGuard
-from embershard.cache.contents import CacheContents
+from embershard.cache.guards import CopiesGuard
 from embershard.cache.key_map import map_kind
-from embershard.cache.next_use import KnownBatch
-from embershard.cache.pinned_tables import pinned_tables
+from embershard.cache.next_use import KnownBatch, pinned_tables
 from embershard.cache.row_cache import RowCache
 from embershard.cache.rows.choose_transfer import transfer_kind
 from embershard.cache.rows.frozen_rows import FrozenRows
 from embershard.cache.rows.host_store import HostStore
+from embershard.cache.slot_state import CacheContents
 from embershard.cache.statistics import TableStats
 from embershard.cache.tickets import Ticket
 from embershard.errors import CacheError, ShardingError

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
     from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardedEmbeddingTable
 
-    from embershard.cache.rows.node_share import NodeShare
+    from embershard.cache.rows.host_store import NodeShare
     from embershard.sharding.plan import Plan
     from embershard.sharding.torchrec.counter_init import CounterInit
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from embershard.distributed import CheckpointConfig, Ranks
-from embershard.distributed.one_core import keep_to_one_core
+from embershard.distributed.ranks import keep_to_one_core
 from embershard.errors import CheckpointError, ConfigError, FailedSaveError
 from embershard.training.checkpoint.run_state import PreparedSave
 from embershard.training.quality.reports import FailedSaveReport, SaveReport

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from embershard.cache import eviction as victims
 from embershard.cache import next_use as next_use_index
-from embershard.cache import planner, pool_rows, row_cache, slot_map, statistics
+from embershard.cache import planner, row_cache, slot_map, statistics
 from embershard.cache import policies as scores
 from embershard.cache.rows import transfer
 
@@ -262,14 +262,14 @@ def _counters_know_one_table() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _growing_loses_rows() -> Iterator[None]:
-    grow = pool_rows.PoolRows.grow
+    grow = row_cache.RowCache._grow
 
     def forgetful(self: Any, *args: Any) -> None:
         grow(self, *args)
-        for tensor in self.payload:
+        for tensor in self._payload:
             tensor.fill_(torch.nan)
 
-    with mock.patch.object(pool_rows.PoolRows, "grow", forgetful):
+    with mock.patch.object(row_cache.RowCache, "_grow", forgetful):
         yield
 
 

@@ -297,7 +297,7 @@ class Pool:
     def _warm_up(self) -> None:
         """What the cache does before the first batch, and after a drop for the rows that stay."""
         before = self.resident()
-        self.cache._rows.warm_up()
+        self.cache._warm_up()
         brought = self.resident() - before
         if not brought and self.warm:
             assert self.pinned_rows <= before

@@ -15,7 +15,7 @@ from embershard.cache.config import Policy
 from embershard.cache.rows import copies
 from embershard.cache.rows.host_store import HostStore
 from embershard.cache.rows.lazy_rows import LazyRows
-from embershard.cache.rows.staged_transfer import StagedTransfer
+from embershard.cache.rows.transfer import StagedTransfer
 from embershard.errors import CacheError
 from embershard.stages import stages_recorded
 from tests.unit.cache.harness import Pool, made_rows, random_operations, run, windowed_operations

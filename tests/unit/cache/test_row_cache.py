@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from embershard.cache import CacheGrowthWarning
 from embershard.cache.config import Policy
-from embershard.cache.rows.staged_transfer import StagedTransfer
+from embershard.cache.rows.transfer import StagedTransfer
 from embershard.cache.rows.uva_transfer import UvaTransfer
 from embershard.errors import CacheError, CacheOverflowError
 from tests.covering import examples

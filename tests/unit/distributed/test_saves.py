@@ -27,7 +27,7 @@ from embershard.distributed import (
     set_aside,
     verify_checkpoint,
 )
-from embershard.distributed.checkpoint import disk, folder, save
+from embershard.distributed.checkpoint import folder, save
 from embershard.errors import CheckpointError, ConfigError, FailedSaveError
 from embershard.launch.run_dir import lock_run_dir
 from tests.unit.distributed import checkpoints
@@ -180,7 +180,7 @@ def test_setting_aside_twice_keeps_both(tmp_path):
 
 
 def test_space_for_all_kept_and_one_more(tmp_path, ranks, monkeypatch):
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=5_000_000_000))
+    monkeypatch.setattr(folder.shutil, "disk_usage", lambda path: SimpleNamespace(free=5_000_000_000))
     check_disk(tmp_path, 1_600_000_000, num_saves=9, keep_last=2, ranks=ranks)
     check_disk(tmp_path, 5_000_000_000, num_saves=1, keep_last=2, ranks=ranks)
     with pytest.raises(
@@ -194,7 +194,7 @@ def test_space_for_all_kept_and_one_more(tmp_path, ranks, monkeypatch):
 
 
 def test_space_beside_mapped_rows(tmp_path, ranks, monkeypatch):
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=5_000_000_000))
+    monkeypatch.setattr(folder.shutil, "disk_usage", lambda path: SimpleNamespace(free=5_000_000_000))
     check_disk(tmp_path, 1_000_000_000, num_saves=9, keep_last=2, ranks=ranks, mapped_bytes=2_000_000_000)
     with pytest.raises(
         CheckpointError, match=r"and 953\.67 MiB are free beside 3\.73 GiB of rows in cache\.host_dir \("

@@ -16,15 +16,15 @@ import torch
 
 from embershard.cache import key_map as key_entries
 from embershard.cache import next_use as next_use_index
-from embershard.cache.growth import CacheGrowthWarning
+from embershard.cache.guards import StreamOrder
+from embershard.cache.planner import CacheGrowthWarning
 from embershard.cache.row_cache import RowCache
-from embershard.cache.rows import memory, staged_transfer
+from embershard.cache.rows import memory, transfer
 from embershard.cache.rows.copies import RowCopies
-from embershard.cache.rows.staged_transfer import StagedTransfer, _Buffer
-from embershard.cache.rows.stream_order import StreamOrder
+from embershard.cache.rows.transfer import StagedTransfer, _Buffer
 from embershard.cache.rows.uva_transfer import UvaTransfer
 from embershard.pipeline.module_input import ModuleInput
-from embershard.pipeline.streams import Streams
+from embershard.pipeline.staged_batch import Streams
 from tests.covering import covering, matrix
 from tests.unit.gpu_model.training import Setting, expected, initial_rows, modelled, train
 
@@ -61,7 +61,7 @@ def problems_of(setting: Setting) -> list[str]:
     """What goes wrong in a run; its rows are right, whatever the streams do, and many were evicted."""
     with (
         mock.patch.object(next_use_index, "_LEAST_CHAIN", 64),
-        mock.patch.object(staged_transfer, "_MOST_BUFFERS", 3),
+        mock.patch.object(transfer, "_MOST_BUFFERS", 3),
         pytest.warns(CacheGrowthWarning) if setting.overflow == "grow" else contextlib.nullcontext(),
         modelled(setting) as (gpu, model, may_lock),
     ):

@@ -22,14 +22,15 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
+from embershard.cache import planning_classes
 from embershard.cache.config import CacheConfig
 from embershard.cache.gpu import launch as kernel_launch
 from embershard.cache.rows import choose_transfer as transfers
 from embershard.cache.rows import lazy_rows, memory, page_lock
 from embershard.cache.rows.choose_transfer import WhenLocked
 from embershard.cache.rows.initial_weights import ShardWeights
-from embershard.cache.rows.row_kernels import RowKernel
-from embershard.cache.rows.staged_transfer import StagedTransfer
+from embershard.cache.rows.transfer import StagedTransfer
+from embershard.cache.rows.uva_transfer import RowKernel
 from embershard.cache.tickets import Ticket
 from embershard.pipeline.look_ahead import LookAheadPipeline
 from embershard.pipeline.pipelined_forward import PipelinedForward
@@ -245,7 +246,7 @@ def modelled(setting: Setting) -> Iterator[tuple[Gpu, Module, threading.Event]]:
 
         for owner, name, stand_in in (
             (embeddings, "SlotTable", _Slots),
-            (kernel_launch, "HAS_TRITON", setting.kernels),
+            (planning_classes, "HAS_TRITON", setting.kernels),
             (kernel_launch, "_run", _interpret),
             (page_lock, "cpus_beside", lambda device: ()),
             (transfers, "StagedTransfer", partial(StagedTransfer, buffer_bytes=setting.buffer_bytes)),

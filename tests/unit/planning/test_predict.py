@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from embershard.cache.config import CachePolicy
-from embershard.cache.pinned_tables import pinned_tables
+from embershard.cache.next_use import pinned_tables
 from embershard.planning.cost import work
 from embershard.planning.cost.rates import Rates
 from embershard.planning.predict import predict

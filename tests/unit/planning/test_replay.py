@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from embershard import cache_stats
 from embershard.cache import CacheConfig, CacheGrowthWarning
 from embershard.cache.config import CachePolicy
-from embershard.cache.pinned_tables import pinned_tables
+from embershard.cache.next_use import pinned_tables
 from embershard.data import DataConfig
 from embershard.data.config import SyntheticConfig
 from embershard.distributed import CheckpointConfig, Ranks, process_group
@@ -28,7 +28,7 @@ from embershard.launch.profile.data_pass import PassOptions, profile_data
 from embershard.models import ModelConfig
 from embershard.pipeline import look_ahead
 from embershard.pipeline.config import LookAheadConfig
-from embershard.pipeline.prefetch_depth import PrefetchDepth
+from embershard.pipeline.worker import PrefetchDepth
 from embershard.planning.simulate.pool_report import PoolReport, RowRange, ShardReport
 from embershard.planning.simulate.replay import replay_pool, replay_preferences
 from embershard.sharding.run_shape import ReplaySettings

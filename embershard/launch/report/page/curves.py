@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from embershard.distributed.sent_bytes import SentBytes
+from embershard.distributed.traffic import SentBytes
 from embershard.launch.quality_text import main_names, title_of
 from embershard.launch.report.page.runs import Run
 from embershard.launch.report.page.section import Figure, Section, look, new_figure, text

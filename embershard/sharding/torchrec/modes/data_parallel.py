@@ -27,9 +27,9 @@ from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, Sharded
 from torchrec.distributed.types import Awaitable, NoWait
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from embershard.cache.change_guard import CopiesGuard
 from embershard.cache.config import CacheConfig
-from embershard.cache.rows.node_share import CELLS_PER_RANK, Meetings, NodeShare
+from embershard.cache.guards import CopiesGuard
+from embershard.cache.rows.host_store import CELLS_PER_RANK, Meetings, NodeShare
 from embershard.distributed.node_memory import NodeMemory
 from embershard.distributed.ranks import Ranks
 from embershard.errors import ConfigError

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.optim.fused import FusedOptimizer
 
-from embershard.cache.change_guard import CopiesGuard
+from embershard.cache.guards import CopiesGuard
 from embershard.distributed.row_gradients import sum_rows
 from embershard.sharding.torchrec.modes.bags import Bags, DistinctIds
 from embershard.sharding.torchrec.slots import SlotTable

@@ -16,7 +16,7 @@ import collections, json, re
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from embershard.cache.gpu import batch_kernels, hash_kernels, known_kernels, victim_kernels
+from embershard.cache.gpu import key_map, next_use, slot_map, victim_kernels
 from embershard.cache.key_map import BUCKET, HASHES
 
 BOOLS = "first_hits marks".split()
@@ -28,7 +28,7 @@ INT64S = (
     "keys places use_stamps numbers slots order fill_keys fill_slots queue_slots worst queue_stamps queue_ranks "
     "offered ranks ascending victims kept pinned_ranks found cells tallies"
 ).split()
-CONSTANTS = {"BLOCK": 512, "FACTORS": HASHES, "BUCKET": BUCKET, "SPILL": hash_kernels.SPILL_CELLS}
+CONSTANTS = {"BLOCK": 512, "FACTORS": HASHES, "BUCKET": BUCKET, "SPILL": key_map.SPILL_CELLS}
 
 
 def type_of(name):
@@ -50,7 +50,7 @@ def ptx(kernel, **chosen):
 
 
 found = {}
-for module in (batch_kernels, hash_kernels, known_kernels, victim_kernels):
+for module in (slot_map, key_map, next_use, victim_kernels):
     for name, kernel in vars(module).items():
         if isinstance(kernel, triton.JITFunction) and "BLOCK" in kernel.arg_names and kernel.module == module.__name__:
             flags = [name for name in kernel.arg_names if name in ("USES", "SCORES", "LISTED")]

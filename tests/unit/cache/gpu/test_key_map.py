@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from embershard.cache.gpu import key_map
-from embershard.cache.gpu.hash_kernels import SPILL_CELLS
-from embershard.cache.gpu.key_map import PlacedArrayMap, PlacedHashedMap
+from embershard.cache.gpu.key_map import SPILL_CELLS, PlacedArrayMap, PlacedHashedMap
 from embershard.cache.key_map import ArrayKeyMap
 from embershard.errors import CacheError
 

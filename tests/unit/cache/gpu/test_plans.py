@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from embershard.cache import eviction, next_use
-from embershard.cache.gpu import choose, key_map, known_kernels, victim_queue
+from embershard.cache import eviction, next_use, planning_classes
+from embershard.cache.gpu import key_map, victim_queue
+from embershard.cache.gpu import next_use as known_kernels
 from embershard.cache.gpu.key_map import PlacedHashedMap
 from embershard.cache.gpu.planner import KernelPlanner
 from embershard.cache.gpu.victim_queue import KernelVictimQueue
@@ -30,7 +31,7 @@ class PlannedPool(Pool):
     ones."""
 
     def __init__(self, by_kernels: bool, expected: Sequence[dict[str, Any]] | None = None, **settings: Any) -> None:
-        with mock.patch.object(choose, "uses_kernels", return_value=by_kernels):
+        with mock.patch.object(planning_classes, "uses_kernels", return_value=by_kernels):
             super().__init__(**settings)
         assert isinstance(self.cache._planner, KernelPlanner) == by_kernels
         self.history: list[dict[str, Any]] = []

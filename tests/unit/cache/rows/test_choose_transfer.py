@@ -19,8 +19,7 @@ from embershard.cache.rows.choose_transfer import (
 from embershard.cache.rows.host_store import HostStore
 from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.cache.rows.page_lock import PageLock
-from embershard.cache.rows.staged_transfer import StagedTransfer
-from embershard.cache.rows.transfer import PlainTransfer, ScoresTransfer
+from embershard.cache.rows.transfer import PlainTransfer, ScoresTransfer, StagedTransfer
 from embershard.cache.rows.uva_transfer import UvaTransfer
 from embershard.errors import CacheError, ConfigError
 from tests.unit.cache.rows.test_page_lock import Locked

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
-from embershard.cache import HostStore
-from embershard.errors import ConfigError
+from embershard.cache.config import CachePolicy
+from embershard.cache.row_cache import RowCache
+from embershard.cache.rows.host_store import CELLS_PER_RANK, HostStore, Meetings, NodeShare
+from embershard.cache.rows.initial_weights import ShardWeights
+from embershard.cache.rows.transfer import PlainTransfer
+from embershard.cache.tickets import Ticket
+from embershard.errors import CacheError, ConfigError
 
 STATES = [("momentum", torch.Size([]), torch.float32), ("square", torch.Size([8]), torch.float32)]
 FP32, FP16 = torch.float32, torch.float16
@@ -127,3 +139,210 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"host_dir='.*file.sub' cannot be made"):
         HostStore([10], 4, FP32, [], "mmap", str(tmp_path / "file" / "sub"))
+
+
+RANKS, ROWS = 2, (20, 20)
+OWN = [[(0, 10), (0, 10)], [(10, 10), (10, 10)]]
+SLOTS, DISTANCES, STEPS = 12, range(1, 7), 30  # the batch in training, the next one, and one that is trained
+
+
+class Node:
+    """Memory of a machine, and its ranks."""
+
+    def __init__(self, timeout_seconds: float = 600.0) -> None:
+        self._tensors: dict[int, Tensor] = {}
+        cells = torch.zeros(RANKS, CELLS_PER_RANK, dtype=torch.int64)
+        self.meetings = [Meetings(cells, rank, timeout_seconds) for rank in range(RANKS)]
+
+    def share(self, rank: int) -> NodeShare:
+        numbers = iter(range(100))
+
+        def allocate(numel: int, dtype: torch.dtype) -> Tensor:
+            return self._tensors.setdefault(next(numbers), torch.zeros(numel, dtype=dtype))
+
+        return NodeShare(allocate, OWN[rank], self.meetings[rank], self.meetings[rank])
+
+    def host(self, rank: int) -> HostStore:
+        shards = [ShardWeights(f"t{t}", 7, 4, -0.5, 0.5, first) for t, (first, _) in enumerate(OWN[rank])]
+        states = [("momentum", torch.Size([]), torch.float32)]
+        return HostStore(ROWS, 4, torch.float32, states, initial=shards, share=self.share(rank))
+
+
+class Rank:
+    """A cache of one rank. Training a row adds 1 to its weights and 2 to its state. ``num_stale``: rows that were not
+    as often trained when they were looked up as this rank had trained them."""
+
+    def __init__(self, node: Node, rank: int) -> None:
+        self.host = node.host(rank)
+        payload = [torch.zeros(SLOTS + 1, 4), torch.zeros(SLOTS + 1)]
+        self.payload, self.counts, self.num_stale = payload, torch.zeros(sum(ROWS)), 0
+        self.cache = RowCache(
+            ["t0", "t1"], self.host, lambda _: payload, SLOTS, [0, 1], CachePolicy("lru"), torch.device("cpu"),
+            owner=f"rank {rank}",
+        )  # fmt: skip
+
+    def prepare(self, keys: list[int]) -> Ticket:
+        lengths = [sum(key < ROWS[0] for key in keys), sum(key >= ROWS[0] for key in keys)]
+        ticket = self.cache.prepare(torch.tensor(sorted(keys)), torch.tensor(lengths))
+        assert ticket is not None
+        return ticket
+
+    def train(self, keys: list[int], ticket: Ticket | None = None) -> None:
+        """One batch; all ranks call it with the same keys."""
+        rows, ticket = torch.tensor(sorted(keys)), ticket or self.prepare(keys)
+        self.cache.wait(ticket)
+        self.num_stale += int((self.payload[1][ticket.slots] != 2 * self.counts[rows]).sum())
+        self.counts[rows] += 1
+        self.cache.begin_update(ticket)
+        for tensor, step in zip(self.payload, (1.0, 2.0), strict=True):
+            tensor[ticket.slots] += step
+        self.cache.release(ticket)
+
+
+def on_all(run: Callable[[int], Any]) -> list[Any]:
+    """`run(rank)` in a thread per rank."""
+    with ThreadPoolExecutor(RANKS) as threads:
+        return list(threads.map(run, range(RANKS)))
+
+
+def batches(distance: int) -> list[list[int]]:
+    """Rows of both ranks and tables: a batch's rows are evicted by the third plan after it, and come back `distance`
+    plans later."""
+    groups = [[row, 10 + row, 20 + row, 30 + row] for row in range(3 + distance)]
+    return [groups[step % len(groups)] for step in range(STEPS)]
+
+
+def train_all(distance: int) -> list[Rank]:
+    """Two ranks after training and a flush: rank 0 prepares the next batch in a thread beside the training, rank 1
+    before it. As in a backward, no rank trains before all of them have looked their rows up."""
+    node, barrier = Node(), threading.Barrier(RANKS, timeout=600)
+    ranks, stream = [Rank(node, rank) for rank in range(RANKS)], batches(distance)
+
+    def run(rank: int, worker: ThreadPoolExecutor) -> None:
+        cache = ranks[rank].cache
+        tickets = [ranks[rank].prepare(keys) for keys in stream[:2]]
+        for keys, coming in zip(stream, stream[2:], strict=False):
+            cache.freeze_pins()
+            job = worker.submit(ranks[rank].prepare, coming)
+            if rank == 1:
+                tickets.append(job.result())
+            barrier.wait()
+            ranks[rank].train(keys, tickets.pop(0))
+            if rank == 0:
+                tickets.append(job.result())
+            cache.unfreeze_pins()
+        for keys, ticket in zip(stream[-2:], tickets, strict=True):
+            barrier.wait()
+            ranks[rank].train(keys, ticket)
+        cache.flush()
+
+    with ThreadPoolExecutor(RANKS) as workers:
+        on_all(lambda rank: run(rank, workers))
+    return ranks
+
+
+def slow_write_backs(seconds: float) -> Any:
+    """Rank 0's rows take long to reach the host tier."""
+    write_back = PlainTransfer.write_back
+
+    def late(self: PlainTransfer, slots: Tensor, keys: Tensor) -> None:
+        if bool((keys % 20 < 10).any()):
+            time.sleep(seconds)
+        write_back(self, slots, keys)
+
+    return mock.patch.object(PlainTransfer, "write_back", late)
+
+
+def expected_rows() -> Tensor:
+    weights = torch.empty(sum(ROWS), 4)
+    for t, (rows, first) in enumerate(zip(ROWS, (0, ROWS[0]), strict=True)):
+        ShardWeights(f"t{t}", 7, 4, -0.5, 0.5).write(weights[first : first + rows])
+    return weights
+
+
+@pytest.mark.parametrize("distance", DISTANCES)
+def test_a_row_comes_back_as_it_left(distance: int) -> None:
+    """Evicted by all ranks, written back late by its owner, filled again by all of them: nothing is lost."""
+    with slow_write_backs(0.003):
+        ranks = train_all(distance)
+    weights = expected_rows()
+    for row, count in enumerate(ranks[0].counts.int().tolist()):
+        for _ in range(count):
+            weights[row] += 1.0
+    for rank in ranks:
+        assert rank.num_stale == 0
+        assert torch.equal(rank.host.weights, weights)
+        assert torch.equal(rank.host.states["momentum"], 2 * rank.counts)
+        assert sum(stats.evictions for stats in rank.cache.stats()) > 4 * 20
+
+
+@pytest.mark.slow
+def test_without_meetings_rows_come_back_as_they_were() -> None:
+    """The test above can fail."""
+    with slow_write_backs(0.02), mock.patch.object(Meetings, "meet"):
+        stale = [rank.num_stale for distance in DISTANCES for rank in train_all(distance)]
+    assert sum(stale) > 0
+
+
+def test_only_the_owner_writes_a_row_back() -> None:
+    node = Node()
+    ranks = [Rank(node, rank) for rank in range(RANKS)]
+    on_all(lambda rank: ranks[rank].train([0, 12, 21, 35]))
+    ranks[0].cache.flush()
+    assert ranks[0].host.states["momentum"].nonzero().flatten().tolist() == [0, 21]
+    ranks[1].cache.flush()
+    assert ranks[0].host.states["momentum"].nonzero().flatten().tolist() == [0, 12, 21, 35]
+    assert [[stats.write_backs for stats in rank.cache.stats()] for rank in ranks] == [[1, 1], [1, 1]]
+
+
+def test_a_flush_on_one_rank_loses_nothing() -> None:
+    node, barrier = Node(), threading.Barrier(RANKS, timeout=600)
+    ranks = [Rank(node, rank) for rank in range(RANKS)]
+
+    def run(rank: int) -> None:
+        for number, keys in enumerate(batches(2)):
+            ticket = ranks[rank].prepare(keys)
+            barrier.wait()
+            ranks[rank].train(keys, ticket)
+            if number % 3 == rank:
+                ranks[rank].cache.flush()
+        ranks[rank].cache.flush()
+
+    on_all(run)
+    for rank in ranks:
+        assert rank.num_stale == 0
+        assert torch.equal(rank.host.states["momentum"], 2 * rank.counts)
+
+
+def test_views_of_the_own_rows() -> None:
+    node = Node()
+    hosts = [node.host(rank) for rank in range(RANKS)]
+    whole = expected_rows()
+    for rank, host in enumerate(hosts):
+        for table, (first, count) in enumerate(OWN[rank]):
+            start = host.row_offsets[table] + first
+            assert torch.equal(host.table_weights()[table], whole[start : start + count])
+            assert host.table_states()[table][0].shape == (count,)
+        assert host.host_bytes == sum(count for _, count in OWN[rank]) * host.row_bytes
+    is_own = hosts[0].is_own(torch.tensor([0, 9, 10, 19, 20, 29, 30, 39]))
+    assert is_own is not None
+    assert is_own.tolist() == [True, True, False, False] * 2
+
+
+def test_different_plans_are_noticed() -> None:
+    node = Node()
+    ranks = [Rank(node, rank) for rank in range(RANKS)]
+
+    def run(rank: int) -> str:
+        with pytest.raises(CacheError) as error:
+            ranks[rank].train([rank, 12, 21, 35])
+        return str(error.value)
+
+    for message in on_all(run):
+        assert "planned batch 1 differently" in message
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    ranks = Node(timeout_seconds=0.1).meetings
+    with pytest.raises(CacheError, match=r"rank 1 did not come to meeting 1 within 0 s"):
+        ranks[0].meet("tables t0, t1")

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from embershard.cache.rows.staged_transfer import StagedTransfer
-from embershard.cache.rows.transfer import PlainTransfer, Transfer
+from embershard.cache.rows.transfer import PlainTransfer, StagedTransfer, Transfer
 from embershard.cache.rows.uva_transfer import UvaTransfer
 
 IMPLEMENTATIONS: dict[str, Callable[[list[Tensor], list[Tensor]], Transfer]] = {

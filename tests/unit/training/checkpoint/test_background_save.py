@@ -67,7 +67,7 @@ def test_a_save_that_ended_leaves_nothing_in_memory(ranks, tmp_path, monkeypatch
         raise OSError(28, "full")
 
     if fails:
-        monkeypatch.setattr("embershard.distributed.checkpoint.digesting_files._DigestedFile.write", full)
+        monkeypatch.setattr("embershard.distributed.checkpoint.digests._DigestedFile.write", full)
     gc.collect()
     gc.disable()
     try:

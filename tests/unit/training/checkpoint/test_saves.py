@@ -173,9 +173,7 @@ def test_a_save_makes_no_row_in_host_memory(ranks, tmp_path):
 def test_failures_are_reported_and_training_goes_on_if_asked(ranks, tmp_path):
     config = config_of(tmp_path)
     whole = losses(run(config, ranks, tmp_path / "a"))
-    full = mock.patch(
-        "embershard.distributed.checkpoint.digesting_files._DigestedFile.write", side_effect=OSError(28, "full")
-    )
+    full = mock.patch("embershard.distributed.checkpoint.digests._DigestedFile.write", side_effect=OSError(28, "full"))
     with full, pytest.raises(FailedSaveError, match=r"step 6 could not be saved .*\(rank 0: full\)"):
         run(config, ranks, tmp_path / "b")
     assert complete_checkpoints(tmp_path / "b") == []

@@ -8,7 +8,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.errors import CacheError
-from embershard.pipeline.announced import Announced
+from embershard.pipeline.module_input import Announced
 
 PARTS = ["ids", "lengths", "weights"]
 

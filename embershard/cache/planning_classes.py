@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import torch
 
-from embershard.cache.gpu.launch import uses_kernels
 from embershard.cache.next_use import NextUseIndex
 from embershard.cache.planner import CachePlanner, Planner
 from embershard.cache.slot_map import SlotMap
 from embershard.cache.slot_state import SlotState
+
+HAS_TRITON = find_spec("triton") is not None
+
+
+def uses_kernels(device: torch.device) -> bool:
+    """Return True if caches on `device` plan by kernels. Without Triton, torch's operations do the same work."""
+    return device.type == "cuda" and HAS_TRITON
 
 
 def planning_classes(

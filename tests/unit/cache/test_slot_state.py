@@ -12,7 +12,7 @@ from torch import Tensor
 
 from embershard.cache import HostStore, RowCache
 from embershard.cache.config import CachePolicy
-from embershard.cache.contents import CacheContents
+from embershard.cache.slot_state import CacheContents
 
 CPU = torch.device("cpu")
 

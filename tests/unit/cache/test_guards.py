@@ -8,9 +8,8 @@ import threading
 import pytest
 import torch
 
-from embershard.cache.change_guard import ChangeGuard, CopiesGuard
+from embershard.cache.guards import ChangeGuard, CopiesGuard, UpdateGate
 from embershard.cache.tickets import Ticket
-from embershard.cache.update_gate import UpdateGate
 from embershard.errors import CacheError
 
 
@@ -107,7 +106,7 @@ def test_copies_wait_for_an_update_and_an_update_for_copies() -> None:
 
 
 def test_an_update_that_failed_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("embershard.cache.update_gate._MOST_SECONDS", 0.05)
+    monkeypatch.setattr("embershard.cache.guards._MOST_SECONDS", 0.05)
     gate, updating = UpdateGate("pool"), ticket()
     gate.begin(updating)  # and raised
     with gate.lock:

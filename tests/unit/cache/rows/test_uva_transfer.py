@@ -25,7 +25,7 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from embershard.cache.rows.row_kernels import _copy_rows, block_shape
+from embershard.cache.rows.uva_transfer import _copy_rows, block_shape
 
 
 def ptx(kernel, signature, constants, aligned):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from embershard.distributed import process_group
-from embershard.distributed.one_core import keep_gloo_to_one_core
+from embershard.distributed.ranks import keep_gloo_to_one_core
 
 LARGE = 1 << 18  # elements; torch copies 32,768 in parallel
 
