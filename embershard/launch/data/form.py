@@ -36,8 +36,8 @@ def columns_of_files(
         DataError: there is no such file, or one is empty.
         ConfigError: an argument cannot be used.
     """
+    from embershard.data.config import TableConfig
     from embershard.data.sources.input_file import files_at
-    from embershard.data.sources.table.config import TableConfig
     from embershard.data.sources.table.whole_columns import WholeColumns
 
     given = names if is_joined else arguments.columns

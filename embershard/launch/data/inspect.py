@@ -8,7 +8,7 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embershard.data.sources.table.config import TableFeature
+from embershard.data.config import TableFeature
 from embershard.decoding import toml, toml_key
 from embershard.errors import ConfigError, DataError
 from embershard.launch.arguments import check_new_output, help_parts

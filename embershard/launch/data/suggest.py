@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from pyarrow import types
 
-from embershard.data.sources.table.config import TIME_ROWS
+from embershard.data.config import TIME_ROWS
 from embershard.data.sources.table.decode import MOST_BYTES
 from embershard.data.sources.table.raw import is_list, is_text, is_time
 from embershard.data.sources.table.survey import SECONDS_PER_DAY, ColumnSurvey, DistinctCount, Numbers

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from embershard.data import DataConfig, Target, open_source
 from embershard.data.block import Block
-from embershard.data.order.reader import SampleReader
+from embershard.data.order.stream import SampleReader
 from embershard.launch.export.serving_model import Model, Table, table_names
 from embershard.launch.export.tables import KeptRows
 from embershard.training.quality.metrics import Predicted, judge

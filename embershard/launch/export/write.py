@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from embershard.data.serving_inputs import serving_inputs
-from embershard.data.sources.kinds import schema_of
+from embershard.data.sources.kinds import schema_of, serving_inputs
 from embershard.distributed import process_group
 from embershard.distributed.checkpoint.rows import saved_rows
 from embershard.errors import naming_file

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from embershard.data.sources.check import check_data
+from embershard.data.sources.input_file import check_data
 from embershard.decoding import to_toml
 from embershard.launch.arguments import (
     NEWEST,

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Literal
 
 from embershard.data import BatchStream
-from embershard.data.bad_rows import BadRow, BadRowTally
+from embershard.data.block import BadRow, BadRowTally
 from embershard.data.sources.source import Split
 from embershard.distributed import Ranks
 from embershard.errors import DataError
