@@ -49,7 +49,7 @@ from embershard import (
 )
 from embershard.cache.rows.choose_transfer import WhenLocked
 from embershard.data import Batch
-from embershard.data.sources.popularity import CRITEO_KAGGLE
+from embershard.data.sources.synthetic import CRITEO_KAGGLE
 from embershard.sharding.torchrec import StockEmbeddingBagCollectionSharder, cached_embeddings
 from embershard.sharding.torchrec.spec import CACHED_KERNEL
 

@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 
 from benchmarks.common import machine, make_parser, report
 from embershard.data import SyntheticConfig
-from embershard.data.sources.popularity import CRITEO_KAGGLE
-from embershard.data.sources.synthetic import SyntheticTable
+from embershard.data.sources.synthetic import CRITEO_KAGGLE, SyntheticTable
 from embershard.frequency import CountHistogram, StackDistances, is_followed, row_hashes
 from embershard.frequency.stack_distances import exact, from_followed
 

@@ -8,25 +8,39 @@ from embershard.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from embershard.data.batch import Batch
-    from embershard.data.config import AvazuConfig, CriteoConfig, DataConfig, ParquetConfig, SyntheticConfig
+    from embershard.data.config import (
+        AvazuConfig,
+        CriteoConfig,
+        DataConfig,
+        ParquetConfig,
+        SyntheticConfig,
+        TableConfig,
+        TableFeature,
+    )
     from embershard.data.order.stream import BatchStream, StreamState
-    from embershard.data.sample_writer import write_samples
     from embershard.data.schema import Schema, SparseFeature, Target
     from embershard.data.sources.kinds import kind_of_files, open_source, schema_of
     from embershard.data.sources.source import Source
-    from embershard.data.sources.table.config import TableConfig, TableFeature
+    from embershard.data.sources.table.parquet_files import write_samples
 else:
     __getattr__ = lazy_names(
         __name__,
         {
             "batch": ["Batch"],
-            "config": ["AvazuConfig", "CriteoConfig", "DataConfig", "ParquetConfig", "SyntheticConfig"],
+            "config": [
+                "AvazuConfig",
+                "CriteoConfig",
+                "DataConfig",
+                "ParquetConfig",
+                "SyntheticConfig",
+                "TableConfig",
+                "TableFeature",
+            ],
             "sources.kinds": ["kind_of_files", "open_source", "schema_of"],
             "schema": ["Schema", "SparseFeature", "Target"],
             "sources.source": ["Source"],
             "order.stream": ["BatchStream", "StreamState"],
-            "sources.table.config": ["TableConfig", "TableFeature"],
-            "sample_writer": ["write_samples"],
+            "sources.table.parquet_files": ["write_samples"],
         },
     )
 

@@ -7,18 +7,34 @@ from typing import TYPE_CHECKING
 from embershard.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from embershard.frequency.hot_rows import HotRows
-    from embershard.frequency.profile import FrequencyProfile
-    from embershard.frequency.statistics import CountHistogram, DataStatistics, Drift, StackDistances, TableStatistics
-    from embershard.frequency.trace import SampledTrace, TableTrace, is_followed, row_hashes
+    from embershard.frequency.profile import FrequencyProfile, HotRows
+    from embershard.frequency.statistics import (
+        CountHistogram,
+        DataStatistics,
+        Drift,
+        SampledTrace,
+        StackDistances,
+        TableStatistics,
+        TableTrace,
+        is_followed,
+        row_hashes,
+    )
 else:
     __getattr__ = lazy_names(
         __name__,
         {
-            "hot_rows": ["HotRows"],
-            "profile": ["FrequencyProfile"],
-            "statistics": ["CountHistogram", "DataStatistics", "Drift", "StackDistances", "TableStatistics"],
-            "trace": ["SampledTrace", "TableTrace", "is_followed", "row_hashes"],
+            "profile": ["FrequencyProfile", "HotRows"],
+            "statistics": [
+                "CountHistogram",
+                "DataStatistics",
+                "Drift",
+                "SampledTrace",
+                "StackDistances",
+                "TableStatistics",
+                "TableTrace",
+                "is_followed",
+                "row_hashes",
+            ],
         },
     )
 

@@ -13,9 +13,8 @@ from embershard.errors import IdOutOfRangeError
 from embershard.frequency.compare import measure_drift
 from embershard.frequency.counts import RowCounter, RowCounts, bound_memory, sum_counts
 from embershard.frequency.downsampling import Following, TraceBuilder
-from embershard.frequency.statistics import DataStatistics, TableStatistics
+from embershard.frequency.statistics import DataStatistics, Ints, SampledTrace, TableStatistics, TableTrace
 from embershard.frequency.summary import padded_sum, summarize_table
-from embershard.frequency.trace import Ints, SampledTrace, TableTrace
 
 #: Numbers of consecutive samples in which distinct rows are counted.
 WINDOWS = (256, 1024, 4096, 16384, 65536)

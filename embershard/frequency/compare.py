@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from embershard.frequency.counts import RowCounts
 from embershard.frequency.curves import pooled
-from embershard.frequency.statistics import CountHistogram, Drift
-from embershard.frequency.trace import SampledTrace
+from embershard.frequency.statistics import CountHistogram, Drift, SampledTrace
 
 MAX_PARTS = 8
 #: Fewer lookups than this make a part's most frequent rows a matter of chance.
@@ -20,7 +19,7 @@ MIN_LOOKUPS = 1000
 
 
 @dataclass(frozen=True)
-class TableComparison:
+class ProfileComparison:
     """One table in two profiles, A and B. Shares are 0..1, of lookups unless said.
 
     Attributes:
@@ -42,11 +41,11 @@ class TableComparison:
     lookups: int
 
 
-def compare_table(table: str, num_top: int, a: RowCounts, b: RowCounts) -> TableComparison:
+def compare_table(table: str, num_top: int, a: RowCounts, b: RowCounts) -> ProfileComparison:
     """Compare the counts A and B of a table."""
     top_a, top_b = a.top(num_top), b.top(num_top)
     lookups = max(b.num_lookups, 1)
-    return TableComparison(
+    return ProfileComparison(
         table=table,
         num_top=num_top,
         overlap=len(np.intersect1d(top_a, top_b, assume_unique=True)) / max(len(top_a), 1),

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embershard.frequency.statistics import CountHistogram
-from embershard.frequency.trace import Ints
+from embershard.frequency.statistics import CountHistogram, Ints
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embershard.frequency.counts import RowCounts, sum_counts
-from embershard.frequency.trace import Ints, SampledTrace, TableTrace, is_followed, row_hashes
+from embershard.frequency.statistics import Ints, SampledTrace, TableTrace, is_followed, row_hashes
 
 #: A row with so many lookups per sample is in about every batch.
 CONSTANT_HITS_PER_SAMPLE = 1 / 512

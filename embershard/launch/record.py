@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from embershard.data.bad_rows import BadRow
+from embershard.data.block import BadRow
 from embershard.decoding import to_toml
 from embershard.errors import naming_file
 from embershard.launch.config import METRICS, RUN_CONFIG

@@ -24,7 +24,7 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from embershard.data import Batch, Schema, Source
 from embershard.data.block import Block
-from embershard.data.order.reader import SampleReader
+from embershard.data.order.stream import SampleReader
 from embershard.distributed import Ranks
 from embershard.errors import ConfigError, ShardingError
 from embershard.frequency import FrequencyProfile

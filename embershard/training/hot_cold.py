@@ -14,7 +14,7 @@ import torch
 
 from embershard.data import BatchStream, Source
 from embershard.data.order.hot_samples import Bits, HotRowsFilter, HotSamples
-from embershard.data.order.reader import SampleReader
+from embershard.data.order.stream import SampleReader
 from embershard.distributed import Ranks
 from embershard.errors import ConfigError, DataError
 from embershard.frequency import FrequencyProfile, HotRows

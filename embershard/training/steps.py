@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from embershard.data import Batch, BatchStream, Source, StreamState
-from embershard.data.bad_rows import BadRow, BadRowTally
+from embershard.data.block import BadRow, BadRowTally
 from embershard.data.sources.source import Split
 from embershard.distributed import Ranks, shortest
 from embershard.errors import DataError

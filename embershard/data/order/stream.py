@@ -4,25 +4,78 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from embershard.data.bad_rows import BadRow, BadRowTally
 from embershard.data.batch import Batch
+from embershard.data.block import BadRow, BadRowTally, Block, empty_block
 from embershard.data.config import DataConfig
-from embershard.data.order.hot_samples import HotSamples
-from embershard.data.order.packed_batches import Ranges, batches_of_epoch, part_of
-from embershard.data.order.reader import SampleReader
-from embershard.data.order.segments import PackedState, SegmentSchedule
+from embershard.data.order.hot_samples import HotChunks, HotSamples, PackedOrder
+from embershard.data.order.order import EpochOrder
+from embershard.data.order.segments import PackedState, Ranges, SegmentSchedule, batches_of_epoch, part_of
 from embershard.data.schema import Schema
-from embershard.data.sources.source import Source, Split
+from embershard.data.sources.source import RecentlyUsed, Source, Split
 from embershard.errors import ConfigError, DataError
 from embershard.stages import is_stage
+
+
+class SampleReader:
+    """Reads samples by their positions in the order of an epoch; several threads may.
+
+    Args:
+        hot: the hot samples, which come first then; None: the plain order.
+
+    >>> from embershard.data import open_source
+    >>> config = DataConfig()
+    >>> reader = SampleReader(open_source(config), "train", config)
+    >>> reader.read(0, [(10, 14)]).num_samples
+    4
+    """
+
+    def __init__(self, source: Source, split: Split, config: DataConfig, hot: HotSamples | None = None) -> None:
+        self._source, self._split, self._config = source, split, config
+        self._hot = None if hot is None else HotChunks(hot, source.chunks(split))
+        self._orders = RecentlyUsed(self._make_order, capacity=2)
+
+    def read(self, epoch: int, ranges: Sequence[tuple[int, int]]) -> Block:
+        """Return the samples at the positions of these ranges [start, stop)."""
+        order = self._orders.get(epoch)
+        parts = [part for start, stop in ranges for part in order.locate(start, stop)]
+        blocks = [self._source.read(self._split, chunk, rows) for chunk, rows in parts]
+        return Block.join(blocks) if blocks else empty_block(self._source.schema)
+
+    @property
+    def num_hot(self) -> int:
+        """Hot samples of an epoch; 0 in the plain order."""
+        return 0 if self._hot is None else int(self._hot.num_hot.sum())
+
+    def hot_among_first(self, epoch: int, count: int) -> int:
+        """Return how many of the first `count` samples of an epoch's plain order are hot; 0 without hot samples."""
+        order = self._orders.get(epoch)
+        return order.hot_among_first(count) if isinstance(order, PackedOrder) else 0
+
+    def blocks(self, stop: int, size: int, start: int = 0) -> Iterator[Block]:
+        """Yield the samples [start, stop) of epoch 0, in order, in blocks of `size`; threads read ahead."""
+        num_threads = max(1, self._config.num_workers)
+        with ThreadPoolExecutor(num_threads, "embershard-data") as pool:
+            ahead: deque[Future[Block]] = deque()
+            for first in range(start, stop, size):
+                ahead.append(pool.submit(self.read, 0, [(first, min(first + size, stop))]))
+                if len(ahead) > num_threads:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+
+    def _make_order(self, epoch: int) -> EpochOrder | PackedOrder:
+        config, chunks = self._config, self._source.chunks(self._split)
+        shuffle = config.shuffle and self._split == "train"
+        order = EpochOrder(chunks, seed=config.seed, epoch=epoch, shuffle=shuffle, window=config.shuffle_window)
+        return order if self._hot is None else PackedOrder(order, self._hot)
 
 
 @dataclass(frozen=True)
@@ -49,7 +102,7 @@ _Read = tuple[Batch, tuple[BadRow, ...]]
 
 
 @dataclass(frozen=True)
-class _Step:
+class _GlobalBatch:
     """One global batch: the position behind it, and the ranges of positions that this rank takes."""
 
     behind: StreamState
@@ -128,7 +181,7 @@ class BatchStream:
         device = torch.cuda.current_device() if pin_memory else None
         self._reader = _BatchReader(samples, source.schema, device)
         self._depth = config.prefetch_batches if config.num_workers else 1
-        self._ahead: deque[tuple[_Step, Callable[[], _Read]]] = deque()
+        self._ahead: deque[tuple[_GlobalBatch, Callable[[], _Read]]] = deque()
         self._pool = None
         if config.num_workers:
             # Without it, pinning in a thread would make a context on GPU 0 for every rank.
@@ -201,7 +254,7 @@ class BatchStream:
         self.bad_rows.add(sum(stop - start for start, stop in step.ranges), bad)
         return batch
 
-    def _begin(self, step: _Step) -> Callable[[], _Read]:
+    def _begin(self, step: _GlobalBatch) -> Callable[[], _Read]:
         """Read a batch in a thread, or, without threads, when it is asked for."""
         if self._pool is None:
             return partial(self._reader.read, step)
@@ -237,7 +290,7 @@ class BatchStream:
                 "use a smaller batch size or more data"
             )
 
-    def _plan(self, state: StreamState) -> Iterator[_Step]:
+    def _plan(self, state: StreamState) -> Iterator[_GlobalBatch]:
         epoch, start = state.epoch, state.global_sample
         size, total = self._global_size, self.num_samples
         first = self._rank * self._batch_size
@@ -245,7 +298,7 @@ class BatchStream:
         while self._epochs is None or epoch < self._epochs:
             while start < limit:
                 begin, end = min(start + first, total), min(start + first + self._batch_size, total)
-                yield _Step(StreamState(epoch, min(start + size, total), self._seed), ((begin, end),))
+                yield _GlobalBatch(StreamState(epoch, min(start + size, total), self._seed), ((begin, end),))
                 start += size
             epoch, start = epoch + 1, 0
 
@@ -258,14 +311,14 @@ class BatchStream:
         same_batches = packed.global_batch == self._global_size
         return packed if same_batches else PackedState(digest, self._global_size, packed.hot_samples)
 
-    def _plan_packed(self, schedule: SegmentSchedule, packed: PackedState, num_hot: int) -> Iterator[_Step]:
+    def _plan_packed(self, schedule: SegmentSchedule, packed: PackedState, num_hot: int) -> Iterator[_GlobalBatch]:
         epoch, start = self._state.epoch, self._state.global_sample
         first = self._rank * self._batch_size
         while self._epochs is None or epoch < self._epochs:
             for batch in batches_of_epoch(schedule, self.num_samples, num_hot, start, packed):
                 ranges = part_of(batch.ranges, first, first + self._batch_size)
                 behind = StreamState(epoch, batch.stop, self._seed, batch.state)
-                yield _Step(behind, ranges, batch.kind == "hot")
+                yield _GlobalBatch(behind, ranges, batch.kind == "hot")
             schedule.begin_epoch()
             epoch, start, packed = epoch + 1, 0, PackedState(packed.digest, self._global_size)
 
@@ -276,7 +329,7 @@ class _BatchReader:
     def __init__(self, samples: SampleReader, schema: Schema, device: int | None) -> None:
         self._samples, self._schema, self._device = samples, schema, device
 
-    def read(self, step: _Step) -> _Read:
+    def read(self, step: _GlobalBatch) -> _Read:
         block = self._samples.read(step.behind.epoch, step.ranges)
         batch = replace(block.to_batch(self._schema), is_hot=step.is_hot)
         return batch if self._device is None else batch.pin_memory(), block.bad

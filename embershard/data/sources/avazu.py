@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from embershard.data.config import DataConfig
 from embershard.data.hashing import Ids, map_ids, text_keys
 from embershard.data.schema import Schema, SparseFeature, Target
-from embershard.data.sources.lines import LineFormat, LineSource, joined_cells
+from embershard.data.sources.text import LineFormat, LineSource, joined_cells
 
 HASHED = (
     *("C1", "banner_pos", "site_id", "site_domain", "site_category", "app_id", "app_domain", "app_category"),
@@ -39,7 +39,7 @@ class AvazuSource(LineSource):
 
     def __init__(self, config: DataConfig) -> None:
         self._num_rows = np.array(config.avazu.rows_per_table)[:, None]
-        super().__init__(config, self.schema_of(config), config.avazu.files, _FORMAT)
+        super().__init__(config, self.schema_of(config), _FORMAT)
 
     @staticmethod
     def schema_of(config: DataConfig) -> Schema:

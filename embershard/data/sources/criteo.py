@@ -13,7 +13,7 @@ from embershard.data.block import transform_dense
 from embershard.data.config import NUM_CRITEO_DENSE, NUM_CRITEO_SPARSE, DataConfig
 from embershard.data.hashing import Ids, map_ids
 from embershard.data.schema import Schema, SparseFeature
-from embershard.data.sources.lines import LineFormat, LineSource, joined_cells
+from embershard.data.sources.text import LineFormat, LineSource, joined_cells
 
 DENSE = tuple(f"I{i + 1}" for i in range(NUM_CRITEO_DENSE))
 SPARSE = tuple(f"C{i + 1}" for i in range(NUM_CRITEO_SPARSE))
@@ -32,7 +32,7 @@ class CriteoSource(LineSource):
 
     def __init__(self, config: DataConfig) -> None:
         self._config = config.criteo
-        super().__init__(config, self.schema_of(config), config.criteo.files, _FORMAT)
+        super().__init__(config, self.schema_of(config), _FORMAT)
 
     @staticmethod
     def schema_of(config: DataConfig) -> Schema:

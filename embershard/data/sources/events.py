@@ -20,9 +20,8 @@ import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from embershard.data.config_checks import need_at_least
 from embershard.data.hashing import Ids, make_key, mix64, random_words, unit_floats
-from embershard.errors import DataError, naming_file
+from embershard.errors import ConfigError, DataError, naming_file
 
 BEHAVIOURS = ("pv", "buy", "cart", "fav")
 SPARSE = ("user", "item", "category", "hist_item", "hist_category", "hist_behaviour")
@@ -297,3 +296,10 @@ class _Writer:
     def __exit__(self, *error: object) -> None:
         with naming_file(self._path):
             self._writer.close()
+
+
+def need_at_least(owner: object, **least: int) -> None:
+    """Raise `ConfigError` where a field of options, which no file has, is less than the number of its name."""
+    for name, lowest in least.items():
+        if getattr(owner, name) < lowest:
+            raise ConfigError(f"{name}: got {getattr(owner, name)}, needed at least {lowest}.")

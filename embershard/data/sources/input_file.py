@@ -1,18 +1,23 @@
-"""`InputFile`: a file of samples that must not change while a run reads it; and the files at a path."""
+"""The files of samples: `InputFile`, which must not change while a run reads it; those of a config, checked."""
 
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import logging
 import os
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from embershard.errors import DataError, os_problem
+from embershard.data.config import DataConfig
+from embershard.errors import ConfigError, DataError, os_problem
 
 _GZIP_MAGIC = b"\x1f\x8b"
+_NUM_SAMPLED = 16
+_SAMPLED_BYTES = 1 << 14
 _log = logging.getLogger(__name__)
 
 
@@ -115,3 +120,81 @@ def files_at(path: str, patterns: tuple[str, ...], kind: str) -> list[InputFile]
         if skipped:
             _log.info("%s: not read, as no pattern of data.%s.files matches: %s", root, kind, ", ".join(skipped))
     return [InputFile.at(file) for file in files]
+
+
+def need_path(config: DataConfig) -> None:
+    """Raise `ConfigError` where a source that reads files has no path."""
+    if config.kind != "synthetic" and config.path is None:
+        raise ConfigError(f'data.kind = "{config.kind}" needs data.path: a file, or a folder of files')
+
+
+def files_of(config: DataConfig) -> tuple[list[InputFile], list[InputFile]]:
+    """Return the files of `data.path` and those of `data.eval_path`, each in the order of reading.
+
+    Raises:
+        DataError: there is nothing at a path, no file of a folder matches, or a file is empty or cannot be read.
+    """
+    pairs = (config.path, config.eval_path)
+    found = [[] if path is None else files_at(path, config.file_patterns, config.kind) for path in pairs]
+    return found[0], found[1]
+
+
+def list_files(config: DataConfig) -> tuple[list[InputFile], list[float]]:
+    """Return all data files of a config, and the share of each that is held out, at its end; see `files_of`."""
+    files, held_out = files_of(config)
+    share = config.eval_fraction if config.eval_path is None else 0.0
+    return files + held_out, [share] * len(files) + [1.0] * len(held_out)
+
+
+def check_data(config: DataConfig) -> None:
+    """Check, in a second and without torch, that the files are there; of "parquet" and "table" that every column is,
+    with a type and, in the first rows, values that its feature takes.
+
+    Raises:
+        ConfigError: a setting that this kind of data needs is missing.
+        DataError: a file is missing, empty or damaged, a column is missing or of another type, or a value does not fit.
+    """
+    need_path(config)
+    files, _ = list_files(config)
+    if config.kind in ("parquet", "table"):
+        from embershard.data.sources.table.source import check_table  # it loads pyarrow
+
+        check_table(config, files)
+
+
+class FileIdentity(NamedTuple):
+    """A file's name in its folder, its size, and a checksum of blocks of it."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, path: Path) -> FileIdentity:
+        """Read 16 blocks of 16 KiB, evenly spaced, the first and the last ones of the file among them; a file of up to
+        256 KiB whole.
+
+        >>> path = Path("day_0")
+        >>> size = path.write_bytes(b"0\\t1\\n" * 3)
+        >>> FileIdentity.of(path)[:2]
+        ('day_0', 12)
+        """
+        size, digest = path.stat().st_size, hashlib.sha256()
+        with path.open("rb") as file:
+            for number in range(_NUM_SAMPLED):
+                file.seek(max(number * _SAMPLED_BYTES, (size - _SAMPLED_BYTES) * number // (_NUM_SAMPLED - 1)))
+                digest.update(file.read(_SAMPLED_BYTES))
+        return cls(path.name, size, digest.hexdigest())
+
+
+def identify_files(config: DataConfig) -> dict[str, list[FileIdentity]]:
+    """Return the files of `data.path` and of `data.eval_path` as `files` and `eval_files`, in the order of reading.
+
+    >>> identify_files(DataConfig())
+    {'files': [], 'eval_files': []}
+
+    Raises:
+        DataError: there is nothing at a path, no file of a folder matches, or a file is empty.
+    """
+    files, held_out = ([FileIdentity.of(file.path) for file in files] for files in files_of(config))
+    return {"files": files, "eval_files": held_out}

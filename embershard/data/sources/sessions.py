@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from embershard.data.config_checks import need_at_least
 from embershard.data.hashing import Ids, make_key, mix64, random_words, unit_floats
-from embershard.data.sources.events import BEHAVIOURS
+from embershard.data.sources.events import BEHAVIOURS, need_at_least
 from embershard.errors import ConfigError
 
 _FAVOURITES = 3

@@ -11,12 +11,10 @@ from typing import Generic, Literal, Protocol, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from embershard.data.bad_rows import ParsedChunk
-from embershard.data.block import Block, Ids
-from embershard.data.config import DataConfig
+from embershard.data.block import Block, ParsedChunk
+from embershard.data.hashing import Ids
 from embershard.data.order.order import ChunkTable
 from embershard.data.schema import Schema
-from embershard.data.sources.input_file import InputFile, files_at
 
 Split = Literal["train", "eval"]
 K = TypeVar("K", bound=Hashable)
@@ -96,20 +94,6 @@ class FileSource(ABC):
             bad = parsed.bad[min(parsed.bad)]
             raise bad.error(str(bad))
         return parsed
-
-
-def list_files(config: DataConfig, patterns: tuple[str, ...]) -> tuple[list[InputFile], list[float]]:
-    """Return the data files of a config, and the share of each that is held out, at its end.
-
-    Raises:
-        DataError: there is nothing at a path, no file of a folder matches, or a file is empty or cannot be read.
-    """
-    assert config.path is not None
-    paths = files_at(config.path, patterns, config.kind)
-    if config.eval_path is None:
-        return paths, [config.eval_fraction] * len(paths)
-    held_out = files_at(config.eval_path, patterns, config.kind)
-    return paths + held_out, [0.0] * len(paths) + [1.0] * len(held_out)
 
 
 class SplitChunks:

@@ -14,7 +14,7 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embershard.data.sources.table.config import TableFeature
+from embershard.data.config import TableFeature
 from embershard.decoding import toml, toml_key
 from embershard.errors import ConfigError, DataError
 from embershard.launch.arguments import check_new_output, help_parts, positive
@@ -421,8 +421,8 @@ def columns_of_files(
         DataError: there is no such file, or one is empty.
         ConfigError: an argument cannot be used.
     """
+    from embershard.data.config import TableConfig
     from embershard.data.sources.input_file import files_at
-    from embershard.data.sources.table.config import TableConfig
     from embershard.data.sources.table.whole_columns import WholeColumns
 
     given = names if is_joined else arguments.columns

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embershard.data import Schema
-from embershard.data.bad_rows import BadRow, ParsedChunk
+from embershard.data.block import BadRow, ParsedChunk
 from embershard.data.sources.source import FileSource
 from embershard.errors import DataError
 

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from embershard.data import DataConfig, Target, open_source
 from embershard.data.block import Block
-from embershard.data.order.reader import SampleReader
-from embershard.data.serving_inputs import serving_inputs
-from embershard.data.sources.kinds import schema_of
+from embershard.data.order.stream import SampleReader
+from embershard.data.sources.kinds import schema_of, serving_inputs
 from embershard.distributed import process_group
 from embershard.distributed.checkpoint.load import saved_rows
 from embershard.errors import naming_file

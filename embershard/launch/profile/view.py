@@ -12,7 +12,7 @@ from rich.table import Table
 
 from embershard.errors import DataError, naming_file
 from embershard.frequency import CountHistogram, DataStatistics, StackDistances, TableStatistics
-from embershard.frequency.compare import TableComparison
+from embershard.frequency.compare import ProfileComparison
 from embershard.frequency.curves import distinct_rows, pooled, static_curve, unseen_share
 from embershard.frequency.downsampling import downsampled
 from embershard.launch.screen import make_table
@@ -65,7 +65,7 @@ def sentences(statistics: DataStatistics, together: StackDistances | None) -> li
     return [*lines, f"Counted: {statistics.origin}."]
 
 
-def comparison_table(found: Sequence[TableComparison], top: int) -> Table:
+def comparison_table(found: Sequence[ProfileComparison], top: int) -> Table:
     """Return a line for each of the `top` tables with most lookups."""
     hits = ("hit rate of\nA's rows", "of B's\nrows", "lookups of rows\nnew in B")
     title = "The most frequent rows of A, on the lookups of B"
@@ -79,7 +79,7 @@ def comparison_table(found: Sequence[TableComparison], top: int) -> Table:
     return table
 
 
-def comparison_sentence(found: Sequence[TableComparison]) -> str:
+def comparison_sentence(found: Sequence[ProfileComparison]) -> str:
     """Return the hit rates over all tables, in words."""
     lookups = [max(each.lookups, 0) for each in found]
     if not sum(lookups):

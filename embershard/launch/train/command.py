@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from embershard.data.sources.check import check_data
+from embershard.data.sources.input_file import check_data
 from embershard.decoding import to_toml
 from embershard.launch.arguments import (
     NEWEST,

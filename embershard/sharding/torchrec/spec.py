@@ -17,7 +17,7 @@ from embershard.cache.key_map import map_kind
 from embershard.errors import ConfigError, ShardingError
 from embershard.frequency.counts import RowCounts
 from embershard.frequency.profile import FrequencyProfile
-from embershard.frequency.trace import Ints
+from embershard.frequency.statistics import Ints
 from embershard.sharding.memory_model import PoolMemory, cache_memory, slots_without_plan
 
 if TYPE_CHECKING:

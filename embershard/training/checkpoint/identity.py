@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from embershard.data import Schema
 from embershard.data.config import DataKind
-from embershard.data.sources.fingerprint import FileIdentity, identify_files
+from embershard.data.sources.input_file import FileIdentity, identify_files
 from embershard.decoding import toml
 from embershard.errors import ConfigError
 from embershard.models import model_tables, table_name

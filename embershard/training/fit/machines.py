@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from embershard.data.sources.fingerprint import FileIdentity, identify_files
+from embershard.data.sources.input_file import FileIdentity, identify_files
 from embershard.decoding import flat
 from embershard.distributed import Ranks
 from embershard.errors import ConfigError, EmbershardError, naming_file, os_problem

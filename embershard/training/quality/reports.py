@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from embershard.data.bad_rows import BadRow
+from embershard.data.block import BadRow
 from embershard.distributed.traffic import SentBytes
 from embershard.training.quality.quality import AnyQuality
 

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from embershard.cache import CacheConfig
 from embershard.data import DataConfig
-from embershard.data.sources.table.config import TableConfig, TableFeature
+from embershard.data.config import TableConfig, TableFeature
 from embershard.models import ModelConfig
 from embershard.pipeline.config import LookAheadConfig
 from embershard.training.config import RunConfig, TrainConfig

@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from embershard.data import BatchStream, CriteoConfig, DataConfig, ParquetConfig, StreamState, open_source
-from embershard.data.bad_rows import BadRow, BadRowTally, ParsedChunk
-from embershard.data.block import Block
+from embershard.data.block import BadRow, BadRowTally, Block, ParsedChunk
 from embershard.data.sources.criteo import CriteoSource
 from embershard.errors import ConfigError, DataError
 

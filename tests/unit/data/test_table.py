@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from pyarrow import csv
 
 from embershard.data import BatchStream, DataConfig, open_source, schema_of
+from embershard.data.config import TableConfig, TableFeature
 from embershard.data.hashing import make_key, mix64
-from embershard.data.serving_inputs import serving_inputs
-from embershard.data.sources.check import check_data
-from embershard.data.sources.table.config import TableConfig, TableFeature
+from embershard.data.sources.input_file import check_data
+from embershard.data.sources.kinds import serving_inputs
 from embershard.data.sources.table.decode import text_words
 from embershard.errors import ConfigError, DataError
 from embershard.launch.export.serving_model import Model

@@ -14,7 +14,7 @@ from embershard.frequency import SampledTrace, TableTrace, is_followed, row_hash
 from embershard.frequency.collect import BYTES_PER_ROW, WINDOWS, Collector, count_part
 from embershard.frequency.counts import RowCounter, RowCounts, bound_memory, histogram_of, sum_counts
 from embershard.frequency.downsampling import Following, downsampled
-from embershard.frequency.encoding import decode, encode
+from embershard.frequency.profile_file import decode, encode
 
 ROWS = {"user": 1000, "item": 50}
 PLENTY = {"max_lookups": 10**9, "memory_bytes": 1 << 30}

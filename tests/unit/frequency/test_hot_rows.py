@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from embershard.errors import ConfigError
 from embershard.frequency import FrequencyProfile
-from embershard.frequency.hot_rows import HotRows
+from embershard.frequency.profile import HotRows
 
 counts_of_tables = st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=12), min_size=1, max_size=4)
 

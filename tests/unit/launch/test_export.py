@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from embershard.data import DataConfig, ParquetConfig, Schema, SparseFeature, Target, open_source
 from embershard.data.hashing import map_ids
-from embershard.data.serving_inputs import serving_inputs
+from embershard.data.sources.kinds import serving_inputs
 from embershard.distributed.checkpoint.load import load_group
 from embershard.errors import ConfigError
 from embershard.launch import cli

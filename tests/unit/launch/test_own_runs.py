@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from embershard.data import open_source
-from embershard.data.order.reader import SampleReader
+from embershard.data.order.stream import SampleReader
 from embershard.decoding import read_toml, tomllib
 from embershard.distributed import Ranks, Supervision, process_group
 from embershard.errors import CheckpointError, ConfigError

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from embershard.data import CriteoConfig, DataConfig, open_source
-from embershard.data.order.reader import SampleReader
+from embershard.data.order.stream import SampleReader
 from embershard.errors import ConfigError
 from embershard.frequency import FrequencyProfile, HotRows
 from embershard.launch.profile.command import main

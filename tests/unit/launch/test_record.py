@@ -20,7 +20,7 @@ from rich.console import Console
 
 from embershard.cache import TableStats
 from embershard.data import Target
-from embershard.data.bad_rows import BadRow
+from embershard.data.block import BadRow
 from embershard.distributed import Ranks
 from embershard.distributed.traffic import SentBytes
 from embershard.errors import ConfigError

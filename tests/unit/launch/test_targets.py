@@ -181,7 +181,7 @@ def test_bad_weights_are_named(made, folder, weight):
     ],
 )
 def test_settings_without_a_meaning_are_refused(changes, said):
-    from embershard.data.sources.table.config import TableConfig
+    from embershard.data.config import TableConfig
 
     with pytest.raises(ConfigError, match=said):
         TableConfig(**changes)

@@ -15,11 +15,11 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pyarrow import types
 
-from embershard.data.bad_rows import BadRow, short
+from embershard.data.block import BadRow, short
+from embershard.data.config import TIME_ROWS, TableConfig, TableFeature
 from embershard.data.hashing import Ids, Words, cell_bytes, map_ids, text_keys
-from embershard.data.sources.table.config import TIME_ROWS, TableFeature
+from embershard.data.schema import Task
 from embershard.data.sources.table.raw import RawChunk, is_list, is_text, is_time
-from embershard.data.sources.table.scaling import scaled
 from embershard.errors import DataError, IdOutOfRangeError
 
 #: Longest text, so that a damaged file cannot take much memory.
@@ -41,6 +41,10 @@ _NEEDED_EARLIER = (
 _WHOLE = {r"^-?(?:0\.0*|\.0+)$": "0", r"^(-?[1-9][0-9]*)\.0*$": r"\1"}
 _SAME = {b"True": b"true", b"TRUE": b"true", b"False": b"false", b"FALSE": b"false", b"-0": b"0"}
 Flags = NDArray[np.bool_]
+_NEEDED_LABEL = (
+    'a label must be 0 or 1; data.kind = "table" takes other numbers, by label_at_least or task = "regression"'
+)
+Float32s = NDArray[np.float32]
 
 
 class ChunkDecoder:
@@ -336,3 +340,61 @@ def _text_seconds(column: pa.Array) -> pa.Array:
 def _shown(value: pa.Scalar) -> str:
     found = value.as_py()
     return short(found.decode("utf-8", "backslashreplace") if isinstance(found, bytes) else found)
+
+
+def scaled(numbers: NDArray[np.float64], feature: TableFeature) -> NDArray[np.float32]:
+    """Return the numbers [n], for "days" of days, as the model gets them; a missing one (NaN) is 0, with "quantile"
+    0.5.
+
+    embershard/launch/export/serving_model.py does the same for programs without embershard.
+
+    >>> age = TableFeature("dense", scale="quantile", quantiles=(0.0, 10.0, 100.0))
+    >>> scaled(np.array([5.0, 55.0, 1000.0, np.nan]), age).tolist()
+    [0.25, 0.75, 1.0, 0.5]
+    """
+    missing = 0.0
+    if feature.scale == "log1p":
+        found = np.log1p(np.maximum(numbers.astype(np.float32), 0))
+    elif feature.scale in ("standardize", "days"):
+        assert feature.mean is not None
+        assert feature.std is not None
+        found = ((numbers - feature.mean) / feature.std).astype(np.float32)
+    elif feature.scale == "quantile":
+        missing = 0.5
+        found = np.interp(numbers, feature.quantiles, np.linspace(0, 1, len(feature.quantiles))).astype(np.float32)
+    else:
+        found = numbers.astype(np.float32)
+    found[np.isnan(numbers)] = missing
+    return found
+
+
+def labels_and_weights(
+    chunk: RawChunk, decoder: ChunkDecoder, settings: TableConfig
+) -> tuple[Float32s, Float32s | None]:
+    """Return the labels [n], or [n, T] of several, and the weights [n] of a chunk's samples.
+
+    They are NaN where a file has not their column; there are no weights where the settings have none.
+    """
+    there = chunk.table.column_names
+    missing = np.full(chunk.table.num_rows, np.nan, np.float32)
+    pairs = zip(settings.labels, settings.thresholds(), strict=True)
+    columns = [_label(decoder, name, settings.task, least) if name in there else missing for name, least in pairs]
+    labels = columns[0] if len(columns) == 1 else np.stack(columns, axis=1)
+    if settings.weight is None:
+        return labels, None
+    return labels, _weights(decoder, settings.weight) if settings.weight in there else missing
+
+
+def _label(decoder: ChunkDecoder, name: str, task: Task, least: float | None) -> Float32s:
+    numbers = decoder.numbers(name)
+    if task == "binary" and least is None:
+        decoder.note(~np.isin(numbers, (0, 1)), name, numbers, _NEEDED_LABEL)
+        return numbers.astype(np.float32)
+    decoder.note(np.isnan(numbers), name, numbers, "a label must be a number")
+    return numbers.astype(np.float32) if least is None else (numbers >= least).astype(np.float32)
+
+
+def _weights(decoder: ChunkDecoder, name: str) -> Float32s:
+    numbers = decoder.numbers(name)
+    decoder.note(~(numbers >= 0), name, numbers, "a weight must be a number of at least 0")
+    return numbers.astype(np.float32)

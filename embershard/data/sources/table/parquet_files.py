@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from embershard.data.config import TableConfig
 from embershard.data.hashing import Ids
 from embershard.data.sources.input_file import InputFile
-from embershard.data.sources.table.config import TableConfig
 from embershard.data.sources.table.raw import RawChunk, check_columns, check_types, is_list, needed_columns
 from embershard.errors import DataError
+from embershard.whole_file import whole_file
 
 _PARQUET_MAGIC = b"PAR1"
 _READ_ERRORS = (pa.ArrowException, OSError, ValueError, OverflowError)
@@ -42,7 +46,7 @@ class ParquetFiles:
     """The row groups of Parquet files; see `TableFiles`."""
 
     def __init__(self, files: list[InputFile], settings: TableConfig, *, needs_labels: bool) -> None:
-        opened = [_File.open(file, settings, needs_labels) for file in files]
+        opened = [_ParquetFile.open(file, settings, needs_labels) for file in files]
         self.has_lists = any(file.has_lists for file in opened)
         self._groups = [(file, group) for file in opened for group in range(len(file.group_rows))]
         self.chunk_file = np.repeat(np.arange(len(files)), [len(file.group_rows) for file in opened])
@@ -98,7 +102,7 @@ def first_rows(path: Path, columns: list[str], most: int) -> RawChunk:
 
 
 @dataclass(frozen=True)
-class _File:
+class _ParquetFile:
     """One file's metadata, with its columns checked."""
 
     input: InputFile
@@ -108,7 +112,7 @@ class _File:
     has_lists: bool
 
     @staticmethod
-    def open(file: InputFile, settings: TableConfig, needs_labels: bool) -> _File:
+    def open(file: InputFile, settings: TableConfig, needs_labels: bool) -> _ParquetFile:
         try:
             schema, metadata = parquet_schema(file.path)
         except DataError:
@@ -118,7 +122,7 @@ class _File:
         check_types(file.path, schema, settings)
         rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         has_lists = any(is_list(schema.field(name).type) for name in needed_columns(settings))
-        return _File(file, metadata, np.array(rows, np.int64), columns, has_lists)
+        return _ParquetFile(file, metadata, np.array(rows, np.int64), columns, has_lists)
 
     def read(self, group: int) -> pa.Table:
         """Return a row group, each column in one piece."""
@@ -156,3 +160,39 @@ class _File:
         """Return the first byte of a row group."""
         column = self.metadata.row_group(group).column(0)
         return int(column.dictionary_page_offset or column.data_page_offset)
+
+
+def write_samples(samples: Iterable[Mapping[str, Any]], path: str | Path, group_rows: int = 16_384) -> int:
+    """Write dicts as the rows of a new Parquet file, and return their number. Memory does not grow with it.
+
+    A value is a number, a text, a bool, a datetime, a list of them, or None. The first `group_rows` samples decide the
+    columns and their types.
+
+    >>> write_samples([{"click": 1, "user": "a"}, {"click": 0, "user": None}], "clicks.parquet")
+    2
+
+    Raises:
+        DataError: there is no sample, or a later one has a value of another type, or a column that the first have not.
+    """
+    rows, schema, count = iter(samples), None, 0
+    with whole_file(Path(path)) as partial:
+        writer = None
+        while group := [dict(row) for row in islice(rows, group_rows)]:
+            try:
+                table = pa.Table.from_pylist(group, schema)
+            except pa.ArrowException as error:
+                raise DataError(f"samples {count:,} to {count + len(group) - 1:,}: {error}") from None
+            if schema is None:
+                schema = table.schema
+                writer = pq.ParquetWriter(partial, schema, write_page_checksum=True)
+            if new := sorted({name for row in group for name in row} - set(schema.names)):
+                raise DataError(
+                    f"a sample has {new[0]!r}, which the first {group_rows:,} have not; needed the same keys"
+                )
+            assert writer is not None
+            writer.write_table(table)
+            count += len(group)
+        if writer is None:
+            raise DataError("there is no sample to write")
+        writer.close()
+    return count

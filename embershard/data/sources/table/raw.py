@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Protocol
 import pyarrow as pa
 from pyarrow import types
 
+from embershard.data.config import TIME_ROWS, TableConfig, TableFeature
 from embershard.data.hashing import Ids
-from embershard.data.sources.table.config import TIME_ROWS, TableConfig, TableFeature
 from embershard.errors import DataError
 
 if TYPE_CHECKING:
-    from embershard.data.bad_rows import BadRow
+    from embershard.data.block import BadRow
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,23 @@
-"""The source of tables: text files with columns, and Parquet files."""
+"""The source of tables: text files with columns, and Parquet files; and a first look at such files."""
 
 from __future__ import annotations
 
 import numpy as np
+import pyarrow as pa
 
-from embershard.data.bad_rows import ParsedChunk
-from embershard.data.block import Block, Lengths
-from embershard.data.config import DataConfig
-from embershard.data.schema import Schema
-from embershard.data.sources.input_file import InputFile
-from embershard.data.sources.source import FileSource, SplitChunks, list_files
-from embershard.data.sources.table.config import TableConfig, settings_of, table_schema
-from embershard.data.sources.table.decode import ChunkDecoder
-from embershard.data.sources.table.parquet_files import ParquetFiles, are_parquet
-from embershard.data.sources.table.raw import TableFiles
-from embershard.data.sources.table.targets import labels_and_weights
-from embershard.data.sources.table.text_files import TextTables
+from embershard.data.block import Block, Lengths, ParsedChunk
+from embershard.data.config import CONSTANT, DataConfig, TableConfig, columns_of_files
+from embershard.data.schema import Schema, SparseFeature
+from embershard.data.sources.input_file import InputFile, list_files
+from embershard.data.sources.source import FileSource, SplitChunks
+from embershard.data.sources.table.decode import ChunkDecoder, labels_and_weights
+from embershard.data.sources.table.parquet_files import ParquetFiles, are_parquet, first_rows, parquet_schema
+from embershard.data.sources.table.raw import RawChunk, TableFiles, check_columns, check_types
+from embershard.data.sources.table.text_files import TextTables, columns_of, first_bytes
+from embershard.errors import DataError
+
+_FIRST_BYTES = 1 << 18
+_FIRST_ROWS = 1000
 
 
 class TableSource(FileSource):
@@ -26,10 +28,10 @@ class TableSource(FileSource):
     """
 
     def __init__(self, config: DataConfig, *, needs_labels: bool = True) -> None:
-        schema, self._settings = self.schema_of(config), settings_of(config)
+        schema, self._settings = self.schema_of(config), columns_of_files(config)
         self._most = self._settings.max_bag_size, f"data.{config.kind}.max_bag_size"
         self._dense, self._sparse = self._settings.of_kind("dense"), self._settings.of_kind("sparse")
-        inputs, held_out = list_files(config, self._settings.files)
+        inputs, held_out = list_files(config)
         self._files = _open(inputs, self._settings, config, needs_labels)
         self._has_bags = self._files.has_lists or any(each.separator is not None for each in self._sparse.values())
         split = SplitChunks(self._files.chunk_file, self._files.chunk_rows, held_out)
@@ -41,7 +43,14 @@ class TableSource(FileSource):
 
     @staticmethod
     def schema_of(config: DataConfig) -> Schema:
-        return table_schema(config)
+        settings = columns_of_files(config)
+        sparse, dense = settings.of_kind("sparse"), tuple(settings.of_kind("dense"))
+        if config.kind == "table" and not dense:
+            dense = (CONSTANT,)
+        features = tuple(
+            SparseFeature(name, feature.table_rows, feature.table, feature.pooling) for name, feature in sparse.items()
+        )
+        return Schema(dense, features, settings.target)
 
     def parse(self, number: int, most_bad: int | None = None) -> ParsedChunk:
         chunk = self._files.read(number, most_bad)
@@ -71,3 +80,54 @@ def _open(files: list[InputFile], settings: TableConfig, config: DataConfig, nee
     if config.kind == "parquet" or are_parquet(files):
         return ParquetFiles(files, settings, needs_labels=needs_labels)
     return TextTables(files, settings, config.chunk_rows, config.num_workers, needs_labels=needs_labels)
+
+
+def check_table(config: DataConfig, files: list[InputFile]) -> None:
+    """Check the columns of the files of "parquet" and "table": those that features need are there, with types and, in
+    the first rows, values that fit.
+
+    Raises:
+        ConfigError: the features do not fit each other.
+        DataError: a file is empty or damaged, a column is missing or of another type, or a value does not fit.
+    """
+    settings = columns_of_files(config)
+    TableSource.schema_of(config)
+    if config.kind == "parquet" or are_parquet(files):
+        for file in files:
+            schema, _ = parquet_schema(file.path)
+            columns = check_columns(file.path, schema.names, settings, needs_labels=True)
+            check_types(file.path, schema, settings)
+            if config.bad_rows == "stop":
+                _check_values(first_rows(file.path, columns, _FIRST_ROWS), settings)
+        return
+    for file in files:
+        _check_text(file, settings, stops=config.bad_rows == "stop")
+
+
+def _check_text(file: InputFile, settings: TableConfig, *, stops: bool) -> None:
+    """Raise `DataError` where the header or, where bad rows stop a run, one of the first lines does not fit."""
+    data = first_bytes(file, _FIRST_BYTES)
+    first, _, rest = data.partition(b"\n")
+    columns = columns_of(file.path, first, settings, needs_labels=True)
+    lines = data if settings.columns else rest
+    whole = lines if len(data) < _FIRST_BYTES else lines[: lines.rfind(b"\n") + 1]
+    num_lines = whole.count(b"\n") + (whole[-1:] not in (b"", b"\n"))
+    if not stops or not num_lines:
+        return
+    try:
+        table = columns.read(memoryview(whole), num_lines)
+    except (pa.ArrowException, ValueError):
+        return  # training names the row
+    _check_values(RawChunk(file.path, table, np.arange(num_lines), 1 + (not settings.columns)), settings)
+
+
+def _check_values(chunk: RawChunk, settings: TableConfig) -> None:
+    """Raise `DataError` where a value does not fit its feature."""
+    decoder = ChunkDecoder(chunk)
+    for feature in settings.of_kind("dense").values():
+        decoder.dense(feature)
+    for feature in settings.of_kind("sparse").values():
+        decoder.bags(feature, (settings.max_bag_size, "data.table.max_bag_size"))
+    labels_and_weights(chunk, decoder, settings)
+    if decoder.bad:
+        raise DataError(str(decoder.bad[min(decoder.bad)]))

@@ -82,7 +82,7 @@ class DistinctCount:
 
 
 @dataclass
-class Numbers:
+class NumberSummary:
     """Mean, spread and range of numbers, and an evenly spaced sample of them. `are_days`: as seconds, whole days."""
 
     count: int = 0
@@ -158,7 +158,7 @@ class ColumnSurvey:
     most: int = 0
     values: DistinctCount = field(default_factory=DistinctCount)
     ids: DistinctCount = field(default_factory=DistinctCount)
-    numbers: Numbers = field(default_factory=Numbers)
+    numbers: NumberSummary = field(default_factory=NumberSummary)
     parts: dict[str, tuple[DistinctCount, int, int]] = field(default_factory=dict)
     can_be: set[str] = field(default_factory=lambda: set(_TYPES))
     missing_words: Counter[str] = field(default_factory=Counter)

@@ -2,16 +2,147 @@
 
 from __future__ import annotations
 
+import csv as text_csv
+from dataclasses import dataclass
+from pathlib import Path
+
 import numpy as np
 import pyarrow as pa
+from pyarrow import csv
 
-from embershard.data.bad_rows import BadRow
+from embershard.data.block import BadRow, short
+from embershard.data.config import TableConfig
 from embershard.data.sources.input_file import InputFile
-from embershard.data.sources.lines import parse_lines
-from embershard.data.sources.table.config import TableConfig
-from embershard.data.sources.table.raw import RawChunk
-from embershard.data.sources.table.text_columns import columns_of
-from embershard.data.sources.text import TextFiles
+from embershard.data.sources.table.raw import RawChunk, check_columns
+from embershard.data.sources.text import BYTE_ORDER_MARK, NEWLINE, TextFiles, parse_lines
+from embershard.errors import DataError
+
+_CARRIAGE_RETURN = "has a carriage return in it; lines must end in a line feed: tr '\\r' '\\n' < FILE > NEW"
+_WORDS = {",": "comma", "\t": "tab", "|": "bar", ";": "semicolon", " ": "space"}
+
+
+@dataclass(frozen=True)
+class TextColumns:
+    """How the lines of a file are cut into cells.
+
+    Attributes:
+        names: of all columns, in order.
+        to_read: those that are needed.
+    """
+
+    settings: TableConfig
+    names: list[str]
+    to_read: list[str]
+
+    def read(self, lines: memoryview, num_lines: int) -> pa.Table:
+        """Return the needed columns of whole lines as bytes, each in one piece; a missing cell is null.
+
+        A cell that swallows the end of its line leaves fewer rows than lines, since nothing leaves more: only a lone
+        carriage return would end a row within a line, and is refused.
+
+        Raises:
+            pa.ArrowException: a line has not as many cells as there are columns.
+            ValueError: a quoted cell does not end in its line, or a line has a carriage return in it.
+        """
+        quote = '"' if self.settings.quoted else False
+        data = b"".join((
+            BYTE_ORDER_MARK,  # Arrow drops it, and would drop one that the first cell begins with
+            lines,
+            b"" if not len(lines) or lines[-1] == NEWLINE else b"\n",
+            self.settings.separator.encode() * (len(self.names) - 1) + b"\n",  # what no open quote may swallow
+        ))  # fmt: skip
+        if data.count(b"\r") != data.count(b"\r\n"):
+            raise ValueError("a line has a carriage return in it")
+        table = csv.read_csv(
+            pa.py_buffer(data),
+            csv.ReadOptions(use_threads=False, block_size=len(data) + 1, column_names=self.names),
+            csv.ParseOptions(delimiter=self.settings.separator, quote_char=quote, ignore_empty_lines=False),
+            csv.ConvertOptions(
+                check_utf8=False,
+                column_types=dict.fromkeys(self.to_read, pa.binary()),
+                include_columns=self.to_read,
+                null_values=list(self.settings.null_values),
+                strings_can_be_null=True,
+            ),
+        )
+        if table.num_rows != num_lines + 1:
+            raise ValueError("a quoted cell does not end in its line")
+        return table.slice(0, num_lines).combine_chunks()
+
+    def explain(self, line: bytes) -> str:
+        """Say what is wrong with a line that cannot be cut into cells."""
+        text = _line_text(line)
+        if "\r" in text:
+            return f"{short(text)}: {_CARRIAGE_RETURN}"
+        separator = self.settings.separator
+        cells = _cells(text, self.settings)
+        if len(cells) != len(self.names):
+            word = _WORDS.get(separator, repr(separator))
+            hint = ". If cells have line breaks: embershard data convert" if text.count('"') % 2 else ""
+            needed = f"needed {len(self.names)}: {', '.join(self.names[:20])}"
+            return f"has {len(cells)} {word}-separated columns; {needed}{hint}"
+        return (
+            f"{short(text)}: a quote opens a cell that does not end in this line. If quotes are text: "
+            "data.table.quoted = false. If cells have line breaks: embershard data convert"
+        )
+
+
+def first_bytes(file: InputFile, count: int) -> bytes:
+    """Return the first `count` bytes of a text file, plain or gzip, decompressed, without a byte order mark.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    try:
+        with pa.input_stream(str(file.path), compression="gzip" if file.is_gzip() else None) as stream:
+            data: bytes = stream.read(count + len(BYTE_ORDER_MARK))
+            return data.removeprefix(BYTE_ORDER_MARK)[:count]
+    except (pa.ArrowException, OSError) as error:
+        file.check(0)
+        raise DataError(f"{file.path}: cannot be read ({' '.join(str(error).split())}); fetch it again") from None
+
+
+def columns_of(path: Path, header: bytes, settings: TableConfig, *, needs_labels: bool) -> TextColumns:
+    """Return the columns of a text file whose first line is `header`; it is not used where the settings name them.
+
+    Raises:
+        DataError: a column is missing, or the header has a name twice.
+    """
+    names = list(settings.columns) or header_names(path, header, settings)
+    return TextColumns(settings, names, check_columns(path, names, settings, needs_labels=needs_labels))
+
+
+def header_names(path: Path, header: bytes, settings: TableConfig) -> list[str]:
+    """Return the names in a text file's first line.
+
+    Raises:
+        DataError: a name is there twice, or there is none for a column; or lines end in a carriage return alone.
+    """
+    text = _line_text(header).removeprefix(BYTE_ORDER_MARK.decode())
+    if "\r" in text:
+        raise DataError(f"{path}:1 {short(text)}: {_CARRIAGE_RETURN}")
+    names = _cells(text, settings)
+    wrong = next((name for name in names if not name or names.count(name) > 1), None)
+    if wrong is not None or not names:
+        problem = f"has {wrong!r} twice" if wrong else "has a column without a name"
+        raise DataError(
+            f"{path}:1 the header {problem}: {short(text)}. If the file has no header: data.table.columns names them"
+        )
+    return names
+
+
+def _line_text(line: bytes) -> str:
+    """Return a line without its end; at the end of a file, that may be a carriage return alone."""
+    return line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8", "backslashreplace")
+
+
+def _cells(line: str, settings: TableConfig) -> list[str]:
+    if not settings.quoted:
+        return line.split(settings.separator)
+    try:
+        return next(text_csv.reader([line], delimiter=settings.separator), [])
+    except text_csv.Error:  # a cell of more than 128 KiB
+        return line.split(settings.separator)
 
 
 class TextTables:

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import csv
 
+from embershard.data.config import TableConfig
 from embershard.data.sources.input_file import InputFile
-from embershard.data.sources.table.config import TableConfig
 from embershard.data.sources.table.parquet_files import is_parquet, parquet_schema
-from embershard.data.sources.table.text_columns import first_bytes, header_names
+from embershard.data.sources.table.text_files import first_bytes, header_names
 from embershard.errors import DataError
 
 SEPARATORS = ("\t", "|", ";", ",")

@@ -13,8 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embershard.data.order.packed_batches import PackedBatch, batches_of_epoch
-from embershard.data.order.segments import FALLS, MOST_HALVINGS, Decision, Learned, PackedState, SegmentSchedule
+from embershard.data.order.segments import (
+    FALLS,
+    MOST_HALVINGS,
+    Decision,
+    Learned,
+    PackedBatch,
+    PackedState,
+    SegmentSchedule,
+    batches_of_epoch,
+)
 from embershard.decoding import decode
 from embershard.errors import ConfigError, DataError
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embershard.data import BatchStream, DataConfig, StreamState
-from embershard.data.order.reader import SampleReader
+from embershard.data.order.stream import SampleReader
 from embershard.errors import ConfigError, DataError
 from tests.covering import examples
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from embershard.data import AvazuConfig, DataConfig, open_source, schema_of
 from embershard.data.hashing import make_key, text_keys
 from embershard.data.sources.avazu import time_rows
-from embershard.data.sources.fingerprint import identify_files
+from embershard.data.sources.input_file import identify_files
 from embershard.errors import ConfigError, DataError
 from embershard.launch.data.command import main as data_command
 

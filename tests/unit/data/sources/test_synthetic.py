@@ -11,8 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embershard.data import DataConfig, SyntheticConfig
-from embershard.data.sources.popularity import CRITEO_KAGGLE, Popularity
-from embershard.data.sources.synthetic import MLPERF_BAG_SIZES, SyntheticSource, SyntheticTable, scatter
+from embershard.data.sources.synthetic import (
+    CRITEO_KAGGLE,
+    MLPERF_BAG_SIZES,
+    Popularity,
+    SyntheticSource,
+    SyntheticTable,
+    scatter,
+)
 from embershard.errors import ConfigError
 
 NUM_DRAWN = 100_000

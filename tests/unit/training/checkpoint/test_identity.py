@@ -15,7 +15,7 @@ import pytest
 
 from embershard.cache import CacheConfig
 from embershard.data import CriteoConfig, DataConfig
-from embershard.data.sources.fingerprint import FileIdentity
+from embershard.data.sources.input_file import FileIdentity
 from embershard.decoding import decode
 from embershard.distributed import CheckpointConfig, Ranks, complete_checkpoints, process_group
 from embershard.errors import CheckpointError, ConfigError
