@@ -167,7 +167,7 @@ class _Arriving:
         return then if self._waits > 1 else KJTList([then._features])
 
 
-class Module(modules._CachedModule, nn.Module):
+class Module(modules.CachedModule, nn.Module):
     """In place of TorchRec's sharded module, with one pool, on one rank."""
 
     def __init__(self, pool: CachedTableBatchedEmbeddings, rows: tuple[int, ...], elsewhere: bool = False) -> None:
