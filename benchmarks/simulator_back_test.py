@@ -34,9 +34,8 @@ from embershard.launch.plan.inputs import budget, make_workload
 from embershard.launch.plan.reference_steps import Segments
 from embershard.planning.cost.topology import Topology, load_topology
 from embershard.planning.make_plan import make_plan
-from embershard.planning.request import Budget, PlanRequest
+from embershard.planning.request import Budget, PlanRequest, Workload
 from embershard.planning.simulate_scaling import simulate_plan, simulate_run
-from embershard.planning.workload import Workload
 from embershard.sharding.plan import Plan
 from embershard.sharding.run_shape import ReplaySettings, RunShape
 from embershard.sharding.sizes import ModelSize, TableSize

@@ -12,9 +12,8 @@ from embershard.cache.statistics import apportion
 from embershard.errors import ShardingError
 from embershard.planning.cost.rates import Rates
 from embershard.planning.predict import counted_reports
-from embershard.planning.request import Budget, PlanRequest
+from embershard.planning.request import Budget, PlanRequest, Workload
 from embershard.planning.search import ShardCosts, cached, place
-from embershard.planning.workload import Workload
 from embershard.sharding import memory_model
 from embershard.sharding.memory_model import PoolMemory
 from embershard.sharding.shards import PoolKey, PoolPlacement, TablePlacement, largest_pool_problem, no_rows_problem

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from embershard.planning.cost import work
-from embershard.planning.workload import Workload
+from embershard.planning.request import Workload
 from embershard.sharding.sharding_types import sharding_type
 from embershard.sharding.shards import Exchange, TablePlacement, shards_of
 from embershard.units import size

@@ -177,7 +177,6 @@ def _without_caches(tables: Sequence[TablePlacement]) -> tuple[TablePlacement, .
 
 
 def _searches(request: PlanRequest) -> list[tuple[Literal["seconds", "device_bytes"], dict[str, list[str]]]]:
-    """In which order to place tables, and with which sharding types."""
     allowed = request.allowed
     if len(request.sharded) > _MANY_TABLES:
         return [("seconds", allowed)]
@@ -191,7 +190,6 @@ def _searches(request: PlanRequest) -> list[tuple[Literal["seconds", "device_byt
 
 
 def _may_be_resident(request: PlanRequest) -> bool:
-    """Return True where all devices together could hold all rows."""
     limit = request.budget.device_bytes
     needed = sum(table.rows * table.row_bytes() for table in request.sharded)
     return limit is not None and needed <= limit * request.workload.shape.world_size
@@ -205,7 +203,6 @@ def _shared(request: PlanRequest, fixed_bytes: int) -> int:
 
 
 def _advice(request: PlanRequest, candidate: Candidate, exact: Prediction) -> list[str]:
-    """Return the notes that a user should read."""
     workload, shape = request.workload, request.workload.shape
     notes = []
     if exact.method == "counts" and candidate.pools:

@@ -9,11 +9,11 @@ from embershard.cache.next_use import pinned_tables
 from embershard.cache.statistics import CacheReport
 from embershard.planning.cost import work
 from embershard.planning.cost.rates import Rates, StepWork, step_parts
+from embershard.planning.request import COMPLETE, Workload
 from embershard.planning.simulate.pool_report import RowRange, ShardReport
 from embershard.planning.simulate.replay import replay_pool
 from embershard.planning.simulate.steady_state import steady_state
 from embershard.planning.simulate.step_replay import Pipeline, StepReplay, replay_steps
-from embershard.planning.workload import COMPLETE, Workload
 from embershard.sharding import memory_model
 from embershard.sharding.plan import PoolPlacement, Prediction, RankPrediction, TablePlacement, TablePrediction
 from embershard.sharding.shards import PoolKey
@@ -140,7 +140,6 @@ def _row_ids(workload: Workload, shards: Sequence[PlacedShard]) -> float:
 
 
 def _copies_bytes(workload: Workload, shards: Sequence[PlacedShard], columns: int) -> float:
-    """Return the bytes of gradients of the replicated tables with so many columns."""
     tables = [shard.table.table for shard in shards if shard.kernel == "replicated" and shard.columns == columns]
     num_rows, variance = sum(map(workload.distinct_per_rank, tables)), sum(map(workload.distinct_variance, tables))
     return work.copies_bytes(num_rows, variance, columns, workload.shape.world_size)

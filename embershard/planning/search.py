@@ -33,9 +33,8 @@ from embershard.cache.config import LEAST_SLOTS
 from embershard.planning.cost.rates import Rates, step_parts
 from embershard.planning.exchange import exchange_of
 from embershard.planning.predict import as_exchanged, counted_reports, shard_work
-from embershard.planning.request import column_block
+from embershard.planning.request import Workload, column_block
 from embershard.planning.simulate.pool_report import RowRange, ShardReport
-from embershard.planning.workload import Workload
 from embershard.sharding import memory_model
 from embershard.sharding.sharding_types import Sharding
 from embershard.sharding.shards import TablePlacement
@@ -160,8 +159,6 @@ def _topology(world_size: int, ranks_per_node: int, device_bytes: int | None, ho
 
 
 class _Estimator(ShardEstimator):
-    """Gives TorchRec's planner our costs."""
-
     def __init__(self, tables: Mapping[str, TableSize], costs: CostOfShards, by_memory: bool) -> None:
         self._tables, self._costs, self._by_memory = tables, costs, by_memory
 

@@ -305,7 +305,6 @@ def check_plan(plan: Plan) -> None:
 
 
 def _table_problem(table: TablePlacement, world_size: int, ranks_per_node: int) -> str:
-    """Return the problem of a placement; empty for a sound one."""
     if table.rows < 1:
         return f"rows: got {table.rows}, needed at least 1."
     if table.dim < 1 or table.dim % COLUMN_MULTIPLE:
@@ -353,7 +352,6 @@ def _check_pools(plan: Plan) -> None:
 
 
 def _pool_problem(placed: PoolPlacement, of_table: dict[tuple[int, str], Pool]) -> str:
-    """Return the problem of a pool; empty for a sound one."""
     if not placed.tables:
         return "tables: got none. Remove the pool."
     pools = []

@@ -173,7 +173,6 @@ def pools_of(tables: Iterable[TablePlacement], ranks_per_node: int) -> list[Pool
 
 
 def _rows_by_pool(tables: Iterable[TablePlacement], ranks_per_node: int) -> dict[PoolKey, dict[str, int]]:
-    """Return the rows of each table in each pool."""
     found: dict[PoolKey, dict[str, int]] = {}
     for table in tables:
         for shard in shards_of(table, ranks_per_node) if table.kernel == "cached" else ():

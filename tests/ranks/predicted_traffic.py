@@ -26,8 +26,8 @@ from embershard.planning.cost.rates import Rates
 from embershard.planning.cost.topology import load_topology
 from embershard.planning.exchange import with_exchange
 from embershard.planning.predict import predict
+from embershard.planning.request import Workload
 from embershard.planning.verify.compare import PROMISED_SENT_BYTES, SENT_KINDS, Pair
-from embershard.planning.workload import Workload
 from embershard.sharding.config import ExchangeChoice, ShardingConfig
 from embershard.sharding.plan import Plan, TablePlacement, pools_of
 from embershard.training.config import RunConfig, TrainConfig

@@ -6,8 +6,7 @@ from typing import Literal
 
 from embershard.errors import ConfigError
 from embershard.frequency import DataStatistics
-from embershard.planning.request import Budget
-from embershard.planning.workload import Workload
+from embershard.planning.request import Budget, Workload
 from embershard.sharding.run_shape import ReplaySettings, RunShape
 from embershard.training.config import RunConfig
 from embershard.training.fit.model_size import model_size, table_rows

@@ -239,7 +239,6 @@ def _derived(topology: Topology, calibrated: int, num_ranks: int) -> Rates:
 
 
 def _estimate(topology: Topology, num_ranks: int) -> Rates:
-    """Estimate rates from peak figures and the topology's assumptions."""
     peak, share = topology.bandwidths, topology.assumptions
     assert peak is not None, "a topology has rates or bandwidths"
     local = min(num_ranks, topology.ranks_per_node)

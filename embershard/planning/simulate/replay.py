@@ -231,7 +231,6 @@ class SettledRows:
         )
 
     def _distinct(self, trace: SampledTrace, batch_size: int) -> float:
-        """Return the mean distinct rows of a batch."""
         # A row that occurs in a share p of the samples is missing from a batch of B with (1 - p)^B.
         absent = (1.0 - np.minimum(self.constant / trace.num_samples, 1.0)) ** batch_size
         found = float((1.0 - absent).sum())
@@ -307,7 +306,6 @@ class TraceBatches:
         return torch.from_numpy(np.concatenate(parts) if parts else _NONE), lengths
 
     def _part(self, table: int, batch: slice) -> NDArray[np.int64]:
-        """Return a table's keys in a batch."""
         keys = self._keys[table][batch]
         if self._rank_batch_size is None:
             return keys

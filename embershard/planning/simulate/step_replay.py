@@ -160,7 +160,6 @@ def replay_steps(works: Sequence[StepWork], rates: Rates, pipeline: Pipeline, *,
 
 
 def _stage_parts(works: Sequence[StepWork], rates: Rates) -> dict[str, dict[str, Floats]]:
-    """Return, of each stage, its parts with their seconds [R]."""
     amounts = {name: np.array([getattr(work, name) for work in works], float) for name in _PART_OF}
     found: dict[str, dict[str, Floats]] = {}
     for stage, shares in STAGES.items():

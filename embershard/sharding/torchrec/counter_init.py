@@ -56,7 +56,6 @@ class CounterInit:
 
 
 def _range(table: str, init_fn: Any) -> tuple[float, float]:
-    """Return the lowest and the highest weight that `init_fn` gives a table."""
     function, given = init_fn, {}
     if isinstance(init_fn, functools.partial) and not init_fn.args:
         function, given = init_fn.func, dict(init_fn.keywords)

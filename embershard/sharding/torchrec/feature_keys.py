@@ -71,7 +71,6 @@ class FeatureKeys:
 
 
 def _int64s(numbers: Tensor) -> loops.Int64s:
-    """Return a tensor on the CPU for compiled loops."""
     found = numbers.numpy()
     return found if found.dtype == np.int64 and found.flags.c_contiguous else np.ascontiguousarray(found, np.int64)
 

@@ -98,7 +98,6 @@ def flush(model: nn.Module) -> None:
 
 
 def _meet(model: nn.Module, what: str) -> None:
-    """Where ranks share rows, wait until all of them have come."""
     for pool in cached_embeddings(model):
         pool.host.meet_at_writes(f"{pool.cache.name}: {what}, which every rank calls in mode data_parallel")
 

@@ -146,7 +146,6 @@ def _shape(config: RunConfig, ranks: RanksHere) -> RunShape:
 
 
 def _cut_evenly(model: ModelSize, shape: RunShape) -> list[TablePlacement]:
-    """Return the placement that cuts every table by rows over all ranks."""
     everyone = tuple(range(shape.world_size))
     return [
         TablePlacement(

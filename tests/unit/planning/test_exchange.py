@@ -17,9 +17,9 @@ from embershard.planning.cost.work import sizes_bytes
 from embershard.planning.exchange import exchange_bytes, exchange_notes, exchange_of, with_exchange
 from embershard.planning.make_plan import make_plan
 from embershard.planning.predict import counted_reports
+from embershard.planning.request import Workload
 from embershard.planning.simulate.pool_report import RowRange
 from embershard.planning.simulate.replay import replay_pool
-from embershard.planning.workload import Workload
 from embershard.sharding.sharding_types import ROWS_TYPES
 from embershard.sharding.shards import TablePlacement
 from embershard.sharding.sizes import PlacedShard

@@ -13,9 +13,9 @@ from embershard.cache.next_use import pinned_tables
 from embershard.planning.cost import work
 from embershard.planning.cost.rates import Rates
 from embershard.planning.predict import predict
+from embershard.planning.request import LEAST_REPLAYED_STEPS, Workload
 from embershard.planning.simulate.pool_report import RowRange
 from embershard.planning.simulate.replay import replay_pool
-from embershard.planning.workload import LEAST_REPLAYED_STEPS, Workload
 from embershard.sharding.memory_model import pool_memory
 from embershard.sharding.plan import PoolPlacement, Prediction, TablePlacement, pools_of
 from embershard.sharding.run_shape import ReplaySettings

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from embershard.cache.config import LEAST_SLOTS, CachePolicy
 from embershard.planning.budget import fixed_bytes, least_slots, split_slots
-from embershard.planning.request import Budget
-from embershard.planning.workload import Workload
+from embershard.planning.request import Budget, Workload
 from embershard.sharding.memory_model import pool_memory
 from embershard.sharding.plan import TablePlacement
 from embershard.sharding.run_shape import ReplaySettings

@@ -17,7 +17,7 @@ from torchrec.distributed.types import CacheStatistics
 
 from embershard import FrequencyProfile
 from embershard.frequency.collect import Collector, count_part
-from embershard.sharding.torchrec.planner.cache_statistics import cache_params_from
+from embershard.sharding.torchrec.planner.torchrec_planner import cache_params_from
 
 ROWS = {"skewed": 100_000, "uniform": 100_000}
 

@@ -11,7 +11,7 @@ from torchrec.modules.embedding_configs import DataType
 
 from embershard import CacheConfig
 from embershard.cache.config import CachePolicy
-from embershard.planning.workload import Workload
+from embershard.planning.request import Workload
 from embershard.sharding.memory_model import (
     host_bytes,
     pool_memory,

@@ -152,8 +152,6 @@ class UnionOutput(nn.Module):
 
 
 class _OfAllRanks:
-    """Overrides of TorchRec's row-wise sharding of sequences."""
-
     def create_lookup(self, *args: Any, **kwargs: Any) -> Any:
         lookup = super().create_lookup(*args, **kwargs)  # type: ignore[misc]
         self._pools = [kernel.emb_module for kernel in lookup._emb_modules]

@@ -183,8 +183,6 @@ def built_pools(model: nn.Module, rank: int) -> list[PoolPlacement]:
 
 @dataclass(frozen=True)
 class _BuiltShard:
-    """A shard with its kernel."""
-
     shard: Shard
     sharding: str
     kernel: str
@@ -201,7 +199,6 @@ def _planned_parts(plan: Plan, rank: int, cached: bool) -> Iterator[_BuiltShard]
 
 
 def _built(model: nn.Module, rank: int) -> tuple[list[_BuiltShard], list[PoolPlacement]]:
-    """Read this rank's shards and pools from the kernels."""
     parts, pools = [], []
     for sharding, kernel in _kernels(model):
         tables = kernel.config.embedding_tables
