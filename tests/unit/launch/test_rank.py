@@ -109,7 +109,7 @@ def test_under_torchrun_options_of_the_launcher_are_refused(option, project_dir,
     assert f"unrecognized arguments: {option}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("missing", TORCHRUN.keys() - {"LOCAL_WORLD_SIZE"})
+@pytest.mark.parametrize("missing", sorted(TORCHRUN.keys() - {"LOCAL_WORLD_SIZE"}))
 def test_without_one_of_the_variables_it_is_none(missing, under_torchrun, monkeypatch):
     assert rank.is_rank()
     monkeypatch.delenv(missing)
