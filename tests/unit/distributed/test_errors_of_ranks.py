@@ -11,7 +11,7 @@ import torch.distributed as dist
 from embershard.distributed import Supervision, process_group
 from embershard.distributed.ranks import _was_raised_before
 from embershard.errors import ConfigError, DataError, EmbershardError, StepError
-from embershard.launch.ranks.rank_errors import _show_error
+from embershard.launch.rank import _show_error
 
 
 def test_the_first_rank_shows_it_and_others_do_not():

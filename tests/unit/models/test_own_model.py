@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from embershard.data import Batch, Schema, SparseFeature, Target
 from embershard.distributed import Supervision
 from embershard.errors import ConfigError
-from embershard.launch.ranks.rank_errors import _show_error
+from embershard.launch.rank import _show_error
 from embershard.models import ModelConfig, build_model, model_tables
 from embershard.models.own_errors import told
 from embershard.models.own_model import OwnModel, source_digest
