@@ -23,7 +23,7 @@ from embershard.errors import EmbershardError
 from embershard.models import ModelConfig, table_name
 from embershard.sharding.config import ShardingConfig
 from embershard.sharding.plan import Plan, TablePlacement, pools_of
-from embershard.sharding.shards import ROWS_TYPES
+from embershard.sharding.sharding_types import ROWS_TYPES
 from embershard.sharding.torchrec.spec import CacheSpec
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig
