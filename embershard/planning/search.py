@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner, SortBy
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import (
@@ -112,14 +112,7 @@ def place(
         partitioner = PoolRowsPartitioner(lambda option: _pool_of(by_name[option.name]), order)
     with _quiet():
         topology = _topology(world_size, ranks_per_node, device_bytes, host_bytes)
-        constraints = {
-            name: ParameterConstraints(
-                sharding_types=list(types),
-                compute_kernels=[EmbeddingComputeKernel.FUSED.value],
-                min_partition=column_block(by_name[name].dim, world_size),
-            )
-            for name, types in allowed.items()
-        }
+        constraints = {name: _constraint(types, by_name[name], world_size) for name, types in allowed.items()}
         planner = make_planner(
             topology,
             constraints,
@@ -130,17 +123,30 @@ def place(
             estimator=_Estimator(by_name, costs, by_memory),
             storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
         )
-        try:
-            plan = planner.plan(_tables_module(tables), [StockEmbeddingBagCollectionSharder()])  # type: ignore[list-item]
-        except PlannerError as error:
-            if error.error_type not in _NOTHING_FITS:
-                raise
-            return None
-        except RuntimeError as error:
-            if ranks_per_node <= _MOST_DEVICES_OF_A_NODE or "Invalid device string" not in str(error):
-                raise
-            return None
-    return _placements(plan, tables)
+        plan = _planned(planner, tables, ranks_per_node)
+    return None if plan is None else _placements(plan, tables)
+
+
+def _planned(
+    planner: EmbeddingShardingPlanner, tables: Sequence[TableSize], ranks_per_node: int
+) -> ShardingPlan | None:
+    try:
+        return planner.plan(_tables_module(tables), [StockEmbeddingBagCollectionSharder()])  # type: ignore[list-item]
+    except PlannerError as error:
+        if error.error_type not in _NOTHING_FITS:
+            raise
+    except RuntimeError as error:
+        if ranks_per_node <= _MOST_DEVICES_OF_A_NODE or "Invalid device string" not in str(error):
+            raise
+    return None
+
+
+def _constraint(types: Sequence[str], table: TableSize, world_size: int) -> ParameterConstraints:
+    return ParameterConstraints(
+        sharding_types=list(types),
+        compute_kernels=[EmbeddingComputeKernel.FUSED.value],
+        min_partition=column_block(table.dim, world_size),
+    )
 
 
 def _pool_of(table: TableSize) -> tuple[str, str]:

@@ -387,8 +387,8 @@ def distinct_types(
     fewer = copy.copy(constraint)
     distinct = [name for name in allowed if name not in left_out]
     ranks = topology.world_size, topology.local_world_size
-    full = [name for name in distinct if not SHARDING_TYPES[name].is_too_small(rows, *ranks)]
-    fewer.sharding_types = full or distinct
+    empty = {name for name, each in SHARDING_TYPES.items() if each.is_too_small(rows, *ranks)}
+    fewer.sharding_types = [name for name in distinct if name not in empty] or distinct
     return fewer
 
 
