@@ -146,6 +146,16 @@ def check_gpus(names: tuple[str, ...], torch_cuda: str | None, driver: bool) -> 
     return CheckResult("gpus", SKIP, "none: training runs on the CPU, with gloo")
 
 
+def check_triton(version: str | None, num_gpus: int) -> CheckResult:
+    """Check Triton, whose kernels plan the caches of a GPU. `version`: the installed one's."""
+    if version is not None:
+        return CheckResult("triton", PASS, version)
+    if not num_gpus:
+        return CheckResult("triton", SKIP, "not installed: it serves caches on a GPU only")
+    remedy = "CUDA builds of torch for Linux bring it along: reinstall torch, or install the triton that it requires"
+    return CheckResult("triton", FAIL, "not installed, and caches on a GPU are planned by its kernels", remedy)
+
+
 def check_collective(backend: str, error: str, seconds: float, remedy: str) -> CheckResult:
     """Check an all-reduce between two processes. `error` says what went wrong; empty when it worked."""
     name = f"{backend}, two ranks"

@@ -139,6 +139,7 @@ def examine(timeout_seconds: float) -> Iterator[CheckResult]:
         yield checks.check_import(module, *import_error(module, IMPORT_TIMEOUT_SECONDS))
     yield checks.check_cpu(len(os.sched_getaffinity(0)), host_memory())
     yield checks.check_gpus(gpus, torch_cuda, driver)
+    yield checks.check_triton(installed_version("triton"), len(gpus))
     yield from collectives(len(gpus), timeout_seconds)
     yield checks.check_shared_memory(shared_bytes, len(gpus))
     yield checks.check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])

@@ -56,6 +56,9 @@ CASES = [
     (checks.check_gpus((), None, False), SKIP),
     (checks.check_gpus((), None, True), WARN),
     (checks.check_gpus((), "13.0", True), WARN),
+    (checks.check_triton("3.7.1", 1), PASS),
+    (checks.check_triton(None, 0), SKIP),
+    (checks.check_triton(None, 1), FAIL),
     # collectives
     (checks.check_collective("gloo", "", 2.0, "remedy"), PASS),
     (checks.check_collective("gloo", "no answer after 60 s", 60.0, "remedy"), FAIL),
