@@ -44,14 +44,14 @@ class ModelInputs:
         self.step = OpenStep()
         self.backward = BackwardWatch()
 
-    def check(self, batch: Any) -> None:
-        """Raise whatever this rank finds wrong with a batch, before the other ranks count on it."""
+    def check(self, batch: Any) -> list[KeyedJaggedTensor | None]:
+        """Return what each forward would read of a batch. Raise what this rank finds wrong with it, before the other
+        ranks count on it."""
         if self._handle is None:
             self.forwards = pipelined_forwards(self._model, batch, self.step, self._features)
             watch = self.backward  # not self: the model would keep the pipeline alive
             self._handle = self._model.register_forward_hook(lambda *called: watch.follow(called[-1]))
-        for forward in self.forwards:
-            forward.check(batch)
+        return [forward.check(batch) for forward in self.forwards]
 
     def remove(self) -> None:
         """Give the modules their own forwards back."""
@@ -126,19 +126,16 @@ class PipelinedForward:
         if self.module.forward is not self:
             self.module.forward = self
 
-    def features_of(self, batch: Any) -> KeyedJaggedTensor | None:
-        """Return what the module would read of `batch`."""
-        return features_among(*self.args.build_args_kwargs(batch))
-
-    def check(self, batch: Any) -> None:
-        """Check the ids that the module would read of `batch`. Not collective.
+    def check(self, batch: Any) -> KeyedJaggedTensor | None:
+        """Return what the module would read of `batch`, with its ids checked. Not collective.
 
         Raises:
             IdOutOfRangeError: an out-of-range id.
         """
-        features = self.features_of(batch)
+        features = features_among(*self.args.build_args_kwargs(batch))
         if features is not None:
             check_ids(self.module, features)
+        return features
 
     def start(self, batch: Any) -> ModuleInput:
         """Start the module's input all-to-all for `batch`, which is checked. Collective."""
