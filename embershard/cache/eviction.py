@@ -213,7 +213,7 @@ class VictimQueue:
         return _Ranked(ranked_slots, stamps, ranks, next_uses)
 
     def _refill(self, least: int, oldest_pinned: int) -> None:
-        """Rank the lowest slots again, at least `least`, if so many may be evicted."""
+        """Rank the lowest slots again, at least `least`, as far as these may be evicted."""
         about = ranking_size(least, self._map.num_used)
         self._queue, pinned = self._lowest_ranks(least, about, oldest_pinned)
         self._cursor, self._offered = 0, []

@@ -361,8 +361,6 @@ class LookAheadStats:
 
 @dataclass
 class _Depth:
-    """Minimum and mean of some depths."""
-
     least: int | None = None
     count: int = 0
     total: int = 0

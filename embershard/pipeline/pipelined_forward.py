@@ -1,4 +1,4 @@
-"""Replacements for the forwards of sharded modules: they use the input that ran ahead.
+"""Replacements for the forwards of a model's sharded modules: they use the input that ran ahead.
 
 TorchRec's tracer, which its own train pipelines use, finds how each sharded module's input comes from the batch.
 """
@@ -22,6 +22,11 @@ from embershard.pipeline.left_steps import BackwardWatch
 from embershard.pipeline.module_input import ModuleInput, features_among
 from embershard.sharding.torchrec.modes.hot_cold import in_hot_batch
 from embershard.sharding.torchrec.modules import check_ids, ids_are_checked
+
+_log = logging.getLogger(__name__)
+
+#: From a batch to each sharded module's input, by the module's name.
+Features = Callable[[Any], Mapping[str, Any]]
 
 
 class ModelInputs:
@@ -62,12 +67,6 @@ class ModelInputs:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
-
-
-_log = logging.getLogger(__name__)
-
-#: From a batch to each sharded module's input, by the module's name.
-Features = Callable[[Any], Mapping[str, Any]]
 
 
 class OpenStep:

@@ -212,7 +212,7 @@ class Trainer:
         predicted = Predicted(outputs, labels, batch.weights)
         exact = in_float64(self.target, loss, *predicted)
         problem = self.loss_monitor.add(self.steps + 1, exact, batch, signal=self.supervision.signal)
-        self.supervision.hear(self.loss_monitor.signal)
+        self.supervision.note_agreed(self.loss_monitor.signal)
         if problem:
             for pool in cached_embeddings(self.model):  # between ranks, autograd may keep the forward, and its pins
                 pool.cache.cancel(forwarded=True)
