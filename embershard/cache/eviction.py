@@ -1,4 +1,7 @@
-"""Choice of the slots to evict: a ranking of slots, made in bulk and used up over many batches."""
+"""Choice of the slots to evict on a CPU: a ranking of slots, made in bulk and used up over many batches.
+
+The loops are in `loops/victims.py`; on a GPU `gpu/victim_queue.py` keeps the same order.
+"""
 
 from __future__ import annotations
 
@@ -46,16 +49,6 @@ class _Ranked:
     def select(self, which: Tensor) -> _Ranked:
         return self._each(lambda column: column.index_select(0, which))
 
-    def join(self, *others: _Ranked) -> _Ranked:
-        parts = (self, *others)
-        next_uses = [part.next_uses for part in parts if part.next_uses is not None]
-        return _Ranked(
-            torch.cat([part.slots for part in parts]),
-            torch.cat([part.stamps for part in parts]),
-            torch.cat([part.ranks for part in parts]),
-            torch.cat(next_uses) if next_uses else None,
-        )
-
     def arrays(self, start: int) -> tuple[loops.Int64s, loops.Int64s, loops.Int64s, loops.Int32s]:
         """Return the columns of slots with next uses from `start` on, for compiled loops."""
         assert self.next_uses is not None, "ranked without next uses"
@@ -81,7 +74,6 @@ class VictimQueue:
     def __init__(self, state: SlotState) -> None:
         self._map, self._scores, self._next_use_index = state.map, state.scores, state.next_use_index
         self._num_pinned_slots = state.num_pinned
-        self._is_looped = self._map.device.type == "cpu"
         none = torch.empty(0, dtype=torch.int64, device=self._map.device)
         self._none = _Ranked(none, none, none, None if self._next_use_index is None else none.int())
         self.clear()
@@ -109,7 +101,7 @@ class VictimQueue:
         self._offered = [part for part in self._offered if part[0] != batch]  # offered by a refill for this batch
         if self._worst < 0:
             return
-        better = (self._better_in_loop if self._is_looped else self._better)(slots, next_uses)
+        better = self._better(slots, next_uses)
         if better.slots.numel():
             self._offered.append((batch, better))
         if sum(part.slots.numel() for _, part in self._offered) > self._map.num_used // 2:
@@ -121,12 +113,6 @@ class VictimQueue:
 
     def _better(self, slots: Tensor, next_uses: Tensor) -> _Ranked:
         """Return those of `slots` that rank among the ranked ones; arguments as for `offer`."""
-        worth = ((next_uses == 0) | (next_uses >= self._worst_next_use)).nonzero().flatten()
-        ranked = self._rank(slots.index_select(0, worth))
-        return ranked.select((ranked.ranks <= self._worst).nonzero().flatten())
-
-    def _better_in_loop(self, slots: Tensor, next_uses: Tensor) -> _Ranked:
-        """Do what `_better` does."""
         use_stamps, _, score_bits = self._state()
         bounds = (self._worst, self._worst_next_use)
         kept = loops.offer(slots.numpy(), next_uses.numpy(), *bounds, use_stamps, score_bits)
@@ -160,15 +146,15 @@ class VictimQueue:
         """Take the lowest ranks of the queue and of the slots offered since the refill, together."""
         ready = [part for batch, part in self._offered if batch < oldest_pinned]
         pinned = [(batch, part) for batch, part in self._offered if batch >= oldest_pinned]
-        take = self._lowest_in_loop if self._is_looped else self._lowest
-        victims, passed, waiting = take(count, oldest_pinned, ready)
+        victims, passed, waiting = self._lowest(count, oldest_pinned, ready)
         self._cursor += passed
         waiting = self._trim(waiting, 2 * count)
         self._offered = [(0, waiting), *pinned] if waiting.slots.numel() else pinned
         return victims
 
-    def _lowest_in_loop(self, count: int, oldest_pinned: int, ready: list[_Ranked]) -> tuple[Tensor, int, _Ranked]:
-        """Do what `_lowest` does."""
+    def _lowest(self, count: int, oldest_pinned: int, ready: list[_Ranked]) -> tuple[Tensor, int, _Ranked]:
+        """Return the `count` lowest slots of the queue and of `ready`, which were offered; the number of entries of the
+        queue that are done with; and the slots that stay offered."""
         offered = [*ready, self._none]
         ready_slots = np.concatenate([part.slots.numpy() for part in offered])
         ready_stamps = np.concatenate([part.stamps.numpy() for part in offered])
@@ -180,28 +166,6 @@ class VictimQueue:
         waiting = slots[left]
         columns = (waiting, stamps[left], ranks[left], state[1][waiting])
         return torch.from_numpy(victims), passed, _Ranked(*map(torch.from_numpy, columns))
-
-    def _lowest(self, count: int, oldest_pinned: int, ready: list[_Ranked]) -> tuple[Tensor, int, _Ranked]:
-        """Return the `count` lowest slots of the queue and of `ready`, which were offered; the number of entries of the
-        queue that are done with; and the slots that stay offered."""
-        window, usable = self._next_usable(count, oldest_pinned)
-        queued = usable.numel()
-        again, places = self._rank_again(window, usable, ready, oldest_pinned)
-        candidates = window.select(usable).join(again)
-        total = candidates.slots.numel()
-        if total <= count:
-            chosen = torch.arange(total, device=candidates.slots.device)
-        else:
-            bound = candidates.ranks.kthvalue(count).values
-            below = (candidates.ranks < bound).nonzero().flatten()
-            equal = (candidates.ranks == bound).nonzero().flatten()
-            chosen = torch.cat([below, equal[: count - below.numel()]])
-        left = torch.ones(total, dtype=torch.bool, device=candidates.slots.device).scatter_(0, chosen, False)
-        first_left = left[:queued].nonzero().flatten()[:1]
-        passed = int(usable[first_left]) if first_left.numel() else window.slots.numel()
-        # Entries of the window from `passed` on are still in the queue.
-        waiting = again.select((left[queued:] & (places < passed)).nonzero().flatten())
-        return candidates.slots.index_select(0, chosen), passed, waiting
 
     def _trim(self, waiting: _Ranked, enough: int) -> _Ranked:
         """Keep the best `enough` of many offered slots, and end the ranking at the worst of these."""
@@ -216,23 +180,6 @@ class VictimQueue:
         """Note that every slot up to this rank is in the queue, offered, or pinned."""
         self._worst = rank
         self._worst_next_use = _NONE_KNOWN_USE if rank < _KNOWN_USE else _KNOWN_USE + _LAST_BATCH - rank
-
-    def _rank_again(
-        self, window: _Ranked, usable: Tensor, ready: list[_Ranked], oldest_pinned: int
-    ) -> tuple[_Ranked, Tensor]:
-        """Rank the slots whose rank may have changed: those of `window` with another next use, and all of `ready`.
-
-        Returns:
-            The slots that belong into the ranking, and their positions in the window, int64; -1 for those of `ready`.
-        """
-        changed = self._unused(window, oldest_pinned).index_fill_(0, usable, False).nonzero().flatten()
-        slots, places = [window.slots.index_select(0, changed)], [changed]
-        for part in ready:
-            slots.append(part.slots.index_select(0, self._unused(part, oldest_pinned).nonzero().flatten()))
-            places.append(torch.full_like(slots[-1], -1))
-        ranked = self._rank(torch.cat(slots))
-        before_end = (ranked.ranks <= self._worst).nonzero().flatten()
-        return ranked.select(before_end), torch.cat(places).index_select(0, before_end)
 
     def _usable(self, ranked: _Ranked, oldest_pinned: int) -> Tensor:
         """Positions of entries that may be evicted and whose rank still holds: int64."""
@@ -266,17 +213,17 @@ class VictimQueue:
         return _Ranked(ranked_slots, stamps, ranks, next_uses)
 
     def _refill(self, least: int, oldest_pinned: int) -> None:
-        """Rank the lowest slots again, at least `least`, if so many may be evicted."""
+        """Rank the lowest slots again, at least `least`, as far as these may be evicted."""
         about = ranking_size(least, self._map.num_used)
-        rank = self._lowest_ranks_in_loop if self._is_looped else self._lowest_ranks
-        self._queue, pinned = rank(least, about, oldest_pinned)
+        self._queue, pinned = self._lowest_ranks(least, about, oldest_pinned)
         self._cursor, self._offered = 0, []
         if self._next_use_index is not None and self._queue.slots.numel():
             self._set_worst(int(self._queue.ranks[-1]))
             self._offer_pinned(pinned.select((pinned.ranks <= self._worst).nonzero().flatten()))
 
-    def _lowest_ranks_in_loop(self, least: int, about: int, oldest_pinned: int) -> tuple[_Ranked, _Ranked]:
-        """Do what `_lowest_ranks` does."""
+    def _lowest_ranks(self, least: int, about: int, oldest_pinned: int) -> tuple[_Ranked, _Ranked]:
+        """Return the `about` lowest slots that may be evicted, ascending by rank and slot, fewer if there are not so
+        many, but `least` if possible; and slots in flight, among them all of a rank that low."""
         num_used, bound = self._map.num_used, _NEVER - 1
         state = (*self._state(), num_used + 1, self._num_pinned_slots, oldest_pinned)
         stride = sample_stride(about, num_used)
@@ -291,37 +238,8 @@ class VictimQueue:
         loops.settle_ties(order, ranks)
         return self._rank(torch.from_numpy(slots[order[:about]])), self._rank(torch.from_numpy(pinned))
 
-    def _lowest_ranks(self, least: int, about: int, oldest_pinned: int) -> tuple[_Ranked, _Ranked]:
-        """Return the `about` lowest slots that may be evicted, ascending by rank and slot, fewer if there are not so
-        many, but `least` if possible; and slots in flight, among them all of a rank that low."""
-        ranked = self._rank()
-        pinned = ranked.stamps >> 32 >= oldest_pinned
-        pinned[: self._num_pinned_slots] = True
-        ranks = ranked.ranks.masked_fill(pinned, _NEVER)
-        pinned[: self._num_pinned_slots] = False
-        pinned &= ranked.stamps != _NEVER  # empty
-        return ranked.select(_lowest(ranks, least, about)), ranked.select(pinned.nonzero().flatten())
-
     def _offer_pinned(self, waiting: _Ranked) -> None:
         """Offer slots of batches in flight, which may be evicted once these are released."""
         batches = waiting.stamps >> 32
         for batch in batches.unique().tolist():
             self._offered.append((batch, waiting.select((batches == batch).nonzero().flatten())))
-
-
-def _lowest(rank: Tensor, least: int, about: int) -> Tensor:
-    """Return positions of the `about` lowest values of `rank`, ascending by value, without any `_NEVER`.
-
-    May return fewer, but at least `least` if there are so many. A regular sample of a long vector gives a bound, and
-    only the values below it are sorted.
-    """
-    found = None
-    stride = sample_stride(about, rank.numel())
-    if stride:
-        sample = rank[::stride].sort().values
-        margin = sample.numel() // 64
-        bound = min(int(sample[sample.numel() * about // rank.numel() + margin]), _NEVER - 1)
-        found = (rank <= bound).nonzero().flatten()
-    if found is None or found.numel() < least:  # a short vector, or an unlucky sample
-        found = (rank < _NEVER).nonzero().flatten()
-    return found.index_select(0, rank.index_select(0, found).sort(stable=True).indices[:about])

@@ -216,7 +216,7 @@ class StreamOrder:
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-class _Pool(Protocol):
+class _HasLock(Protocol):
     _lock: threading.RLock
     _stream_order: StreamOrder
 
@@ -226,7 +226,7 @@ def one_at_a_time(method: _Method) -> _Method:
     the training thread waits."""
 
     @functools.wraps(method)
-    def locked(self: _Pool, *args: Any, **kwargs: Any) -> Any:
+    def locked(self: _HasLock, *args: Any, **kwargs: Any) -> Any:
         with self._lock, torch.no_grad(), self._stream_order.next():
             return method(self, *args, **kwargs)
 

@@ -178,14 +178,6 @@ class NextUseIndex:
         if not self._is_oldest(batch):
             return None
         self._known.popleft()
-        if slots.is_cpu:
-            return self._arrive_in_loop(batch, slots)
-        distinct = slots.index_select(0, batch.positions)
-        following = self._following(batch)
-        self._advance(distinct, following)
-        return distinct, following
-
-    def _arrive_in_loop(self, batch: KnownBatch, slots: Tensor) -> tuple[Tensor, Tensor]:
         uses, positions = batch.uses.numpy(), batch.positions.numpy()
         distinct, following = np.empty(uses.size, np.int64), np.empty(uses.size, np.int32)
         state = (self._next_batch_array, self.next_use_array, self._last_use_array)

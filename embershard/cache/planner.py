@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -151,7 +152,7 @@ class Planner(ABC):
 
 
 class CachePlanner(Planner):
-    """Plans batches with torch's operations; on a CPU, loops do most of it.
+    """Plans batches on a CPU, by compiled loops; where the map is hashed, torch's operations look rows up.
 
     >>> from embershard.cache.policies import RecencyScores
     >>> from embershard.cache.slot_map import SlotMap
@@ -161,8 +162,8 @@ class CachePlanner(Planner):
     [7]
     """
 
-    def __init__(self, state: SlotState) -> None:
-        self._queue = VictimQueue(state)
+    def __init__(self, state: SlotState, make_queue: Callable[[SlotState], VictimQueue] = VictimQueue) -> None:
+        self._queue = make_queue(state)
         super().__init__(state, self._queue)
 
     @is_stage("plan")
@@ -171,7 +172,7 @@ class CachePlanner(Planner):
         slots, first_hits, missed = self._map.find(keys, batch)
         if not missed.numel():
             return CachePlan(batch, slots, missed, missed, missed, missed, missed, missed, first_hits, missed)
-        fill_keys, inverse = _distinct(keys.index_select(0, missed))
+        fill_keys, inverse = self._distinct(keys.index_select(0, missed))
         victims = self._choose_victims(fill_keys.numel(), oldest_pinned)
         num_missing = fill_keys.numel() - self._map.num_free - victims.numel()
         if num_missing > 0:
@@ -215,14 +216,12 @@ class CachePlanner(Planner):
             return torch.empty(0, dtype=torch.int64, device=self._map.device)
         return self._queue.pop(needed, oldest_pinned)
 
-
-def _distinct(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distinct `keys` (int64 [M]) in ascending order, and for each key its number among them: int64 [M]."""
-    if not keys.is_cpu:
-        return keys.unique(return_inverse=True)
-    array = keys.numpy()
-    inverse = np.empty_like(array)
-    return keys[: loops.distinct(array, array.argsort(), inverse)], torch.from_numpy(inverse)
+    @staticmethod
+    def _distinct(keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the distinct `keys` (int64 [M]) ascending, and for each key its number among them: int64 [M]."""
+        array = keys.numpy()
+        inverse = np.empty_like(array)
+        return keys[: loops.distinct(array, array.argsort(), inverse)], torch.from_numpy(inverse)
 
 
 _LEAST_SHARE = 0.25  # a cache grows by what is missing, and by at least this share of its slots

@@ -1,4 +1,14 @@
-"""Choice of the classes that plan, by the device."""
+"""The classes that plan, by the device: the one place that says which.
+
+CPU: `SlotMap`, `NextUseIndex` and `CachePlanner` with `VictimQueue`, by compiled loops (`loops/`). A hashed map has no
+array for loops, so torch's operations look its rows up.
+
+CUDA: `KernelSlotMap`, `KernelNextUseIndex` and `KernelPlanner` with `KernelVictimQueue`, by Triton kernels (`gpu/`).
+They make the plans of the CPU, to the slot. CUDA builds of torch for Linux bring Triton along; without it, caches on a
+GPU are refused.
+
+Tests compare both with torch's operations (`tests/unit/cache/torch_operations.py`).
+"""
 
 from __future__ import annotations
 
@@ -11,22 +21,32 @@ from embershard.cache.next_use import NextUseIndex
 from embershard.cache.planner import CachePlanner, Planner
 from embershard.cache.slot_map import SlotMap
 from embershard.cache.slot_state import SlotState
+from embershard.errors import SetupError
 
-HAS_TRITON = find_spec("triton") is not None
-
-
-def uses_kernels(device: torch.device) -> bool:
-    """Return True if caches on `device` plan by kernels. Without Triton, torch's operations do the same work."""
-    return device.type == "cuda" and HAS_TRITON
+PlanningClasses = tuple[type[SlotMap], type[NextUseIndex], Callable[[SlotState], Planner]]
 
 
-def planning_classes(
-    device: torch.device,
-) -> tuple[type[SlotMap], type[NextUseIndex], Callable[[SlotState], Planner]]:
-    """Return the classes of the map, of the index of next uses and of the planner of a cache on `device`."""
-    if not uses_kernels(device):
-        return SlotMap, NextUseIndex, CachePlanner
-    from embershard.cache.gpu.next_use import KernelNextUseIndex  # triton is not installed everywhere
+def planning_classes(device: torch.device) -> PlanningClasses:
+    """Return the classes of the map, of the index of next uses and of the planner of a cache on `device`.
+
+    Raises:
+        SetupError: caches on a GPU need Triton, which is not installed.
+    """
+    return kernel_classes() if device.type == "cuda" else (SlotMap, NextUseIndex, CachePlanner)
+
+
+def kernel_classes() -> PlanningClasses:
+    """Return the classes for a GPU, wherever Triton's kernels run.
+
+    Raises:
+        SetupError: Triton is not installed.
+    """
+    if find_spec("triton") is None:
+        raise SetupError(
+            "caches on a GPU are planned by Triton kernels, and triton is not installed. CUDA builds of torch for "
+            "Linux bring it along: reinstall torch, or pip install the triton that `pip show torch` requires"
+        )
+    from embershard.cache.gpu.next_use import KernelNextUseIndex
     from embershard.cache.gpu.planner import KernelPlanner
     from embershard.cache.gpu.slot_map import KernelSlotMap
 

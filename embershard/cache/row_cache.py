@@ -529,7 +529,6 @@ class RowCache:
 
     @property
     def _slot_bytes(self) -> int:
-        """Payload of one slot, in bytes."""
         return sum(t[0].numel() * t.element_size() for t in self._payload)
 
     @property

@@ -53,13 +53,13 @@ class Supervision:
 
     Attributes:
         signal: the signal that asked this rank to stop; 0 for none.
-        agreed: the largest `signal` of all ranks, as far as they have told each other.
+        agreed: the largest `signal` of all ranks, as of the last collective that carried them.
         is_training: a signal ends the training after its step; before, it ends the process at once.
         notice: a line that a signal shows at once: torchrun ends a rank 30 s after it, perhaps within a save.
 
     >>> supervision = Supervision()
     >>> supervision.signal = signal.SIGTERM
-    >>> supervision.hear(supervision.signal)
+    >>> supervision.note_agreed(supervision.signal)
     >>> supervision.must_stop
     True
     """
@@ -105,7 +105,7 @@ class Supervision:
         """True on all ranks alike, once they know that one was asked to stop."""
         return self.agreed > 0
 
-    def hear(self, number: int) -> None:
+    def note_agreed(self, number: int) -> None:
         """Note the largest `signal` of all ranks, which came with another collective."""
         self.agreed = max(self.agreed, number)
 
@@ -113,7 +113,7 @@ class Supervision:
         """Ask all ranks for their `signal`; return `must_stop`. Collective; not for every step."""
         import torch
 
-        self.hear(int(ranks.all_gather(torch.tensor(self.signal)).max()))
+        self.note_agreed(int(ranks.all_gather(torch.tensor(self.signal)).max()))
         return self.must_stop
 
 

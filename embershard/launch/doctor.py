@@ -160,6 +160,16 @@ def check_gpus(names: tuple[str, ...], torch_cuda: str | None, driver: bool) -> 
     return CheckResult("gpus", SKIP, "none: training runs on the CPU, with gloo")
 
 
+def check_triton(version: str | None, num_gpus: int) -> CheckResult:
+    """Check Triton, whose kernels plan the caches of a GPU. `version`: the installed one's."""
+    if version is not None:
+        return CheckResult("triton", PASS, version)
+    if not num_gpus:
+        return CheckResult("triton", SKIP, "not installed: it serves caches on a GPU only")
+    remedy = "CUDA builds of torch for Linux bring it along: reinstall torch, or install the triton that it requires"
+    return CheckResult("triton", FAIL, "not installed, and caches on a GPU are planned by its kernels", remedy)
+
+
 def check_collective(backend: str, error: str, seconds: float, remedy: str) -> CheckResult:
     """Check an all-reduce between two processes. `error` says what went wrong; empty when it worked."""
     name = f"{backend}, two ranks"
@@ -328,6 +338,7 @@ def examine(timeout_seconds: float) -> Iterator[CheckResult]:
         yield check_import(module, *import_error(module, IMPORT_TIMEOUT_SECONDS))
     yield check_cpu(len(os.sched_getaffinity(0)), host_memory())
     yield check_gpus(gpus, torch_cuda, driver)
+    yield check_triton(installed_version("triton"), len(gpus))
     yield from collectives(len(gpus), timeout_seconds)
     yield check_shared_memory(shared_bytes, len(gpus))
     yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])

@@ -19,14 +19,15 @@ class Intake:
 
     Args:
         device: of this rank.
-        check: raises for a batch that this rank cannot use, before the other ranks count on it.
+        check: raises for a batch that this rank cannot use, before the other ranks count on it; returns what it read of
+            the batch.
 
     Attributes:
         is_over: a rank has no batch left.
         wish: the largest number that any rank gave to the last :meth:`offer`.
     """
 
-    def __init__(self, device: torch.device, check: Callable[[Any], None]) -> None:
+    def __init__(self, device: torch.device, check: Callable[[Any], Any]) -> None:
         self._device, self._check = device, check
         self.forget()
 
@@ -34,6 +35,7 @@ class Intake:
         """Start again: drop the question about the next batch."""
         self._agreement = Agreement(self._device)
         self._offered: Any = _NO_BATCH
+        self._checked: Any = None  # what the check read of it
         self._is_asked = self.is_over = False
         self._failure: Exception | None = None  # of this rank's iterator; the other ranks do not know it yet
         self.wish = 0
@@ -56,7 +58,7 @@ class Intake:
             try:
                 self._offered = next(batches, _NO_BATCH)
                 if self._offered is not _NO_BATCH:
-                    self._check(self._offered)
+                    self._checked = self._check(self._offered)
             except Exception as error:
                 self._offered, self._failure = _NO_BATCH, error
         state = Supply.FULL if is_full else Supply.READY
@@ -67,8 +69,9 @@ class Intake:
         self._agreement.start(state, wish)
         self._is_asked = True
 
-    def admit(self, let_in: Callable[[Any], None]) -> bool:
-        """After :meth:`offer`: call `let_in(batch)` if every rank has a batch; return False if not now, or never.
+    def admit(self, let_in: Callable[[Any, Any], None]) -> bool:
+        """After :meth:`offer`: call `let_in(batch, checked)` if every rank has a batch, with what the check
+        read of it; return False if not now, or never.
 
         Raises:
             DataError: another rank's iterator failed; that rank raises its own exception.
@@ -84,11 +87,11 @@ class Intake:
             self.is_over, self._offered = True, _NO_BATCH
         if decision != Supply.READY:
             return False
-        let_in(self._offered)
-        self._offered = _NO_BATCH  # last: an exception loses no batch
+        let_in(self._offered, self._checked)
+        self._offered, self._checked = _NO_BATCH, None  # last: an exception loses no batch
         return True
 
-    def has_let_in(self, batch: Any) -> None:
+    def note_entered(self, batch: Any) -> None:
         """Note that `batch` is in, although an exception may have ended :meth:`admit` early."""
         if batch is self._offered:
-            self._offered = _NO_BATCH
+            self._offered, self._checked = _NO_BATCH, None

@@ -125,7 +125,7 @@ class LeftSteps:
 
 
 def _num_collectives() -> int:
-    """Return how many collectives of the default group this rank has begun."""
+    # of the default group, begun by this rank
     group: Any = dist.distributed_c10d._get_default_group()
     return int(group._get_sequence_number_for_group())
 

@@ -297,7 +297,7 @@ class LookAheadPipeline:
 
     def _offer(self, batches: Iterator[Any]) -> None:
         """Take the next batch from the iterator, and tell the other ranks."""
-        self._intake.has_let_in(self._window.newest_arriving)
+        self._intake.note_entered(self._window.newest_arriving)
         self._intake.offer(batches, self._is_full, self._depth.wish)
 
     def _admit(self, batches: Iterator[Any]) -> bool:
@@ -307,8 +307,8 @@ class LookAheadPipeline:
         self._depth.agree(self._intake.wish)
         return is_in
 
-    def _let_in(self, batch: Any) -> None:
-        self._window.add(StagedBatch(batch, self._device, self._inputs.forwards, self._streams))
+    def _let_in(self, batch: Any, announced: Any) -> None:
+        self._window.add(StagedBatch(batch, announced, self._device, self._inputs.forwards, self._streams))
 
     def _weigh(self) -> None:
         """Decide if there is memory to know more batches."""
@@ -361,8 +361,6 @@ class LookAheadStats:
 
 @dataclass
 class _Depth:
-    """Minimum and mean of some depths."""
-
     least: int | None = None
     count: int = 0
     total: int = 0

@@ -1,4 +1,4 @@
-"""Replacements for the forwards of sharded modules: they use the input that ran ahead.
+"""Replacements for the forwards of a model's sharded modules: they use the input that ran ahead.
 
 TorchRec's tracer, which its own train pipelines use, finds how each sharded module's input comes from the batch.
 """
@@ -22,6 +22,11 @@ from embershard.pipeline.left_steps import BackwardWatch
 from embershard.pipeline.module_input import ModuleInput, features_among
 from embershard.sharding.torchrec.modules import check_ids, ids_are_checked, in_batch
 
+_log = logging.getLogger(__name__)
+
+#: From a batch to each sharded module's input, by the module's name.
+Features = Callable[[Any], Mapping[str, Any]]
+
 
 class ModelInputs:
     """Pipelined forwards of a model's sharded modules, from the first batch on.
@@ -43,14 +48,14 @@ class ModelInputs:
         self.step = OpenStep()
         self.backward = BackwardWatch()
 
-    def check(self, batch: Any) -> None:
-        """Raise whatever this rank finds wrong with a batch, before the other ranks count on it."""
+    def check(self, batch: Any) -> list[KeyedJaggedTensor | None]:
+        """Return what each forward would read of a batch. Raise what this rank finds wrong with it, before the other
+        ranks count on it."""
         if self._handle is None:
             self.forwards = pipelined_forwards(self._model, batch, self.step, self._features)
             watch = self.backward  # not self: the model would keep the pipeline alive
             self._handle = self._model.register_forward_hook(lambda *called: watch.follow(called[-1]))
-        for forward in self.forwards:
-            forward.check(batch)
+        return [forward.check(batch) for forward in self.forwards]
 
     def remove(self) -> None:
         """Give the modules their own forwards back."""
@@ -61,12 +66,6 @@ class ModelInputs:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
-
-
-_log = logging.getLogger(__name__)
-
-#: From a batch to each sharded module's input, by the module's name.
-Features = Callable[[Any], Mapping[str, Any]]
 
 
 class OpenStep:
@@ -125,19 +124,16 @@ class PipelinedForward:
         if self.module.forward is not self:
             self.module.forward = self
 
-    def features_of(self, batch: Any) -> KeyedJaggedTensor | None:
-        """Return what the module would read of `batch`."""
-        return features_among(*self.args.build_args_kwargs(batch))
-
-    def check(self, batch: Any) -> None:
-        """Check the ids that the module would read of `batch`. Not collective.
+    def check(self, batch: Any) -> KeyedJaggedTensor | None:
+        """Return what the module would read of `batch`, with its ids checked. Not collective.
 
         Raises:
             IdOutOfRangeError: an out-of-range id.
         """
-        features = self.features_of(batch)
+        features = features_among(*self.args.build_args_kwargs(batch))
         if features is not None:
             check_ids(self.module, features)
+        return features
 
     def start(self, batch: Any) -> ModuleInput:
         """Start the module's input all-to-all for `batch`, which is checked. Collective."""

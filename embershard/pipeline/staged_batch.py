@@ -32,15 +32,15 @@ class StagedBatch:
 
     Args:
         batch: has `to(device, non_blocking)` and `record_stream(stream)`.
+        announced: what the modules read of it, which is of tensors that may not be the batch's own.
         forwards: of the sharded modules that are pipelined.
     """
 
     def __init__(
-        self, batch: Any, device: torch.device, forwards: Sequence[PipelinedForward], streams: Streams
+        self, batch: Any, announced: Any, device: torch.device, forwards: Sequence[PipelinedForward], streams: Streams
     ) -> None:
         self.batch = batch
         self._device, self._forwards, self._streams = device, forwards, streams
-        announced = [forward.features_of(batch) for forward in forwards]  # of a batch whose parts nobody else can read
         self._versions = [(each, each._version) for each in tensors_of([batch, announced]) if not each.is_inference()]
         with streams.copying():
             self.on_device = batch.to(device, non_blocking=True)

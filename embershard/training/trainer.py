@@ -217,7 +217,7 @@ class Trainer:
         """Return why the batch must be skipped; empty where it trains. Ranks learn here which of them must stop."""
         exact = in_float64(self.target, loss, *predicted)
         problem = self.loss_monitor.add(self.steps + 1, exact, batch, signal=self.supervision.signal)
-        self.supervision.hear(self.loss_monitor.signal)
+        self.supervision.note_agreed(self.loss_monitor.signal)
         return problem
 
     def report(self) -> TrainReport:

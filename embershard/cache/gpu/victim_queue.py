@@ -20,7 +20,7 @@ _NEVER = torch.iinfo(torch.int64).max
 
 
 @dataclass(frozen=True, eq=False)
-class _Part:
+class _PartBeside:
     """Slots beside the ranking: int64 [3, ?] slots (0 for none), stamps and ranks.
 
     Attributes:
@@ -74,7 +74,7 @@ class KernelVictimQueue:
         self._slots, self._stamps, self._ranks = self._none
         self._uses = torch.empty(0, dtype=torch.int32, device=device)
         self._worst = torch.empty(1, dtype=torch.int64, device=device)
-        self._parts: list[_Part] = []
+        self._parts: list[_PartBeside] = []
         self._may_be_crowded = False
 
     def pop(
@@ -127,7 +127,7 @@ class KernelVictimQueue:
         found = slots.new_zeros((3, slots.numel()))
         where = (slots, flags, running, self._map.use_stamp, found, 0, slots.numel())
         launch(kernels.gather, slots.numel(), *where, LISTED=True)
-        self._parts.append(_Part(batch, found, self._readback.count(running[-1])))
+        self._parts.append(_PartBeside(batch, found, self._readback.count(running[-1])))
 
     def _score_bits(self) -> tuple[Tensor, bool]:
         """Return the bits of every slot's score, and True; without scores any tensor, and False."""
@@ -195,28 +195,28 @@ class KernelVictimQueue:
         return taken, found
 
     def _pass(self, taken: _Taken, found: list[int], needed: int, oldest_pinned: int) -> None:
-        """Note what is left."""
         self._num_expected = needed
         self._cursor += taken.limit(needed) - found[kernels.LEFT.value]
         num_waiting, num_pinned = found[kernels.WAITING.value], found[kernels.PINNED.value]
         later = [part for part in self._parts if part.batch >= oldest_pinned]
         count = num_waiting + num_pinned
-        kept = _Part(0, taken.waiting[:, :count], count)
+        kept = _PartBeside(0, taken.waiting[:, :count], count)
         if num_waiting > 4 * needed:
             kept = self._trim(kept, num_waiting, 2 * needed)
         self._parts = [kept, *later] if count else later
 
-    def _trim(self, part: _Part, num_waiting: int, enough: int) -> _Part:
+    def _trim(self, part: _PartBeside, num_waiting: int, enough: int) -> _PartBeside:
         """Keep the best `enough` of many slots that wait, and end the ranking at the worst of these."""
         ranks = part.slots[2, :num_waiting]
         self._worst = ranks.kthvalue(enough).values.view(1)
         dropped = ranks > self._worst
         part.slots[0, :num_waiting].masked_fill_(dropped, 0)
         self._end = self._readback.count(torch.searchsorted(self._ranks, self._worst, right=True))
-        return _Part(0, part.slots, self._readback.count(int(part.count) - dropped.sum()))
+        return _PartBeside(0, part.slots, self._readback.count(int(part.count) - dropped.sum()))
 
     def _refill(self, least: int, oldest_pinned: int, batch: int) -> tuple[Tensor, Tensor, Count, Count] | None:
-        """Rank the lowest slots again, at least `least`, if so many may be evicted. The host does not wait.
+        """Rank the lowest slots again, at least `least`, as far as these may be evicted. The host does not
+        wait.
 
         Returns:
             Of slots 1, 2, ..., for `_offer_pinned`: int32 marks of those that are pinned and rank among them; their
@@ -255,14 +255,14 @@ class KernelVictimQueue:
         where = (found, flags, running, self._map.use_stamp, found, 1, width)
         launch(kernels.gather, flags.numel(), *where, LISTED=False)
         found = found.index_select(1, (found[1] >> 32).sort(stable=True).indices)
-        old, new = _Part(0, found[:, :num_old], num_old), _Part(batch, found[:, num_old:], int(of_batch))
+        old, new = _PartBeside(0, found[:, :num_old], num_old), _PartBeside(batch, found[:, num_old:], int(of_batch))
         self._parts += [part for part in (old, new) if int(part.count)]
 
 
 def _lowest(ranks: Tensor, least: int, size: int) -> tuple[Tensor, Tensor]:
     """Return the `size` lowest of `ranks` (int64 [M]), ascending, and their positions: int64 [<= size] each.
 
-    May mark higher ones with `_NEVER`, but leaves at least `least` if there are so many: a regular sample of a long
+    May mark higher ones with `_NEVER`, but leaves at least `least` of the others: a regular sample of a long
     vector gives a bound, so that plans by kernels and by the loops on a CPU are the same.
     """
     stride = sample_stride(size, ranks.numel())

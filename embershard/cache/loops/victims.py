@@ -94,7 +94,7 @@ def candidates(
     Args:
         queue_slots, queue_stamps, queue_ranks, queue_next_uses: [Q], the rest of the queue.
         ready_slots, ready_stamps: [M], offered slots that are no longer pinned.
-        count: so many are wanted.
+        count: the number of victims wanted.
         oldest_pinned, worst, next_uses, score_bits: see `VictimQueue` and `offer`.
 
     Returns:

@@ -113,7 +113,7 @@ class HostStore:
         self._frozen: FrozenRows | None = None
 
     def _allocator(self, folder: str | None, whole_pages: bool) -> Callable[[int, torch.dtype], Tensor]:
-        """Return what makes zeroed tensors of so many elements and a dtype; in files, unless `folder` is None."""
+        """Return what makes zeroed tensors from a number of elements and a dtype; in files, unless `folder` is None."""
         if self._share is not None:
             return self._share.allocate
         if folder is not None:

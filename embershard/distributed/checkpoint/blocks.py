@@ -39,7 +39,7 @@ class FrozenTensors(Protocol):
 _LIVE, _COPIED, _FROZEN = range(3)
 
 
-class _Part(NamedTuple):
+class _TensorPart(NamedTuple):
     """A block: a view of its tensor or a copy, the frozen memory that it is in, and its place in the order."""
 
     tensor: Tensor
@@ -75,7 +75,7 @@ class TensorBlocks(DefaultSavePlanner):
     def __init__(self, tensors: dict[str, Any], frozen: Sequence[FrozenTensors] = (), copy_bytes: int = 0) -> None:
         super().__init__()
         _check_tensors(tensors)
-        self._parts: dict[MetadataIndex, _Part] = {}
+        self._parts: dict[MetadataIndex, _TensorPart] = {}
         with without_known_warnings():
             super().set_up_planner(tensors)
             items = super().create_local_plan().items
@@ -109,7 +109,7 @@ class TensorBlocks(DefaultSavePlanner):
             block = tensor if num_rows <= block_rows else tensor[start : start + block_rows]
             new = item if block is tensor else _item_of_block(item, start, block)
             order = (_LIVE, 0) if number is None else (_FROZEN + number, frozen[number].position(block) or 0)
-            self._parts[new.index] = _Part(block, memory, order)
+            self._parts[new.index] = _TensorPart(block, memory, order)
             items.append(new)
         return items
 
@@ -121,7 +121,7 @@ class TensorBlocks(DefaultSavePlanner):
             if most_bytes < 0:
                 return False
             part = self._parts[index]
-            self._parts[index] = _Part(part.tensor.detach().to("cpu", copy=True), None, (_COPIED, 0))
+            self._parts[index] = _TensorPart(part.tensor.detach().to("cpu", copy=True), None, (_COPIED, 0))
         return True
 
     def _num_bytes(self, index: MetadataIndex) -> int:

@@ -36,6 +36,10 @@ class PoolIds(NamedTuple):
 class FeatureKeys:
     """Adds the first key of each feature's table to the feature's ids.
 
+    A batch's keys are made when it becomes known, and again when it is prepared. Kept in between they would take 8
+    bytes per known id, as much as the ids themselves: 13 MiB for 64 batches of 26,624 ids, of the memory that decides
+    how many batches are known. Making them again takes 0.07 ms of such a batch.
+
     Args:
         first_keys: first key of each feature's table; F numbers.
         device: of the ids.

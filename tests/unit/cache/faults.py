@@ -89,14 +89,14 @@ def _stale_entries_not_skipped() -> Iterator[None]:
 @contextlib.contextmanager
 def _stale_entries_not_skipped_by_the_loop() -> Iterator[None]:
     """The same with look-ahead: nothing tells the compiled loop that a slot was used since, or is pinned."""
-    lowest = victims.VictimQueue._lowest_in_loop
+    lowest = victims.VictimQueue._lowest
 
     def trusting(self: Any, count: int, oldest_pinned: int, ready: Any) -> Any:
         stamps = self._map.use_stamp.index_select(0, self._queue.slots)
         with mock.patch.object(self, "_queue", dataclasses.replace(self._queue, stamps=stamps)):
             return lowest(self, count, 2**31 - 1, ready)
 
-    with mock.patch.object(victims.VictimQueue, "_lowest_in_loop", trusting):
+    with mock.patch.object(victims.VictimQueue, "_lowest", trusting):
         yield
 
 
@@ -117,29 +117,22 @@ def _slots_of_batches_in_flight_are_not_offered() -> Iterator[None]:
 @contextlib.contextmanager
 def _rows_that_become_known_are_skipped() -> Iterator[None]:
     """A row whose next use became known since it was ranked may still be the best victim."""
-    rank_again, lowest = victims.VictimQueue._rank_again, victims.VictimQueue._lowest_in_loop
+    lowest = victims.VictimQueue._lowest
 
-    def without(self: Any, window: Any, usable: Tensor, ready: Any, oldest_pinned: int) -> Any:
-        same = [part.select(self._usable(part, oldest_pinned)) for part in ready]
-        return rank_again(self, window, torch.arange(window.slots.numel()), same, oldest_pinned)
-
-    def without_in_loop(self: Any, count: int, oldest_pinned: int, ready: Any) -> Any:
+    def without(self: Any, count: int, oldest_pinned: int, ready: Any) -> Any:
         same, queue = [part.select(self._usable(part, oldest_pinned)) for part in ready], self._queue
         has_changed = self._next_use_index.next_use.index_select(0, queue.slots) != queue.next_uses
         stamps = queue.stamps.masked_fill(has_changed, -1)  # as if used since
         with mock.patch.object(self, "_queue", dataclasses.replace(queue, stamps=stamps)):
             return lowest(self, count, oldest_pinned, same)
 
-    with (
-        mock.patch.object(victims.VictimQueue, "_rank_again", without),
-        mock.patch.object(victims.VictimQueue, "_lowest_in_loop", without_in_loop),
-    ):
+    with mock.patch.object(victims.VictimQueue, "_lowest", without):
         yield
 
 
 @contextlib.contextmanager
 def _known_uses_do_not_matter() -> Iterator[None]:
-    rank, state, better = (getattr(victims.VictimQueue, name) for name in ("_rank", "_state", "_better_in_loop"))
+    rank, state, better = (getattr(victims.VictimQueue, name) for name in ("_rank", "_state", "_better"))
 
     def by_score(self: Any, slots: Tensor | None = None) -> Any:
         with mock.patch.object(self, "_next_use_index", None):
@@ -156,7 +149,7 @@ def _known_uses_do_not_matter() -> Iterator[None]:
     with (
         mock.patch.object(victims.VictimQueue, "_rank", by_score),
         mock.patch.object(victims.VictimQueue, "_state", without_next_uses),
-        mock.patch.object(victims.VictimQueue, "_better_in_loop", better_by_score),
+        mock.patch.object(victims.VictimQueue, "_better", better_by_score),
     ):
         yield
 

@@ -1,4 +1,4 @@
-"""Compiled loops and the torch operations that a GPU runs do the same, to the bit."""
+"""Compiled loops and torch's operations (`torch_operations.py`) do the same, to the bit."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from embershard.cache.loops import compiled, initial_rows
 from embershard.cache.planner import CachePlan
 from tests.covering import examples
 from tests.unit.cache.harness import Operation, Pool, random_operations, run, windowed_operations
+from tests.unit.cache.torch_operations import torch_planning
 
 NUM_ROWS = 30
 LOOPS = [name for name, loop in vars(loops).items() if isinstance(loop, Dispatcher) and name != "copy_rows"]
@@ -45,10 +46,8 @@ operations = st.lists(
 
 
 @contextlib.contextmanager
-def torch_operations(pool: Pool) -> Iterator[None]:
-    """Inside, the pool's cache does what it would do on a GPU; a loop that runs all the same fails."""
-    pool.map.array = None
-    pool.cache._planner._queue._is_looped = False
+def without_loops() -> Iterator[None]:
+    """Inside, tensors are not on a CPU; a loop that runs all the same fails."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.Tensor, "is_cpu", False))
         for name in LOOPS:
@@ -107,10 +106,12 @@ def _values(found: Any) -> Any:
 def compare(operations: Sequence[Operation], most_known_uses: int = 10**9, **settings: Any) -> Recorded:
     """Run the operations with compiled loops and with torch operations; compare the state after each one. Return the
     pool of the loops."""
-    looped, plain = Recorded(**settings), Recorded(**settings)
+    looped = Recorded(**settings)
+    with torch_planning():
+        plain = Recorded(**settings)
     looped.most_known_uses = plain.most_known_uses = most_known_uses
     run(looped, operations)
-    with torch_operations(plain):
+    with without_loops():
         run(plain, operations)
     assert len(looped.history) == len(plain.history)
     for step, (found, expected) in enumerate(zip(looped.history, plain.history, strict=True)):

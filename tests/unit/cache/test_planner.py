@@ -24,8 +24,10 @@ from embershard.cache import (
     Ticket,
     make_scores,
 )
+from embershard.cache import planning_classes as classes
 from embershard.cache.config import CachePolicy, Policy, Scoring
 from embershard.cache.eviction import VictimQueue
+from embershard.errors import SetupError
 from embershard.frequency.counts import RowCounts
 from tests.unit.cache.harness import Pool
 
@@ -252,3 +254,10 @@ def test_a_batch_alone_saves_the_rows_that_it_found() -> None:
     with pytest.warns(CacheGrowthWarning):
         train(cache, 2, 4, 6, 7)
     assert (watch.in_flight, watch.own) == (0, 2)
+
+
+def test_caches_on_a_gpu_without_triton_are_refused(monkeypatch) -> None:
+    monkeypatch.setattr(classes, "find_spec", lambda name: None)
+    with pytest.raises(SetupError, match=r"Triton kernels, and triton is not installed\. CUDA builds of torch"):
+        classes.planning_classes(torch.device("cuda"))
+    assert classes.planning_classes(torch.device("cpu")) == (SlotMap, NextUseIndex, CachePlanner)

@@ -22,7 +22,6 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
-from embershard.cache import planning_classes
 from embershard.cache.config import CacheConfig
 from embershard.cache.gpu import launch as kernel_launch
 from embershard.cache.rows import choose_transfer as transfers
@@ -39,6 +38,7 @@ from embershard.sharding.torchrec import embeddings, modules
 from embershard.sharding.torchrec.counter_init import CounterInit
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.spec import SPEC_KEY, CacheSpec
+from tests.unit.cache.torch_operations import torch_planning
 from tests.unit.gpu_model.device import CUDA, HOST, Gpu, GpuTensor, Stream, out_of_sight
 
 DIM = 4
@@ -55,7 +55,7 @@ class Setting:
     as TorchRec's pipeline does. ``elsewhere``: the module's cached tables are on other ranks. After step ``left_after``
     the pipeline is detached, and nothing follows. ``buffer_bytes`` are those of staged copies. ``lazy``: host rows are
     made when they are first touched, two at a time.
-    ``kernels``: Triton is installed; its interpreter runs the planning kernels, slowly."""
+    ``kernels``: Triton's interpreter runs the planning kernels, slowly; otherwise torch's operations do their work."""
 
     rows: tuple[int, ...] = (60, 5, 40)
     num_slots: int = 44
@@ -246,7 +246,6 @@ def modelled(setting: Setting) -> Iterator[tuple[Gpu, Module, threading.Event]]:
 
         for owner, name, stand_in in (
             (embeddings, "SlotTable", _Slots),
-            (planning_classes, "HAS_TRITON", setting.kernels),
             (kernel_launch, "_run", _interpret),
             (page_lock, "cpus_beside", lambda device: ()),
             (transfers, "StagedTransfer", partial(StagedTransfer, buffer_bytes=setting.buffer_bytes)),
@@ -255,6 +254,9 @@ def modelled(setting: Setting) -> Iterator[tuple[Gpu, Module, threading.Event]]:
             (RowKernel, "_launch", _copy_rows),
         ):
             stack.enter_context(mock.patch.object(owner, name, stand_in))
+
+        if not setting.kernels:
+            stack.enter_context(torch_planning())
 
         def end_locking() -> None:
             may_lock.set()

@@ -55,6 +55,9 @@ CASES = [
     (doctor.check_gpus((), None, False), SKIP),
     (doctor.check_gpus((), None, True), WARN),
     (doctor.check_gpus((), "13.0", True), WARN),
+    (doctor.check_triton("3.7.1", 1), PASS),
+    (doctor.check_triton(None, 0), SKIP),
+    (doctor.check_triton(None, 1), FAIL),
     # collectives
     (doctor.check_collective("gloo", "", 2.0, "remedy"), PASS),
     (doctor.check_collective("gloo", "no answer after 60 s", 60.0, "remedy"), FAIL),

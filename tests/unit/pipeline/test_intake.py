@@ -15,13 +15,13 @@ Batches = list[str]
 def fill(intake: Intake, batches: Any, entered: Batches, number: int) -> None:
     for _ in range(number):
         intake.offer(batches, is_full=False, wish=1)
-        intake.admit(entered.append)
+        intake.admit(lambda batch, _: entered.append(batch))
 
 
 def test_a_batch_that_could_not_be_let_in_is_let_in_later() -> None:
     intake, batches, entered = Intake(torch.device("cpu"), lambda batch: None), iter("abc"), Batches()
 
-    def out_of_memory(batch: str) -> None:
+    def out_of_memory(batch: str, _: None) -> None:
         raise MemoryError(batch)
 
     intake.offer(batches, is_full=False, wish=1)
@@ -36,21 +36,35 @@ def test_a_batch_that_is_in_does_not_enter_again() -> None:
     """An interrupt came when it was in, and before the intake knew."""
     intake, batches, entered = Intake(torch.device("cpu"), lambda batch: None), iter("abc"), Batches()
 
-    def interrupted(batch: str) -> None:
+    def interrupted(batch: str, _: None) -> None:
         entered.append(batch)
         raise KeyboardInterrupt
 
     intake.offer(batches, is_full=False, wish=1)
     with pytest.raises(KeyboardInterrupt):
         intake.admit(interrupted)
-    intake.has_let_in(entered[-1])
+    intake.note_entered(entered[-1])
     fill(intake, batches, entered, 3)
     assert entered == ["a", "b", "c"]
+
+
+def test_what_the_check_read_enters_with_its_batch() -> None:
+    """The check runs once for each batch, also where the batch waits before it enters."""
+    checked: Batches = []
+    intake = Intake(torch.device("cpu"), lambda batch: checked.append(batch) or batch.upper())
+    batches, entered = iter("ab"), []
+    intake.offer(batches, is_full=True, wish=1)
+    assert not intake.admit(lambda *given: entered.append(given))
+    for _ in range(3):
+        intake.offer(batches, is_full=False, wish=1)
+        intake.admit(lambda *given: entered.append(given))
+    assert checked == ["a", "b"]
+    assert entered == [("a", "A"), ("b", "B")]
 
 
 def test_a_batch_waits_while_there_is_no_room() -> None:
     intake, batches, entered = Intake(torch.device("cpu"), lambda batch: None), iter("ab"), Batches()
     intake.offer(batches, is_full=True, wish=1)
-    assert not intake.admit(entered.append)
+    assert not intake.admit(lambda batch, _: entered.append(batch))
     fill(intake, batches, entered, 2)
     assert entered == ["a", "b"]

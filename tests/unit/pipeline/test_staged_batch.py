@@ -105,7 +105,8 @@ class Announcing:
 
 
 def staged(batch: Any, *forwards: Announcing) -> StagedBatch:
-    return StagedBatch(batch, CPU, cast("list[PipelinedForward]", forwards), Streams(CPU))
+    announced = [forward.features_of(batch) for forward in forwards]
+    return StagedBatch(batch, announced, CPU, cast("list[PipelinedForward]", forwards), Streams(CPU))
 
 
 def parts() -> tuple[KeyedJaggedTensor, Tensor]:

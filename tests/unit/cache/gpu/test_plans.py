@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from embershard.cache import eviction, next_use, planning_classes
+from embershard.cache import eviction, next_use, row_cache
 from embershard.cache.gpu import key_map, victim_queue
 from embershard.cache.gpu import next_use as known_kernels
 from embershard.cache.gpu.key_map import PlacedHashedMap
 from embershard.cache.gpu.planner import KernelPlanner
 from embershard.cache.gpu.victim_queue import KernelVictimQueue
+from embershard.cache.planning_classes import kernel_classes, planning_classes
 from tests.covering import keep
 from tests.unit.cache.harness import Operation, Pool, random_operations, run, windowed_operations
 
@@ -31,7 +32,8 @@ class PlannedPool(Pool):
     ones."""
 
     def __init__(self, by_kernels: bool, expected: Sequence[dict[str, Any]] | None = None, **settings: Any) -> None:
-        with mock.patch.object(planning_classes, "uses_kernels", return_value=by_kernels):
+        classes = kernel_classes() if by_kernels else planning_classes(torch.device("cpu"))
+        with mock.patch.object(row_cache, "planning_classes", return_value=classes):
             super().__init__(**settings)
         assert isinstance(self.cache._planner, KernelPlanner) == by_kernels
         self.history: list[dict[str, Any]] = []
