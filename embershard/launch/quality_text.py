@@ -28,7 +28,7 @@ _MAIN = ("auc", "rmse")  # by which a label's predictions are judged
 _IN_TABLE = ("auc", "rmse", "mae", "r2", "ne", "logloss")
 
 
-class Figure(NamedTuple):
+class QualityFigure(NamedTuple):
     """A figure as text.
 
     Attributes:
@@ -41,7 +41,7 @@ class Figure(NamedTuple):
     meaning: str
 
 
-def figures(values: Mapping[str, Any]) -> Iterator[Figure]:
+def figures(values: Mapping[str, Any]) -> Iterator[QualityFigure]:
     """Yield the figures among `values`, whose names are as in `quality_values`, in the order of a reader's interest.
 
     >>> [figure.value for figure in figures({"samples": 9, "ne/buy": None, "auc/buy": 0.71234})]
@@ -49,7 +49,7 @@ def figures(values: Mapping[str, Any]) -> Iterator[Figure]:
     """
     for name, metric in _METRICS.items():
         for key in _of_metric(name, values):
-            yield Figure(metric.title, key.partition("/")[2], number(values[key], metric.form), metric.meaning)
+            yield QualityFigure(metric.title, key.partition("/")[2], number(values[key], metric.form), metric.meaning)
 
 
 def quality_line(values: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from pyarrow import types
 from embershard.data.config import TIME_ROWS
 from embershard.data.sources.table.decode import MOST_BYTES
 from embershard.data.sources.table.raw import is_list, is_text, is_time
-from embershard.data.sources.table.survey import SECONDS_PER_DAY, ColumnSurvey, DistinctCount, Numbers
+from embershard.data.sources.table.survey import SECONDS_PER_DAY, ColumnSurvey, DistinctCount, NumberSummary
 from embershard.errors import ConfigError
 
 _LABELS = ("label", "click", "clicked", "is_click", "target", "converted", "conversion", "purchase", "y", "rating")
@@ -169,7 +169,7 @@ def _refused(column: ColumnSurvey) -> str:
     return ""
 
 
-def _are_within(numbers: Numbers, limits: tuple[float, float]) -> bool:
+def _are_within(numbers: NumberSummary, limits: tuple[float, float]) -> bool:
     return limits[0] <= numbers.least <= numbers.largest <= limits[1]
 
 

@@ -150,7 +150,7 @@ def part_ranges(num_samples: int, sample: float, part_samples: int) -> list[tupl
 
 
 def _bags(blocks: list[Block], features: Sequence[int]) -> int | NDArray[np.integer]:
-    """Return the rows that each sample looks up in the table of these features; an int: all so many."""
+    """Return how many rows each sample looks up in the table of these features; one int where all look up as many."""
     sizes = [_bag_sizes(blocks, feature) for feature in features]
     return sizes[0] if len(sizes) == 1 else np.sum(np.broadcast_arrays(*sizes), axis=0)
 

@@ -15,7 +15,7 @@ from embershard.launch.arguments import set_words
 from embershard.launch.config import load_config
 from embershard.launch.examples import config_file
 from embershard.launch.ranks.number import planned_ranks
-from embershard.launch.sweep.cluster_settings import KubernetesJobs, SlurmJobs
+from embershard.launch.sweep.clusters import KubernetesJobs, SlurmJobs
 from embershard.training.config import RunConfig
 
 _RANKS = "ranks"  # not a setting of a run: how many are started
@@ -23,7 +23,7 @@ _DEFAULT_RANKS = 2
 
 
 @dataclass(frozen=True)
-class _File:
+class _SweepFile:
     """A sweep's file.
 
     Attributes:
@@ -97,7 +97,7 @@ class Sweep:
         Raises:
             ConfigError: a key is unknown, a value is refused, or two runs are the same.
         """
-        file = decode(_File, read_toml(path))
+        file = decode(_SweepFile, read_toml(path))
         config = path.parent / file.config
         config = config if config.exists() else config_file(file.config)
         try:
@@ -118,7 +118,7 @@ class Sweep:
         return cls(tuple(experiments), file.time_limit_seconds, file.slurm, file.kubernetes)
 
 
-def _combinations(file: _File) -> Iterator[dict[str, Any]]:
+def _combinations(file: _SweepFile) -> Iterator[dict[str, Any]]:
     grid = flat(file.grid)
     for name, values in grid.items():
         if not isinstance(values, list) or not values:

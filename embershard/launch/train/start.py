@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from embershard.data.sources.input_file import check_data
+from embershard.data.sources.check import check_data
 from embershard.decoding import to_toml
 from embershard.launch.arguments import (
     NEWEST,
@@ -24,7 +24,7 @@ from embershard.launch.examples import needed_config
 from embershard.launch.ranks import launcher
 from embershard.launch.ranks.number import default_ranks, planned_ranks, warn_of_cores
 from embershard.launch.run_dir import check_run_dir, default_run_dir
-from embershard.launch.trackers.trackers import check_trackers
+from embershard.launch.trackers import check_trackers
 from embershard.training.config import RunConfig
 
 _HELP = """Train a model on this machine: one process per GPU, or 2 on the CPU.

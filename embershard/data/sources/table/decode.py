@@ -58,7 +58,6 @@ class ChunkDecoder:
         self._chunk, self.bad = chunk, dict(chunk.bad)
 
     def _column(self, name: str) -> pa.Array:
-        """Return a column in one piece."""
         return self._chunk.table.column(name).combine_chunks()
 
     def numbers(self, name: str) -> NDArray[np.float64]:
@@ -368,7 +367,9 @@ def scaled(numbers: NDArray[np.float64], feature: TableFeature) -> NDArray[np.fl
     return found
 
 
-def labels_and_weights(chunk: RawChunk, decoder: ChunkDecoder, settings: TableConfig) -> tuple[Float32s, Float32s | None]:
+def labels_and_weights(
+    chunk: RawChunk, decoder: ChunkDecoder, settings: TableConfig
+) -> tuple[Float32s, Float32s | None]:
     """Return the labels [n], or [n, T] of several, and the weights [n] of a chunk's samples.
 
     They are NaN where a file has not their column; there are no weights where the settings have none.
