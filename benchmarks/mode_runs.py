@@ -25,6 +25,7 @@ from embershard.distributed import Supervision, process_group
 from embershard.launch.config import load_config
 from embershard.launch.screen import silence_libraries
 from embershard.launch.train.run import train_run
+from embershard.run_result import RunResult
 from embershard.training.config import RunConfig
 
 
@@ -68,7 +69,7 @@ class RankServers:
                 process.stdin.flush()
             until = time.monotonic() + timeout_seconds
             cpu_seconds = [float(self._line_of(process, until)) for process in self._processes]
-            result: dict[str, Any] = json.loads(Path(job.run_dir, "result.json").read_text())
+            result = RunResult.read(Path(job.run_dir)).to_dict()
         except (RunFailedError, OSError, ValueError) as error:
             self.close()
             lines = self._log.read_text(errors="replace").strip().splitlines()

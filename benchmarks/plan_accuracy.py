@@ -31,6 +31,7 @@ from embershard.planning.cost.topology import load_topology
 from embershard.planning.make_plan import make_plan
 from embershard.planning.predict import predict
 from embershard.planning.request import PlanRequest
+from embershard.run_result import RunCaches, RunResult
 from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
 
@@ -108,12 +109,12 @@ class Run:
         settings = config.predicted_from("cpu")
         return PlanRequest(workload, rates, budget(config, None, None), settings=settings)
 
-    def train(self, plan: Plan, folder: Path) -> dict[str, Any]:
+    def train(self, plan: Plan, folder: Path) -> RunResult:
         plan.save(folder / "plan.json")
         sets = [word for text in self.overrides for word in ("--set", text)]
         command = ["train", "--config", str(self.config), *sets, "--plan", str(folder / "plan.json")]
         embershard([*command, "--nproc", str(self.ranks), "--run-dir", str(folder / "run")])
-        return json.loads((folder / "run" / "result.json").read_text())
+        return RunResult.read(folder / "run")
 
 
 def hit_rates(path: str | None, work: Path) -> dict[str, Any]:
@@ -152,8 +153,9 @@ def step_times(topology_file: str, work: Path, rounds: int) -> dict[str, Any]:
         for case, (run, plan) in planned.items():
             with tempfile.TemporaryDirectory(dir=work) as folder:
                 result = run.train(plan, Path(folder))
-            assert result["is_steady"], "the run is too short for its look-ahead"
-            measured[case].append(result["step_ms"]["p50"])
+            assert result.is_steady, "the run is too short for its look-ahead"
+            assert result.step_ms.p50 is not None
+            measured[case].append(result.step_ms.p50)
             print(json.dumps([*case, measured[case][-1]]), file=sys.stderr, flush=True)
     cases = [_step_time_case(*case, plan, measured[case]) for case, (_, plan) in planned.items()]
     errors = [abs(case["error"]) for case in cases]
@@ -181,32 +183,33 @@ def _compare(run: Run, profiles: Sequence[FrequencyProfile], work: Path) -> dict
     with tempfile.TemporaryDirectory(dir=work) as folder:
         result = run.train(plan, Path(folder))
     assert plan.prediction is not None
-    found: dict[str, Any] = {"steps": result["steps"], "hit_rate": round(result["cache"]["hit_rate_lookups"], 4)}
+    assert result.cache is not None
+    found: dict[str, Any] = {"steps": result.steps, "hit_rate": round(result.cache.hit_rate_lookups or 0.0, 4)}
     for name, prediction in (("all rows", plan.prediction), ("some rows", some)):
-        found[name] = _points(prediction, result)
-    pairs = zip(plan.prediction.ranks, result["cache"]["ranks"], strict=True)
+        found[name] = _points(prediction, result.cache, result.steps)
+    pairs = zip(plan.prediction.ranks, result.cache.ranks, strict=True)
     errors = [
-        abs((rank.device_bytes["slots"] + rank.device_bytes["maps"]) / measured["device_bytes"] - 1)
+        abs((rank.device_bytes["slots"] + rank.device_bytes["maps"]) / measured.device_bytes - 1)
         for rank, measured in pairs
     ]
     found["device_bytes_error"] = round(max(errors), 5)
     return found
 
 
-def _points(prediction: Any, result: dict[str, Any]) -> dict[str, Any]:
+def _points(prediction: Any, cache: RunCaches, steps: int) -> dict[str, Any]:
     """Errors in percentage points of hit rate, over tables and ranks."""
     errors: dict[str, list[tuple[float, str]]] = {"lookups": [], "unique": []}
     for table in prediction.tables:
-        measured = result["cache"]["ranks"][table.rank]["tables"].get(table.table)
+        measured = cache.ranks[table.rank].tables.get(table.table)
         for kind, own in errors.items():
-            predicted = getattr(table, f"hit_rate_{kind}")
-            if measured is not None and predicted is not None and measured[f"hit_rate_{kind}"] is not None:
-                own.append((100 * abs(predicted - measured[f"hit_rate_{kind}"]), table.table))
-    fills = sum(table.fills for table in prediction.tables) * result["steps"]
+            rates = [getattr(each, f"hit_rate_{kind}", None) for each in (table, measured)]
+            if None not in rates:
+                own.append((100 * abs(rates[0] - rates[1]), table.table))
+    fills = sum(table.fills for table in prediction.tables) * steps
     return {
         **{kind: round(statistics.mean(error for error, _ in own), 3) for kind, own in errors.items()},
         "worst_unique": [round(max(errors["unique"])[0], 2), max(errors["unique"])[1]],
-        "fills": round(fills / max(1, result["cache"]["fills"]), 4),
+        "fills": round(fills / max(1, cache.fills), 4),
     }
 
 

@@ -1,4 +1,4 @@
-"""The files of a run: config.toml, plan.json, metrics.jsonl, bad_rows.jsonl, result.json.
+"""The files of a run: config.toml, plan.json, metrics.jsonl, bad_rows.jsonl; and its `RunResult`, made when it ends.
 
 The first rank writes them.
 """
@@ -19,6 +19,7 @@ from embershard.errors import naming_file
 from embershard.launch.config import METRICS, RUN_CONFIG
 from embershard.launch.run_dir import check_run_dir
 from embershard.launch.versions import git_commit, versions
+from embershard.run_result import RESULT, RunResult
 from embershard.sharding.plan import Plan
 from embershard.training.checkpoint.identity import global_batch
 from embershard.training.config import RunConfig
@@ -39,7 +40,7 @@ from embershard.whole_file import whole_file
 
 #: Steps at the start that do not count for the speed: caches fill, memory is allocated.
 _WARMUP_STEPS = 10
-_DAMAGED, _BAD_ROWS, _RESULT = "metrics.damaged.jsonl", "bad_rows.jsonl", "result.json"
+_DAMAGED, _BAD_ROWS = "metrics.damaged.jsonl", "bad_rows.jsonl"
 #: Kinds of reports that a resumed run may make again at the step of its checkpoint, as the run before it did; and what,
 #: beside the step, tells one from another.
 _MADE_AGAIN = {"eval": (), "stop": (), "skipped_batch": ("epoch", "sample")}
@@ -67,7 +68,7 @@ class RunRecord:
         folder.mkdir(parents=True, exist_ok=True)
         with whole_file(folder / RUN_CONFIG) as partial:  # a resume that is killed leaves the settings of before
             partial.write_text(to_toml(config), encoding="utf-8")
-        for earlier in ("plan.json", _RESULT):  # an earlier part of the run may have had them
+        for earlier in ("plan.json", RESULT):  # an earlier part of the run may have had them
             (folder / earlier).unlink(missing_ok=True)
         if plan is not None:
             plan.save(folder / "plan.json")
@@ -95,12 +96,6 @@ class RunRecord:
             self._metrics.write(json.dumps({"kind": kind, **values}) + "\n")
             self._metrics.flush()
         return True
-
-    def finish(self, result: dict[str, Any]) -> None:
-        """Write result.json."""
-        text = json.dumps(result, indent=2, allow_nan=False)
-        with whole_file(self._folder / _RESULT) as partial:  # who finds it, finds all of it
-            partial.write_text(text + "\n", encoding="utf-8")
 
     def close(self) -> None:
         """Close the files."""
@@ -133,14 +128,6 @@ class BadRowFile:
             self._listed.update(new)
 
 
-def has_result(folder: Path, step: int) -> bool:
-    """Return whether the run in `folder` finished at `step`: its last evaluation and result.json are there."""
-    try:
-        return json.loads((folder / _RESULT).read_text(encoding="utf-8"))["steps"] == step
-    except (OSError, ValueError, TypeError, KeyError):
-        return False
-
-
 def steady_steps(step_seconds: Sequence[float], lookahead: int) -> tuple[Sequence[float], bool]:
     """Return the steps that run at the speed of a long run, and whether all other steps are left out.
 
@@ -162,20 +149,13 @@ def make_result(
     cache: dict[str, Any] | None,
     look_ahead: dict[str, Any] | None,
     sent_bytes: dict[str, Any],
-) -> dict[str, Any]:
-    """Return the content of result.json.
-
-    `samples_per_second` (of all ranks) and `step_ms` are of the steps that `steady_steps` chooses, and None without a
-    step; `is_steady` is False when the run was too short for them. A quality that is undefined or was not measured is
-    None. `measured_steps` counts the steps of this process, as `cache`, `sent_bytes`, `bad_rows`, `skipped_batches` and
-    `hot_cold` do; `steps` includes those before a resume. `bad_rows` is None where none is tolerated, `hot_cold` in
-    other modes. `changes` are the settings that resumes changed on request.
-    """
+) -> RunResult:
+    """Return the result of a run that ended; speed and `step_ms` are of the steps that `steady_steps` chooses."""
     quality = {} if evaluation is None else quality_values(evaluation.quality)
     config, ranks, plan = trainer.config, trainer.ranks, trainer.plan
     measured, is_steady = steady_steps(trainer.step_seconds, config.lookahead)
     p50, p95 = (float(v) * 1e3 for v in np.percentile(measured, [50, 95])) if measured else (None, None)
-    return {
+    return RunResult.of({
         "steps": trainer.steps,
         "measured_steps": len(trainer.step_seconds),
         "samples": trainer.samples,
@@ -199,7 +179,7 @@ def make_result(
         "plan": None if plan is None else {"path": config.sharding.plan, "digest": plan.digest},
         "versions": versions(),
         "git_commit": git_commit(),
-    }
+    })  # fmt: skip
 
 
 def flat_report(report: Report) -> tuple[str, dict[str, Any]]:

@@ -27,6 +27,7 @@ from embershard.planning.cost.topology import load_topology, save_topology
 from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
 from tests.covering import matrix
+from tests.unit.planning.runs import predicted_plan, result_of
 from tests.unit.sharding.plans import small_plan
 
 #: 8 kinds: 1,520 files in all, as many as were tried when none crashed.
@@ -145,9 +146,7 @@ def make_topology(path: Path) -> None:
 
 
 def make_result(path: Path) -> None:
-    table = {"table": "a", "slots": 3, "fills": 1}
-    values = {"steps": 3, "measured_steps": 3, "world_size": 1, "device": "cpu", "cache": {"tables": {"a": table}}}
-    path.write_text(json.dumps(values))
+    path.write_text(json.dumps(result_of(predicted_plan())))
 
 
 KINDS: dict[str, tuple[Callable[[Path], None], Callable[[Path], object]]] = {

@@ -1,4 +1,4 @@
-"""The files of samples: `InputFile`, which must not change while a run reads it; those of a config, checked."""
+"""The files of samples: `InputFile`, which must not change while a run reads it; the files of a config."""
 
 from __future__ import annotations
 
@@ -144,22 +144,6 @@ def list_files(config: DataConfig) -> tuple[list[InputFile], list[float]]:
     files, held_out = files_of(config)
     share = config.eval_fraction if config.eval_path is None else 0.0
     return files + held_out, [share] * len(files) + [1.0] * len(held_out)
-
-
-def check_data(config: DataConfig) -> None:
-    """Check, in a second and without torch, that the files are there; of "parquet" and "table" that every column is,
-    with a type and, in the first rows, values that its feature takes.
-
-    Raises:
-        ConfigError: a setting that this kind of data needs is missing.
-        DataError: a file is missing, empty or damaged, a column is missing or of another type, or a value does not fit.
-    """
-    need_path(config)
-    files, _ = list_files(config)
-    if config.kind in ("parquet", "table"):
-        from embershard.data.sources.table.source import check_table  # it loads pyarrow
-
-        check_table(config, files)
 
 
 class FileIdentity(NamedTuple):

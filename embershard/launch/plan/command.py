@@ -175,7 +175,7 @@ def _what_if(setup: _Setup, ranks: Sequence[int], ratios: Sequence[float | None]
 
 
 def _simulate(setup: _Setup, ranks: Sequence[int], ratios: Sequence[float | None], console: Console) -> int:
-    from embershard.launch.plan.simulation import show_simulation, write_simulation
+    from embershard.launch.plan.view import show_simulation, write_simulation
     from embershard.planning.simulate_scaling import simulate_scaling
 
     arguments = setup.arguments

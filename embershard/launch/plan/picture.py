@@ -11,18 +11,18 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from embershard.errors import naming_file
-from embershard.launch.plan.what_if import Outcome
+from embershard.launch.plan.what_if import PlannedCase
 from embershard.sharding.plan import Prediction
 from embershard.units import size
 
 
-def draw_what_if(outcomes: Sequence[Outcome], topology: str, path: Path) -> None:
+def draw_what_if(outcomes: Sequence[PlannedCase], topology: str, path: Path) -> None:
     """Write the picture of `make_figure`."""
     with naming_file(path):
         make_figure(outcomes, topology).savefig(path, dpi=130)
 
 
-def make_figure(outcomes: Sequence[Outcome], topology: str) -> Figure:
+def make_figure(outcomes: Sequence[PlannedCase], topology: str) -> Figure:
     """Draw the samples per second of every case, with the ideal ones, and the fullest rank's device memory.
 
     Args:
@@ -37,7 +37,7 @@ def make_figure(outcomes: Sequence[Outcome], topology: str) -> Figure:
     return figure
 
 
-_Drawn = Sequence[tuple[Outcome, Prediction]]
+_Drawn = Sequence[tuple[PlannedCase, Prediction]]
 
 
 def _draw_speed(axes: Axes, cases: _Drawn) -> None:

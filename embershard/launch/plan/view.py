@@ -1,24 +1,30 @@
-"""Plans on the screen."""
+"""Plans on the screen; simulated scaling, also as JSON."""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from embershard.errors import ConfigError
-from embershard.launch.plan.what_if import Outcome, efficiency
+from embershard.errors import ConfigError, naming_file
+from embershard.launch.plan.what_if import PlannedCase, efficiency
 from embershard.launch.screen import make_table, say
+from embershard.planning.cost.topology import Topology
 from embershard.planning.exchange import exchange_reason
 from embershard.planning.make_plan import alternatives, sentences
 from embershard.planning.request import PlanRequest
+from embershard.planning.simulate_scaling import MOST_SEARCHED_RANKS, SimulatedRun
 from embershard.sharding.plan import Plan, Prediction, RankPrediction, TablePrediction
 from embershard.sharding.shards import shards_of
 from embershard.units import size
 
 _MOST_RANKS = 16
+_MOST_PARTS = 4
 
 
 def show(plan: Plan, console: Console, top: int) -> None:
@@ -64,7 +70,7 @@ def table_called(name: str, tables: Sequence[str]) -> str:
     return found
 
 
-def show_what_if(outcomes: Sequence[Outcome], console: Console) -> None:
+def show_what_if(outcomes: Sequence[PlannedCase], console: Console) -> None:
     """Print one line per case."""
     speed, memory = ("samples/s", "efficiency", "step", "waits for"), ("device/rank", "host/node", "fills/step")
     table = make_table("What if", (), ("ranks", "ratio", *speed, "hits", *memory))
@@ -76,7 +82,7 @@ def show_what_if(outcomes: Sequence[Outcome], console: Console) -> None:
     say(console, legend, *problems, *_notes(outcomes))
 
 
-def _notes(outcomes: Sequence[Outcome]) -> list[str]:
+def _notes(outcomes: Sequence[PlannedCase]) -> list[str]:
     """Return the notes of all plans; one that is not of all of them names those that it is of."""
     planned = [(each.name, each.plan) for each in outcomes if each.plan is not None]
     names: dict[str, list[str]] = {}
@@ -88,7 +94,7 @@ def _notes(outcomes: Sequence[Outcome]) -> list[str]:
     ]
 
 
-def _what_if_row(outcome: Outcome, outcomes: Sequence[Outcome]) -> list[str]:
+def _what_if_row(outcome: PlannedCase, outcomes: Sequence[PlannedCase]) -> list[str]:
     ratio = "" if outcome.ratio is None else f"{outcome.ratio:g}"
     prediction = outcome.prediction
     if outcome.plan is None or prediction is None:
@@ -194,3 +200,58 @@ def _hits(tables: Sequence[TablePrediction]) -> str:
     lookups = sum(table.lookups for table in tables)
     hits = sum(table.lookups * (table.hit_rate_lookups or 0.0) for table in tables)
     return f"{hits / lookups:.2%}" if lookups else ""
+
+
+def show_simulation(runs: Sequence[SimulatedRun], topology: Topology, console: Console) -> None:
+    """Print one line per number of ranks, and the reservations."""
+    table = make_table(
+        "Simulated training (estimate)",
+        (),
+        ("ranks", "batch", "samples/s", "efficiency", "step ms", "limited by", "where a step's time goes"),
+    )
+    for run in runs:
+        table.add_row(*_simulation_row(run, runs))
+    console.print(table)
+    say(
+        console,
+        *(f"{run.num_ranks} ranks: {run.problem}" for run in runs if run.problem),
+        *_simulation_notes(runs, topology),
+    )
+
+
+def write_simulation(runs: Sequence[SimulatedRun], topology: Topology, path: Path) -> None:
+    """Write the simulated runs as JSON."""
+    values = {
+        "what": "embershard plan --simulate: an estimate",
+        "topology": topology.name,
+        "source": topology.source,
+        "runs": [{**dataclasses.asdict(run), "efficiency": run.efficiency(runs)} for run in runs],
+    }
+    with naming_file(path):
+        path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _simulation_row(run: SimulatedRun, runs: Sequence[SimulatedRun]) -> list[str]:
+    share = run.efficiency(runs)
+    if share is None or run.parts is None:
+        return [str(run.num_ranks), f"{run.global_batch_size:,}", "does not fit"]
+    largest = sorted(run.parts.items(), key=lambda part: -part[1])[:_MOST_PARTS]
+    return [
+        str(run.num_ranks),
+        f"{run.global_batch_size:,}",
+        f"{run.samples_per_second:,.0f}",
+        f"{share:.0%}",
+        f"{run.step_seconds * 1e3:.2f}",
+        run.limit,
+        ", ".join(f"{name} {seconds / run.step_seconds:.0%}" for name, seconds in largest),
+    ]
+
+
+def _simulation_notes(runs: Sequence[SimulatedRun], topology: Topology) -> list[str]:
+    notes = [topology.note(runs[-1].num_ranks)]
+    if any(not run.is_searched for run in runs):
+        notes.append(
+            f"Beyond {MOST_SEARCHED_RANKS} ranks placements are not searched: the best of four plain ones is simulated."
+        )
+    notes.append("Hit rates are from the profile's counts, in the long run. docs/planning.md has the errors.")
+    return [f"Note: {note}" for note in notes if note is not None]

@@ -14,7 +14,7 @@ from embershard.sharding.plan import Plan, Prediction
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PlannedCase:
     """One case: its plan, or the reason why there is none."""
 
     num_ranks: int
@@ -38,20 +38,20 @@ def try_all(
     cases: Sequence[tuple[int, float | None]],
     make_request: Callable[[int, float | None], PlanRequest],
     console: Console,
-) -> list[Outcome]:
+) -> list[PlannedCase]:
     """Make a plan for every case: a number of ranks, and a share of the rows on the device."""
     found = []
     for number, (num_ranks, ratio) in enumerate(cases, start=1):
         what = f"{num_ranks} ranks" + ("" if ratio is None else f", {ratio:g} of the rows on the device")
         with console.status(f"{number} of {len(cases)}: {what}"):
             try:
-                found.append(Outcome(num_ranks, ratio, make_plan(make_request(num_ranks, ratio))))
+                found.append(PlannedCase(num_ranks, ratio, make_plan(make_request(num_ranks, ratio))))
             except ShardingError as error:
-                found.append(Outcome(num_ranks, ratio, None, str(error)))
+                found.append(PlannedCase(num_ranks, ratio, None, str(error)))
     return found
 
 
-def efficiency(outcome: Outcome, outcomes: Sequence[Outcome]) -> float | None:
+def efficiency(outcome: PlannedCase, outcomes: Sequence[PlannedCase]) -> float | None:
     """Return the samples per second and rank, relative to those of the smallest number of ranks with the same ratio
     that has a plan; None without a plan."""
     per_rank = {

@@ -16,6 +16,7 @@ from embershard.planning.cost.recalibrate import Recalibration, recalibrated
 from embershard.planning.cost.topology import Topology, load_topology, save_topology
 from embershard.planning.verify.compare import compare, notes
 from embershard.planning.verify.measured import MeasuredRun
+from embershard.run_result import RunResult
 from embershard.sharding.plan import Plan
 
 _HELP = """Show what a run gave; set what its plan predicted beside what was measured; or make a page with figures of
@@ -62,6 +63,8 @@ def _write_page(arguments: argparse.Namespace) -> None:
 
 def _report(arguments: argparse.Namespace) -> None:
     run = RunFolder.read(arguments.folders[0])
+    result = run.result
+    assert result is not None, "it was read"
     from embershard.launch.report import view  # loads torch, and --help must answer at once
 
     console = wide_console()
@@ -70,21 +73,21 @@ def _report(arguments: argparse.Namespace) -> None:
     top = arguments.top or _TOP
     if arguments.predicted:
         plan = run.plan(arguments.plan)
-        comparison = compare(plan, run.result)
-        measured = MeasuredRun.from_result(run.result)
+        comparison = compare(plan, result)
+        measured = MeasuredRun.from_result(result)
         lines = notes(plan, measured, _other_settings(run, plan), run.num_checkpoints(measured))
         values["predicted"] = view.comparison_values(comparison, lines)
         view.show_comparison(comparison, lines, console, top)
         if comparison.is_step_time_off and measured.plan_digest == plan.digest and arguments.recalibrate is None:
             view.show_advice(run.path, console)
     if arguments.recalibrate is not None:
-        changed = _recalibrate(arguments, run)
+        changed = _recalibrate(arguments, run, result)
         values["recalibrated"] = view.recalibration_values(changed, arguments.recalibrate)
         view.show_recalibration(changed, arguments.recalibrate, console)
     if not arguments.predicted and arguments.recalibrate is None:
-        values["result"] = run.result
+        values["result"] = result.to_dict()
         if not arguments.json:
-            view.show_run(run.path, run.result, console, top)
+            view.show_run(run.path, result, console, top)
     if arguments.json:
         print(json.dumps(values, indent=2, allow_nan=False))
 
@@ -96,7 +99,7 @@ def _other_settings(run: RunFolder, plan: Plan) -> list[str]:
         return [f"not known, since the run's config cannot be read: {error}"]
 
 
-def _recalibrate(arguments: argparse.Namespace, run: RunFolder) -> Recalibration:
+def _recalibrate(arguments: argparse.Namespace, run: RunFolder, result: RunResult) -> Recalibration:
     plan, output = run.plan(arguments.plan), arguments.recalibrate
     others = [text for text in run.other_settings(plan) if text.startswith(("train.batch_size", "model.", "train.dev"))]
     if others:
@@ -105,7 +108,7 @@ def _recalibrate(arguments: argparse.Namespace, run: RunFolder) -> Recalibration
             "Recalibrate with a run as it was planned."
         )
     changed = recalibrated(
-        _topology(arguments.topology, plan), plan, run.result, name=output.stem, run_name=run.path.resolve().name
+        _topology(arguments.topology, plan), plan, result, name=output.stem, run_name=run.path.resolve().name
     )
     save_topology(changed.topology, output)
     return changed

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,10 +14,12 @@ from embershard.decoding import flat, read_toml
 from embershard.errors import ConfigError
 from embershard.launch.config import METRICS, RUN_CONFIG
 from embershard.planning.verify.measured import MeasuredRun
+from embershard.run_result import RESULT, RunResult
 from embershard.sharding.plan import Plan
 from embershard.stages import STAGES_ENDING, TRACES
 
-_RESULT = "result.json"
+#: Entries of a file of stages.
+_STAGES = {"rank", "steps", "training", "beside", "between_ranks"}
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,11 @@ class RunFolder:
 
     Attributes:
         path: of the folder.
-        result: contents of result.json; empty where the run has not ended.
+        result: None where the run has not ended.
     """
 
     path: Path
-    result: Mapping[str, Any]
+    result: RunResult | None
 
     @classmethod
     def read(cls, path: Path) -> RunFolder:
@@ -40,17 +41,7 @@ class RunFolder:
         Raises:
             ConfigError: there is no result, or it cannot be read.
         """
-        file = path / _RESULT
-        try:
-            result = json.loads(file.read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            what = "the run has not ended, or it failed" if path.is_dir() else "there is no such folder"
-            raise ConfigError(f"{file}: not found; {what}. Give the --run-dir of a run that ended.") from error
-        except ValueError as error:
-            raise ConfigError(f"{file}: cannot be read ({error}). Needed is what embershard train wrote.") from error
-        if not isinstance(result, dict):
-            raise ConfigError(f"{file}: got a JSON {type(result).__name__}, needed what embershard train wrote.")
-        return cls(path, result)
+        return cls(path, RunResult.read(path))
 
     @classmethod
     def read_begun(cls, path: Path) -> RunFolder:
@@ -59,8 +50,8 @@ class RunFolder:
         Raises:
             ConfigError: as `read`, where the run has not even begun.
         """
-        if (path / METRICS).exists() and not (path / _RESULT).exists():
-            return cls(path, {})
+        if (path / METRICS).exists() and not (path / RESULT).exists():
+            return cls(path, None)
         return cls.read(path)
 
     def plan(self, given: Path | None) -> Plan:
@@ -88,8 +79,9 @@ class RunFolder:
         from embershard.launch.config import load_config
         from embershard.training.config import RunConfig  # loads torch
 
+        assert self.result is not None, "the run has ended"
         config = load_config(RunConfig, self.path / RUN_CONFIG, trust_code=True)  # which nothing here imports
-        return plan.other_settings(config.predicted_from(self.result.get("device"), self.result.get("world_size", 1)))
+        return plan.other_settings(config.predicted_from(self.result.device, self.result.world_size))
 
     def settings(self) -> dict[str, Any]:
         """Return the run's settings by `section.key`, as its config.toml has them.
@@ -123,7 +115,9 @@ class RunFolder:
         found = []
         for file in sorted((self.path / TRACES).glob(f"rank_*{STAGES_ENDING}")):
             with contextlib.suppress(OSError, ValueError):
-                found.append(json.loads(file.read_bytes()))
+                stages = json.loads(file.read_bytes())
+                if isinstance(stages, dict) and stages.keys() >= _STAGES:
+                    found.append(stages)
         return found
 
     def num_checkpoints(self, run: MeasuredRun) -> int:

@@ -12,53 +12,50 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from embershard.errors import ConfigError
 from embershard.launch.screen import make_table, number, say
 from embershard.launch.train.progress import closing_table
 from embershard.planning.cost.recalibrate import Recalibration
 from embershard.planning.verify.compare import Pair, PlanComparison, PromiseVerdict, Traffic
+from embershard.run_result import CacheTotals, RunResult
 from embershard.units import size
 
 _MOST_RANKS = 16
 
 
-def show_run(folder: Path, result: Mapping[str, Any], console: Console, top: int) -> None:
+def show_run(folder: Path, result: RunResult, console: Console, top: int) -> None:
     """Print quality, speed and the caches' counts of a run, without looking at a plan."""
-    try:
-        tables = [closing_table(dict(result), str(folder))]
-        cache = result["cache"]
-        if cache is not None:
-            ranks = [(str(values["rank"]), values) for values in cache["ranks"][:_MOST_RANKS]]
-            by_misses = sorted(cache["tables"].items(), key=lambda item: item[1]["hits_lookups"] - item[1]["lookups"])
-            title = "Tables, most misses first"
-            if len(by_misses) > top:
-                title = f"The {top} of {len(by_misses)} tables with most misses"
-            for heading, what, rows in (("Ranks", "rank", ranks), (title, "table", by_misses[:top])):
-                tables.append(_cache_table(heading, what, rows, result["measured_steps"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{folder}/result.json: has no {error}, or another kind of value there; needed is what this version of "
-            "embershard train writes."
-        ) from error
+    tables = [closing_table(result, str(folder))]
+    if (cache := result.cache) is not None:
+        ranks = [(str(caches.rank), caches) for caches in cache.ranks[:_MOST_RANKS]]
+        by_misses = sorted(cache.tables.items(), key=lambda item: item[1].hits_lookups - item[1].lookups)
+        title = "Tables, most misses first"
+        if len(by_misses) > top:
+            title = f"The {top} of {len(by_misses)} tables with most misses"
+        tables += [
+            _cache_table("Ranks", "rank", ranks, result.measured_steps),
+            _cache_table(title, "table", by_misses[:top], result.measured_steps),
+        ]
     tables[0].title = "embershard: what the run gave"
     for table in tables:
         console.print(table)
 
 
-def _cache_table(title: str, what: str, rows: Sequence[tuple[str, Mapping[str, Any]]], steps: int) -> Table:
+def _cache_table(title: str, what: str, rows: Sequence[tuple[str, CacheTotals]], steps: int) -> Table:
     counts = ("misses", "fills", "write-backs", "to device", "to host")
     table = _wide_table(title, (what,), ("rows", "slots", "hits", "unique hits", *counts, "device", "host"))
     table.caption = "rows, slots, device and host: at the end; the rest: means per step"
-    for name, values in rows:
-        per_step = {key: value / max(1, steps) for key, value in values.items() if isinstance(value, int)}
+    steps = max(1, steps)
+    for name, caches in rows:
         table.add_row(
             name,
-            *(f"{values[key]:,}" for key in ("rows", "slots")),
-            *(number(values[key], ".2%") for key in ("hit_rate_lookups", "hit_rate_unique")),
-            f"{per_step['lookups'] - per_step['hits_lookups']:,.0f}",
-            *(f"{per_step[key]:,.0f}" for key in ("fills", "write_backs")),
-            *(size(per_step[key]) for key in ("bytes_to_device", "bytes_to_host")),
-            *(size(values[key]) for key in ("device_bytes", "host_bytes")),
+            f"{caches.rows:,}",
+            f"{caches.slots:,}",
+            number(caches.hit_rate_lookups, ".2%"),
+            number(caches.hit_rate_unique, ".2%"),
+            *(f"{n / steps:,.0f}" for n in (caches.lookups - caches.hits_lookups, caches.fills, caches.write_backs)),
+            *(size(n / steps) for n in (caches.bytes_to_device, caches.bytes_to_host)),
+            size(caches.device_bytes),
+            size(caches.host_bytes),
         )
     return table
 
@@ -98,7 +95,6 @@ _TRAFFIC = ("hits", "off", "unique\nhits", "off", "lookups", "unique", "fills", 
 
 
 def _sent_table(found: PlanComparison) -> Table:
-    """Bytes between ranks, by kind."""
     table = _wide_table("Sent by a rank in a step, mean of ranks", ("",), ("predicted", "measured"))
     for kind, pair in found.sent_bytes.items():
         table.add_row(kind.replace("_", " "), *_both(pair, size).split("\n"))

@@ -47,13 +47,12 @@ def main(argv: Sequence[str]) -> int:
     from embershard.launch.run_dir import lock_run_dir  # these load torch, and --help must answer at once
     from embershard.launch.sweep.experiments import Sweep
     from embershard.launch.sweep.outcomes import begin_attempt, find_outcome
-    from embershard.launch.sweep.results import write_results
-    from embershard.launch.sweep.view import SweepDisplay
+    from embershard.launch.sweep.view import SweepDisplay, write_results
 
     sweep, console = Sweep.read(arguments.file, trust_code=arguments.trust_code), wide_console()
     folder = arguments.out or Path("sweeps") / arguments.file.stem
     if arguments.dry_run and arguments.on == "kubernetes":
-        from embershard.launch.sweep.train_job import manifests
+        from embershard.launch.sweep.on_kubernetes import manifests
 
         print(manifests(sweep, folder))
         return 0

@@ -14,7 +14,7 @@ from embershard.errors import ConfigError
 from embershard.launch.arguments import config_file, set_words
 from embershard.launch.config import load_config
 from embershard.launch.ranks.launcher import planned_ranks
-from embershard.launch.sweep.cluster_settings import KubernetesJobs, SlurmJobs
+from embershard.launch.sweep.clusters import KubernetesJobs, SlurmJobs
 from embershard.training.config import RunConfig
 
 _RANKS = "ranks"  # not a setting of a run: how many are started
@@ -22,7 +22,7 @@ _DEFAULT_RANKS = 2
 
 
 @dataclass(frozen=True)
-class _File:
+class _SweepFile:
     """A sweep's file.
 
     Attributes:
@@ -96,7 +96,7 @@ class Sweep:
         Raises:
             ConfigError: a key is unknown, a value is refused, or two runs are the same.
         """
-        file = decode(_File, read_toml(path))
+        file = decode(_SweepFile, read_toml(path))
         config = path.parent / file.config
         config = config if config.exists() else config_file(file.config)
         try:
@@ -117,7 +117,7 @@ class Sweep:
         return cls(tuple(experiments), file.time_limit_seconds, file.slurm, file.kubernetes)
 
 
-def _combinations(file: _File) -> Iterator[dict[str, Any]]:
+def _combinations(file: _SweepFile) -> Iterator[dict[str, Any]]:
     grid = flat(file.grid)
     for name, values in grid.items():
         if not isinstance(values, list) or not values:

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from embershard.errors import ConfigError, SetupError
-from embershard.launch.sweep.cluster_jobs import jobs_outlive_errors
-from embershard.launch.sweep.cluster_settings import job_name
+from embershard.launch.sweep.clusters import job_name, jobs_outlive_errors
 from embershard.launch.sweep.experiments import Experiment, Sweep
 from embershard.launch.sweep.outcomes import Outcome, find_outcome, make_outcome
 from embershard.launch.sweep.run import run_once

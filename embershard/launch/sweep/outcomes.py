@@ -12,12 +12,11 @@ from typing import Any, Literal
 
 from embershard.errors import ConfigError, naming_file
 from embershard.launch.sweep.experiments import Experiment, shown
+from embershard.run_result import RESULT, RunResult
 from embershard.whole_file import whole_file
 
 Status = Literal["finished", "failed", "timed out", "interrupted"]
 _RUNS, _STATES, _OUTPUTS = "runs", "states", "outputs"
-#: Of result.json: what the tables and the report page of a sweep cannot do without.
-_NEEDED = {"steps", "samples_per_second", "step_ms", "loss", "cache"}
 
 
 @dataclass(frozen=True)
@@ -64,34 +63,17 @@ def _state_of(sweep: Path, name: str) -> Path:
     return sweep / _STATES / f"{name}.json"
 
 
-def read_result(sweep: Path, name: str) -> dict[str, Any]:
-    """Return the contents of a run's result.json; empty where it has none that can be read."""
-    try:
-        found = json.loads((run_folder(sweep, name) / "result.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def has_result(sweep: Path, name: str) -> bool:
-    """Return whether a run has written its whole result.json: not one that a crash tore, or that another program made.
-
-    Such a run is finished, whatever happened to its last checkpoint, and however its process ended.
-    """
-    return read_result(sweep, name).keys() >= _NEEDED
-
-
 def find_outcome(experiment: Experiment, sweep: Path) -> Outcome | None:
     """Return what became of an experiment; None where it has not ended.
 
-    A run whose sweep was killed before it could note the end has its result (`has_result`), and counts as finished.
+    A run whose sweep was killed before it could note the end has its result (`RunResult.find`), and counts as finished.
 
     Raises:
         ConfigError: what was noted cannot be read.
     """
     outcome, folder = _read(_state_of(sweep, experiment.name)), run_folder(sweep, experiment.name)
-    if outcome is None and has_result(sweep, experiment.name):
-        started, ended = ((folder / name).stat().st_mtime for name in ("config.toml", "result.json"))
+    if outcome is None and RunResult.find(folder) is not None:
+        started, ended = ((folder / name).stat().st_mtime for name in ("config.toml", RESULT))
         attempt = 1 + max(_earlier(folder), default=0)
         outcome = make_outcome(experiment, "finished", "", started_at=started, seconds=ended - started, attempt=attempt)
         keep_outcome(outcome, sweep)

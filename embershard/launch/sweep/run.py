@@ -18,12 +18,12 @@ from embershard.launch.sweep.outcomes import (
     Status,
     begin_attempt,
     find_outcome,
-    has_result,
     keep_outcome,
     make_outcome,
     output_of,
     run_folder,
 )
+from embershard.run_result import RunResult
 
 _STOPPED = {0, *(128 + number for number in STOP_SIGNALS)}  # in order, or at once, by a signal
 _GRACE_SECONDS = 30.0
@@ -51,7 +51,7 @@ def run_experiment(experiment: Experiment, sweep: Path, time_limit_seconds: floa
             code = None
         finally:
             _end(process)
-    status, reason = _status(code, has_result(sweep, experiment.name)), ""
+    status, reason = _status(code, RunResult.find(folder) is not None), ""
     if status != "finished":
         reason = f"took longer than {time_limit_seconds:g} s" if code is None else _reason(output, code)
     seconds = time.monotonic() - started

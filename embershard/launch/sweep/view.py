@@ -1,19 +1,28 @@
-"""A sweep on the screen: a live table on a terminal, elsewhere a line for each run that ends."""
+"""The runs of a sweep as a table: live on a terminal, else a line per run; the results as Parquet and CSV files."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+from pyarrow import csv, parquet
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from embershard.decoding import flat, toml
 from embershard.launch.quality_text import form_of, main_names, title_of
 from embershard.launch.screen import make_table, number, say
 from embershard.launch.sweep.experiments import Experiment
-from embershard.launch.sweep.outcomes import Outcome, read_result
+from embershard.launch.sweep.outcomes import Outcome, read_outcomes, run_folder
+from embershard.run_result import RunResult
+from embershard.whole_file import whole_file
+
+_LEFT_OUT = {"format", "versions", "changes", "plan", "world_size"}
 
 
 class SweepDisplay:
@@ -62,24 +71,66 @@ class SweepDisplay:
         """Return the table of all runs."""
         varied = list(dict.fromkeys(key for each in self._experiments for key in each.varied))
         ended = [each.name for each in self._experiments if each.name in self._outcomes]
-        results = {name: read_result(self._sweep, name) for name in ended}
-        names, right = main_names(results.values()), ["seconds", "samples/s", "loss"]
+        results = {name: RunResult.find(run_folder(self._sweep, name)) for name in ended}
+        names, right = (
+            main_names(each.quality for each in results.values() if each is not None),
+            ["seconds", "samples/s", "loss"],
+        )
         table = make_table(str(self._sweep), ["state", *varied, "repeat"], [*right, *map(title_of, names)])
         for experiment in self._experiments:
             outcome = self._outcomes.get(experiment.name)
             waiting = "running" if experiment.name in self._running else "waiting"
-            result = results.get(experiment.name, {})
+            result = results.get(experiment.name)
+            quality = {} if result is None else result.quality
             table.add_row(
                 waiting if outcome is None else outcome.status,
                 *(str(experiment.varied.get(key, "")) for key in varied),
                 str(experiment.repeat + 1),
                 number(None if outcome is None else outcome.seconds, ".1f"),
-                number(result.get("samples_per_second"), ",.0f"),
-                number(result.get("loss"), ".5f"),
-                *(number(result.get(name), form_of(name)) for name in names),
+                number(None if result is None else result.samples_per_second, ",.0f"),
+                number(None if result is None else result.loss, ".5f"),
+                *(number(quality.get(name), form_of(name)) for name in names),
             )
         return table
 
     def _refresh(self) -> None:
         if self._live is not None:
             self._live.update(self.table())
+
+
+def write_results(sweep: Path) -> pa.Table:
+    """Write `results.parquet` and `results.csv` into a sweep's folder: a row for each run that ended.
+
+    The columns are what the sweep varies, by the settings' names; how the run ended; and every number of its
+    result.json, with names that begin with "result.": `cache.device_bytes` is asked for, `result.cache.device_bytes`
+    was used. A list is text, as in the sweep's file: CSV files have no lists, and Arrow groups by none.
+    """
+    rows = [_row(sweep, outcome) for outcome in read_outcomes(sweep)]
+    names = dict.fromkeys(name for row in rows for name in row)
+    table = pa.table({name: _column([row.get(name) for row in rows]) for name in names})
+    for name, write in (("results.parquet", parquet.write_table), ("results.csv", csv.write_csv)):
+        with whole_file(sweep / name) as partial:
+            write(table, partial)
+    return table
+
+
+def _row(sweep: Path, outcome: Outcome) -> dict[str, Any]:
+    values = dataclasses.asdict(outcome)
+    varied = {key: toml(value) if isinstance(value, list) else value for key, value in values.pop("varied").items()}
+    found = RunResult.find(run_folder(sweep, outcome.name))
+    entries = {} if found is None else found.to_dict()
+    result = flat({key: value for key, value in entries.items() if key not in _LEFT_OUT})
+    return {**varied, **values, **{f"result.{key}": each for key, each in result.items() if _is_number(key, each)}}
+
+
+def _is_number(key: str, value: Any) -> bool:
+    """Return whether a value of result.json is a column: no list, and not of one table."""
+    return not isinstance(value, (list, tuple)) and "tables" not in key.split(".")
+
+
+def _column(values: list[Any]) -> pa.Array:
+    """Return a column; values of several types become text."""
+    try:
+        return pa.array(values)
+    except (pa.ArrowInvalid, pa.ArrowTypeError):
+        return pa.array([None if value is None else str(value) for value in values])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from embershard.data.sources.input_file import check_data
+from embershard.data.sources.check import check_data
 from embershard.decoding import to_toml
 from embershard.launch.arguments import (
     NEWEST,
@@ -31,7 +31,7 @@ from embershard.launch.ranks import launcher
 from embershard.launch.ranks.launcher import default_ranks, planned_ranks, warn_of_cores
 from embershard.launch.ranks.stop_signals import stop_code
 from embershard.launch.run_dir import check_run_dir, default_run_dir, was_resumed_by_this_job
-from embershard.launch.trackers.trackers import check_trackers
+from embershard.launch.trackers import check_trackers
 from embershard.training.config import RunConfig
 
 if TYPE_CHECKING:  # it loads torch, and a launcher needs it not

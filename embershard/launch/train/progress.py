@@ -14,6 +14,7 @@ from rich.table import Column, Table
 
 from embershard.launch.quality_text import figures, quality_line, quality_rows
 from embershard.launch.screen import number, say
+from embershard.run_result import HotColdTotals, LookAheadTotals, RunCaches, RunResult
 from embershard.training.config import RunConfig
 from embershard.training.quality.quality import main_values, quality_values
 from embershard.training.quality.reports import (
@@ -114,72 +115,73 @@ def eval_line(report: EvalReport) -> str:
     return f"held-out {quality_line(values)}  ({values['samples']:,} samples, {report.seconds:.1f} s)"
 
 
-def closing_table(result: dict[str, Any], what: str) -> Table:
-    """Return what result.json says, with explanations for a newcomer. `what` names model and data."""
+def closing_table(result: RunResult, what: str) -> Table:
+    """Return what a run gave, with explanations for a newcomer. `what` names model and data."""
     columns = (Column(style="bold"), Column(), Column(style="dim"))
     table = Table(*columns, title="embershard: training finished", title_justify="left", show_header=False)
-    device = "GPUs" if result["device"].startswith("cuda") else "CPU processes"
-    table.add_row("trained", what, f"{result['samples']:,} samples in {result['steps']:,} steps")
-    table.add_row("ranks", f"{result['world_size']} {device}", "each holds a part of every batch and of the tables")
-    for row in quality_rows(result):
+    device = "GPUs" if result.device.startswith("cuda") else "CPU processes"
+    table.add_row("trained", what, f"{result.samples:,} samples in {result.steps:,} steps")
+    table.add_row("ranks", f"{result.world_size} {device}", "each holds a part of every batch and of the tables")
+    for row in quality_rows(result.quality):
         table.add_row(*row)
-    p50, p95 = (number(result["step_ms"][name], ".1f") for name in ("p50", "p95"))
-    speed = f"{number(result['samples_per_second'], ',.0f')} samples/s"
+    p50, p95 = (number(milliseconds, ".1f") for milliseconds in (result.step_ms.p50, result.step_ms.p95))
+    speed = f"{number(result.samples_per_second, ',.0f')} samples/s"
     table.add_row("speed", speed, f"a step takes {p50} ms (median), {p95} ms (95 %)")
     for row in [
-        *_cache_rows(result["cache"], result["hot_cold"]),
-        *_look_ahead_rows(result["look_ahead"], result["cache"]),
+        *_cache_rows(result.cache, result.hot_cold),
+        *_look_ahead_rows(result.look_ahead, result.cache),
         *_sent_rows(result),
-        *_hot_cold_rows(result["hot_cold"], result["cache"]),
+        *_hot_cold_rows(result.hot_cold, result.cache),
     ]:
         table.add_row(*row)
     return table
 
 
-def _cache_rows(cache: dict[str, Any] | None, packed: dict[str, Any] | None) -> list[tuple[str, str, str]]:
+def _cache_rows(cache: RunCaches | None, packed: HotColdTotals | None) -> list[tuple[str, str, str]]:
     if cache is None:
         return [("cache", "off", "all embedding rows are on the device")]
-    on_device = cache["slots"] + (0 if packed is None else packed["hot_rows"])  # hot rows are in no cache
-    share = on_device / cache["rows"]
-    moved = cache["fills"] + cache["write_backs"]
-    moved_bytes = cache["bytes_to_device"] + cache["bytes_to_host"]
+    on_device = cache.slots + (0 if packed is None else packed.hot_rows)  # hot rows are in no cache
+    share = on_device / cache.rows
+    moved = cache.fills + cache.write_backs
+    moved_bytes = cache.bytes_to_device + cache.bytes_to_host
     return [
-        ("rows on device", f"{on_device:,} of {cache['rows']:,}", f"{share:.1%} of the embedding rows"),
-        ("hit rate", number(cache["hit_rate_lookups"], ".1%"), "lookups whose row was on the device already"),
+        ("rows on device", f"{on_device:,} of {cache.rows:,}", f"{share:.1%} of the embedding rows"),
+        ("hit rate", number(cache.hit_rate_lookups, ".1%"), "lookups whose row was on the device already"),
         ("rows moved", f"{moved:,}", f"{size(moved_bytes)} to and from the device"),
-        ("evictions", f"{cache['evictions']:,}", "rows that left the device for other rows"),
-        ("memory", f"{size(cache['device_bytes'])} device", f"{size(cache['host_bytes'])} host"),
+        ("evictions", f"{cache.evictions:,}", "rows that left the device for other rows"),
+        ("memory", f"{size(cache.device_bytes)} device", f"{size(cache.host_bytes)} host"),
     ]
 
 
-def _look_ahead_rows(ahead: dict[str, Any] | None, cache: dict[str, Any] | None) -> list[tuple[str, str, str]]:
+def _look_ahead_rows(ahead: LookAheadTotals | None, cache: RunCaches | None) -> list[tuple[str, str, str]]:
     if ahead is None or cache is None:
         return []
-    mean = ahead["lookahead_mean"]
+    mean = ahead.lookahead_mean
     known = "all batches known" if mean is None else f"{mean:.1f} batches known"
-    resident = f"{number(ahead['prefetch_mean'], '.1f')} of them on the device before their step (means)"
-    milliseconds = ahead["stall_seconds"] * 1e3 / max(ahead["steps"], 1)
+    resident = f"{number(ahead.prefetch_mean, '.1f')} of them on the device before their step (means)"
+    milliseconds = ahead.stall_seconds * 1e3 / max(ahead.steps, 1)
     waits = f"of the first batch, and of those that did not fit; {milliseconds:.2f} ms a step, all ranks together"
-    return [("looked ahead", known, resident), ("late rows", f"{cache['critical_path_fills']:,}", waits)]
+    return [("looked ahead", known, resident), ("late rows", f"{cache.critical_path_fills:,}", waits)]
 
 
-def _sent_rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
-    sent, parts = result["sent_bytes"], max(1, result["measured_steps"] * result["world_size"])
-    kinds = [sent[name] / parts for name in ("ids", "embeddings", "gradients", "dense_all_reduce")]
+def _sent_rows(result: RunResult) -> list[tuple[str, str, str]]:
+    """Return the bytes between ranks per rank and step; nothing for one rank."""
+    sent = result.sent_bytes.over(result.parts)
+    kinds = [sent.ids, sent.embeddings, sent.gradients, sent.dense_all_reduce]
     names = ("ids", "embeddings", "their gradients", "dense gradients")
     shares = ", ".join(f"{size(each)} {name}" for each, name in zip(kinds, names, strict=True))
     return [("between ranks", f"{size(sum(kinds))}", f"sent by a rank in a step: {shares}")] if sum(kinds) else []
 
 
-def _hot_cold_rows(packed: dict[str, Any] | None, cache: dict[str, Any] | None) -> list[tuple[str, str, str]]:
+def _hot_cold_rows(packed: HotColdTotals | None, cache: RunCaches | None) -> list[tuple[str, str, str]]:
     if packed is None or cache is None:
         return []
-    batches = ", ".join(f"{count:,} {kind}" for kind, count in packed["batches"].items())
-    hot = f"{packed['hot_samples']:.1%} of the samples look up {packed['hot_rows']:,} hot rows only"
-    cold = cache["lookups"] - cache["hot_lookups"]
-    rate = (cache["hits_lookups"] - cache["hot_lookups"]) / cold if cold else None
-    found = f"{cache['hot_lookups']:,} lookups, all hits; the hit rate of other rows is {number(rate, '.1%')}"
-    copies = f"{size(cache['hot_rows_bytes'])} device"
+    batches = ", ".join(f"{count:,} {kind}" for kind, count in packed.batches.items())
+    hot = f"{packed.hot_samples:.1%} of the samples look up {packed.hot_rows:,} hot rows only"
+    cold = cache.lookups - cache.hot_lookups
+    rate = (cache.hits_lookups - cache.hot_lookups) / cold if cold else None
+    found = f"{cache.hot_lookups:,} lookups, all hits; the hit rate of other rows is {number(rate, '.1%')}"
+    copies = f"{size(cache.hot_rows_bytes)} device"
     return [("batches", batches, hot), ("hot rows", copies, f"of all ranks; {found}")]
 
 

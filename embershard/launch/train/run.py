@@ -17,16 +17,16 @@ from embershard.distributed import Ranks, Supervision
 from embershard.errors import FailedSaveError
 from embershard.launch.arguments import NEWEST, program_words
 from embershard.launch.config import CHECKPOINTS
-from embershard.launch.record import RunRecord, flat_report, has_result, make_result
+from embershard.launch.record import RunRecord, flat_report, make_result
 from embershard.launch.run_dir import (
     check_run_dir,
     lock_run_dir,
     note_resume,
 )
 from embershard.launch.screen import plain_console, say
-from embershard.launch.trackers.tracker import TrackedRun
-from embershard.launch.trackers.trackers import Trackers
+from embershard.launch.trackers import TrackedRun, Trackers
 from embershard.launch.train.progress import ProgressDisplay, closing_table
+from embershard.run_result import RunResult
 from embershard.sharding.plan import Plan
 from embershard.stages import TRACES
 from embershard.training.checkpoint.identity import global_batch
@@ -70,7 +70,7 @@ def train_run(
     if resume is not None:
         ranks.from_first(lambda: note_resume(run_dir))
     is_over = resumed_at is not None and trainer.steps >= trainer.total_steps
-    if is_over and ranks.from_first(lambda: has_result(run_dir, trainer.steps)):
+    if is_over and ranks.from_first(lambda: _has_result(run_dir, trainer.steps)):
         trainer.close()
         say(console, f"{run_dir} is finished: step {trainer.steps} was its last. Nothing was changed.")
         return
@@ -89,6 +89,12 @@ def train_run(
         _finish(trainer, outputs, same_run)
     if failed_save is not None:
         raise failed_save
+
+
+def _has_result(run_dir: Path, step: int) -> bool:
+    """Return whether the run finished at `step`: its last evaluation and its result are there."""
+    result = RunResult.find(run_dir)
+    return result is not None and result.steps == step
 
 
 def _take_run_dir(run_dir: Path, *, is_resumed: bool, step: int | None) -> None:
@@ -159,8 +165,8 @@ class _Outputs:
     ) -> None:
         self._display.close()
         result = make_result(self._trainer, self._loss, self._evaluation, cache, look_ahead, sent_bytes)
-        self._record.finish(result)
-        self._trackers.finish(result)
+        result.write(self._folder)
+        self._trackers.finish(result.to_dict())
         config, is_cached = self._trainer.config, cache is not None
         self._console.print(closing_table(result, f"{config.model.title} on {config.data.kind} data"))
         other, change = _next_run(config.sharding.mode, is_cached)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +16,7 @@ from embershard.planning.cost.topology import Topology
 from embershard.planning.simulate.step_replay import Pipeline, replay_steps
 from embershard.planning.verify.compare import predicted_for
 from embershard.planning.verify.measured import MeasuredRun
+from embershard.run_result import RunResult
 from embershard.sharding.plan import Plan
 
 #: The kinds of work that a run's caches count, each with its counter.
@@ -76,16 +76,14 @@ def measured_work(plan: Plan, run: MeasuredRun) -> list[StepWork]:
     return works
 
 
-def recalibrated(
-    topology: Topology, plan: Plan, result: Mapping[str, Any], *, name: str, run_name: str
-) -> Recalibration:
+def recalibrated(topology: Topology, plan: Plan, result: RunResult, *, name: str, run_name: str) -> Recalibration:
     """Multiply all rates for the run's number of ranks by one factor: a single step time cannot tell which of them is
     wrong. The proportions of the rates stay, and so do the preferences of plans for that number of ranks.
 
     Args:
         topology: its calibrated rates are corrected, or those estimated from its bandwidths.
         plan: the run obeyed it.
-        result: the contents of result.json.
+        result: of a run that ended.
         name: of the new topology.
         run_name: for the new topology's source.
 

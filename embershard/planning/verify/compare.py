@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Literal
+from typing import Literal
 
 from embershard.decoding import decode
 from embershard.errors import ShardingError
 from embershard.planning.cost.rates import StepWork
 from embershard.planning.verify.measured import MeasuredRun, MeasuredTable
+from embershard.run_result import RunResult
 from embershard.sharding.plan import Plan, Prediction, RankPrediction, TablePrediction
 from embershard.sharding.shards import shards_of
 
@@ -154,11 +155,11 @@ class PlanComparison:
         return self.verdicts[-1].kept is False
 
 
-def compare(plan: Plan, result: Mapping[str, Any]) -> PlanComparison:
-    """Compare the plan's prediction with a run's result (the contents of result.json).
+def compare(plan: Plan, result: RunResult) -> PlanComparison:
+    """Compare the plan's prediction with a run's result.
 
     Raises:
-        ShardingError: the plan has no prediction or is for another number of ranks, or the result lacks something.
+        ShardingError: the plan has no prediction, or is for another number of ranks.
     """
     run = MeasuredRun.from_result(result)
     prediction = predicted_for(plan, run)

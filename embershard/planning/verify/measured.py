@@ -1,14 +1,12 @@
-"""A run's counts, as values: the part of result.json that predictions are compared with."""
+"""A run's counts per step, as values: the part of its result that predictions are compared with."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from embershard.distributed.traffic import SentBytes
-from embershard.errors import ShardingError
+from embershard.run_result import CacheTotals, RankCaches, RunResult
 
 _COUNTS = ("lookups", "unique_ids", "fills", "write_backs", "bytes_to_device", "bytes_to_host")
 
@@ -64,32 +62,21 @@ class MeasuredRun:
     ranks: Mapping[int, MeasuredRank]
 
     @classmethod
-    def from_result(cls, result: Mapping[str, Any]) -> MeasuredRun:
-        """Read the contents of result.json.
-
-        Raises:
-            ShardingError: something is missing or of another type.
-        """
-        try:
-            steps = result["measured_steps"]
-            milliseconds = result["step_ms"]["p50"]
-            ranks = [] if result["cache"] is None else result["cache"]["ranks"]
-            return cls(
-                steps=int(steps),
-                all_steps=int(result["steps"]),
-                step_seconds=None if milliseconds is None else milliseconds / 1e3,
-                is_steady=bool(result["is_steady"]),
-                world_size=int(result["world_size"]),
-                device=str(result["device"]),
-                sent_bytes=_sent(result["sent_bytes"], int(steps) * int(result["world_size"])),
-                plan_digest=None if result["plan"] is None else str(result["plan"]["digest"]),
-                ranks={int(values["rank"]): _rank(values, steps) for values in ranks},
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            what = f"has no {error}" if isinstance(error, KeyError) else f"is malformed ({error})"
-            raise ShardingError(
-                f"the run's result {what}; needed is one that this version wrote. Train again, into another folder."
-            ) from error
+    def from_result(cls, result: RunResult) -> MeasuredRun:
+        """Return the counts of a run that ended."""
+        milliseconds = result.step_ms.p50
+        ranks = () if result.cache is None else result.cache.ranks
+        return cls(
+            steps=result.measured_steps,
+            all_steps=result.steps,
+            step_seconds=None if milliseconds is None else milliseconds / 1e3,
+            is_steady=result.is_steady,
+            world_size=result.world_size,
+            device=result.device,
+            sent_bytes=result.sent_bytes.over(result.parts),
+            plan_digest=None if result.plan is None else result.plan.digest,
+            ranks={rank.rank: _rank(rank, result.measured_steps) for rank in ranks},
+        )
 
     @property
     def growths(self) -> int:
@@ -106,21 +93,12 @@ class MeasuredRun:
         return None if found is None else found.tables.get(table)
 
 
-def _sent(values: Mapping[str, Any], num_parts: int) -> SentBytes:
-    kinds = {field.name: float(values[field.name]) for field in dataclasses.fields(SentBytes)}
-    return SentBytes(**kinds).over(max(1, num_parts))
+def _rank(caches: RankCaches, steps: int) -> MeasuredRank:
+    tables = {name: _table(own, steps) for name, own in caches.tables.items()}
+    return MeasuredRank(**vars(_table(caches, steps)), tables=tables)
 
 
-def _rank(values: Mapping[str, Any], steps: int) -> MeasuredRank:
-    tables = {name: _table(own, steps) for name, own in values["tables"].items()}
-    return MeasuredRank(**vars(_table(values, steps)), tables=tables)
-
-
-def _table(values: Mapping[str, Any], steps: int) -> MeasuredTable:
-    rates = {name: values[name] for name in ("hit_rate_lookups", "hit_rate_unique")}
-    return MeasuredTable(
-        per_step={**rates, **{name: values[name] / max(1, steps) for name in _COUNTS}},
-        device_bytes=int(values["device_bytes"]),
-        host_bytes=int(values["host_bytes"]),
-        growths=int(values["overflow_growths"]),
-    )
+def _table(caches: CacheTotals, steps: int) -> MeasuredTable:
+    counts = {name: getattr(caches, name) / max(1, steps) for name in _COUNTS}
+    rates = {"hit_rate_lookups": caches.hit_rate_lookups, "hit_rate_unique": caches.hit_rate_unique}
+    return MeasuredTable({**rates, **counts}, caches.device_bytes, caches.host_bytes, caches.overflow_growths)

@@ -147,7 +147,7 @@ def test_several_ratios(files, tmp_path, capsys):
 
 
 def test_pictures_of_plans_say_what_they_show(files):
-    outcomes = [what_if.Outcome(*case, small_plan()) for case in ((2, 0.1), (4, 0.1), (2, 0.2), (4, 0.2))]
+    outcomes = [what_if.PlannedCase(*case, small_plan()) for case in ((2, 0.1), (4, 0.1), (2, 0.2), (4, 0.2))]
     figure = picture.make_figure(outcomes, "h100x8")
     assert figure.get_suptitle() == "Estimate: plans for h100x8. Nothing here was measured."
     speed, memory = figure.axes

@@ -24,11 +24,12 @@ from embershard.data.block import BadRow
 from embershard.distributed import Ranks
 from embershard.distributed.traffic import SentBytes
 from embershard.errors import ConfigError
-from embershard.launch.record import RunRecord, has_result, make_result, steady_steps
+from embershard.launch.record import RunRecord, make_result, steady_steps
 from embershard.launch.run_dir import check_run_dir, lock_run_dir
 from embershard.launch.train.progress import ProgressDisplay, closing_table, eval_line, train_line
 from embershard.launch.train.run import _Outputs
 from embershard.launch.versions import git_commit, versions
+from embershard.run_result import HotColdTotals, RunResult
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.quality.counters import summed, with_hot_rows
 from embershard.training.quality.quality import Quality, RegressionQuality
@@ -83,11 +84,12 @@ def result(step_seconds=(*[9.0] * 10, *[0.1] * 30), **changes):
 
 def test_result_has_the_promised_keys_and_counts_speed_after_the_warm_up():
     found = result()
-    assert set(found) >= KEYS
-    assert found["skipped_batches"] == 3
-    assert found["samples_per_second"] == pytest.approx(2 * 10 / 0.1)
-    assert found["step_ms"] == {"p50": pytest.approx(100.0), "p95": pytest.approx(100.0)}
-    assert (found["auc"], found["ne"], found["logloss"], found["cache"]) == (0.7, 0.9, 0.4, None)
+    assert set(found.to_dict()) >= KEYS
+    assert found.skipped_batches == 3
+    assert found.samples_per_second == pytest.approx(2 * 10 / 0.1)
+    assert (found.step_ms.p50, found.step_ms.p95) == (pytest.approx(100.0), pytest.approx(100.0))
+    assert found.quality.items() >= {"auc": 0.7, "ne": 0.9, "logloss": 0.4}.items()
+    assert found.cache is None
 
 
 @pytest.mark.parametrize(
@@ -108,8 +110,8 @@ def test_speed_is_that_of_steps_with_something_left_to_read_ahead(num_steps, loo
 
 def test_result_of_a_run_that_had_nothing_to_do():
     found = result(step_seconds=[], evaluation=None, loss=None)
-    assert (found["samples_per_second"], found["step_ms"]["p50"], found["auc"]) == (None, None, None)
-    json.dumps(found, allow_nan=False)
+    assert (found.samples_per_second, found.step_ms.p50, found.quality["auc"]) == (None, None, None)
+    json.dumps(found.to_dict(), allow_nan=False)
 
 
 def test_a_resumed_run_writes_on_from_its_checkpoint(tmp_path: Path):
@@ -134,7 +136,7 @@ def test_a_run_that_is_killed_while_it_writes_leaves_no_half_of_a_file(tmp_path:
     settings = (tmp_path / "config.toml").read_text()
     monkeypatch.setattr("os.replace", mock.Mock(side_effect=SystemExit))  # after the contents, before the name
     with pytest.raises(SystemExit):
-        record.finish({"steps": 60})
+        result().write(tmp_path)
     assert not (tmp_path / "result.json").exists()
     with pytest.raises(SystemExit):
         RunRecord(tmp_path, RunConfig(train=TrainConfig(max_steps=7)), 5)
@@ -186,12 +188,11 @@ def test_metrics_and_tensorboard_agree_on_a_resumed_run(tmp_path: Path):
 
 
 def test_a_resumed_run_has_no_result_until_it_ends(tmp_path: Path):
-    record = RunRecord(tmp_path, RunConfig(), None)
-    record.finish({"steps": 60})
-    record.close()
-    assert has_result(tmp_path, 60)
+    RunRecord(tmp_path, RunConfig(), None).close()
+    result().write(tmp_path)
+    assert RunResult.find(tmp_path) == result()
     RunRecord(tmp_path, RunConfig(), 50).close()
-    assert not has_result(tmp_path, 60), "the result of the steps that were trained before"
+    assert RunResult.find(tmp_path) is None, "the result of the steps that were trained before"
 
 
 def test_damaged_lines_are_kept_aside_and_the_rest_stays(tmp_path: Path):
@@ -296,16 +297,17 @@ def test_closing_table_with_and_without_a_cache():
     }  # fmt: skip
     screen = io.StringIO()
     console = Console(file=screen, width=140)
-    cache = summed([TableStats(table=name, **counts) for name in ("a", "b")])
+    totals = summed([TableStats(table=name, **counts) for name in ("a", "b")])
+    cache = {**totals, "ratio": 0.1, "tables": {}, "ranks": []}
     console.print(closing_table(result(cache=cache, look_ahead=ahead), "dlrm on synthetic data"))
     text = screen.getvalue()
     for said in ("20 of 200", "10.0%", "80.0%", "50", "4.00 MiB device", "200 samples/s", "0.7000"):
         assert said in text
     for said in ("63.5 batches known", "1.8 of them on the device", "2.00 ms a step"):
         assert said in text
-    packed = {"hot_rows": 30, "hot_samples": 0.4, "batches": {"cold": 3, "hot": 2}}
+    packed = HotColdTotals(hot_rows=30, hot_samples=0.4, batches={"cold": 3, "hot": 2})
     hot = with_hot_rows(cache, hot_bytes=2**21, hot_lookups=300)
-    console.print(closing_table(result(cache=hot) | {"hot_cold": packed}, "dlrm"))
+    console.print(closing_table(dataclasses.replace(result(cache=hot), hot_cold=packed), "dlrm"))
     for said in ("50 of 200", "25.0%", "95.0%", "6.00 MiB device", "2.00 MiB device", "300 lookups, all hits", "80.0%"):
         assert said in screen.getvalue()[len(text) :]
     console.print(closing_table(result(), "dlrm"))

@@ -157,7 +157,7 @@ def test_what_is_no_finished_run_says_so(tmp_path, report):
     (tmp_path / "result.json").write_text("{")
     assert "cannot be read" in report(tmp_path)[2]
     (tmp_path / "result.json").write_text("{}")
-    assert "has no 'device'" in report(tmp_path)[2]
+    assert "is missing, needed" in report(tmp_path)[2]
     write_run(tmp_path, None, result_of(predicted_plan()))
     code, _, err = report(tmp_path, "--predicted")
     assert code == 2

@@ -13,9 +13,8 @@ import pytest
 pytest.importorskip("plotly", reason="Plotly is not installed (the extra [report])")
 
 from embershard.launch import cli
-from embershard.launch.report.page import caches, curves, predicted, runs, sweep
-from embershard.launch.report.page.runs import Run
-from embershard.launch.report.page.section import Figure, Section, Table
+from embershard.launch.report.page import measured, predicted, runs, sweep
+from embershard.launch.report.page.runs import PageFigure, PageTable, Run, Section
 from embershard.launch.report.run_folder import RunFolder
 from embershard.sharding.plan import Plan
 from tests.unit.launch.reported_runs import reports, write_run, write_sweep
@@ -47,7 +46,7 @@ def runs_of(*folders: Path) -> list[Run]:
 
 def part(section: Section, title: str) -> Any:
     (found,) = [each for each in section.parts if each.title == title]
-    return found.drawn if isinstance(found, Figure) else found
+    return found.drawn if isinstance(found, PageFigure) else found
 
 
 def lines_of(figure: Any, name: str) -> list[tuple[list[float], list[float]]]:
@@ -55,18 +54,18 @@ def lines_of(figure: Any, name: str) -> list[tuple[list[float], list[float]]]:
 
 
 def test_curves_are_over_the_samples_trained(planned: Path):
-    section = curves.training(runs_of(planned))
+    section = measured.training(runs_of(planned))
     assert lines_of(part(section, "Loss"), "planned") == [([2560.0, 5120.0], [0.5, 0.5])]
     assert lines_of(part(section, "Loss"), "planned, held out") == [([5120.0], [0.4])]
     assert lines_of(part(section, "AUC"), "planned, held out") == [([5120.0], [0.7])]
     assert lines_of(part(section, "Throughput"), "planned") == [([2560.0, 5120.0], [1e3, 1e3])]
-    moved = curves.moved(runs_of(planned))
+    moved = measured.moved(runs_of(planned))
     assert [y for _, y in lines_of(part(moved, "Rows moved"), "planned")] == [[30.0, 30.0], [20.0, 20.0]]
     assert len(part(moved, "Bytes between ranks").data) == 5  # a panel for each kind
 
 
 def test_the_heat_map_has_every_table_of_every_rank(planned: Path):
-    figure = part(caches.caches(runs_of(planned)), "Hit rate per table and rank")
+    figure = part(measured.caches(runs_of(planned)), "Hit rate per table and rank")
     (heat,) = figure.data
     assert list(heat.x) == ["planned · rank 0", "planned · rank 1"]
     cells = dict(zip(heat.y, heat.z, strict=True))
@@ -76,14 +75,15 @@ def test_the_heat_map_has_every_table_of_every_rank(planned: Path):
 
 
 def test_tables_are_in_the_order_of_their_numbers():
-    assert sorted(["t_10", "t_9", "u", "t_1b"], key=caches._natural) == ["t_1b", "t_9", "t_10", "u"]
+    assert sorted(["t_10", "t_9", "u", "t_1b"], key=measured._natural) == ["t_1b", "t_9", "t_10", "u"]
 
 
 def test_memory_and_step_time_are_what_was_measured(planned: Path, uncached: Path):
     found = runs_of(planned, uncached)
-    device, _ = part(caches.caches(found), "Memory per tier and rank").data
-    assert list(device.x) == [rank["device_bytes"] / 2**20 for rank in found[0].cache["ranks"]]
-    section = caches.step_time(found)
+    device, _ = part(measured.caches(found), "Memory per tier and rank").data
+    assert found[0].cache is not None
+    assert list(device.x) == [rank.device_bytes / 2**20 for rank in found[0].cache.ranks]
+    section = measured.step_time(found)
     cached, plain = part(section, "Step time").data
     assert list(cached.x) == pytest.approx([10.0, 20.0, 1.0, 0.5])  # ms; 0.2 s on caches, 2 ranks, 100 steps
     assert list(plain.x)[2:] == [None, None]
@@ -121,8 +121,8 @@ def test_a_run_that_has_not_ended_has_its_curves(planned: Path):
     (planned / "result.json").unlink()
     found = runs_of(planned)
     assert "Not ended, so without a result: planned." in runs.summary(found).text
-    assert len(part(curves.training(found), "Loss").data[0].y) == 2
-    assert caches.caches(found).parts == ()
+    assert len(part(measured.training(found), "Loss").data[0].y) == 2
+    assert measured.caches(found).parts == ()
 
 
 def test_values_of_any_type_have_an_order(tmp_path: Path):
@@ -159,7 +159,7 @@ def test_scaling_has_its_ideal_and_its_efficiency(tmp_path: Path):
 def test_failures_have_their_reasons(tmp_path: Path):
     section = sweep.sweep_section(tmp_path, sweep.read_sweep(write_sweep(tmp_path)))
     table = part(section, "Runs that did not finish")
-    assert isinstance(table, Table)
+    assert isinstance(table, PageTable)
     assert [(row[0], row[3], row[5]) for row in table.rows] == [
         ("ranks=2, cache.ratio=0.2", "failed", "ConfigError: <i>no room</i>")
     ]
@@ -195,7 +195,7 @@ def test_what_is_missing_says_so(
     assert "is the folder of a sweep, which needs -o" in capsys.readouterr().err
     (planned / "result.json").write_text('{"steps": 1}')
     assert cli.main(["report", str(planned), "-o", output]) == 2
-    assert f"{planned}: its result.json or metrics.jsonl has no 'sent_bytes'" in capsys.readouterr().err
+    assert f"{planned / 'result.json'}: measured_steps: is missing, needed integer" in capsys.readouterr().err
     (tmp_path / "s" / "states" / "bad.json").write_text("{")
     assert cli.main(["report", str(tmp_path / "s"), "-o", output]) == 2
     assert "a file cannot be read" in capsys.readouterr().err
@@ -215,7 +215,7 @@ def test_stages_of_traced_steps_stand_beside_the_step(planned: Path):
         stages = {"training": {"forward": 3.0 + rank, "other": 1.0}, "beside": {"plan": 2.0}}
         text = json.dumps({"rank": rank, "steps": 4, **stages, "between_ranks": {"gloo:all_reduce": 0.5}})
         (planned / "profile" / f"rank_{rank}.stages.json").write_text(text)
-    section = caches.step_time(runs_of(planned))
+    section = measured.step_time(runs_of(planned))
     assert "Not measured apart" not in " ".join(section.text)
     figure = part(section, "Stages of a step: planned")
     drawn = [(trace.name, list(trace.x)) for trace in figure.data if any(trace.x)]

@@ -20,23 +20,16 @@ from embershard.launch.arguments import examples
 from embershard.launch.sweep import command, on_ray, run
 from embershard.launch.sweep.experiments import Experiment, Sweep
 from embershard.launch.sweep.outcomes import Outcome, find_outcome, make_outcome, read_outcomes, run_folder
-from embershard.launch.sweep.results import write_results
 from embershard.launch.sweep.run import run_experiment
+from embershard.launch.sweep.view import write_results
+from tests.unit.planning.runs import predicted_plan, result_of
 
 CONFIG = "[data.synthetic]\nscale = 0.001\n"
 GRID = (
     'config = "run.toml"\nrepeats = 2\n[set]\ntrain.max_steps = 4\n[grid]\nranks = [1, 2]\ncache.ratio = [0.1, 0.2]\n'
 )
-RESULT = json.dumps(
-    {
-        "steps": 4,
-        "samples_per_second": 9.0,
-        "step_ms": {"p50": 2.0},
-        "loss": 0.5,
-        "cache": {"fills": 7, "ratio": None, "device_bytes": 19_999_000, "tables": {"t": 1}, "ranks": [1]},
-        "versions": {},
-    }
-)
+_GIVEN = result_of(predicted_plan(), loss=0.5, step_ms={"p50": 2.0}, versions={})
+RESULT = json.dumps({**_GIVEN, "cache": {**_GIVEN["cache"], "fills": 7, "device_bytes": 19_999_000}})
 # The program in place of `embershard train`: what a run leaves in its folder.
 LEAVES = """
 import os, sys

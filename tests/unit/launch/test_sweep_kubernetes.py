@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 
 from embershard.errors import ConfigError, SetupError
-from embershard.launch.sweep import cluster_jobs, command, on_kubernetes
-from embershard.launch.sweep.cluster_settings import job_name
+from embershard.launch.sweep import clusters, command, on_kubernetes
+from embershard.launch.sweep.clusters import job_name
 from embershard.launch.sweep.experiments import Experiment, Sweep
+from embershard.launch.sweep.on_kubernetes import manifests, train_job
 from embershard.launch.sweep.outcomes import Outcome, find_outcome, read_outcomes, run_folder
-from embershard.launch.sweep.train_job import manifests, train_job
+from tests.unit.planning.runs import predicted_plan, result_of
 
 FILE = """
 config = "run.toml"
@@ -171,7 +172,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Cluster], Cluster]:
         monkeypatch.setitem(sys.modules, "kubernetes", SimpleNamespace(client=client, config=config))
         monkeypatch.setitem(sys.modules, "urllib3.exceptions", SimpleNamespace(HTTPError=NoAnswerError))
         monkeypatch.setattr(on_kubernetes, "_POLL_SECONDS", 0.0)
-        monkeypatch.setattr(cluster_jobs, "_PAUSE_SECONDS", 0.0)
+        monkeypatch.setattr(clusters, "_PAUSE_SECONDS", 0.0)
         return cluster
 
     return use_cluster
@@ -186,8 +187,7 @@ def finish(experiment: Experiment, folder: Path) -> None:
     run = run_folder(folder, experiment.name)
     run.mkdir(parents=True, exist_ok=True)
     (run / "config.toml").touch()
-    result = {"steps": 4, "samples_per_second": 1e3, "step_ms": {"p50": 1.0}, "loss": 0.5, "cache": None}
-    (run / "result.json").write_text(json.dumps(result))
+    (run / "result.json").write_text(json.dumps(result_of(predicted_plan())))
 
 
 def run_all(sweep: Sweep, folder: Path, end: Callable[[Outcome], None] = lambda outcome: None) -> dict[str, Outcome]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from embershard.errors import ConfigError, SetupError
-from embershard.launch.sweep import cluster_jobs, command, on_slurm
+from embershard.launch.sweep import clusters, command, on_slurm
 from embershard.launch.sweep.experiments import Experiment, Sweep
 from embershard.launch.sweep.outcomes import Outcome, keep_outcome, make_outcome
 
@@ -151,7 +151,7 @@ def test_a_job_that_cannot_be_cancelled_does_not_keep_the_others(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(cluster_jobs, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(clusters, "_PAUSE_SECONDS", 0.0)
     slurm = use(Slurm(finished, stuck={"1"}))
 
     def queued(jobs: Set[str]) -> Set[str]:

@@ -58,7 +58,6 @@ class ChunkDecoder:
         self._chunk, self.bad = chunk, dict(chunk.bad)
 
     def _column(self, name: str) -> pa.Array:
-        """Return a column in one piece."""
         return self._chunk.table.column(name).combine_chunks()
 
     def numbers(self, name: str) -> NDArray[np.float64]:

@@ -122,7 +122,6 @@ def _check_text(file: InputFile, settings: TableConfig, *, stops: bool) -> None:
 
 
 def _check_values(chunk: RawChunk, settings: TableConfig) -> None:
-    """Raise `DataError` where a value does not fit its feature."""
     decoder = ChunkDecoder(chunk)
     for feature in settings.of_kind("dense").values():
         decoder.dense(feature)

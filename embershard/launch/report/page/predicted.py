@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 
 from embershard.errors import ConfigError, ShardingError
-from embershard.launch.report.page.runs import Run
-from embershard.launch.report.page.section import Figure, Section, Table, colour, new_figure, text
+from embershard.launch.report.page.runs import PageFigure, PageTable, Run, Section, colour, new_figure, text
 from embershard.planning.verify.compare import Pair, PlanComparison, PromiseVerdict, compare, notes
 from embershard.planning.verify.measured import MeasuredRun
 from embershard.sharding.plan import Prediction
@@ -31,7 +30,7 @@ def predicted(runs: Sequence[Run]) -> Section:
     """Return the section of predictions; of runs without a plan it says so."""
     compared, said = [], []
     for run in runs:
-        if run.result and run.folder.has_plan:
+        if run.result is not None and run.folder.has_plan:
             try:
                 plan = run.folder.plan(None)
                 found = compare(plan, run.result)
@@ -45,7 +44,7 @@ def predicted(runs: Sequence[Run]) -> Section:
                 said.append(f"{run.name}: {error}")
     if not compared:
         return Section("Predicted beside measured", (), said or ["No run that ended had a plan."])
-    parts: list[Figure | Table] = [
+    parts: list[PageFigure | PageTable] = [
         _verdicts(compared),
         _ratios(compared),
         _hit_rates(compared),
@@ -55,9 +54,9 @@ def predicted(runs: Sequence[Run]) -> Section:
     return Section("Predicted beside measured", parts, said)
 
 
-def _verdicts(compared: Sequence[_Compared]) -> Table:
+def _verdicts(compared: Sequence[_Compared]) -> PageTable:
     rows = [(each.run.name, *_verdict_row(verdict)) for each in compared for verdict in each.found.verdicts]
-    return Table("Promises", ("run", "of", "off by", "promised at most", "outcome", "detail"), rows)
+    return PageTable("Promises", ("run", "of", "off by", "promised at most", "outcome", "detail"), rows)
 
 
 def _verdict_row(verdict: PromiseVerdict) -> tuple[str, ...]:
@@ -67,7 +66,7 @@ def _verdict_row(verdict: PromiseVerdict) -> tuple[str, ...]:
     return verdict.what, error, f"{verdict.promised:g}{unit}", outcome, verdict.detail
 
 
-def _ratios(compared: Sequence[_Compared]) -> Figure:
+def _ratios(compared: Sequence[_Compared]) -> PageFigure:
     figure = new_figure(height=420)
     for each in compared:
         pairs = [(what, pair) for what, pair in _pairs(each.found) if pair.predicted is not None and pair.measured]
@@ -85,7 +84,7 @@ def _ratios(compared: Sequence[_Compared]) -> Figure:
     figure.add_vline(x=1, line={"color": "#888888", "dash": "dot"})
     figure.update_xaxes(title="predicted / measured")
     figure.update_yaxes(autorange="reversed", automargin=True)
-    return Figure(
+    return PageFigure(
         "Predicted over measured", figure, "1: as predicted. Means over steps; memory at the end; of all ranks."
     )
 
@@ -109,7 +108,7 @@ def _sum(pairs: Sequence[Pair]) -> Pair:
     return Pair(*sums)
 
 
-def _hit_rates(compared: Sequence[_Compared]) -> Figure:
+def _hit_rates(compared: Sequence[_Compared]) -> PageFigure:
     figure = new_figure("lookups", "unique ids", height=440)
     for panel, name in enumerate(("hit_rate_lookups", "hit_rate_unique"), 1):
         line = {"color": "#888888", "dash": "dot"}
@@ -131,10 +130,10 @@ def _hit_rates(compared: Sequence[_Compared]) -> Figure:
             figure.add_trace(dots, row=1, col=panel)
     figure.update_xaxes(title="predicted", tickformat=".0%")
     figure.update_yaxes(title="measured", tickformat=".0%")
-    return Figure("Hit rates of tables", figure, "A dot for each cached table of each rank.")
+    return PageFigure("Hit rates of tables", figure, "A dot for each cached table of each rank.")
 
 
-def _step_parts(compared: Sequence[_Compared]) -> Figure:
+def _step_parts(compared: Sequence[_Compared]) -> PageFigure:
     """Draw the predicted parts of a step, which are not measured, the simulated whole and the measured one."""
     figure = new_figure(height=220 + 30 * sum(len(each.prediction.ranks) for each in compared))
     names = [f"{text(each.run.name)} · rank {rank.rank}" for each in compared for rank in each.prediction.ranks]
@@ -161,10 +160,10 @@ def _step_parts(compared: Sequence[_Compared]) -> Figure:
         "The parts are predicted, none of them is measured. The simulated step is a replay of steps of all ranks: it "
         "may be shorter than the sum of a rank's parts, which run beside each other, or longer where ranks wait."
     )
-    return Figure("Predicted parts of a step", figure, note)
+    return PageFigure("Predicted parts of a step", figure, note)
 
 
-def _memory(compared: Sequence[_Compared]) -> Table:
+def _memory(compared: Sequence[_Compared]) -> PageTable:
     rows = []
     for each in compared:
         for rank, found in zip(each.prediction.ranks, each.found.ranks, strict=True):
@@ -182,6 +181,6 @@ def _memory(compared: Sequence[_Compared]) -> Table:
                 )
             )
     header = ("run", "rank", "device, predicted", "of it", "caches, measured", "host, predicted", "host, measured")
-    return Table(
+    return PageTable(
         "Predicted memory", header, rows, "Measured are the slots and maps of caches, and their rows on the host."
     )

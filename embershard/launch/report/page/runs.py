@@ -1,17 +1,97 @@
-"""The runs of a page, by name: a summary, and the settings in which they differ."""
+"""The parts of a page and their look; and its runs, by name: a summary, and the settings in which they differ."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import html
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import plotly.graph_objects as go
+import plotly.io
+from plotly.subplots import make_subplots
+
 from embershard.errors import ConfigError
 from embershard.launch.quality_text import form_of, main_names, title_of
-from embershard.launch.report.page.section import Section, Table
 from embershard.launch.report.run_folder import RunFolder
 from embershard.launch.screen import number
+from embershard.run_result import RunCaches, RunResult
 from embershard.units import size
+
+# Okabe and Ito's colours, which also readers with a colour vision deficiency can tell apart; then dashes.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_DASHES = ("solid", "dash", "dot", "dashdot")
+_PATTERNS = ("", "/", "x", ".")
+
+
+@dataclass(frozen=True)
+class PageFigure:
+    """A figure; `note` says what it shows."""
+
+    title: str
+    drawn: go.Figure
+    note: str = ""
+
+    def html(self, name: str) -> str:
+        """Return the figure as HTML, without Plotly's own code; `name` is its element's id."""
+        config = {"displaylogo": False, "responsive": True}
+        return str(plotly.io.to_html(self.drawn, config=config, full_html=False, include_plotlyjs=False, div_id=name))
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """A table of texts; `note` says what it shows."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page: its text, one paragraph each, then its tables and figures."""
+
+    title: str
+    parts: Sequence[PageFigure | PageTable] = ()
+    text: Sequence[str] = ()
+
+
+def new_figure(*panels: str, height: int = 380, columns: int | None = None) -> go.Figure:
+    """Return an empty figure with a panel for each title, in one row unless there are fewer columns."""
+    columns = columns or max(1, len(panels))
+    rows = -(-len(panels) // columns) or 1
+    figure = make_subplots(rows=rows, cols=columns, subplot_titles=[text(panel) for panel in panels])
+    figure.update_layout(
+        template="plotly_white",
+        height=height * rows,
+        margin={"l": 70, "r": 50, "t": 60 if panels else 40, "b": 50},
+        font={"family": "system-ui, sans-serif", "size": 13},
+        legend={"orientation": "h", "yanchor": "bottom", "y": 1.0 + 0.12 / rows, "x": 0},
+        colorway=_COLOURS,
+        modebar={"orientation": "v"},
+    )
+    return figure
+
+
+def look(number: int) -> dict[str, str]:
+    """Return colour and dash of the line of the run with this number."""
+    return {"color": colour(number), "dash": _DASHES[number // len(_COLOURS) % len(_DASHES)]}
+
+
+def colour(number: int) -> str:
+    """Return the colour of the run with this number."""
+    return _COLOURS[number % len(_COLOURS)]
+
+
+def fill(number: int) -> dict[str, Any]:
+    """Return colour and pattern of the bars of the run with this number."""
+    return {"color": colour(number), "pattern": {"shape": _PATTERNS[number // len(_COLOURS) % len(_PATTERNS)]}}
+
+
+def text(value: str) -> str:
+    """Return a text for a figure, where Plotly would read some HTML; a page's other texts are escaped by Jinja."""
+    return html.escape(value, quote=False)
 
 
 @dataclass(frozen=True)
@@ -27,55 +107,51 @@ class Run:
     folder: RunFolder
 
     @property
-    def result(self) -> Mapping[str, Any]:
-        """Contents of result.json; empty where the run has not ended."""
+    def result(self) -> RunResult | None:
+        """What the run gave; None where it has not ended."""
         return self.folder.result
 
     @property
-    def cache(self) -> Mapping[str, Any]:
-        """What the caches did; empty in a run without caches, or that has not ended."""
-        return self.result.get("cache") or {}
-
-    @property
-    def parts(self) -> int:
-        """Steps of ranks: what totals of all ranks are divided by for means per rank and step."""
-        return max(1, self.result.get("measured_steps", 0) * self.result.get("world_size", 1))
+    def cache(self) -> RunCaches | None:
+        """What the caches did; None in a run without caches, or that has not ended."""
+        return None if self.result is None else self.result.cache
 
 
 def summary(runs: Sequence[Run]) -> Section:
     """Return the section of all runs' results."""
-    names = [*main_names(run.result for run in runs), *(["ne"] if any("ne" in run.result for run in runs) else [])]
+    judged = [run.result.quality for run in runs if run.result is not None]
+    names = [*main_names(judged), *(["ne"] if any("ne" in quality for quality in judged) else [])]
     header = ["run", "ranks", "steps", "samples", "samples/s", "step ms, median", "95 %", "loss"]
     header += [*map(title_of, names), "hits", "device", "host", "sent"]
     note = (
         "loss: of training, mean since the last report; AUC, NE and RMSE: of the held-out samples; hits: share of "
         "lookups; device and host: bytes of the caches on all ranks; sent: to other ranks, by a rank in a step."
     )
-    going = [run.name for run in runs if not run.result]
+    going = [run.name for run in runs if run.result is None]
     text = [f"Not ended, so without a result: {', '.join(going)}."] if going else []
-    return Section("Runs", [Table("Results", header, [_summary_row(run, names) for run in runs], note)], text)
+    return Section("Runs", [PageTable("Results", header, [_summary_row(run, names) for run in runs], note)], text)
 
 
 def _summary_row(run: Run, names: Sequence[str]) -> tuple[str, ...]:
     result, cache = run.result, run.cache
-    if not result:
+    if result is None:
         reports = run.folder.reports("train")
         return (run.name, "", str(reports[-1]["step"]) if reports else "0", *[""] * (9 + len(names)))
-    sent = sum(value for kind, value in result["sent_bytes"].items() if kind not in ("ranks", "other"))
+    sent = result.sent_bytes.over(result.parts).in_training
     return (
         run.name,
-        str(result["world_size"]),
-        f"{result['steps']:,}",
-        f"{result['samples']:,}",
-        number(result["samples_per_second"], ",.0f"),
-        number(result["step_ms"]["p50"], ".2f"),
-        number(result["step_ms"]["p95"], ".2f"),
-        number(result["loss"], ".5f"),
-        *(number(result.get(name), form_of(name)) for name in names),
-        number(cache.get("hit_rate_lookups"), ".2%") if cache else "no cache",
-        size(cache["device_bytes"]) if cache else "",
-        size(cache["host_bytes"]) if cache else "",
-        size(sent / run.parts) if sent else "0",
+        str(result.world_size),
+        f"{result.steps:,}",
+        f"{result.samples:,}",
+        number(result.samples_per_second, ",.0f"),
+        number(result.step_ms.p50, ".2f"),
+        number(result.step_ms.p95, ".2f"),
+        number(result.loss, ".5f"),
+        *(number(result.quality.get(name), form_of(name)) for name in names),
+        number(cache.hit_rate_lookups, ".2%") if cache else "no cache",
+        size(cache.device_bytes) if cache else "",
+        size(cache.host_bytes) if cache else "",
+        size(sent) if sent else "0",
     )
 
 
@@ -84,7 +160,8 @@ def differences(runs: Sequence[Run]) -> Section:
     found, text = [], []
     for run in runs:
         try:
-            found.append((run, {"ranks": run.result.get("world_size", "not known"), **run.folder.settings()}))
+            ranks = "not known" if run.result is None else run.result.world_size
+            found.append((run, {"ranks": ranks, **run.folder.settings()}))
         except ConfigError as error:
             text.append(f"Left out: {error}")
     keys = dict.fromkeys(key for _, settings in found for key in settings)
@@ -95,5 +172,5 @@ def differences(runs: Sequence[Run]) -> Section:
             rows.append((key, *values))
     if not rows:
         text.append("No setting differs.")
-    table = Table("Settings that differ", ("setting", *(run.name for run, _ in found)), rows)
+    table = PageTable("Settings that differ", ("setting", *(run.name for run, _ in found)), rows)
     return Section("Settings", [table] if rows else [], text)

@@ -12,9 +12,10 @@ import plotly.graph_objects as go
 
 from embershard.errors import ConfigError
 from embershard.launch.quality_text import form_of, main_names, title_of
-from embershard.launch.report.page.section import Figure, Section, Table, colour, look, new_figure, text
+from embershard.launch.report.page.runs import PageFigure, PageTable, Section, colour, look, new_figure, text
 from embershard.launch.report.run_folder import RunFolder
 from embershard.launch.sweep.outcomes import Outcome, read_outcomes, run_folder
+from embershard.run_result import RunResult
 from embershard.units import size
 
 _RANKS = "ranks"
@@ -33,12 +34,16 @@ class Configuration:
     Attributes:
         varied: the settings that the sweep varies, `ranks` among them.
         outcomes: of the repeats that ended.
-        folders: of those that finished.
+        folders: of those that finished; `results` are what these gave.
     """
 
     varied: Mapping[str, Any]
     outcomes: tuple[Outcome, ...]
     folders: tuple[RunFolder, ...]
+
+    @property
+    def results(self) -> list[RunResult]:
+        return [folder.result for folder in self.folders if folder.result is not None]
 
     @property
     def name(self) -> str:
@@ -52,7 +57,7 @@ class Configuration:
 
     def values(self, what: str) -> list[float]:
         """Return one of the results, of each repeat that has it."""
-        return [value for folder in self.folders if (value := _results(folder.result).get(what)) is not None]
+        return [value for result in self.results if (value := _figures(result).get(what)) is not None]
 
 
 def read_sweep(path: Path) -> list[Configuration]:
@@ -84,7 +89,7 @@ def _place(value: Any) -> tuple[bool, float, str]:
 
 def sweep_section(path: Path, configurations: Sequence[Configuration]) -> Section:
     """Return the section of a sweep."""
-    parts: list[Figure | Table] = [_comparison(configurations)]
+    parts: list[PageFigure | PageTable] = [_comparison(configurations)]
     finished = [each for each in configurations if each.values("samples/s")]
     said = []
     if finished:
@@ -102,32 +107,33 @@ def sweep_section(path: Path, configurations: Sequence[Configuration]) -> Sectio
     return Section(f"Sweep {path}", parts, said)
 
 
-def _results(result: Mapping[str, Any]) -> dict[str, float | None]:
-    cache = result["cache"] or {}
-    values = (result["samples_per_second"], result["step_ms"]["p50"], result["loss"], cache.get("hit_rate_lookups"))
-    return dict(zip(_FORMS, values, strict=True)) | {name: result.get(name) for name in main_names([result])}
+def _figures(result: RunResult) -> dict[str, float | None]:
+    hits = None if result.cache is None else result.cache.hit_rate_lookups
+    values = (result.samples_per_second, result.step_ms.p50, result.loss, hits)
+    quality = {name: result.quality.get(name) for name in main_names([result.quality])}
+    return dict(zip(_FORMS, values, strict=True)) | quality
 
 
-def _comparison(configurations: Sequence[Configuration]) -> Table:
+def _comparison(configurations: Sequence[Configuration]) -> PageTable:
     names = list(dict.fromkeys(name for each in configurations for name in each.varied))
-    judged = main_names(folder.result for each in configurations for folder in each.folders)
+    judged = main_names(result.quality for each in configurations for result in each.results)
     forms = _FORMS | {name: form_of(name) for name in judged}
     rows = []
     for each in configurations:
-        caches = [folder.result["cache"] for folder in each.folders if folder.result["cache"]]
+        caches = [result.cache for result in each.results if result.cache is not None]
         rows.append(
             (
                 *(str(each.varied.get(name, "")) for name in names),
                 f"{len(each.folders)} of {len(each.outcomes)}",
                 *(_spread_text(each.values(what), form) for what, form in forms.items()),
-                size(caches[0]["device_bytes"]) if caches else "",
+                size(caches[0].device_bytes) if caches else "",
             )
         )
     note = (
         "Means over the repeats that finished, in brackets the least and the greatest. finished: of the repeats that "
         "ended. hits: share of lookups. device: bytes of the caches on all ranks."
     )
-    return Table("Comparison", (*names, "finished", *_FORMS, *map(title_of, judged), "device"), rows, note)
+    return PageTable("Comparison", (*names, "finished", *_FORMS, *map(title_of, judged), "device"), rows, note)
 
 
 def _spread_text(values: Sequence[float], form: str) -> str:
@@ -138,7 +144,7 @@ def _spread_text(values: Sequence[float], form: str) -> str:
     return mean if ends[0] == ends[1] else f"{mean} ({ends[0]} to {ends[1]})"
 
 
-def _spread(configurations: Sequence[Configuration]) -> Figure:
+def _spread(configurations: Sequence[Configuration]) -> PageFigure:
     figure = new_figure(height=200 + 26 * len(configurations))
     names = [text(each.name) for each in configurations]
     repeats = [
@@ -154,7 +160,7 @@ def _spread(configurations: Sequence[Configuration]) -> Figure:
         )
     figure.update_xaxes(title="samples/s", rangemode="tozero")
     figure.update_yaxes(type="category", autorange="reversed", automargin=True)
-    return Figure("Throughput, every run", figure, "Distance of the dots in a row: the spread over repeats.")
+    return PageFigure("Throughput, every run", figure, "Distance of the dots in a row: the spread over repeats.")
 
 
 def _by_rest(configurations: Sequence[Configuration]) -> dict[str, list[Configuration]]:
@@ -165,7 +171,7 @@ def _by_rest(configurations: Sequence[Configuration]) -> dict[str, list[Configur
     return found
 
 
-def _scaling(lines: Sequence[Sequence[Configuration]]) -> Figure:
+def _scaling(lines: Sequence[Sequence[Configuration]]) -> PageFigure:
     figure = new_figure("samples/s", "efficiency")
     for number, line in enumerate(lines):
         ranks = [each.outcomes[0].ranks for each in line]
@@ -192,10 +198,10 @@ def _scaling(lines: Sequence[Sequence[Configuration]]) -> Figure:
         "Means over repeats; bars: the least and the greatest. Dotted: the speed of the fewest ranks times the ranks. "
         "Efficiency: samples/s over that."
     )
-    return Figure("Scaling", figure, note)
+    return PageFigure("Scaling", figure, note)
 
 
-def _failures(outcomes: Sequence[Outcome]) -> Table:
+def _failures(outcomes: Sequence[Outcome]) -> PageTable:
     rows = [
         (
             ", ".join(f"{key}={value}" for key, value in outcome.varied.items()),
@@ -208,6 +214,6 @@ def _failures(outcomes: Sequence[Outcome]) -> Table:
         )
         for outcome in outcomes
     ]
-    return Table(
+    return PageTable(
         "Runs that did not finish", ("run", "repeat", "attempt", "ended", "seconds", "reason", "its output"), rows
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -10,12 +10,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from plotly.offline import get_plotlyjs
 
 from embershard import __version__
-from embershard.errors import ConfigError
-from embershard.launch.report.page.caches import caches, step_time
-from embershard.launch.report.page.curves import moved, training
+from embershard.launch.report.page.measured import caches, moved, step_time, training
 from embershard.launch.report.page.predicted import predicted
-from embershard.launch.report.page.runs import Run, differences, summary
-from embershard.launch.report.page.section import Section
+from embershard.launch.report.page.runs import Run, Section, differences, summary
 from embershard.launch.report.page.sweep import read_sweep, sweep_section
 from embershard.launch.report.run_folder import RunFolder, is_sweep
 from embershard.whole_file import whole_file
@@ -71,22 +68,7 @@ def _run_sections(runs: Sequence[Run]) -> Iterator[Section]:
     for make in (summary, differences, training, moved, caches, step_time, predicted):
         if make is differences and len(runs) == 1:
             continue
-        try:
-            yield make(runs)
-        except (KeyError, TypeError) as error:
-            path = next((run.folder.path for run in runs if _fails(make, run)), "a run")
-            raise ConfigError(
-                f"{path}: its result.json or metrics.jsonl has no {error}, or another kind of value there; needed is "
-                "what this version of embershard train writes."
-            ) from error
-
-
-def _fails(make: Callable[[Sequence[Run]], Section], run: Run) -> bool:
-    try:
-        make([run])
-    except (KeyError, TypeError):
-        return True
-    return False
+        yield make(runs)
 
 
 def _is_alone(folder: Path, folders: Sequence[Path]) -> bool:

@@ -1,0 +1,259 @@
+"""`RunResult`: what a run gave, as result.json has it. Only this module writes and reads the file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from embershard.decoding import decode
+from embershard.distributed.traffic import SentBytes
+from embershard.errors import ConfigError
+from embershard.whole_file import whole_file
+
+RESULT = "result.json"
+#: Of the file. One without "format" is of format 1.
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheTotals:
+    """What the caches of a table, a rank or all ranks did, since the run was last resumed.
+
+    Attributes:
+        rows, slots, device_bytes, host_bytes: at the end.
+        hit_rate_unique, hit_rate_lookups: shares in 0..1; None without lookups.
+        overflow_growths: times that a cache grew for a batch that did not fit.
+        critical_path_fills: rows that a step waited for.
+        seconds: of the host, for planning and copies; `stall_seconds` in which training waited for rows.
+    """
+
+    rows: int
+    slots: int
+    hit_rate_unique: float | None
+    hit_rate_lookups: float | None
+    device_bytes: int
+    host_bytes: int
+    fills: int
+    write_backs: int
+    bytes_to_device: int
+    bytes_to_host: int
+    evictions: int
+    overflow_growths: int
+    critical_path_fills: int
+    hits_unique: int
+    unique_ids: int
+    hits_lookups: int
+    lookups: int
+    seconds: float
+    stall_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolSize:
+    """One cache of a rank: the tables that share its slots, and its size at the end."""
+
+    tables: tuple[str, ...]
+    slots: int
+    device_bytes: int
+    host_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankCaches(CacheTotals):
+    """All caches of a rank.
+
+    Attributes:
+        hot_rows_bytes, hot_lookups: of the rows that every rank has (`sharding.mode = "hot_cold"`); they count in the
+            totals, and not in those of tables.
+    """
+
+    rank: int
+    tables: dict[str, CacheTotals]
+    pools: tuple[PoolSize, ...]
+    hot_rows_bytes: int = 0
+    hot_lookups: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCaches(CacheTotals):
+    """All caches of all ranks.
+
+    Attributes:
+        ratio: the setting; None where bytes or a plan gave the slots.
+        hot_rows_bytes, hot_lookups: as in `RankCaches`.
+    """
+
+    ratio: float | None
+    tables: dict[str, CacheTotals]
+    ranks: tuple[RankCaches, ...]
+    hot_rows_bytes: int = 0
+    hot_lookups: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookAheadTotals:
+    """What look-ahead did: batches known and resident ahead, over all ranks; the seconds are of all ranks together."""
+
+    steps: int
+    lookahead_min: int | None
+    lookahead_mean: float | None
+    prefetch_min: int | None
+    prefetch_mean: float | None
+    prefetch_depth: int | None = None
+    max_known_bytes: int
+    stall_seconds: float
+    uses_worker: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentTotals:
+    """Bytes that all ranks sent in the run, by the kinds of `SentBytes`; `ranks` has the same of each."""
+
+    ids: float
+    embeddings: float
+    gradients: float
+    dense_all_reduce: float
+    other: float
+    ranks: tuple[dict[str, int | float], ...]
+
+    def over(self, count: float) -> SentBytes:
+        """Return the bytes of one of `count` equal parts: steps, ranks."""
+        return SentBytes(self.ids, self.embeddings, self.gradients, self.dense_all_reduce, self.other).over(count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HotColdTotals:
+    """Of `sharding.mode = "hot_cold"`: the hot rows, the share of hot samples, the trained batches by kind."""
+
+    threshold: int | None = None
+    hot_rows: int
+    hot_bytes: int | None = None
+    hot_samples: float
+    batches: dict[str, int]
+    rate: int | float | None = None
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Median and 95th percentile of the steps' milliseconds; None without a step."""
+
+    p50: float | None
+    p95: float | None = None
+
+
+@dataclass(frozen=True)
+class ObeyedPlan:
+    """The plan that the run obeyed."""
+
+    path: str | None
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """What a run gave.
+
+    Attributes:
+        steps: of the whole run; `measured_steps` since it was last resumed, as `cache`, `sent_bytes`, `bad_rows`,
+            `skipped_batches` and `hot_cold`.
+        samples: trained, of all ranks.
+        samples_per_second: of all ranks; it and `step_ms` are of the steps at the speed of a long run, and None
+            without a step.
+        is_steady: False where the run was too short for such steps alone.
+        loss: of training, mean since the last report.
+        quality: figures of the held-out samples by name, "auc" or "auc/label"; None where one is undefined. In the
+            file they stand beside the other entries.
+        bad_rows: None where none is tolerated.
+        device: "cpu" or "cuda".
+        cache: None in a run without caches.
+        changes: settings that resumes changed on request.
+    """
+
+    steps: int
+    measured_steps: int
+    samples: int
+    skipped_batches: int = 0
+    samples_per_second: float | None
+    step_ms: StepTimes
+    is_steady: bool
+    loss: float | None
+    quality: dict[str, float | None]
+    eval_samples: int
+    bad_rows: int | None = None
+    world_size: int
+    device: str
+    cache: RunCaches | None
+    look_ahead: LookAheadTotals | None
+    sent_bytes: SentTotals
+    hot_cold: HotColdTotals | None
+    changes: tuple[dict[str, Any], ...] = ()
+    plan: ObeyedPlan | None
+    versions: dict[str, str] = field(default_factory=dict)
+    git_commit: str | None = None
+
+    @property
+    def parts(self) -> int:
+        """Steps of ranks: what totals of all ranks are divided by for means per rank and step."""
+        return max(1, self.measured_steps * self.world_size)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> RunResult:
+        """Return the result of the entries of a file.
+
+        Raises:
+            ConfigError: one is missing or of another type, or the file is of a later version.
+        """
+        entries = dict(values)
+        if (found := entries.pop("format", FORMAT)) != FORMAT:
+            raise ConfigError(f"got format {found!r}, this version reads {FORMAT}.")
+        names = {each.name for each in dataclasses.fields(cls)} - {"quality"}
+        quality = {name: entries.pop(name) for name in list(entries) if name not in names}
+        return decode(cls, {**entries, "quality": quality})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the entries of the file."""
+        values = dataclasses.asdict(self)
+        return {"format": FORMAT, **values.pop("quality"), **values}
+
+    @classmethod
+    def read(cls, folder: Path) -> RunResult:
+        """Read the result in the folder of a run.
+
+        Raises:
+            ConfigError: there is none, or it cannot be read.
+        """
+        file = folder / RESULT
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            what = "the run has not ended, or it failed" if folder.is_dir() else "there is no such folder"
+            raise ConfigError(f"{file}: not found; {what}. Give the --run-dir of a run that ended.") from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{file}: cannot be read ({error}). Needed is what embershard train wrote.") from error
+        if not isinstance(values, dict):
+            raise ConfigError(f"{file}: got a JSON {type(values).__name__}, needed what embershard train wrote.")
+        try:
+            return cls.of(values)
+        except ConfigError as error:
+            raise ConfigError(f"{file}: {error} Needed is what embershard train wrote; train again.") from error
+
+    @classmethod
+    def find(cls, folder: Path) -> RunResult | None:
+        """Return the result in a folder; None where there is none, one that a crash tore, or that is of something else.
+
+        A run with a result is finished, whatever became of its last checkpoint, and however its process ended.
+        """
+        try:
+            return cls.read(folder)
+        except (ConfigError, OSError):
+            return None
+
+    def write(self, folder: Path) -> None:
+        """Write the file; who finds it, finds all of it."""
+        text = json.dumps(self.to_dict(), indent=2, allow_nan=False)
+        with whole_file(folder / RESULT) as partial:
+            partial.write_text(text + "\n", encoding="utf-8")

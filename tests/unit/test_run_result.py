@@ -1,0 +1,67 @@
+"""result.json as a type: what was written is read, also by an earlier version; what is wrong in it is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embershard.errors import ConfigError
+from embershard.run_result import FORMAT, RESULT, RunResult
+from tests.unit.planning.runs import predicted_plan, result_of
+
+#: Of a run on two ranks with tables in a cache, by the last version that wrote no format; tables were left out by hand.
+OLD = Path(__file__).parent / "launch" / "result_without_format.json"
+
+
+def entries(**changes: Any) -> dict[str, Any]:
+    return result_of(predicted_plan(), **changes)
+
+
+def test_what_was_written_is_read(tmp_path: Path):
+    result = RunResult.of(entries())
+    result.write(tmp_path)
+    assert RunResult.read(tmp_path) == result == RunResult.find(tmp_path)
+    written = json.loads((tmp_path / RESULT).read_text())
+    assert (written["format"], written["auc"]) == (FORMAT, 0.5), "figures of quality stand beside the other entries"
+    assert written.items() >= json.loads(json.dumps(entries(cache=written["cache"]))).items()
+
+
+def test_a_result_of_the_version_before_formats_is_read(tmp_path: Path):
+    (tmp_path / RESULT).write_text(OLD.read_text())
+    old, result = json.loads(OLD.read_text()), RunResult.read(tmp_path)
+    assert result.cache is not None
+    assert result.cache.ranks[1].tables["t_C1"].lookups == old["cache"]["ranks"][1]["tables"]["t_C1"]["lookups"] > 0
+    assert result.quality["auc"] == old["auc"]
+    rewritten = json.loads(json.dumps(result.to_dict()))
+    assert rewritten.pop("format") == FORMAT
+    assert rewritten == old, "nothing of it is lost"
+
+
+@pytest.mark.parametrize("missing", ["measured_steps", "plan", "cache", "step_ms", "sent_bytes"])
+def test_a_result_names_what_it_lacks(missing: str):
+    result = entries()
+    del result[missing]
+    with pytest.raises(ConfigError, match=f"{missing}: is missing, needed"):
+        RunResult.of(result)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"step_ms": 7}, "step_ms: got 7, needed section"),
+        ({"cache": {"ranks": [{"rank": 0, "tables": []}]}}, "is missing"),
+        ({"auc": "good"}, "quality.auc: got 'good', needed number | none"),
+        ({"format": 2}, "got format 2, this version reads 1"),
+        ({"steps": True}, "steps: got True, needed integer"),
+    ],
+)
+def test_a_malformed_result_says_what_is_wrong(changes: dict[str, Any], says: str, tmp_path: Path):
+    (tmp_path / RESULT).write_text(json.dumps(entries(**changes)))
+    with pytest.raises(ConfigError) as error:
+        RunResult.read(tmp_path)
+    assert says in str(error.value)
+    assert str(tmp_path / RESULT) in str(error.value)
+    assert RunResult.find(tmp_path) is None
