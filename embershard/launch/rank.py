@@ -54,8 +54,8 @@ class Job:
 
 
 def is_rank() -> bool:
-    """Return whether torchrun started this process as a rank, or whoever else sets a rank's variables."""
-    return {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
+    """Return whether torchrun started this process as a rank, or another program that sets all variables of a rank."""
+    return {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
 
 
 def hand_over(job: object) -> tuple[int, dict[str, str]]:
