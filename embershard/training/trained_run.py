@@ -12,7 +12,6 @@ from embershard.data.sources.kinds import schema_of
 from embershard.distributed import (
     Ranks,
     Supervision,
-    complete_checkpoints,
     load_tensors,
     shortest,
     verify_checkpoint,
@@ -24,6 +23,7 @@ from embershard.frequency.config import ProfileConfig
 from embershard.sharding.config import ShardingConfig
 from embershard.training.build import build_sharded_model
 from embershard.training.checkpoint.identity import LABELS, changes, labels_change, meaning_of, tables_of
+from embershard.training.checkpoint.resume import checkpoints_for
 from embershard.training.checkpoint.saved_run import SavedRun
 from embershard.training.config import RunConfig
 from embershard.training.fit.memory_check import check_memory_for_run
@@ -61,12 +61,9 @@ def open_trained(config: RunConfig, checkpoints: Path, ranks: Ranks, step: int |
         InvalidCheckpointError: no checkpoint is valid, or that of `step` is not.
         CheckpointError: there is none (of `step`), or the samples of `config` are no samples for this model.
     """
-    found = ranks.from_first(lambda: complete_checkpoints(checkpoints))
-    candidates = [path for path in found if step is None or path.name == f"step_{step}"]
+    candidates = ranks.from_first(lambda: checkpoints_for(checkpoints, step))
     if not candidates:
-        there = f"; there is {', '.join(path.name for path in found)}" if found else ""
-        of = "" if step is None else f" of step {step}"
-        raise CheckpointError(f"{checkpoints}: no complete checkpoint{of}{there}.")
+        raise CheckpointError(f"{checkpoints}: no complete checkpoint.")
 
     def read(checkpoint: Path) -> SavedRun:
         verify_checkpoint(checkpoint, ranks)

@@ -64,7 +64,7 @@ def test_what_cannot_be_scored_is_refused(trained, tmp_path):
         score_here(run, *output, "--set", "model.over_arch_layer_sizes=8,1")
     with pytest.raises(ConfigError, match=r"embedding_optimizer.lr has no effect"):
         score_here(run, *output, "--set", "embedding_optimizer.lr=1")
-    with pytest.raises(CheckpointError, match="no complete checkpoint of step 7; there is step_12"):
+    with pytest.raises(CheckpointError, match="no checkpoint of step 7; there is step_12"):
         score_here(run, *output, "--step", "7")
     other = tmp_path / "other.parquet"
     pq.write_table(pq.read_table(trained.data).drop_columns("user"), other)
