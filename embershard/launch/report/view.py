@@ -15,7 +15,7 @@ from rich.table import Table
 from embershard.errors import ConfigError
 from embershard.launch.screen import make_table, number, say
 from embershard.launch.train.progress import closing_table
-from embershard.planning.cost.recalibrate import Recalibration
+from embershard.planning.recalibrate import Recalibration
 from embershard.planning.verify.compare import Pair, PlanComparison, PromiseVerdict, Traffic
 from embershard.units import size
 
