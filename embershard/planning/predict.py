@@ -41,7 +41,7 @@ def pool_reports(
         num_steps=replayed_steps,
         rank_batch_size=shape.batch_size if shards[0].exchange == "rows" else None,
     )
-    # In a small image of a cache one batch may fit by chance, or not: only a complete trace tells.
+    # In a small image of a cache one batch may fit by chance, or not: only a complete trace shows whether it does.
     is_complete = trace.rate >= COMPLETE
     return found.over(shape.num_steps), found.num_slots if is_complete else num_slots
 

@@ -144,7 +144,7 @@ def slots_for(rows: int, wanted: float) -> int:
 
 
 def slots_by_pool(pools: Iterable[PoolPlacement]) -> dict[tuple[object, ...], int]:
-    """Return the planned slots by rank, sharding type, columns and tables: what tells a plan's pools apart.
+    """Return the planned slots by rank, sharding type, columns and tables: the names of a plan's pools.
 
     >>> slots_by_pool([PoolPlacement(0, ("t0", "t1"), "table_wise", dim=16, slots=9)])
     {(0, 'table_wise', 16, ('t0', 't1')): 9}
@@ -235,7 +235,7 @@ def vector_bytes(shard: PlacedShard, num_samples: int, lookups: float) -> float:
 
 
 def _hot_rows_bytes(model: ModelSize, shape: RunShape) -> dict[str, int]:
-    """Return the bytes of the hot rows' copies, with the map that tells their ids: of a hashed one, the most."""
+    """Return the bytes of the hot rows' copies and of the map that finds them; of a hashed map, the most."""
     if not shape.hot_bytes:
         return {}
     rows = sum(table.rows for table in model.tables)

@@ -34,7 +34,7 @@ class ShardingType:
         on_one_node: all ranks of a table are on one node.
         exchanges_rows: its tables can exchange distinct rows in place of pooled embeddings.
         has_sequences: TorchRec has it for sequences (an `EmbeddingCollection`).
-        tried: where plans try it without being told: on "any" number of nodes, on several "nodes", "never".
+        tried: where plans try it unless types are given: on "any" number of nodes, on several "nodes", "never".
         is_plain: a simulation of more ranks than are searched tries it for all tables.
         like: the type that does the same on one node; empty: itself.
     """

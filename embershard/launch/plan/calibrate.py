@@ -25,8 +25,8 @@ from embershard.launch.ranks.launcher import start_ranks
 from embershard.launch.screen import make_table, plain_console, say
 from embershard.launch.versions import versions
 from embershard.planning.cost.rates import Rates, StepWork
-from embershard.planning.cost.recalibrate import fit_rates
 from embershard.planning.cost.topology import Topology, save_topology
+from embershard.planning.recalibrate import fit_rates
 
 _MODULE = "embershard.launch.plan.reference_steps"
 _BASE: dict[str, Any] = {

@@ -12,8 +12,8 @@ from embershard.errors import ConfigError, SetupError
 from embershard.launch.arguments import check_output, make_parser, positive
 from embershard.launch.report.run_folder import RunFolder, is_sweep
 from embershard.launch.screen import say, wide_console
-from embershard.planning.cost.recalibrate import Recalibration, recalibrated
 from embershard.planning.cost.topology import Topology, load_topology, save_topology
+from embershard.planning.recalibrate import Recalibration, recalibrated
 from embershard.planning.verify.compare import compare, notes
 from embershard.planning.verify.measured import MeasuredRun
 from embershard.run_result import RunResult

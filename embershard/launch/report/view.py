@@ -14,7 +14,7 @@ from rich.table import Table
 
 from embershard.launch.screen import make_table, number, say
 from embershard.launch.train.progress import closing_table
-from embershard.planning.cost.recalibrate import Recalibration
+from embershard.planning.recalibrate import Recalibration
 from embershard.planning.verify.compare import Pair, PlanComparison, PromiseVerdict, Traffic
 from embershard.run_result import CacheTotals, RunResult
 from embershard.units import size

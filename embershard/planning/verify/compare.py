@@ -30,7 +30,7 @@ SENT_KINDS = {
 }
 
 
-#: Runs whose number of steps differs from the predicted one by more than this share are told so.
+#: Where a run's number of steps differs from the predicted one by more than this share, a note says so.
 _SAME_STEPS = 0.02
 _SHOWN = 5
 

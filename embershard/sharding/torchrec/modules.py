@@ -148,7 +148,7 @@ class CachedModule:
         return nullcontext()
 
     def host_rows_changed(self, table: str | None, rows: Tensor | None) -> None:
-        """Hear that host rows were written to, which the pools know; for modes that keep copies. See `inspection`."""
+        """Do nothing: the pools know of a write to host rows. Modes that keep copies of rows take them again."""
 
     def _fetch_shared_rows(self, *_: Any) -> None:
         """After a load, fetch cached rows that other ranks loaded. Collective where ranks share rows."""

@@ -5,37 +5,37 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 from torch import Tensor
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
+from torchrec.distributed.embedding_types import (
+    EmbeddingComputeKernel,
+    GroupedEmbeddingConfig,
+    ShardedEmbeddingTable,
+)
 from torchrec.distributed.types import ParameterSharding
 
 from embershard.cache.config import CacheConfig, CachePolicy
 from embershard.cache.key_map import map_kind
+from embershard.cache.rows.host_store import NodeShare
 from embershard.errors import ConfigError, ShardingError
 from embershard.frequency.counts import RowCounts
 from embershard.frequency.profile import FrequencyProfile
 from embershard.frequency.statistics import Ints
 from embershard.sharding.memory_model import PoolMemory, cache_memory, slots_without_plan
+from embershard.sharding.plan import Plan
+from embershard.sharding.torchrec.counter_init import CounterInit
 
-if TYPE_CHECKING:
-    import torch
-    import torch.distributed as dist
-    from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
-    from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardedEmbeddingTable
-
-    from embershard.cache.rows.host_store import NodeShare
-    from embershard.sharding.plan import Plan
-    from embershard.sharding.torchrec.counter_init import CounterInit
-
-    #: Gives some tables, in groups by sharding type, to groups of its own.
-    Grouping = Callable[[dict[str, list[EmbeddingShardingInfo]], "CacheSpec"], dict[str, list[EmbeddingShardingInfo]]]
-    #: Returns a rank's share of the host rows of a group of shards, and the group of their whole tables. Collective.
-    WholeTables = Callable[
-        [GroupedEmbeddingConfig, dist.ProcessGroup, torch.device, CacheConfig], tuple[NodeShare, GroupedEmbeddingConfig]
-    ]
+#: Gives some tables, in groups by sharding type, to groups of its own.
+Grouping = Callable[[dict[str, list[EmbeddingShardingInfo]], "CacheSpec"], dict[str, list[EmbeddingShardingInfo]]]
+#: Returns a rank's share of the host rows of a group of shards, and the group of their whole tables. Collective.
+WholeTables = Callable[
+    [GroupedEmbeddingConfig, dist.ProcessGroup, torch.device, CacheConfig], tuple[NodeShare, GroupedEmbeddingConfig]
+]
 
 SPEC_KEY = "_embershard_cache"
 

@@ -22,7 +22,7 @@ from embershard.models.config import WITH_HISTORY, Arch
 from embershard.models.dense_size import DenseSize
 from embershard.planning.cost import work as formulas
 from embershard.planning.cost.rates import TERMS, Rates, StepWork, step_parts
-from embershard.planning.cost.recalibrate import fit_rates, nonnegative_least_squares
+from embershard.planning.recalibrate import fit_rates, nonnegative_least_squares
 from embershard.sharding.sizes import PlacedShard, TableSize
 
 AMOUNTS = [field.name for field in dataclasses.fields(StepWork)]

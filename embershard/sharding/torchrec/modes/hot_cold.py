@@ -98,7 +98,7 @@ class HotIds:
 
     @property
     def features(self) -> Collection[str]:
-        """Features that are told apart."""
+        """Features whose ids are split into hot and cold ones."""
         return self._first_key.keys()
 
     @property

@@ -46,7 +46,7 @@ def trained_alike(
 
 
 def trained_features(table_of_feature: Sequence[int], fused_params: Mapping[str, Any]) -> list[int]:
-    """Return the features that FBGEMM is told of where it trains rows whose gradients were summed: one suffices.
+    """Return the features that FBGEMM gets where it trains rows whose gradients were summed: one suffices.
 
     On a CPU, FBGEMM's row-wise Adagrad applies weight decay to tables of several features only. With weight decay, an
     empty second feature makes it do so here, too, if a table has several.
