@@ -21,7 +21,7 @@ T = TypeVar("T")
 ERRORS: tuple[type[BaseException], ...] = (KeyboardInterrupt, MemoryError, RuntimeError)
 
 _ROOT = Path(__file__).resolve().parent.parent.parent / "embershard"
-_SHOWS_NOTHING = {"__init__.py", "config.py", "pinned_tables.py", "page_lock.py", "row_kernels.py"}
+_SHOWS_NOTHING = {"__init__.py", "config.py", "page_lock.py", "planning_classes.py", "uva_transfer.py"}
 _TORCHREC = (
     "distributed/row_gradients.py",
     "sharding/torchrec/modes/bags.py",
@@ -35,7 +35,6 @@ _TORCHREC = (
     "pipeline/module_input.py",
     "pipeline/pipelined_forward.py",
     "pipeline/staged_batch.py",
-    "pipeline/window.py",
 )
 #: Where exceptions are raised, by group: all of the cache but what runs on GPUs only or when a model is built.
 GROUPS: dict[str, frozenset[str]] = {
@@ -49,7 +48,7 @@ GROUPS: dict[str, frozenset[str]] = {
 ALL_FILES = frozenset().union(*GROUPS.values())
 
 #: Not the cache: what looks at a batch as it is taken, before other ranks count on it.
-_NOT_CACHE = {"PipelinedForward.check", "pipelined_forwards", "_named_forwards"}
+_NOT_CACHE = {"ModelInputs.check", "PipelinedForward.check", "pipelined_forwards", "_named_forwards"}
 #: As many lines as another rank is late.
 _WAITS = {"Meetings._wait"}
 
