@@ -32,9 +32,10 @@ from embershard.planning.cost.topology import load_topology
 from embershard.planning.make_plan import best_candidate, complete, sized
 from embershard.planning.request import Budget, PlanRequest
 from embershard.planning.slot_split import fixed_bytes, split_slots
-from embershard.planning.workload import by_pool, place_shards
+from embershard.planning.workload import by_pool
 from embershard.sharding import memory_model
 from embershard.sharding.plan import Plan, PoolPlacement, TablePlacement
+from embershard.sharding.sizes import place_shards
 
 _CONFIG = f"""
 [data]

@@ -21,7 +21,7 @@ from pyarrow import csv
 from embershard.data import BatchStream, DataConfig, open_source, schema_of
 from embershard.data.config import TableConfig, TableFeature
 from embershard.data.hashing import make_key, mix64
-from embershard.data.sources.input_file import check_data
+from embershard.data.sources.check import check_data
 from embershard.data.sources.kinds import serving_inputs
 from embershard.data.sources.table.decode import text_words
 from embershard.errors import ConfigError, DataError

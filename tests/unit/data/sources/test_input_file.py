@@ -15,7 +15,8 @@ import pytest
 
 from embershard.data import CriteoConfig, DataConfig, ParquetConfig, open_source
 from embershard.data.sources import text
-from embershard.data.sources.input_file import InputFile, check_data
+from embershard.data.sources.check import check_data
+from embershard.data.sources.input_file import InputFile
 from embershard.data.sources.source import FileSource
 from embershard.errors import DataError
 

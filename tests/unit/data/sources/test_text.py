@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from embershard.data import DataConfig, open_source
 from embershard.data.block import Block
 from embershard.data.config import TableConfig, TableFeature
-from embershard.data.sources.input_file import check_data
+from embershard.data.sources.check import check_data
 from embershard.errors import DataError
 
 MARK = b"\xef\xbb\xbf"
