@@ -215,9 +215,9 @@ class RunResult:
         return decode(cls, {**entries, "quality": quality})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the entries of the file."""
+        """Return the entries of the file, but for its format."""
         values = dataclasses.asdict(self)
-        return {"format": FORMAT, **values.pop("quality"), **values}
+        return {**values.pop("quality"), **values}
 
     @classmethod
     def read(cls, folder: Path) -> RunResult:
@@ -254,6 +254,6 @@ class RunResult:
 
     def write(self, folder: Path) -> None:
         """Write the file; who finds it, finds all of it."""
-        text = json.dumps(self.to_dict(), indent=2, allow_nan=False)
+        text = json.dumps({"format": FORMAT, **self.to_dict()}, indent=2, allow_nan=False)
         with whole_file(folder / RESULT) as partial:
             partial.write_text(text + "\n", encoding="utf-8")

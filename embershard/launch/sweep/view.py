@@ -22,7 +22,7 @@ from embershard.launch.sweep.outcomes import Outcome, read_outcomes, run_folder
 from embershard.run_result import RunResult
 from embershard.whole_file import whole_file
 
-_LEFT_OUT = {"format", "versions", "changes", "plan", "world_size"}
+_LEFT_OUT = {"versions", "changes", "plan", "world_size"}
 
 
 class SweepDisplay:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from embershard.errors import ShardingError
 from embershard.planning.cost.rates import Rates, StepWork, step_parts
 from embershard.planning.cost.topology import Topology, load_topology, save_topology
-from embershard.planning.recalibrate import measured_work, recalibrated
+from embershard.planning.recalibrate import Recalibration, measured_work, recalibrated
 from embershard.planning.verify.compare import Pair, PlanComparison, compare, notes
 from embershard.planning.verify.measured import MeasuredRun
 from embershard.run_result import RunResult
