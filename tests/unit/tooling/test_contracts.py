@@ -1,12 +1,15 @@
-"""Import rules that import-linter cannot see."""
+"""Rules of the house: imports, lengths, names, folders. import-linter has the floors (setup.cfg)."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import grimp
+import networkx
 import pytest
 
 # What differs between TorchRec releases, and what we subclass of it, stays in one folder.
@@ -101,3 +104,44 @@ def test_a_line_too_many_is_noticed(longest: str, problem: str):
     last = longest.splitlines(keepends=True)[-1]
     assert list(too_long(Path("a.py"), longest)) == []
     assert list(too_long(Path("a.py"), longest + last)) == [problem]
+
+
+MOST_FILES = 15
+
+
+@pytest.mark.slow
+def test_no_folder_is_a_drawer(project_dir: Path):
+    """More files than that are rooms of their own."""
+    for folder in [path.parent for path in (project_dir / "embershard").rglob("__init__.py")]:
+        files = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert len(files) <= MOST_FILES, f"{folder.relative_to(project_dir)} has {len(files)} files: {sorted(files)}"
+
+
+def repeated_classes(source_of: dict[Path, str]) -> dict[str, list[str]]:
+    """Return the names of classes that several modules define, with these modules."""
+    found = defaultdict(list)
+    for path, source in source_of.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(str(path))
+    return {name: places for name, places in found.items() if len(places) > 1}
+
+
+@pytest.mark.slow
+def test_a_class_name_means_one_thing(sources: dict[Path, str]):
+    assert repeated_classes(sources) == {}
+    assert repeated_classes({Path("a.py"): "class A: pass", Path("b.py"): "class A: pass"}) == {"A": ["a.py", "b.py"]}
+
+
+def circles(imports: dict[str, set[str]]) -> list[list[str]]:
+    """Return the modules that import each other, directly or not."""
+    graph = networkx.DiGraph((module, other) for module, others in imports.items() for other in others)
+    return [sorted(group) for group in networkx.strongly_connected_components(graph) if len(group) > 1]
+
+
+@pytest.mark.slow
+def test_no_modules_import_each_other_not_for_their_types_either():
+    graph = grimp.build_graph("embershard", exclude_type_checking_imports=False)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    assert circles(imports) == []
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
