@@ -111,6 +111,7 @@ class LazyRows:
         """Make the rows `keys`, as `make` does, in a thread of the lowest priority."""
         with self._lock:
             self._num_asked += 1
+        self._make(np.empty(0, np.int64))  # compiles: the thread would do it slowly, and others would wait for it
         arguments = (weakref.ref(self), keys.numpy())
         threading.Thread(target=_make_later, args=arguments, name="embershard-rows").start()
 
@@ -140,7 +141,10 @@ class LazyRows:
         if not self.num_unmade:
             return None
         with self._lock:
-            return FrozenLazyRows(self._out, self._made.copy(), self._shift, self._pool)
+            frozen = FrozenLazyRows(self._out, self._made.copy(), self._shift, self._pool)
+        # Compiles: the reader may be a thread of the lowest priority, and others would wait for Numba's lock.
+        read_blocks(0, 0, frozen.made, self._shift, self._out, self._out[:0], *self._pool.arrays, self._pool.groups)
+        return frozen
 
     def _make_blocks(self, first: int, stop: int) -> int:
         """Make blocks [first, stop) where they are missing; return how many were."""
