@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from embershard.decoding import decode
-from embershard.distributed.traffic import SentBytes
+from embershard.distributed.sent_bytes import SentBytes
 from embershard.errors import ConfigError
 from embershard.whole_file import whole_file
 

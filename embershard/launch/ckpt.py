@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from embershard.distributed import Manifest, complete_checkpoints, step_of
+from embershard.distributed import complete_checkpoints, step_of
 from embershard.distributed.checkpoint.folder import ASIDE, folder_bytes, leftovers, remove
 from embershard.errors import ConfigError, InvalidCheckpointError
 from embershard.launch.arguments import help_parts, make_parser, positive
@@ -129,6 +129,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def listing(folder: Path) -> Iterator[tuple[str, ...]]:
     """Yield name, run, state, size, number of files and time of every checkpoint; files are not read."""
+    from embershard.distributed import Manifest  # it loads torch, and --help must answer at once
+
     found = [path for path in folder.glob("step_*") if path.is_dir()]
     for path in sorted(found, key=lambda path: (step_of(path) is None, step_of(path) or 0, path.name)):
         run, state = "", "unfinished" if path.suffix == ".tmp" else "set aside"

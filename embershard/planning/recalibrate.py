@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import nnls
 
 from embershard.decoding import decode
 from embershard.errors import ConfigError, ShardingError
@@ -169,6 +168,8 @@ def nonnegative_least_squares(matrix: Floats, target: Floats) -> Floats:
     """Return the x >= 0 that minimizes `|matrix x - target|`, for `matrix` [M, N] and `target` [M]; 0 for columns of
     zeros. Columns are scaled first, because kinds of work differ by ten orders of magnitude and `nnls` has one
     tolerance for all of them."""
+    from scipy.optimize import nnls  # it loads slowly, and few commands correct rates
+
     norms = np.linalg.norm(matrix, axis=0)
     norms[norms == 0] = 1.0
     solution, _ = nnls(matrix / norms, target, maxiter=100 * matrix.shape[1])

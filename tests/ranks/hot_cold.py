@@ -18,7 +18,8 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from embershard import cache_stats
 from embershard.distributed import row_gradients, without_empty
 from embershard.distributed.row_gradients import RowGradients
-from embershard.distributed.traffic import SentBytes, count_sent_bytes, sent_bytes
+from embershard.distributed.sent_bytes import SentBytes
+from embershard.distributed.traffic import count_sent_bytes, sent_bytes
 from embershard.errors import EmbershardError
 from embershard.sharding.torchrec.modes import replicated_rows
 from embershard.sharding.torchrec.modes.hot_cold import HotColdShardedEmbeddingBagCollection, follow_hot_batches

@@ -18,7 +18,7 @@ from statistics import fmean
 from embershard.data import DataConfig
 from embershard.data.config import SyntheticConfig
 from embershard.data.sources.synthetic import MLPERF_BAG_SIZES
-from embershard.distributed.traffic import SentBytes
+from embershard.distributed.sent_bytes import SentBytes
 from embershard.frequency import FrequencyProfile
 from embershard.launch.plan.inputs import make_workload
 from embershard.launch.profile.data_pass import PassOptions, profile_data

@@ -25,7 +25,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard import LookAheadPipeline, cache_stats, flush
 from embershard.distributed import row_gradients
-from embershard.distributed.traffic import SentBytes, count_sent_bytes, sent_bytes
+from embershard.distributed.sent_bytes import SentBytes
+from embershard.distributed.traffic import count_sent_bytes, sent_bytes
 from embershard.errors import EmbershardError
 from embershard.sharding.torchrec import freeze
 from embershard.sharding.torchrec.modes.bags import Bags, DistinctIds

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from embershard.distributed.traffic import SentBytes
+from embershard.distributed.sent_bytes import SentBytes
 from embershard.planning.verify.compare import Pair
 from tests.covering import matrix
 from tests.ranks import predicted_traffic, traffic

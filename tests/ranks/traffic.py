@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from embershard.distributed.traffic import SentBytes, count_sent_bytes, counted_as_other, sent_bytes
+from embershard.distributed.sent_bytes import SentBytes
+from embershard.distributed.traffic import count_sent_bytes, counted_as_other, sent_bytes
 from tests.ranks.parity import Case, batches, build, train
 
 

@@ -174,11 +174,14 @@ def rank_job(argv: Sequence[str]) -> TrainJob:
 def _print_settings(job: TrainJob) -> None:
     """Check the data, and print the settings, and what one's own model has to train."""
     check_data(job.config.data)
-    print(to_toml(job.config))
+    own = ""
     if job.config.model.build is not None:
         from embershard.launch.train.progress import describe_own  # it loads TorchRec
 
-        print(describe_own(job.config))
+        own = describe_own(job.config)  # first of all: it may fail
+    print(to_toml(job.config))
+    if own:
+        print(own)
     if job.resume is not None:
         print("# The checkpoint was not looked at: a run that resumes compares its settings with these.")
 

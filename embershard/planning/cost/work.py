@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from statistics import NormalDist
 
-from embershard.distributed.traffic import SentBytes
+from embershard.distributed.sent_bytes import SentBytes
 from embershard.sharding.sharding_types import sharding_type
 from embershard.sharding.sizes import PlacedShard, TableSize
 

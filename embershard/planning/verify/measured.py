@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from embershard.distributed.traffic import SentBytes
+from embershard.distributed.sent_bytes import SentBytes
 from embershard.run_result import CacheTotals, RankCaches, RunResult
 
 _COUNTS = ("lookups", "unique_ids", "fills", "write_backs", "bytes_to_device", "bytes_to_host")

@@ -14,7 +14,8 @@ from torch import nn
 from embershard.cache.statistics import CacheReport, TableStats
 from embershard.data import Target
 from embershard.distributed import Ranks
-from embershard.distributed.traffic import SentBytes, count_sent_bytes, sent_bytes
+from embershard.distributed.sent_bytes import SentBytes
+from embershard.distributed.traffic import count_sent_bytes, sent_bytes
 from embershard.pipeline import LookAheadStats
 from embershard.sharding.torchrec import cache_stats, pools_by_module
 from embershard.sharding.torchrec.modes.hot_cold import hot_totals

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from embershard.data.block import BadRow
-from embershard.distributed.traffic import SentBytes
+from embershard.distributed.sent_bytes import SentBytes
 from embershard.training.quality.quality import AnyQuality
 
 

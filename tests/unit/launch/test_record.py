@@ -22,7 +22,7 @@ from embershard.cache import TableStats
 from embershard.data import Target
 from embershard.data.block import BadRow
 from embershard.distributed import Ranks
-from embershard.distributed.traffic import SentBytes
+from embershard.distributed.sent_bytes import SentBytes
 from embershard.errors import ConfigError
 from embershard.launch.record import RunRecord, make_result, steady_steps
 from embershard.launch.run_dir import check_run_dir, lock_run_dir

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from embershard.data.schema import Schema, SparseFeature
 from embershard.decoding import decode
-from embershard.distributed.traffic import SentBytes
+from embershard.distributed.sent_bytes import SentBytes
 from embershard.errors import ConfigError
 from embershard.models import ModelConfig, build_model
 from embershard.models.config import WITH_HISTORY, Arch

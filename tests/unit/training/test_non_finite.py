@@ -15,6 +15,7 @@ import torch
 
 from embershard.data import Target
 from embershard.distributed import Ranks, process_group
+from embershard.distributed.sent_bytes import SentBytes
 from embershard.errors import NotFiniteError
 from embershard.launch.record import RunRecord, make_result
 from embershard.training.quality.loss_monitor import (
@@ -188,4 +189,4 @@ def test_a_skipped_batch_is_recorded(ranks, tmp_path):
     lines = (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()
     values = {"step": 2, "reason": "Step 3: the loss of rank 0 is nan.", "epoch": 0, "sample": 300}
     assert json.dumps({"kind": "skipped_batch", **values}) in lines
-    assert make_result(trainer, None, None, None, None, {})["skipped_batches"] == 1
+    assert make_result(trainer, None, None, None, None, {**dataclasses.asdict(SentBytes()), "ranks": []}).skipped_batches == 1

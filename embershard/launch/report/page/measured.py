@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from embershard.distributed.traffic import SentBytes
+from embershard.distributed.sent_bytes import SentBytes
 from embershard.launch.quality_text import main_names, title_of
 from embershard.launch.report.page.runs import PageFigure, Run, Section, fill, look, new_figure, text
 from embershard.run_result import RankCaches
