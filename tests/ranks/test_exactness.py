@@ -18,13 +18,13 @@ from tests.ranks import faults, initial_weights, parity, rows_exchange
 from tests.ranks.modes_matrix import case_of, with_look_ahead
 from tests.ranks.parity import ROWS, Outcome, compare, compare_all, losses_of
 from tests.ranks.workers import RankError, RankPool
+from tests.unit.sharding.plans import SHARDED as POOLED
 
 pytestmark = pytest.mark.ranks
 
 Case = functools.partial(parity.Case, steps=14)  # enough to put out hundreds of rows
 POLICIES = get_args(Scoring)
 OPTIMIZERS = ("sgd", "rowwise_adagrad", "adagrad")
-POOLED = ("table_wise", "row_wise", "column_wise", "table_column_wise", "table_row_wise", "grid_shard")
 
 
 def _check(outcomes: list[dict[str, Outcome]], policies: tuple[str, ...], states: bool, evictions: int = 500) -> None:

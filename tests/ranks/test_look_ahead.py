@@ -16,10 +16,10 @@ from tests.covering import covering, keep, matrix
 from tests.ranks import faults, look_ahead_events
 from tests.ranks.look_ahead import Case, Outcome, Run, compare
 from tests.ranks.workers import RankPool
+from tests.unit.sharding.plans import SHARDED as SHARDINGS
 
 pytestmark = pytest.mark.ranks
 
-SHARDINGS = ("table_wise", "row_wise", "column_wise", "table_column_wise", "table_row_wise", "grid_shard")
 OPTIMIZERS = ("sgd", "rowwise_adagrad", "adagrad")
 DEPTHS = [(lookahead, prefetch) for lookahead in (1, 4, 64) for prefetch in (1, 2, 3) if prefetch <= lookahead]
 

@@ -471,6 +471,15 @@ def test_every_policy_is_described():
     assert [policy for policy in get_args(Policy) if f"`{policy}`" not in row] == []
 
 
+def test_every_kind_of_data_is_described():
+    from typing import get_args
+
+    from embershard.data.config import DataKind
+
+    page = (PROJECT / "docs" / "data.md").read_text(encoding="utf-8")
+    assert [kind for kind in get_args(DataKind) if f"\n| `{kind}` |" not in page] == []
+
+
 @pytest.mark.parametrize(
     "command",
     [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from embershard.data.config import CONSTANT, DataConfig, DataKind, columns_of_files
 from embershard.data.schema import Schema
@@ -14,7 +14,14 @@ from embershard.data.sources.source import Source
 from embershard.data.sources.synthetic import SyntheticSource
 from embershard.data.sources.table.source import TableSource
 
-_SOURCES: dict[DataKind, type[SyntheticSource] | type[CriteoSource] | type[AvazuSource] | type[TableSource]] = {
+
+class _SourceClass(Protocol):
+    def __call__(self, config: DataConfig) -> Source: ...
+
+    def schema_of(self, config: DataConfig) -> Schema: ...
+
+
+_SOURCES: dict[DataKind, _SourceClass] = {
     "synthetic": SyntheticSource,
     "criteo": CriteoSource,
     "avazu": AvazuSource,
@@ -98,6 +105,8 @@ def serving_inputs(config: DataConfig) -> dict[str, Any]:
         mapping, scale, id_base = config.criteo.id_mapping, config.criteo.dense_transform, 16
     elif config.kind == "avazu":
         mapping, scale = "avazu", CONSTANT
+    else:  # rather than an export that maps ids as training does not
+        assert config.kind == "synthetic", f"no inputs for data of kind {config.kind!r}"
     return {
         "dense": [{"name": name, "column": name, "scale": scale} for name in schema.dense],
         "sparse": [

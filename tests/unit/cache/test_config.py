@@ -40,7 +40,7 @@ def test_ratios_that_are_allowed(ratio):
         ({"ratio": float("nan")}, "cache.ratio"),
         ({"device_bytes": 0}, "cache.device_bytes must be positive, got 0"),
         ({"device_bytes": -5}, "cache.device_bytes"),
-        ({"policy": "fifo"}, "cache.policy must be one of 'lookahead', 'frequency', .*, got 'fifo'"),
+        ({"policy": "best"}, "cache.policy must be one of 'lookahead', .*, got 'best'"),
         ({"host": "disk"}, "cache.host must be one of 'memory', 'mmap', got 'disk'"),
         ({"overflow": "ignore"}, "cache.overflow must be one of 'grow', 'raise', got 'ignore'"),
         ({"host": "mmap"}, 'cache.host="mmap" needs cache.host_dir'),

@@ -11,6 +11,8 @@ from embershard.errors import ConfigError
 from embershard.sharding.sharding_types import ROWS_TYPES, SHARDING_TYPES, Sharding, sharding_type
 from embershard.sharding.torchrec.lookups import POOLED_SHARDINGS, SEQUENCE_SHARDINGS
 from embershard.sharding.torchrec.modes import rows_exchange
+from tests.ranks.resharding_matrix import SHARDINGS as RESHARDED
+from tests.unit.sharding.plans import SHARDED
 
 
 def test_each_type_is_described_once():
@@ -22,6 +24,11 @@ def test_what_is_said_of_the_types_is_what_can_be_built():
     assert {name for name, each in SHARDING_TYPES.items() if each.rows_over != "copies"} == set(POOLED_SHARDINGS)
     assert {name for name, each in SHARDING_TYPES.items() if each.has_sequences} == set(SEQUENCE_SHARDINGS)
     assert set(ROWS_TYPES) == set(rows_exchange._SHARDINGS)
+
+
+def test_the_lists_of_the_tests_have_each_type_that_can_be_built():
+    """Those of training and of its plans, and of checkpoints that move from one type to another."""
+    assert set(SHARDED) == set(RESHARDED) == set(POOLED_SHARDINGS)
 
 
 def test_a_type_that_is_like_another_on_one_node_cuts_as_it_does():
