@@ -189,4 +189,7 @@ def test_a_skipped_batch_is_recorded(ranks, tmp_path):
     lines = (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()
     values = {"step": 2, "reason": "Step 3: the loss of rank 0 is nan.", "epoch": 0, "sample": 300}
     assert json.dumps({"kind": "skipped_batch", **values}) in lines
-    assert make_result(trainer, None, None, None, None, {**dataclasses.asdict(SentBytes()), "ranks": []}).skipped_batches == 1
+    assert (
+        make_result(trainer, None, None, None, None, {**dataclasses.asdict(SentBytes()), "ranks": []}).skipped_batches
+        == 1
+    )
