@@ -32,7 +32,6 @@ _ANSWER_SECONDS = 15.0
 _MISSING, _CONFLICT, _LOGIN, _PASSING = 404, 409, 401, {401, 408, 429}
 GROUP, VERSION, PLURAL = "trainer.kubeflow.org", "v1alpha1", "trainjobs"
 _CONTAINER = "node"  # and the replicated job: in Kubeflow's runtimes for torch
-_PROGRAM = "embershard.launch.train.command"
 
 
 def run_on_kubernetes(
@@ -244,7 +243,7 @@ def train_job(experiment: Experiment, sweep: Sweep, folder: Path) -> dict[str, A
                 "the volume of kubernetes.claim, mounted here at the same path, and keep the sweep's folder there."
             )
     run = run_folder(folder.absolute(), experiment.name)
-    words = ["torchrun", "-m", _PROGRAM, *experiment.settings, "--run-dir", str(run)]
+    words = ["torchrun", "-m", "embershard", "train", *experiment.settings, "--run-dir", str(run)]
     spec: dict[str, Any] = {
         "runtimeRef": {"apiGroup": GROUP, "kind": "ClusterTrainingRuntime", "name": jobs.runtime},
         "trainer": {

@@ -61,7 +61,7 @@ def test_a_run_is_a_train_job(file: Path, capsys: pytest.CaptureFixture[str]) ->
     gpus = {"nvidia.com/gpu": "2", "memory": "64Gi"}
     assert trainer["resourcesPerNode"] == {"requests": {"cpu": "6", **gpus}, "limits": gpus}
     assert trainer["command"][3:] == [
-        str(Path.cwd()), "torchrun", "-m", "embershard.launch.train.command", "--config", "run.toml",
+        str(Path.cwd()), "torchrun", "-m", "embershard", "train", "--config", "run.toml",
         "--set", "train.max_steps=4", "--run-dir", str(Path.cwd() / "sweeps/sweep/runs" / names(file)[1]),
     ]  # fmt: skip
     assert four["spec"]["activeDeadlineSeconds"] == 91
