@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import threading
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -160,7 +161,10 @@ class Player:
         self.hidden: BaseException | None = None  # what was being raised when the fault came: a traceback shows both
 
     def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """A call of the cache."""
+        """A call of the cache. Rows that a thread makes later are made first: its pace would choose what runs."""
+        for thread in threading.enumerate():
+            if thread.name == "embershard-rows":
+                thread.join()
         number, self.num_calls = self.num_calls, self.num_calls + 1
         if self.point is None:
             injector = Injector(files=_CACHE)

@@ -21,7 +21,8 @@ T = TypeVar("T")
 ERRORS: tuple[type[BaseException], ...] = (KeyboardInterrupt, MemoryError, RuntimeError)
 
 _ROOT = Path(__file__).resolve().parent.parent.parent / "embershard"
-_SHOWS_NOTHING = {"__init__.py", "config.py", "page_lock.py", "planning_classes.py", "uva_transfer.py"}
+#: compiled.py runs when a process calls a loop for the first time, so the same line is not reached again.
+_SHOWS_NOTHING = {"__init__.py", "compiled.py", "config.py", "page_lock.py", "planning_classes.py", "uva_transfer.py"}
 _TORCHREC = (
     "distributed/row_gradients.py",
     "sharding/torchrec/modes/bags.py",
