@@ -80,7 +80,7 @@ class VersionSet:
 #: By the name that `EMBERSHARD_VERSIONS` gives them.
 SETS = {
     "torchrec-1.8": VersionSet("2.13.0", "1.8.0", "1.8.0", "3.7.1", "the whole suite"),
-    "torchrec-1.9": VersionSet("2.14.1", "1.9.2", "1.9.0", "3.8.0", "`make test`"),
+    "torchrec-1.9": VersionSet("2.14.1", "1.9.2", "1.9.0", "3.8.0", "the whole suite"),
     "torchrec-1.9-on-torch-2.13": VersionSet(
         "2.13.0", "1.9.2", "1.8.0", "3.7.1", "sharding, pipelines, plans and exactness", is_a_pairing=False
     ),

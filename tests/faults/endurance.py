@@ -116,13 +116,14 @@ def _usage(step: int, rank: psutil.Process, tensors: Path) -> Usage:
 
 
 def growth(usages: list[Usage]) -> Iterator[str]:
-    """Yield what grew from the first quarter to the last one."""
-    quarter = max(1, len(usages) // 4)
-    first, last = usages[:quarter], usages[-quarter:]
-    if len(usages) < 8:
+    """Yield what grew from the first quarter to the last. Threads and files of a save come and go: the least counts."""
+    if len(usages) < 40:
         return  # too short a run to say anything
+    quarter = len(usages) // 4
+    first, last = usages[:quarter], usages[-quarter:]
     for name, most in _MOST_MORE.items():
-        before, after = (max(getattr(usage, name) for usage in part) for part in (first, last))
+        extreme = min if most == 0 else max
+        before, after = (extreme(getattr(usage, name) for usage in part) for part in (first, last))
         if after - before > most:
             yield f"{name} grew from {before} to {after} between steps {first[0].step} and {last[-1].step}"
 

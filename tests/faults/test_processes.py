@@ -105,7 +105,7 @@ def test_seeds_take_all_kinds_and_ranks_in_turn() -> None:
 
 
 def test_what_grows_is_named() -> None:
-    usages = [Usage(step, 500 << 20, 3000 + 2 * step, 40, 20 + step // 90) for step in range(100)]
+    usages = [Usage(step, 500 << 20, 3000 + 2 * step, 40 + step % 2, 20 + step // 70) for step in range(100)]
     assert [problem.split(" between")[0] for problem in growth(usages)] == [
         "tensors grew from 3048 to 3198",
         "threads grew from 20 to 21",
