@@ -130,6 +130,11 @@ def set_words(overrides: Iterable[str]) -> list[str]:
     return [word for override in overrides for word in ("--set", override)]
 
 
+def trust_words(trust_code: bool) -> list[str]:
+    """Return the words of a command that trusts the code in a run's folder, or does not."""
+    return ["--trust-code"] if trust_code else []
+
+
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Add `--plan FILE`, which becomes one of the `overrides`."""
     parser.add_argument(

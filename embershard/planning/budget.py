@@ -13,17 +13,15 @@ from embershard.errors import ShardingError
 from embershard.planning.cost.rates import Rates
 from embershard.planning.predict import counted_reports
 from embershard.planning.request import Budget, PlanRequest, Workload
-from embershard.planning.search import ShardCosts, cached, place
+from embershard.planning.search import ROOM, ShardCosts, cached, place
 from embershard.sharding import memory_model
 from embershard.sharding.memory_model import PoolMemory
 from embershard.sharding.shards import PoolKey, PoolPlacement, TablePlacement, largest_pool_problem, no_rows_problem
-from embershard.sharding.sizes import PlacedShard, by_pool, by_rank, place_shards
+from embershard.sharding.sizes import PlacedShard, by_pool, by_rank, names_in_pool, place_shards
 from embershard.units import size
 
 _MOST_RANKS = 1024
 _MOST_SHARDS = 200_000  # of a number of ranks that is only tried for a message
-#: Batches differ: the one with the most distinct rows must fit, too.
-_ROOM = 1.1
 _STAYING = 0.1
 
 
@@ -321,7 +319,7 @@ def least_slots(workload: Workload, shards: Sequence[PlacedShard]) -> int:
     else the expected ones and a tenth more. Pinned tables take up to a tenth of the slots (`pinned_tables`)."""
     rows = sum(shard.rows for shard in shards)
     unique_ids = sum(each.unique_ids for each in counted_reports(workload, shards, max(1, rows)))
-    needed = max(unique_ids * _ROOM, workload.most_unique_ids(shards)) / (1.0 - _STAYING)
+    needed = max(unique_ids * ROOM, workload.most_unique_ids(shards)) / (1.0 - _STAYING)
     return memory_model.slots_for(rows, math.ceil(needed))
 
 
@@ -340,8 +338,7 @@ def split_slots(workload: Workload, shards: Sequence[PlacedShard], budget: Budge
         if slots is None:
             return None
         for key, members in members_of.items():
-            names = tuple(sorted({shard.table.table for shard in members}))
-            found.append(PoolPlacement(rank, names, key.sharding, key.columns, slots[key]))
+            found.append(PoolPlacement(rank, names_in_pool(members), key.sharding, key.columns, slots[key]))
     return found
 
 

@@ -29,7 +29,6 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from embershard.cache.config import LEAST_SLOTS
 from embershard.planning.cost.rates import Rates, step_parts
 from embershard.planning.exchange import exchange_of
 from embershard.planning.predict import as_exchanged, counted_reports, shard_work
@@ -42,6 +41,8 @@ from embershard.sharding.sizes import PlacedShard, TableSize
 from embershard.sharding.torchrec.planner.torchrec_planner import PoolRowsPartitioner, make_planner
 from embershard.sharding.torchrec.sharders import StockEmbeddingBagCollectionSharder
 
+#: Slots per distinct row of the mean batch: batches differ, and the one with the most distinct rows must fit, too.
+ROOM = 1.1
 _EVERYTHING = 2**62
 _MOST_PLACED_SHARDS = 400_000  # by one proposer: the search is not part of a run's start
 # TorchRec's errors when none of its proposals could be placed: for want of memory, or for another reason, such as the
@@ -254,7 +255,7 @@ class ShardCosts:
             row_bytes = shard.rows * shard.row_bytes
         else:
             memory = memory_model.pool_memory([shard], shape)
-            least = min(shard.rows, max(LEAST_SLOTS, math.ceil(1.1 * report.unique_ids)))
+            least = memory_model.slots_for(shard.rows, math.ceil(ROOM * report.unique_ids))
             row_bytes = memory.map_bytes + least * memory.slot_bytes  # the maps, and the rows of one batch
         parts = step_parts(shard_work(workload, shard, report), self._rates)
         return ShardCost(

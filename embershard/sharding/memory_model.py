@@ -13,7 +13,7 @@ from embershard.cache.config import LEAST_SLOTS, CacheConfig, CachePolicy, MapKi
 from embershard.cache.key_map import ARRAY_ROW_BYTES, HASHED_SLOT_BYTES, map_kind
 from embershard.sharding.run_shape import RunShape
 from embershard.sharding.shards import PoolKey, PoolPlacement
-from embershard.sharding.sizes import ModelSize, PlacedShard, by_pool
+from embershard.sharding.sizes import ModelSize, PlacedShard, by_pool, names_in_pool
 
 _MAP_SLOT_BYTES = 4 + 8  # slot -> key, use stamp
 _NEXT_USE_BYTES = 8
@@ -157,8 +157,7 @@ def planned_slots(pools: Iterable[PoolPlacement], shards: Sequence[PlacedShard])
     slots = slots_by_pool(pools)
     found = {}
     for key, members in by_pool(shards).items():
-        names = tuple(sorted({shard.table.table for shard in members}))
-        found[key] = slots[key.rank, key.sharding, key.columns, names]
+        found[key] = slots[key.rank, key.sharding, key.columns, names_in_pool(members)]
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -157,3 +157,8 @@ def by_pool(shards: Sequence[PlacedShard]) -> dict[PoolKey, list[PlacedShard]]:
         if shard.kernel == "cached":
             found.setdefault(shard.pool, []).append(shard)
     return dict(sorted(found.items()))
+
+
+def names_in_pool(members: Iterable[PlacedShard]) -> tuple[str, ...]:
+    """Return the tables of the shards that share a cache, as a plan's pool names them."""
+    return tuple(sorted({shard.table.table for shard in members}))

@@ -11,7 +11,7 @@ from typing import Any
 
 from embershard.decoding import decode, flat, read_toml, to_toml, toml
 from embershard.errors import ConfigError
-from embershard.launch.arguments import config_file, set_words
+from embershard.launch.arguments import config_file, set_words, trust_words
 from embershard.launch.config import load_config
 from embershard.launch.ranks.launcher import planned_ranks
 from embershard.launch.sweep.clusters import KubernetesJobs, SlurmJobs
@@ -138,7 +138,7 @@ def _experiment(config: Path, common: Mapping[str, Any], varied: Mapping[str, An
     ranks = planned_ranks(resolved, ranks) or _DEFAULT_RANKS
     resolved.train.rank_batch_size(ranks)
     digest = hashlib.sha256(f"{ranks}\n{to_toml(resolved)}".encode()).hexdigest()[:12]
-    words = ("--config", str(config), *set_words(overrides), *(["--trust-code"] if trust_code else []))
+    words = ("--config", str(config), *set_words(overrides), *trust_words(trust_code))
     return Experiment("", {_RANKS: ranks, **varied}, ranks, words, digest, 0)
 
 

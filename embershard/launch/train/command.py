@@ -23,6 +23,8 @@ from embershard.launch.arguments import (
     needed_config,
     positive,
     program_words,
+    set_words,
+    trust_words,
     whole,
 )
 from embershard.launch.config import load_config
@@ -125,8 +127,7 @@ class TrainJob(Job):
     def _command(self, overrides: Sequence[str], num_ranks: int | None) -> str:
         if num_ranks is None:
             return "torchrun as before, with"
-        words = ["train", "--config", str(self.file), *(word for each in overrides for word in ("--set", each))]
-        words += ["--trust-code"] if self.trust_code else []
+        words = ["train", "--config", str(self.file), *set_words(overrides), *trust_words(self.trust_code)]
         return f"{program_words('embershard', 'embershard.launch.cli')} {shlex.join(words)} --nproc {num_ranks}"
 
 
@@ -141,7 +142,7 @@ def resume_step(step: int | None, run_dir: Path) -> int | None:
 def main(argv: Sequence[str]) -> int:
     """Run `embershard train`: start the ranks, or be one of those that torchrun started. Return the exit code."""
     if is_rank():
-        return run_rank(lambda: rank_job(argv), stops_in_order=True)
+        return run_rank(lambda: rank_job(argv), stops_in_order=TrainJob.stops_in_order)
     arguments = _parser(starts_ranks=True).parse_intermixed_args(argv)
     job = TrainJob.of(arguments)
     config = job.config
