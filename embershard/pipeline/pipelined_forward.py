@@ -5,9 +5,12 @@ TorchRec's tracer, which its own train pipelines use, finds how each sharded mod
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -166,7 +169,8 @@ def pipelined_forwards(
     if features is not None:
         return _named_forwards(model, batch, step, features)
     try:
-        modules, _, _, _, others = _rewrite_model(model, step, None, batch, pipelined_forward=PipelinedForward)
+        with _interrupts_wait():
+            modules, _, _, _, others = _rewrite_model(model, step, None, batch, pipelined_forward=PipelinedForward)
     except Exception as error:
         raise ShardingError(
             f"the inputs of the sharded modules could not be traced through the model's forward ({error}). Pass "
@@ -186,6 +190,24 @@ def pipelined_forwards(
             while isinstance(module.forward, PipelinedForward):  # one for each call
                 module.forward.remove()
     return list(forwards.values())
+
+
+@contextlib.contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Hold Ctrl-C back until the end of the block. torch.fx replaces `nn.Module.__call__` while it traces, and an
+    interrupt while it puts that back would leave it replaced for all models of the process."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    waiting: list[Any] = []
+    signal.signal(signal.SIGINT, lambda *interrupt: waiting.append(interrupt))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if waiting:
+            handler(*waiting[-1])
 
 
 def sharded_modules(model: nn.Module) -> dict[str, ShardedModule]:
