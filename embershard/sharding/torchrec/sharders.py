@@ -14,8 +14,10 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, ShardingType
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
+from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.types import ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from embershard.cache.config import CacheConfig
 from embershard.errors import ConfigError, ShardingError
@@ -48,7 +50,18 @@ SEQUENCE_TYPES = [ShardingType.DATA_PARALLEL.value, *SEQUENCE_SHARDINGS]
 
 def has_cache(sharder: object) -> bool:
     """Return True for a cached sharder."""
-    return isinstance(sharder, _Cached)
+    return isinstance(inner_sharder(sharder), _Cached)
+
+
+def inner_sharder(sharder: Any) -> Any:
+    """Return the sharder of the bags inside of TorchRec's sharder of bags with feature processors; others as they
+    are."""
+    return sharder._ebc_sharder if isinstance(sharder, FeatureProcessedEmbeddingBagCollectionSharder) else sharder
+
+
+def bags_of(module: Any) -> Any:
+    """Return the collection inside of a collection with feature processors; others as they are."""
+    return module._embedding_bag_collection if isinstance(module, FeatureProcessedEmbeddingBagCollection) else module
 
 
 class _Cached:
@@ -416,6 +429,7 @@ def check_groups(
         ShardingError: on a CPU, a rank has no row of a group that has no cache. It would end with a corrupt heap, or
             with "weights[0] must be a GPU or MTIA tensor". On every rank.
     """
+    module = bags_of(module)
     configs = module.embedding_bag_configs() if hasattr(module, "embedding_bag_configs") else module.embedding_configs()
     tables = []
     for config in configs if device_type == "cpu" else ():

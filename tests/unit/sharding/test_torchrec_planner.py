@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints, Topology, enumerators
 from torchrec.distributed.types import CacheParams
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
@@ -420,3 +421,9 @@ def test_weights_beyond_the_machine_are_a_warning(sharder, num_nodes, warns, mon
     assert len(said) == warns
     figures = "take 976.56 MiB on this machine, and 600.00 MiB are available (this machine); the"
     assert all(figures in text for text in said)
+
+
+def test_zero_collision_hashing_is_refused():
+    around = ManagedCollisionEmbeddingBagCollectionSharder(CachedEmbeddingBagCollectionSharder())
+    with pytest.raises(ShardingError, match=r"gives rows to other ids.*Give it TorchRec's own sharder"):
+        plan([around])

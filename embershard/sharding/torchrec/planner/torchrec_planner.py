@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, ShardingType
+from torchrec.distributed.mc_embedding_modules import BaseManagedCollisionEmbeddingCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.constants import MIN_CW_DIM
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
@@ -37,7 +38,7 @@ from embershard.frequency.curves import BatchMisses
 from embershard.machine import host_memory
 from embershard.sharding.sharding_types import SHARDING_TYPES
 from embershard.sharding.shards import rows_problem
-from embershard.sharding.torchrec.sharders import check_groups, has_cache
+from embershard.sharding.torchrec.sharders import bags_of, check_groups, has_cache, inner_sharder
 from embershard.sharding.torchrec.spec import CACHED_KERNEL
 from embershard.units import size
 
@@ -87,6 +88,7 @@ def plan_sharding(
     if not 1 <= local_world_size <= world_size:
         raise ShardingError(f"world_size={world_size} and local_world_size={local_world_size} do not fit together")
     device_type, tables = torch.device(device).type, shardable_tables(model, sharders)
+    _refuse_managed_collisions(sharders)
     _warn_of_memory(tables, device_type, local_world_size / world_size)
     wanted = _constraints(constraints or {}, tables, device_type)
     cached = {t: c for t, c in wanted.items() if CACHED_KERNEL in (c.compute_kernels or ())}
@@ -102,6 +104,16 @@ def plan_sharding(
     for path, params in plan.plan.items():
         check_groups(model.get_submodule(path), params, device_type)  # type: ignore[arg-type]
     return plan
+
+
+def _refuse_managed_collisions(sharders: Sequence[ModuleSharder]) -> None:
+    for sharder in sharders:
+        if isinstance(sharder, BaseManagedCollisionEmbeddingCollectionSharder) and has_cache(sharder._e_sharder):
+            raise ShardingError(
+                f"{type(sharder).__name__} with {type(sharder._e_sharder).__name__}: zero-collision hashing gives rows "
+                "to other ids and resets them on the device, where a cached table has only a part of its rows. Give it "
+                "TorchRec's own sharder"
+            )
 
 
 def _plan(
@@ -200,7 +212,7 @@ def _pool_of(tables: Collection[tuple[str, str]], kernel: str) -> Callable[[Shar
             return None
         path, module = option.module
         if path not in poolings:
-            configs = module.embedding_bag_configs() if option.is_pooled else ()  # type: ignore[operator]
+            configs = bags_of(module).embedding_bag_configs() if option.is_pooled else ()
             poolings[path] = {config.name: config.pooling for config in configs}
         return path, option.tensor.dtype, poolings[path].get(option.name)
 
@@ -220,7 +232,7 @@ def _warn_of_memory(tables: Sequence[ShardableTable], device_type: str, share: f
     """Warn if this machine's share of the tables that are written to host memory at once does not fit there."""
     num_bytes = dict.fromkeys((table.name for table in tables), 0)
     for table in tables:
-        if table.sharder.fills_host_memory if has_cache(table.sharder) else device_type == "cpu":
+        if inner_sharder(table.sharder).fills_host_memory if has_cache(table.sharder) else device_type == "cpu":
             num_bytes[table.name] += table.weight.numel() * table.weight.element_size()
     needed, memory = round(sum(num_bytes.values()) * share), host_memory()
     if needed > memory.available_bytes:
@@ -278,7 +290,7 @@ def _constraint(given: ParameterConstraints | None, table: ShardableTable, devic
                 f"sharders, its sharder is {type(table.sharder).__name__}"
             )
         if device_type != "cpu" and constraint.cache_params is None and caches:
-            ratio = table.sharder.cache.slot_ratio  # TorchRec's cost model wants to know it
+            ratio = inner_sharder(table.sharder).cache.slot_ratio  # TorchRec's cost model wants to know it
             constraint.cache_params = None if ratio is None else CacheParams(load_factor=ratio)
     return constraint
 
