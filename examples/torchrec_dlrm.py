@@ -45,12 +45,29 @@ def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stock", action="store_true", help="TorchRec's own sharder and pipeline")
-    parser.add_argument("--rows", type=int, default=50_000, help="rows of each of the four tables")
-    parser.add_argument("--ratio", type=float, default=0.1, help="share of the rows that the device holds")
-    parser.add_argument("--batch-size", type=int, default=256, help="samples per rank")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--log-every", type=int, default=20)
-    return parser.parse_args()
+    parser.add_argument("--rows", type=at_least_1, default=50_000, help="rows of each of the four tables")
+    parser.add_argument("--ratio", type=share, default=0.1, help="share of the rows that the device holds")
+    parser.add_argument("--batch-size", type=at_least_1, default=256, help="samples per rank")
+    parser.add_argument("--steps", type=at_least_1, default=200)
+    parser.add_argument("--log-every", type=at_least_1, default=20)
+    args = parser.parse_args()
+    if "LOCAL_RANK" not in os.environ:
+        parser.error("torchrun starts its ranks: torchrun --standalone --nproc_per_node 2 examples/torchrec_dlrm.py")
+    return args
+
+
+def at_least_1(text: str) -> int:
+    """Read a whole number of at least 1."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, needed at least 1")
+    return int(text)
+
+
+def share(text: str) -> float:
+    """Read a number in (0, 1]."""
+    if not 0 < float(text) <= 1:
+        raise argparse.ArgumentTypeError(f"got {text}, needed a number in (0, 1]")
+    return float(text)
 
 
 def clicks(args: argparse.Namespace) -> Iterator[Batch]:

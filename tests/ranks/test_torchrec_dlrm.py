@@ -68,3 +68,21 @@ def test_the_pair_differs_in_the_sharder_and_the_pipeline_alone(project_dir: Pat
         "pipeline = TrainPipelineSparseDist(model, optimizer, device)",
         "pipeline = LookAheadPipeline(model, optimizer, device)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ratio", "2"], "argument --ratio: got 2, needed a number in (0, 1]"),
+        (["--rows", "0"], "argument --rows: got 0, needed at least 1"),
+        ([], "torchrun starts its ranks"),
+    ],
+)
+def test_wrong_arguments_are_one_line(project_dir: Path, arguments: list[str], message: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"}
+    environment["PYTHONPATH"] = str(project_dir)
+    command = [sys.executable, str(project_dir / "examples" / "torchrec_dlrm.py"), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2
+    assert message in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
