@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torchrec.distributed import DistributedModelParallel
 
 from embershard import CacheConfig, CachedEmbeddingBagCollectionSharder, CachedEmbeddingCollectionSharder, cache_stats
-from embershard.distributed import process_group
 from tests.unit.test_docs import blocks
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "torchrec.md"
@@ -20,8 +21,9 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "torchrec.md"
 @pytest.mark.slow
 def test_the_page_is_a_program_that_runs(capsys):
     names: dict[str, Any] = {}
-    with process_group("cpu"), warnings.catch_warnings():
+    with warnings.catch_warnings(), contextlib.ExitStack() as group:
         warnings.filterwarnings("ignore", module=r"torch(rec)?\.")
+        group.callback(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
         for block in blocks(PAGE.read_text(), "python"):
             exec(compile(block, str(PAGE), "exec"), names)
         shown = capsys.readouterr().out
@@ -45,7 +47,8 @@ def test_the_page_is_a_program_that_runs(capsys):
 @pytest.mark.slow
 def test_a_sharder_that_caches_nothing_says_so():
     names: dict[str, Any] = {}
-    with process_group("cpu"):
+    with contextlib.ExitStack() as group:
+        group.callback(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
         exec(blocks(PAGE.read_text(), "python")[0], names)
         sharders = [CachedEmbeddingBagCollectionSharder(), CachedEmbeddingCollectionSharder()]
         for tables in names["plan"].plan.values():
