@@ -58,7 +58,7 @@ class TrainConfig:
 
     precision: OfTraining[Literal["fp32", "bf16", "fp64"]] = "fp32"
     """Number format of the dense layers' arithmetic: "bf16" is automatic mixed precision. With "fp64" losses do not
-    depend on the number of ranks, up to the last digits (docs/training.md); it is slower, and takes more memory."""
+    depend on the number of ranks, up to the last digits (docs/settings.md); it is slower, and takes more memory."""
 
     on_non_finite: Free[Literal["stop", "skip"]] = "stop"
     """Reaction of all ranks to a loss that is NaN or infinite on one of them. `stop`: the run ends, and no checkpoint

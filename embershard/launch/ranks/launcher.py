@@ -186,7 +186,7 @@ def planned_ranks(config: RunConfig, nproc: int | None, *, is_started: bool = Tr
     if nproc is None and plan.ranks_per_node != plan.world_size:
         raise ConfigError(
             f"the plan is for {plan.world_size} ranks on {plan.world_size // plan.ranks_per_node} nodes, and this "
-            "command starts those of one; start them with torchrun (docs/training.md)."
+            "command starts those of one; start them with torchrun (docs/operations.md)."
         )
     if nproc is None and plan.world_size > _MOST_LOCAL_RANKS:
         raise ConfigError(

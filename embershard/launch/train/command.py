@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # it loads torch, and a launcher needs it not
 
 _HELP = """Train a model on this machine: one process per GPU, or 2 on the CPU.
 
-All settings: embershard settings. On several machines: torchrun -m embershard train (docs/training.md).
+All settings: embershard settings. On several machines: torchrun -m embershard train (docs/operations.md).
 
   embershard train quickstart --set train.max_steps=100
   embershard train run.toml --plan plan.json --run-dir runs/mine --max-restarts 3
