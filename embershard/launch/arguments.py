@@ -218,7 +218,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "--profile-steps",
         type=_steps,
         metavar="A:B",
-        help="trace steps A to B of each rank, for Perfetto, into the run folder",
+        help="trace steps A to B of each rank, for Perfetto",
     )
     parser.add_argument(
         "--resume",
@@ -231,7 +231,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--unverified",
         action="store_true",
-        help="with --resume: also take a checkpoint without a manifest, of which nothing can be verified",
+        help="with --resume: also take a checkpoint without a manifest",
     )
     parser.add_argument(
         "--allow-change",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import sys
 import textwrap
@@ -93,6 +94,7 @@ _SETTINGS = """List the settings of a run, for its TOML file and for --set: type
   embershard settings
   embershard settings cache
   embershard settings train.batch_size look_ahead
+  embershard settings --json-schema > embershard.schema.json    # for editors: "#:schema ./embershard.schema.json"
 """
 _COMPLETION = """Print the lines that make Tab complete embershard's commands, options, settings and files in a shell.
 
@@ -108,14 +110,20 @@ def settings(argv: Sequence[str]) -> int:
         ConfigError: no setting has a name like those that were given.
     """
     from embershard.launch.arguments import make_parser
-    from embershard.launch.config import describe
+    from embershard.launch.config import describe, json_schema
     from embershard.training.config import RunConfig
 
     found = describe(RunConfig())
     parser = make_parser("settings", _SETTINGS)
     names = parser.add_argument("names", nargs="*", metavar="NAME", help="section, setting, or a part of its name")
     names.completer = lambda **_: [setting.key for setting in found]  # type: ignore[attr-defined]
+    parser.add_argument("--json-schema", action="store_true", help="print the JSON Schema of the TOML file")
     arguments = parser.parse_args(argv)
+    if arguments.json_schema:
+        if arguments.names:
+            raise ConfigError("--json-schema has all settings: give no name with it.")
+        print(json.dumps(json_schema(RunConfig), indent=2))
+        return 0
     for setting in _named(found, arguments.names) if arguments.names else found:
         print(f"{setting.key}    {setting.type}    (default: {setting.default})")
         print(textwrap.fill(setting.doc, width=100, initial_indent=" " * 6, subsequent_indent=" " * 6))

@@ -19,6 +19,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
+from pydantic import TypeAdapter
+
 from embershard.decoding import (
     alternatives,
     decode,
@@ -179,6 +181,24 @@ def describe(config: Any, path: str = "") -> list[Setting]:
         shown = "none" if default is None else toml(default)
         found.append(Setting(f"{path}{name}", type_name(hint), shown, _docs(cls).get(name, "")))
     return found
+
+
+def json_schema(cls: type) -> dict[str, Any]:
+    """Return the JSON Schema of a dataclass of settings: editors complete and check TOML files by it."""
+    schema = TypeAdapter(cls).json_schema()
+    for section in _sections(cls):
+        found = schema if section is cls else schema["$defs"][section.__name__]
+        found["additionalProperties"] = False
+        found["description"] = found["description"].partition("\n")[0]  # no examples in Python
+        for name, doc in _docs(section).items():
+            found["properties"][name]["description"] = doc
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def _sections(hint: Any) -> set[type]:
+    """Return the dataclasses that a type has in it, itself among them."""
+    inner = field_types(hint).values() if is_section(hint) else get_args(hint)
+    return set().union({hint} if is_section(hint) else (), *map(_sections, inner))
 
 
 def _from_text(hint: Any, text: str) -> Any:

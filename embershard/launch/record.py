@@ -18,6 +18,7 @@ from embershard.decoding import to_toml
 from embershard.errors import naming_file
 from embershard.launch.config import METRICS, RUN_CONFIG
 from embershard.launch.run_dir import check_run_dir
+from embershard.launch.screen import time_now
 from embershard.launch.versions import git_commit, versions
 from embershard.run_result import RESULT, RunResult
 from embershard.sharding.plan import Plan
@@ -89,11 +90,11 @@ class RunRecord:
         before a resume."""
         if isinstance(report, BadRowsReport):
             self._bad_rows.add(report.rows)
-        kind, values = flat_report(report)
-        if _of_report({"kind": kind, **values}) in self._standing:
+        line = report_line(report)
+        if _of_report(line) in self._standing:
             return False
         with naming_file(self._metrics.name):
-            self._metrics.write(json.dumps({"kind": kind, **values}) + "\n")
+            self._metrics.write(json.dumps(line) + "\n")
             self._metrics.flush()
         return True
 
@@ -180,6 +181,12 @@ def make_result(
         "versions": versions(),
         "git_commit": git_commit(),
     })  # fmt: skip
+
+
+def report_line(report: Report) -> dict[str, Any]:
+    """Return a report as a line of metrics.jsonl: its kind, the time now, and its values."""
+    kind, values = flat_report(report)
+    return {"kind": kind, "time": time_now(), **values}
 
 
 def flat_report(report: Report) -> tuple[str, dict[str, Any]]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import IO, Any, cast
+from datetime import datetime, timezone
+from typing import IO, Any, Literal, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -16,6 +18,7 @@ from rich.table import Table
 from embershard.errors import naming_file
 from embershard.launch.ranks.stop_signals import is_device, leave_closed_terminal
 
+LogFormat = Literal["text", "json"]
 _WIDTH = 150  # of tables that go to a file or a pipe
 
 
@@ -71,6 +74,23 @@ def plain_console(**options: Any) -> Console:
     the command goes on.
     """
     return _Console(markup=False, emoji=False, **options)
+
+
+class JsonLines(_Console):
+    """A console for programs, which read a line of JSON each: texts have the kind "message"."""
+
+    def print(self, *objects: Any, **_: Any) -> None:
+        for text in map(str, objects):
+            self.line({"kind": "message", "time": time_now(), "text": text})
+
+    def line(self, values: Mapping[str, Any]) -> None:
+        """Print values as a line."""
+        super().print(json.dumps(values), soft_wrap=True, highlight=False, markup=False, emoji=False)
+
+
+def time_now() -> str:
+    """Return the time, in UTC, as RFC 3339 has it: `2026-11-23T10:24:05.125Z`."""
+    return f"{datetime.now(timezone.utc).replace(tzinfo=None).isoformat(timespec='milliseconds')}Z"
 
 
 def wide_console() -> Console:

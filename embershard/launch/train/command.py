@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from embershard.data.sources.check import check_data
 from embershard.decoding import to_toml
@@ -59,6 +59,7 @@ class TrainJob(Job):
         unverified: resume from a checkpoint without a manifest, too.
         changes: settings that may have other values than in the checkpoint.
         profile_steps: the first and the last step that are traced.
+        log_format: of what the first rank shows.
     """
 
     file: Path
@@ -67,6 +68,7 @@ class TrainJob(Job):
     unverified: bool
     changes: Sequence[str]
     profile_steps: tuple[int, int] | None
+    log_format: Literal["text", "json"]
     stops_in_order = True
 
     @staticmethod
@@ -89,6 +91,7 @@ class TrainJob(Job):
             arguments.unverified,
             arguments.allow_change,
             arguments.profile_steps,
+            arguments.log_format,
         )
 
     def run(self, ranks: Ranks, supervision: Supervision) -> int:
@@ -108,6 +111,7 @@ class TrainJob(Job):
             go_on=self.resume_command(run_dir, num_ranks),
             supervision=supervision,
             profile_steps=self.profile_steps,
+            log_format=self.log_format,
         )
         return stop_code(supervision.agreed)
 
@@ -191,6 +195,12 @@ def _parser(*, starts_ranks: bool) -> argparse.ArgumentParser:
     parser = make_parser("train", _HELP, "[CONFIG] [options]")
     add_run_arguments(parser)
     add_config_word(parser)
+    parser.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="json: a line of JSON per report, and for the result",
+    )
     if not starts_ranks:
         return parser
     parser.add_argument("--nproc", type=positive, metavar="N", help="number of ranks (default: GPUs, or 2)")

@@ -17,13 +17,13 @@ from embershard.distributed import Ranks, Supervision
 from embershard.errors import FailedSaveError
 from embershard.launch.arguments import NEWEST, program_words
 from embershard.launch.config import CHECKPOINTS
-from embershard.launch.record import RunRecord, flat_report, make_result
+from embershard.launch.record import RunRecord, flat_report, make_result, report_line
 from embershard.launch.run_dir import (
     check_run_dir,
     lock_run_dir,
     note_resume,
 )
-from embershard.launch.screen import plain_console, say
+from embershard.launch.screen import JsonLines, LogFormat, plain_console, say, time_now
 from embershard.launch.trackers import TrackedRun, Trackers
 from embershard.launch.train.progress import ProgressDisplay, closing_table
 from embershard.run_result import RunResult
@@ -51,6 +51,7 @@ def train_run(
     go_on: str,
     supervision: Supervision,
     profile_steps: tuple[int, int] | None = None,
+    log_format: LogFormat = "text",
 ) -> None:
     """Train a whole run on this rank; the first rank shows and records it.
 
@@ -61,10 +62,11 @@ def train_run(
         same_run, go_on: the commands of this run, and of its resume.
         supervision: by which the training may be asked to stop.
         profile_steps: the first and the last step that are traced.
+        log_format: of what the first rank shows.
     """
     wanted = None if resume == NEWEST else resume
     ranks.from_first(lambda: _take_run_dir(run_dir, is_resumed=resume is not None, step=wanted))
-    console = plain_console(quiet=not ranks.is_first)
+    console = (JsonLines if log_format == "json" else plain_console)(quiet=not ranks.is_first)
     trainer = Trainer(config, ranks, run_dir / CHECKPOINTS, supervision)
     resumed_at = None if resume is None else _resume(trainer, console, wanted, unverified, changes)
     if resume is not None:
@@ -150,7 +152,10 @@ class _Outputs:
     def add(self, report: Report) -> None:
         if self._record.add(report):  # what stands there from before a resume, trackers have, too
             self._trackers.add(*flat_report(report))
-        self._display.show(report)
+        if isinstance(self._console, JsonLines):
+            self._console.line(report_line(report))
+        else:
+            self._display.show(report)
         if isinstance(report, TrainReport):
             self._loss = report.loss
         elif isinstance(report, EvalReport):
@@ -167,6 +172,9 @@ class _Outputs:
         result = make_result(self._trainer, self._loss, self._evaluation, cache, look_ahead, sent_bytes)
         result.write(self._folder)
         self._trackers.finish(result.to_dict())
+        if isinstance(self._console, JsonLines):
+            self._console.line({"kind": "result", "time": time_now(), **result.to_dict()})
+            return
         config, is_cached = self._trainer.config, cache is not None
         self._console.print(closing_table(result, f"{config.model.title} on {config.data.kind} data"))
         other, change = _next_run(config.sharding.mode, is_cached)

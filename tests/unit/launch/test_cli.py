@@ -24,7 +24,7 @@ QUICK = "examples/quickstart.toml"
 
 
 def job_of(file: str, *overrides: str) -> TrainJob:
-    return TrainJob(RunConfig(), None, False, Path(file), overrides, None, False, (), None)
+    return TrainJob(RunConfig(), None, False, Path(file), overrides, None, False, (), None, "text")
 
 
 @pytest.fixture(autouse=True)

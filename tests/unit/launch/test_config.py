@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -12,7 +14,7 @@ import pytest
 
 from embershard.decoding import to_toml
 from embershard.errors import ConfigError
-from embershard.launch.config import describe, load_config
+from embershard.launch.config import describe, json_schema, load_config
 from embershard.training.config import RunConfig
 
 
@@ -232,3 +234,21 @@ def test_every_policy_has_a_use_for_a_counted_profile(load, policy):
     config = load("", "profile.samples=10", f"cache.policy={policy}", cls=RunConfig)
     assert config.counts_a_profile
     assert config.has_profile
+
+
+def test_the_schema_has_all_settings_with_their_meanings():
+    schema = json_schema(RunConfig)
+
+    def keys(section: dict, at: str = "") -> Iterator[str]:
+        assert section["additionalProperties"] is False
+        for name, found in section["properties"].items():
+            inner = schema["$defs"].get(found.get("$ref", "").rpartition("/")[2])
+            if inner is None:
+                assert found["description"]
+                yield f"{at}{name}"
+            else:
+                yield from keys(inner, f"{at}{name}.")
+
+    assert list(keys(schema)) == [setting.key for setting in describe(RunConfig())]
+    assert schema["$defs"]["TableFeature"]["properties"]["kind"]["enum"] == ["dense", "sparse"]
+    assert ">>>" not in json.dumps([section["description"] for section in schema["$defs"].values()])

@@ -45,7 +45,7 @@ def test_jobs_arrive_whole_and_once(project_dir, monkeypatch):
     config = load_config(RunConfig, project_dir / "examples" / "quickstart.toml", ["train.max_steps=3"])
     file, runs = Path("a.toml"), Path("runs")
     for job in (
-        TrainJob(config, runs, True, file, ["train.max_steps=3"], 7, True, ["data.seed"], (2, 5)),
+        TrainJob(config, runs, True, file, ["train.max_steps=3"], 7, True, ["data.seed"], (2, 5), "json"),
         VerifyJob(config, None, False, 8, runs / "different"),
         ScoreJob(config, runs, False, runs / "checkpoints", None, Path("scores.parquet")),
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +46,18 @@ def test_a_resume_from_a_step_that_is_not_there_leaves_no_folder(tmp_path: Path)
     ):
         run(RunConfig(), tmp_path / "new", resume=7)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_log_of_json_has_the_reports_and_the_result(tmp_path, capsys):
+    config = make_config(train=TrainConfig(batch_size=100, max_steps=4, log_every=2))
+    run(config, tmp_path / "run", log_format="json")
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    recorded = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in lines if line["kind"] != "message"] == [
+        *(line["kind"] for line in recorded),
+        "result",
+    ]
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line["time"]) for line in [*lines, *recorded])
+    assert lines[0]["text"].startswith("dlrm: ")
+    assert lines[-1]["steps"] == 4
