@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 
 from embershard import LookAheadPipeline, cache_stats, flush
 from embershard.errors import CacheError
@@ -30,6 +31,7 @@ from tests.ranks.workers import RankPool
 
 SECONDS = 20.0
 _GROUP_TIMEOUT = datetime.timedelta(seconds=8)
+_MEETING_TIMEOUT = datetime.timedelta(seconds=600)  # others may be in the old group still, on a busy machine
 _CASE = Case(rows=(200, 90, 150, 60), dims=(16, 16, 8, 8), steps=10, batch_size=8)
 _RUN = Run(lookahead=3, prefetch=2, working_set_of=3)
 
@@ -393,5 +395,6 @@ def begin_group(store: str) -> None:
     gc.freeze()  # what is here without a group stays, and collections are quick
     os.makedirs(os.path.dirname(store), exist_ok=True)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=_GROUP_TIMEOUT
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=_MEETING_TIMEOUT
     )
+    distributed_c10d._set_pg_timeout(_GROUP_TIMEOUT)
