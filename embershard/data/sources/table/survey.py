@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from pyarrow import types
 
 from embershard.data.hashing import Words, mix64
-from embershard.data.sources.table.decode import MOST_BYTES, MOST_SECONDS, seconds_since_1970, text_words
+from embershard.data.sources.table.cells import seconds_since_1970
+from embershard.data.sources.table.decode import MOST_BYTES, MOST_SECONDS, text_words
 from embershard.data.sources.table.raw import is_list, is_text, is_time
 
 #: Hashes that are kept of each column. The estimate of distinct values is exact up to so many, then within 3 %.
