@@ -95,7 +95,7 @@ class TextColumns:
         tables, places = [], [borders[:0]]
         for is_here in (~must_fail & ~may_fail, ~must_fail & may_fail):
             group = np.flatnonzero(is_here)
-            lines = memoryview(text[np.repeat(is_here, np.diff(borders))])
+            lines = text[np.repeat(is_here, np.diff(borders))].data
             found, others = parse_lines(lines, self.read, most_bad) if len(group) else ([], {})
             failed |= {int(group[line]): each for line, (each, _) in others.items()}
             tables += found
