@@ -67,7 +67,7 @@ format: $(SETUP_TESTS) ## format the code, and fix what ruff can fix
 	$(PYTHON) -m ruff format $(CODE)
 
 bench: $(SETUP) ## all benchmarks; each prints JSON
-	@set -e; for name in step_overhead table_scale row_copies "fill_optimality steady" stack_distances plan_scale command_start start_up "plan_accuracy hit-rates" plan_comparison; do echo "== $$name"; $(PYTHON) -m benchmarks.$$name; done
+	@set -e; for name in step_overhead table_scale row_copies "fill_optimality steady" stack_distances plan_scale command_start start_up bad_cells "plan_accuracy hit-rates" plan_comparison; do echo "== $$name"; $(PYTHON) -m benchmarks.$$name; done
 
 doctor: $(SETUP) ## versions, devices and limits, each with its remedy
 	@$(PYTHON) -m embershard.launch.cli doctor $(ARGS)

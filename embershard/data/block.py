@@ -180,19 +180,19 @@ class ParsedChunk:
         """
         if not self.bad:
             return self.samples.take(rows)
-        bad = np.fromiter(self.bad, np.int64, len(self.bad))
-        good = np.setdiff1d(np.arange(self.samples.num_samples + len(bad)), bad, assume_unique=True)
-        is_bad = np.isin(rows, bad)
+        is_good = np.ones(self.samples.num_samples + len(self.bad), np.bool_)
+        is_good[np.fromiter(self.bad, np.int64, len(self.bad))] = False
+        is_bad = ~is_good[rows]
         found = rows[is_bad]
         taken = rows if replaces else rows[~is_bad]
         if replaces and len(found):
-            good_here, bad_here = (each[(each >= first) & (each < stop)] for each in (good, bad))
+            good_here, bad_here = (first + np.flatnonzero(each[first:stop]) for each in (is_good, ~is_good))
             if not len(good_here):
                 some = self.bad[int(found[0])]
                 raise DataError(f"{some}; and no row near it is good: {len(bad_here)} bad rows one after another")
             taken = rows.copy()
             taken[is_bad] = good_here[np.searchsorted(bad_here, found) * len(good_here) // len(bad_here)]
-        block = self.samples.take(np.searchsorted(good, taken))
+        block = self.samples.take(np.cumsum(is_good)[taken] - 1)
         return dataclasses.replace(block, bad=tuple(self.bad[row] for row in found.tolist()))
 
 

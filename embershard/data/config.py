@@ -306,7 +306,9 @@ class TableConfig:
     """Cells of text files that are missing values."""
     max_bag_size: OfTraining[int] = 10_000
     """Most values of a bag. A row with a larger one is not a sample."""
-    files: AsFiles[tuple[str, ...]] = ("*.parquet", "*.csv", "*.tsv", "*.txt", "*.csv.gz", "*.tsv.gz", "*.txt.gz")
+    files: AsFiles[tuple[str, ...]] = (
+        *("*.parquet", "*.csv", "*.tsv", "*.txt", "*.csv.gz", "*.tsv.gz", "*.txt.gz", "*.inter"),
+    )
     """Shell patterns of the names of data files, where `path` is a folder."""
 
     def __post_init__(self) -> None:

@@ -7,10 +7,10 @@ other files joined to the rows.
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import ceil
+from functools import partial
+from math import ceil, floor, log10
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from embershard.data.sources.table.survey import ColumnSurvey
     from embershard.data.sources.table.whole_columns import WholeColumns
+    from embershard.launch.data.skipped import SkippedRows
     from embershard.launch.data.suggest import LabelSuggestion, Suggestion
 
 
@@ -35,6 +36,7 @@ INSPECT_HELP = """Look at the columns of CSV, TSV or Parquet files, and write a 
   embershard train --config run.toml
   embershard data inspect ratings.txt --columns user,item,rating,time --label rating
 """
+_HELD_OUT, _MOST_BAD = 0.1, 0.9
 _BATCHES_IN_FLIGHT = 3  # look_ahead.prefetch batches, and the one that trains
 _LEAST_RATIO = 0.05  # the default of cache.ratio
 _LEAST_BATCH, _MOST_BATCH, _STEPS_OF_AN_EPOCH = 16, 1024, 64
@@ -51,6 +53,14 @@ def add_inspect(actions: Any) -> None:
     action.add_argument("-o", dest="output", type=Path, metavar="FILE", help="TOML file for the settings")
     action.add_argument(
         "--label", action=_OneLabel, metavar="NAME", help="column to predict (default: the one that looks like it)"
+    )
+    action.add_argument(
+        "--feature",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a column of 0 and 1 that is known before the label: others may be results, and are left out; may be "
+        "repeated",
     )
     add_form(action)
     action.set_defaults(run=inspect)
@@ -82,7 +92,10 @@ def inspect(arguments: argparse.Namespace) -> int:
     if output is not None:
         check_new_output(output)
     files = columns_of_files(arguments.data, arguments)
-    columns, num_bad = survey_files(files)
+    columns, bad_lines = survey_files(files)
+    num_bad = len(bad_lines)
+    if unknown := [name for name in arguments.feature if name not in columns]:
+        raise ConfigError(f"--feature: got {unknown[0]!r}; there are {', '.join(columns)}.")
     label = None
     if output is not None or arguments.label is not None:
         label = suggest_label(columns, arguments.label)
@@ -90,20 +103,26 @@ def inspect(arguments: argparse.Namespace) -> int:
     taken = set() if label is None else {label.column}
     for name, column in columns.items():
         if label is None or name != label.column:
-            suggested.append(suggest_features(column, taken))
+            suggested.append(suggest_features(column, taken, arguments.feature))
             taken.update(suggested[-1].features)
     _show(columns, num_bad)
     if output is not None and label is not None:
-        num_rows = next(iter(columns.values())).rows
-        if not any(each["kind"] == "sparse" for suggestion in suggested for each in suggestion.features.values()):
+        used = [each for each in suggested if not each.may_be_result]
+        if left_out := [each.column for each in suggested if each.may_be_result]:
+            say(
+                plain_console(),
+                f"{', '.join(left_out)}: left out, since columns of 0 and 1 may be results, which are not known before "
+                f"the label. To use one that is: --feature {left_out[0]}",
+            )
+        if not any(each["kind"] == "sparse" for suggestion in used for each in suggestion.features.values()):
             raise ConfigError(f"{arguments.data}: no column is a category, and a model needs one: text, or ids.")
-        output.write_text(_settings(arguments.data, files[0], label, suggested, num_rows), encoding="utf-8")
+        output.write_text(_settings(arguments.data, files[0], label, suggested, columns, num_bad), encoding="utf-8")
         say(plain_console(), f"Settings are in {output}. Check the label, then: embershard train --config {output}")
     return 0
 
 
-def survey_files(files: list[WholeColumns]) -> tuple[dict[str, ColumnSurvey], int]:
-    """Return what the columns of all files hold, and the number of lines that are no rows.
+def survey_files(files: list[WholeColumns]) -> tuple[dict[str, ColumnSurvey], list[str]]:
+    """Return what the columns of all files hold, and the lines that are no rows, each as a sentence.
 
     Raises:
         DataError: a file cannot be read, or has other columns than the first; or no file has a row.
@@ -117,24 +136,27 @@ def survey_files(files: list[WholeColumns]) -> tuple[dict[str, ColumnSurvey], in
                 f"{file.file.path} has the columns {', '.join(map(str, other))[:300]}; needed those of "
                 f"{files[0].file.path}: {', '.join(map(str, schema))[:300]}"
             )
-    bad: Counter[str] = Counter()
+    bad: list[str] = []
 
-    def skip(row: Any) -> str:
-        bad["lines"] += 1
+    def batches() -> Iterator[pa.RecordBatch]:
+        for file in files:
+            yield from file.batches(on_bad=partial(skip, file.file.path))
+
+    def skip(path: Path, row: Any) -> str:
+        bad.append(f"{path}:{row.number} has {row.actual_columns} columns; needed {row.expected_columns}")
         return "skip"
 
-    batches = (batch for file in files for batch in file.batches(on_bad=skip))
-    columns = survey(schema, batches)
+    columns = survey(schema, batches(), has_null_values=files[0].is_text)
     if not next(iter(columns.values())).rows:
         behind = "" if files[0].form.columns else " behind its header"
         raise DataError(f"{files[0].file.path}: no row{behind}; needed at least one")
-    return columns, bad["lines"]
+    return columns, bad
 
 
 def _show(columns: dict[str, ColumnSurvey], num_bad: int) -> None:
     from embershard.data.sources.table.raw import is_text, is_time
     from embershard.data.sources.table.survey import SECONDS_PER_DAY
-    from embershard.launch.data.suggest import day_of, distinct_values
+    from embershard.launch.data.suggest import day_of, distinct_values, others_of
 
     first = next(iter(columns.values()))
     table = make_table(
@@ -150,13 +172,29 @@ def _show(columns: dict[str, ColumnSurvey], num_bad: int) -> None:
             shown.append(f"{numbers.std / SECONDS_PER_DAY:.1f} days")
         table.add_row(name, column.title, distinct_values(column), f"{column.missing:,}", f"{column.most:,}", *shown)
     wide_console().print(table)
+    for name, column in columns.items():
+        if others := others_of(column):
+            say(plain_console(), f"{name}: {others}")
     if num_bad:
         say(plain_console(), f"{num_bad:,} lines have not as many cells as there are columns (data.bad_rows).")
 
 
 def _settings(
-    data: Path, form: WholeColumns, label: LabelSuggestion, suggested: list[Suggestion], num_rows: int
+    data: Path,
+    form: WholeColumns,
+    label: LabelSuggestion,
+    suggested: list[Suggestion],
+    columns: dict[str, ColumnSurvey],
+    num_bad: int,
 ) -> str:
+    from embershard.launch.data.suggest import num_bad_labels
+
+    num_rows, used = columns[label.column].rows, [each for each in suggested if not each.may_be_result]
+    read = [columns[each.column] for each in used if each.features]
+    num_bad += sum(each.num_bad for each in read) + num_bad_labels(columns[label.column])
+    null_values = [*form.form.null_values]
+    for column in (columns[label.column], *read):
+        null_values += [word for word in column.null_cells if word not in null_values]
     lines = [
         f"# Written by embershard data inspect: {num_rows:,} rows. Check the label and the features. Then:",
         "#   embershard train --config FILE",
@@ -164,7 +202,8 @@ def _settings(
         "[data]",
         'kind = "table"',
         f"path = {toml(str(data.absolute()))}",
-        "eval_fraction = 0.1    # the last tenth of every file is held out",
+        f"eval_fraction = {_HELD_OUT:g}    # the last tenth of every file is held out",
+        *([] if not num_bad else [_bad_rows(num_bad, num_rows)]),
         "",
         "[data.table]",
         f"label = {toml(label.column)}    # {label.why}",
@@ -181,14 +220,23 @@ def _settings(
             lines.append(f"# {threshold}")
     if form.is_text:
         lines.append(f"separator = {toml(form.form.separator)}")
-        given = {"columns": form.form.columns, "null_values": form.form.null_values, "quoted": form.form.quoted}
+        given = {"columns": form.form.columns, "null_values": tuple(null_values), "quoted": form.form.quoted}
         defaults = {"columns": (), "null_values": ("",), "quoted": True}
         lines += [f"{name} = {toml(value)}" for name, value in given.items() if value != defaults[name]]
     lines += ["", "[data.table.features]"]
     for suggestion in suggested:
         lines.append(f"# {' '.join(suggestion.column.split())}: {suggestion.why}")  # a name may have several lines
-        lines += [f"{toml_key(name)} = {toml(settings)}" for name, settings in suggestion.features.items()]
-    return "\n".join([*lines, *_of_the_model(suggested, num_rows)])
+        sign = "# " if suggestion.may_be_result else ""
+        lines += [f"{sign}{toml_key(name)} = {toml(settings)}" for name, settings in suggestion.features.items()]
+    return "\n".join([*lines, *_of_the_model(used, num_rows)])
+
+
+def _bad_rows(num_bad: int, num_rows: int) -> str:
+    """Return the setting that allows these bad rows, even if all of them are among those held out."""
+    share = min(num_bad / (_HELD_OUT * max(num_rows, 1)), _MOST_BAD)
+    digits = -floor(log10(share))
+    allowed = min(ceil(share * 10**digits - 1e-9) / 10**digits, _MOST_BAD)
+    return f"bad_rows = {allowed:g}    # up to {num_bad:,} of the rows are bad; all of them may be held out"
 
 
 def _of_the_model(suggested: list[Suggestion], num_rows: int) -> list[str]:
@@ -253,8 +301,22 @@ def add_convert(actions: Any) -> None:
     action.add_argument(
         "--rows", type=positive, default=_GROUP_ROWS, metavar="N", help="rows of a row group (default: %(default)s)"
     )
+    action.add_argument(
+        "--bad-rows",
+        type=_stop_or_share,
+        default="stop",
+        metavar="stop|SHARE",
+        help="leave rows out, up to this share, that are none or have a cell of another type, and list them in "
+        "FILE.bad_rows.jsonl (default: %(default)s)",
+    )
     add_form(action)
     action.set_defaults(run=convert)
+
+
+def _stop_or_share(text: str) -> str | float:
+    if text == "stop" or 0 < float(text) < 1:
+        return text if text == "stop" else float(text)
+    raise argparse.ArgumentTypeError(f'got {text}; needed "stop", or a share in (0, 1), for instance 0.001')
 
 
 def convert(arguments: argparse.Namespace) -> int:
@@ -266,21 +328,28 @@ def convert(arguments: argparse.Namespace) -> int:
     """
     import pyarrow.parquet as pq
 
+    from embershard.launch.data.skipped import SkippedRows
+
     output: Path = arguments.output
     check_new_output(output)
     files = columns_of_files(arguments.data, arguments)
-    types = _types_of(files)
+    stops = arguments.bad_rows == "stop"
+    types = _types_of(files, stops=stops)
+    skipped = SkippedRows(output.with_name(output.name + ".bad_rows.jsonl"), 0 if stops else arguments.bad_rows)
     joined = [Joined.read(text, arguments) for text in arguments.join]
     num_rows, writer = 0, None
-    with whole_file(output) as partial:
-        for table in _groups(_joined_batches(files, types, joined), arguments.rows):
+    with whole_file(output) as unfinished:
+        for table in _groups(_joined_batches(files, types, joined, None if stops else skipped), arguments.rows):
             if writer is None:
-                writer = pq.ParquetWriter(partial, table.schema, write_page_checksum=True)
+                writer = pq.ParquetWriter(unfinished, table.schema, write_page_checksum=True)
             writer.write_table(table, row_group_size=arguments.rows)
             num_rows += table.num_rows
+        skipped.finish()
         if writer is None:
             raise DataError(f"{arguments.data}: no row in it")
         writer.close()
+    if skipped.num_bad:
+        say(plain_console(), f"{skipped.num_bad:,} bad rows were left out; they are listed in {skipped.path}.")
     lacking = (f"{each.num_lacking:,} rows have no {each.key} in {each.path}." for each in joined if each.num_lacking)
     say(plain_console(), f"{num_rows:,} rows with {len(writer.schema)} columns are in {output}.", *lacking)
     say(plain_console(), f"Next: embershard data inspect {output} -o run.toml")
@@ -308,13 +377,15 @@ class Joined:
         """Read the file of `--join FILE[:NAME,...]`."""
         import pyarrow as pa
 
+        from embershard.data.sources.table.whole_columns import without_types
+
         path, colon, names = text.rpartition(":")
         if not colon or Path(text).exists():
             path, names = text, ""
         files = columns_of_files(Path(path), arguments, names or None, is_joined=True)
         types = _types_of(files)
         batches = [batch for file in files for batch in file.batches(types)]
-        return Joined(Path(path), pa.Table.from_batches(batches))
+        return Joined(Path(path), without_types(pa.Table.from_batches(batches)))
 
     def add_to(self, rows: pa.Table) -> pa.Table:
         """Return the rows with the columns of the file.
@@ -356,23 +427,36 @@ class Joined:
             raise DataError(f"{self.path}: {self.key}={value!r} is in {most} rows; needed each value once")
 
 
-def _types_of(files: list[WholeColumns]) -> dict[str, pa.DataType]:
-    """Return the types of the columns of text files: integers, numbers or times where all cells are; else texts."""
-    from embershard.launch.data.columns import survey_files
+def _types_of(files: list[WholeColumns], *, stops: bool = True) -> dict[str, pa.DataType]:
+    """Return the types of the columns of text files: integers, numbers or times where all cells are, or where bad rows
+    do not stop, nearly all; else texts.
+
+    Raises:
+        DataError: a line has not as many cells as there are columns, and bad rows stop.
+    """
+    import pyarrow as pa
 
     if not files[0].is_text:
         return {}
-    return {name: column.inner for name, column in survey_files(files)[0].items()}
+    columns, bad_lines = survey_files(files)
+    if bad_lines and stops:
+        share = ceil(1e4 * len(bad_lines) / next(iter(columns.values())).rows) / 1e4
+        raise DataError(f"{bad_lines[0]}. To leave such lines out, and list them: --bad-rows {share:g}")
+    is_text = {name for name, each in columns.items() if each.declared not in ("", "float")}
+    exact = {name: each.exact if stops or each.null_cells else each.inner for name, each in columns.items()}
+    return {name: pa.string() if name in is_text else kind for name, kind in exact.items()}
 
 
 def _joined_batches(
-    files: list[WholeColumns], types: dict[str, pa.DataType], joined: list[Joined]
+    files: list[WholeColumns], types: dict[str, pa.DataType], joined: list[Joined], skipped: SkippedRows | None
 ) -> Iterator[pa.Table]:
     import pyarrow as pa
 
+    from embershard.data.sources.table.whole_columns import without_types
+
     for file in files:
-        for batch in file.batches(types):
-            table = pa.Table.from_batches([batch])
+        for batch in file.batches(types) if skipped is None or not file.is_text else skipped.batches(file, types):
+            table = without_types(pa.Table.from_batches([batch]))
             for other in joined:
                 table = other.add_to(table)
             yield table

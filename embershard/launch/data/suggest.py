@@ -12,10 +12,17 @@ from typing import Any
 import numpy as np
 from pyarrow import types
 
+from embershard.data.block import short
 from embershard.data.config import TIME_ROWS
 from embershard.data.sources.table.decode import MOST_BYTES
-from embershard.data.sources.table.raw import is_list, is_text, is_time
-from embershard.data.sources.table.survey import SECONDS_PER_DAY, ColumnSurvey, DistinctCount, NumberSummary
+from embershard.data.sources.table.raw import is_list, is_text, is_time, typed_name
+from embershard.data.sources.table.survey import (
+    MOST_OTHERS,
+    SECONDS_PER_DAY,
+    ColumnSurvey,
+    DistinctCount,
+    NumberSummary,
+)
 from embershard.errors import ConfigError
 
 _LABELS = ("label", "click", "clicked", "is_click", "target", "converted", "conversion", "purchase", "y", "rating")
@@ -38,6 +45,7 @@ _SKEWED = 5.0  # standard deviations from the mean to the largest number
 _QUANTILE_PARTS = 16
 _PARTS_SHARE = 0.05
 _DIGITS = 6
+_SHOWN_OTHERS = 3
 _UNIQUE = "nearly every row has another value"
 #: Settings of features, by their names.
 _Features = dict[str, dict[str, Any]]
@@ -51,12 +59,14 @@ class Suggestion:
         features: settings of each feature, by its name; none where the column is left out.
         why: what the column holds, and what follows from it.
         lookups: rows that a sample looks up, at most.
+        may_be_result: it has 0 and 1 only: `features` are what it would be, and it is left out.
     """
 
     column: str
     features: _Features
     why: str
     lookups: int
+    may_be_result: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,17 +95,16 @@ def suggest_label(columns: Mapping[str, ColumnSurvey], wanted: str | None) -> La
     numeric = {name: each for name, each in numeric.items() if not is_text(each.inner) and not is_time(each.inner)}
     binary = [name for name, each in numeric.items() if (each.numbers.least, each.numbers.largest) == (0, 1)]
     binary = [name for name in binary if numeric[name].numbers.are_whole]
-    named = [each for name in _LABELS for each in numeric if each.lower() == name]
+    named = [each for name in _LABELS for each in numeric if typed_name(each)[0].lower() == name]
     found = wanted or next(iter(named or (binary if len(binary) == 1 else [])), None)
     if found is None or found not in numeric:
         what = "no column looks like a label" if found is None else f"{found!r} is no column of numbers"
         some = ", ".join(list(numeric)[:20]) or "none"
-        hints = "".join(f" {each.name}: {hint}." for each in columns.values() if (hint := _hint(each)))
-        raise ConfigError(f"--label: {what}. Name the column to predict; columns of numbers: {some}.{hints}")
+        raise ConfigError(f"--label: {what}. Name the column to predict; columns of numbers: {some}.")
     numbers = numeric[found].numbers
     said = f"{numeric[found].inner}, {numbers.least:g} to {numbers.largest:g}, mean {numbers.mean:.4g}"
-    if no_label := numeric[found].missing + numeric[found].refused:
-        said += f"; {no_label:,} rows have no finite number: the run stops at them, unless data.bad_rows allows them"
+    if no_label := num_bad_labels(numeric[found]):
+        said += f"; {no_label:,} rows have no finite number, and are bad rows"
     if found in binary:
         return LabelSuggestion(found, None, None, said)
     middle = (numbers.least + numbers.largest) / 2
@@ -105,9 +114,27 @@ def suggest_label(columns: Mapping[str, ColumnSurvey], wanted: str | None) -> La
     return LabelSuggestion(found, least, _rounded(numbers.mean) if has_many else None, why)
 
 
-def suggest_features(column: ColumnSurvey, taken: Container[str]) -> Suggestion:
-    """Return how to use a column; `taken` are names that its features must not have."""
-    plain = _feature_name(column.name)
+def num_bad_labels(column: ColumnSurvey) -> int:
+    """Return the rows that are bad with this column as the label."""
+    return column.missing + column.null_cells.total() + column.num_bad
+
+
+def others_of(column: ColumnSurvey) -> str:
+    """Say how many of a column's texts are of its type, and what the others are; or ""."""
+    if not column.odd_cells:
+        return ""
+    kind = "times" if is_time(column.inner) else "integers" if types.is_integer(column.inner) else "numbers"
+    present = column.present - column.null_cells.total()
+    share = min(floor(1e4 * (1 - column.odd_cells.total() / present)) / 1e2, 99.99)
+    some = column.odd_cells.most_common(_SHOWN_OTHERS)
+    shown = ", ".join(f"{short(text)} ({count:,})" for text, count in some)
+    return f"{share:g} % are {kind}; others: {shown}{', ...' if len(some) < len(column.odd_cells) else ''}"
+
+
+def suggest_features(column: ColumnSurvey, taken: Container[str], wanted: Container[str] = ()) -> Suggestion:
+    """Return how to use a column; `taken` are names that its features must not have, `wanted` columns that are no
+    results although they hold 0 and 1."""
+    plain = _feature_name(typed_name(column.name)[0])
     found, why, lookups = _features(plain, column)
     endings = {each.removeprefix(plain): settings for each, settings in found.items()}
     names = (plain if number == 1 else f"{plain}_{number}" for number in count(1))
@@ -117,7 +144,20 @@ def suggest_features(column: ColumnSurvey, taken: Container[str]) -> Suggestion:
         if name != column.name:
             settings["column"] = column.name
     said = f"{column.title}; {distinct_values(column)} distinct, {column.missing:,} missing"
+    for more in (others_of(column), ", ".join(f"{n:,} say {word}" for word, n in column.null_cells.items())):
+        said += f"; {more}" if more else ""
+    may_be_result = (
+        column.name not in wanted and _is_flag(column) and all(v["kind"] == "dense" for v in features.values())
+    )
+    if features and may_be_result:
+        why = "left out: 0 and 1 only, as a result has. If it is known before the label: take the # away"
+        return Suggestion(column.name, features, f"{said}; {why}", 0, may_be_result=True)
     return Suggestion(column.name, features, f"{said}; {why if features else f'left out: {why}'}", lookups)
+
+
+def _is_flag(column: ColumnSurvey) -> bool:
+    numbers = column.numbers
+    return bool(numbers.count) and numbers.least >= 0 and numbers.largest <= 1 and numbers.are_whole
 
 
 def _features(name: str, column: ColumnSurvey) -> tuple[_Features, str, int]:
@@ -135,6 +175,10 @@ def _features(name: str, column: ColumnSurvey) -> tuple[_Features, str, int]:
         return {}, "it has no values", 0
     if column.values.estimate == 1 and not column.missing and not column.parts:
         return {}, "it has one value in all rows", 0
+    if column.declared == "float_seq":
+        return {}, "no feature is made of lists of numbers", 0
+    if column.declared == "token" and not types.is_integer(inner):
+        return _text(name, column)
     is_whole_number = types.is_integer(inner) and not is_list(column.type)
     if is_whole_number and bool(words & _TIME_WORDS) and _are_within(numbers, _EPOCH_SECONDS):
         return _time(name, column)
@@ -144,7 +188,8 @@ def _features(name: str, column: ColumnSurvey) -> tuple[_Features, str, int]:
         return _text(name, column)
     is_number = types.is_integer(inner) or types.is_floating(inner) or types.is_decimal(inner)
     is_long = types.is_integer(inner) and max(abs(numbers.least), abs(numbers.largest)) >= _LEAST_LONG
-    is_named = bool(words & _ID_WORDS) or is_list(column.type)
+    is_named = bool(words & _ID_WORDS) or is_list(column.type) or column.declared == "token"
+    is_named = is_named and column.declared != "float"
     if is_number and numbers.are_whole and (is_named or is_long):
         return _ids(name, column)
     if is_list(column.type):
@@ -160,9 +205,11 @@ def _features(name: str, column: ColumnSurvey) -> tuple[_Features, str, int]:
 def _refused(column: ColumnSurvey) -> str:
     """Say which of a column's values training would refuse, and what to do; or ""."""
     remedy = "the run would stop at these rows. Mend them, or make them missing (in text files: --null CELL)"
-    if column.refused and not is_text(column.inner):
+    if column.num_bad <= MOST_OTHERS * column.present:
+        return ""
+    if column.num_refused and not is_text(column.inner):
         what = "times after 5138-11-16 or long before 1970" if is_time(column.inner) else "infinite or above 3.4e38"
-        return f"{column.refused:,} of its values are {what}: {remedy}"
+        return f"{column.num_refused:,} of its values are {what}: {remedy}"
     long = column.too_long[""]
     if long and is_text(column.inner) and _parts(column) is None:
         return f"{long:,} of its values are longer than {MOST_BYTES:,} bytes, too long to be told apart: {remedy}"
@@ -218,17 +265,7 @@ def _text(name: str, column: ColumnSurvey) -> tuple[_Features, str, int]:
     if _is_unique(column):
         return {}, _UNIQUE, 0
     settings, why = _category("text", column.values, None)
-    hint = _hint(column)
-    return {name: settings}, f"{hint + '; ' if hint else ''}{_bag(column)}{why}", column.most
-
-
-def _hint(column: ColumnSurvey) -> str:
-    """Say how texts that are numbers, bools or times, but for words as `NaN`, become that; or ""."""
-    if not column.missing_words:
-        return ""
-    words = column.missing_words
-    options = " ".join(f"--null {word}" for word in words)
-    return f"text, since {sum(words.values()):,} of its cells say {next(iter(words))}; {options} makes them missing"
+    return {name: settings}, f"{_bag(column)}{why}", column.most
 
 
 def _ids(name: str, column: ColumnSurvey) -> tuple[_Features, str, int]:
@@ -310,7 +347,8 @@ def _parts(column: ColumnSurvey) -> tuple[str, DistinctCount, int] | None:
     """Return the separator of the values in a column's cells, those values, and the most in a cell."""
     for separator, (distinct, cells, most) in column.parts.items():
         cells_differ = distinct.estimate < column.values.estimate + column.too_long[""]
-        if cells >= _PARTS_SHARE * column.present and cells_differ and not column.too_long[separator]:
+        is_declared = column.declared == "token_seq"
+        if is_declared or (cells >= _PARTS_SHARE * column.present and cells_differ and not column.too_long[separator]):
             return separator, distinct, most
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import shlex
 from dataclasses import replace
@@ -87,7 +88,7 @@ def clicks(num_rows: int = 600) -> pa.Table:
 
 def test_a_parquet_file_of_texts_lists_and_nulls_becomes_scores(folder, one_rank_here):
     pq.write_table(clicks(), "clicks.parquet", row_group_size=128, write_page_checksum=True)
-    assert cli.main(["data", "inspect", "clicks.parquet", "-o", "run.toml"]) == 0
+    assert cli.main(["data", "inspect", "clicks.parquet", "--feature", "is.new", "-o", "run.toml"]) == 0
     config = load_config(RunConfig, Path("run.toml"))
     features = config.data.table.features
     assert list(features) == ["city", "tags", "seen", "price", "at_hour", "at_weekday", "is_new", "request"]
@@ -231,15 +232,39 @@ def test_inspect_names_words_for_missing_values_and_bools(folder, capsys):
     assert cli.main(["data", "inspect", "a.csv", "-o", "run.toml"]) == 0
     written = Path("run.toml").read_text()
     assert 'label = "label"    # bool, 0 to 1' in written
-    assert "# x: string; 3 distinct, 0 missing; text, since 1 of its cells say NaN; --null NaN makes them" in written
-    assert written.count("--null") == 1, "NA is a text among texts"
+    assert 'null_values = ["", "NaN"]' in written, "NA is a text among texts"
+    assert "# x: double in text; 3 distinct, 0 missing; 1 say NaN; " in written
+    assert load_config(RunConfig, Path("run.toml")).data.table.features["x"].scale == "standardize"
+    assert cli.main(["train", "--config", "run.toml", "--dry-run"]) == 0
     assert cli.main(["data", "inspect", "a.csv", "--null", "NaN", "-o", "with.toml"]) == 0
     assert load_config(RunConfig, Path("with.toml")).data.table.features["x"].scale == "standardize"
-    assert cli.main(["train", "--config", "with.toml", "--dry-run"]) == 0
-    capsys.readouterr()
-    Path("a.csv").write_text("click,user\nNaN,a\n1,b\n")
-    assert cli.main(["data", "inspect", "a.csv", "-o", "other.toml"]) == 2
-    assert "click: text, since 1 of its cells say NaN; --null NaN makes" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(("num_free", "is_number"), [(6, True), (8, False)])
+def test_few_bad_cells_leave_a_column_its_type(folder, capsys, num_free, is_number):
+    """At most 1 % are bad rows, and the settings allow them; more make a text of the column."""
+    rows = [
+        [n % 2, f"{n % 100 / 8:.2f}", f"2024-01-{n % 28 + 1:02} 10:00:{n % 60:02}", n % 7, int(n % 3 == 0)]
+        for n in range(1000)
+    ]
+    for n in range(num_free):
+        rows[90 + n][1] = "free"
+    for n in range(4):
+        rows[960 + n][1], rows[980 + n][2] = '"12,50"', "yesterday"
+    text = ["clicked,price,at,user,purchased", *(",".join(map(str, row)) for row in rows), "1,2"]
+    Path("a.csv").write_text("\n".join(text))
+    assert cli.main(["data", "inspect", "a.csv", "-o", "run.toml"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "at: 99.6 % are times; others: 'yesterday' (4)" in said
+    assert ("price: 99 % are numbers; others: 'free' (6), '12,50' (4)" in said) == is_number
+    assert "purchased: left out, since columns of 0 and 1 may be results" in said
+    table = load_config(RunConfig, Path("run.toml")).data.table
+    assert list(table.features) == ["price", "at_hour", "at_weekday", "user"]
+    assert (table.features["price"].kind == "dense") == is_number
+    assert "\n# purchased = {kind = " in Path("run.toml").read_text()
+    assert cli.main(["data", "validate", "--config", "run.toml"]) == 0, "all 9 are held out"
+    assert cli.main(["data", "inspect", "a.csv", "--feature", "purchased", "-o", "with.toml"]) == 0
+    assert "purchased" in load_config(RunConfig, Path("with.toml")).data.table.features
 
 
 @pytest.mark.parametrize(
@@ -357,3 +382,59 @@ def test_samples_of_a_program_become_a_file(folder):
         with pytest.raises(DataError, match=said):
             write_samples(wrong, "b.parquet", group_rows=1)
         assert not Path("b.parquet").exists()
+
+
+def test_convert_leaves_bad_rows_out_and_lists_them(folder, capsys):
+    lines = [f'{n % 2},{n / 4},"u{n}\nv"' for n in range(1000)]
+    lines[3], lines[500], lines[501] = "1,2", '0,free,"x"', "1"
+    Path("a.csv").write_text("\n".join(["label,price,user", *lines]))
+    assert cli.main(["data", "convert", "a.csv", "-o", "a.parquet"]) == 2
+    assert (
+        "a.csv:5 has 2 columns; needed 3. To leave such lines out, and list them: --bad-rows" in capsys.readouterr().err
+    )
+    assert cli.main(["data", "convert", "a.csv", "--bad-rows", "0.001", "-o", "a.parquet"]) == 2
+    assert "3 of 1,000 rows are bad, --bad-rows 0.001 allows 0.100%: a.csv:5 has 2 columns" in capsys.readouterr().err
+    assert not Path("a.parquet").exists()
+    assert cli.main(["data", "convert", "a.csv", "--bad-rows", "0.01", "-o", "a.parquet"]) == 0
+    found = pq.read_table("a.parquet")
+    assert found["price"].to_pylist() == [n / 4 for n in range(1000) if n not in (3, 500, 501)]
+    listed = [json.loads(line) for line in Path("a.parquet.bad_rows.jsonl").read_text().splitlines()]
+    assert sorted(each["row"] for each in listed) == [5, 502, 503]
+    assert {
+        "file": "a.csv",
+        "row": 502,
+        "column": "price",
+        "problem": "price='free': needed double, or nothing",
+    } in listed
+
+
+def test_atomic_files_of_recbole_train_as_they_are(folder):
+    """Types are in the header, sequences have spaces between; the folder has files of other columns, too."""
+    Path("ml").mkdir()
+    rows = [f"{n % 50}\ti{n % 70}\t{1 + n % 5}\t{881250949 + 997 * n}\t{('a', 'a b', '')[n % 3]}" for n in range(400)]
+    header = "user_id:token\titem_id:token\trating:float\ttimestamp:float\ttags:token_seq"
+    Path("ml/ml.inter").write_text("\n".join([header, *rows]))
+    Path("ml/ml.user").write_text("user_id:token\tage:token\n" + "".join(f"{n}\t{20 + n}\n" for n in range(50)))
+    Path("ml/ml.item").write_text(
+        "item_id:token\tclass:token_seq\tvector:float_seq\n" + "".join(f"i{n}\tWar Drama\t0.5 {n}\n" for n in range(70))
+    )
+    assert cli.main(["data", "inspect", "ml", "-o", "run.toml"]) == 0
+    assert cli.main(["train", "--config", "run.toml", "--dry-run"]) == 0
+    data = load_config(RunConfig, Path("run.toml")).data
+    names = ["user_id", "item_id", "timestamp_hour", "timestamp_weekday", "tags"]
+    assert (data.table.label, list(data.table.features)) == ("rating:float", names)
+    parsed = open_source(data).parse(0)
+    assert not parsed.bad
+    assert parsed.samples.num_samples == 400
+    assert np.asarray(parsed.samples.lengths)[4].tolist() == [(1, 2, 1)[n % 3] for n in range(400)]
+    joins = ["--join", "ml/ml.user", "--join", "ml/ml.item"]
+    assert cli.main(["data", "convert", "ml", *joins, "-o", "all.parquet"]) == 0
+    found = pq.read_table("all.parquet")
+    assert found.column_names == ["user_id", "item_id", "rating", "timestamp", "tags", "age", "class", "vector"]
+    assert (found["age"][3].as_py(), found["class"][0].as_py(), found["vector"][2].as_py()) == (
+        "23",
+        ["War", "Drama"],
+        [0.5, 2.0],
+    )
+    assert cli.main(["data", "inspect", "all.parquet", "-o", "all.toml"]) == 0
+    assert cli.main(["train", "--config", "all.toml", "--dry-run"]) == 0

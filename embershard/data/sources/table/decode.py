@@ -6,7 +6,7 @@ What a value becomes does not depend on the file's format: of Parquet's 7, 7.0 a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,17 @@ from embershard.data.block import BadRow, short
 from embershard.data.config import TIME_ROWS, TableConfig, TableFeature
 from embershard.data.hashing import Ids, Words, cell_bytes, map_ids, text_keys
 from embershard.data.schema import Task
+from embershard.data.sources.table.cells import (
+    FLOATS,
+    INTEGER_WORDS,
+    INTEGERS,
+    SECONDS,
+    Flags,
+    Form,
+    are_dates,
+    read_cells,
+    seconds_since_1970,
+)
 from embershard.data.sources.table.raw import RawChunk, is_list, is_text, is_time
 from embershard.errors import DataError, IdOutOfRangeError
 
@@ -31,7 +42,6 @@ _SECONDS_PER_DAY = _SECONDS_PER_HOUR * _HOURS_PER_DAY
 _WEEKDAY_OF_1970 = 3  # a Thursday; Monday is 0
 _MOST_SECONDS_IN_MICROS = 2.0**63 / 1e6
 _LARGEST_WHOLE = 2.0**63
-_PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6}
 _NEEDED_TIME = "needed a time as 2024-12-31 or 2024-12-31 23:59:59, seconds since 1970, or nothing"
 _NEEDED_EARLIER = (
     "is beyond the last time, 5138-11-16. If it stands for a missing time, name it in data.table.null_values (of text "
@@ -40,7 +50,6 @@ _NEEDED_EARLIER = (
 #: Texts, as regular expressions, that are a whole number with a point, and the text that stands for them.
 _WHOLE = {r"^-?(?:0\.0*|\.0+)$": "0", r"^(-?[1-9][0-9]*)\.0*$": r"\1"}
 _SAME = {b"True": b"true", b"TRUE": b"true", b"False": b"false", b"FALSE": b"false", b"-0": b"0"}
-Flags = NDArray[np.bool_]
 _NEEDED_LABEL = (
     'a label must be 0 or 1; data.kind = "table" takes other numbers, by label_at_least or task = "regression"'
 )
@@ -56,6 +65,7 @@ class ChunkDecoder:
 
     def __init__(self, chunk: RawChunk) -> None:
         self._chunk, self.bad = chunk, dict(chunk.bad)
+        self._seconds_of: dict[str, NDArray[np.float64]] = {}
 
     def _column(self, name: str) -> pa.Array:
         return self._chunk.table.column(name).combine_chunks()
@@ -66,7 +76,7 @@ class ChunkDecoder:
         is_of_times = is_time(column.type)
         if is_of_times:
             column = seconds_since_1970(column)
-        numbers = self._read(column, _floats, pa.float64(), name, "needed a number, or nothing")
+        numbers = self._read(column, FLOATS, name, "needed a number, or nothing")
         found: NDArray[np.float64] = numbers.to_numpy(zero_copy_only=False)
         if is_of_times:
             is_far = np.abs(found) >= _MOST_SECONDS_IN_MICROS
@@ -80,7 +90,7 @@ class ChunkDecoder:
         """Return a dense feature [n], scaled; `feature` is with its column."""
         name = str(feature.column)
         if feature.scale == "days":
-            numbers = self._seconds(self._column(name), name) / _SECONDS_PER_DAY
+            numbers = self._seconds(name) / _SECONDS_PER_DAY
         else:
             numbers = self.numbers(name)
         with np.errstate(over="ignore"):
@@ -98,7 +108,7 @@ class ChunkDecoder:
         name = str(feature.column)
         column = self._column(name)
         if feature.mapping in TIME_ROWS:
-            return self._times(column, feature), np.ones(len(column), np.int32)
+            return self._times(feature), np.ones(len(column), np.int32)
         if feature.separator is not None and is_text(column.type):
             column = pc.split_pattern(_decoded(column), feature.separator)
         if not is_list(column.type):
@@ -126,6 +136,8 @@ class ChunkDecoder:
     def _note_values(self, is_wrong: Flags, lengths: NDArray[np.int32], note: Callable[[int, int], None]) -> None:
         """Call `note(row, place)` for the first wrong value of each bag: `is_wrong` is of all bags' values."""
         wrong = np.flatnonzero(is_wrong)
+        if not len(wrong):
+            return
         owners = np.searchsorted(np.cumsum(lengths, dtype=np.int64), wrong, side="right")
         rows, firsts = np.unique(owners, return_index=True)
         for row, place in zip(rows.tolist(), wrong[firsts].tolist(), strict=True):
@@ -137,8 +149,8 @@ class ChunkDecoder:
             return self._text_rows(values, name, feature, lengths)
         values = _decoded(values)
         if is_text(values.type):
-            read = _int64 if feature.mapping == "none" else _integer_words
-            values = self._read(values, read, pa.int64(), name, "needed an integer, or nothing", lengths)
+            forms = INTEGERS if feature.mapping == "none" else INTEGER_WORDS
+            values = self._read(values, forms, name, "needed an integer, or nothing", lengths)
         num_rows = feature.table_rows
         raw = values.fill_null(0).to_numpy(zero_copy_only=False)
         if feature.mapping == "none":
@@ -175,9 +187,9 @@ class ChunkDecoder:
         rows[is_missing] = 0
         return rows
 
-    def _times(self, column: pa.Array, feature: TableFeature) -> Ids:
+    def _times(self, feature: TableFeature) -> Ids:
         """Return 1 + the hour, or the weekday (1: Monday) of times in UTC; 0 for a missing one."""
-        seconds = self._seconds(column, str(feature.column))
+        seconds = self._seconds(str(feature.column))
         is_missing = np.isnan(seconds)
         hours = np.floor(np.where(is_missing, 0, seconds)).astype(np.int64) // _SECONDS_PER_HOUR
         if feature.mapping == "hour":
@@ -186,18 +198,23 @@ class ChunkDecoder:
             rows = 1 + (hours // _HOURS_PER_DAY + _WEEKDAY_OF_1970) % _DAYS_PER_WEEK
         return np.where(is_missing, 0, rows)
 
-    def _seconds(self, column: pa.Array, name: str) -> NDArray[np.float64]:
+    def _seconds(self, name: str) -> NDArray[np.float64]:
         """Return times, seconds, or texts that are either, as seconds since 1970; NaN for a missing or a bad one."""
-        given = column = _decoded(column)
+        if name not in self._seconds_of:  # the hour and the weekday are of one column
+            self._seconds_of[name] = self._read_seconds(name)
+        return self._seconds_of[name]
+
+    def _read_seconds(self, name: str) -> NDArray[np.float64]:
+        given = column = _decoded(self._column(name))
         if is_text(column.type):
-            column = self._read(column, _text_seconds, pa.float64(), name, _NEEDED_TIME)
+            column = self._read(column, SECONDS, name, _NEEDED_TIME)
         is_number = types.is_integer(column.type)
         found = seconds_since_1970(column) if is_time(column.type) else column.cast(pa.float64(), safe=False)
         is_missing = found.is_null().to_numpy(zero_copy_only=False)
         seconds = found.fill_null(0).to_numpy(zero_copy_only=False)
         is_time_here = np.abs(seconds) < MOST_SECONDS  # milliseconds are not, and NaN is not
         if is_number:
-            is_time_here &= ~_are_dates(seconds)
+            is_time_here &= ~are_dates(seconds)
         for row in np.flatnonzero((seconds >= MOST_SECONDS) & np.isfinite(seconds)).tolist():
             cell = np.datetime64(int(seconds[row]), "s") if is_time(given.type) else _shown(given[row])
             self._note_row(row, name, f"{name}={cell}: {_NEEDED_EARLIER}")
@@ -207,31 +224,18 @@ class ChunkDecoder:
     def _read(
         self,
         column: pa.Array,
-        read: Callable[[pa.Array], pa.Array],
-        kind: pa.DataType,
+        forms: Sequence[Form],
         name: str,
         needed: str,
         lengths: NDArray[np.int32] | None = None,
     ) -> pa.Array:
-        """Return a column as `read` makes values of type `kind` of it; values of which it cannot are noted, and
-        missing."""
-        try:
-            return read(column)
-        except (pa.ArrowException, UnicodeDecodeError):
-            pass
-        good: list[Any] = []
-        is_wrong = np.zeros(len(column), np.bool_)
-        for place in range(len(column)):
-            try:
-                good.append(read(column[place : place + 1])[0].as_py())
-            except (pa.ArrowException, UnicodeDecodeError):
-                good.append(None)
-                is_wrong[place] = True
+        """Return the values of a column's cells; cells of none of the forms are noted, and missing."""
+        values, is_wrong = read_cells(column, forms)
         sizes = np.ones(len(column), np.int32) if lengths is None else lengths
         self._note_values(
             is_wrong, sizes, lambda row, at: self._note_row(row, name, f"{name}={_shown(column[at])}: {needed}")
         )
-        return pa.array(good, kind)
+        return values
 
 
 def text_words(values: pa.Array) -> tuple[Words, Ids, Flags]:
@@ -276,64 +280,6 @@ def _decoded(column: pa.Array) -> pa.Array:
     if is_text(column.type):
         column = pc.if_else(pc.equal(pc.binary_length(column), 0), pa.scalar(None, column.type), column)
     return column
-
-
-def seconds_since_1970(column: pa.Array) -> pa.Array:
-    """Return times as float64 seconds since 1970, with microseconds at most; no time is too far for that."""
-    if types.is_date32(column.type):
-        column = column.cast(pa.timestamp("s"))
-    unit = "ms" if types.is_date64(column.type) else column.type.unit
-    if unit == "ns":
-        column, unit = column.cast(pa.timestamp("us", column.type.tz), safe=False), "us"
-    return pc.divide(column.cast(pa.int64()).cast(pa.float64(), safe=False), _PER_SECOND[unit])
-
-
-def _are_dates(numbers: NDArray[np.float64]) -> Flags:
-    """Return [N] where a number's digits are a date, as 20241231: it is hardly meant as seconds (of August 1970)."""
-    with np.errstate(invalid="ignore"):
-        year, month, day = numbers // 10_000, numbers // 100 % 100, numbers % 100
-    return (year >= 1900) & (year < 2100) & (month >= 1) & (month <= 12) & (day >= 1) & (day <= 31)
-
-
-def _floats(column: pa.Array) -> pa.Array:
-    """Return numbers, or texts that are numbers or bools, as float64."""
-    try:
-        return column.cast(pa.float64(), safe=False)
-    except pa.ArrowInvalid:
-        return column.cast(pa.bool_()).cast(pa.float64())
-
-
-def _int64(column: pa.Array) -> pa.Array:
-    return column.cast(pa.int64())
-
-
-def _integer_words(column: pa.Array) -> pa.Array:
-    """Return texts that are integers of 64 bits, signed or not, as int64: of an unsigned one the same bits."""
-    try:
-        return _int64(column)
-    except pa.ArrowInvalid:
-        return column.cast(pa.uint64()).view(pa.int64())
-
-
-def _text_seconds(column: pa.Array) -> pa.Array:
-    """Return texts as float64 seconds since 1970: seconds, or times as ISO 8601 writes them.
-
-    Raises:
-        pa.ArrowException: a text is neither.
-    """
-    text = column.cast(pa.string())
-    try:
-        seconds = text.cast(pa.float64())
-        if _are_dates(seconds.to_numpy(zero_copy_only=False)).any():
-            raise pa.ArrowInvalid("a date in digits")
-        return seconds
-    except pa.ArrowInvalid:
-        pass
-    try:
-        return seconds_since_1970(text.cast(pa.timestamp("us")))
-    except pa.ArrowInvalid:
-        pass
-    return seconds_since_1970(text.cast(pa.timestamp("us", "UTC")))
 
 
 def _shown(value: pa.Scalar) -> str:

@@ -97,6 +97,16 @@ def check_types(path: Path, schema: pa.Schema, settings: TableConfig) -> None:
             raise DataError(f"{path}: column {column!r} is of type {kind}; needed {_needed(feature)}")
 
 
+def typed_name(name: str) -> tuple[str, str]:
+    """Return a column's name and the type in it, as RecBole's atomic files write it: "" where there is none.
+
+    >>> typed_name("tags:token_seq"), typed_name("tags")
+    (('tags', 'token_seq'), ('tags', ''))
+    """
+    plain, _, kind = name.rpartition(":")
+    return (plain, kind) if plain and kind in ("token", "float", "token_seq", "float_seq") else (name, "")
+
+
 def is_list(kind: pa.DataType) -> bool:
     """Return True for lists of any kind."""
     return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)

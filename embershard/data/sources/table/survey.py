@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import methodcaller
 
 import numpy as np
 import pyarrow as pa
@@ -13,8 +14,9 @@ from numpy.typing import NDArray
 from pyarrow import types
 
 from embershard.data.hashing import Words, mix64
-from embershard.data.sources.table.decode import MOST_BYTES, MOST_SECONDS, seconds_since_1970, text_words
-from embershard.data.sources.table.raw import is_list, is_text, is_time
+from embershard.data.sources.table.cells import INTEGER_WORDS, Form, read_cells, seconds_since_1970
+from embershard.data.sources.table.decode import MOST_BYTES, MOST_SECONDS, text_words
+from embershard.data.sources.table.raw import is_list, is_text, is_time, typed_name
 
 #: Hashes that are kept of each column. The estimate of distinct values is exact up to so many, then within 3 %.
 KEPT_HASHES = 4096
@@ -28,7 +30,26 @@ _ZONED_TIME = r"^\d{4}-\d\d-\d\d[ T]\d\d:\d\d(:\d\d(\.\d{1,6})?)?(Z|[-+]\d\d(:?\
 _BOOL = r"^(true|True|TRUE|false|False|FALSE)$"
 _SEPARATORS = ("|", ";")
 #: What other programs write for a missing value.
-_MISSING_WORDS = ["NaN", "nan", "NA", "N/A", "n/a", "null", "NULL", "None"]
+_MISSING_WORDS = [
+    "NaN",
+    "nan",
+    "NA",
+    "<NA>",
+    "N/A",
+    "n/a",
+    "#N/A",
+    "null",
+    "NULL",
+    "Null",
+    "None",
+    "none",
+    "\\N",
+    "-",
+    "?",
+]
+#: Share of a column's cells that may be none of the type that all others are: these make bad rows.
+MOST_OTHERS = 0.01
+_KEPT_OTHERS = 1000  # distinct ones of a column, by type
 #: Types that texts may have, the first that fits: "unsigned" are integers that int64 does not hold.
 _TYPES = {
     "integer": pa.int64(),
@@ -38,13 +59,16 @@ _TYPES = {
     "time": pa.timestamp("us"),
     "zoned": pa.timestamp("us", "UTC"),
 }
-_PATTERNS = (
-    ({"integer", "unsigned"}, _INTEGER),
-    ({"number"}, _NUMBER),
-    ({"bool"}, _BOOL),
-    ({"time"}, _TIME),
-    ({"zoned"}, _ZONED_TIME),
-)
+_PATTERNS = {
+    "integer": _INTEGER,
+    "unsigned": _INTEGER,
+    "number": _NUMBER,
+    "bool": _BOOL,
+    "time": _TIME,
+    "zoned": _ZONED_TIME,
+}
+#: How texts of each of these types are written.
+FORMS = {kind: Form(_PATTERNS[name], methodcaller("cast", kind)) for name, kind in _TYPES.items()}
 SECONDS_PER_DAY = 86400
 
 
@@ -141,12 +165,14 @@ class ColumnSurvey:
         most: values of a row, at most.
         values: distinct values as `mapping = "text"` takes them; of lists, those in them.
         ids: the same as "hash" takes them, where all values are integers.
-        numbers: of numbers; of times the seconds since 1970; and of texts that are numbers or times.
+        summaries: of numbers, or of times the seconds since 1970; of texts by the type that they may have.
         parts: per separator, the distinct values between it, and in how many cells it is.
-        can_be: of texts: the names of `_TYPES` that all of them fit, but for `missing_words`.
-        missing_words: how many cells are each of `_MISSING_WORDS`, where all others fit a type.
-        refused: numbers that are infinite or too large for float32, which `numbers` has not, and times at
-            `MOST_SECONDS` or farther: bad rows in training.
+        others: of texts, by the names of `_TYPES` that may fit: how many cells, by text, are not of that type. Of many
+            texts, some are counted as "...".
+        missing_words: how many cells are each of `_MISSING_WORDS`, where others fit a type.
+        refused: numbers that are infinite or too large for float32, and times at `MOST_SECONDS` or farther, which
+            `numbers` has not, as `summaries`: bad rows in training.
+        has_null_values: settings can make words missing: those of text files.
         too_long: texts above `MOST_BYTES`, which `values` has not: cells under "", parts under their separator.
         is_bytes: values are no UTF-8, and nothing else is known of them.
     """
@@ -158,13 +184,28 @@ class ColumnSurvey:
     most: int = 0
     values: DistinctCount = field(default_factory=DistinctCount)
     ids: DistinctCount = field(default_factory=DistinctCount)
-    numbers: NumberSummary = field(default_factory=NumberSummary)
+    summaries: dict[str, NumberSummary] = field(default_factory=lambda: {"number": NumberSummary()})
     parts: dict[str, tuple[DistinctCount, int, int]] = field(default_factory=dict)
-    can_be: set[str] = field(default_factory=lambda: set(_TYPES))
+    others: dict[str, Counter[str]] = field(default_factory=lambda: {name: Counter() for name in _TYPES})
+    has_null_values: bool = True
     missing_words: Counter[str] = field(default_factory=Counter)
-    refused: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
     too_long: Counter[str] = field(default_factory=Counter)
     is_bytes: bool = False
+
+    def __post_init__(self) -> None:
+        if self.declared in ("token_seq", "float_seq"):
+            self.others.clear()
+
+    @property
+    def declared(self) -> str:
+        """The type that the name has; see `typed_name`."""
+        return typed_name(self.name)[1]
+
+    @property
+    def separators(self) -> tuple[str, ...]:
+        """What may stand between the values in a cell."""
+        return (" ",) if self.declared.endswith("_seq") else _SEPARATORS
 
     def add(self, column: pa.Array) -> None:
         """Add some rows."""
@@ -205,38 +246,42 @@ class ColumnSurvey:
             column = column.filter(pa.array(~is_empty)).cast(pa.string())
         except pa.ArrowInvalid:
             self.is_bytes = True
-            self.can_be.clear()
-            self.missing_words.clear()
+            self.others.clear()
             return
         is_short = sizes <= MOST_BYTES
         self.values.add(words[~is_empty & is_short])
         self.too_long[""] += int((~is_short).sum())
-        if self.can_be:
+        if self.others:
             is_word = pc.is_in(column, value_set=pa.array(_MISSING_WORDS))
             self.missing_words.update(column.filter(is_word).to_pylist())
             self._add_typed(column.filter(pc.invert(is_word)))
-        if not self.can_be:
-            self.missing_words.clear()
+        if self.kind is None:
             self._add_parts(column)
 
     def _add_typed(self, column: pa.Array) -> None:
-        """Drop from `can_be` what these texts are not, and add them as what they are."""
-        for kinds, pattern in _PATTERNS:
-            self.can_be -= set() if _all_match(column, pattern) else kinds
-        as_type = {kind: _cast(column, _TYPES[kind]) for kind in self.can_be}
-        self.can_be -= {kind for kind, found in as_type.items() if found is None}
+        """Count the texts that are not of a type, and add the others as what they are. A type that fewer than half of
+        the texts have is given up."""
         longest = column.filter(pc.match_substring_regex(column, _LONG_INTEGER)).cast(pa.float64())
         if pc.any(pc.greater_equal(pc.abs(longest), _LAST_EXACT)).as_py():
-            self.can_be -= {"number"}
-        found = next((as_type[kind] for kind in _TYPES if kind in self.can_be), None)
-        if found is not None:
-            (self._add_times if is_time(found.type) else self._add_numbers)(found)
-        if self.can_be & {"integer", "unsigned"}:
-            assert found is not None
-            self.ids.add(mix64(found.to_numpy(zero_copy_only=False).view(np.uint64)))
+            self.others.pop("number", None)
+        for name, others in list(self.others.items()):
+            pattern, kind = _PATTERNS[name], _TYPES[name]
+            is_like = pc.match_substring_regex(column, pattern)
+            texts = column.filter(is_like)
+            found, is_wrong = read_cells(texts, [FORMS[kind]])
+            for part in (column.filter(pc.invert(is_like)), texts.filter(pa.array(is_wrong))):
+                for text, count in zip(*(part.value_counts().field(n).to_pylist() for n in (0, 1)), strict=True):
+                    others[text if text in others or len(others) < _KEPT_OTHERS else "..."] += count
+            if others.total() > self.present / 2:
+                del self.others[name]
+            else:
+                (self._add_times if is_time(kind) else self._add_numbers)(found.drop_null(), name)
+        if self.others.keys() & {"integer", "unsigned"}:
+            words = read_cells(column.filter(pc.match_substring_regex(column, _INTEGER)), INTEGER_WORDS)[0].drop_null()
+            self.ids.add(mix64(words.to_numpy(zero_copy_only=False).view(np.uint64)))
 
     def _add_parts(self, column: pa.Array) -> None:
-        for separator in _SEPARATORS:
+        for separator in self.separators:
             count = int(pc.sum(pc.match_substring(column, separator)).as_py() or 0)
             if not count:
                 continue
@@ -248,19 +293,57 @@ class ColumnSurvey:
             self.too_long[separator] += int((~is_short).sum())
             self.parts[separator] = found, cells + count, max(most, pc.max(pc.list_value_length(lists)).as_py())
 
-    def _add_numbers(self, column: pa.Array) -> NDArray[np.float64]:
+    def _add_numbers(self, column: pa.Array, name: str = "number") -> NDArray[np.float64]:
         numbers: NDArray[np.float64] = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
         is_missing = np.isnan(numbers)
         with np.errstate(over="ignore"):
             is_held = np.isfinite(numbers.astype(np.float32))
         self.missing += int(is_missing.sum())
-        self.refused += int((~is_held & ~is_missing).sum())
-        self.numbers.add(numbers[is_held])
+        self.refused[name] += int((~is_held & ~is_missing).sum())
+        self.summaries.setdefault(name, NumberSummary()).add(numbers[is_held])
         return numbers[is_held]
 
-    def _add_times(self, column: pa.Array) -> None:
-        seconds = self._add_numbers(seconds_since_1970(column))
-        self.refused += int((np.abs(seconds) >= MOST_SECONDS).sum())
+    def _add_times(self, column: pa.Array, name: str = "number") -> None:
+        seconds = seconds_since_1970(column).to_numpy(zero_copy_only=False)
+        is_far = np.abs(seconds) >= MOST_SECONDS
+        self._add_numbers(pa.array(seconds[~is_far]), name)
+        self.refused[name] += int(is_far.sum())
+
+    @property
+    def kind(self) -> str | None:
+        """Of texts: the type that the fewest are not of, at most a share of `MOST_OTHERS`; of a bool none."""
+        words = 0 if self.has_null_values else self.missing_words.total()
+        most = MOST_OTHERS * (self.present - self.missing_words.total() + words)
+        counts = {name: others.total() + words for name, others in self.others.items()}
+        fit = [name for name in _TYPES if name in counts and counts[name] <= (0 if name == "bool" else most)]
+        return min(fit, key=counts.__getitem__, default=None) if is_text(self._stored) and self.present else None
+
+    @property
+    def numbers(self) -> NumberSummary:
+        """Of numbers, or of times the seconds since 1970; and of texts that are."""
+        return self.summaries.get(self.kind or "number", NumberSummary())
+
+    @property
+    def num_refused(self) -> int:
+        """Numbers and times that training would refuse."""
+        return self.refused[self.kind or "number"]
+
+    @property
+    def odd_cells(self) -> Counter[str]:
+        """The texts that are not of the column's type, and no missing values."""
+        words = Counter() if self.has_null_values else self.missing_words
+        return self.others[self.kind] + words if self.kind is not None else Counter()
+
+    @property
+    def null_cells(self) -> Counter[str]:
+        """Words for a missing value among texts of another type, which settings can make missing."""
+        return self.missing_words if self.kind is not None and self.has_null_values else Counter()
+
+    @property
+    def num_bad(self) -> int:
+        """Rows that the column makes bad in training, as long as `null_cells` are missing values."""
+        long = self.too_long[""] if is_text(self.inner) else 0
+        return self.odd_cells.total() + (self.num_refused if not is_text(self.inner) else long)
 
     @property
     def present(self) -> int:
@@ -285,11 +368,13 @@ class ColumnSurvey:
 
     @property
     def inner(self) -> pa.DataType:
-        """The type of a value: of lists, that in them; of texts that all fit one of `_TYPES`, that."""
-        kind = self._stored
-        if is_text(kind) and self.present and not self.missing_words:
-            return next((found for name, found in _TYPES.items() if name in self.can_be), kind)
-        return kind
+        """The type of a value: of lists, that in them; of texts that are of another type, that."""
+        return self._stored if self.kind is None else _TYPES[self.kind]
+
+    @property
+    def exact(self) -> pa.DataType:
+        """As `inner`, where every text fits."""
+        return self._stored if self.odd_cells or self.missing_words else self.inner
 
     @property
     def _stored(self) -> pa.DataType:
@@ -297,22 +382,12 @@ class ColumnSurvey:
         return kind.value_type if types.is_dictionary(kind) else kind
 
 
-def survey(schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> dict[str, ColumnSurvey]:
+def survey(
+    schema: pa.Schema, batches: Iterator[pa.RecordBatch], *, has_null_values: bool = True
+) -> dict[str, ColumnSurvey]:
     """Return what each column holds, by name, in order."""
-    found = {each.name: ColumnSurvey(each.name, each.type) for each in schema}
+    found = {each.name: ColumnSurvey(each.name, each.type, has_null_values=has_null_values) for each in schema}
     for batch in batches:
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
             found[name].add(column)
     return found
-
-
-def _cast(column: pa.Array, kind: pa.DataType) -> pa.Array | None:
-    """Return texts as another type; None where one is too large, or has nothing before its exponent."""
-    try:
-        return column.cast(kind)
-    except pa.ArrowInvalid:
-        return None
-
-
-def _all_match(column: pa.Array, pattern: str) -> bool:
-    return bool(pc.all(pc.match_substring_regex(column, pattern), min_count=0).as_py())

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 from pyarrow import csv
 
 from embershard.data.block import BadRow, short
 from embershard.data.config import TableConfig
+from embershard.data.hashing import Ids
 from embershard.data.sources.input_file import InputFile
+from embershard.data.sources.table.cells import Flags
 from embershard.data.sources.table.raw import RawChunk, check_columns
 from embershard.data.sources.text import BYTE_ORDER_MARK, NEWLINE, TextFiles, parse_lines
 from embershard.errors import DataError
@@ -68,6 +71,63 @@ class TextColumns:
         if table.num_rows != num_lines + 1:
             raise ValueError("a quoted cell does not end in its line")
         return table.slice(0, num_lines).combine_chunks()
+
+    def read_good(self, data: memoryview, most_bad: int | None) -> tuple[pa.Table, Ids, dict[int, bytes]]:
+        """Return the needed columns of the lines that are rows; their numbers [n]; and the other lines by number.
+
+        Lines that must or may fail are told from the rest by their bytes, so that the rest is read at once.
+
+        Args:
+            most_bad: it may stop once so many lines failed; None: read all.
+        """
+        text = np.frombuffer(data, np.uint8)
+        borders = np.append(0, np.flatnonzero(text == NEWLINE) + 1)
+        if borders[-1] < len(text):
+            borders = np.append(borders, len(text))
+        num_lines = len(borders) - 1
+        if self._may_be_rows(text, num_lines):
+            try:
+                return self.read(data, num_lines), np.arange(num_lines), {}
+            except (pa.ArrowException, ValueError):
+                pass
+        must_fail, may_fail = self._doubtful(text, borders)
+        failed = {line: bytes(data[borders[line] : borders[line + 1]]) for line in np.flatnonzero(must_fail).tolist()}
+        tables, places = [], [borders[:0]]
+        for is_here in (~must_fail & ~may_fail, ~must_fail & may_fail):
+            group = np.flatnonzero(is_here)
+            lines = text[np.repeat(is_here, np.diff(borders))].data
+            found, others = parse_lines(lines, self.read, most_bad) if len(group) else ([], {})
+            failed |= {int(group[line]): each for line, (each, _) in others.items()}
+            tables += found
+            places.append(np.delete(group, list(others))[: sum(table.num_rows for table in found)])
+        numbers, table = np.concatenate(places), pa.concat_tables(tables or [self.read(memoryview(b""), 0)])
+        if len(places[-1]):
+            order = np.argsort(numbers)
+            numbers, table = numbers[order], table.take(order)
+        return table.combine_chunks(), numbers, failed
+
+    def _may_be_rows(self, text: NDArray[np.uint8], num_lines: int) -> bool:
+        """Return False where counts alone say that one of the lines is no row."""
+        num_quotes = int(np.count_nonzero(text == ord('"'))) if self.settings.quoted else 0
+        num_separators = int(np.count_nonzero(text == ord(self.settings.separator)))
+        return num_quotes % 2 == 0 and bool(num_quotes or num_separators == (len(self.names) - 1) * num_lines)
+
+    def _doubtful(self, text: NDArray[np.uint8], borders: Ids) -> tuple[Flags, Flags]:
+        """Return which lines [L] must fail: with a carriage return, or without quotes and with too few or many cells.
+        And which may: with a quote that no other closes, or too few or many cells by a count that respects quotes."""
+        separator, quote = (ord(each) for each in (self.settings.separator, '"'))
+        separators, quotes, returns = (np.flatnonzero(text == each) for each in (separator, quote, ord("\r")))
+        quotes = quotes if self.settings.quoted else quotes[:0]
+        returns = returns[returns + 1 < len(text)]  # the last line needs no line feed
+        before = np.searchsorted(quotes, borders)
+        if len(quotes):
+            of_separators = np.searchsorted(borders, separators, "right") - 1
+            separators = separators[(np.searchsorted(quotes, separators) - before[of_separators]) % 2 == 0]
+        num_cells = 1 + np.diff(np.searchsorted(separators, borders))
+        num_quotes, has_other_cells = np.diff(before), num_cells != len(self.names)
+        must_fail = has_other_cells & (num_quotes == 0) & (np.diff(borders) > len(b"\r\n"))  # not an empty line
+        must_fail[np.searchsorted(borders, returns[text[returns + 1] != NEWLINE], "right") - 1] = True
+        return must_fail, has_other_cells | (num_quotes % 2 == 1)
 
     def explain(self, line: bytes) -> str:
         """Say what is wrong with a line that cannot be cut into cells."""
@@ -163,10 +223,6 @@ class TextTables:
     def read(self, chunk: int, most_bad: int | None) -> RawChunk:
         columns, path = self._columns[self._text.file[chunk]], self._text.path(chunk)
         first_row = int(self._text.first_row[chunk]) + 1
-        tables, failed = parse_lines(self._text.read(chunk), columns.read, most_bad)
-        bad = {line: BadRow(path, first_row + line, "", columns.explain(text)) for line, (text, _) in failed.items()}
-        if not tables:
-            tables = [columns.read(memoryview(b""), 0)]
-        num_rows = sum(table.num_rows for table in tables)
-        places = np.setdiff1d(np.arange(num_rows + len(bad)), list(bad))
-        return RawChunk(path, pa.concat_tables(tables).combine_chunks(), places, first_row, bad)
+        table, places, failed = columns.read_good(self._text.read(chunk), most_bad)
+        bad = {line: BadRow(path, first_row + line, "", columns.explain(text)) for line, text in failed.items()}
+        return RawChunk(path, table, places, first_row, bad)

@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import csv
 
 from embershard.data.config import TableConfig
 from embershard.data.sources.input_file import InputFile
 from embershard.data.sources.table.parquet_files import is_parquet, parquet_schema
+from embershard.data.sources.table.raw import typed_name
 from embershard.data.sources.table.text_files import first_bytes, header_names
 from embershard.errors import DataError
 
@@ -124,3 +126,15 @@ class WholeColumns:
 
 def _first_line(file: InputFile, encoding: str) -> str:
     return first_bytes(file, _HEADER_BYTES).partition(b"\n")[0].decode(encoding, "backslashreplace")
+
+
+def without_types(table: pa.Table) -> pa.Table:
+    """Return the same rows where names of columns have no types, as `typed_name` knows them: sequences are lists."""
+    for place, name in enumerate(table.column_names):
+        plain, kind = typed_name(name)
+        column = table.column(place)
+        if kind.endswith("_seq") and pa.types.is_string(column.type):
+            column = pc.split_pattern(column, " ")
+            column = column.cast(pa.list_(pa.float64())) if kind == "float_seq" else column
+        table = table.set_column(place, plain, column)
+    return table
