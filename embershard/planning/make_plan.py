@@ -26,8 +26,8 @@ from embershard.units import size
 _ORDERS: tuple[Literal["seconds", "device_bytes"], ...] = ("seconds", "device_bytes")
 _MANY_TABLES = 200  # with more, one order must do: each costs seconds
 _MOSTLY = 0.5  # of the misses: with more first touches, hit rates say little of a cache's size
-#: A step that is slower by this share is as fast: the predictions are less exact by far.
-_AS_FAST = 0.001
+#: A step that is slower by this share is as fast.
+_AS_FAST = 1e-9
 _SKEWED = 1.5  # a block with more lookups than this, relative to its share of the rows, gets a note
 
 
