@@ -32,6 +32,7 @@ from embershard.frequency import FrequencyProfile
 from embershard.launch.plan.calibrate import Measured, measure, reference_setting, summarize
 from embershard.launch.plan.inputs import budget, make_workload
 from embershard.launch.plan.reference_steps import Segments
+from embershard.planning.cost.back_test import PUBLISHED, PublishedPoint
 from embershard.planning.cost.topology import Topology, load_topology
 from embershard.planning.make_plan import make_plan
 from embershard.planning.request import Budget, PlanRequest, Workload
@@ -75,16 +76,6 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 _TYPES = {"dim 48, batch 896, by rows": ["row_wise"]}
 
-#: What others measured: samples per second of a model on a machine, with so many samples per rank.
-PUBLIC = (
-    ("dlrm", "a100-40x1", 16_384, 740_065),
-    ("dlrm", "a100-40x4", 4_096, 1_458_176),
-    ("dlrm", "a100-40x8", 2_048, 1_671_168),
-    ("dlrm", "a100-40x8", 8_192, 5_373_952),
-    ("dlrm", "a100-40x8", 256, 284_615),
-    ("mlperf_dcnv2", "h100x8", 6_912, 15.3e6),
-    ("mlperf_dcnv2", "h100x8x16", 1_056, 70.8e6),
-)
 SOURCES = {
     "dlrm": "https://github.com/facebookresearch/dlrm torchrec_dlrm/README.MD, Preliminary Training Results (TorchRec)",
     "mlperf_dcnv2": "MLPerf Training v3.1, NVIDIA DGX H100, HugeCTR, mixed precision; samples per rank from the names "
@@ -170,11 +161,12 @@ def _case(ranks: int, found: Measured, predicted_seconds: float) -> dict[str, An
 
 
 def public_points() -> dict[str, Any]:
-    cases = [_public(*point) for point in PUBLIC]
+    cases = [_public(point) for point in PUBLISHED]
     return {"sources": SOURCES, "cases": cases}
 
 
-def _public(name: str, machine_name: str, batch_size: int, published: float) -> dict[str, Any]:
+def _public(point: PublishedPoint) -> dict[str, Any]:
+    name, machine_name, published = point.model, point.machine, point.published
     tables, dim, dense = model("mlperf_dcnv2" if name == "mlperf_dcnv2" else "criteo_1tb")
     if name == "dlrm":
         tables = [AssumedTable(table.table, rows) for table, rows in zip(tables, DLRM_ROWS, strict=True)]
@@ -187,7 +179,7 @@ def _public(name: str, machine_name: str, batch_size: int, published: float) -> 
         activation_bytes_per_sample=dense.activation_bytes_per_sample,
     )
     ahead = ReplaySettings(lookahead=1, prefetch=1)
-    shape = RunShape(topology.world_size, topology.ranks_per_node, batch_size, "cuda", ahead)
+    shape = RunShape(topology.world_size, topology.ranks_per_node, point.batch_size, "cuda", ahead)
     workload = Workload(size, assumed_statistics(tables, NUM_SAMPLES), shape)
     limits = Budget(device_bytes=topology.device_memory_bytes, host_bytes=topology.host_memory_bytes)
     found = simulate_run(PlanRequest(workload, topology.rates_for(), limits), topology)
@@ -196,7 +188,7 @@ def _public(name: str, machine_name: str, batch_size: int, published: float) -> 
         "model": name,
         "machine": machine_name,
         "global_batch_size": shape.global_batch_size,
-        "published_samples_per_second": round(published),
+        "published_samples_per_second": published,
         "simulated_samples_per_second": round(found.samples_per_second),
         "error": round(found.samples_per_second / published - 1, 3),
         "limited_by": found.limit,

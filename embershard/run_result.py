@@ -24,7 +24,9 @@ class CacheTotals:
     """What the caches of a table, a rank or all ranks did, since the run was last resumed.
 
     Attributes:
-        rows, slots, device_bytes, host_bytes: at the end.
+        rows, slots, device_bytes, host_bytes: at the end. `device_bytes` are of the caches alone: slots, optimizer
+            states, maps, and copies of hot rows, as a plan's `RankPrediction.cache_device_bytes`. Tables without a
+            cache, dense layers, activations and buffers are not among them; `host_bytes` are rows and their scores.
         hit_rate_unique, hit_rate_lookups: shares in 0..1; None without lookups.
         overflow_growths: times that a cache grew for a batch that did not fit.
         critical_path_fills: rows that a step waited for.

@@ -31,6 +31,12 @@ def static_curve(histogram: CountHistogram, num_rows: Floats) -> Floats:
     return np.interp(num_rows, rows, hits) / max(float(hits[-1]), 1.0)
 
 
+def first_touch_share(histogram: CountHistogram) -> float:
+    """Return the share of the counted lookups that are the first of their row: a cache that starts empty misses them,
+    whatever its size."""
+    return histogram.num_rows / max(histogram.num_lookups, 1.0)
+
+
 def unseen_share(histogram: CountHistogram) -> float:
     """Return the share of further lookups that go to rows not seen so far: rows seen once, per lookup (Good and
     Turing)."""

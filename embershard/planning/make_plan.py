@@ -25,6 +25,9 @@ from embershard.units import size
 
 _ORDERS: tuple[Literal["seconds", "device_bytes"], ...] = ("seconds", "device_bytes")
 _MANY_TABLES = 200  # with more, one order must do: each costs seconds
+_MOSTLY = 0.5  # of the misses: with more first touches, hit rates say little of a cache's size
+#: A step that is slower by this share is as fast.
+_AS_FAST = 1e-9
 _SKEWED = 1.5  # a block with more lookups than this, relative to its share of the rows, gets a note
 
 
@@ -52,7 +55,8 @@ def make_plan(request: PlanRequest, progress: Callable[[int, int], None] | None 
 
 
 def best_candidate(request: PlanRequest) -> Candidate:
-    """Return the fastest placement that fits, by counts alone.
+    """Return the fastest placement that fits, by counts alone; of those that are as fast, the one whose fullest rank
+    has the most device memory left.
 
     Raises:
         ShardingError: as `make_plan`.
@@ -60,7 +64,9 @@ def best_candidate(request: PlanRequest) -> Candidate:
     need = least_need(request)
     found = _candidates(request, need)
     if found:
-        return min(found, key=lambda candidate: candidate.step_seconds)
+        limit = min(candidate.step_seconds for candidate in found) * (1.0 + _AS_FAST)
+        as_fast = [candidate for candidate in found if candidate.step_seconds <= limit]
+        return min(as_fast, key=lambda candidate: (candidate.quick.most_device_bytes, candidate.step_seconds))
     whole = least_need_without_caches(request)
     if whole is not None and (candidate := sized(request, whole.tables)) is not None:
         return candidate
@@ -128,6 +134,8 @@ def _candidates(request: PlanRequest, need: LeastNeed) -> list[Candidate]:
     searched = _searched(request, need) if may_be_cached else []
     found = list(dict.fromkeys([*searched, *_round_robin(request), need.tables]))
     tried = [*_searched(request, need, resident=True), *map(_without_caches, found), *(found if may_be_cached else [])]
+    if _may_be_resident(request) and (balanced := least_need_without_caches(request)) is not None:
+        tried.append(balanced.tables)
     ranks_per_node = min(request.workload.shape.ranks_per_node, request.workload.shape.world_size)
     trained = [tables for tables in dict.fromkeys(tried) if not no_rows_problem(tables, ranks_per_node)]
     candidates = [sized(request, tables) for tables in trained]
@@ -196,19 +204,32 @@ def _may_be_resident(request: PlanRequest) -> bool:
 
 
 def _shared(request: PlanRequest, fixed_bytes: int) -> int:
-    """Return the part of a rank's fixed bytes that no placement changes: the dense model, and its activations."""
-    model, batch = request.workload.model, request.workload.shape.batch_size
-    dense = model.dense_parameter_bytes + model.dense_state_bytes + round(model.activation_bytes_per_sample * batch)
-    return min(dense, fixed_bytes)
+    """Return the part of a rank's fixed bytes that no placement changes: the dense model, its activations, and what is
+    left free."""
+    model, shape = request.workload.model, request.workload.shape
+    dense = model.dense_parameter_bytes + model.dense_state_bytes
+    activations = round(model.activation_bytes_per_sample * shape.batch_size)
+    return min(dense + activations + shape.reserve_bytes, fixed_bytes)
 
 
 def _advice(request: PlanRequest, candidate: Candidate, exact: Prediction) -> list[str]:
     workload, shape = request.workload, request.workload.shape
-    notes = []
+    notes = [] if request.topology is None else [request.topology.error_note(exact.bottleneck)]
     if exact.method == "counts" and candidate.pools:
         notes.append(
             "Hit rates are from counts alone, in the long run: the profile's trace has too few batches of "
-            f"{shape.global_batch_size:,} samples to be replayed."
+            f"{shape.global_batch_size:,} samples to be replayed. They hold where the profiled samples come again; the "
+            "estimate for new data is beside them."
+        )
+    shards = place_shards(workload.model, candidate.tables, shape)
+    rows = [sum(shard.rows for shard in members) for members in by_pool(shards).values()]
+    has_all = sum(pool.slots for pool in candidate.pools) >= sum(rows)
+    if exact.first_touch_share > _MOSTLY and not has_all:
+        notes.append(
+            f"The profile is too short to tell sizes of caches apart: {exact.first_touch_share:.0%} of the misses are "
+            f"first touches, of rows that the caches never had before. Fills and times are of {exact.num_steps:,} such "
+            "steps. What a size is worth in the long run is an estimate: a power law for rows that were seen rarely or "
+            "never. Profile more samples for a better one."
         )
     notes += [
         f"Table {table}: hot rows lie together, its busiest block of rows gets {times:.1f} times its share of lookups. "
@@ -226,11 +247,9 @@ def _advice(request: PlanRequest, candidate: Candidate, exact: Prediction) -> li
             "prediction counts that; give them more (--device-memory, a larger cache.ratio), or use a smaller batch."
         )
     notes += exchange_notes(workload, candidate.tables)
-    shards = place_shards(workload.model, candidate.tables, shape)
-    rows = [sum(shard.rows for shard in members) for members in by_pool(shards).values()]
     if not candidate.pools:
         notes.append("All rows fit the devices: no table is cached.")
-    elif sum(pool.slots for pool in candidate.pools) >= sum(rows):
+    elif has_all:
         notes.append("Every row has a slot: nothing is ever evicted.")
     return notes
 

@@ -46,8 +46,11 @@ def pool_reports(
     return found.over(shape.num_steps), found.num_slots if is_complete else num_slots
 
 
-def counted_reports(workload: Workload, shards: Sequence[PlacedShard], num_slots: int) -> tuple[ShardReport, ...]:
-    """Return what a pool does per step in the long run, from counts alone: fast, and for any batch."""
+def counted_reports(
+    workload: Workload, shards: Sequence[PlacedShard], num_slots: int, *, of_new_data: bool = False
+) -> tuple[ShardReport, ...]:
+    """Return what a pool does per step in the long run, from counts alone: fast, and for any batch. `of_new_data`:
+    training sees other samples than the counted ones, whatever the profile says."""
     found = steady_state(
         [workload.data.tables[shard.table.table] for shard in shards],
         [RowRange.of(shard) for shard in shards],
@@ -56,7 +59,7 @@ def counted_reports(workload: Workload, shards: Sequence[PlacedShard], num_slots
         num_slots,
         workload.shape.global_batch_size,
         workload.shape.cache.policy,
-        is_sample=workload.is_sample,
+        is_sample=workload.is_sample or of_new_data,
     ).shards
     return tuple(as_exchanged(workload, *each) for each in zip(shards, found, strict=True))
 
@@ -147,10 +150,11 @@ def _copies_bytes(workload: Workload, shards: Sequence[PlacedShard], columns: in
 
 @dataclass(frozen=True)
 class _Simulated:
-    """A shard, what happens to its rows, and the device bytes that they take."""
+    """A shard, what happens to its rows, the same on new data in the long run, and the device bytes that they take."""
 
     shard: PlacedShard
     report: ShardReport
+    long_run: ShardReport | None
     device_bytes: float
 
 
@@ -170,13 +174,13 @@ def predict(
         tables: all tables of the model.
         pools: all pools of all ranks.
         rates: seconds per unit of work, of a rank of the machine.
-        from_counts: do not replay the trace.
+        from_counts: do not replay the trace, and do not estimate the long run.
         progress: called with the number of pools done, and of all pools.
     """
     shape = workload.shape
     shards = place_shards(workload.model, tables, shape)
     steps = 0 if from_counts else workload.steps_to_replay(len(pools))
-    simulated, slots = _simulate(workload, shards, pools, steps, progress)
+    simulated, slots = _simulate(workload, shards, pools, steps, not from_counts, progress)
     of_ranks = by_rank(shards, shape.world_size)
     own_ids = _row_ids(workload, shards)
     works = [
@@ -208,6 +212,7 @@ def _simulate(
     shards: Sequence[PlacedShard],
     pools: Sequence[PoolPlacement],
     steps: int,
+    with_long_run: bool,
     progress: Callable[[int, int], None] | None,
 ) -> tuple[dict[int, _Simulated], dict[PoolKey, int]]:
     """Return every shard by its `id`, and the slots that every pool has at the end."""
@@ -215,16 +220,20 @@ def _simulate(
     members_of = by_pool(shards)
     found: dict[int, _Simulated] = {}
     for done, (key, members) in enumerate(members_of.items(), start=1):
+        long_run: Sequence[ShardReport | None] = [None] * len(members)
+        if with_long_run:
+            long_run = counted_reports(workload, members, slots[key], of_new_data=True)
         reports, slots[key] = pool_reports(workload, members, slots[key], steps)
         memory = memory_model.pool_memory(members, workload.shape)
-        for shard, report in zip(members, reports, strict=True):
+        for shard, report, later in zip(members, reports, long_run, strict=True):
             map_bytes = shard.rows * memory.map_bytes / max(1, memory.rows)
-            found[id(shard)] = _Simulated(shard, report, map_bytes + report.held_rows * memory.slot_bytes)
+            found[id(shard)] = _Simulated(shard, report, later, map_bytes + report.held_rows * memory.slot_bytes)
         if progress is not None:
             progress(done, len(members_of))
     for shard in shards:
         if shard.kernel != "cached":
-            found[id(shard)] = _Simulated(shard, resident_report(workload, shard), shard.rows * shard.row_bytes)
+            report = resident_report(workload, shard)
+            found[id(shard)] = _Simulated(shard, report, report, shard.rows * shard.row_bytes)
     return found, slots
 
 
@@ -253,6 +262,7 @@ def _table(workload: Workload, parts: Sequence[_Simulated]) -> TablePrediction:
     """One table on one rank: of several column shards the sum."""
     total, shard = CacheReport.total(part.report for part in parts), parts[0].shard
     host_bytes = memory_model.host_bytes([part.shard for part in parts], workload.shape)
+    long_run = [part.long_run for part in parts if part.long_run is not None]
     return TablePrediction(
         table=shard.table.table,
         rank=shard.rank,
@@ -264,4 +274,6 @@ def _table(workload: Workload, parts: Sequence[_Simulated]) -> TablePrediction:
         hit_rate_lookups=total.hit_rate_lookups,
         device_bytes=round(sum(part.device_bytes for part in parts)),
         host_bytes=sum(host_bytes.values()),
+        first_touches=sum(part.report.first_touches for part in parts),
+        long_run_hit_rate=CacheReport.total(long_run).hit_rate_lookups,
     )

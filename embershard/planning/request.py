@@ -14,6 +14,7 @@ from embershard.errors import ConfigError, ShardingError
 from embershard.frequency import DataStatistics, SampledTrace
 from embershard.frequency.curves import distinct_rows, touched
 from embershard.planning.cost.rates import Rates
+from embershard.planning.cost.topology import Topology
 from embershard.planning.simulate.pool_report import RowRange
 from embershard.sharding.memory_model import RankMemory, rank_memory
 from embershard.sharding.run_shape import RunShape
@@ -216,6 +217,7 @@ class PlanRequest:
         replicate_rows: tables with at most so many rows are replicated.
         most_ranks_per_node: devices of a node; None: not limited.
         settings, made_from, notes: for the plan's file.
+        topology: the machine, for a note on the error of its predicted speed; None: no note.
     """
 
     workload: Workload
@@ -228,6 +230,7 @@ class PlanRequest:
     settings: Mapping[str, Any] = field(default_factory=dict)
     made_from: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
+    topology: Topology | None = None
 
     @property
     def sharded(self) -> list[TableSize]:

@@ -30,7 +30,7 @@ class RankMemory:
 
     Attributes:
         device: "slots", "maps", "device_tables", "replicated", "dense", "activations", "input_buffers"; with copies of
-            hot rows also "hot_rows".
+            hot rows also "hot_rows", and "reserve" where some is left free.
         host: "rows" and "scores" of cached tables.
     """
 
@@ -199,7 +199,7 @@ def step_bytes(
     lookups_per_sample: float,
 ) -> dict[str, int]:
     """Return the device memory of a rank for its batches: "dense", "activations", "input_buffers"; with copies of hot
-    rows, for these: "hot_rows".
+    rows, for these: "hot_rows"; and what is left free: "reserve".
 
     `lookups` has the ids that arrive at each of the rank's shards in a step. Embeddings exist for the batch in
     training: sent, received, and their gradients. Ids are kept for the window, which `MAX_KNOWN_BYTES` limits; where
@@ -222,6 +222,7 @@ def step_bytes(
         "activations": round(model.activation_bytes_per_sample * batch),
         "input_buffers": round(window + 2 * lookups_per_sample * batch * _ID_BYTES + vectors),
         **_hot_rows_bytes(model, shape),
+        **({"reserve": shape.reserve_bytes} if shape.reserve_bytes else {}),
     }
 
 

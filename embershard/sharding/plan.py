@@ -48,7 +48,14 @@ _PREDICTED_FROM = ("world_size", "ranks_per_node", "batch_size", "device", "sett
 
 @dataclass(frozen=True)
 class TablePrediction:
-    """Prediction for one table on one rank: counts per step, bytes in all."""
+    """Prediction for one table on one rank: counts per step, bytes in all.
+
+    Attributes:
+        hit_rate_unique, hit_rate_lookups: over the predicted steps; None without lookups.
+        device_bytes: of the cache's slots and maps, or of all rows where there is no cache.
+        first_touches: those of `unique_ids` that miss because the cache never had their rows before, whatever its size.
+        long_run_hit_rate: an estimate of `hit_rate_lookups` on new data after a long training; None: not estimated.
+    """
 
     table: str
     rank: int
@@ -60,6 +67,13 @@ class TablePrediction:
     hit_rate_lookups: float | None
     device_bytes: int
     host_bytes: int
+    first_touches: float = 0.0
+    long_run_hit_rate: float | None = None
+
+    @property
+    def misses(self) -> float:
+        """Those of `unique_ids` that are not on the device."""
+        return self.unique_ids * (1.0 - (self.hit_rate_unique or 0.0))
 
 
 @dataclass(frozen=True)
@@ -68,7 +82,7 @@ class RankPrediction:
 
     Attributes:
         device_bytes: by use: "slots", "maps", "device_tables", "replicated", "dense", "activations",
-            "input_buffers"; in the mode "hot_cold" also "hot_rows".
+            "input_buffers"; in the mode "hot_cold" also "hot_rows"; on a GPU "reserve", which is left free.
         host_bytes: "rows" and "scores".
         work: work of one step, by the fields of `StepWork`.
         seconds: parts of one step, if nothing ran at the same time.
@@ -85,8 +99,13 @@ class RankPrediction:
     bottleneck: str
 
     @property
+    def cache_device_bytes(self) -> int:
+        """What a run's result counts as device memory: slots and maps of the caches, and copies of hot rows."""
+        return sum(self.device_bytes.get(name, 0) for name in ("slots", "maps", "hot_rows"))
+
+    @property
     def total_device_bytes(self) -> int:
-        """All of the rank's device memory."""
+        """All of the rank's device memory: caches, other tables, dense layers, activations, buffers, the reserve."""
         return sum(self.device_bytes.values())
 
     @property
@@ -114,6 +133,12 @@ class Prediction:
     bottleneck: str
     tables: tuple[TablePrediction, ...]
     ranks: tuple[RankPrediction, ...]
+
+    @property
+    def first_touch_share(self) -> float:
+        """Share of the misses that are first touches: all say nothing of the caches' sizes."""
+        misses = sum(table.misses for table in self.tables)
+        return min(1.0, sum(table.first_touches for table in self.tables) / misses) if misses else 0.0
 
     @property
     def most_device_bytes(self) -> int:

@@ -46,6 +46,7 @@ class RunShape:
         slot_map: kind of the maps from rows to slots; None where each pool's size decides.
         exchange: what travels between ranks; "auto": of each table what takes fewer bytes.
         hot_bytes: memory of each rank for copies of hot rows and their optimizer states; 0: there are none.
+        reserve_bytes: device memory of a rank that is left free.
         cores_per_node: that a CPU's ranks share; None: every rank has its own.
     """
 
@@ -60,6 +61,7 @@ class RunShape:
     exchange: ExchangeChoice = "pooled"
     hot_bytes: int = 0
     cores_per_node: int | None = None
+    reserve_bytes: int = 0
 
     @property
     def global_batch_size(self) -> int:

@@ -9,7 +9,9 @@ import pytest
 
 from embershard.launch import cli
 from embershard.planning.cost.topology import load_topology
+from embershard.run_result import RunResult
 from embershard.sharding.plan import Plan
+from embershard.units import size
 from tests.ranks import commands
 
 pytestmark = pytest.mark.ranks
@@ -70,8 +72,26 @@ def test_the_run_did_what_the_plan_said(folder):
         assert table.hit_rate_unique == pytest.approx(measured["hit_rate_unique"], abs=1e-9), table
         assert table.fills * result["steps"] == pytest.approx(measured["fills"], abs=1e-6), table
     for rank, measured in zip(plan.prediction.ranks, result["cache"]["ranks"], strict=True):
-        assert rank.device_bytes["slots"] + rank.device_bytes["maps"] == measured["device_bytes"]
+        assert rank.cache_device_bytes == measured["device_bytes"] < rank.total_device_bytes
         assert sum(rank.host_bytes.values()) == measured["host_bytes"]
+
+
+def test_memory_of_caches_is_one_number_everywhere(folder, capsys):
+    """In the plan's table, the closing table and the reports, beside a name that says what it counts."""
+    rank = Plan.load(folder / "plan.json").prediction.ranks[0]
+    embershard("plan", *inputs(folder), "--ranks", 2)
+    planned = capsys.readouterr().out
+    assert "Ranks: device memory by use" in planned
+    assert size(rank.cache_device_bytes) in planned
+    assert size(rank.total_device_bytes) in planned
+    embershard("report", folder / "run")
+    result = RunResult.read(folder / "run")
+    assert result.cache is not None
+    fullest = max(caches.device_bytes for caches in result.cache.ranks)
+    reported = capsys.readouterr().out
+    assert f"slots and maps of all ranks, {size(fullest)} on the fullest" in " ".join(reported.split())
+    assert size(rank.cache_device_bytes) in reported
+    assert "device memory of slots and maps" in " ".join(reported.split())
 
 
 def test_a_run_otherwise_than_planned_is_told_apart(folder):

@@ -79,7 +79,7 @@ class _Setup:
         if host_bytes is None:
             host_bytes = topology.host_memory_bytes
         hot_cold = _HOT_COLD_NOTE if config.sharding.mode == "hot_cold" else None
-        notes = (topology.cores_note, topology.note(num_ranks), hot_cold)
+        notes = (topology.cores_note, topology.note(num_ranks), topology.reserve_note(device_bytes), hot_cold)
         most_ranks = None if topology.device == "cpu" else self.topology.ranks_per_node
         return PlanRequest(
             workload=make_workload(
@@ -89,6 +89,7 @@ class _Setup:
                 ranks_per_node=topology.ranks_per_node,
                 device=topology.device,
                 cores_per_node=topology.cores_per_node,
+                reserve_bytes=topology.reserve_within(device_bytes),
             ),
             rates=topology.rates_for(num_ranks),
             budget=budget(config, device_bytes, host_bytes, ratio),
@@ -101,6 +102,7 @@ class _Setup:
                 "command": self.command,
             },
             notes=[note for note in notes if note is not None],
+            topology=topology,
         )
 
     def shaped(self, num_ranks: int) -> Topology:
@@ -169,7 +171,7 @@ def _what_if(setup: _Setup, ranks: Sequence[int], ratios: Sequence[float | None]
     outcomes = try_all([(each, ratio) for ratio in ratios for each in ranks], setup.request, console)
     show_what_if(outcomes, console)
     if arguments.png is not None:
-        draw_what_if(outcomes, setup.topology.name, arguments.png)
+        draw_what_if(outcomes, setup.topology, arguments.png)
         say(console, f"Drawn to {arguments.png}.")
     return 0 if any(outcome.plan is not None for outcome in outcomes) else 2
 

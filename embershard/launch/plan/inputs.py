@@ -21,6 +21,7 @@ def make_workload(
     device: Literal["cpu", "cuda"],
     batch_size: int | None = None,
     cores_per_node: int | None = None,
+    reserve_bytes: int = 0,
 ) -> Workload:
     """Return the model, data and run of a config on `world_size` ranks.
 
@@ -45,6 +46,7 @@ def make_workload(
         exchange=config.sharding.exchange if config.cache.enabled else "pooled",
         hot_bytes=config.sharding.hot_bytes or 0,
         cores_per_node=cores_per_node,
+        reserve_bytes=reserve_bytes,
     )
     return Workload(model_size(config, {name: table.num_rows for name, table in data.tables.items()}), data, shape)
 

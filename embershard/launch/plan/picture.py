@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,26 +13,32 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from embershard.errors import naming_file
 from embershard.launch.plan.what_if import PlannedCase
+from embershard.planning.cost.topology import Topology
 from embershard.sharding.plan import Prediction
 from embershard.units import size
 
+_TITLE_WIDTH = 165  # characters of a line
 
-def draw_what_if(outcomes: Sequence[PlannedCase], topology: str, path: Path) -> None:
+
+def draw_what_if(outcomes: Sequence[PlannedCase], topology: Topology, path: Path) -> None:
     """Write the picture of `make_figure`."""
     with naming_file(path):
         make_figure(outcomes, topology).savefig(path, dpi=130)
 
 
-def make_figure(outcomes: Sequence[PlannedCase], topology: str) -> Figure:
+def make_figure(outcomes: Sequence[PlannedCase], topology: Topology) -> Figure:
     """Draw the samples per second of every case, with the ideal ones, and the fullest rank's device memory.
 
     Args:
-        topology: the machine's name.
+        topology: the machine.
     """
-    figure = Figure(figsize=(13, 5.4), layout="constrained")
-    figure.suptitle(f"Estimate: plans for {topology}. Nothing here was measured.", ha="left", x=0.01)
-    speed, memory = figure.subplots(1, 2)
     drawn = [(outcome, outcome.prediction) for outcome in outcomes if outcome.prediction is not None]
+    limits = dict.fromkeys(prediction.bottleneck for _, prediction in drawn)
+    errors = [line for limit in limits for line in textwrap.wrap(topology.error_note(limit), _TITLE_WIDTH)]
+    figure = Figure(figsize=(13, 5.4 + 0.2 * len(errors)), layout="constrained")
+    title = f"Estimate: plans for {topology.name}. Nothing here was measured."
+    figure.suptitle("\n".join([title, *errors]), ha="left", x=0.01, fontsize="small")
+    speed, memory = figure.subplots(1, 2)
     _draw_speed(speed, drawn)
     _draw_memory(memory, drawn)
     return figure

@@ -25,6 +25,12 @@ from embershard.units import size
 
 _MOST_RANKS = 16
 _MOST_PARTS = 4
+_HITS = ("hits", "first\ntouches", "long run")
+_HITS_LEGEND = (
+    "hits: lookups whose row is on the device, over the predicted steps. first touches: share of the misses that are "
+    "of rows which the cache never had before; no size avoids them, and a longer run has fewer. long run: hits on new "
+    "data after a long training, estimated (docs/planning.md)."
+)
 
 
 def show(plan: Plan, console: Console, top: int) -> None:
@@ -34,9 +40,14 @@ def show(plan: Plan, console: Console, top: int) -> None:
     say(console, _headline(plan, prediction))
     slowest = sorted(prediction.ranks, key=lambda rank: -rank.step_seconds)[:_MOST_RANKS]
     shown = sorted(slowest, key=lambda rank: rank.rank)
-    for table in (_ranks_table(plan, prediction, shown), _seconds_table(shown), _tables_table(plan, prediction, top)):
+    for table in (
+        _ranks_table(plan, prediction, shown),
+        _memory_table(plan, shown),
+        _seconds_table(shown),
+        _tables_table(plan, prediction, top),
+    ):
         console.print(table)
-    say(console, *_state(plan, prediction), *(f"Note: {note}" for note in plan.notes))
+    say(console, _HITS_LEGEND, *_state(plan, prediction), *(f"Note: {note}" for note in plan.notes))
 
 
 def show_explanations(request: PlanRequest, plan: Plan, tables: Sequence[str], console: Console) -> None:
@@ -72,14 +83,18 @@ def table_called(name: str, tables: Sequence[str]) -> str:
 
 def show_what_if(outcomes: Sequence[PlannedCase], console: Console) -> None:
     """Print one line per case."""
-    speed, memory = ("samples/s", "efficiency", "step", "waits for"), ("device/rank", "host/node", "fills/step")
-    table = make_table("What if", (), ("ranks", "ratio", *speed, "hits", *memory))
+    speed = ("samples/s", "efficiency", "step", "waits for")
+    memory = ("caches/rank", "device/rank", "host/node", "fills/step")
+    table = make_table("What if", (), ("ranks", "ratio", *speed, *_HITS, *memory))
     for outcome in outcomes:
         table.add_row(*_what_if_row(outcome, outcomes))
     console.print(table)
-    legend = "hits: lookups whose row is on the device. efficiency: samples/s per rank, over that of the fewest ranks."
+    legend = (
+        "efficiency: samples/s per rank, over that of the fewest ranks. caches, device: memory of the fullest rank, "
+        "its caches (slots and maps), and all of it (dense layers, activations, buffers, a reserve)."
+    )
     problems = [f"{each.name}: {each.problem}" for each in outcomes if each.problem]
-    say(console, legend, *problems, *_notes(outcomes))
+    say(console, _HITS_LEGEND, legend, *problems, *_notes(outcomes))
 
 
 def _notes(outcomes: Sequence[PlannedCase]) -> list[str]:
@@ -107,7 +122,8 @@ def _what_if_row(outcome: PlannedCase, outcomes: Sequence[PlannedCase]) -> list[
         "" if share is None else f"{share:.0%}",
         f"{prediction.step_seconds * 1e3:.2f} ms",
         prediction.bottleneck,
-        _hits(prediction.tables),
+        *_hits_cells(prediction.tables),
+        size(max(rank.cache_device_bytes for rank in prediction.ranks)),
         size(prediction.most_device_bytes),
         size(prediction.most_host_bytes(outcome.plan.ranks_per_node)),
         f"{sum(table.fills for table in prediction.tables):,.0f}",
@@ -116,30 +132,49 @@ def _what_if_row(outcome: PlannedCase, outcomes: Sequence[PlannedCase]) -> list[
 
 def _headline(plan: Plan, prediction: Prediction) -> str:
     source = "a replay of the profile's trace" if prediction.method == "replay" else "row counts"
+    hits, first_touches, long_run = _hits_cells(prediction.tables)
     return (
         f"{len(plan.tables)} tables with {sum(t.rows for t in plan.tables):,} rows on {plan.world_size} ranks: "
         f"{prediction.step_seconds * 1e3:.2f} ms a step, {prediction.samples_per_second:,.0f} samples/s; a step waits "
-        f"for {prediction.bottleneck}; {_hits(prediction.tables) or '0.00%'} of lookups hit (from {source})"
+        f"for {prediction.bottleneck}; {hits or '0.00%'} of lookups hit (from {source}"
+        + (f"; first touches are {first_touches} of the misses" if first_touches else "")
+        + (f"; in the long run about {long_run}, estimated)" if long_run else ")")
     )
 
 
 def _ranks_table(plan: Plan, prediction: Prediction, shown: Sequence[RankPrediction]) -> Table:
-    names = ("rank", "slots", "device", "budget", "host", "hits", "fills", "to device", "to host", "all-to-all")
-    table = make_table("Ranks: memory, and what moves in a step", (), names)
+    names = ("rank", "slots", *_HITS, "fills", "to device", "to host", "all-to-all")
+    table = make_table("Ranks: what moves in a step", (), names)
     for rank in shown:
         table.add_row(
             str(rank.rank),
             f"{sum(pool.slots for pool in plan.pools if pool.rank == rank.rank):,}",
-            size(rank.total_device_bytes),
-            "" if plan.device_memory_bytes is None else size(plan.device_memory_bytes),
-            size(rank.total_host_bytes),
-            _hits([table for table in prediction.tables if table.rank == rank.rank]),
+            *_hits_cells([table for table in prediction.tables if table.rank == rank.rank]),
             f"{rank.work['fills']:,.0f}",
             *(size(rank.work[name]) for name in ("bytes_to_device", "bytes_to_host")),
             size(sum(rank.work[f"sent_{kind}_bytes"] for kind in ("id", "embedding", "gradient"))),
         )
     if len(shown) < plan.world_size:
         table.caption = f"the {len(shown)} slowest of {plan.world_size} ranks"
+    return table
+
+
+def _memory_table(plan: Plan, shown: Sequence[RankPrediction]) -> Table:
+    """Return the memory of each rank by use. The uses of a device add up to `all`."""
+    others = [use for use in shown[0].device_bytes if use not in ("slots", "maps", "hot_rows")]
+    uses = [use for use in others if any(rank.device_bytes.get(use) for rank in shown)]
+    names = ("rank", "caches", *(use.replace("_", " ") for use in uses), "all", "budget", "host: rows")
+    table = make_table("Ranks: device memory by use", (), names)
+    for rank in shown:
+        table.add_row(
+            str(rank.rank),
+            size(rank.cache_device_bytes),
+            *(size(rank.device_bytes.get(use, 0)) for use in uses),
+            size(rank.total_device_bytes),
+            "" if plan.device_memory_bytes is None else size(plan.device_memory_bytes),
+            size(rank.total_host_bytes),
+        )
+    table.caption = "caches: slots and maps, as result.json and the report count them; all: with everything else"
     return table
 
 
@@ -171,7 +206,7 @@ def _seconds_table(shown: Sequence[RankPrediction]) -> Table:
 def _tables_table(plan: Plan, prediction: Prediction, top: int) -> Table:
     table = Table(title="Tables", title_justify="left", pad_edge=False)
     texts = ("sharding", "kernel", "exchange", "ranks")
-    for name in ("table", "rows", *texts, "lookups/step", "unique/step", "hits", "unique hits"):
+    for name in ("table", "rows", *texts, "lookups/step", "unique/step", *_HITS, "unique hits"):
         table.add_column(name, justify="left" if name in ("table", *texts) else "right")
     for placed in sorted(plan.tables, key=lambda each: -each.rows)[:top]:
         parts = [each for each in prediction.tables if each.table == placed.table]
@@ -187,7 +222,7 @@ def _tables_table(plan: Plan, prediction: Prediction, top: int) -> Table:
             ranks or "all",
             f"{sum(part.lookups for part in parts):,.0f}",
             f"{unique_ids:,.0f}",
-            _hits(parts),
+            *_hits_cells(parts),
             f"{unique_hits / unique_ids:.2%}" if unique_ids else "",
         )
     if len(plan.tables) > top:
@@ -195,11 +230,18 @@ def _tables_table(plan: Plan, prediction: Prediction, top: int) -> Table:
     return table
 
 
-def _hits(tables: Sequence[TablePrediction]) -> str:
-    """Return the share of lookups that hit, over all of these; empty without lookups."""
-    lookups = sum(table.lookups for table in tables)
-    hits = sum(table.lookups * (table.hit_rate_lookups or 0.0) for table in tables)
-    return f"{hits / lookups:.2%}" if lookups else ""
+def _hits_cells(tables: Sequence[TablePrediction]) -> tuple[str, str, str]:
+    """Return the cells of `_HITS` over all of these: share of lookups that hit, share of first touches among the
+    misses, and hits in the long run. Empty where there are no lookups, no misses, or no estimate."""
+    lookups, misses = sum(table.lookups for table in tables), sum(table.misses for table in tables)
+    if not lookups:
+        return "", "", ""
+    hits = sum(table.lookups * (table.hit_rate_lookups or 0.0) for table in tables) / lookups
+    first = min(1.0, sum(table.first_touches for table in tables) / misses) if misses > 1e-9 * lookups else None
+    looked_up = [table for table in tables if table.lookups]
+    is_known = all(table.long_run_hit_rate is not None for table in looked_up)
+    later = sum(table.lookups * (table.long_run_hit_rate or 0.0) for table in looked_up) / lookups
+    return f"{hits:.2%}", "" if first is None else f"{first:.0%}", f"{later:.1%}" if is_known else ""
 
 
 def show_simulation(runs: Sequence[SimulatedRun], topology: Topology, console: Console) -> None:
@@ -248,7 +290,8 @@ def _simulation_row(run: SimulatedRun, runs: Sequence[SimulatedRun]) -> list[str
 
 
 def _simulation_notes(runs: Sequence[SimulatedRun], topology: Topology) -> list[str]:
-    notes = [topology.note(runs[-1].num_ranks)]
+    limits = dict.fromkeys(run.limit for run in runs if not run.problem)
+    notes = [topology.note(runs[-1].num_ranks), *map(topology.error_note, limits)]
     if any(not run.is_searched for run in runs):
         notes.append(
             f"Beyond {MOST_SEARCHED_RANKS} ranks placements are not searched: the best of four plain ones is simulated."

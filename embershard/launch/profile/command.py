@@ -106,12 +106,14 @@ def show(argv: Sequence[str]) -> None:
         check_output(arguments.png)
     from embershard.frequency import FrequencyProfile
     from embershard.frequency.summary import stack_of_all
-    from embershard.launch.profile.view import profile_table, sentences
+    from embershard.launch.profile.view import profile_tables, sentences
 
     statistics = FrequencyProfile.load(arguments.profile).need_statistics()
-    together = stack_of_all(statistics)
     console = wide_console()
-    console.print(profile_table(statistics, together, max(0, arguments.top)))
+    with console.status("how long rows stay in a cache"):
+        together = stack_of_all(statistics)
+    for table in profile_tables(statistics, together, max(0, arguments.top)):
+        console.print(table)
     say(console, *sentences(statistics, together))
     if arguments.png is not None:
         from embershard.launch.profile.view import draw  # loads matplotlib

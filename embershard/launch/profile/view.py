@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,9 @@ from rich.table import Table
 from embershard.errors import DataError, naming_file
 from embershard.frequency import CountHistogram, DataStatistics, StackDistances, TableStatistics
 from embershard.frequency.compare import ProfileComparison
-from embershard.frequency.curves import distinct_rows, pooled, static_curve, unseen_share
+from embershard.frequency.curves import distinct_rows, first_touch_share, pooled, static_curve, unseen_share
 from embershard.frequency.downsampling import downsampled
+from embershard.frequency.new_data import in_new_data
 from embershard.launch.screen import make_table
 from embershard.planning.simulate.hit_rate_curve import MOST_STEPS, CurvePoint, hit_rate_curve
 from embershard.sharding.run_shape import ReplaySettings
@@ -29,31 +31,38 @@ _HEADS = (0.001, 0.01, 0.1)
 _WINDOW = 4096
 #: Policies whose hit rates differ by less are equally good.
 _SAME = 0.005
+#: Share of the misses: with more first touches, a hit rate says little of the cache's size.
+_MOSTLY = 0.5
 
 
-def profile_table(statistics: DataStatistics, together: StackDistances | None, top: int) -> Table:
-    """Return a line for each of the `top` tables with most rows, and one for all tables together."""
+def profile_tables(statistics: DataStatistics, together: StackDistances | None, top: int) -> list[Table]:
+    """Return what was counted, and hit rates: each a line for each of the `top` tables with most rows, and one for all
+    tables together."""
     part = "" if statistics.share_of_samples >= 1 else f" ({statistics.share_of_samples:.2%} of them)"
     title = f"{statistics.num_samples:,} training samples{part}, {len(statistics.tables)} tables"
     columns = ["rows", "occur", "lookups", "per\nsample", "top row", *(f"top\n{share:.1%}" for share in _HEADS)]
-    columns.append(f"distinct in\n{_WINDOW}")
-    columns += [f"{policy}\n{size:.1%}" for size in SIZES for policy in ("static", "LRU")]
-    table = make_table(title, ["table"], columns)
+    counts = make_table(title, ["table"], [*columns, f"distinct in\n{_WINDOW}"])
+    columns = [f"{kind}\n{size:.1%}" for size in SIZES for kind in ("static", "LRU", "new data")]
+    title = "Hit rates of caches for a share of all rows"
+    rates = make_table(title, ["table"], ["rows", "first\ntouches", *columns])
     ordered = sorted(statistics.tables.values(), key=lambda each: each.num_rows, reverse=True)
-    for each in ordered[:top]:
-        table.add_row(each.table, *_cells([each], each.stack, statistics.num_samples))
-    if len(ordered) > top:
-        table.add_row(f"{len(ordered) - top} more", style="dim")
-    table.add_section()
-    table.add_row("together", *_cells(ordered, together, statistics.num_samples), style="bold")
-    return table
+    for table, cells in ((counts, partial(_count_cells, num_samples=statistics.num_samples)), (rates, _rate_cells)):
+        for each in ordered[:top]:
+            table.add_row(each.table, *cells([each], each.stack))
+        if len(ordered) > top:
+            table.add_row(f"{len(ordered) - top} more", style="dim")
+        table.add_section()
+        table.add_row("together", *cells(ordered, together), style="bold")
+    return [counts, rates]
 
 
 def sentences(statistics: DataStatistics, together: StackDistances | None) -> list[str]:
     """Return what the numbers mean, in words."""
     lines = [
         "top x %: share of the lookups that go to the x % most frequent of the rows that occur. static, LRU: share of "
-        "the lookups that hit in a cache for this share of all rows.",
+        "the lookups that hit in a cache for this share of all rows. new data: an estimate of that share for new "
+        "samples after a long training, by a power law for rows that were seen rarely or never.",
+        _first_touch_sentence(statistics),
         _policy_sentence(statistics) if statistics.preferences else _curves_sentence(statistics, together),
         _drift_sentence(statistics),
         _trust_sentence(statistics),
@@ -92,11 +101,25 @@ def comparison_sentence(found: Sequence[ProfileComparison]) -> str:
     )
 
 
-def _cells(tables: Sequence[TableStatistics], stack: StackDistances | None, num_samples: int) -> list[str]:
+def _first_touch_sentence(statistics: DataStatistics) -> str:
+    share = first_touch_share(pooled(table.histogram for table in statistics.tables.values()))
+    return (
+        f"First touches: {share:.2%} of the lookups are the first of their row, which no cache that starts empty "
+        "finds. A number with a * has more first touches than other misses, or all rows that occur in the cache: these "
+        "data are too short for it to say what the size is worth. Look at new data, or profile more samples."
+    )
+
+
+def _expected(tables: Sequence[TableStatistics]) -> CountHistogram:
+    """Return the lookups to expect of all these tables' rows in as many new samples."""
+    return pooled(in_new_data(table.histogram, table.num_rows) for table in tables)
+
+
+def _count_cells(tables: Sequence[TableStatistics], stack: StackDistances | None, num_samples: int) -> list[str]:
     histogram = pooled(table.histogram for table in tables)
     rows, lookups = sum(table.num_rows for table in tables), sum(table.num_lookups for table in tables)
     bound = "<= " if any(table.undercount for table in tables) else ""
-    cells = [
+    return [
         f"{rows:,}",
         f"{bound}{histogram.num_rows:,.0f}",
         f"{lookups:,}",
@@ -104,10 +127,18 @@ def _cells(tables: Sequence[TableStatistics], stack: StackDistances | None, num_
         *(_static_share(histogram, num_rows) for num_rows in (1.0, *(share * histogram.num_rows for share in _HEADS))),
         f"{sum(distinct_rows(table, _WINDOW, num_samples) for table in tables):,.0f}",
     ]
+
+
+def _rate_cells(tables: Sequence[TableStatistics], stack: StackDistances | None) -> list[str]:
+    histogram, expected = pooled(table.histogram for table in tables), _expected(tables)
+    rows, first = sum(table.num_rows for table in tables), first_touch_share(histogram)
+    cells = [f"{rows:,}", f"{first:.1%}"]
     for size in SIZES:
-        slots = np.array(max(1.0, size * rows))
-        cells.append(_static_share(histogram, size * rows))
-        cells.append("n/a" if stack is None else f"{float(stack.hit_rate(slots)):.1%}")
+        slots = max(1.0, size * rows)
+        cells.append(_static_share(histogram, slots) + "*" * (slots >= histogram.num_rows))
+        found = None if stack is None else float(stack.hit_rate(np.array(slots)))
+        cells.append("n/a" if found is None else f"{found:.1%}" + "*" * (first > _MOSTLY * (1.0 - found)))
+        cells.append(_static_share(expected, slots))
     return cells
 
 
@@ -122,7 +153,9 @@ def _policy_sentence(statistics: DataStatistics) -> str:
     alone = {policy: misses for policy, misses in found.items() if policy != "lookahead"} or dict(found)
     best = min(alone, key=lambda policy: alone[policy])
     close = [policy for policy in alone if policy != best and alone[policy] - alone[best] < _SAME]
-    text = f"Policy: in a replay with slots for 5 % of the rows that occur, lookups missed: {named}. "
+    first = first_touch_share(pooled(table.histogram for table in statistics.tables.values()))
+    text = f"Policy: in a replay with slots for 5 % of the rows that occur, lookups missed: {named}. Of all lookups "
+    text += f"{first:.2%} are first touches, which only a cache that is warm from the start does not miss. "
     text += f"Without looking ahead the data prefer {best}"
     text += f" ({' and '.join(sorted(close))} within {_SAME:.1%})" if close else ""
     text += f", {_reason(best, statistics)}."
@@ -151,7 +184,9 @@ def _curves_sentence(statistics: DataStatistics, together: StackDistances | None
     best = "frequency" if static >= lru else "lru"
     return (
         f"Policy: the data prefer {best}: with slots for {SIZES[1]:.0%} of all rows a static cache finds {static:.1%} "
-        f"of the lookups that chose its rows, LRU {lru:.1%} (which has to fetch every row once)."
+        f"of the lookups that chose its rows, LRU {lru:.1%} (which has to fetch every row once: "
+        f"{first_touch_share(pooled(table.histogram for table in statistics.tables.values())):.1%} of the lookups). On "
+        f"new data such a cache finds about {_static_share(_expected(list(statistics.tables.values())), float(rows))}."
     )
 
 
@@ -189,7 +224,7 @@ _NUM_ALONE = 4
 _LEAST_SHARE = 1e-3
 #: Sizes that are replayed, as shares of all rows, on so many lookups and in batches of so many samples.
 _REPLAYED_SHARES = (0.005, 0.015, 0.05, 0.15, 0.5)
-_REPLAYED_LOOKUPS = 1_000_000
+_REPLAYED_LOOKUPS = 500_000
 _BATCH_SIZE = 1024
 
 
@@ -277,7 +312,10 @@ def _draw_together(
     if together is not None:
         label = "LRU: the row that was unused for longest leaves"
         axes.plot(shares, together.hit_rate(shares * rows), color="tab:orange", linewidth=2, label=label)
-    most = 1.0 - histogram.num_rows / max(histogram.num_lookups, 1.0)
+    expected = static_curve(_expected(list(tables)), shares * rows)
+    label = "new data, in the long run: an estimate, by a power law for rows that were seen rarely or never"
+    axes.plot(shares, expected, color="tab:purple", linewidth=2, linestyle="-.", label=label)
+    most = 1.0 - first_touch_share(histogram)
     label = f"{most:.1%}: the most of a cache that starts empty, because each row that occurs is moved once"
     axes.axhline(most, color="gray", linewidth=1, linestyle=":", label=label)
     axes.set(xlabel=f"rows in the cache, of all {rows:,} rows")
@@ -302,6 +340,8 @@ def _title(statistics: DataStatistics) -> str:
     tables, trace = statistics.tables, statistics.trace
     title = f"Hit rate by size of the cache: {statistics.num_samples:,} training samples, {len(tables)} tables"
     estimated = []
+    first = first_touch_share(pooled(table.histogram for table in tables.values()))
+    title += f"; {first:.1%} of the lookups are first touches of a row"
     if statistics.share_of_samples < 0.999:
         estimated.append(f"{statistics.share_of_samples:.2%} of the samples were read")
     if trace is not None and trace.rate < 0.99:
@@ -310,4 +350,5 @@ def _title(statistics: DataStatistics) -> str:
         estimated.append(f"look-ahead and optimum of the first {MOST_STEPS * _BATCH_SIZE:,} samples, where more is new")
     if any(table.undercount for table in tables.values()):
         estimated.append("counts are lower bounds")
-    return title + (f"\nEstimate: {'; '.join(estimated)}" if estimated else "")
+    estimated.append("the hit rate on new data")
+    return f"{title}\nEstimate: {'; '.join(estimated)}"

@@ -42,8 +42,11 @@ def show_run(folder: Path, result: RunResult, console: Console, top: int) -> Non
 
 def _cache_table(title: str, what: str, rows: Sequence[tuple[str, CacheTotals]], steps: int) -> Table:
     counts = ("misses", "fills", "write-backs", "to device", "to host")
-    table = _wide_table(title, (what,), ("rows", "slots", "hits", "unique hits", *counts, "device", "host"))
-    table.caption = "rows, slots, device and host: at the end; the rest: means per step"
+    table = _wide_table(title, (what,), ("rows", "slots", "hits", "unique hits", *counts, "caches", "host"))
+    table.caption = (
+        "rows, slots, caches (device memory of slots and maps) and host (rows and scores): at the end; the rest: means "
+        "per step"
+    )
     steps = max(1, steps)
     for name, caches in rows:
         table.add_row(
@@ -67,7 +70,7 @@ def show_comparison(found: PlanComparison, notes: Sequence[str], console: Consol
     console.print(_ranks_table(found))
     cached = [table for table in found.tables if table.kernel == "cached"]
     if cached:
-        table = _wide_table("Tables, per step", ("table", "rank", ""), (*_TRAFFIC, "device", "host"))
+        table = _wide_table("Tables, per step", ("table", "rank", ""), (*_TRAFFIC, "cache", "host"))
         for each in cached[:top]:
             cells = (*_traffic_cells(each.traffic), _both(each.device_bytes, size), _both(each.host_bytes, size))
             table.add_row(each.table, str(each.rank), "predicted\nmeasured", *cells)
@@ -115,7 +118,10 @@ def _ranks_table(found: PlanComparison) -> Table:
             _both(rank.all_to_all_bytes, size),
             _both(rank.step_seconds, lambda seconds: f"{seconds * 1e3:.2f}"),
         )
-    caption = "caches: their device bytes; all-to-all: on the rank's link, measured for all together; step: one median"
+    caption = (
+        "caches: device bytes of slots and maps; all-to-all: on the rank's link, measured for all together; step: one "
+        "median"
+    )
     if len(found.ranks) > _MOST_RANKS:
         caption = f"the {_MOST_RANKS} of {len(found.ranks)} ranks with the largest errors; {caption}"
     table.caption = caption

@@ -144,12 +144,14 @@ def _cache_rows(cache: RunCaches | None, packed: HotColdTotals | None) -> list[t
     share = on_device / cache.rows
     moved = cache.fills + cache.write_backs
     moved_bytes = cache.bytes_to_device + cache.bytes_to_host
+    fullest = max((rank.device_bytes for rank in cache.ranks), default=0)
+    of_ranks = f"slots and maps of all ranks, {size(fullest)} on the fullest"
     return [
         ("rows on device", f"{on_device:,} of {cache.rows:,}", f"{share:.1%} of the embedding rows"),
         ("hit rate", number(cache.hit_rate_lookups, ".1%"), "lookups whose row was on the device already"),
         ("rows moved", f"{moved:,}", f"{size(moved_bytes)} to and from the device"),
         ("evictions", f"{cache.evictions:,}", "rows that left the device for other rows"),
-        ("memory", f"{size(cache.device_bytes)} device", f"{size(cache.host_bytes)} host"),
+        ("caches' memory", f"{size(cache.device_bytes)} device", f"{of_ranks}; {size(cache.host_bytes)} host"),
     ]
 
 

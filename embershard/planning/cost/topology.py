@@ -13,7 +13,9 @@ from typing import Any, Literal
 from embershard.decoding import decode, read_toml, to_toml
 from embershard.errors import ConfigError, naming_file
 from embershard.machine import cores_problem
+from embershard.planning.cost.back_test import error_note
 from embershard.planning.cost.rates import Amounts, Rates
+from embershard.units import size
 
 #: The dense optimizer reads gradient, state and weight, and writes state and weight.
 _UPDATE_PASSES = 5
@@ -53,6 +55,8 @@ class Assumptions(Amounts):
         jitter: of a rank's time for the same work, from step to step: standard deviation over mean.
         step_overhead_seconds: time to launch a step's kernels.
         input_threads: threads of a rank that parse during the training.
+        reserve_bytes: of a GPU's memory, left free for the CUDA context, NCCL's buffers, and what torch's allocator
+            cannot use.
     """
 
     flops: float = 0.5
@@ -69,6 +73,7 @@ class Assumptions(Amounts):
     jitter: float = 0.03
     step_overhead_seconds: float = 5e-3
     input_threads: float = 2
+    reserve_bytes: float = 2 * 2**30
 
 
 @dataclass(frozen=True)
@@ -141,6 +146,30 @@ class Topology:
         if nearest == num_ranks:
             return None
         return f"{self.name} was calibrated for {nearest} ranks, not for {num_ranks}: step times are less certain."
+
+    def error_note(self, limit: str) -> str:
+        """Return how far such speeds were off where they could be compared, for a step that is limited by `limit`."""
+        return error_note(limit, is_calibrated=bool(self.rates), is_gpu=self.device == "cuda")
+
+    def reserve_within(self, device_bytes: int | None) -> int:
+        """Return the part of the reserve that lies within a limit of `device_bytes` (None: all memory of the device): a
+        lower limit leaves memory outside of it."""
+        if self.device_memory_bytes is None:
+            return 0
+        outside = 0 if device_bytes is None else self.device_memory_bytes - device_bytes
+        return max(0, round(self.assumptions.reserve_bytes) - max(0, outside))
+
+    def reserve_note(self, device_bytes: int | None) -> str | None:
+        """Return the sentence on the reserve; None on a CPU, which needs none."""
+        if self.device_memory_bytes is None:
+            return None
+        reserve, within = round(self.assumptions.reserve_bytes), self.reserve_within(device_bytes)
+        outside = "" if within == reserve else f"; {size(reserve - within)} of them lie outside of --device-memory"
+        return (
+            f"Reserve: {size(reserve)} of a GPU's memory are left free for the CUDA context, NCCL and what the "
+            f"allocator cannot use{outside}. That is an assumption: reserve_bytes in the assumptions of a topology's "
+            "file."
+        )
 
     @property
     def cores_note(self) -> str | None:

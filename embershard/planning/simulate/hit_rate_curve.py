@@ -74,12 +74,12 @@ def hit_rate_curve(
     steps = min(trace.num_samples // global_batch_size, MOST_STEPS)
     settled = sum(SettledRows.of(trace, shard, False).num_rows for shard in shards)
     batches = TraceBatches(trace, shards, global_batch_size, 0, 0)
-    keys = [batches.get(step)[0].numpy() for step in range(steps)]
+    stream = _Stream.of([batches.get(step)[0].numpy() for step in range(steps)])
     found = []
     for done, num_slots in enumerate(sizes, start=1):
         replayed = replay_pool(trace, shards, num_slots, global_batch_size, settings, num_steps=steps)
         followed_slots = max(1, num_slots if trace.rate >= 1 else round((num_slots - settled) * trace.rate))
-        fewest = offline_optimum(keys, followed_slots)
+        fewest = _fills(stream, followed_slots, prefetch=0, lookahead=steps)
         if progress is not None:
             progress(done, len(sizes))
         if replayed.grew or fewest is None:
@@ -104,7 +104,7 @@ def offline_optimum(batches: Sequence[Ids], capacity: int, prefetch: int = 0) ->
     Returns:
         None when the rows that must be resident at once do not fit.
     """
-    return _fills(batches, capacity, prefetch, lookahead=len(batches) + prefetch)
+    return _fills(_Stream.of(batches), capacity, prefetch, lookahead=len(batches) + prefetch)
 
 
 def look_ahead_rule(batches: Sequence[Ids], capacity: int, lookahead: int, prefetch: int) -> int | None:
@@ -114,16 +114,35 @@ def look_ahead_rule(batches: Sequence[Ids], capacity: int, lookahead: int, prefe
     evicted first: the row used by the fewest batches, then the longest unused; then the row whose next use is furthest.
     Fills of a cache beyond this number are due to the cache, not to the rule.
     """
-    return _fills(batches, capacity, prefetch, lookahead)
+    return _fills(_Stream.of(batches), capacity, prefetch, lookahead)
 
 
-def _fills(batches: Sequence[Ids], capacity: int, prefetch: int, lookahead: int) -> int | None:
-    numbered, num_keys = _number(batches)
-    assert len(batches) + prefetch < 1 << _BITS
-    resident = np.zeros(num_keys, dtype=bool)
-    next_use, last_use, num_uses = np.zeros((3, num_keys), dtype=np.int64)
+@dataclass(frozen=True, eq=False)
+class _Stream:
+    """Batches of keys, numbered from 0 without gaps: the same for caches of all sizes.
+
+    Attributes:
+        batches: the distinct keys of each batch.
+        next_uses: for each of these, the next batch that has it; the number of batches where none has.
+    """
+
+    batches: Sequence[Ids]
+    next_uses: Sequence[Ids]
+    num_keys: int
+
+    @classmethod
+    def of(cls, batches: Sequence[Ids]) -> _Stream:
+        """Number the keys of these batches."""
+        numbered, num_keys = _number(batches)
+        return cls(numbered, _next_uses(numbered, num_keys), num_keys)
+
+
+def _fills(stream: _Stream, capacity: int, prefetch: int, lookahead: int) -> int | None:
+    assert len(stream.batches) + prefetch < 1 << _BITS
+    resident = np.zeros(stream.num_keys, dtype=bool)
+    next_use, last_use, num_uses = np.zeros((3, stream.num_keys), dtype=np.int64)
     fills = held = 0
-    for now, (batch, following) in enumerate(zip(numbered, _next_uses(numbered, num_keys), strict=True)):
+    for now, (batch, following) in enumerate(zip(stream.batches, stream.next_uses, strict=True)):
         missing = batch.size - int(resident[batch].sum())
         fills += missing
         held += missing

@@ -45,12 +45,15 @@ class ShardReport(CacheReport):
     Attributes:
         held_rows: slots that hold the shard's rows.
         shard: whose rows.
+        first_touches: those of a batch's distinct ids that miss because the cache never had their rows before. No size
+            of a cache that starts so avoids them; all other misses are of rows that had to leave.
     """
 
     LABELS = frozenset({"shard"})
 
     held_rows: float
     shard: RowRange
+    first_touches: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -67,22 +67,28 @@ def replay_pool(
     parts = [shards[number] for number in followed]
     counted, window = settings.profile_samples, settings.shuffle_window
     batches = TraceBatches(trace, parts, global_batch_size, counted, window, rank_batch_size)
-    cache = _make_cache(batches, parts, max(1, slots), settings, pinned_tables if trace.rate >= 1 else ())
+    stay = pinned_tables if trace.rate >= 1 else ()
+    cache = _make_cache(batches, parts, max(1, slots), settings, stay)
     slots = sum(stats.slots for stats in cache.stats())
-    half, last = _run(cache, batches, steps, settings), cache.stats()
+    touches = _FirstTouches(batches.rows_per_table, [part.table in stay for part in parts])
+    half, early_touches = _run(cache, batches, steps, settings, touches)
+    last = cache.stats()
     sizes, warmup = (trace, global_batch_size, rank_batch_size), settings.policy.warmup
 
-    def reports(replayed: Sequence[CacheReport], num_steps: int, *, is_late: bool) -> tuple[ShardReport, ...]:
+    def reports(
+        replayed: Sequence[CacheReport], first: NDArray[np.int64], num_steps: int, *, is_late: bool
+    ) -> tuple[ShardReport, ...]:
         found = [rows.report(*sizes, num_steps, is_late, warmup) for rows in settled]
-        for number, counts, stats in zip(followed, replayed, last, strict=False):  # a pool of no table has one
-            per_step = vars(counts.scaled(1.0 / (trace.rate * num_steps)))
-            found[number] += ShardReport(**per_step, held_rows=stats.slots / trace.rate, shard=shards[number])
+        for place, (number, counts) in enumerate(zip(followed, replayed, strict=False)):  # a pool of no table has one
+            scale, held, new = 1.0 / (trace.rate * num_steps), last[place].slots / trace.rate, int(first[place])
+            per_step = vars(counts.scaled(scale))
+            found[number] += ShardReport(**per_step, held_rows=held, shard=shards[number], first_touches=new * scale)
         return tuple(found)
 
     late = [after.counts - before.counts for after, before in zip(last, half, strict=True)]
     grown = sum(stats.slots for stats in last) - slots
-    all_steps = reports([stats.counts for stats in last], steps, is_late=False)
-    late_steps = reports(late, steps - steps // 2, is_late=True)
+    all_steps = reports([stats.counts for stats in last], touches.counts, steps, is_late=False)
+    late_steps = reports(late, touches.counts - early_touches, steps - steps // 2, is_late=True)
     return PoolReport(all_steps, late_steps, steps, num_slots + round(grown / trace.rate), grown > 0)
 
 
@@ -113,9 +119,39 @@ def _make_cache(
     )
 
 
-def _run(cache: RowCache, batches: TraceBatches, steps: int, settings: ReplaySettings) -> list[TableStats]:
-    """Run the stages of `LookAheadPipeline`, in its order, without their contents; return the counts at half time."""
-    half = cache.stats()
+class _FirstTouches:
+    """Counts, by table, the misses of rows that the cache never had before: int64 [T].
+
+    Args:
+        rows_per_table: [T].
+        are_pinned: [T] tables whose rows are resident from the start.
+    """
+
+    def __init__(self, rows_per_table: Sequence[int], are_pinned: Sequence[bool]) -> None:
+        rows = np.array(rows_per_table, np.int64)
+        self._ends, self._known = np.cumsum(rows), np.repeat(np.array(are_pinned, np.bool_), rows)
+        self.counts = np.zeros(max(1, len(rows_per_table)), np.int64)
+
+    def begin(self, cache: RowCache) -> None:
+        """Take over from a cache that has planned the first batch: what it has beside is there from the start. Rows of
+        a warm-up that this batch evicted count as new."""
+        self.counts += [round(stats.unique_ids - stats.hits_unique) for stats in cache.stats()]
+        self._known[cache.contents().rows.numpy()] = True
+
+    def add(self, keys: Tensor) -> None:
+        """Count those of a batch's keys that are new."""
+        rows = keys.numpy()
+        fresh = np.unique(rows[~self._known[rows]])
+        self._known[fresh] = True
+        self.counts += np.bincount(np.searchsorted(self._ends, fresh, side="right"), minlength=len(self.counts))
+
+
+def _run(
+    cache: RowCache, batches: TraceBatches, steps: int, settings: ReplaySettings, touches: _FirstTouches
+) -> tuple[list[TableStats], NDArray[np.int64]]:
+    """Run the stages of `LookAheadPipeline`, in its order, without their contents; return the counts at half time, and
+    the first touches until then."""
+    half, early_touches = cache.stats(), touches.counts.copy()
     known: deque[tuple[Tensor, Tensor, KnownBatch | None]] = deque()
     resident: deque[Ticket] = deque()
     next_step = 0
@@ -123,7 +159,7 @@ def _run(cache: RowCache, batches: TraceBatches, steps: int, settings: ReplaySet
         warnings.simplefilter("ignore", CacheGrowthWarning)
         for step in range(steps):
             if step == steps // 2:
-                half = cache.stats()
+                half, early_touches = cache.stats(), touches.counts.copy()
             while next_step < min(steps, step + settings.lookahead + 1):
                 keys, lengths = batches.get(next_step)
                 known.append((keys, lengths, cache.know(keys, lengths)))
@@ -133,7 +169,9 @@ def _run(cache: RowCache, batches: TraceBatches, steps: int, settings: ReplaySet
                 ticket = cache.prepare(keys, lengths, True, batch)
                 assert ticket is not None
                 resident.append(ticket)
-            known.popleft()
+            if step == 0:
+                touches.begin(cache)
+            touches.add(known.popleft()[0])
             cache.freeze_pins()
             for ahead in range(len(resident) - 1, min(settings.prefetch, len(known)) if settings.lookahead else 0):
                 keys, lengths, batch = known[ahead]
@@ -143,7 +181,7 @@ def _run(cache: RowCache, batches: TraceBatches, steps: int, settings: ReplaySet
                 resident.append(prepared)
             cache.unfreeze_pins()
             cache.release(resident.popleft())
-    return half
+    return half, early_touches
 
 
 def replay_preferences(
@@ -228,6 +266,7 @@ class SettledRows:
             write_backs=0.0,
             held_rows=float(self.num_rows),
             shard=self.shard,
+            first_touches=missed,
         )
 
     def _distinct(self, trace: SampledTrace, batch_size: int) -> float:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from embershard.cache.config import CachePolicy
 from embershard.frequency import TableStatistics
+from embershard.frequency.new_data import in_new_data
 from embershard.planning.simulate.pool_report import PoolReport, RowRange, ShardReport
 
 Floats = NDArray[np.float64]
@@ -63,8 +64,7 @@ def steady_state(
         num_slots: S.
         global_batch_size: samples of a step, over all ranks.
         policy: rule by which the cache chooses its rows.
-        is_sample: training sees other samples than the counted ones: rows seen once are rarer than they look
-            (Good 1953).
+        is_sample: training sees other samples than the counted ones: see `embershard.frequency.new_data`.
     """
     groups = [
         _groups(number, *each, num_samples, global_batch_size, is_sample)
@@ -89,9 +89,8 @@ def _groups(
     """Return a shard's groups. The rows are its share of the table's; where hot rows are unevenly spread, its share of
     the lookups scales their rates."""
     part = shard.num_rows / table.num_rows
-    counts, rows = table.histogram.counts, table.histogram.rows
-    if is_sample:
-        counts, rows = _as_in_other_samples(counts, rows, table.num_rows)
+    histogram = in_new_data(table.histogram, table.num_rows) if is_sample else table.histogram
+    counts, rows = histogram.counts, histogram.rows
     counts, rows = counts * (share / part if part else 0.0), rows * part
     lookups = counts / num_samples * batch
     bag = max(1.0, table.lookups_per_sample)
@@ -99,18 +98,6 @@ def _groups(
     chance = np.clip(counts / max(1.0, num_samples * bag), 0.0, 1.0)
     seen = -np.expm1(draws * np.log1p(-np.minimum(chance, 1.0 - 1e-12)))
     return np.full(len(rows), number, np.int64), rows, lookups, seen
-
-
-def _as_in_other_samples(counts: Floats, rows: Floats, num_rows: int) -> tuple[Floats, Floats]:
-    """Return the counts to expect in other samples: 2 n2 / n1 lookups for each row seen once (n1, n2: rows seen once
-    and twice); the rest of their lookups goes to the table's unseen rows."""
-    once, twice = counts <= 1.0, (counts > 1.0) & (counts <= 2.0)
-    singles, pairs = float(rows[once].sum()), float(rows[twice].sum())
-    unseen = num_rows - float(rows.sum())
-    if singles <= 2.0 * pairs or unseen < 1.0:
-        return counts, rows
-    counts = np.where(once, counts * (2.0 * pairs / singles), counts)
-    return np.append(counts, (singles - 2.0 * pairs) / unseen), np.append(rows, unseen)
 
 
 def _held_by_count(pool: _RowGroups, num_slots: int) -> Floats:

@@ -255,7 +255,7 @@ def _rank(predicted: RankPrediction, tables: Sequence[PlannedTableComparison], r
     for rate, count in _RATES.items():
         hits = sum((getattr(t, rate).predicted or 0.0) * (getattr(t, count).predicted or 0.0) for t in own)
         numbers[rate] = hits / total if (total := numbers[count]) else None
-    device_bytes = sum(predicted.device_bytes.get(name, 0) for name in ("slots", "maps", "hot_rows"))
+    device_bytes = predicted.cache_device_bytes
     return RankComparison(
         rank=predicted.rank,
         traffic=_traffic(numbers, measured),

@@ -94,7 +94,14 @@ def test_a_plan_is_shown_and_written(files, tmp_path, capsys):
         "4 tables with 32,060 rows on 2 ranks",
         f"{plan.prediction.step_seconds * 1e3:.2f} ms a step",
         "from a replay of the profile's trace",
-        "Ranks: memory, and what moves in a step",
+        "Ranks: what moves in a step",
+        "Ranks: device memory by use",
+        "; first touches are ",
+        "in the long run about ",
+        "first touches: share of the misses",
+        "Reserve: 2.00 GiB of a GPU's memory are left free",
+        "2.00 GiB of them lie outside of --device-memory",
+        f"Error of such a prediction, limited by {plan.prediction.bottleneck.replace('_', ' ')}: ",
         "Ranks: milliseconds of a step",
         "the 2 largest of 4 tables",
         "state beside them takes 8.0 bytes: 4.0 in the map to slots (device), 4.0 for its score (host).",
@@ -148,13 +155,31 @@ def test_several_ratios(files, tmp_path, capsys):
 
 def test_pictures_of_plans_say_what_they_show(files):
     outcomes = [what_if.PlannedCase(*case, small_plan()) for case in ((2, 0.1), (4, 0.1), (2, 0.2), (4, 0.2))]
-    figure = picture.make_figure(outcomes, "h100x8")
-    assert figure.get_suptitle() == "Estimate: plans for h100x8. Nothing here was measured."
+    figure = picture.make_figure(outcomes, load_topology("h100x8"))
+    title, *errors = figure.get_suptitle().split("\n")
+    assert title == "Estimate: plans for h100x8. Nothing here was measured."
+    limits = {outcome.prediction.bottleneck for outcome in outcomes if outcome.prediction}
+    assert " ".join(errors).count("Error of such a prediction, limited by ") == len(limits)
+    assert all(len(line) <= 165 for line in errors)
     speed, memory = figure.axes
     assert "ideal: as fast per rank as 2 ranks, ratio 0.1" in speed.get_legend_handles_labels()[1]
     assert speed.get_ylabel() == "samples per second, all ranks"
     assert memory.get_ylabel() == "device memory, MiB"
     assert all(axes.get_title(loc="left") for axes in figure.axes)
+
+
+def test_a_whole_gpu_has_a_reserve_and_a_cpu_has_none(files, tmp_path):
+    """It is one of the uses that add up to the device's memory; a smaller limit leaves it outside."""
+    h100 = load_topology("h100x2")
+    memory = h100.device_memory_bytes
+    assert [h100.reserve_within(each) for each in (None, memory, memory - 2**30, memory // 2)] == [
+        2 * 2**30, 2 * 2**30, 2**30, 0
+    ]  # fmt: skip
+    for topology, reserve in ("h100x2", 2 * 2**30), ("cpu", None):
+        assert main(given(files, "--ranks", "2", "--topology", topology, "-o", str(tmp_path / "plan.json"))) == 0
+        plan = Plan.load(tmp_path / "plan.json")
+        assert [rank.device_bytes.get("reserve") for rank in plan.prediction.ranks] == [reserve] * 2
+        assert any(note.startswith("Reserve: ") for note in plan.notes) is (reserve is not None)
 
 
 def test_many_more_ranks_than_cores_are_a_warning(files, tmp_path, capsys):

@@ -234,6 +234,25 @@ def test_a_share_of_the_memory_is_checked():
 
 
 @pytest.mark.slow
+def test_hit_rates_of_short_data_are_marked(tmp_path, capsys):
+    """Where all rows fit, or most misses are first touches: never a number alone that says nothing of its size."""
+
+    def shown(num_samples: int) -> list[str]:
+        profile_of({"t_a": (40_000, skewed(40_000, num_samples))}).save(tmp_path / "p.npz")
+        capsys.readouterr()
+        assert main(["show", str(tmp_path / "p.npz")]) == 0
+        said = capsys.readouterr().out
+        assert " of the lookups are the first of their row, which no cache that starts empty finds." in said
+        return [line for line in said.splitlines() if "together" in line][1].replace("│", " ").split()
+
+    short, long = shown(500), shown(400_000)
+    sizes = slice(-6, None)  # static, LRU and new data at two sizes
+    assert [cell.endswith("*") for cell in short[sizes]] == [True, True, False] * 2
+    assert short[-5] == short[-2], "LRU hits alike in caches of both sizes"
+    assert float(short[-4].strip("%")) < float(short[-1].strip("%")) - 5, "new data do not"
+    assert not any(cell.endswith("*") for cell in long[-6:-4])
+
+
 def test_the_picture_explains_its_curves(tmp_path, capsys):
     lookups = {name: (rows, skewed(rows, 30_000, seed=rows)) for name, rows in (("t_a", 20_000), ("t_b", 9000))}
     profile = profile_of(lookups)
@@ -243,9 +262,14 @@ def test_the_picture_explains_its_curves(tmp_path, capsys):
     together, alone = figure.axes
     lines = {str(line.get_label()).partition(":")[0]: np.asarray(line.get_ydata()) for line in together.get_lines()}
     assert list(lines)[:4] == ["optimum", "look-ahead (the default)", "static", "LRU"]
+    assert list(lines)[4] == "new data, in the long run"
     assert (lines["optimum"] >= lines["look-ahead (the default)"]).all()
     assert done[-1][0] == done[-1][1]
-    assert figure.get_suptitle() == "Hit rate by size of the cache: 30,000 training samples, 2 tables"
+    first = sum(table.histogram.num_rows for table in statistics.tables.values()) / 60_000
+    assert figure.get_suptitle() == (
+        f"Hit rate by size of the cache: 30,000 training samples, 2 tables; {first:.1%} of the lookups are first "
+        "touches of a row\nEstimate: the hit rate on new data"
+    )
     for axes in (together, alone):
         assert axes.get_xlabel().startswith("rows in the cache, of ")
         assert axes.get_ylabel().startswith("hit rate: lookups")

@@ -93,7 +93,7 @@ def make_request(budget: Budget | None = None, workload: Workload | None = None,
 
 
 _OF_REQUEST = (
-    "rates", "types", "only", "replicate_rows", "most_ranks_per_node", "settings", "made_from", "notes",
+    "rates", "types", "only", "replicate_rows", "most_ranks_per_node", "settings", "made_from", "notes", "topology",
 )  # fmt: skip
 
 

@@ -310,7 +310,7 @@ def test_the_fastest_plan_is_looked_for_among_those_whose_caches_can_number_thei
     ]
     other = sized(request, tables)
     assert other is not None
-    assert best_candidate(request).step_seconds <= other.step_seconds
+    assert best_candidate(request).step_seconds <= other.step_seconds * (1 + 1e-9)
 
 
 def test_ranks_are_not_named_where_their_host_memory_would_not_do(huge):

@@ -94,7 +94,7 @@ def test_what_cannot_exchange_rows_exchanges_pooled_embeddings(exchange):
 
 @pytest.mark.parametrize("exchange", ["pooled", "rows", "auto"])
 def test_a_plan_says_it_per_table_and_predicts_the_bytes(exchange):
-    request = make_request(workload=workload(exchange))
+    request = make_request(workload=workload(exchange), types=("table_wise", "row_wise"))
     plan = make_plan(request)
     notes = [note for note in plan.notes if "exchange distinct rows" in note]
     assert {table.exchange for table in plan.tables} == {"pooled" if exchange == "pooled" else "rows"}

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from embershard.cache.config import CachePolicy
 from embershard.errors import ShardingError
 from embershard.planning.budget import least_need, least_need_without_caches
+from embershard.planning.cost.rates import Rates
 from embershard.planning.make_plan import best_candidate, make_plan, sized
 from embershard.planning.request import Budget, PlanRequest
 from embershard.sharding.plan import Plan, check_plan, pools_of
 from embershard.sharding.run_shape import ReplaySettings
-from tests.unit.planning.requests import data_of, make_request, random_rows, rates, round_robin
+from tests.unit.planning.requests import data_of, make_request, make_workload, random_rows, rates, round_robin
 
 pytestmark = pytest.mark.slow
 
@@ -161,6 +162,58 @@ def test_tables_on_the_device_leave_no_rank_without_rows():
     assert {t.kernel for t in make_plan(by_rows).tables} == {"cached"}
     larger = make_request(Budget(device_bytes=20_000_000), rows=(3, 500), world_size=4, types=("row_wise",))
     assert {t.kernel for t in make_plan(larger).tables} == {"device"}
+
+
+def test_of_placements_that_are_as_fast_the_one_with_more_room_is_taken(monkeypatch):
+    """On a machine where nothing takes time, all that differs is memory."""
+    request = make_request(Budget(device_bytes=40_000_000), rates=Rates(), rows=(20_000,) * 6, world_size=4)
+    chosen = best_candidate(request)
+    assert {table.kernel for table in chosen.tables} == {"device"}
+    used = [rank.total_device_bytes for rank in chosen.quick.ranks]
+    assert max(used) < 1.2 * min(used), used
+    whole = least_need_without_caches(request)
+    assert whole is not None
+    assert chosen.quick.most_device_bytes <= sized(request, whole.tables).quick.most_device_bytes
+    timed = make_request(Budget(device_bytes=40_000_000), rows=(20_000,) * 6, world_size=4)
+    fastest = best_candidate(timed)
+    monkeypatch.setattr("embershard.planning.make_plan._AS_FAST", 10.0)
+    roomy = best_candidate(timed)
+    assert fastest.step_seconds < roomy.step_seconds, "room does not cost time unless it may"
+    assert roomy.quick.most_device_bytes < fastest.quick.most_device_bytes
+
+
+def test_the_reserve_is_left_free_on_every_rank():
+    """What is reserved is missing to the caches, and to nothing else."""
+    workload = make_workload((20_000, 900, 300, 40), world_size=2)
+    reserved = dataclasses.replace(workload, shape=dataclasses.replace(workload.shape, reserve_bytes=1_000_000))
+    budget = Budget(device_bytes=2_500_000)
+    free, kept = (make_plan(make_request(budget, each)) for each in (workload, reserved))
+    assert free.prediction is not None
+    assert kept.prediction is not None
+    for rank in kept.prediction.ranks:
+        assert rank.device_bytes["reserve"] == 1_000_000
+        assert rank.total_device_bytes <= 2_500_000
+        assert rank.cache_device_bytes < rank.total_device_bytes - 1_000_000
+    assert sum(pool.slots for pool in kept.pools) < sum(pool.slots for pool in free.pools)
+    assert all("reserve" not in rank.device_bytes for rank in free.prediction.ranks)
+
+
+def test_data_that_are_too_short_for_a_size_say_so():
+    """Caches of other sizes hit alike, since all that misses is new; their estimates for new data differ."""
+    short = data_of((500_000, 300_000), num_samples=1800)
+    plans = [make_plan(make_request(Budget(ratio=r), rows=(500_000, 300_000), data=short)) for r in (0.02, 0.3)]
+    found = [plan.prediction for plan in plans]
+    for plan, prediction in zip(plans, found, strict=True):
+        assert prediction.method == "replay"
+        assert prediction.first_touch_share == pytest.approx(1.0)
+        assert any("too short to tell sizes of caches apart: 100% of the misses" in note for note in plan.notes)
+    rates_of = [[table.hit_rate_lookups for table in prediction.tables] for prediction in found]
+    assert rates_of[0] == rates_of[1]
+    later = [[table.long_run_hit_rate for table in prediction.tables] for prediction in found]
+    assert all(small < large - 0.1 for small, large in zip(*later, strict=True)), later
+    long = make_plan(make_request(Budget(ratio=0.05), rows=(500, 300), data=data_of((500, 300), num_samples=6000)))
+    assert long.prediction.first_touch_share < 0.5
+    assert not any("too short" in note for note in long.notes)
 
 
 def test_replicated_tables_are_on_every_rank():

@@ -274,6 +274,25 @@ def test_late_is_what_the_second_half_added(name):
     assert whole.over(10**9)[0].hits_unique == pytest.approx(whole.late[0].hits_unique)
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_first_touches_are_the_rows_that_the_cache_never_had(name):
+    """Every row once, but for those of a warm-up; a second epoch has none. With a slot for every row all misses are."""
+    rows = skewed(400, 3000)
+    shards, trace = [RowRange("a", 0, 150), RowRange("a", 150, 400)], trace_of({"a": rows})
+    for num_slots in (120, 400):
+        found = replay_pool(trace, shards, num_slots, 60, POLICIES[name], num_steps=100)
+        first = [round(each.first_touches * 100) for each in found.shards]
+        misses = [round((each.unique_ids - each.hits_unique) * 100) for each in found.shards]
+        distinct = [len(np.unique(rows[each.has(rows)])) for each in shards]
+        assert sum(each.first_touches for each in found.late) == 0
+        if POLICIES[name].policy.warmup:
+            cold = max(0, len(np.unique(rows)) - num_slots)
+            assert cold <= sum(first) <= cold + 60 * (cold > 0), "the first batch evicts some rows of the warm-up"
+        else:
+            assert first == distinct
+        assert (first == misses) is (num_slots == 400)
+
+
 def test_more_steps_than_batches_begin_again():
     rows = skewed(500, 3500)
     found = replay_pool(trace_of({"a": rows}), [RowRange("a", 0, 500)], 200, 1000, POLICIES["lookahead"], num_steps=7)

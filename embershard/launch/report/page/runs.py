@@ -122,10 +122,11 @@ def summary(runs: Sequence[Run]) -> Section:
     judged = [run.result.quality for run in runs if run.result is not None]
     names = [*main_names(judged), *(["ne"] if any("ne" in quality for quality in judged) else [])]
     header = ["run", "ranks", "steps", "samples", "samples/s", "step ms, median", "95 %", "loss"]
-    header += [*map(title_of, names), "hits", "device", "host", "sent"]
+    header += [*map(title_of, names), "hits", "caches", "host", "sent"]
     note = (
         "loss: of training, mean since the last report; AUC, NE and RMSE: of the held-out samples; hits: share of "
-        "lookups; device and host: bytes of the caches on all ranks; sent: to other ranks, by a rank in a step."
+        "lookups; caches and host: bytes of slots and maps on the devices, and of their rows on the hosts, of all "
+        "ranks; sent: to other ranks, by a rank in a step."
     )
     going = [run.name for run in runs if run.result is None]
     text = [f"Not ended, so without a result: {', '.join(going)}."] if going else []

@@ -1,0 +1,76 @@
+"""How far simulated speeds were from measured ones: what must be said beside a predicted speed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PublishedPoint:
+    """A throughput that others measured, beside the simulated one; `benchmarks/simulator_back_test.py` has the sources.
+
+    >>> PublishedPoint("dlrm", "a100-40x1", 16_384, published=740_065, simulated=501_832, limited_by="dense").error
+    -0.322
+
+    Attributes:
+        machine: the topology's name.
+        batch_size: samples per rank.
+        published, simulated: samples per second of all ranks.
+        limited_by: the part that takes most of the simulated step.
+    """
+
+    model: str
+    machine: str
+    batch_size: int
+    published: int
+    simulated: int
+    limited_by: str
+
+    @property
+    def error(self) -> float:
+        """Simulated over published samples per second, minus 1."""
+        return round(self.simulated / self.published - 1, 3)
+
+
+#: What `python -m benchmarks.simulator_back_test --public` found.
+PUBLISHED = (
+    PublishedPoint("dlrm", "a100-40x1", 16_384, 740_065, 501_832, "dense"),
+    PublishedPoint("dlrm", "a100-40x4", 4_096, 1_458_176, 1_290_393, "dense"),
+    PublishedPoint("dlrm", "a100-40x8", 2_048, 1_671_168, 1_776_752, "overhead"),
+    PublishedPoint("dlrm", "a100-40x8", 8_192, 5_373_952, 3_194_144, "dense"),
+    PublishedPoint("dlrm", "a100-40x8", 256, 284_615, 346_258, "overhead"),
+    PublishedPoint("mlperf_dcnv2", "h100x8", 6_912, 15_300_000, 1_905_385, "dense"),
+    PublishedPoint("mlperf_dcnv2", "h100x8x16", 1_056, 70_800_000, 10_752_752, "overhead"),
+)
+#: Median and largest error of `python -m benchmarks.simulator_back_test`: step times on a calibrated CPU.
+CALIBRATED_MEDIAN, CALIBRATED_LARGEST, CALIBRATED_CASES = 0.052, 0.179, 21
+_CALIBRATE = "Do not choose or buy machines by it: measure them, with embershard plan --calibrate."
+
+
+def error_note(limit: str, *, is_calibrated: bool, is_gpu: bool) -> str:
+    """Return what the error of such a prediction was where it could be compared.
+
+    Args:
+        limit: the part that limits the predicted step.
+        is_calibrated: the machine's rates were measured, not assumed.
+
+    >>> error_note("fills", is_calibrated=False, is_gpu=True)[:70]
+    'Error of such a prediction, limited by fills: not known, no published '
+    """
+    of_such = f"Error of such a prediction, limited by {limit.replace('_', ' ')}:"
+    if is_calibrated:
+        compared = (
+            f"of step times on calibrated CPUs, over {CALIBRATED_CASES} runs that the calibration had not seen, the "
+            f"median was {CALIBRATED_MEDIAN:.1%} and the largest {CALIBRATED_LARGEST:.1%}"
+        )
+        return f"{of_such} {'not known for a GPU; ' if is_gpu else ''}{compared}."
+    if not is_gpu:
+        return f"{of_such} not known, no CPU's assumed speed was compared with a measured one. {_CALIBRATE}"
+    alike = [point for point in PUBLISHED if point.limited_by == limit]
+    known = f"{of_such} " if alike else f"{of_such} not known, no published figure is. Over all limits: "
+    points = alike or PUBLISHED
+    errors, models = [point.error for point in points], sorted({point.model for point in points})
+    return (
+        f"{known}on {len(points)} published figures ({', '.join(models)} on A100 and H100) simulated samples/s were "
+        f"off by {min(errors):+.0%} to {max(errors):+.0%}. {_CALIBRATE}"
+    )

@@ -1,0 +1,68 @@
+"""The errors that are said beside predictions are those that were measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from embershard.planning.cost import back_test
+from embershard.planning.cost.back_test import PUBLISHED, error_note
+from embershard.planning.cost.topology import load_topology
+from embershard.planning.make_plan import make_plan
+from embershard.planning.request import Budget
+from tests.unit.planning.requests import make_request
+
+ROOT = Path(__file__).resolve().parents[3]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def test_published_figures_are_those_of_the_benchmark() -> None:
+    cases = json.loads((RESULTS / "simulator_public.json").read_text())["cases"]
+    names = ("model", "machine", "published_samples_per_second", "simulated_samples_per_second", "error", "limited_by")
+    assert [tuple(case[name] for name in names) for case in cases] == [
+        (each.model, each.machine, each.published, each.simulated, each.error, each.limited_by) for each in PUBLISHED
+    ]
+    assert [case["global_batch_size"] for case in cases] == [
+        each.batch_size * load_topology(each.machine).world_size for each in PUBLISHED
+    ]
+
+
+def test_the_page_shows_them() -> None:
+    page = (ROOT / "docs" / "planning.md").read_text()
+    for each in PUBLISHED:
+        assert f"| {each.published:,} | {each.simulated:,} | {each.error:+.0%} |" in page, each
+
+
+def test_errors_after_a_calibration_are_those_of_the_benchmark() -> None:
+    found = json.loads((RESULTS / "simulator_back_test.json").read_text())
+    assert (found["median_error"], found["largest_error"], len(found["cases"])) == (
+        back_test.CALIBRATED_MEDIAN,
+        back_test.CALIBRATED_LARGEST,
+        back_test.CALIBRATED_CASES,
+    )
+
+
+@pytest.mark.parametrize(
+    ("limit", "is_calibrated", "is_gpu", "said"),
+    [
+        ("dense", False, True, "limited by dense: on 4 published figures (dlrm, mlperf_dcnv2 on A100 and H100)"),
+        ("dense", False, True, "off by -88% to -12%. Do not choose or buy machines by it"),
+        ("overhead", False, True, "off by -85% to +22%."),
+        ("all_to_all", False, True, "limited by all to all: not known, no published figure is. Over all limits: on 7 "),
+        ("dense", False, False, "not known, no CPU's assumed speed was compared"),
+        ("dense", True, False, "the median was 5.2% and the largest 17.9%."),
+        ("dense", True, True, "not known for a GPU; "),
+    ],
+)
+def test_the_note_is_of_what_limits_the_step(limit, is_calibrated, is_gpu, said) -> None:
+    assert said in error_note(limit, is_calibrated=is_calibrated, is_gpu=is_gpu)
+
+
+@pytest.mark.slow
+def test_a_plan_carries_it() -> None:
+    request = make_request(Budget(ratio=0.1), topology=load_topology("h100x2"))
+    plan = make_plan(request)
+    assert plan.prediction is not None
+    assert error_note(plan.prediction.bottleneck, is_calibrated=False, is_gpu=True) in plan.notes
