@@ -74,10 +74,11 @@ def hit_rate_curve(
     steps = min(trace.num_samples // global_batch_size, MOST_STEPS)
     settled = sum(SettledRows.of(trace, shard, False).num_rows for shard in shards)
     batches = TraceBatches(trace, shards, global_batch_size, 0, 0)
-    stream = _Stream.of([batches.get(step)[0].numpy() for step in range(steps)])
+    stream: _Stream | None = None
     found = []
     for done, num_slots in enumerate(sizes, start=1):
         replayed = replay_pool(trace, shards, num_slots, global_batch_size, settings, num_steps=steps)
+        stream = stream or _Stream.of([batches.get(step)[0].numpy() for step in range(steps)])
         followed_slots = max(1, num_slots if trace.rate >= 1 else round((num_slots - settled) * trace.rate))
         fewest = _fills(stream, followed_slots, prefetch=0, lookahead=steps)
         if progress is not None:
