@@ -87,7 +87,7 @@ class ScoreJob(Job):
             ranks.from_first(lambda: check_new_output(output))
         trained = open_trained(self.config, self.checkpoints, ranks, self.step)
         say(console, *(f"Not used: {reason}." for reason in trained.skipped))
-        source = open_source(self.config.data, needs_labels=output is None)
+        source = open_source(self.config.data, needs_labels=output is None, share=ranks.from_first)
         scorer = Scorer(trained, source, ranks, supervision)
         say(console, f"Scoring {scorer.num_samples:,} samples by {trained.checkpoint}.", *source.notes)
         if scorer.memory_warning:

@@ -88,6 +88,11 @@ class ChunkDecoder:
         self.note(~np.isfinite(found), name, numbers, f"needed a number that is finite after {feature.scale}")
         return found
 
+    def seconds(self, name: str) -> NDArray[np.float64]:
+        """Return a column of times, or of texts or numbers that are, as seconds since 1970 [n]; NaN where one is
+        missing or bad."""
+        return self._seconds(self._column(name), name)
+
     def bags(self, feature: TableFeature, most: tuple[int, str]) -> tuple[Ids, NDArray[np.int32]]:
         """Return the rows of a sparse feature's bags, and the size [n] of each. A single value is a bag of one.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv as text_csv
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ from pyarrow import csv
 from embershard.data.block import BadRow, short
 from embershard.data.config import TableConfig
 from embershard.data.sources.input_file import InputFile
-from embershard.data.sources.table.raw import RawChunk, check_columns
+from embershard.data.sources.table.raw import RawChunk, check_columns, need_columns
 from embershard.data.sources.text import BYTE_ORDER_MARK, NEWLINE, TextFiles, parse_lines
 from embershard.errors import DataError
 
@@ -152,6 +152,7 @@ class TextTables:
         self, files: list[InputFile], settings: TableConfig, chunk_rows: int, num_workers: int, *, needs_labels: bool
     ) -> None:
         self._text = TextFiles(files, chunk_rows, num_workers, has_header=not settings.columns)
+        self._paths = [file.path for file in files]
         self._columns = [
             columns_of(file.path, header, settings, needs_labels=needs_labels)
             for file, header in zip(files, self._text.headers, strict=True)
@@ -160,13 +161,19 @@ class TextTables:
         self.has_lists = False
         self.notes: tuple[str, ...] = ()
 
-    def read(self, chunk: int, most_bad: int | None) -> RawChunk:
-        columns, path = self._columns[self._text.file[chunk]], self._text.path(chunk)
+    def need(self, columns: list[str]) -> None:
+        for path, form in zip(self._paths, self._columns, strict=True):
+            need_columns(path, form.names, columns)
+
+    def read(self, chunk: int, most_bad: int | None, columns: list[str] | None = None) -> RawChunk:
+        form, path = self._columns[self._text.file[chunk]], self._text.path(chunk)
+        if columns is not None:
+            form = replace(form, to_read=columns)
         first_row = int(self._text.first_row[chunk]) + 1
-        tables, failed = parse_lines(self._text.read(chunk), columns.read, most_bad)
-        bad = {line: BadRow(path, first_row + line, "", columns.explain(text)) for line, (text, _) in failed.items()}
+        tables, failed = parse_lines(self._text.read(chunk), form.read, most_bad)
+        bad = {line: BadRow(path, first_row + line, "", form.explain(text)) for line, (text, _) in failed.items()}
         if not tables:
-            tables = [columns.read(memoryview(b""), 0)]
+            tables = [form.read(memoryview(b""), 0)]
         num_rows = sum(table.num_rows for table in tables)
         places = np.setdiff1d(np.arange(num_rows + len(bad)), list(bad))
         return RawChunk(path, pa.concat_tables(tables).combine_chunks(), places, first_row, bad)
