@@ -191,7 +191,7 @@ def test_counts_of_times_and_values_do_not_depend_on_how_they_are_gathered(monke
     def start(parts: int) -> int:
         counts = split_module._TimeCounts()
         for part in np.array_split(seconds, parts):
-            counts.add(part)
+            counts.add(part, np.ones(len(part), np.int64))
         return counts.start_of_last(0.25)
 
     assert start(1) == start(7) == np.sort(seconds)[3750]

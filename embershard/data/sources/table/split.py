@@ -6,9 +6,12 @@ sorted), and 64 MiB or so for times.
 
 from __future__ import annotations
 
+import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +26,7 @@ from embershard.data.sources.table.decode import ChunkDecoder
 from embershard.data.sources.table.raw import TableFiles, check_types, is_list, need_columns
 from embershard.errors import DataError
 
+Numbers = NDArray[Any]
 #: Values are told apart by 63 bits of their hash as texts; 0 is a missing one.
 _NUM_HASHES = 2**63 - 1
 _HASHES = 11  # a stream of random words of its own
@@ -113,7 +117,7 @@ class _SplitColumns:
         self.config, self._files, self._columns = config, files, _columns(config)
         files.need(self._columns)
         self.sizes, self.num_samples = files.chunk_rows, int(files.chunk_rows.sum())
-        self.num_threads = max(1, config.num_workers)
+        self.num_threads = len(os.sched_getaffinity(0))  # other ranks wait
         self.num_without = 0
 
     def chunks(self) -> Iterator[_Values]:
@@ -175,7 +179,7 @@ def _by_hash(columns: _SplitColumns) -> _Found:
             yield found.flags(is_held_out(found.hashes))
 
     samples = SampleBits.of(flags())
-    distinct, _ = values.finish()
+    distinct, *_ = values.finish()
     taken = int(is_held_out(distinct).sum())
     what = f"all samples of {taken:,} of {len(distinct):,} values of {config.split_column}"
     return f"{what}, by their hash (data.split_seed {config.split_seed})", samples
@@ -186,7 +190,7 @@ def _last_of_each(columns: _SplitColumns) -> _Found:
     for found in columns.chunks():
         values.add(found.hashes, found.seconds, found.rows + start)
         start += found.num_rows
-    distinct, numbers = values.finish()
+    distinct, _, numbers = values.finish()
     by_time = "" if config.split_time is None else f", by {config.split_time}"
     what = f"the last sample of each of {len(distinct):,} values of {config.split_column}{by_time}"
     return what, SampleBits.at(numbers, columns.num_samples)
@@ -195,7 +199,7 @@ def _last_of_each(columns: _SplitColumns) -> _Found:
 def _latest(columns: _SplitColumns) -> _Found:
     times, spans = _TimeCounts(), list[tuple[float, float]]()
     for found in columns.chunks():
-        times.add(found.seconds)
+        times.add(found.seconds, np.ones(len(found.rows), np.int64))
         is_whole = len(found.rows) == found.num_rows
         least = found.seconds.min(initial=np.inf) if is_whole else -np.inf
         spans.append((least, found.seconds.max(initial=-np.inf)))
@@ -212,60 +216,67 @@ def _latest(columns: _SplitColumns) -> _Found:
     return f"from {np.datetime64(start, 's')} UTC on ({columns.config.split_time})".replace("T", " ", 1), samples
 
 
-class _LastOfEach:
-    """The last sample of each value: the latest one; of several of one time the last one in the files."""
+class _Gathered(ABC):
+    """Columns of numbers, a row per sample. Whenever as many new rows wait as were left before, all are joined."""
+
+    def __init__(self, *columns: Numbers) -> None:
+        self._columns: tuple[Numbers, ...] = columns
+        self._waiting: list[tuple[Numbers, ...]] = []
+        self._num_waiting = 0
+
+    @abstractmethod
+    def join(self, *columns: Numbers) -> tuple[Numbers, ...]:
+        """Return fewer rows, which say the same."""
+
+    def add(self, *columns: Numbers) -> None:
+        """Add samples that come after those before."""
+        self._waiting.append(columns)
+        self._num_waiting += len(columns[0])
+        if self._num_waiting > max(_WAITING, len(self._columns[0])):
+            self.finish()
+
+    def finish(self) -> tuple[Numbers, ...]:
+        """Return the columns of what is left."""
+        self._columns = self.join(*map(np.concatenate, zip(self._columns, *self._waiting, strict=True)))
+        self._waiting, self._num_waiting = [], 0
+        return self._columns
+
+
+class _LastOfEach(_Gathered):
+    """Hashes, seconds and numbers of samples: of each hash the latest one, of several at one time the last one."""
 
     def __init__(self) -> None:
-        self._found: tuple[Ids, NDArray[np.float64], Ids] = np.empty(0, np.int64), np.empty(0), np.empty(0, np.int64)
-        self._waiting = [self._found]
+        super().__init__(np.empty(0, np.int64), np.empty(0), np.empty(0, np.int64))
 
-    def add(self, hashes: Ids, seconds: NDArray[np.float64], numbers: Ids) -> None:
-        """Add samples that come after those before, by the hashes of their values."""
-        self._waiting.append((hashes, seconds, numbers))
-        if sum(len(each) for each, _, _ in self._waiting) > max(_WAITING, len(self._found[0])):
-            self._sort_in()
-
-    def finish(self) -> tuple[Ids, Ids]:
-        """Return the hashes of the distinct values, and the numbers of their last samples."""
-        self._sort_in()
-        return self._found[0], self._found[2]
-
-    def _sort_in(self) -> None:
-        hashes, seconds, numbers = map(np.concatenate, zip(self._found, *self._waiting, strict=True))
+    def join(self, *columns: Numbers) -> tuple[Numbers, ...]:
+        hashes, seconds, _ = columns
         order = np.lexsort((seconds, hashes))  # equal ones stay in their order
         last = order[np.flatnonzero(np.diff(hashes[order], append=0))]
-        self._found, self._waiting = (hashes[last], seconds[last], numbers[last]), []
+        return tuple(column[last] for column in columns)
 
 
-class _TimeCounts:
-    """Counts samples by their time: in whole seconds or, of more than `_MOST_TIMES` of them, in 2, 4, 8 ... seconds."""
+class _TimeCounts(_Gathered):
+    """Counts of samples by their time: in whole seconds or, of more than `_MOST_TIMES`, in 2, 4, 8 ... seconds."""
 
     def __init__(self) -> None:
+        super().__init__(np.empty(0, np.int64), np.empty(0, np.int64))
         self._width = 1
-        self._times, self._counts = np.empty(0, np.int64), np.empty(0, np.int64)
-        self._waiting = list[Ids]()
 
-    def add(self, seconds: NDArray[np.float64]) -> None:
-        """Add samples."""
-        self._waiting.append(np.floor(seconds).astype(np.int64) // self._width)
-        if sum(map(len, self._waiting)) > max(_WAITING, len(self._times)):
-            self._sort_in()
+    def join(self, *columns: Numbers) -> tuple[Numbers, ...]:
+        times, counts = columns
+        while True:
+            times, places = np.unique(np.floor(times / self._width).astype(np.int64), return_inverse=True)
+            counts = np.bincount(places, counts, minlength=len(times)).astype(np.int64)
+            times = times * self._width
+            if len(times) <= _MOST_TIMES:
+                return times, counts
+            self._width *= 2
 
     def start_of_last(self, share: float) -> int:
         """Return the time in seconds from which on about this share of the samples lie; some lie before it where there
         are two times."""
-        self._sort_in()
-        before = np.cumsum(self._counts) - self._counts
-        place = 1 + int(np.argmin(np.abs(before[1:] - (1 - share) * self._counts.sum()))) if len(before) > 1 else 0
-        return int(self._times[place] * self._width) if len(before) else 0
-
-    def _sort_in(self) -> None:
-        times = np.concatenate([self._times, *self._waiting])
-        counts = np.concatenate([self._counts, *(np.ones(len(each), np.int64) for each in self._waiting)])
-        self._waiting = []
-        while True:
-            self._times, places = np.unique(times, return_inverse=True)
-            self._counts = np.bincount(places, counts, minlength=len(self._times)).astype(np.int64)
-            if len(self._times) <= _MOST_TIMES:
-                return
-            self._width, times, counts = 2 * self._width, self._times // 2, self._counts
+        times, counts = self.finish()
+        before = np.cumsum(counts)[:-1]
+        if not len(before):
+            return int(times[0]) if len(times) else 0
+        return int(times[1 + np.argmin(np.abs(before - (1 - share) * counts.sum()))])
