@@ -246,6 +246,27 @@ def test_a_bad_row_is_replaced_by_a_row_of_its_part(tmp_path):
     raise AssertionError("no seed held out one of two")
 
 
+def test_columns_of_held_out_samples_go_along_with_them(tmp_path):
+    path = tmp_path / "a.csv"
+    lines = [f"{'x' if n % 5 == 0 else 0},{n},{'' if n % 7 == 0 else f'u{n}'},0" for n in range(40)]
+    lines[11] = "0,11"
+    path.write_bytes(
+        "\n".join(["label,number,user,time", *lines]).replace("u13", "\udcff").encode("utf-8", "surrogateescape")
+    )
+    source = open_source(config_of(str(path), split="random", eval_fraction=0.7, bad_rows=0.5, chunk_rows=9))
+    reads = [source.read("eval", n, np.arange(rows)) for n, rows in enumerate(source.chunks("eval").rows)]
+    numbers = [int(each) for block in reads for each in block.dense[:, 0]]
+    found = pa.concat_tables(source.held_out_columns(["user", "number"]))
+    assert found.schema.names == ["user", "number"]
+    assert found["number"].to_pylist() == [str(n) for n in numbers]
+    users = {n: None if n % 7 == 0 else "\\xff" if n == 13 else f"u{n}" for n in numbers}
+    assert found["user"].to_pylist() == list(users.values())
+    assert 15 < len(numbers) < 30
+    assert not {0, 5, 11} & set(numbers)
+    with pytest.raises(DataError, match="no column 'usr'"):
+        source.held_out_columns(["usr"])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -59,6 +60,25 @@ class TableSource(FileSource):
         )
         return Schema(dense, features, settings.target)
 
+    def held_out_columns(self, names: list[str]) -> Iterator[pa.Table]:
+        """Return columns of the held-out samples as the files have them (of text files, texts): chunk after chunk, in
+        the order of `chunks`. Bad rows are left out, as in `read`.
+
+        Raises:
+            DataError: a file has not one of the columns.
+        """
+        self._files.need(names)
+        return (self._columns_of(chunk, names) for chunk in range(len(self.chunks("eval").rows)))
+
+    def _columns_of(self, chunk: int, names: list[str]) -> pa.Table:
+        physical, members = self._split.place("eval", chunk)
+        raw = self._files.read(physical, None, names)
+        bad = self._parsed.get(physical).bad if self._most_bad is None else {}
+        rows = np.setdiff1d(members, list(bad), assume_unique=True)
+        table = raw.table.take(np.searchsorted(raw.places, rows))
+        columns = {name: _readable(column) for name, column in zip(names, table.columns, strict=True)}
+        return pa.table(columns)
+
     def parse(self, number: int, most_bad: int | None = None) -> ParsedChunk:
         chunk = self._files.read(number, most_bad)
         decoder = ChunkDecoder(chunk)
@@ -76,6 +96,17 @@ class TableSource(FileSource):
         bad = dict(sorted(decoder.bad.items()))
         is_good = ~np.isin(chunk.places, np.fromiter(bad, np.int64))
         return ParsedChunk(block.take(np.flatnonzero(is_good)), bad)
+
+
+def _readable(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return the cells of a text file as texts; others as they are."""
+    if not pa.types.is_binary(column.type):
+        return column
+    try:
+        return column.cast(pa.string())
+    except pa.ArrowInvalid:
+        cells = column.to_pylist()
+        return pa.chunked_array([[cell and cell.decode("utf-8", "backslashreplace") for cell in cells]], pa.string())
 
 
 def _open(files: list[InputFile], settings: TableConfig, config: DataConfig, needs_labels: bool) -> TableFiles:
