@@ -30,8 +30,8 @@ class SampleBits:
     bits: Bits
     num_samples: int
 
-    @classmethod
-    def of(cls, parts: Iterable[Flags]) -> SampleBits:
+    @staticmethod
+    def of(parts: Iterable[Flags]) -> SampleBits:
         """Return the bits of all samples from those of some samples after others."""
         packed, rest, num_samples = [np.empty(0, np.uint8)], np.empty(0, np.bool_), 0
         for part in parts:
@@ -40,14 +40,14 @@ class SampleBits:
             whole = len(rest) // 8 * 8
             packed.append(np.packbits(rest[:whole]))
             rest = rest[whole:]
-        return cls(np.concatenate([*packed, np.packbits(rest)]), num_samples)
+        return SampleBits(np.concatenate([*packed, np.packbits(rest)]), num_samples)
 
-    @classmethod
-    def at(cls, numbers: Ids, num_samples: int) -> SampleBits:
+    @staticmethod
+    def at(numbers: Ids, num_samples: int) -> SampleBits:
         """Return the bits that are 1 for the samples with these numbers."""
         bits = np.zeros(-(-num_samples // 8), np.uint8)
         np.bitwise_or.at(bits, numbers >> 3, np.uint8(128) >> (numbers & 7).astype(np.uint8))
-        return cls(bits, num_samples)
+        return SampleBits(bits, num_samples)
 
     @property
     def count(self) -> int:

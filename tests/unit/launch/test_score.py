@@ -30,6 +30,8 @@ def test_eval_shows_what_training_measured(trained, capsys):
     score_here(str(trained.run_dir))
     shown = dict(line.strip("│ ").split("│") for line in capsys.readouterr().out.splitlines() if line.startswith("│"))
     result = json.loads((trained.run_dir / "result.json").read_text())
+    wanted = {"split": "tail", "how": "the last 20% of every file", "samples": NUM_HELD_OUT, "all_samples": NUM_ROWS}
+    assert result["held_out"] == wanted
     for name in ("auc", "ne", "logloss", "accuracy", "calibration"):
         assert shown[next(key for key in shown if key.strip() == name)].strip() == f"{result[name]:.6f}"
 
