@@ -24,8 +24,8 @@ if TYPE_CHECKING:  # it loads torch, and --help must answer at once
     from embershard.launch.export.serving_model import Model
 
 _HELP = """Serve an exported model over HTTP: POST /predict takes samples as JSON,
-{"rows": [{"age": 31.5, "user": 4711, "items": [3, 5]}]}, and GET /health says what is served. Ctrl-C or SIGTERM ends it,
-after the requests in work. See docs/serving.md.
+{"rows": [{"age": 31.5, "user": 4711, "items": [3, 5]}]}, and GET /health says what is served. Ctrl-C or SIGTERM ends
+it, after the requests in work. See docs/serving.md.
 
   embershard serve exported
   embershard serve exported --port 0 --max-body 64MiB
